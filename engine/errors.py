@@ -1,0 +1,48 @@
+"""The errors of Triaxis (no torch here).
+
+Each message says four things: what was given, the rule, what would have broken, what to do. `exit_code` tells a user's
+mistake (2) from a run that broke (1), so that a batch script can decide whether trying again makes sense.
+"""
+
+from collections.abc import Sequence
+
+
+class TriaxisError(Exception):
+    """Base of all errors that are meant to be read by a user; printed without a traceback."""
+
+    exit_code = 2
+
+
+class ConfigError(TriaxisError):
+    """One or more problems in a configuration, all reported at once.
+
+    `problems` holds one readable line (or a short paragraph) per problem.
+    """
+
+    def __init__(self, problems: Sequence[str], source: str = "the configuration") -> None:
+        self.problems = tuple(problems)
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        body = "\n".join(f"  {number}. {text}" for number, text in enumerate(self.problems, start=1))
+        super().__init__(f"{source} has {count}:\n{body}")
+
+
+class TopologyError(TriaxisError):
+    """The ranks, nodes or groups that were asked for do not exist or do not fit."""
+
+
+class ScheduleError(TriaxisError):
+    """A pipeline schedule that is incomplete, out of order, or would deadlock."""
+
+
+class DataError(TriaxisError):
+    """A corpus, an index or a tokenizer that is missing, truncated or not what it claims to be."""
+
+
+class CheckpointError(TriaxisError):
+    """A checkpoint that is missing, incomplete, damaged or of another model."""
+
+
+class DivergenceError(TriaxisError):
+    """The run cannot go on: ranks disagree, or the loss is not finite."""
+
+    exit_code = 1
