@@ -1,0 +1,244 @@
+"""The only caller of torch.distributed's communication: every collective and every send, labelled and written down.
+
+An `Axis` is one group of ranks as one member sees it. Its verbs return a `Pending`, whose `wait()` gives the result; what
+lies between posting and waiting is overlapped. A one-rank axis is the identity and issues no op: this file is the only
+place that knows it. Each call is labelled with its purpose, and the `Ledger` writes down what was called, nothing derived:
+
+    post   op, axis, purpose, dtype, numel of the tensor handed in, group size
+    wait   the same number, when the result was asked for
+    mark   a named point of the computation (a weight-gradient GEMM, say), so that order in the ledger proves overlap
+
+gloo and NCCL differ in three things, and this file is where that is known:
+- gloo's tensor reduce-scatter is an all-reduce inside (twice the wire bytes). On gloo the rank chunks are exchanged by
+  all-to-all and summed here in rank order, in the accumulation dtype; the order does not depend on how buckets are cut.
+- torch 2.13 renamed `reduce_scatter_tensor` and `all_gather_into_tensor` to `*_single`.
+- the first p2p call of an NCCL group must involve the whole group, so `Axis.connect` reduces one element beforehand.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from engine.precision import AGREEMENT_DTYPE, accumulate
+
+Op = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send", "recv"]
+ReduceOp = Literal["sum", "max"]
+
+_ALL_GATHER: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_REDUCE_SCATTER: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One line of the ledger. `call` numbers the posted calls of the step; marks carry -1."""
+
+    phase: Literal["post", "wait", "mark"]
+    call: int
+    op: str
+    axis: str
+    purpose: str
+    dtype: torch.dtype | None
+    numel: int
+    group_size: int
+
+
+class Ledger:
+    """What one rank called since the last reset, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._num_calls = 0
+
+    def reset(self) -> None:
+        self.events = []
+        self._num_calls = 0
+
+    def post(self, op: Op, axis: str, purpose: str, tensor: torch.Tensor, group_size: int) -> Event:
+        event = Event("post", self._num_calls, op, axis, purpose, tensor.dtype, tensor.numel(), group_size)
+        self._num_calls += 1
+        self.events.append(event)
+        return event
+
+    def wait(self, posted: Event) -> None:
+        self.events.append(
+            Event(
+                "wait",
+                posted.call,
+                posted.op,
+                posted.axis,
+                posted.purpose,
+                posted.dtype,
+                posted.numel,
+                posted.group_size,
+            )
+        )
+
+    def mark(self, op: str, purpose: str) -> None:
+        self.events.append(Event("mark", -1, op, "", purpose, None, 0, 0))
+
+    @property
+    def posted(self) -> list[Event]:
+        return [event for event in self.events if event.phase == "post"]
+
+
+class Pending:
+    """A call under way. It keeps its tensors alive until `wait()`, which may be called again and again."""
+
+    def __init__(
+        self,
+        result: torch.Tensor,
+        work: Sequence[dist.Work] = (),
+        finish: Callable[[], torch.Tensor] | None = None,
+        on_wait: Callable[[], None] | None = None,
+        keep: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self._result = result
+        self._work = work
+        self._finish = finish
+        self._on_wait = on_wait
+        self._keep = keep
+        self._done = not work
+
+    def wait(self) -> torch.Tensor:
+        """The result. On CUDA the current stream waits, not the host."""
+        if not self._done:
+            for work in self._work:
+                work.wait()
+            if self._finish is not None:
+                self._result = self._finish()
+            if self._on_wait is not None:
+                self._on_wait()
+            self._work, self._finish, self._on_wait, self._keep = (), None, None, ()
+            self._done = True
+        return self._result
+
+    @property
+    def completed(self) -> bool:
+        """Whether `wait()` would return at once (never blocks)."""
+        return self._done or all(work.is_completed() for work in self._work)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One tensor to send to, or receive from, the member `peer` (an index on the axis)."""
+
+    kind: Literal["send", "recv"]
+    tensor: torch.Tensor
+    peer: int
+
+
+class Axis:
+    """One group of ranks, as this member sees it.
+
+    Attributes:
+        name: the axis ("tp", "dp", "pp_forward", ...): how the ledger labels its calls.
+        ranks: global ranks of the members, in order.
+        index: which member this rank is.
+        size: number of members.
+    """
+
+    def __init__(
+        self, name: str, ranks: Sequence[int], rank: int, group: dist.ProcessGroup | None, ledger: Ledger
+    ) -> None:
+        self.name = name
+        self.ranks = tuple(ranks)
+        self.index = self.ranks.index(rank)
+        self.size = len(self.ranks)
+        self.ledger = ledger
+        assert (group is None) == (self.size == 1), "a group of one rank needs no process group, any other does"
+        self._group = group
+        self._exchanges_chunks = group is not None and dist.get_backend(group) == "gloo"
+
+    def connect(self, device: torch.device) -> None:
+        """Open the connections now, so that a missing peer shows at start and not in the first step."""
+        if self._group is not None:
+            dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+
+    def all_reduce(self, tensor: torch.Tensor, purpose: str, op: ReduceOp = "sum") -> Pending:
+        """Reduce `tensor` over the axis, in place."""
+        if self._group is None:
+            return Pending(tensor)
+        posted = self.ledger.post("all_reduce", self.name, purpose, tensor, self.size)
+        work = dist.all_reduce(tensor, _REDUCE_OPS[op], group=self._group, async_op=True)
+        return Pending(tensor, [_work(work)], on_wait=lambda: self.ledger.wait(posted))
+
+    def all_gather(self, shard: torch.Tensor, purpose: str, out: torch.Tensor | None = None) -> Pending:
+        """Concatenate the members' shards [n, ...] along dim 0 to [size * n, ...].
+
+        With `out`, the result is written there; `shard` may be this member's slice of it.
+        """
+        if self._group is None:
+            return Pending(shard if out is None else out)
+        if out is None:
+            out = shard.new_empty((self.size * shard.shape[0], *shard.shape[1:]))
+        shard = shard.contiguous()
+        posted = self.ledger.post("all_gather", self.name, purpose, shard, self.size)
+        work = _ALL_GATHER(out, shard, group=self._group, async_op=True)
+        return Pending(out, [_work(work)], on_wait=lambda: self.ledger.wait(posted), keep=[shard])
+
+    def reduce_scatter(self, full: torch.Tensor, purpose: str, out: torch.Tensor | None = None) -> Pending:
+        """Sum `full` [size * n, ...] over the axis and keep this member's [n, ...] along dim 0.
+
+        With `out`, the result is written there; it may be this member's slice of `full`, which then holds the sum while
+        the other slices keep this member's own values. Sums are kept in the accumulation dtype on gloo.
+        """
+        if self._group is None:
+            return Pending(full if out is None else out)
+        assert full.shape[0] % self.size == 0, f"{full.shape[0]} rows cannot be scattered over {self.size} ranks"
+        full = full.contiguous()
+        shape = (full.shape[0] // self.size, *full.shape[1:])
+        posted = self.ledger.post("reduce_scatter", self.name, purpose, full, self.size)
+        if not self._exchanges_chunks:
+            shard = full.new_empty(shape) if out is None else out
+            work = _REDUCE_SCATTER(shard, full, group=self._group, async_op=True)
+            return Pending(shard, [_work(work)], on_wait=lambda: self.ledger.wait(posted), keep=[full])
+
+        chunks = torch.empty_like(full)
+        work = dist.all_to_all_single(chunks, full, group=self._group, async_op=True)
+
+        def sum_in_rank_order() -> torch.Tensor:
+            parts = chunks.view(self.size, *shape)
+            total = accumulate(parts[0]).clone() if out is None else out.copy_(parts[0])
+            for part in parts[1:]:
+                total += part
+            return total.to(full.dtype)
+
+        return Pending(full, [_work(work)], sum_in_rank_order, lambda: self.ledger.wait(posted), keep=[full])
+
+    def broadcast(self, tensor: torch.Tensor, source: int, purpose: str) -> Pending:
+        """Copy `tensor` from the member `source` into every member's `tensor`."""
+        if self._group is None:
+            return Pending(tensor)
+        posted = self.ledger.post("broadcast", self.name, purpose, tensor, self.size)
+        work = dist.broadcast(tensor, self.ranks[source], group=self._group, async_op=True)
+        return Pending(tensor, [_work(work)], on_wait=lambda: self.ledger.wait(posted))
+
+    def exchange(self, messages: Sequence[Message], purpose: str) -> list[Pending]:
+        """Post point-to-point messages as one group call; one `Pending` per message, in order."""
+        assert self._group is not None, "a one-rank pipeline hands over locally"
+        ops = []
+        for message in messages:
+            function = dist.isend if message.kind == "send" else dist.irecv
+            ops.append(dist.P2POp(function, message.tensor, self.ranks[message.peer], self._group))
+        events = [self.ledger.post(message.kind, self.name, purpose, message.tensor, self.size) for message in messages]
+        works = dist.batch_isend_irecv(ops)
+        # A backend that coalesces returns one handle for the whole group call, another returns one per message.
+        per_message = [works] * len(messages) if len(works) != len(messages) else [[work] for work in works]
+        return [
+            Pending(message.tensor, work, on_wait=lambda event=event: self.ledger.wait(event))  # type: ignore[misc]
+            for message, work, event in zip(messages, per_message, events, strict=True)
+        ]
+
+    def agree(self, values: Sequence[float], device: torch.device, purpose: str) -> list[float]:
+        """Sum a short vector over the axis and return it on the host: the step's one small all-reduce."""
+        vector = torch.tensor(values, dtype=AGREEMENT_DTYPE, device=device)
+        return [float(value) for value in self.all_reduce(vector, purpose).wait().tolist()]
+
+
+def _work(work: Any) -> dist.Work:
+    assert work is not None, "an asynchronous call on a group of this rank returns a handle"
+    return work

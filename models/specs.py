@@ -1,0 +1,141 @@
+"""A GPT as a list of parameter specs: names, shapes, cuts, initial values (no torch here).
+
+Modules, the parameter count, initialisation, the planner and checkpoints are built from this list, so a parameter has
+one name and one shape everywhere. h hidden size, d head size, f MLP width, V vocabulary, S sequence length:
+
+    embedding.word.weight                [V, h]              rows cut (padded to vocab_multiple); tied: also the head
+    embedding.position.weight            [S, h]              learned positions only
+    layers.N.attention.norm.{weight,bias}     [h]            bias with LayerNorm only
+    layers.N.attention.q.weight          [heads, d, h]       heads cut; shares a GEMM with kv
+    layers.N.attention.kv.weight         [2, kv_heads, d, h] heads cut, replicated when kv_heads < tp
+    layers.N.attention.{q,kv}.bias       [heads, d], [2, kv_heads, d]
+    layers.N.attention.{q,k}_norm.weight [d]                 QK-norm, one for all heads
+    layers.N.attention.proj.weight       [h, heads, d]       input heads cut (row parallel)
+    layers.N.attention.proj.bias         [h]
+    layers.N.mlp.norm.{weight,bias}      [h]
+    layers.N.mlp.up.weight               [f, h]              GELU; rows cut
+    layers.N.mlp.gate_up.weight          [2, f, h]           SwiGLU; dim 1 cut
+    layers.N.mlp.down.weight             [h, f]              columns cut (row parallel)
+    final_norm.{weight,bias}             [h]
+    head.weight                          [V, h]              untied only
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Protocol
+
+from engine.config import ModelConfig
+from engine.shard_spec import Init, ParamSpec
+
+
+class StageContents(Protocol):
+    """What a pipeline stage holds (`engine.pipeline.partition.StageLayers`)."""
+
+    @property
+    def layers(self) -> range: ...
+    @property
+    def has_embedding(self) -> bool: ...
+    @property
+    def has_head(self) -> bool: ...
+
+
+def model_specs(model: ModelConfig) -> tuple[ParamSpec, ...]:
+    """Every parameter of the model once, in forward order."""
+    specs = [*embedding_specs(model)]
+    for layer in range(model.num_layers):
+        specs += layer_specs(model, layer)
+    specs += final_norm_specs(model)
+    specs += () if model.tie_embeddings else head_specs(model)
+    return tuple(specs)
+
+
+def stage_specs(model: ModelConfig, stage: StageContents) -> tuple[ParamSpec, ...]:
+    """The parameters of one pipeline stage, in forward order; a tied embedding stands on both end stages."""
+    specs: list[ParamSpec] = []
+    if stage.has_embedding:
+        specs += embedding_specs(model)
+    for layer in stage.layers:
+        specs += layer_specs(model, layer)
+    if stage.has_head:
+        specs += final_norm_specs(model)
+        if not (model.tie_embeddings and stage.has_embedding):
+            specs += head_specs(model)
+    return tuple(specs)
+
+
+def embedding_specs(model: ModelConfig) -> Iterator[ParamSpec]:
+    yield _word_embedding(model)
+    if model.position == "learned":
+        shape = (model.seq_length, model.hidden_size)
+        yield ParamSpec("embedding.position.weight", shape, Init("normal", model.init_std), grad_is_partial="sequence")
+
+
+def head_specs(model: ModelConfig) -> Iterator[ParamSpec]:
+    """The output projection: the tied word embedding itself, or a matrix of its own."""
+    if model.tie_embeddings:
+        yield _word_embedding(model)
+    else:
+        yield _vocabulary_matrix(model, "head.weight", tied_ends=False)
+
+
+def layer_specs(model: ModelConfig, layer: int) -> Iterator[ParamSpec]:
+    h, d, f = model.hidden_size, model.head_size, model.ffn_size
+    heads, kv_heads = model.num_attention_heads, model.kv_heads
+    normal = Init("normal", model.init_std)
+    # GPT-2's rule: the two projections that write to the residual stream start smaller, by the number of writes.
+    residual = Init("normal", model.init_std / math.sqrt(2 * model.num_layers))
+    attention, mlp = f"layers.{layer}.attention", f"layers.{layer}.mlp"
+
+    yield from _norm(model, f"{attention}.norm")
+    yield ParamSpec(f"{attention}.q.weight", (heads, d, h), normal, tp_dim=0)
+    yield ParamSpec(f"{attention}.kv.weight", (2, kv_heads, d, h), normal, tp_dim=1, fused_with_previous=True)
+    if model.bias in ("all", "qkv"):
+        yield ParamSpec(f"{attention}.q.bias", (heads, d), Init("zeros"), decay=False, tp_dim=0)
+        yield ParamSpec(
+            f"{attention}.kv.bias", (2, kv_heads, d), Init("zeros"), decay=False, tp_dim=1, fused_with_previous=True
+        )
+    if model.qk_norm:
+        yield ParamSpec(f"{attention}.q_norm.weight", (d,), Init("ones"), decay=False, grad_is_partial="heads")
+        yield ParamSpec(f"{attention}.k_norm.weight", (d,), Init("ones"), decay=False, grad_is_partial="heads")
+    yield ParamSpec(f"{attention}.proj.weight", (h, heads, d), residual, tp_dim=1)
+    if model.bias == "all":
+        yield ParamSpec(f"{attention}.proj.bias", (h,), Init("zeros"), decay=False, grad_is_partial="sequence")
+
+    yield from _norm(model, f"{mlp}.norm")
+    if model.activation == "swiglu":
+        yield ParamSpec(f"{mlp}.gate_up.weight", (2, f, h), normal, tp_dim=1)
+        if model.bias == "all":
+            yield ParamSpec(f"{mlp}.gate_up.bias", (2, f), Init("zeros"), decay=False, tp_dim=1)
+    else:
+        yield ParamSpec(f"{mlp}.up.weight", (f, h), normal, tp_dim=0)
+        if model.bias == "all":
+            yield ParamSpec(f"{mlp}.up.bias", (f,), Init("zeros"), decay=False, tp_dim=0)
+    yield ParamSpec(f"{mlp}.down.weight", (h, f), residual, tp_dim=1)
+    if model.bias == "all":
+        yield ParamSpec(f"{mlp}.down.bias", (h,), Init("zeros"), decay=False, grad_is_partial="sequence")
+
+
+def final_norm_specs(model: ModelConfig) -> Iterator[ParamSpec]:
+    yield from _norm(model, "final_norm")
+
+
+def _word_embedding(model: ModelConfig) -> ParamSpec:
+    return _vocabulary_matrix(model, "embedding.word.weight", tied_ends=model.tie_embeddings)
+
+
+def _vocabulary_matrix(model: ModelConfig, name: str, *, tied_ends: bool) -> ParamSpec:
+    return ParamSpec(
+        name,
+        (model.vocab_size, model.hidden_size),
+        Init("normal", model.init_std),
+        tp_dim=0,
+        padded_size=model.padded_vocab_size,
+        tied_ends=tied_ends,
+    )
+
+
+def _norm(model: ModelConfig, name: str) -> Iterator[ParamSpec]:
+    h = model.hidden_size
+    yield ParamSpec(f"{name}.weight", (h,), Init("ones"), decay=False, grad_is_partial="sequence")
+    if model.norm == "layernorm":
+        yield ParamSpec(f"{name}.bias", (h,), Init("zeros"), decay=False, grad_is_partial="sequence")
