@@ -1,0 +1,107 @@
+"""A weighted blend of corpora: which corpus sample n comes from, and which of its samples (no torch here).
+
+    weights 3 : 1        n        0 1 2 3 | 4 5 6 7 | ...      the table of one period repeats for ever
+                         corpus   a b a a | a b a a |
+                         sample   0 0 1 2 | 3 1 4 5 |          n -> (table[n % P], n // P * share + rank[n % P])
+
+At every n each corpus has given floor(w n) or ceil(w n) samples: the error is below one sample, always. Taking the
+corpus with the largest deficit, the usual rule, does not keep that (weights 5:3:1:5:30:30:1 reach 1.2). Earliest
+deadline first does: sample j of a corpus may be taken from step floor(j / w) on and must be by step ceil((j + 1) / w) - 1,
+and for unit tasks on one machine that order meets every deadline that can be met (the "Pfair" windows of Baruah, Cohen,
+Plaxton and Varvel, Algorithmica 15, 1996). Whole numbers throughout, so no rounding ever moves a sample.
+"""
+
+import heapq
+from collections.abc import Sequence
+from fractions import Fraction
+from math import gcd, lcm
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.data.samples import Sample, SampleSource
+from engine.errors import DataError
+
+MAX_PERIOD = 100_000
+"""Weights that do not repeat within so many samples are rounded to parts of it: to one in a hundred thousand."""
+
+
+def shares(weights: Sequence[float]) -> list[int]:
+    """Samples of each corpus in one period, whole numbers in the ratio of the weights; their sum is the period.
+
+    Decimal weights are taken at their word (0.1 is one tenth, not the nearest binary number). Where the exact ratio
+    needs a period above `MAX_PERIOD`, each share is rounded down to a part of it, at least 1, and the largest
+    remainders get the rest.
+
+    Raises:
+        DataError: no weights, or one that is not a positive finite number.
+    """
+    if not weights or not all(0 < weight < float("inf") for weight in weights):
+        raise DataError(
+            f"data.train has the weights {list(weights)}: each corpus needs a weight above 0 and finite, or its samples would "
+            f"never be (or always be) taken. Leave a corpus out to give it no weight."
+        )
+    exact = [Fraction(str(weight)) for weight in weights]
+    scale = lcm(*(weight.denominator for weight in exact))
+    whole = [int(weight * scale) for weight in exact]
+    divisor = gcd(*whole)
+    whole = [share // divisor for share in whole]
+    if sum(whole) <= MAX_PERIOD:
+        return whole
+    ideal = [Fraction(share * MAX_PERIOD, sum(whole)) for share in whole]
+    rounded = [max(1, int(share)) for share in ideal]
+    by_remainder = sorted(range(len(ideal)), key=lambda at: (rounded[at] - ideal[at], at))
+    for turn in range(max(0, MAX_PERIOD - sum(rounded))):
+        rounded[by_remainder[turn]] += 1
+    return rounded
+
+
+def one_period(share: Sequence[int]) -> NDArray[np.int64]:
+    """The corpus of each sample of one period, int64 [sum(share)], by earliest deadline first; ties to the first."""
+    period = sum(share)
+    released: list[tuple[int, int]] = []
+    waiting = [(0, corpus) for corpus in range(len(share))]
+    taken = [0] * len(share)
+    table = np.empty(period, np.int64)
+    for n in range(period):
+        while waiting and waiting[0][0] <= n:
+            _, corpus = heapq.heappop(waiting)
+            deadline = -(-(taken[corpus] + 1) * period // share[corpus])
+            heapq.heappush(released, (deadline, corpus))
+        _, corpus = heapq.heappop(released)
+        table[n] = corpus
+        taken[corpus] += 1
+        if taken[corpus] < share[corpus]:
+            heapq.heappush(waiting, (taken[corpus] * period // share[corpus], corpus))
+    return table
+
+
+class Blend:
+    """Samples of several sources in a fixed ratio, as one source.
+
+    Args:
+        sources: one per weight; each must know every sample id >= 0.
+        weights: relative to their sum; see `shares` for how they are honoured.
+    """
+
+    def __init__(self, sources: Sequence[SampleSource], weights: Sequence[float]) -> None:
+        self.sources = tuple(sources)
+        self.shares = shares(weights)
+        if len(self.sources) != len(self.shares):
+            raise DataError(
+                f"{len(self.sources)} corpora and {len(self.shares)} weights: each corpus needs one weight."
+            )
+        self._table = one_period(self.shares)
+        self._rank = np.empty_like(self._table)
+        for source, share in enumerate(self.shares):
+            self._rank[self._table == source] = np.arange(share)
+
+    def locate(self, sample_id: int) -> tuple[int, int]:
+        """(source, sample id within it) of a sample of the blend."""
+        periods, place = divmod(sample_id, len(self._table))
+        source = int(self._table[place])
+        return source, periods * self.shares[source] + int(self._rank[place])
+
+    def __getitem__(self, sample_id: int) -> Sample:
+        source, inner = self.locate(sample_id)
+        return self.sources[source][inner]

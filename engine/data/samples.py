@@ -1,0 +1,113 @@
+"""Samples: fixed-length runs of tokens from a stream of shuffled documents, epoch after epoch (no torch here).
+
+    epoch e:   | doc 7 ... eod | doc 2 . eod | doc 9 ....... eod | ...     T tokens, documents in this epoch's order
+    sample k:  |<- seq_length + 1 ->|                                      tokens k s .. k s + s  (s = seq_length)
+                              |<- sample k + 1 ->|                         shares one token: label here, input there
+
+    sample id i  ->  epoch i // n, place i % n, k = sample_order[place],    n = (T - 1) // s samples per epoch
+
+Documents follow each other without padding, the end-of-document token between them. The fewer than s tokens that are
+left at the end of an epoch are not used in it; the next epoch has another order and leaves others. The stream has no
+end, and sample i is the same whatever the length of the run.
+"""
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.data.epoch_index import EpochIndex, EpochKey, open_epoch
+from engine.data.indexed import IndexedTokens
+from engine.errors import DataError
+
+EPOCHS_KEPT_OPEN = 2
+"""At a boundary between epochs samples of both are asked for in turn."""
+
+
+class Sample(NamedTuple):
+    """One sample: `tokens` int64 [seq_length + 1], `loss_mask` bool [seq_length], False where a label is not counted."""
+
+    tokens: NDArray[np.int64]
+    loss_mask: NDArray[np.bool_]
+
+
+class SampleSource(Protocol):
+    """Anything that knows sample i for every i >= 0, always the same."""
+
+    def __getitem__(self, sample_id: int) -> Sample: ...
+
+
+class SampleStream:
+    """The samples of a contiguous range of documents of one corpus.
+
+    Args:
+        corpus: the indexed tokens.
+        documents: the documents of this split, a range with step 1.
+        seq_length: s, the number of labels in a sample.
+        seed: with the epoch, decides both orders.
+        cache_dir: where the orders of the epochs are kept.
+        vocab_size: tokens must be below it.
+
+    Raises:
+        DataError: the documents have fewer than s + 1 tokens.
+    """
+
+    def __init__(
+        self, corpus: IndexedTokens, documents: range, *, seq_length: int, seed: int, cache_dir: Path, vocab_size: int
+    ) -> None:
+        self.corpus, self.documents = corpus, documents
+        self.seq_length, self.seed, self.cache_dir, self.vocab_size = seq_length, seed, cache_dir, vocab_size
+        self._fingerprint = corpus.fingerprint
+        self._lengths = corpus.document_lengths(documents)
+        self.num_tokens = int(self._lengths.sum())
+        self.samples_per_epoch = (self.num_tokens - 1) // seq_length
+        if self.samples_per_epoch < 1:
+            raise DataError(
+                f"{corpus.prefix}: documents {documents.start:,} .. {documents.stop - 1:,} hold {self.num_tokens:,} tokens, but "
+                f"one sample takes model.seq_length + 1 = {seq_length + 1:,}: this part of the split would be empty. Give it more "
+                f"documents (data.split), prepare a larger corpus, or lower model.seq_length."
+            )
+        self._epochs: OrderedDict[int, EpochIndex] = OrderedDict()
+
+    def __getitem__(self, sample_id: int) -> Sample:
+        """Sample `sample_id` >= 0.
+
+        Raises:
+            DataError: a token is not in the model's vocabulary, or the index cache cannot be written.
+        """
+        epoch, place = divmod(sample_id, self.samples_per_epoch)
+        index = self._epoch(epoch)
+        tokens = self._read(index, int(index.sample_order[place]) * self.seq_length)
+        if tokens.max() >= self.vocab_size or tokens.min() < 0:
+            raise DataError(
+                f"{self.corpus.prefix} holds the token ids {tokens.min()} .. {tokens.max()} in sample {sample_id}, but "
+                f"model.vocab_size = {self.vocab_size}: there is no embedding for them. The corpus was prepared with "
+                f"another tokenizer; set model.vocab_size to that tokenizer's size, or prepare the corpus again."
+            )
+        return Sample(tokens, np.ones(self.seq_length, np.bool_))
+
+    def _epoch(self, epoch: int) -> EpochIndex:
+        if epoch not in self._epochs:
+            key = EpochKey(
+                self._fingerprint, self.documents.start, self.documents.stop, self.seq_length, self.seed, epoch
+            )
+            self._epochs[epoch] = open_epoch(self.cache_dir, key, self._lengths, self.samples_per_epoch)
+            while len(self._epochs) > EPOCHS_KEPT_OPEN:
+                self._epochs.popitem(last=False)
+        return self._epochs[epoch]
+
+    def _read(self, index: EpochIndex, start: int) -> NDArray[np.int64]:
+        """s + 1 tokens of the epoch's stream from `start` on, int64."""
+        tokens = np.empty(self.seq_length + 1, np.int64)
+        place = int(np.searchsorted(index.token_offsets, start, side="right")) - 1
+        filled = 0
+        while filled < len(tokens):
+            first = start + filled - int(index.token_offsets[place])
+            document = self.documents.start + int(index.document_order[place])
+            part = self.corpus.tokens(document, first, first + len(tokens) - filled)
+            tokens[filled : filled + len(part)] = part
+            filled += len(part)
+            place += 1
+        return tokens

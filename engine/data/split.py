@@ -1,0 +1,45 @@
+"""Cut a corpus into train, valid and test by documents (no torch here).
+
+    documents   0 ............................. 97 | 98 99 |        split 98, 2, 0 of 100 documents
+                             train                  valid   test: none
+
+The parts are contiguous ranges in the order of the file, bounds rounded to the nearest document, as Megatron cuts
+them: the same split of the same file holds back the same documents there and here.
+"""
+
+from collections.abc import Sequence
+
+from engine.errors import DataError
+
+PARTS = ("train", "valid", "test")
+
+
+def split_documents(num_documents: int, split: Sequence[float], corpus: str) -> dict[str, range]:
+    """The documents of each part of `PARTS`.
+
+    Args:
+        num_documents: documents in the corpus.
+        split: three weights, relative to their sum; a part of weight 0 is an empty range.
+        corpus: its name, for messages.
+
+    Raises:
+        DataError: not three weights >= 0 with a train part, or a part that was asked for would get no document.
+    """
+    if len(split) != len(PARTS) or min(split) < 0 or split[0] <= 0:
+        raise DataError(
+            f"data.split = {list(split)}: give three weights >= 0 for train, valid and test, with train above 0, for example "
+            f"[98, 2, 0]. Without a train part there is nothing to learn from."
+        )
+    bounds = [0]
+    for part in range(len(PARTS)):
+        bounds.append(round(num_documents * sum(split[: part + 1]) / sum(split)))
+    parts = {name: range(bounds[at], bounds[at + 1]) for at, name in enumerate(PARTS)}
+    empty = [name for name, weight in zip(PARTS, split, strict=True) if weight > 0 and not parts[name]]
+    if empty:
+        shares = ", ".join(f"{name} {len(parts[name])}" for name in PARTS)
+        raise DataError(
+            f"{corpus} has {num_documents:,} documents, and data.split = {list(split)} gives {shares}: {' and '.join(empty)} would "
+            f"be empty, since a document is never cut. Raise that weight, set it to 0, give data.valid a corpus of its own, "
+            f"or prepare the text as more documents (one per file, or one per line of a .jsonl)."
+        )
+    return parts
