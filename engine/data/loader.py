@@ -1,0 +1,134 @@
+"""The microbatches of a step as tensors on the device, read ahead by one thread.
+
+    samples (mmap)  --thread, `prefetch_steps` ahead-->  CPU tensors [b, s] (pinned for CUDA)  --next_step-->  device
+
+    tokens  t_0 t_1 ... t_{s-1}       labels  t_1 t_2 ... t_s       of the s + 1 tokens of a sample
+
+Every rank of a pipeline reads its own samples from the mmap, since every stage needs the positions; nothing is
+broadcast. One thread and a queue in step order: what arrives never depends on timing.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from engine.data.sampler import step_sample_ids
+from engine.data.samples import SampleSource
+from engine.errors import DataError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatch:
+    """What one forward reads; b = micro_batch_size, s = seq_length."""
+
+    tokens: torch.Tensor
+    """int64 [b, s]"""
+    labels: torch.Tensor
+    """int64 [b, s]: the tokens, one further"""
+    loss_mask: torch.Tensor
+    """bool [b, s]: False where the label is not counted in the loss"""
+    position_ids: torch.Tensor
+    """int64 [b, s]: 0 .. s - 1 in each row"""
+    sample_ids: list[int]
+    """The consumed-sample index of each row."""
+
+
+class Batches:
+    """The steps of one dp rank, in order, from `consumed_samples` on, without end.
+
+    Args:
+        dataset: knows every sample id >= 0.
+        global_batch_size, micro_batch_size, dp, dp_rank: see `engine/data/sampler.py`.
+        consumed_samples: samples of the steps that are already done.
+        device: where the tensors of `next_step` are.
+        prefetch_steps: steps read ahead, at least 1; host memory grows with it.
+
+    Raises:
+        DataError: the batch sizes do not divide, or prefetch_steps < 1.
+    """
+
+    def __init__(
+        self,
+        dataset: SampleSource,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int,
+        dp: int,
+        dp_rank: int,
+        consumed_samples: int,
+        device: torch.device | str,
+        prefetch_steps: int = 2,
+    ) -> None:
+        if prefetch_steps < 1:
+            raise DataError(f"prefetch_steps = {prefetch_steps}: at least 1; the step that is asked for must be read.")
+        step_sample_ids(consumed_samples, global_batch_size, micro_batch_size, dp, dp_rank)
+        self.dataset = dataset
+        self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
+        self.dp, self.dp_rank = dp, dp_rank
+        self.device = torch.device(device)
+        self.consumed_samples = consumed_samples
+        """Samples of the global batch consumed before the step that `next_step` gives next."""
+        self._next_to_read = consumed_samples
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
+        self._ahead: deque[Future[list[MicroBatch]]] = deque()
+        self._closed = False
+        for _ in range(prefetch_steps):
+            self._read_one_more()
+
+    def next_step(self) -> list[MicroBatch]:
+        """The microbatches of the next step, on the device.
+
+        An error in the reading thread is raised here, and again by every later call: no step is ever skipped.
+        """
+        if self._closed:
+            raise DataError("these batches are closed; open new ones from the number of consumed samples.")
+        microbatches = self._ahead[0].result()
+        self._ahead.popleft()
+        self._read_one_more()
+        self.consumed_samples += self.global_batch_size
+        return [self._to_device(microbatch) for microbatch in microbatches]
+
+    def close(self) -> None:
+        """Stop reading and wait for the thread; may be called twice."""
+        self._closed = True
+        self._reader.shutdown(wait=True, cancel_futures=True)
+        self._ahead.clear()
+
+    def _read_one_more(self) -> None:
+        self._ahead.append(self._reader.submit(self._read_step, self._next_to_read))
+        self._next_to_read += self.global_batch_size
+
+    def _read_step(self, consumed_samples: int) -> list[MicroBatch]:
+        ids = step_sample_ids(consumed_samples, self.global_batch_size, self.micro_batch_size, self.dp, self.dp_rank)
+        return [self._read_microbatch(sample_ids) for sample_ids in ids]
+
+    def _read_microbatch(self, sample_ids: list[int]) -> MicroBatch:
+        samples = [self.dataset[sample_id] for sample_id in sample_ids]
+        tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
+        num_rows, length = tokens.shape
+        microbatch = MicroBatch(
+            tokens=tokens[:, :-1].contiguous(),
+            labels=tokens[:, 1:].contiguous(),
+            loss_mask=torch.from_numpy(np.stack([sample.loss_mask for sample in samples])),
+            position_ids=torch.arange(length - 1).repeat(num_rows, 1),
+            sample_ids=sample_ids,
+        )
+        # Only from pinned memory does the copy to a GPU overlap with what runs there.
+        return self._map(microbatch, torch.Tensor.pin_memory) if self.device.type == "cuda" else microbatch
+
+    def _to_device(self, microbatch: MicroBatch) -> MicroBatch:
+        return self._map(microbatch, lambda tensor: tensor.to(self.device, non_blocking=True))
+
+    @staticmethod
+    def _map(microbatch: MicroBatch, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
+        return replace(
+            microbatch,
+            tokens=change(microbatch.tokens),
+            labels=change(microbatch.labels),
+            loss_mask=change(microbatch.loss_mask),
+            position_ids=change(microbatch.position_ids),
+        )

@@ -1,0 +1,151 @@
+"""Steps come in order, the same for every depth of reading ahead, and an error in the thread is not lost."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from engine.data.loader import Batches, MicroBatch
+from engine.data.samples import Sample
+from engine.data.synthetic import SyntheticDataset
+from engine.errors import DataError
+
+DATASET = SyntheticDataset(seed=1, vocab_size=50, seq_length=6, mask_fraction=0.5)
+
+
+def open_batches(
+    dataset: object = DATASET, *, dp: int = 2, dp_rank: int = 0, consumed: int = 0, ahead: int = 2
+) -> Batches:
+    return Batches(
+        dataset,  # type: ignore[arg-type]
+        global_batch_size=8,
+        micro_batch_size=2,
+        dp=dp,
+        dp_rank=dp_rank,
+        consumed_samples=consumed,
+        device="cpu",
+        prefetch_steps=ahead,
+    )
+
+
+def rows(step: list[MicroBatch]) -> dict[int, list[int]]:
+    return {
+        sample_id: tokens.tolist()
+        for microbatch in step
+        for sample_id, tokens in zip(microbatch.sample_ids, microbatch.tokens, strict=True)
+    }
+
+
+def test_a_microbatch_is_its_samples() -> None:
+    batches = open_batches()
+    batches.next_step()
+    step = batches.next_step()
+    assert [microbatch.sample_ids for microbatch in step] == [[8, 9], [12, 13]]
+    for microbatch in step:
+        assert microbatch.tokens.dtype == microbatch.labels.dtype == microbatch.position_ids.dtype == torch.int64
+        assert microbatch.loss_mask.dtype == torch.bool
+        assert microbatch.position_ids.tolist() == [list(range(6))] * 2
+        for row, sample_id in enumerate(microbatch.sample_ids):
+            sample = DATASET[sample_id]
+            assert microbatch.tokens[row].tolist() == sample.tokens[:-1].tolist()
+            assert microbatch.labels[row].tolist() == sample.tokens[1:].tolist()
+            assert microbatch.loss_mask[row].tolist() == sample.loss_mask.tolist()
+    batches.close()
+
+
+def test_restart_depth_and_dp_change_nothing() -> None:
+    straight = open_batches(dp=1, ahead=1)
+    steps = [rows(straight.next_step()) for _ in range(4)]
+    assert straight.consumed_samples == 32
+    straight.close()
+    ranks = [open_batches(dp=4, dp_rank=rank, consumed=16, ahead=3) for rank in range(4)]
+    for step in steps[2:]:
+        dealt: dict[int, list[int]] = {}
+        for batches in ranks:
+            dealt |= rows(batches.next_step())
+        assert dealt == step
+    for batches in ranks:
+        batches.close()
+
+
+class Breaks:
+    """Sample 19 cannot be read; says how far the reading has come."""
+
+    def __init__(self) -> None:
+        self.largest = -1
+
+    def __getitem__(self, sample_id: int) -> Sample:
+        self.largest = max(self.largest, sample_id)
+        if sample_id == 19:
+            raise DataError("sample 19 is unreadable")
+        return DATASET[sample_id]
+
+
+def test_an_error_arrives_at_its_step_and_stays() -> None:
+    batches = open_batches(Breaks(), dp=1)
+    batches.next_step()
+    batches.next_step()
+    for _ in range(3):
+        with pytest.raises(DataError, match="sample 19 is unreadable"):
+            batches.next_step()
+    assert batches.consumed_samples == 16
+    batches.close()
+
+
+def test_reading_ahead_is_bounded() -> None:
+    dataset = Breaks()
+    batches = open_batches(dataset, dp=1, ahead=1)
+    deadline = time.monotonic() + 5
+    while dataset.largest < 7 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(0.05)
+    assert dataset.largest == 7, "one step of 8 samples ahead, and no further"
+    batches.close()
+
+
+def test_close_ends_the_thread_and_the_steps() -> None:
+    before = threading.active_count()
+    batches = open_batches()
+    batches.next_step()
+    batches.close()
+    batches.close()
+    assert threading.active_count() == before
+    with pytest.raises(DataError, match="closed"):
+        batches.next_step()
+
+
+def test_bad_arguments_are_refused_at_once() -> None:
+    with pytest.raises(DataError, match="prefetch_steps"):
+        open_batches(ahead=0)
+    with pytest.raises(DataError, match="does not divide"):
+        open_batches(dp=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_pinned_on_the_way_to_the_gpu() -> None:
+    batches = Batches(
+        DATASET, global_batch_size=8, micro_batch_size=2, dp=1, dp_rank=0, consumed_samples=0, device="cuda"
+    )
+    assert all(microbatch.tokens.is_pinned() for microbatch in batches._ahead[0].result())
+    for microbatch in batches.next_step():
+        assert microbatch.tokens.is_cuda
+        assert microbatch.labels.tolist() == [
+            DATASET[sample_id].tokens[1:].tolist() for sample_id in microbatch.sample_ids
+        ]
+    batches.close()
+
+
+def test_synthetic_samples_are_a_function_of_seed_and_id() -> None:
+    same, other = SyntheticDataset(1, 50, 6, 0.5), SyntheticDataset(2, 50, 6, 0.5)
+    assert all(np.array_equal(DATASET[i].tokens, same[i].tokens) for i in range(20))
+    assert not all(np.array_equal(DATASET[i].tokens, other[i].tokens) for i in range(20))
+    tokens = np.concatenate([DATASET[i].tokens for i in range(500)])
+    assert (tokens.min(), tokens.max()) == (0, 49)
+    masked = 1 - np.mean([DATASET[i].loss_mask for i in range(500)])
+    assert 0.45 < masked < 0.55
+    assert SyntheticDataset(1, 50, 6)[0].loss_mask.all()
+    with pytest.raises(DataError, match="mask_fraction"):
+        SyntheticDataset(1, 50, 6, 1.0)
