@@ -8,16 +8,18 @@ place that knows it. Each call is labelled with its purpose, and the `Ledger` wr
     wait   the same number, when the result was asked for
     mark   a named point of the computation (a weight-gradient GEMM, say), so that order in the ledger proves overlap
 
-gloo and NCCL differ in three things, and this file is where that is known:
+gloo and NCCL differ in four things, and this file is where that is known:
 - gloo's tensor reduce-scatter is an all-reduce inside (twice the wire bytes). On gloo the rank chunks are exchanged by
   all-to-all and summed here in rank order, in the accumulation dtype; the order does not depend on how buckets are cut.
 - torch 2.13 renamed `reduce_scatter_tensor` and `all_gather_into_tensor` to `*_single`.
 - the first p2p call of an NCCL group must involve the whole group, so `Axis.connect` reduces one element beforehand.
+- gloo cannot say whether a send has completed without waiting for it, so a thread of the axis waits; NCCL can be asked.
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -85,13 +87,33 @@ class Ledger:
         return [event for event in self.events if event.phase == "post"]
 
 
+class Work(Protocol):
+    """What a backend's handle must be able to do."""
+
+    def wait(self) -> Any: ...
+    def is_completed(self) -> bool: ...
+
+
+class _WatchedSend:
+    """A gloo send that a thread waits for, so that its completion can be seen without blocking."""
+
+    def __init__(self, watcher: ThreadPoolExecutor, work: dist.Work) -> None:
+        self._done: Future[Any] = watcher.submit(work.wait)
+
+    def wait(self) -> None:
+        self._done.result()
+
+    def is_completed(self) -> bool:
+        return self._done.done()
+
+
 class Pending:
     """A call under way. It keeps its tensors alive until `wait()`, which may be called again and again."""
 
     def __init__(
         self,
         result: torch.Tensor,
-        work: Sequence[dist.Work] = (),
+        work: Sequence["Work"] = (),
         finish: Callable[[], torch.Tensor] | None = None,
         on_wait: Callable[[], None] | None = None,
         keep: Sequence[torch.Tensor] = (),
@@ -151,7 +173,8 @@ class Axis:
         self.ledger = ledger
         assert (group is None) == (self.size == 1), "a group of one rank needs no process group, any other does"
         self._group = group
-        self._exchanges_chunks = group is not None and dist.get_backend(group) == "gloo"
+        self._is_gloo = group is not None and dist.get_backend(group) == "gloo"
+        self._watcher: ThreadPoolExecutor | None = None
 
     def connect(self, device: torch.device) -> None:
         """Open the connections now, so that a missing peer shows at start and not in the first step."""
@@ -192,7 +215,7 @@ class Axis:
         full = full.contiguous()
         shape = (full.shape[0] // self.size, *full.shape[1:])
         posted = self.ledger.post("reduce_scatter", self.name, purpose, full, self.size)
-        if not self._exchanges_chunks:
+        if not self._is_gloo:
             shard = full.new_empty(shape) if out is None else out
             work = _REDUCE_SCATTER(shard, full, group=self._group, async_op=True)
             return Pending(shard, [_work(work)], on_wait=lambda: self.ledger.wait(posted), keep=[full])
@@ -225,13 +248,29 @@ class Axis:
             function = dist.isend if message.kind == "send" else dist.irecv
             ops.append(dist.P2POp(function, message.tensor, self.ranks[message.peer], self._group))
         events = [self.ledger.post(message.kind, self.name, purpose, message.tensor, self.size) for message in messages]
-        works = dist.batch_isend_irecv(ops)
+        works: list[Work] = list(dist.batch_isend_irecv(ops))
+        if self._is_gloo:
+            works = [
+                _WatchedSend(self._send_watcher(), work) if message.kind == "send" else work  # type: ignore[arg-type]
+                for message, work in zip(messages, works, strict=True)
+            ]
         # A backend that coalesces returns one handle for the whole group call, another returns one per message.
         per_message = [works] * len(messages) if len(works) != len(messages) else [[work] for work in works]
         return [
             Pending(message.tensor, work, on_wait=lambda event=event: self.ledger.wait(event))  # type: ignore[misc]
             for message, work, event in zip(messages, per_message, events, strict=True)
         ]
+
+    def _send_watcher(self) -> ThreadPoolExecutor:
+        if self._watcher is None:
+            self._watcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{self.name}-sends")
+        return self._watcher
+
+    def close(self) -> None:
+        """Let go of the thread that watches sends, if there is one."""
+        if self._watcher is not None:
+            self._watcher.shutdown(wait=False, cancel_futures=True)
+            self._watcher = None
 
     def agree(self, values: Sequence[float], device: torch.device, purpose: str) -> list[float]:
         """Sum a short vector over the axis and return it on the host: the step's one small all-reduce."""

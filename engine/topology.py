@@ -95,6 +95,8 @@ class Topology:
 
     def close(self) -> None:
         """Destroy the groups of this topology (not torch's default group)."""
+        for axis in self._axes.values():
+            axis.close()
         for group in self._groups.values():
             dist.destroy_process_group(group)
         self._groups.clear()

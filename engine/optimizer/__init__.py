@@ -1,0 +1,1 @@
+"""Flat buffers, gradient reduction, the sharded optimizer, clipping and learning rates."""

@@ -1,0 +1,136 @@
+"""AdamW whose state lives only on its owner (ZeRO-1, 1910.02054 section 5.1).
+
+Each data-parallel rank owns an equal part of every bucket (`param_layout.py`) and keeps there, in the accumulation dtype:
+
+    master weights   the exact weights; in fp32 and float64 runs they ARE the parameters, a view of the flat buffer
+    exp_avg          Adam's first moment
+    exp_avg_sq       Adam's second moment
+
+A step multiplies the owned main grads by one factor (tokens and clipping), updates the masters, casts them into the
+parameters, and the buckets are all-gathered. Bytes per parameter in bf16: 2 (weight) + 4 (main grad) + 12 / dp.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.optim.adamw import adamw
+
+from engine.config import OptimizerConfig
+from engine.optimizer.grad_buffer import Bucket, FlatBuffer, GradBuffers
+from engine.optimizer.param_layout import Segment
+
+
+@dataclass
+class OwnedBucket:
+    """One bucket's optimizer state on its owner; all tensors are flat, [owned elements]."""
+
+    buffer: FlatBuffer
+    bucket: Bucket
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    segments: tuple[Segment, ...]
+
+    @property
+    def grads(self) -> torch.Tensor:
+        start, stop = self.bucket.owned
+        return self.buffer.main_grads[start:stop]
+
+    @property
+    def parameters(self) -> torch.Tensor:
+        start, stop = self.bucket.owned
+        return self.buffer.parameters[start:stop]
+
+    def runs(self) -> Iterator[tuple[slice, bool]]:
+        """Owned elements that belong to parameters, as few runs as decay allows: (where, whether weights decay)."""
+        origin = self.bucket.owned[0]
+        run: tuple[int, int, bool] | None = None
+        for segment in self.segments:
+            start = segment.offset - origin
+            stop = start + segment.stop - segment.start
+            if run is not None and run[1] == start and run[2] == segment.record.spec.decay:
+                run = (run[0], stop, run[2])
+            else:
+                if run is not None:
+                    yield slice(run[0], run[1]), run[2]
+                run = (start, stop, segment.record.spec.decay)
+        if run is not None:
+            yield slice(run[0], run[1]), run[2]
+
+
+class DistributedOptimizer:
+    """AdamW on the owned parts of the flat buffers.
+
+    Args:
+        buffers: parameters and main grads. The parameters must hold their initial values: masters start from them.
+        config: hyperparameters.
+    """
+
+    def __init__(self, buffers: GradBuffers, config: OptimizerConfig) -> None:
+        self.buffers = buffers
+        self.config = config
+        self.num_updates = 0
+        self.owned: list[OwnedBucket] = []
+        for buffer in buffers.buffers:
+            segments = list(buffer.layout.segments(buffers.dp.size, buffers.dp.index))
+            for bucket in buffer.buckets:
+                start, stop = bucket.owned
+                parameters = buffer.parameters[start:stop]
+                accumulates_in = buffer.main_grads.dtype
+                self.owned.append(
+                    OwnedBucket(
+                        buffer=buffer,
+                        bucket=bucket,
+                        # `to` gives the view itself where the dtypes agree: then the master is the parameter.
+                        master=parameters.to(accumulates_in),
+                        exp_avg=torch.zeros_like(parameters, dtype=accumulates_in),
+                        exp_avg_sq=torch.zeros_like(parameters, dtype=accumulates_in),
+                        segments=tuple(segment for segment in segments if start <= segment.offset < stop),
+                    )
+                )
+
+    def grad_square_sum(self) -> torch.Tensor:
+        """Sum of squares of the owned gradients, each element of the model counted once over the world (a scalar).
+
+        Replicas are counted by the first of them; padding has gradient zero.
+        """
+        counted = [owned.grads for owned in self.owned if owned.buffer.replica_index == 0]
+        total = self.owned[0].grads.new_zeros(())
+        for grads in counted:
+            total += grads.square().sum()
+        return total
+
+    def step(self, lr: float, grad_scale: float) -> None:
+        """One update with gradients x `grad_scale`, then post the all-gathers of the new parameters."""
+        self.num_updates += 1
+        for owned in self.owned:
+            owned.grads.mul_(grad_scale)
+            for decayed in (True, False):
+                runs = [where for where, decays in owned.runs() if decays == decayed]
+                if runs:
+                    self._update(owned, runs, lr, self.config.weight_decay if decayed else 0.0)
+            if owned.master.data_ptr() != owned.parameters.data_ptr():
+                owned.parameters.copy_(owned.master)
+        self.buffers.gather()
+
+    def _update(self, owned: OwnedBucket, runs: list[slice], lr: float, weight_decay: float) -> None:
+        device = owned.master.device
+        # adamw adds one to each of these before it uses them.
+        steps = [torch.full((), float(self.num_updates - 1), device=device) for _ in runs]
+        adamw(
+            [owned.master[where] for where in runs],
+            [owned.grads[where] for where in runs],
+            [owned.exp_avg[where] for where in runs],
+            [owned.exp_avg_sq[where] for where in runs],
+            [],
+            steps,
+            fused=True,
+            amsgrad=False,
+            beta1=self.config.beta1,
+            beta2=self.config.beta2,
+            lr=lr,
+            weight_decay=weight_decay,
+            eps=self.config.eps,
+            maximize=False,
+        )

@@ -1,0 +1,177 @@
+"""Flat parameters and main grads of one rank, reduced and gathered bucket by bucket while compute goes on.
+
+Per buffer (see `param_layout.py`) two flat tensors: parameters in the run's dtype, main grads in its accumulation dtype.
+A step:
+
+    start(m)          main grads are zero; each parameter expects m microbatches x its uses
+    backward ...      whoever adds a gradient says so (`grad_added`); when the last one of a bucket is in, its
+                      reduce-scatter over dp is posted, under the rest of the backward
+    finish()          waits for them, then sums the owned parts that are partial sums over a further axis
+    (optimizer)       writes the owned part of the parameters
+    gather()          posts the all-gathers; `weight_needed` waits for a bucket where the next forward needs it
+
+There is no switch for "the last microbatch": readiness is a count, and a count that is off at the end of the step is
+an error that names the parameter.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from engine.collectives import Axis, Pending
+from engine.optimizer.param_layout import BucketLayout, BufferLayout
+from engine.precision import accumulation_dtype
+from engine.tensor_parallel.parameter import ShardedParameter
+
+
+@dataclass
+class Bucket:
+    """One bucket's live state.
+
+    Attributes:
+        owned: (start, stop) in the buffer of the part that this data-parallel rank owns.
+        missing: gradients that have not been added yet in this step.
+    """
+
+    layout: BucketLayout
+    owned: tuple[int, int]
+    missing: int = 0
+    reducing: Pending | None = None
+    gathering: Pending | None = None
+
+
+@dataclass
+class FlatBuffer:
+    """The tensors of one buffer: `parameters` and `main_grads`, both [layout.numel]."""
+
+    layout: BufferLayout
+    parameters: torch.Tensor
+    main_grads: torch.Tensor
+    buckets: list[Bucket]
+    sum_axis: Axis | None
+    replica_index: int
+
+
+@dataclass
+class _Place:
+    """Where one parameter lies, and how many gradients it still expects."""
+
+    buffer: FlatBuffer
+    bucket: Bucket
+    num_uses: int
+    missing: int = 0
+
+
+class GradBuffers:
+    """All flat buffers of one rank.
+
+    Args:
+        layouts: the frozen layout of this rank's parameters.
+        parameters: the modules' parameters by name; they are bound to views of the flat tensors.
+        dtype: of the weights.
+        device: where the buffers live.
+        dp: the axis over which dense gradients are reduced.
+        axes: the axes of second sums by name, as far as this rank has them.
+    """
+
+    def __init__(
+        self,
+        layouts: tuple[BufferLayout, ...],
+        parameters: Mapping[str, ShardedParameter],
+        dtype: torch.dtype,
+        device: torch.device,
+        dp: Axis,
+        axes: Mapping[str, Axis],
+    ) -> None:
+        self.dp = dp
+        self.buffers: list[FlatBuffer] = []
+        self._places: dict[str, _Place] = {}
+        for layout in layouts:
+            buffer = FlatBuffer(
+                layout=layout,
+                parameters=torch.zeros(layout.numel, dtype=dtype, device=device),
+                main_grads=torch.zeros(layout.numel, dtype=accumulation_dtype(dtype), device=device),
+                buckets=[Bucket(bucket, bucket.owned(dp.size, dp.index)) for bucket in layout.buckets],
+                sum_axis=None if layout.key.sum_over is None else axes[layout.key.sum_over],
+                replica_index=0 if layout.key.replicas is None else axes[layout.key.replicas].index,
+            )
+            self.buffers.append(buffer)
+            for bucket in buffer.buckets:
+                for entry in bucket.layout.entries:
+                    parameter = parameters[entry.record.name]
+                    self._places[entry.record.name] = _Place(buffer, bucket, parameter.num_uses)
+                    shape = entry.record.local_shape
+                    parameter.bind(
+                        buffer.parameters[entry.start : entry.stop].view(shape),
+                        buffer.main_grads[entry.start : entry.stop].view(shape),
+                        self,
+                    )
+
+    def start(self, num_microbatches: int) -> None:
+        """Begin a step: zero main grads, and expect `num_microbatches` gradients per use of each parameter."""
+        for buffer in self.buffers:
+            buffer.main_grads.zero_()
+            for bucket in buffer.buckets:
+                bucket.missing = 0
+        for place in self._places.values():
+            place.missing = place.num_uses * num_microbatches
+            place.bucket.missing += place.missing
+
+    def grad_added(self, parameter: ShardedParameter) -> None:
+        """One use of the parameter has added its gradient of one microbatch."""
+        place = self._places[parameter.record.name]
+        place.missing -= 1
+        assert place.missing >= 0, f"{parameter.record.name}: a gradient more than microbatches x uses was added"
+        place.bucket.missing -= 1
+        if place.bucket.missing == 0:
+            bucket, buffer = place.bucket, place.buffer
+            start, stop = bucket.owned
+            bucket.reducing = self.dp.reduce_scatter(
+                buffer.main_grads[bucket.layout.start : bucket.layout.stop],
+                "gradients",
+                out=buffer.main_grads[start:stop],
+            )
+
+    def finish(self) -> None:
+        """Wait for the reductions; afterwards the owned part of each bucket holds the whole gradient."""
+        late = [name for name, place in self._places.items() if place.missing]
+        assert not late, f"gradients are missing at the end of the step: {', '.join(late[:5])}"
+        second_sums = []
+        for buffer in self.buffers:
+            for bucket in buffer.buckets:
+                assert bucket.reducing is not None
+                bucket.reducing.wait()
+                bucket.reducing = None
+                if buffer.sum_axis is not None:
+                    start, stop = bucket.owned
+                    owned = buffer.main_grads[start:stop]
+                    second_sums.append(buffer.sum_axis.all_reduce(owned, "second sum"))
+        for pending in second_sums:
+            pending.wait()
+
+    def gather(self) -> None:
+        """Post the all-gathers of the updated parameters, in the order in which the forward needs them."""
+        for buffer in self.buffers:
+            for bucket in reversed(buffer.buckets):
+                start, stop = bucket.owned
+                bucket.gathering = self.dp.all_gather(
+                    buffer.parameters[start:stop],
+                    "parameters",
+                    out=buffer.parameters[bucket.layout.start : bucket.layout.stop],
+                )
+
+    def weight_needed(self, parameter: ShardedParameter) -> None:
+        """Complete the parameter's bucket before it is used."""
+        bucket = self._places[parameter.record.name].bucket
+        if bucket.gathering is not None:
+            bucket.gathering.wait()
+            bucket.gathering = None
+
+    def wait_all(self) -> None:
+        """Complete every parameter (before it is read from outside: validation ends, a checkpoint begins)."""
+        for buffer in self.buffers:
+            for bucket in buffer.buckets:
+                if bucket.gathering is not None:
+                    bucket.gathering.wait()
+                    bucket.gathering = None

@@ -1,0 +1,159 @@
+"""Runs a lowered schedule on one pipeline rank.
+
+The executor knows nothing of 1F1B or interleaving: it walks the list of instructions that the checker proved and the
+simulator timed. For each action:
+
+    F   take the input (tokens on the first stage), run the chunk, hand the output over
+    B   take the output's gradient (the loss scale on the last stage), run the backward, hand the input's gradient over
+    I   the same, keeping the weight-gradient GEMMs for later     W   run them
+
+What is kept between F and B of a microbatch is the input and an edge into the autograd graph, not the output: once it
+is sent, its memory is free.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from engine.pipeline.actions import Action, Kind
+from engine.pipeline.lowering import Post, Program
+from engine.pipeline.p2p import HandOver, Transport
+from engine.tensor_parallel.parameter import WeightGradQueue
+from engine.topology import Topology
+
+
+class ChunkFunction(Protocol):
+    """Runs chunk number `chunk` of this rank on one microbatch; `x` is None on the first stage."""
+
+    def __call__(self, chunk: int, x: torch.Tensor | None, microbatch: Any) -> torch.Tensor: ...
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What a microbatch leaves on a chunk between its forward and its backward."""
+
+    x: torch.Tensor | None
+    edge: GradientEdge
+
+
+class Executor:
+    """One rank's engine for programs.
+
+    Args:
+        topology: this rank's place and pipeline axes.
+        queues: the weight-gradient queue of each chunk of this rank.
+        shape: of an activation between stages, [s(/t), b, h].
+        dtype: of activations.
+    """
+
+    def __init__(
+        self, topology: Topology, queues: Sequence[WeightGradQueue], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        self.topology = topology
+        self.queues = queues
+        self.shape = shape
+        self.dtype = dtype
+
+    def run(
+        self, program: Program, microbatches: Sequence[Any], function: ChunkFunction, loss_scale: float = 1.0
+    ) -> list[torch.Tensor]:
+        """Run the program; gradients go to the main grads.
+
+        Args:
+            program: lowered for this topology's pp, with as many microbatches.
+            microbatches: one batch per microbatch; every stage gets it.
+            function: runs a chunk.
+            loss_scale: the gradient of each output of the last stage.
+
+        Returns:
+            The last stage's outputs in microbatch order, detached; empty on ranks that do not hold it.
+        """
+        return _Run(self, program, microbatches, function, loss_scale).run()
+
+
+class _Run:
+    """One walk through a program."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        program: Program,
+        microbatches: Sequence[Any],
+        function: ChunkFunction,
+        loss_scale: float,
+    ) -> None:
+        topology = executor.topology
+        schedule = program.schedule
+        assert len(microbatches) == schedule.num_microbatches
+        self.rank = topology.coordinates.pp
+        self.instructions = program.instructions[self.rank]
+        self.placement = schedule.placement
+        self.forward_only = schedule.forward_only
+        self.microbatches = microbatches
+        self.function = function
+        self.loss_scale = loss_scale
+        self.queues = executor.queues
+        self.transport = Transport(
+            {"forward": topology.axis("pp_forward"), "backward": topology.axis("pp_backward")},
+            executor.shape,
+            executor.dtype,
+            topology.device,
+        )
+        self.kept: dict[tuple[int, int], _Kept] = {}
+        self.deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        self.outputs: dict[int, torch.Tensor] = {}
+
+    def run(self) -> list[torch.Tensor]:
+        with torch.set_grad_enabled(not self.forward_only):
+            for instruction in self.instructions:
+                if isinstance(instruction, Post):
+                    self.transport.post(instruction)
+                elif instruction.kind is Kind.F:
+                    self.forward(instruction)
+                elif instruction.kind is Kind.W:
+                    for work in self.deferred.pop((instruction.chunk, instruction.microbatch)):
+                        work()
+                else:
+                    self.backward(instruction)
+        self.transport.finish()
+        assert not self.kept and not self.deferred, "a forward without backward, or deferred work without a W"
+        return [self.outputs[microbatch] for microbatch in sorted(self.outputs)]
+
+    def forward(self, action: Action) -> None:
+        chunk, microbatch = action.chunk, action.microbatch
+        stage = self.placement.stage_of(self.rank, chunk)
+        x = None
+        if stage > 0:
+            x = self.transport.take(HandOver("forward", stage, microbatch)).requires_grad_(not self.forward_only)
+        output = self.function(chunk, x, self.microbatches[microbatch])
+        if not self.forward_only:
+            self.kept[chunk, microbatch] = _Kept(x, get_gradient_edge(output))
+        if stage == self.placement.num_stages - 1:
+            self.outputs[microbatch] = output.detach()
+        else:
+            self._hand_over("forward", stage + 1, microbatch, output.detach())
+
+    def backward(self, action: Action) -> None:
+        chunk, microbatch = action.chunk, action.microbatch
+        stage = self.placement.stage_of(self.rank, chunk)
+        kept = self.kept.pop((chunk, microbatch))
+        if stage == self.placement.num_stages - 1:
+            grad = torch.full_like(self.outputs[microbatch], self.loss_scale)
+        else:
+            grad = self.transport.take(HandOver("backward", stage, microbatch))
+        queue = self.queues[chunk]
+        queue.deferring = action.kind is Kind.I
+        torch.autograd.backward((kept.edge,), (grad,))
+        if action.kind is Kind.I:
+            queue.deferring = False
+            self.deferred[chunk, microbatch] = queue.take()
+        if kept.x is not None:
+            assert kept.x.grad is not None
+            self._hand_over("backward", stage - 1, microbatch, kept.x.grad)
+
+    def _hand_over(self, direction: Any, stage: int, microbatch: int, tensor: torch.Tensor) -> None:
+        local = self.placement.rank_of(stage) == self.rank
+        self.transport.hand_over(HandOver(direction, stage, microbatch), tensor, local=local)

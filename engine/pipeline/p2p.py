@@ -1,0 +1,83 @@
+"""Point-to-point traffic of one pipeline rank: what arrives, what leaves, what stays on the rank.
+
+Two axes with the same ranks carry it: activations go over `pp_forward`, gradients of activations over `pp_backward`. What
+one `Post` names goes out as one group call. A hand-over to a stage on the same rank never touches an axis.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from engine.collectives import Axis, Message, Pending
+from engine.pipeline.lowering import Direction, Post
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """What identifies a tensor between two stages: its direction, the stage that receives it, the microbatch."""
+
+    direction: Direction
+    stage: int
+    microbatch: int
+
+
+class Transport:
+    """The mail of one rank during one run of a program.
+
+    Args:
+        axes: the two pipeline axes by direction.
+        shape, dtype, device: of every activation and of its gradient.
+    """
+
+    def __init__(
+        self, axes: Mapping[Direction, Axis], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._axes = axes
+        self._shape = shape
+        self._dtype = dtype
+        self._device = device
+        self._arriving: dict[HandOver, Pending] = {}
+        self._leaving: dict[HandOver, torch.Tensor] = {}
+        self._sent: list[Pending] = []
+
+    def post(self, post: Post) -> None:
+        """Send and receive what the post names, as one group call."""
+        self._sent = [pending for pending in self._sent if not pending.completed]
+        axis = self._axes[post.direction]
+        messages = []
+        keys = []
+        for transfer in post.transfers:
+            key = HandOver(transfer.direction, transfer.stage, transfer.microbatch)
+            keys.append(key)
+            if transfer.source == axis.index:
+                messages.append(Message("send", self._leaving.pop(key), transfer.destination))
+            else:
+                buffer = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+                messages.append(Message("recv", buffer, transfer.source))
+        purpose = "activations" if post.direction == "forward" else "activation gradients"
+        for key, message, pending in zip(keys, messages, axis.exchange(messages, purpose), strict=True):
+            if message.kind == "recv":
+                self._arriving[key] = pending
+            else:
+                self._sent.append(pending)
+
+    def hand_over(self, key: HandOver, tensor: torch.Tensor, *, local: bool) -> None:
+        """Give a tensor to the stage that `key` names: kept here if that stage is on this rank, else for its post."""
+        if local:
+            self._arriving[key] = Pending(tensor)
+        else:
+            self._leaving[key] = tensor.contiguous()
+
+    def take(self, key: HandOver) -> torch.Tensor:
+        """The tensor that was handed over, once it is here."""
+        return self._arriving.pop(key).wait()
+
+    def finish(self) -> None:
+        """Wait for the last sends; nothing may be left over."""
+        for pending in self._sent:
+            pending.wait()
+        self._sent = []
+        assert not self._arriving and not self._leaving, (
+            f"not taken {list(self._arriving)}, not sent {list(self._leaving)}"
+        )

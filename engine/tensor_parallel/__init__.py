@@ -1,0 +1,1 @@
+"""Tensor parallelism: sharded parameters, column- and row-parallel layers, embedding, cross-entropy, dropout."""

@@ -1,0 +1,202 @@
+"""Column- and row-parallel linear layers and the vocab-parallel embedding.
+
+Shapes: s sequence, b microbatch, t tensor-parallel ranks; (s/t) only with sequence parallelism. Weights are [out, in].
+
+    column parallel   W = [W_1; ..; W_t], cut by output rows       Y_i = f(X) W_i^T                [s, b, out/t]
+    row parallel      W = [W_1 | .. | W_t], cut by input columns   Y = g(sum_i X_i W_i^T) + bias   [s(/t), b, out]
+    embedding         rows of the vocabulary cut                   Y = g(sum_i rows that rank i holds)
+
+An MLP is a column-parallel layer, a nonlinearity, a row-parallel layer: one f and one g forward, one each backward.
+
+Backward of the column-parallel layer, in this order, so that communication runs under the GEMMs:
+    1. post the all-gather of X (sequence parallelism keeps only the shard of X)
+    2. dX = dY W                       3. post f's backward on dX
+    4. dW += dY^T X (or defer it)      5. wait for dX
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.precision import accumulate
+from engine.tensor_parallel.mappings import TensorParallelRegion
+from engine.tensor_parallel.parameter import FusedWeights, ShardedParameter, WeightGradQueue, add_matmul
+
+
+class ColumnParallelLinear(nn.Module):
+    """One or several weights that read the same input, each cut by output rows.
+
+    Args:
+        weights: parameters [.., in] in the order of the output's columns.
+        biases: as many biases, or none.
+        name: for the ledger.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[ShardedParameter],
+        biases: Sequence[ShardedParameter],
+        region: TensorParallelRegion,
+        queue: WeightGradQueue,
+        name: str,
+    ) -> None:
+        super().__init__()
+        self.parameters_held = nn.ModuleList([*weights, *biases])
+        self.weights = FusedWeights(weights, in_features=weights[0].record.local_shape[-1])
+        self.biases = FusedWeights(biases, in_features=None) if biases else None
+        self.region = region
+        self.queue = queue
+        self.name = name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[s(/t), b, in] -> [s, b, rows on this rank]."""
+        return _ColumnParallel.apply(x, self)  # type: ignore[no-any-return]
+
+    def add_weight_grads(self, grad: torch.Tensor, x: torch.Tensor) -> None:
+        """Add dY^T X and the sum of dY to the main grads. grad [s, b, rows], x [s, b, in]."""
+        self.region.axis.ledger.mark("weight_grad", self.name)
+        grad, x = grad.flatten(0, 1), x.flatten(0, 1)
+        self.weights.add_grads(lambda main_grad, first, stop: add_matmul(main_grad, grad[:, first:stop], x))
+        if self.biases is not None:
+            total = accumulate(grad).sum(0)
+            self.biases.add_grads(lambda main_grad, first, stop: main_grad.add_(total[first:stop]))
+
+
+class _ColumnParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: ColumnParallelLinear) -> torch.Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        inputs = layer.region.enter(x, f"{layer.name} forward").wait()
+        outputs = [inputs @ matrix.t() for matrix in layer.weights.matrices()]
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        if layer.biases is not None:
+            vectors = layer.biases.matrices()
+            output += vectors[0] if len(vectors) == 1 else torch.cat(vectors)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        layer: ColumnParallelLinear = ctx.layer
+        (x,) = ctx.saved_tensors
+        gathered = layer.region.enter(x, f"{layer.name} regather")
+        grad_input = _times_rows(grad, layer.weights.matrices())
+        reduced = layer.region.enter_backward(grad_input, f"{layer.name} backward")
+        inputs = gathered.wait()
+        layer.queue.run(lambda: layer.add_weight_grads(grad, inputs))
+        return reduced.wait(), None
+
+
+class RowParallelLinear(nn.Module):
+    """One weight cut by input columns, and a bias that is added once, after the sum.
+
+    Args:
+        weight: parameter whose first dim is the output.
+        bias: parameter [out] or None; every tp rank holds it.
+        name: for the ledger.
+    """
+
+    def __init__(
+        self,
+        weight: ShardedParameter,
+        bias: ShardedParameter | None,
+        region: TensorParallelRegion,
+        queue: WeightGradQueue,
+        name: str,
+    ) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias = bias
+        self.region = region
+        self.queue = queue
+        self.name = name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[s, b, in on this rank] -> [s(/t), b, out]."""
+        return _RowParallel.apply(x, self)  # type: ignore[no-any-return]
+
+    def matrix(self) -> torch.Tensor:
+        weight = self.weight.weight().detach()
+        return weight.view(weight.shape[0], -1)
+
+    def add_weight_grads(self, grad: torch.Tensor, x: torch.Tensor) -> None:
+        """Add dY^T X to the main grad. grad [s, b, out], x [s, b, in on this rank]."""
+        self.region.axis.ledger.mark("weight_grad", self.name)
+        main_grad = self.weight.bound_main_grad()
+        add_matmul(main_grad.view(main_grad.shape[0], -1), grad.flatten(0, 1), x.flatten(0, 1))
+        self.weight.grad_was_added()
+
+
+class _RowParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: RowParallelLinear) -> torch.Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        output = layer.region.leave(x @ layer.matrix().t(), f"{layer.name} forward").wait()
+        if layer.bias is not None:
+            output += layer.bias.weight().detach()
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        layer: RowParallelLinear = ctx.layer
+        (x,) = ctx.saved_tensors
+        gathered = layer.region.leave_backward(grad, f"{layer.name} backward")
+        if layer.bias is not None:
+            # The bias acts on this rank's part of the sequence; under sequence parallelism its sum over tp comes later.
+            layer.bias.add_grad(accumulate(grad).sum((0, 1)))
+        whole = gathered.wait()
+        grad_input = whole @ layer.matrix()
+        layer.queue.run(lambda: layer.add_weight_grads(whole, x))
+        return grad_input, None
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Word embedding, the vocabulary's rows cut over tp.
+
+    A rank looks up the tokens that it holds, leaves zero for the others, and g adds the parts.
+    """
+
+    def __init__(self, weight: ShardedParameter, region: TensorParallelRegion) -> None:
+        super().__init__()
+        self.weight = weight
+        self.region = region
+        self.rows = weight.record.local_shape[0]
+        self.first_row = region.axis.index * self.rows
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens int64 [s, b] -> [s(/t), b, h]."""
+        return _VocabParallelLookup.apply(self.weight.weight(), tokens, self)  # type: ignore[no-any-return]
+
+
+class _VocabParallelLookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, tokens: torch.Tensor, layer: VocabParallelEmbedding) -> torch.Tensor:
+        local = tokens - layer.first_row
+        held = (local >= 0) & (local < layer.rows)
+        local = local.where(held, 0)
+        ctx.layer = layer
+        ctx.save_for_backward(local, held)
+        partial = weight[local] * held.unsqueeze(-1)
+        return layer.region.leave(partial, "embedding forward").wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
+        layer: VocabParallelEmbedding = ctx.layer
+        local, held = ctx.saved_tensors
+        whole = layer.region.leave_backward(grad, "embedding backward").wait()
+        contribution = accumulate(whole) * held.unsqueeze(-1)
+        layer.weight.bound_main_grad().index_add_(0, local.flatten(), contribution.flatten(0, 1))
+        layer.weight.grad_was_added()
+        return None, None, None
+
+
+def _times_rows(grad: torch.Tensor, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+    """dX = sum_i dY_i W_i, where grad [s, b, rows] is cut along its last dim as the matrices [rows_i, in] are stacked."""
+    parts = grad.split([matrix.shape[0] for matrix in matrices], dim=-1)
+    total = parts[0] @ matrices[0]
+    for part, matrix in zip(parts[1:], matrices[1:], strict=True):
+        total += part @ matrix
+    return total

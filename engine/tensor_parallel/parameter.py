@@ -1,0 +1,162 @@
+"""A parameter as a layer uses it: this rank's weight, its fp32 main grad, and who is told when a gradient was added.
+
+A `ShardedParameter` is made on the meta device from its record; later a grad buffer binds it to its place in two flat
+tensors (`bind`):
+
+    parameters  (run dtype)           [ .. q | kv | proj | up | down .. ]     all-gathered after the optimizer step
+    main grads  (accumulation dtype)  [ .. q | kv | proj | up | down .. ]     reduce-scattered before it
+
+Autograd never stores a gradient: whoever computes one adds it to the main grad (`add_grad`, or `add_matmul` and then
+`grad_was_added`), and the sink is told. A weight-gradient GEMM may be deferred (`WeightGradQueue`), which zero-bubble
+schedules need; the sink is told when it really ran.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from engine.precision import accumulate
+from engine.shard_spec import ParamRecord
+
+
+class GradSink(Protocol):
+    """Who holds the flat tensors: told of every added gradient, asked to complete a weight before its use."""
+
+    def grad_added(self, parameter: "ShardedParameter") -> None: ...
+    def weight_needed(self, parameter: "ShardedParameter") -> None: ...
+
+
+class ShardedParameter(nn.Module):
+    """One rank's part of one parameter.
+
+    Attributes:
+        record: name, shape, box, replicas.
+        value: the weight, of `record.local_shape`, in the run's dtype; a leaf whose `.grad` is never used.
+        main_grad: accumulated gradient of the same shape, in the accumulation dtype; None before `bind`.
+        num_uses: layers that use it. A tied embedding on a single stage has two; its gradient is complete when both
+            have added theirs for every microbatch.
+    """
+
+    def __init__(self, record: ParamRecord, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.record = record
+        self.value = nn.Parameter(torch.empty(record.local_shape, dtype=dtype, device="meta"))
+        self.main_grad: torch.Tensor | None = None
+        self.num_uses = 1
+        self._sink: GradSink | None = None
+
+    def bind(self, value: torch.Tensor, main_grad: torch.Tensor, sink: GradSink) -> None:
+        """Use these views of the flat tensors from now on."""
+        self.value = nn.Parameter(value)
+        self.main_grad = main_grad
+        self._sink = sink
+
+    def weight(self) -> torch.Tensor:
+        """The weight, complete: waits for the all-gather that fills it, if one is under way."""
+        if self._sink is not None:
+            self._sink.weight_needed(self)
+        return self.value
+
+    def bound_main_grad(self) -> torch.Tensor:
+        assert self.main_grad is not None, f"{self.record.name} has no grad buffer"
+        return self.main_grad
+
+    def add_grad(self, grad: torch.Tensor) -> None:
+        """Add `grad` (the shape of the weight) to the main grad."""
+        self.bound_main_grad().add_(grad)
+        self.grad_was_added()
+
+    def grad_was_added(self) -> None:
+        """Tell the sink that one use in one microbatch has added its gradient."""
+        assert self._sink is not None, f"{self.record.name} has no grad buffer"
+        self._sink.grad_added(self)
+
+    def tracked(self) -> torch.Tensor:
+        """The weight for use in ordinary autograd code; its gradient ends up in the main grad."""
+        return _ToMainGrad.apply(self.weight(), self)  # type: ignore[no-any-return]
+
+
+class _ToMainGrad(torch.autograd.Function):
+    """Identity whose backward adds to the main grad instead of filling `.grad`."""
+
+    @staticmethod
+    def forward(ctx, value: torch.Tensor, parameter: ShardedParameter) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        ctx.parameter = parameter
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[None, None]:  # type: ignore[no-untyped-def]
+        ctx.parameter.add_grad(grad)
+        return None, None
+
+
+class WeightGradQueue:
+    """Weight-gradient GEMMs that wait for a later moment.
+
+    While `deferring`, `run` keeps the work; `flush` does it, in the order in which it came. Otherwise `run` does it now.
+    """
+
+    def __init__(self) -> None:
+        self.deferring = False
+        self._work: list[Callable[[], None]] = []
+
+    def run(self, work: Callable[[], None]) -> None:
+        if self.deferring:
+            self._work.append(work)
+        else:
+            work()
+
+    def take(self) -> list[Callable[[], None]]:
+        """Hand over the kept work, in order, leaving the queue empty."""
+        work, self._work = self._work, []
+        return work
+
+
+class FusedWeights:
+    """Weights that read the same input, cut along their rows: one matrix where they are adjacent in the flat tensor.
+
+    W = [W_1; W_2; ..] with W_i [rows_i, in]. Query and key/value weights are such a pair: adjacent unless the key/value
+    heads are replicated, whose gradients live in another buffer. `rows` are the local rows of each member.
+    """
+
+    def __init__(self, members: Sequence[ShardedParameter], in_features: int | None) -> None:
+        """`in_features` is the width of the matrices; None for vectors (biases)."""
+        self.members = tuple(members)
+        self._width = in_features
+
+    def matrices(self) -> list[torch.Tensor]:
+        """The weights as few matrices [rows, in] (or vectors [rows]) as adjacency allows."""
+        return self._merge([member.weight().detach() for member in self.members])
+
+    def add_grads(self, grads: Callable[[torch.Tensor, int, int], None]) -> None:
+        """Call `grads(main_grad_matrix, first_row, stop_row)` for each run of adjacent members, then tell the sinks."""
+        first = 0
+        for matrix in self._merge([member.bound_main_grad() for member in self.members]):
+            stop = first + matrix.shape[0]
+            grads(matrix, first, stop)
+            first = stop
+        for member in self.members:
+            member.grad_was_added()
+
+    def _merge(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Views of the tensors as matrices or vectors, neighbours in memory joined."""
+        views = [tensor.reshape(-1) if self._width is None else tensor.reshape(-1, self._width) for tensor in tensors]
+        merged = views[:1]
+        for view in views[1:]:
+            last = merged[-1]
+            adjacent = last.data_ptr() + last.numel() * last.element_size() == view.data_ptr()
+            if adjacent and last.untyped_storage().data_ptr() == view.untyped_storage().data_ptr():
+                merged[-1] = torch.as_strided(last, (last.shape[0] + view.shape[0], *last.shape[1:]), last.stride())
+            else:
+                merged.append(view)
+        return merged
+
+
+def add_matmul(main_grad: torch.Tensor, grad: torch.Tensor, inputs: torch.Tensor) -> None:
+    """main_grad [rows, in] += grad^T [rows, tokens] x inputs [tokens, in], in the accumulation dtype."""
+    if main_grad.dtype == grad.dtype:
+        main_grad.addmm_(grad.t(), inputs)
+    else:
+        main_grad += accumulate(grad.t() @ inputs)

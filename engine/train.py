@@ -1,0 +1,116 @@
+"""Training, on one page. `build` assembles one rank's engine; `train` is the loop.
+
+    Config -> ParallelSizes -> Topology -> partition -> [chunks] -> Schedule -> Executor -> GradBuffers -> DistributedOptimizer
+
+Each arrow is a constructor argument: nothing is looked up. Every rank runs this page; what it does differs only by its
+place in the topology.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from engine.config import Config, batch_plan
+from engine.initial_weights import initialize
+from engine.optimizer.distributed import DistributedOptimizer
+from engine.optimizer.grad_buffer import GradBuffers
+from engine.optimizer.lr import learning_rate
+from engine.optimizer.param_layout import layout_parameters
+from engine.pipeline import schedules
+from engine.pipeline.executor import Executor
+from engine.pipeline.lowering import lower
+from engine.pipeline.partition import StageLayers, partition
+from engine.pipeline.validate import check
+from engine.precision import DTYPES, accumulation_dtype
+from engine.step import Chunk, Engine, StepResult
+from engine.tensor_parallel.parameter import ShardedParameter
+from engine.topology import Topology
+
+ModelBuilder = Callable[[Config, Topology, Sequence[StageLayers]], tuple[Sequence[Chunk], dict[str, ShardedParameter]]]
+"""Builds this rank's chunks (on the meta device) and its parameters by name; `models.gpt.build_chunks`."""
+
+
+class StepSource(Protocol):
+    """Global batches in order (`engine.data.loader.Batches`)."""
+
+    consumed_samples: int
+
+    def next_step(self) -> list[Any]: ...
+
+
+class Observer(Protocol):
+    """Who is told what happens (`engine.telemetry`); called on every rank."""
+
+    def on_step(self, step: int, result: StepResult, lr: float) -> None: ...
+    def on_validation(self, step: int, loss: float) -> None: ...
+    def phase(self, name: str) -> None: ...
+
+
+def build(config: Config, topology: Topology, build_model: ModelBuilder) -> Engine:
+    """Assemble the engine of one rank: model chunks with initial weights, buffers, optimizer, schedules."""
+    sizes, model = topology.sizes, config.model
+    plan = batch_plan(config, sizes.dp)
+    dtype = DTYPES[config.precision.dtype]
+
+    stages = partition(model.num_layers, sizes.pp, sizes.vpp, config.parallel.layers_per_stage)
+    name = schedules.resolve(config.schedule.name, sizes.vpp)
+    train_schedule = schedules.build(name, sizes.pp, sizes.vpp, plan.num_microbatches)
+    forward_schedule = schedules.build("forward_only", sizes.pp, sizes.vpp, plan.num_microbatches)
+    train_program, forward_program = lower(train_schedule), lower(forward_schedule)
+    check(train_program)
+    check(forward_program)
+
+    placement = train_schedule.placement
+    mine = [stages[placement.stage_of(topology.coordinates.pp, chunk)] for chunk in range(sizes.vpp)]
+    chunks, parameters = build_model(config, topology, mine)
+
+    layouts = layout_parameters(
+        [parameter.record for parameter in parameters.values()],
+        dp=topology.axis("dp").size,
+        bucket_numel=config.optimizer.bucket_bytes // accumulation_dtype(dtype).itemsize,
+    )
+    replica_axes = {name: axis for name in ("tp", "kv_replicas", "ends") if (axis := topology.maybe_axis(name))}
+    buffers = GradBuffers(layouts, parameters, dtype, topology.device, topology.axis("dp"), replica_axes)
+    initialize(parameters.values(), config.train.seed)
+
+    local_length = model.seq_length // (sizes.tp if config.parallel.sequence_parallel else 1)
+    activation_shape = (local_length, config.train.micro_batch_size, model.hidden_size)
+    return Engine(
+        config=config,
+        topology=topology,
+        plan=plan,
+        chunks=chunks,
+        parameters=parameters,
+        buffers=buffers,
+        optimizer=DistributedOptimizer(buffers, config.optimizer),
+        executor=Executor(topology, [chunk.queue for chunk in chunks], activation_shape, dtype),
+        train_program=train_program,
+        forward_program=forward_program,
+    )
+
+
+def train(
+    engine: Engine, batches: StepSource, open_validation: Callable[[], StepSource] | None, observer: Observer
+) -> None:
+    """Train to the last step. The samples of a step depend on `consumed_samples` alone.
+
+    Args:
+        engine: from `build`.
+        batches: the training batches, at the first sample to consume.
+        open_validation: opens the validation batches at their beginning; None: no validation.
+        observer: told of every step and validation.
+    """
+    config, plan = engine.config, engine.plan
+    interval = config.train.eval_interval
+    first_step = batches.consumed_samples // plan.samples_per_step
+    for step in range(first_step, plan.num_steps):
+        observer.phase("data")
+        microbatches = batches.next_step()
+        lr = learning_rate(step, config.optimizer, plan.num_steps)
+        observer.phase("step")
+        result = engine.train_step(microbatches, lr)
+        observer.on_step(step, result, lr)
+        is_last = step + 1 == plan.num_steps
+        if open_validation is not None and interval is not None and ((step + 1) % interval == 0 or is_last):
+            observer.phase("validation")
+            source = open_validation()
+            observer.on_validation(step, engine.evaluate(source.next_step() for _ in range(config.train.eval_steps)))

@@ -1,0 +1,91 @@
+"""Causal self-attention, cut over tp by heads.
+
+    x [s(/t), b, h] --column--> q [s, b, heads/t, d], k and v [s, b, kv_heads/t, d] --attention--> [s, b, heads/t * d]
+      --row--> [s(/t), b, h]
+
+With fewer key/value heads than tp ranks each rank holds one whole head, as a replica.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from engine.kernels.elementwise import apply_rope, rms_norm
+from engine.precision import accumulate
+from engine.recompute import recompute
+from engine.shard_spec import cut
+from engine.tensor_parallel.dropout import DropoutKeys, dropout
+from engine.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from models.context import BuildContext
+
+
+class Attention(nn.Module):
+    def __init__(self, context: BuildContext, name: str) -> None:
+        super().__init__()
+        model, tp = context.model, context.region.axis
+        self.context = context
+        self.name = name
+        self.head_dim = model.head_size
+        self.first_head, stop = cut(model.num_attention_heads, tp.size, tp.index)
+        self.num_heads = stop - self.first_head
+        first_kv, stop_kv = cut(model.kv_heads, tp.size, tp.index)
+        self.num_kv_heads = stop_kv - first_kv
+        self.qkv = ColumnParallelLinear(
+            context.parameters_named(f"{name}.q.weight", f"{name}.kv.weight"),
+            context.parameters_named(f"{name}.q.bias", f"{name}.kv.bias"),
+            context.region,
+            context.queue,
+            f"{name}.qkv",
+        )
+        self.q_norm = context.maybe_parameter(f"{name}.q_norm.weight")
+        self.k_norm = context.maybe_parameter(f"{name}.k_norm.weight")
+        self.proj = RowParallelLinear(
+            context.parameter(f"{name}.proj.weight"),
+            context.maybe_parameter(f"{name}.proj.bias"),
+            context.region,
+            context.queue,
+            f"{name}.proj",
+        )
+
+    def forward(self, x: torch.Tensor, rope: torch.Tensor | None, keys: DropoutKeys) -> torch.Tensor:
+        """x [s(/t), b, h], rope [2, s, b, 1, d] or None -> [s(/t), b, h]."""
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        q, k, v = self.qkv(x).split((q_size, kv_size, kv_size), dim=-1)
+        s, b = q.shape[:2]
+        q = q.view(s, b, self.num_heads, self.head_dim)
+        k, v = (tensor.view(s, b, self.num_kv_heads, self.head_dim) for tensor in (k, v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q = rms_norm(q, self.q_norm.tracked(), self.context.model.norm_eps)
+            k = rms_norm(k, self.k_norm.tracked(), self.context.model.norm_eps)
+        if rope is not None:
+            q, k = apply_rope(q, rope), apply_rope(k, rope)
+
+        if self.context.recompute.granularity == "selective" and torch.is_grad_enabled():
+            mixed = recompute(lambda *qkv: self._core(*qkv, keys), q, k, v)
+        else:
+            mixed = self._core(q, k, v, keys)
+        return self.proj(mixed)
+
+    def _core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: DropoutKeys) -> torch.Tensor:
+        """Scaled dot-product attention: q [s, b, n, d], k, v [s, b, n_kv, d] -> [s, b, n * d]."""
+        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
+        if self.context.kernels.attention == "sdpa":
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
+        else:
+            mixed = self._explicit(q, k, v, keys)
+        return mixed.permute(2, 0, 1, 3).flatten(2)
+
+    def _explicit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: DropoutKeys) -> torch.Tensor:
+        """Attention with its probabilities materialised, [b, n, s, s]: what dropout on them needs."""
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        s = q.shape[2]
+        scores = accumulate(q @ k.transpose(-1, -2)) * self.head_dim**-0.5
+        future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1)
+        probabilities = scores.masked_fill(future, -torch.inf).softmax(-1).to(q.dtype)
+        p = self.context.model.attention_dropout
+        if p and self.training:
+            head, row, column = (torch.arange(n, device=q.device) for n in (q.shape[1], s, s))
+            positions = ((self.first_head + head).view(-1, 1, 1) * s + row.view(-1, 1)) * s + column
+            probabilities = dropout(probabilities, p, keys, f"{self.name}.dropout", positions.unsqueeze(0), batch_dim=0)
+        return probabilities @ v

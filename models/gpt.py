@@ -1,0 +1,192 @@
+"""A GPT, cut into chunks: the part of the model that one pipeline rank holds at one stage.
+
+    first stage    tokens -> embedding ->  layers ...                      -> hidden
+    middle         hidden              ->  layers ...                      -> hidden
+    last stage     hidden              ->  layers ... -> norm -> head      -> sum of token losses (or logits)
+
+Hidden states between stages are [s, b, h], or [s/t, b, h] with sequence parallelism. Positions and labels reach every
+stage with the microbatch; nothing is broadcast.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from engine.config import Config
+from engine.kernels.elementwise import rope_tables
+from engine.precision import DTYPES
+from engine.recompute import recompute
+from engine.shard_spec import localize
+from engine.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from engine.tensor_parallel.dropout import DropoutKeys
+from engine.tensor_parallel.layers import ColumnParallelLinear
+from engine.tensor_parallel.mappings import TensorParallelRegion
+from engine.tensor_parallel.parameter import ShardedParameter, WeightGradQueue
+from engine.topology import Topology
+from models.attention import Attention
+from models.context import BuildContext, Norm, hidden_dropout
+from models.embedding import Embedding
+from models.mlp import MLP
+from models.specs import StageContents, stage_specs
+
+
+class Batch(Protocol):
+    """One microbatch (`engine.data.loader.MicroBatch`): ids int64 [b, s], mask bool [b, s]."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    position_ids: torch.Tensor
+    sample_ids: Sequence[int]
+
+
+class Block(nn.Module):
+    """One transformer layer, norms before each branch: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, context: BuildContext, layer: int) -> None:
+        super().__init__()
+        self.context = context
+        self.name = f"layers.{layer}"
+        self.attention_norm = Norm(context, f"{self.name}.attention.norm")
+        self.attention = Attention(context, f"{self.name}.attention")
+        self.mlp_norm = Norm(context, f"{self.name}.mlp.norm")
+        self.mlp = MLP(context, f"{self.name}.mlp")
+
+    def forward(self, x: torch.Tensor, rope: torch.Tensor | None, keys: DropoutKeys) -> torch.Tensor:
+        """[s(/t), b, h] -> the same."""
+        branch = self.attention(self.attention_norm(x), rope, keys)
+        x = x + hidden_dropout(self, self.context, branch, keys, f"{self.name}.attention.residual_dropout")
+        branch = self.mlp(self.mlp_norm(x))
+        return x + hidden_dropout(self, self.context, branch, keys, f"{self.name}.mlp.residual_dropout")
+
+
+class GPTChunk(nn.Module):
+    """The layers of one stage, with the embedding on the first stage and the head on the last.
+
+    Args:
+        context: what the modules are built from; its parameters are this stage's.
+        stage: which layers, and whether the embedding and the head are here.
+    """
+
+    def __init__(self, context: BuildContext, stage: StageContents) -> None:
+        super().__init__()
+        self.context = context
+        self.embedding = Embedding(context) if stage.has_embedding else None
+        self.blocks = nn.ModuleList([Block(context, layer) for layer in stage.layers])
+        self.final_norm = Norm(context, "final_norm") if stage.has_head else None
+        self.head: ColumnParallelLinear | None = None
+        if stage.has_head:
+            name = "embedding.word.weight" if context.model.tie_embeddings else "head.weight"
+            weight = context.parameter(name)
+            self.head = ColumnParallelLinear([weight], [], context.region, context.queue, "head")
+
+    @property
+    def queue(self) -> WeightGradQueue:
+        """Where this chunk's weight-gradient GEMMs go."""
+        return self.context.queue
+
+    def forward(self, x: torch.Tensor | None, batch: Batch) -> torch.Tensor:
+        """Hidden states for the next stage, or on the last stage the sum of the unmasked tokens' losses (a scalar)."""
+        hidden = self._hidden(x, batch)
+        if self.head is None:
+            return hidden
+        losses = vocab_parallel_cross_entropy(
+            self._logits(hidden), batch.labels.t(), self.context.region.axis, self.context.model.vocab_size
+        )
+        return (losses * batch.loss_mask.t()).sum()
+
+    def logits(self, x: torch.Tensor | None, batch: Batch) -> torch.Tensor:
+        """Hidden states for the next stage, or on the last stage this rank's columns of the logits [s, b, V_padded/t]."""
+        hidden = self._hidden(x, batch)
+        return hidden if self.head is None else self._logits(hidden)
+
+    def _hidden(self, x: torch.Tensor | None, batch: Batch) -> torch.Tensor:
+        keys = DropoutKeys(self.context.seed, batch.sample_ids)
+        if self.embedding is not None:
+            x = self.embedding(batch.tokens, batch.position_ids, keys)
+        assert x is not None, "only the first stage starts from tokens"
+        model = self.context.model
+        rope = None
+        if model.position == "rope":
+            rope = rope_tables(batch.position_ids, model.head_size, model.rope_base, self.context.dtype)
+        for blocks, again in self._groups():
+            if again and torch.is_grad_enabled():
+                x = recompute(lambda h, group=blocks: _run(group, h, rope, keys), x)
+            else:
+                x = _run(blocks, x, rope, keys)
+        return x
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        assert self.final_norm is not None and self.head is not None
+        return self.head(self.final_norm(hidden))  # type: ignore[no-any-return]
+
+    def _groups(self) -> list[tuple[list[nn.Module], bool]]:
+        """The blocks in order, in groups that are recomputed together (True) or kept (False)."""
+        blocks = list(self.blocks)
+        choice = self.context.recompute
+        if choice.granularity != "full":
+            return [(blocks, False)]
+        if choice.method == "block":
+            return [([block], index < choice.num_layers) for index, block in enumerate(blocks)]
+        n = choice.num_layers
+        return [(blocks[start : start + n], True) for start in range(0, len(blocks), n)]
+
+
+def _run(blocks: Sequence[nn.Module], x: torch.Tensor, rope: torch.Tensor | None, keys: DropoutKeys) -> torch.Tensor:
+    for block in blocks:
+        x = block(x, rope, keys)
+    return x
+
+
+def build_chunks(
+    config: Config, topology: Topology, stages: Sequence[StageContents]
+) -> tuple[list[GPTChunk], dict[str, ShardedParameter]]:
+    """This rank's chunks, on the meta device, and its parameters by name in forward order.
+
+    `stages` are the contents of this rank's chunks, in chunk order. A tied embedding whose two ends stand on this rank is
+    one parameter with two uses.
+    """
+    tp = topology.axis("tp")
+    region = TensorParallelRegion(tp, config.parallel.sequence_parallel)
+    dtype = DTYPES[config.precision.dtype]
+    held: dict[str, ShardedParameter] = {}
+    chunks = []
+    for stage in stages:
+        parameters = _stage_parameters(config, region, dtype, stage, held)
+        context = BuildContext(
+            model=config.model,
+            recompute=config.recompute,
+            kernels=config.kernels,
+            region=region,
+            dtype=dtype,
+            seed=config.train.seed,
+            parameters=parameters,
+            queue=WeightGradQueue(),
+        )
+        chunks.append(GPTChunk(context, stage))
+    return chunks, held
+
+
+def _stage_parameters(
+    config: Config,
+    region: TensorParallelRegion,
+    dtype: torch.dtype,
+    stage: StageContents,
+    held: dict[str, ShardedParameter],
+) -> Mapping[str, ShardedParameter]:
+    """The stage's parameters by name; new ones are added to `held`, one that is held already gets another use."""
+    parameters = {}
+    for spec in stage_specs(config.model, stage):
+        if spec.name in held:
+            held[spec.name].num_uses += 1
+        else:
+            record = localize(
+                spec, tp=region.axis.size, tp_index=region.axis.index, sequence_parallel=region.sequence_parallel
+            )
+            held[spec.name] = ShardedParameter(record, dtype)
+        parameters[spec.name] = held[spec.name]
+    if config.model.tie_embeddings and stage.has_embedding and stage.has_head:
+        held["embedding.word.weight"].num_uses += 1
+    return parameters

@@ -1,0 +1,9 @@
+"""Imported once by the fork server: everything that ranks need, without running a single torch op."""
+
+import torch._dynamo
+import torch.distributed
+import torch.optim.adamw
+import torch.testing  # noqa: F401
+
+import engine.train
+import models.gpt  # noqa: F401
