@@ -1,6 +1,6 @@
 """Random bits and permutations that are a function of a key and of nothing else (no torch here).
 
-    key ("documents", seed, epoch) --sha256--> 128-bit Philox key --> uint64 bits --> stable argsort --> permutation
+    key ("documents", seed, epoch) --sha256--> 128-bit Philox key --> high bits | index --> sorted --> indices
 
 numpy promises the raw bits of its bit generators for ever, but not what `Generator.permutation` or `integers` make of
 them: a run resumed under another numpy would see its data in another order. So only raw bits are used here.
@@ -20,5 +20,12 @@ def random_bits(count: int, *key: int | str) -> NDArray[np.uint64]:
 
 
 def permutation(count: int, *key: int | str) -> NDArray[np.int64]:
-    """A uniformly random order of 0 .. count - 1, int64 [count]; ties of the random bits keep their order."""
-    return np.argsort(random_bits(count, *key), kind="stable")
+    """A uniformly random order of 0 .. count - 1, int64 [count].
+
+    Each index replaces the low bits of its random number: all numbers differ, so that any sorting algorithm gives the
+    same order, and a plain sort, several times as fast as an argsort, is enough.
+    """
+    index_bits = np.uint64(max(count - 1, 0).bit_length())
+    numbers = (random_bits(count, *key) >> index_bits << index_bits) | np.arange(count, dtype=np.uint64)
+    numbers.sort()
+    return (numbers & ((np.uint64(1) << index_bits) - np.uint64(1))).astype(np.int64)

@@ -75,6 +75,7 @@ def test_one_weight_per_corpus() -> None:
         Blend([Numbered(0)], [1, 2])
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.integers(3, 10_000), st.tuples(*[st.floats(1, 100)] * 3))
 def test_a_split_is_a_partition_in_file_order(num_documents: int, split: tuple[float, float, float]) -> None:
     try:

@@ -1,13 +1,14 @@
 """A step is a range of sample ids, in every layout."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.data.sampler import step_sample_ids
 from engine.errors import DataError
 
 
+@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 10**12), st.integers(1, 8), st.integers(1, 8), st.integers(1, 6))
 def test_the_ranks_together_read_the_range(consumed: int, micro: int, dp: int, num_microbatches: int) -> None:
     batch = micro * dp * num_microbatches

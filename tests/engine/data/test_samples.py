@@ -75,7 +75,8 @@ def test_empty_documents_are_stepped_over(write_corpus: Write) -> None:
 
 def test_any_order_of_asking_gives_the_same_samples(write_corpus: Write, numbered_documents: Documents) -> None:
     prefix = write_corpus(numbered_documents)
-    forward = [stream(prefix)[sample_id].tokens.tolist() for sample_id in range(300)]
+    first = stream(prefix)
+    forward = [first[sample_id].tokens.tolist() for sample_id in range(300)]
     again = stream(prefix)
     assert [again[sample_id].tokens.tolist() for sample_id in reversed(range(300))] == forward[::-1]
 
