@@ -1,0 +1,123 @@
+"""From the configuration to the samples of train, valid and test: the one entry of training into the data room.
+
+    data.train [[0.7, web], [0.3, code]]   data.valid none      split each corpus by documents, blend each part
+                                           data.valid [[..]]    train: all documents of data.train; valid: all of data.valid
+    data.synthetic true                                         random tokens, no corpus
+
+Every process of every node calls it with the same arguments and gets the same samples; caches are built by the first.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.config import DataConfig
+from engine.data.blend import Blend
+from engine.data.indexed import IndexedTokens
+from engine.data.record import read_record
+from engine.data.samples import SampleSource, SampleStream
+from engine.data.split import PARTS, split_documents
+from engine.data.synthetic import SyntheticDataset
+from engine.errors import DataError
+
+WeightedCorpora = Sequence[tuple[float, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Datasets:
+    """The three parts, each knowing every sample id >= 0; None where the configuration asks for none."""
+
+    train: SampleSource
+    valid: SampleSource | None
+    test: SampleSource | None
+    fingerprint: str
+    """Hexadecimal: equal where every sample of every part is equal (see `IndexedTokens.fingerprint` for its reach)."""
+
+
+def open_datasets(
+    data_config: DataConfig, seq_length: int, seed: int, cache_dir: str | Path | None = None, *, vocab_size: int
+) -> Datasets:
+    """Open the corpora, split and blend them.
+
+    Args:
+        data_config: what to read.
+        seq_length: labels per sample.
+        seed: decides all orders.
+        cache_dir: where index caches go, in place of `data.cache_dir`; if neither is given, PREFIX.cache beside each.
+        vocab_size: of the model, without padding; a corpus with larger ids is refused.
+
+    Raises:
+        DataError: a corpus is missing, damaged, too small for its split or of another vocabulary; or there is none.
+    """
+    if data_config.synthetic:
+        train, valid, test = (SyntheticDataset(seed + number, vocab_size, seq_length) for number in range(len(PARTS)))
+        return Datasets(train, valid, test, _digest("synthetic", seed, vocab_size, seq_length))
+    if not data_config.train:
+        raise DataError(
+            "data.train names no corpus, so there is nothing to learn from. Set data.train=[[1.0, PREFIX]] to a corpus of "
+            "`triaxis prepare`, or data.synthetic=true for random tokens."
+        )
+    _refuse_twice(data_config.train, "data.train")
+    _refuse_twice(data_config.valid or [], "data.valid")
+    named = [prefix for _, prefix in [*data_config.train, *(data_config.valid or [])]]
+    corpora = {prefix: _open_corpus(prefix, vocab_size) for prefix in named}
+    folder = cache_dir or data_config.cache_dir
+
+    def blend(weighted: WeightedCorpora, documents: Mapping[str, range]) -> Blend:
+        streams = [
+            SampleStream(
+                corpora[prefix],
+                documents[prefix],
+                seq_length=seq_length,
+                seed=seed,
+                cache_dir=Path(folder or f"{prefix}.cache"),
+                vocab_size=vocab_size,
+            )
+            for _, prefix in weighted
+        ]
+        return Blend(streams, [weight for weight, _ in weighted])
+
+    def identity(weighted: WeightedCorpora) -> list[tuple[float, str]]:
+        return [(weight, corpora[prefix].fingerprint) for weight, prefix in weighted]
+
+    if data_config.valid is not None:
+        whole = {prefix: range(corpus.num_documents) for prefix, corpus in corpora.items()}
+        digest = _digest("whole", identity(data_config.train), identity(data_config.valid), seed, seq_length)
+        return Datasets(blend(data_config.train, whole), blend(data_config.valid, whole), None, digest)
+
+    split = data_config.split
+    cut = {prefix: split_documents(corpora[prefix].num_documents, split, prefix) for _, prefix in data_config.train}
+    blends = {
+        part: blend(data_config.train, {prefix: parts[part] for prefix, parts in cut.items()})
+        for part, weight in zip(PARTS, split, strict=True)
+        if weight > 0
+    }
+    digest = _digest("split", identity(data_config.train), split, seed, seq_length)
+    return Datasets(blends["train"], blends.get("valid"), blends.get("test"), digest)
+
+
+def _open_corpus(prefix: str, vocab_size: int) -> IndexedTokens:
+    corpus = IndexedTokens(prefix)
+    record = read_record(prefix)
+    if record is not None and record.vocab_size > vocab_size:
+        raise DataError(
+            f"{prefix} was prepared with the tokenizer {record.tokenizer} of {record.vocab_size:,} tokens, but model.vocab_size = "
+            f"{vocab_size:,}: there is no embedding for the others. Set model.vocab_size={record.vocab_size}."
+        )
+    return corpus
+
+
+def _refuse_twice(weighted: WeightedCorpora, field: str) -> None:
+    prefixes = [prefix for _, prefix in weighted]
+    for prefix in prefixes:
+        if prefixes.count(prefix) > 1:
+            raise DataError(
+                f"{field} names {prefix} {prefixes.count(prefix)} times: each entry would give the same samples again. Name it "
+                f"once, with the sum of the weights."
+            )
+
+
+def _digest(*values: object) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()

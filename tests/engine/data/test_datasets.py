@@ -1,0 +1,107 @@
+"""The entry of training: splits, explicit validation, blends, and mistakes found when it opens."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.config import DataConfig
+from engine.data.datasets import Datasets, open_datasets
+from engine.data.prepare import PrepareRequest, prepare
+from engine.data.samples import SampleSource
+from engine.errors import DataError
+
+
+@pytest.fixture
+def corpora(write_corpus: Callable[..., str]) -> tuple[str, str]:
+    """Two corpora of 20 documents of 50 tokens; a // 50 is the document, the second begins at 1000."""
+    first = [np.arange(start, start + 50) for start in range(0, 1000, 50)]
+    return write_corpus(first, "first"), write_corpus([document + 1000 for document in first], "second")
+
+
+def opened(seed: int = 7, cache_dir: Path | None = None, vocab_size: int = 2000, **fields: Any) -> Datasets:
+    return open_datasets(DataConfig(**fields), 10, seed, cache_dir, vocab_size=vocab_size)
+
+
+def tokens_of(source: SampleSource | None, num_samples: int = 300) -> set[int]:
+    assert source is not None
+    return {token for sample_id in range(num_samples) for token in source[sample_id].tokens.tolist()}
+
+
+def test_a_split_keeps_documents_apart(corpora: tuple[str, str]) -> None:
+    datasets = opened(train=[(1.0, corpora[0])], split=(80, 10, 10))
+    assert tokens_of(datasets.train) == set(range(800))
+    assert tokens_of(datasets.valid) == set(range(800, 900))
+    assert tokens_of(datasets.test) == set(range(900, 1000))
+    without = opened(train=[(1.0, corpora[0])], split=(90, 10, 0))
+    assert without.test is None
+
+
+def test_validation_corpora_of_their_own(corpora: tuple[str, str]) -> None:
+    datasets = opened(train=[(1.0, corpora[0])], valid=[(1.0, corpora[1])])
+    assert tokens_of(datasets.train) == set(range(1000))
+    assert tokens_of(datasets.valid) == set(range(1000, 2000))
+    assert datasets.test is None
+
+
+def test_a_blend_keeps_its_weights(corpora: tuple[str, str]) -> None:
+    datasets = opened(train=[(3.0, corpora[0]), (1.0, corpora[1])], split=(90, 10, 0))
+    for source in (datasets.train, datasets.valid):
+        assert source is not None
+        from_second = [source[sample_id].tokens[0] >= 1000 for sample_id in range(400)]
+        assert sum(from_second) == 100
+
+
+def test_the_fingerprint_is_that_of_the_samples(corpora: tuple[str, str], tmp_path: Path) -> None:
+    first, second = corpora
+    base: dict[str, Any] = {"train": [(1.0, first)], "split": (90, 10, 0)}
+    same = opened(**base, cache_dir=tmp_path / "elsewhere").fingerprint
+    assert same == opened(**base).fingerprint
+    others = [
+        opened(**base, seed=8),
+        opened(**(base | {"split": (80, 20, 0)})),
+        opened(**(base | {"train": [(1.0, second)]})),
+        opened(**(base | {"train": [(1.0, first), (1.0, second)]})),
+        opened(**(base | {"train": [(2.0, first), (1.0, second)]})),
+        opened(**(base | {"valid": [(1.0, second)]})),
+        opened(synthetic=True),
+    ]
+    assert len({same, *(datasets.fingerprint for datasets in others)}) == 1 + len(others)
+
+
+def test_caches_are_where_they_were_asked_for(corpora: tuple[str, str], tmp_path: Path) -> None:
+    opened(train=[(1.0, corpora[0])], split=(1, 0, 0)).train[0]
+    assert list(Path(f"{corpora[0]}.cache").glob("*.index"))
+    opened(train=[(1.0, corpora[1])], split=(1, 0, 0), cache_dir=tmp_path / "given").train[0]
+    assert len(list((tmp_path / "given").glob("*.index"))) == 1
+    config = DataConfig(train=[(1.0, corpora[1])], split=(1, 0, 0), cache_dir=str(tmp_path / "configured"))
+    open_datasets(config, 10, 7, vocab_size=2000).train[0]
+    assert len(list((tmp_path / "configured").glob("*.index"))) == 1
+    assert not Path(f"{corpora[1]}.cache").exists()
+
+
+def test_synthetic_parts_differ() -> None:
+    datasets = opened(synthetic=True, vocab_size=30)
+    assert datasets.valid is not None
+    assert datasets.train[0].tokens.tolist() != datasets.valid[0].tokens.tolist()
+    assert tokens_of(datasets.train) == set(range(30))
+
+
+def test_mistakes_are_found_when_it_opens(corpora: tuple[str, str], tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.train names no corpus"):
+        opened()
+    with pytest.raises(DataError, match=r"missing\.idx does not exist"):
+        opened(train=[(1.0, str(tmp_path / "missing"))])
+    with pytest.raises(DataError, match="2 times"):
+        opened(train=[(1.0, corpora[0]), (2.0, corpora[0])])
+    with pytest.raises(DataError, match=r"20 documents.*test would be empty"):
+        opened(train=[(1.0, corpora[0])], split=(98, 3, 1))
+    (tmp_path / "a.txt").write_text("some text")
+    request = PrepareRequest((tmp_path / "a.txt",), "bytes", str(tmp_path / "prepared"))
+    prepare(request, num_workers=1, progress=lambda done_bytes, documents: None)
+    with pytest.raises(DataError, match=r"Set model\.vocab_size=257"):
+        opened(train=[(1.0, str(tmp_path / "prepared"))], split=(1, 0, 0), vocab_size=256)
+    assert json.loads((tmp_path / "prepared.json").read_text())["num_tokens"] == 10
