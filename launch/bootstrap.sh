@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Finds a Python that can run Triaxis and makes .venv where there is none (launch/bootstrap.py has the rules).
+# Sourced by launch/pretrain_gpt.sh and tests/run.sh. By itself it prepares the environment and prints its Python:
+#
+#   bash launch/bootstrap.sh          # what training needs
+#   bash launch/bootstrap.sh dev      # and what the tests need
+#
+# TRIAXIS_PYTHON=/path/to/python   use exactly that one
+# TRIAXIS_BOOTSTRAP=0              never install anything
+
+triaxis_root=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+# triaxis_python [extra ...]: prints the interpreter to use.
+triaxis_python() {
+  local candidate
+  for candidate in python3 python python3.13 python3.12 python3.11 "${TRIAXIS_PYTHON:-}"; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      "$candidate" "$triaxis_root/launch/bootstrap.py" "${@/#/--extra=}"
+      return
+    fi
+  done
+  echo "triaxis: no Python 3.11 or newer was found (tried python3, python, python3.13 to python3.11 and TRIAXIS_PYTHON)." >&2
+  echo "triaxis: install one (on Debian 12: apt-get install python3 python3-venv), or set TRIAXIS_PYTHON to it." >&2
+  return 2
+}
+
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then
+  triaxis_python "$@"
+fi

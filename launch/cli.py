@@ -1,0 +1,102 @@
+"""The `triaxis` command: finds the subcommand's module, parses its arguments, prints errors that a user can read.
+
+    triaxis COMMAND [arguments]      ->  launch/commands/COMMAND.py: NAME, HELP, add_arguments(parser), run(args) -> int
+
+Only the module of the command that was asked for is imported, so `triaxis --help` costs no more than starting Python.
+Exit codes: 0 done; 2 a mistake in what was typed or configured; 1 a run that broke; 130 interrupted. A traceback means
+a bug of ours.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
+
+COMMANDS = {
+    "train": "start a training run on this machine, these nodes or this SLURM step",
+    "topology": "show ranks, nodes and groups of a layout, as text or as a picture",
+    "prepare": "turn text into a .bin/.idx corpus",
+    "config": "print or check a configuration, or make one from a Hugging Face config.json",
+    "schedule": "print, draw or check a pipeline schedule",
+    "traffic": "run one real step and print the bytes and calls per axis beside what the config predicts",
+}
+"""Subcommands in the order of `triaxis --help`, with their one-line summaries."""
+
+EXAMPLES = """\
+examples:
+  triaxis config check configs/gpt_tiny.yaml
+  triaxis topology --tp 2 --pp 2 --dp 4
+  triaxis train configs/gpt_tiny.yaml train.steps=20
+"""
+
+
+class Command(Protocol):
+    """What a module in `launch/commands/` provides."""
+
+    NAME: str
+    HELP: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def command_module(name: str) -> Command:
+    """Import the module of one subcommand."""
+    return cast(Command, importlib.import_module(f"launch.commands.{name}"))
+
+
+def command_parser(command: Command) -> argparse.ArgumentParser:
+    """The parser of one subcommand, as `triaxis COMMAND --help` shows it."""
+    parser = argparse.ArgumentParser(
+        prog=f"triaxis {command.NAME}",
+        description=command.HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_arguments(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code; `argv` is without the program's name."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = command_module(_chosen(arguments))
+    parsed = command_parser(command).parse_args(arguments[1:])
+    try:
+        return command.run(parsed)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        return _report(error)
+
+
+def _chosen(arguments: Sequence[str]) -> str:
+    """The subcommand that the first argument names; help, a usage error and the exit are argparse's."""
+    parser = argparse.ArgumentParser(
+        prog="triaxis",
+        description="Pretrain GPT models in three dimensions: tensor, pipeline and data parallel.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
+    for name, summary in COMMANDS.items():
+        commands.add_parser(name, help=summary, add_help=False)
+    return str(parser.parse_args(arguments[:1]).command)
+
+
+def _report(error: Exception) -> int:
+    """Print an error made for the user without its traceback; anything else is a bug and keeps it."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from engine.errors import TriaxisError
+
+    if not isinstance(error, TriaxisError):
+        raise error
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(Text.assemble(("error: ", "bold red"), str(error)))
+    return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

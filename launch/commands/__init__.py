@@ -1,0 +1,1 @@
+"""One module per subcommand of `triaxis`; the table of their names is in `launch/cli.py`."""

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Run the tests; installs what they need, as launch/pretrain_gpt.sh does.
+#
+#   bash tests/run.sh                        # the CI tier: all but `slow` and `gpu`, under 20 minutes on 2 cores
+#   bash tests/run.sh --all                  # everything; `gpu` tests skip where there is no GPU
+#   bash tests/run.sh tests/engine -k lr     # arguments go to pytest
+#   bash tests/run.sh --dry-run              # print the pytest line only
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../launch/bootstrap.sh"
+
+tier=(-m "not slow and not gpu")
+dry_run=
+arguments=()
+for argument in "$@"; do
+  case $argument in
+    --all) tier=() ;;
+    --dry-run) dry_run=yes ;;
+    *) arguments+=("$argument") ;;
+  esac
+done
+
+python=$(triaxis_python dev)
+cd "$triaxis_root"
+export OMP_NUM_THREADS=1
+export PYTHONPATH="$triaxis_root:$triaxis_root/tests/plugins${PYTHONPATH:+:$PYTHONPATH}"
+command=("$python" -m pytest -p times "${tier[@]}" "${arguments[@]}")
+if [ -n "$dry_run" ]; then
+  printf '%q ' "${command[@]}"
+  echo
+  exit 0
+fi
+exec "${command[@]}"
