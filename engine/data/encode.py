@@ -7,6 +7,10 @@ first byte.
 """
 
 import json
+import multiprocessing
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -49,6 +53,22 @@ class EncodedUnit:
     """Bytes of input."""
     num_skipped: int
     """Documents without text."""
+
+
+def start_worker() -> None:
+    """Called once in each worker: it ends when its parent is gone, however that ended, and leaves Ctrl-C to the parent.
+
+    A worker waits for work on a pipe that its siblings hold open too, so a killed parent alone would not wake it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def encode_unit(unit: Unit, tokenizer_name: str, eod_token: str | None, json_key: str, dtype: str) -> EncodedUnit:

@@ -20,7 +20,7 @@ from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 
-from engine.data.encode import EncodedUnit, Piece, Unit, encode_unit
+from engine.data.encode import EncodedUnit, Piece, Unit, encode_unit, start_worker
 from engine.data.files import locked, sha256_of_file, write_atomically
 from engine.data.indexed import IndexedWriter, bin_path, idx_path, smallest_dtype
 from engine.data.record import CorpusRecord, read_record, record_path, request_digest
@@ -200,7 +200,7 @@ def _encode_all(request: PrepareRequest, dtype: str, num_workers: int) -> Iterat
     """The encoded units in the order of the plan, a bounded number of them ahead of the one that is asked for."""
     units = iter(plan(request.files))
     # spawn: the caller may have threads or torch loaded, and a fork of that can hang.
-    pool = ProcessPoolExecutor(num_workers, mp_context=get_context("spawn"))
+    pool = ProcessPoolExecutor(num_workers, mp_context=get_context("spawn"), initializer=start_worker)
     try:
         ahead: deque[Future[EncodedUnit]] = deque()
 

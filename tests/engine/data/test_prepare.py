@@ -3,9 +3,13 @@
 import argparse
 import hashlib
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from engine.data import prepare as prepare_module
@@ -77,6 +81,39 @@ def test_every_line_belongs_to_one_piece(texts: Path, cut: int) -> None:
     assert bytes(ids[ids < 256].astype(np.uint8)).decode() == "".join(LINES)
     assert sum(unit.num_skipped for unit in units) == 1
     assert sum(unit.num_bytes for unit in units) == size
+
+
+def test_a_killed_run_leaves_no_worker_and_no_corpus(tmp_path: Path) -> None:
+    """SIGKILL in the middle: nobody can clean up, and still no process is left, and a new start succeeds."""
+    source = tmp_path / "many.jsonl"
+    source.write_text(json.dumps({"text": "x" * 1000}) + "\n")
+    os.mkfifo(tmp_path / "stuck.txt")  # a worker that reads it waits for ever
+    script = (
+        "import sys; from pathlib import Path; from engine.data import prepare as p\n"
+        "if __name__ == '__main__':\n"
+        "    p.plan = lambda files: [(p.Piece(path, path.suffix == '.jsonl', 0, 1),) for path in files]\n"
+        "    request = p.PrepareRequest(tuple(map(Path, sys.argv[1:3])), 'bytes', sys.argv[3])\n"
+        "    p.prepare(request, num_workers=2, progress=lambda *done: print('started', flush=True))\n"
+    )
+    (tmp_path / "script.py").write_text(script)
+    output = tmp_path / "corpus"
+    command_line = [sys.executable, tmp_path / "script.py", source, tmp_path / "stuck.txt", output]
+    root = Path(__file__).parents[3]
+    parent = subprocess.Popen(command_line, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(root)})
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == b"started\n"
+    workers = psutil.Process(parent.pid).children()
+    assert len(workers) >= 2
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    left = psutil.wait_procs(workers, timeout=20)[1]
+    for worker in left:
+        worker.kill()
+    assert left == []
+    assert not bin_path(output).exists()
+    assert make((source,), output).record.num_documents == 1
+    assert sorted(path.name for path in tmp_path.glob("corpus*")) == ["corpus.bin", "corpus.idx", "corpus.json"]
 
 
 def test_a_second_start_has_nothing_to_do(texts: Path, tmp_path: Path) -> None:
