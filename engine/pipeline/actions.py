@@ -1,0 +1,117 @@
+"""The words of a pipeline schedule: actions, the placement of stages, the schedule (no torch here).
+
+    1F1B, pp 2, 3 microbatches            a row per pp rank, its compute actions in order
+
+        rank 0: 0F0 0F1 0B0 0F2 0B1 0B2       0F1 = chunk 0, forward, microbatch 1
+        rank 1: 0F0 0B0 0F1 0B1 0F2 0B2       chunk = this rank's number of a stage, 0 .. vpp - 1
+
+A schedule holds compute only. What is sent and received follows from it (`engine.pipeline.lowering`).
+"""
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+from engine.errors import ScheduleError
+
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+
+
+class Kind(Enum):
+    """What a stage does with a microbatch. `B` is `I` and `W` in one."""
+
+    F = "F"
+    """Forward."""
+    B = "B"
+    """Backward: gradient of the input and of the weights."""
+    I = "I"  # noqa: E741
+    """Gradient of the input only; the weight gradient is deferred to a later `W`."""
+    W = "W"
+    """The deferred gradient of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One computation of one rank; its text is `<chunk><kind><microbatch>`, for example `0F3`."""
+
+    kind: Kind
+    chunk: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.chunk}{self.kind.value}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Action":
+        """The action that `str` wrote.
+
+        Raises:
+            ScheduleError: the text is no action.
+        """
+        match = _ACTION.fullmatch(text)
+        if match is None:
+            raise ScheduleError(
+                f"{text!r} is no action: an action is a chunk, one of F B I W and a microbatch, such as 0F3. "
+                "A schedule with an unreadable action cannot be run; correct the text."
+            )
+        chunk, kind, microbatch = match.groups()
+        return cls(Kind(kind), int(chunk), int(microbatch))
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which rank holds which stage: the loop placement of interleaved schedules, stage = chunk x pp + rank.
+
+        pp 4, vpp 2     rank    0  1  2  3
+                     chunk 0    0  1  2  3     the last rank of a chunk is followed by the first rank of the next
+                     chunk 1    4  5  6  7
+
+    The rest of the engine asks these three methods and never computes a stage itself, so another placement (the V of
+    zero-bubble schedules, where chunk 1 runs back from the last rank to the first) is a change of this class alone.
+    """
+
+    pp: int
+    vpp: int
+
+    @property
+    def num_stages(self) -> int:
+        return self.pp * self.vpp
+
+    def stage_of(self, rank: int, chunk: int) -> int:
+        """Stage number of a rank's chunk."""
+        return chunk * self.pp + rank
+
+    def rank_of(self, stage: int) -> int:
+        """The pp rank that holds a stage."""
+        return stage % self.pp
+
+    def chunk_of(self, stage: int) -> int:
+        """The chunk number of a stage on its rank."""
+        return stage // self.pp
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The compute actions of every pp rank, in order.
+
+    Attributes:
+        name: of the algorithm that made it.
+        actions: one tuple per pp rank.
+    """
+
+    name: str
+    placement: Placement
+    num_microbatches: int
+    forward_only: bool
+    actions: tuple[tuple[Action, ...], ...]
+
+    def producer(self, stage: int, action: Action) -> tuple[int, Kind] | None:
+        """The stage and pass (F, or B for either kind of backward) whose output `action` on `stage` takes; None: none.
+
+        The last stage starts its backward from its own forward, and a `W` works on what its `I` left on the rank.
+        """
+        if action.kind is Kind.F:
+            return (stage - 1, Kind.F) if stage > 0 else None
+        if action.kind is Kind.W or stage == self.placement.num_stages - 1:
+            return None
+        return (stage + 1, Kind.B)

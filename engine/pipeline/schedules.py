@@ -1,0 +1,149 @@
+"""The schedules: functions from sizes to the compute actions of every rank (no torch here).
+
+    gpipe         FFFFBBBB        all forwards, then all backwards: m microbatches in flight
+    1f1b          FFF FB FB BBB   warm-up, one forward and one backward in turn, cool-down: p - r in flight
+    interleaved   the same with vpp chunks per rank: bubble / vpp, for more transfers and some more in flight
+    forward_only  FFFF            validation and generation
+
+A rank runs its forwards in one fixed order and its backwards in another; a schedule is those two orders and the number
+of forwards before the first backward (the warm-up). All schedules here are that one function with other numbers.
+"""
+
+from collections.abc import Callable, Sequence
+
+from engine.errors import ScheduleError
+from engine.pipeline.actions import Action, Kind, Placement, Schedule
+
+NAMES = ("gpipe", "1f1b", "interleaved", "forward_only")
+
+
+def gpipe(pp: int, num_microbatches: int) -> Schedule:
+    """All forwards, then all backwards (1811.06965). In flight: m. Bubble: (p - 1)/m of the ideal time."""
+    return _warm_up_then_alternate("gpipe", pp, 1, num_microbatches, lambda rank: num_microbatches)
+
+
+def one_f_one_b(pp: int, num_microbatches: int) -> Schedule:
+    """1F1B (PipeDream-flush, 2006.09503). In flight on rank r: min(p - r, m). Bubble: (p - 1)/m of the ideal time."""
+    # Before rank r sees its first gradient, microbatch 0 passes the p - r - 1 ranks below and one more forward runs here.
+    return _warm_up_then_alternate("1f1b", pp, 1, num_microbatches, lambda rank: pp - rank - 1)
+
+
+def interleaved(pp: int, vpp: int, num_microbatches: int) -> Schedule:
+    """Interleaved 1F1B (2104.04473, section 2.2), for any number of microbatches.
+
+    Microbatches go through a rank's chunks in groups of pp; the last group may have fewer. In flight on rank r:
+    min(m v, 2(p - r - 1) + (v - 1)p + 1) when m is a multiple of p, never more otherwise. Bubble: (p - 1)/(v m) of the
+    ideal time; with a partial last group the ranks wait for each other up to p - (m mod p) slots per chunk more.
+    """
+    # A group has passed the first v - 1 chunks after (v - 1)p forwards; then microbatch 0 still has to go down to the
+    # last rank and its gradient back up, p - r - 1 slots each way.
+    return _warm_up_then_alternate(
+        "interleaved", pp, vpp, num_microbatches, lambda rank: 2 * (pp - rank - 1) + (vpp - 1) * pp
+    )
+
+
+def forward_only(pp: int, vpp: int, num_microbatches: int) -> Schedule:
+    """Forwards only, in the order of the training schedule: validation and generation."""
+    _require_positive(pp=pp, vpp=vpp, microbatches=num_microbatches)
+    row = _existing(_order(Kind.F, pp, range(vpp), num_microbatches), num_microbatches)
+    return Schedule("forward_only", Placement(pp, vpp), num_microbatches, True, (row,) * pp)
+
+
+def build(name: str, pp: int, vpp: int, num_microbatches: int) -> Schedule:
+    """The schedule of a given name.
+
+    Args:
+        name: one of `NAMES`; a user's `auto` goes through `resolve` first.
+        pp: pipeline ranks.
+        vpp: model chunks per rank.
+        num_microbatches: microbatches per step of one pipeline.
+
+    Raises:
+        ScheduleError: an unknown name, a size below 1, or a schedule of one chunk with vpp above 1.
+    """
+    if name == "forward_only":
+        return forward_only(pp, vpp, num_microbatches)
+    if name == "interleaved":
+        return interleaved(pp, vpp, num_microbatches)
+    _require_one_chunk(name, vpp)
+    return (gpipe if name == "gpipe" else one_f_one_b)(pp, num_microbatches)
+
+
+def resolve(name: str, vpp: int) -> str:
+    """The training schedule that a config's `schedule.name` means: `auto` is 1f1b, or interleaved when vpp > 1.
+
+    Raises:
+        ScheduleError: an unknown name, or one that contradicts vpp.
+    """
+    if name == "auto":
+        return "interleaved" if vpp > 1 else "1f1b"
+    if name == "interleaved":
+        if vpp == 1:
+            raise ScheduleError(
+                "schedule.name=interleaved with parallel.vpp=1: interleaving needs two or more chunks per rank. With one it is "
+                "1f1b that keeps twice the activations. Set parallel.vpp to 2 or more, or schedule.name to 1f1b or auto."
+            )
+        return name
+    _require_one_chunk(name, vpp)
+    return name
+
+
+def _require_one_chunk(name: str, vpp: int) -> None:
+    if name not in ("gpipe", "1f1b"):
+        raise ScheduleError(
+            f"schedule.name={name} is no schedule: the names are auto, gpipe, 1f1b and interleaved (and forward_only, which "
+            "trains nothing). Without a schedule no rank knows what to compute; set schedule.name to one of them."
+        )
+    if vpp != 1:
+        raise ScheduleError(
+            f"schedule.name={name} with parallel.vpp={vpp}: {name} runs one chunk per rank, so the layers of the other "
+            f"{vpp - 1} would never be computed. Set parallel.vpp to 1, or schedule.name to interleaved or auto."
+        )
+
+
+def _require_positive(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise ScheduleError(
+                f"{name}={size}: a pipeline needs at least 1. With none there is nothing to run; give a positive number."
+            )
+
+
+def _order(kind: Kind, pp: int, chunks: Sequence[int], num_microbatches: int) -> list[Action]:
+    """One pass of all microbatches: groups of pp microbatches, each whole group through all chunks in the order given.
+
+    The last group is whole too: up to pp - 1 microbatches in it do not exist.
+    """
+    return [
+        Action(kind, chunk, microbatch)
+        for first in range(0, num_microbatches, pp)
+        for chunk in chunks
+        for microbatch in range(first, first + pp)
+    ]
+
+
+def _warm_up_then_alternate(
+    name: str, pp: int, vpp: int, num_microbatches: int, warm_up: Callable[[int], int]
+) -> Schedule:
+    """Rank r runs `warm_up(r)` forwards, then a forward and a backward in turn, then the backwards that are left.
+
+    The order is made for whole groups of pp microbatches and the actions of those that do not exist are left out: what
+    cannot deadlock still cannot with actions taken away. (Alternating over a shorter last group does deadlock: with
+    pp 4, vpp 3 and 5 microbatches, rank 0 waits in 2F4 for rank 3, and rank 3 in 1B0 for rank 0.)
+    """
+    _require_positive(pp=pp, vpp=vpp, microbatches=num_microbatches)
+    forwards = _order(Kind.F, pp, range(vpp), num_microbatches)
+    backwards = _order(Kind.B, pp, range(vpp - 1, -1, -1), num_microbatches)
+    rows = []
+    for rank in range(pp):
+        num_first = min(warm_up(rank), len(forwards))
+        row = forwards[:num_first]
+        for forward, backward in zip(forwards[num_first:], backwards, strict=False):
+            row += [forward, backward]
+        row += backwards[len(forwards) - num_first :]
+        rows.append(_existing(row, num_microbatches))
+    return Schedule(name, Placement(pp, vpp), num_microbatches, False, tuple(rows))
+
+
+def _existing(row: Sequence[Action], num_microbatches: int) -> tuple[Action, ...]:
+    return tuple(action for action in row if action.microbatch < num_microbatches)

@@ -1,0 +1,149 @@
+"""Event timing of a schedule without devices (no torch here).
+
+    start(action) = max(end of the rank's action before it, end of the action that feeds it + transfer latency)
+
+    rank 0 |F0|F1|   B0  |F2|   B1  | ...          busy
+    rank 1    |F0|  B0   |F1|  B1   | ...          span = first start to last end; bubble = 1 - busy / span
+
+A transfer takes `transfer` between ranks and nothing on one rank, never holds up its sender, and never waits for
+bandwidth. With measured F, B, W and transfer times this gives the 1F1B bubbles of 2401.10241, table 5, to 4 digits.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from engine.errors import ScheduleError
+from engine.pipeline.actions import Action, Kind, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Durations in any one unit of time (seconds, milliseconds, forwards); one entry per stage.
+
+    Attributes:
+        forward: of F.
+        input_grad: of I.
+        weight_grad: of W. A `B` takes input_grad + weight_grad.
+        transfer: from the end of an action to the moment its output is on another rank.
+    """
+
+    forward: Sequence[float]
+    input_grad: Sequence[float]
+    weight_grad: Sequence[float]
+    transfer: float = 0
+
+    @classmethod
+    def uniform(
+        cls, num_stages: int, forward: float = 1, input_grad: float = 1, weight_grad: float = 1, transfer: float = 0
+    ) -> "Costs":
+        """The same for every stage; by default a backward of twice a forward, as for matrix products."""
+        return cls((forward,) * num_stages, (input_grad,) * num_stages, (weight_grad,) * num_stages, transfer)
+
+    def of(self, kind: Kind, stage: int) -> float:
+        """Duration of an action of this kind on this stage."""
+        if kind is Kind.F:
+            return self.forward[stage]
+        if kind is Kind.I:
+            return self.input_grad[stage]
+        if kind is Kind.W:
+            return self.weight_grad[stage]
+        return self.input_grad[stage] + self.weight_grad[stage]
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """When an action runs, in the unit of the costs."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When every action of a schedule runs; `intervals` has a row per pp rank, in order."""
+
+    schedule: Schedule
+    intervals: tuple[tuple[Interval, ...], ...]
+
+    @cached_property
+    def span(self) -> float:
+        """From the first start (time 0) to the last end."""
+        return max(row[-1].end for row in self.intervals)
+
+    def busy(self, rank: int) -> float:
+        """Time in which the rank computes."""
+        return sum(interval.end - interval.start for interval in self.intervals[rank])
+
+    def bubble_fraction(self, rank: int) -> float:
+        """The part of the span in which the rank waits: (span - busy) / span (2401.10241, section 5.1)."""
+        return 1 - self.busy(rank) / self.span
+
+    @property
+    def largest_bubble_fraction(self) -> float:
+        """Of the rank that waits most."""
+        return max(self.bubble_fraction(rank) for rank in range(len(self.intervals)))
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+    """Time every action of a schedule.
+
+    Raises:
+        ScheduleError: costs for another number of stages, or actions that wait for each other in a circle.
+    """
+    num_stages = schedule.placement.num_stages
+    for name, durations in (
+        ("forward", costs.forward),
+        ("input_grad", costs.input_grad),
+        ("weight_grad", costs.weight_grad),
+    ):
+        if len(durations) != num_stages:
+            raise ScheduleError(
+                f"costs.{name} has {len(durations)} entries and the schedule {num_stages} stages (pp x vpp): a stage without "
+                "a cost cannot be timed. Give one entry per stage, in stage order."
+            )
+    placement = schedule.placement
+    rows: list[list[Interval]] = [[] for _ in schedule.actions]
+    produced: dict[tuple[int, Kind, int], float] = {}
+    # A rank runs until it needs what another has not produced yet, and is looked at again when that is there.
+    waiting: dict[tuple[int, Kind, int], int] = {}
+    runnable = list(range(placement.pp))
+    while runnable:
+        rank = runnable.pop()
+        row = rows[rank]
+        for action in schedule.actions[rank][len(row) :]:
+            stage = placement.stage_of(rank, action.chunk)
+            source = schedule.producer(stage, action)
+            start = row[-1].end if row else 0
+            if source is not None:
+                key = (*source, action.microbatch)
+                if key not in produced:
+                    waiting[key] = rank
+                    break
+                is_local = placement.rank_of(source[0]) == rank
+                start = max(start, produced[key] + (0 if is_local else costs.transfer))
+            end = start + costs.of(action.kind, stage)
+            row.append(Interval(action, start, end))
+            if action.kind is not Kind.W:
+                key = (stage, Kind.F if action.kind is Kind.F else Kind.B, action.microbatch)
+                produced[key] = end
+                if key in waiting:
+                    runnable.append(waiting.pop(key))
+    if waiting:
+        raise ScheduleError(_stuck(schedule, rows, waiting))
+    return Timeline(schedule, tuple(tuple(row) for row in rows))
+
+
+def _stuck(schedule: Schedule, rows: Sequence[Sequence[Interval]], waiting: Mapping[tuple[int, Kind, int], int]) -> str:
+    lines = []
+    for (stage, kind, microbatch), rank in sorted(waiting.items(), key=lambda item: item[1]):
+        needed = "output" if kind is Kind.F else "input gradient"
+        action = schedule.actions[rank][len(rows[rank])]
+        lines.append(
+            f"rank {rank} stops at {action}, which needs the {needed} of stage {stage}, microbatch {microbatch}"
+        )
+    return (
+        f"the actions of schedule {schedule.name} wait for each other, or for actions that are not there: {'; '.join(lines)}. "
+        "No order of execution exists, so it cannot be timed or lowered. `check` shows the place."
+    )
