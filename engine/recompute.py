@@ -15,7 +15,7 @@ import torch
 
 def recompute(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
     """`function(*tensors)`, whose saved activations are these tensors alone."""
-    return _Recompute.apply(function, *tensors)  # type: ignore[no-any-return]
+    return _Recompute.apply(function, *tensors)
 
 
 class _Recompute(torch.autograd.Function):

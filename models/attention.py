@@ -61,7 +61,7 @@ class Attention(nn.Module):
             q, k = apply_rope(q, rope), apply_rope(k, rope)
 
         if self.context.recompute.granularity == "selective" and torch.is_grad_enabled():
-            mixed = recompute(lambda *qkv: self._core(*qkv, keys), q, k, v)
+            mixed = recompute(lambda q, k, v: self._core(q, k, v, keys), q, k, v)
         else:
             mixed = self._core(q, k, v, keys)
         return self.proj(mixed)

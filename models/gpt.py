@@ -120,7 +120,7 @@ class GPTChunk(nn.Module):
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         assert self.final_norm is not None and self.head is not None
-        return self.head(self.final_norm(hidden))  # type: ignore[no-any-return]
+        return self.head(self.final_norm(hidden))
 
     def _groups(self) -> list[tuple[list[nn.Module], bool]]:
         """The blocks in order, in groups that are recomputed together (True) or kept (False)."""

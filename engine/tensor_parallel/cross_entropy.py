@@ -29,7 +29,7 @@ def vocab_parallel_cross_entropy(
     Returns:
         [s, b] in the accumulation dtype; the same on every tp rank.
     """
-    return _VocabParallelCrossEntropy.apply(logits, targets, axis, vocab_size)  # type: ignore[no-any-return]
+    return _VocabParallelCrossEntropy.apply(logits, targets, axis, vocab_size)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):

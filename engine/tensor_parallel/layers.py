@@ -52,7 +52,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[s(/t), b, in] -> [s, b, rows on this rank]."""
-        return _ColumnParallel.apply(x, self)  # type: ignore[no-any-return]
+        return _ColumnParallel.apply(x, self)
 
     def add_weight_grads(self, grad: torch.Tensor, x: torch.Tensor) -> None:
         """Add dY^T X and the sum of dY to the main grads. grad [s, b, rows], x [s, b, in]."""
@@ -115,7 +115,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[s, b, in on this rank] -> [s(/t), b, out]."""
-        return _RowParallel.apply(x, self)  # type: ignore[no-any-return]
+        return _RowParallel.apply(x, self)
 
     def matrix(self) -> torch.Tensor:
         weight = self.weight.weight().detach()
@@ -168,7 +168,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """tokens int64 [s, b] -> [s(/t), b, h]."""
-        return _VocabParallelLookup.apply(self.weight.weight(), tokens, self)  # type: ignore[no-any-return]
+        return _VocabParallelLookup.apply(self.weight.weight(), tokens, self)
 
 
 class _VocabParallelLookup(torch.autograd.Function):

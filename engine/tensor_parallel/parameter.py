@@ -49,7 +49,9 @@ class ShardedParameter(nn.Module):
 
     def bind(self, value: torch.Tensor, main_grad: torch.Tensor, sink: GradSink) -> None:
         """Use these views of the flat tensors from now on."""
-        self.value = nn.Parameter(value)
+        # `.data` has a version counter of its own: the all-gather of another bucket writes to the same flat tensor while
+        # this weight is in use, and autograd must not take that for a change of this weight.
+        self.value = nn.Parameter(value.data)
         self.main_grad = main_grad
         self._sink = sink
 
@@ -75,7 +77,7 @@ class ShardedParameter(nn.Module):
 
     def tracked(self) -> torch.Tensor:
         """The weight for use in ordinary autograd code; its gradient ends up in the main grad."""
-        return _ToMainGrad.apply(self.weight(), self)  # type: ignore[no-any-return]
+        return _ToMainGrad.apply(self.weight(), self)
 
 
 class _ToMainGrad(torch.autograd.Function):
@@ -130,7 +132,7 @@ class FusedWeights:
         """The weights as few matrices [rows, in] (or vectors [rows]) as adjacency allows."""
         return self._merge([member.weight().detach() for member in self.members])
 
-    def add_grads(self, grads: Callable[[torch.Tensor, int, int], None]) -> None:
+    def add_grads(self, grads: Callable[[torch.Tensor, int, int], object]) -> None:
         """Call `grads(main_grad_matrix, first_row, stop_row)` for each run of adjacent members, then tell the sinks."""
         first = 0
         for matrix in self._merge([member.bound_main_grad() for member in self.members]):

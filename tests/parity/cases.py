@@ -1,0 +1,301 @@
+"""The models and layouts of the parity tests, and the runs whose results are compared.
+
+Models are tiny but not simple: head counts, widths and vocabulary leave padding, replicated key/value heads and buckets
+that do not divide. Gradients are read where the optimizer reads them, from the owned parts of the reduced main grads.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.config import Config
+from engine.data.loader import Batches
+from engine.data.synthetic import SyntheticDataset
+from engine.rank_grid import ParallelSizes, RankGrid
+from engine.shard_spec import Box
+from engine.step import Engine
+from engine.topology import Topology
+from engine.train import build
+from models.gpt import build_chunks
+from models.specs import model_specs
+from tests.oracle import oracle_loss_sum, oracle_weights
+
+BASE: dict[str, Any] = {
+    "num_layers": 8,
+    "hidden_size": 16,
+    "num_attention_heads": 8,
+    "seq_length": 8,
+    "vocab_size": 43,
+    "vocab_multiple": 8,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": {**BASE, "ffn_hidden_size": 24, "position": "learned"},
+    "gpt_untied": {
+        **BASE,
+        "ffn_hidden_size": 24,
+        "position": "learned",
+        "tie_embeddings": False,
+        "activation": "gelu_tanh",
+    },
+    "llama": {
+        **BASE,
+        "num_kv_heads": 2,
+        "ffn_hidden_size": 40,
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "bias": "none",
+        "tie_embeddings": False,
+    },
+    "qwen": {
+        **BASE,
+        "num_kv_heads": 4,
+        "head_dim": 4,
+        "ffn_hidden_size": 24,
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "bias": "qkv",
+        "qk_norm": True,
+    },
+    "gpt_dropout": {
+        **BASE,
+        "ffn_hidden_size": 24,
+        "position": "learned",
+        "hidden_dropout": 0.2,
+        "attention_dropout": 0.3,
+    },
+    "mqa_rope_bias": {**BASE, "num_kv_heads": 1, "ffn_hidden_size": 24, "bias": "all", "tie_embeddings": True},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model in one layout."""
+
+    model: str
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    dp: int = 1
+    sequence_parallel: bool = False
+    schedule: str = "auto"
+    global_batch_size: int = 8
+    micro_batch_size: int = 1
+    recompute: tuple[str, str, int] = ("none", "uniform", 1)
+    layers_per_stage: tuple[int, ...] | None = None
+    dtype: str = "float64"
+    bucket_bytes: int = 4096
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def __str__(self) -> str:
+        parts = [self.model, f"tp{self.tp}", f"pp{self.pp}", f"vpp{self.vpp}", f"dp{self.dp}"]
+        parts += ["sp"] if self.sequence_parallel else []
+        parts += [self.schedule] if self.schedule != "auto" else []
+        parts += ["-".join(map(str, self.recompute))] if self.recompute[0] != "none" else []
+        parts += [f"b{self.global_batch_size}x{self.micro_batch_size}"]
+        parts += ["uneven"] if self.layers_per_stage else []
+        parts += [self.dtype] if self.dtype != "float64" else []
+        return "-".join(parts)
+
+    def config(self) -> Config:
+        granularity, method, num_layers = self.recompute
+        model = MODELS[self.model]
+        return Config.model_validate(
+            {
+                "model": model,
+                "data": {"synthetic": True},
+                "train": {
+                    "steps": 5,
+                    "global_batch_size": self.global_batch_size,
+                    "micro_batch_size": self.micro_batch_size,
+                    "seed": 7,
+                },
+                "parallel": {
+                    "tp": self.tp,
+                    "pp": self.pp,
+                    "vpp": self.vpp,
+                    "dp": self.dp,
+                    "sequence_parallel": self.sequence_parallel,
+                    "layers_per_stage": list(self.layers_per_stage) if self.layers_per_stage else None,
+                },
+                "optimizer": {"lr": 1e-2, "clip_grad": 0.5, "bucket_bytes": self.bucket_bytes, "warmup_steps": 2},
+                "schedule": {"name": self.schedule},
+                "precision": {"dtype": self.dtype},
+                "recompute": {"granularity": granularity, "method": method, "num_layers": num_layers},
+                "kernels": {"attention": "explicit" if model.get("attention_dropout") else "sdpa"},
+            }
+        )
+
+
+def dataset(config: Config) -> SyntheticDataset:
+    return SyntheticDataset(11, config.model.vocab_size, config.model.seq_length, mask_fraction=0.3)
+
+
+def weights_of(model: str) -> dict[str, torch.Tensor]:
+    """Float64 weights off the initial point, by name."""
+    specs = model_specs(Case(model).config().model)
+    return oracle_weights({spec.name: spec.shape for spec in specs}, seed=5)
+
+
+@dataclass
+class Piece:
+    """Elements [start, stop) of the row-major box of one parameter, as one rank holds them."""
+
+    name: str
+    box: Box
+    start: int
+    stop: int
+    values: torch.Tensor
+
+
+def assemble(
+    shapes: Mapping[str, tuple[int, ...]], pieces: Sequence[Piece], tolerance: float
+) -> dict[str, torch.Tensor]:
+    """Whole tensors from all ranks' pieces; pieces that overlap (replicas) must agree, and nothing may be missing."""
+    dtype = pieces[0].values.dtype
+    whole = {name: torch.full(shape, torch.nan, dtype=dtype).flatten() for name, shape in shapes.items()}
+    for piece in pieces:
+        numbers = torch.arange(whole[piece.name].numel()).view(shapes[piece.name])
+        where = numbers[tuple(slice(*bounds) for bounds in piece.box)].flatten()[piece.start : piece.stop]
+        old = whole[piece.name][where]
+        known = ~old.isnan()
+        difference = (old[known] - piece.values[known]).abs().max() if known.any() else torch.tensor(0.0)
+        assert difference <= tolerance, f"{piece.name}: replicas differ by {difference}"
+        whole[piece.name][where] = piece.values
+    for name, tensor in whole.items():
+        assert not tensor.isnan().any(), f"{name}: {int(tensor.isnan().sum())} elements are held by no rank"
+    return {name: tensor.view(shapes[name]) for name, tensor in whole.items()}
+
+
+def load_weights(engine: Engine, weights: Mapping[str, torch.Tensor]) -> None:
+    """Put whole tensors into the engine's parameters and masters."""
+    for name, parameter in engine.parameters.items():
+        record = parameter.record
+        box = weights[name][tuple(slice(*bounds) for bounds in record.box)].reshape(-1)
+        parameter.value.data.view(-1)[: record.box_numel] = box.to(parameter.value.dtype)
+    for owned in engine.optimizer.owned:
+        owned.master.copy_(owned.parameters)
+
+
+def owned_pieces(engine: Engine, which: str) -> list[Piece]:
+    """`grads` or `master` of everything that this rank owns."""
+    pieces = []
+    for owned in engine.optimizer.owned:
+        values = owned.grads if which == "grads" else owned.master
+        for segment in owned.segments:
+            start = segment.offset - owned.bucket.owned[0]
+            part = values[start : start + segment.stop - segment.start].clone()
+            pieces.append(Piece(segment.record.name, segment.record.box, segment.start, segment.stop, part))
+    return pieces
+
+
+@dataclass
+class RankResult:
+    """What one rank saw: first-step loss sum and tokens, reduced gradients, results of the steps, masters after them."""
+
+    loss_sum: float
+    num_tokens: int
+    grads: list[Piece]
+    steps: list[tuple[float, float]]
+    masters: list[Piece]
+
+
+def run_case(rank: int, case: Case, weights: Mapping[str, torch.Tensor], num_steps: int) -> RankResult:
+    """One rank of a layout: gradients of the first global batch, then `num_steps` updates from the same start."""
+    config = case.config()
+    sizes = ParallelSizes(tp=case.tp, pp=case.pp, dp=case.dp, vpp=case.vpp)
+    topology = Topology(RankGrid(sizes), rank, torch.device("cpu"), kv_heads=config.model.kv_heads)
+    engine = build(config, topology, build_chunks)
+    load_weights(engine, {name: weight.detach() for name, weight in weights.items()})
+
+    def open_batches() -> Batches:
+        return Batches(
+            dataset(config),
+            global_batch_size=case.global_batch_size,
+            micro_batch_size=case.micro_batch_size,
+            dp=case.dp,
+            dp_rank=topology.coordinates.dp,
+            consumed_samples=0,
+            device="cpu",
+        )
+
+    batches = open_batches()
+    loss_sum, num_tokens = engine.forward_backward(batches.next_step())
+    grads = owned_pieces(engine, "grads")
+    batches.close()
+    steps = []
+    batches = open_batches()
+    for step in range(num_steps):
+        result = engine.train_step(batches.next_step(), lr=1e-2 / (step + 1))
+        steps.append((result.loss, result.grad_norm))
+    batches.close()
+    engine.buffers.wait_all()
+    return RankResult(loss_sum, num_tokens, grads, steps, owned_pieces(engine, "master"))
+
+
+@dataclass
+class OracleResult:
+    loss: float
+    grads: dict[str, torch.Tensor]
+    steps: list[tuple[float, float]]
+    weights: dict[str, torch.Tensor]
+
+
+def run_oracle(case: Case, weights: Mapping[str, torch.Tensor], num_steps: int) -> OracleResult:
+    """The same batches through the oracle and torch's own AdamW and clipping."""
+    config = case.config()
+    weights = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
+    batches = Batches(
+        dataset(config),
+        global_batch_size=case.global_batch_size,
+        micro_batch_size=case.global_batch_size,
+        dp=1,
+        dp_rank=0,
+        consumed_samples=0,
+        device="cpu",
+    )
+    decayed = {spec.name: spec.decay for spec in model_specs(config.model)}
+    groups = [
+        {"params": [w for name, w in weights.items() if decayed[name]], "weight_decay": config.optimizer.weight_decay},
+        {"params": [w for name, w in weights.items() if not decayed[name]], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        groups, betas=(config.optimizer.beta1, config.optimizer.beta2), eps=config.optimizer.eps
+    )
+    nominal = case.global_batch_size * config.model.seq_length
+    grads: dict[str, torch.Tensor] = {}
+    first_loss = 0.0
+    steps = []
+    for step in range(max(num_steps, 1)):
+        (batch,) = batches.next_step()
+        loss_sum = oracle_loss_sum(
+            config.model,
+            weights,
+            batch.tokens,
+            batch.labels,
+            batch.loss_mask,
+            batch.position_ids,
+            batch.sample_ids,
+            seed=config.train.seed,
+        )
+        tokens = int(batch.loss_mask.sum())
+        optimizer.zero_grad()
+        (loss_sum / tokens).backward()
+        loss = float(loss_sum.detach()) / tokens
+        if step == 0:
+            first_loss = loss
+            grads = {
+                name: weight.grad * tokens / nominal for name, weight in weights.items() if weight.grad is not None
+            }
+        norm = torch.nn.utils.clip_grad_norm_(weights.values(), config.optimizer.clip_grad or torch.inf)
+        steps.append((loss, float(norm)))
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 / (step + 1)
+        optimizer.step()
+    batches.close()
+    final = {name: weight.detach() for name, weight in weights.items()}
+    return OracleResult(first_loss, grads, steps, final)

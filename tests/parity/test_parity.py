@@ -1,0 +1,103 @@
+"""A layout is only a matter of speed: loss, every gradient and the weights after five steps equal the oracle's."""
+
+from functools import cache
+
+import pytest
+
+from tests.harness import run_ranks
+from tests.parity.cases import Case, OracleResult, assemble, run_case, run_oracle, weights_of
+
+NUM_STEPS = 5
+
+COVERING = [
+    Case("gpt"),
+    Case("llama"),
+    Case("qwen"),
+    Case("gpt_untied", tp=2),
+    Case("gpt", tp=2, sequence_parallel=True),
+    Case("gpt", pp=2),
+    Case("gpt", dp=4),
+    Case("gpt", pp=2, vpp=2),
+    Case("gpt", vpp=2, schedule="interleaved"),
+    Case("gpt", pp=4, schedule="gpipe", global_batch_size=6),
+    Case("llama", pp=8),
+    Case("llama", tp=8),
+    Case("llama", tp=4, dp=2, sequence_parallel=True),
+    Case("mqa_rope_bias", tp=4, pp=2, sequence_parallel=True),
+    Case("mqa_rope_bias", tp=2, dp=2, micro_batch_size=2),
+    Case("qwen", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True),
+    Case("qwen", tp=8, sequence_parallel=True),
+    Case("gpt", pp=4, vpp=2, dp=2, global_batch_size=10),
+    Case("gpt", pp=2, vpp=4, dp=2, global_batch_size=6),
+    Case("gpt_untied", pp=4, layers_per_stage=(1, 3, 2, 2)),
+    Case("llama", pp=2, vpp=2, tp=2, layers_per_stage=(2, 1, 3, 2), recompute=("full", "uniform", 2)),
+    Case("qwen", tp=2, pp=2, dp=2, sequence_parallel=True, recompute=("full", "block", 1)),
+    Case("gpt", tp=2, pp=2, dp=2, recompute=("selective", "uniform", 1), bucket_bytes=1),
+    Case("gpt_dropout", tp=2, pp=2, dp=2, sequence_parallel=True, recompute=("full", "uniform", 1)),
+    Case("gpt_dropout", tp=4, pp=2, vpp=2, recompute=("selective", "uniform", 1)),
+    Case("gpt_dropout", dp=2, micro_batch_size=2),
+]
+
+
+def full_product() -> list[Case]:
+    """Every legal layout with at most 8 ranks, for three models."""
+    cases = []
+    powers = (1, 2, 4, 8)
+    for model in ("gpt", "llama", "qwen"):
+        for tp in powers:
+            for pp in powers:
+                for dp in powers:
+                    for vpp in (1, 2, 4):
+                        for sequence_parallel in (False, True):
+                            if tp * pp * dp > 8 or pp * vpp > 8:
+                                continue
+                            schedules = ("interleaved",) if vpp > 1 else ("1f1b", "gpipe")
+                            for schedule in schedules:
+                                recompute = (
+                                    ("full", "uniform", 1) if (tp + pp + dp + vpp) % 2 else ("none", "uniform", 1)
+                                )
+                                cases.append(Case(model, tp, pp, vpp, dp, sequence_parallel, schedule, 8, 1, recompute))
+    return cases
+
+
+@cache
+def oracle(model: str, global_batch_size: int) -> OracleResult:
+    case = Case(model, global_batch_size=global_batch_size)
+    return run_oracle(case, weights_of(model), NUM_STEPS)
+
+
+def compare(case: Case) -> None:
+    expected = oracle(case.model, case.global_batch_size)
+    weights = weights_of(case.model)
+    results = run_ranks(run_case, case.world_size, case, weights, NUM_STEPS)
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+
+    tokens = sum(result.num_tokens for result in results)
+    assert sum(result.loss_sum for result in results) / tokens == pytest.approx(expected.loss, rel=1e-12)
+    for result in results:
+        for got, want in zip(result.steps, expected.steps, strict=True):
+            assert got == pytest.approx(want, rel=1e-9)
+
+    # A key bias has a gradient of exactly zero in theory, so the tolerance is relative to the tensor or to its share of all.
+    grads = assemble(shapes, [piece for result in results for piece in result.grads], tolerance=1e-12)
+    everything = sum(float(grad.square().sum()) for grad in expected.grads.values()) ** 0.5
+    for name, want in expected.grads.items():
+        error = float((grads[name] - want).norm())
+        assert error <= 1e-10 * max(float(want.norm()), everything / len(shapes) ** 0.5), f"{name}: {error}"
+
+    masters = assemble(shapes, [piece for result in results for piece in result.masters], tolerance=1e-12)
+    for name, want in expected.weights.items():
+        assert float((masters[name] - want).abs().max()) <= 1e-9, name
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", COVERING, ids=str)
+def test_covering_layouts_equal_the_oracle(case: Case) -> None:
+    compare(case)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("case", full_product(), ids=str)
+def test_every_layout_of_at_most_8_ranks_equals_the_oracle(case: Case) -> None:
+    compare(case)
