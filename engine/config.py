@@ -2,18 +2,54 @@
 
 A config is data. Nothing in it is rewritten after it was read: what is derived (the data-parallel size, the number of
 microbatches, the padded vocabulary) comes from the functions and properties of this file, each computed in one place.
-All problems are reported at once, before any process group exists (`engine/config_rules.py`).
+All problems are reported at once, before any process group exists: reading is `engine/config_load.py`, the rules are
+`engine/config_rules.py`, the names that users of other engines type are `engine/config_names.py`.
+
+    YAML  <  environment  <  section.key=value   ->   Config   ->   ParallelSizes, BatchPlan
 """
 
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+from engine.errors import ConfigError
+from engine.rank_grid import ParallelSizes
 
 
 class Section(BaseModel):
     """A part of the tree: unknown keys are refused, values cannot be changed after reading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _yes_is_no_number(cls, value: object, info: ValidationInfo) -> object:
+        """YAML reads `on` and `yes` as true, which would otherwise count as 1."""
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+            raise ValueError(
+                "a yes or no (YAML reads on, off, yes and no as such) where none belongs; quote it if it is text"
+            )
+        return value
+
+    @classmethod
+    def section_type(cls, name: str) -> "type[Section] | None":
+        """The section that the field `name` holds, or None if it holds a value."""
+        annotation = cls.model_fields[name].annotation
+        for kind in (annotation, *get_args(annotation)):
+            if isinstance(kind, type) and issubclass(kind, Section):
+                return kind
+        return None
+
+    @classmethod
+    def dotted_names(cls, prefix: str = "") -> Iterator[str]:
+        """Every field of this section and of the sections in it, such as `parallel.tp`; sections have a name too."""
+        for name in cls.model_fields:
+            yield f"{prefix}{name}"
+            if (inner := cls.section_type(name)) is not None:
+                yield from inner.dotted_names(f"{prefix}{name}.")
 
 
 class ModelConfig(Section):
@@ -22,19 +58,19 @@ class ModelConfig(Section):
     num_layers: int = Field(gt=0, description="transformer layers")
     hidden_size: int = Field(gt=0, description="width h of the residual stream")
     num_attention_heads: int = Field(gt=0, description="query heads")
-    num_kv_heads: int | None = Field(None, gt=0, description="key/value heads (GQA); none: as many as query heads")
-    head_dim: int | None = Field(None, gt=0, description="size of one head; none: hidden_size / num_attention_heads")
-    ffn_hidden_size: int | None = Field(None, gt=0, description="width of the MLP; none: 4 x hidden_size")
+    num_kv_heads: int | None = Field(None, gt=0, description="key/value heads (GQA); null: as many as query heads")
+    head_dim: int | None = Field(None, gt=0, description="size of one head; null: hidden_size / num_attention_heads")
+    ffn_hidden_size: int | None = Field(None, gt=0, description="width of the MLP; null: 4 x hidden_size")
     seq_length: int = Field(gt=0, description="tokens in a training sample")
     vocab_size: int = Field(gt=0, description="tokens of the tokenizer, without padding")
     vocab_multiple: int = Field(128, gt=0, description="the vocabulary is padded to this multiple, whatever tp is")
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    norm_eps: float = Field(1e-5, gt=0)
-    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
-    position: Literal["learned", "rope"] = "rope"
+    norm: Literal["layernorm", "rmsnorm"] = Field("layernorm", description="before each branch and before the head")
+    norm_eps: float = Field(1e-5, gt=0, description="added to the variance (layernorm) or mean square (rmsnorm)")
+    activation: Literal["gelu", "gelu_tanh", "swiglu"] = Field("gelu", description="of the MLP; gelu_tanh is GPT-2's")
+    position: Literal["learned", "rope"] = Field("rope", description="a learned table, or rotation of queries and keys")
     rope_base: float = Field(10000.0, gt=0, description="theta of RoPE (2104.09864)")
     tie_embeddings: bool = Field(True, description="the output head is the input embedding")
-    bias: Literal["all", "qkv", "none"] = "all"
+    bias: Literal["all", "qkv", "none"] = Field("all", description="which linear layers have one")
     qk_norm: bool = Field(False, description="RMSNorm over each query and key head before RoPE")
     hidden_dropout: float = Field(0.0, ge=0, lt=1, description="after the embedding and on both residual branches")
     attention_dropout: float = Field(0.0, ge=0, lt=1, description="on the attention probabilities")
@@ -63,9 +99,9 @@ class DataConfig(Section):
     """Where tokens come from. Prefixes name Megatron `.bin/.idx` pairs."""
 
     train: list[tuple[float, str]] = Field(default_factory=list, description="[[weight, prefix], ...]")
-    valid: list[tuple[float, str]] | None = Field(None, description="none: cut from `train` by `split`")
+    valid: list[tuple[float, str]] | None = Field(None, description="null: cut from `train` by `split`")
     split: tuple[float, float, float] = Field((0.98, 0.02, 0.0), description="documents for train, valid, test")
-    cache_dir: str | None = Field(None, description="index caches; none: beside each prefix")
+    cache_dir: str | None = Field(None, description="index caches; null: beside each prefix")
     tokenizer: str = Field("bytes", description="`bytes`, or the path of a tokenizers .json")
     synthetic: bool = Field(False, description="random tokens instead of a corpus, a function of (seed, sample id)")
 
@@ -73,12 +109,12 @@ class DataConfig(Section):
 class TrainConfig(Section):
     """How long, in what batches. Give `steps` or `tokens`, not both."""
 
-    steps: int | None = Field(None, gt=0)
+    steps: int | None = Field(None, gt=0, description="optimizer steps")
     tokens: int | None = Field(None, gt=0, description="rounded up to whole steps")
     global_batch_size: int = Field(gt=0, description="samples per optimizer step, over all ranks")
     micro_batch_size: int = Field(1, gt=0, description="samples per forward of one pipeline")
-    seed: int = Field(1234, ge=0)
-    eval_interval: int | None = Field(None, gt=0, description="steps between validations; none: no validation")
+    seed: int = Field(1234, ge=0, description="of the initial weights, the data order and dropout")
+    eval_interval: int | None = Field(None, gt=0, description="steps between validations; null: no validation")
     eval_steps: int = Field(8, gt=0, description="global batches per validation")
 
 
@@ -88,7 +124,7 @@ class ParallelConfig(Section):
     tp: int = Field(1, gt=0, description="tensor parallel: each matrix is cut over tp ranks of one node")
     pp: int = Field(1, gt=0, description="pipeline parallel: layers are cut into stages")
     vpp: int = Field(1, gt=0, description="model chunks per pipeline rank (interleaved schedule)")
-    dp: int | None = Field(None, gt=0, description="data parallel; none: world size / (tp pp)")
+    dp: int | None = Field(None, gt=0, description="data parallel; null: world size / (tp pp)")
     cp: int = Field(1, gt=0, description="context parallel: not built yet, 1 only")
     ep: int = Field(1, gt=0, description="expert parallel: not built yet, 1 only")
     sequence_parallel: bool = Field(False, description="norms, dropout and residuals on 1/tp of the sequence")
@@ -101,22 +137,28 @@ class OptimizerConfig(Section):
 
     lr: float = Field(3e-4, gt=0, description="peak learning rate")
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
-    lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_steps: int = Field(0, ge=0)
-    decay_steps: int | None = Field(None, gt=0, description="step at which min_lr is reached; none: the last step")
+    lr_schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="shape of the decay to min_lr")
+    warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up to lr")
+    decay_steps: int | None = Field(None, gt=0, description="step at which min_lr is reached; null: the last step")
     weight_decay: float = Field(0.1, ge=0, description="on matrices; norms and biases are not decayed")
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0)
-    clip_grad: float | None = Field(1.0, gt=0, description="largest global gradient norm; none: no clipping")
+    beta1: float = Field(0.9, ge=0, lt=1, description="decay of the mean of gradients")
+    beta2: float = Field(0.95, ge=0, lt=1, description="decay of the mean of squared gradients")
+    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
+    clip_grad: float | None = Field(1.0, gt=0, description="largest global gradient norm; null: no clipping")
     bucket_bytes: int = Field(64 * 2**20, gt=0, description="main-grad bytes per reduce-scatter")
 
 
 class ScheduleConfig(Section):
-    name: Literal["auto", "gpipe", "1f1b", "interleaved"] = "auto"
+    """In which order a pipeline rank runs forwards and backwards."""
+
+    name: Literal["auto", "gpipe", "1f1b", "interleaved"] = Field(
+        "auto", description="auto: 1f1b, interleaved when vpp > 1"
+    )
 
 
 class PrecisionConfig(Section):
+    """The run's dtype; sums that must not lose bits use at least fp32."""
+
     dtype: Literal["bf16", "fp16", "fp32", "float64"] = Field("bf16", description="weights and activations")
 
 
@@ -129,32 +171,40 @@ class RecomputeConfig(Section):
 
 
 class KernelsConfig(Section):
+    """Which implementation computes what."""
+
     attention: Literal["sdpa", "explicit"] = Field("sdpa", description="explicit: probabilities are materialised")
 
 
 class WandbConfig(Section):
-    project: str
-    entity: str | None = None
-    name: str | None = Field(None, description="none: the run's name")
-    tags: list[str] = Field(default_factory=list)
+    """Weights & Biases; offline where there is no key or no network."""
+
+    project: str = Field(description="project that the run belongs to")
+    entity: str | None = Field(None, description="user or team; null: the key's default")
+    name: str | None = Field(None, description="null: the run's name")
+    tags: list[str] = Field(default_factory=list, description="labels to filter runs by")
 
 
 class TelemetryConfig(Section):
+    """What is written down while training, and where; metrics.jsonl always is."""
+
     log_interval: int = Field(10, gt=0, description="steps between lines on the terminal")
-    wandb: WandbConfig | None = None
-    tensorboard: bool = False
+    wandb: WandbConfig | None = Field(None, description="null: off")
+    tensorboard: bool = Field(False, description="event files in the run directory")
     peak_tflops: float | None = Field(
-        None, gt=0, description="per device, for MFU; none: from a table of GPUs, or no MFU"
+        None, gt=0, description="per device, for MFU; null: from a table of GPUs, or no MFU"
     )
 
 
 class RuntimeConfig(Section):
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    ranks_per_node: int | None = Field(None, gt=0, description="none: LOCAL_WORLD_SIZE of the launcher")
+    """Where and as what the run runs."""
+
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is a GPU")
+    ranks_per_node: int | None = Field(None, gt=0, description="null: LOCAL_WORLD_SIZE of the launcher")
     timeout_seconds: float = Field(600.0, gt=0, description="a collective that waits longer ends the job")
     deterministic: bool = Field(False, description="deterministic CUDA kernels (the CPU always is)")
     runs_dir: str = Field("runs", description="parent of the run directories")
-    name: str | None = Field(None, description="run name; none: the config file's stem")
+    name: str | None = Field(None, description="run name; null: the config file's stem")
 
 
 class Config(Section):
@@ -171,3 +221,134 @@ class Config(Section):
     kernels: KernelsConfig = KernelsConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """The batch arithmetic of a run, in one place.
+
+    Attributes:
+        global_batch_size: samples per optimizer step, over all ranks; `samples_per_step` is the same number.
+        micro_batch_size: samples per forward of one pipeline.
+        dp: data-parallel size.
+        num_microbatches: per pipeline and step: global_batch_size / (micro_batch_size x dp).
+        samples_per_step: how far `consumed_samples` moves in a step.
+        tokens_per_step: labels in a step, masked ones included.
+        num_steps: optimizer steps of the whole run.
+    """
+
+    global_batch_size: int
+    micro_batch_size: int
+    dp: int
+    num_microbatches: int
+    samples_per_step: int
+    tokens_per_step: int
+    num_steps: int
+
+    def __str__(self) -> str:
+        microbatches = "microbatch" if self.num_microbatches == 1 else "microbatches"
+        return (
+            f"{self.global_batch_size:,} samples per step = {self.num_microbatches:,} {microbatches} of "
+            f"{self.micro_batch_size:,} x dp {self.dp:,}; {self.tokens_per_step:,} tokens per step x "
+            f"{self.num_steps:,} steps = {self.tokens_per_step * self.num_steps:,} tokens"
+        )
+
+
+def batch_plan(config: Config, dp: int) -> BatchPlan:
+    """The batch arithmetic at a data-parallel size of `dp`.
+
+    Raises:
+        ConfigError: the global batch is not whole microbatches on every pipeline, or the length of the run is unknown.
+            `engine.config_rules.problems` says so with the nearest legal values; this is for a config that skipped it.
+    """
+    train = config.train
+    num_microbatches, rest = divmod(train.global_batch_size, train.micro_batch_size * dp)
+    num_steps = planned_steps(config)
+    if rest or num_steps is None:
+        raise ConfigError(
+            [
+                f"train.global_batch_size = {train.global_batch_size} must be a multiple of micro_batch_size x dp = "
+                f"{train.micro_batch_size} x {dp}, and one of train.steps and train.tokens must be given: else no step has a "
+                f"length, or no run has an end. `triaxis config check` names legal values."
+            ]
+        )
+    return BatchPlan(
+        global_batch_size=train.global_batch_size,
+        micro_batch_size=train.micro_batch_size,
+        dp=dp,
+        num_microbatches=num_microbatches,
+        samples_per_step=train.global_batch_size,
+        tokens_per_step=train.global_batch_size * config.model.seq_length,
+        num_steps=num_steps,
+    )
+
+
+def planned_steps(config: Config) -> int | None:
+    """Optimizer steps of the run; None where neither or both of `train.steps` and `train.tokens` are given."""
+    if (config.train.steps is None) == (config.train.tokens is None):
+        return None
+    if config.train.tokens is None:
+        return config.train.steps
+    return -(-config.train.tokens // (config.train.global_batch_size * config.model.seq_length))
+
+
+def data_parallel_size(parallel: ParallelConfig, world_size: int | None) -> int | None:
+    """The data-parallel size that fills `world_size` ranks exactly; None if there is none.
+
+    Without a world size, what the config says (None if it leaves it open).
+    """
+    if world_size is None:
+        return parallel.dp
+    dp, rest = divmod(world_size, parallel.tp * parallel.pp * parallel.cp)
+    if rest or dp == 0 or parallel.dp not in (None, dp):
+        return None
+    return dp
+
+
+def parallel_sizes(config: Config, world_size: int | None = None) -> ParallelSizes:
+    """The size of every axis; `world_size` is needed where the config leaves `parallel.dp` open.
+
+    Raises:
+        ConfigError: no data-parallel size makes the product of the axes the world size.
+        TopologyError: an axis that is not built yet is larger than 1.
+    """
+    parallel = config.parallel
+    dp = data_parallel_size(parallel, world_size)
+    if dp is None:
+        product = f"tp x pp x dp = {parallel.tp} x {parallel.pp} x {parallel.dp or '?'}"
+        raise ConfigError(
+            [
+                f"parallel: {product} must fill the world of {world_size} ranks exactly; give a world size, or parallel.dp."
+            ]
+        )
+    return ParallelSizes(tp=parallel.tp, pp=parallel.pp, dp=dp, cp=parallel.cp, ep=parallel.ep, vpp=parallel.vpp)
+
+
+def load_config(
+    path: str | Path | None, overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> Config:
+    """Read, check and freeze a configuration: YAML < environment < dotted overrides.
+
+    Args:
+        path: a YAML file; None: nothing but the environment and the overrides.
+        overrides: `section.key=value`, the value in YAML.
+        environment: `os.environ`, for TP, PP, VPP, DP, MICRO_BATCH_SIZE, GLOBAL_BATCH_SIZE, RUN_NAME; None: not read.
+
+    Raises:
+        ConfigError: every problem at once: the file, unknown keys, types, and every rule that can be evaluated.
+    """
+    from engine.config_load import load  # it reads this tree, so it is imported after it
+
+    return load(path, overrides, environment or {})
+
+
+def to_yaml(config: Config, *, describe: bool = False) -> str:
+    """The resolved tree as YAML that `load_config` reads back to an equal one.
+
+    Args:
+        config: what to write.
+        describe: with the meaning of each field as a comment.
+    """
+    from engine.config_load import dump
+
+    return dump(config, describe=describe)

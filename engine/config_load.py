@@ -1,0 +1,296 @@
+"""Reading a configuration, and writing it back (no torch here).
+
+    YAML file  ->  nested mapping  <-  environment  <-  section.key=value      (the right one wins)
+                        |
+        unknown keys, types, rules: every problem of all three, in one ConfigError      or a Config
+
+Where a value has the wrong type, the rules that need it are skipped and all others still run, so that a user mends a
+file once and not once per mistake.
+"""
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from engine.config import Config, Section
+from engine.config_names import unknown_key
+from engine.errors import ConfigError
+
+ENVIRONMENT = {
+    "TP": "parallel.tp",
+    "PP": "parallel.pp",
+    "VPP": "parallel.vpp",
+    "DP": "parallel.dp",
+    "MICRO_BATCH_SIZE": "train.micro_batch_size",
+    "GLOBAL_BATCH_SIZE": "train.global_batch_size",
+    "RUN_NAME": "runtime.name",
+}
+"""Environment variables that set a field. An empty one counts as not set."""
+
+COMMENT_COLUMN = 36
+
+S = TypeVar("S", bound=Section)
+
+
+@dataclass
+class _Reading:
+    """A configuration being read: the nested mapping, where its values came from, and what is wrong so far."""
+
+    tree: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def set(self, dotted: str, value: object, origin: str) -> None:
+        *sections, key = dotted.split(".")
+        at = self.tree
+        for section in sections:
+            inner = at.get(section)
+            if not isinstance(inner, dict):
+                # A file may name a section and leave it empty; anything else there is reported as a wrong type.
+                if inner is not None:
+                    return
+                inner = at[section] = {}
+            at = inner
+        at[key] = value
+        self.origins[dotted] = origin
+
+
+def load(path: str | Path | None, overrides: Sequence[str], environment: Mapping[str, str]) -> Config:
+    """See `engine.config.load_config`."""
+    from engine.config_rules import problems as broken_rules
+
+    reading = _Reading()
+    source = "the configuration" if path is None else str(path)
+    if path is not None:
+        reading.tree = _read_yaml(Path(path))
+    _apply(reading, overrides, environment)
+    _refuse_unknown_keys(reading, Config, reading.tree, "")
+    try:
+        config = Config.model_validate(reading.tree)
+    except ValidationError as error:
+        config = _valid_part(reading.tree, error)
+        reading.problems += _type_problems(error, reading.origins)
+    reading.problems += broken_rules(config)
+    if reading.problems:
+        raise ConfigError(reading.problems, source)
+    return config
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML in which a key that stands twice in one mapping is an error: the first value would be lost without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if key.value in lines and key.tag != "tag:yaml.org,2002:merge":
+                raise yaml.constructor.ConstructorError(
+                    problem=f"the key {key.value!r} stands twice in one mapping, in lines {lines[key.value]} and {line}: one "
+                    f"value would be lost. Keep one of them",
+                    problem_mark=key.start_mark,
+                )
+            lines[key.value] = line
+        return super().construct_mapping(node, deep)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    """The file as a mapping of text keys.
+
+    Raises:
+        ConfigError: no such file, not text, not YAML, a key that stands twice, empty, or not a mapping at the top.
+    """
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
+    except FileNotFoundError as error:
+        there = sorted(path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, [other.name for other in there], n=1, cutoff=0.4)
+        hint = f"Did you mean {path.parent / near[0]}?" if near else "Give the path of a YAML file."
+        raise ConfigError([f"there is no such file. {hint}"], str(path)) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"it cannot be read as text: {error}. Give the path of a YAML file."], str(path)) from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        what = getattr(error, "problem", None) or str(error)
+        raise ConfigError([f"it is not readable as YAML: {where}{what}."], str(path)) from error
+    if tree is None:
+        raise ConfigError(["the file is empty: a run needs at least the sections model and train."], str(path))
+    if not isinstance(tree, dict):
+        kind = type(tree).__name__
+        raise ConfigError(
+            [f"the file holds a {kind}, not sections: the top level must be a mapping such as `model: {{...}}`."],
+            str(path),
+        )
+    return _text_keys(tree)
+
+
+def _text_keys(value: Any) -> Any:
+    """Keys such as `on` or `1` are no text in YAML; as text they are refused by name like any unknown key."""
+    if isinstance(value, dict):
+        return {str(key): _text_keys(inner) for key, inner in value.items()}
+    return value
+
+
+def _apply(reading: _Reading, overrides: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Lay the environment and then the overrides over the file; where these two disagree, neither wins."""
+    for variable, dotted in ENVIRONMENT.items():
+        text = environment.get(variable, "")
+        if text:
+            value = text if dotted == "runtime.name" else _value(reading, text, variable)
+            reading.set(dotted, value, f"{variable}={text} in the environment")
+    for override in overrides:
+        dotted, equals, text = override.partition("=")
+        dotted = dotted.strip()
+        if not equals or not all(dotted.split(".")):
+            reading.problems.append(
+                f"{override!r} is not an override: it must read section.key=value, such as train.steps=100. It would be "
+                f"ignored."
+            )
+            continue
+        value = _value(reading, text, override)
+        earlier = reading.origins.get(dotted)
+        if earlier is not None and _get(reading.tree, dotted) != value:
+            reading.problems.append(
+                f"{dotted} is given twice with different values: {earlier}, and {override} on the command line. Which one is "
+                f"meant would be a guess. Remove one of them."
+            )
+            continue
+        reading.set(dotted, value, f"{override} on the command line")
+
+
+def _value(reading: _Reading, text: str, given: str) -> Any:
+    try:
+        return _text_keys(yaml.load(text, _UniqueKeys))
+    except yaml.YAMLError as error:
+        what = getattr(error, "problem", None) or str(error)
+        reading.problems.append(
+            f"{given!r}: its value is not readable as YAML: {what}. Quote it, or balance its brackets."
+        )
+        return text
+
+
+def _get(tree: Mapping[str, Any], dotted: str) -> Any:
+    value: Any = tree
+    for part in dotted.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _refuse_unknown_keys(reading: _Reading, section: type[Section], tree: dict[str, Any], prefix: str) -> None:
+    """Take out the keys that are no fields, with a problem for each; an empty section is an empty mapping."""
+    for key in list(tree):
+        dotted = f"{prefix}{key}"
+        if key not in section.model_fields:
+            del tree[key]
+            reading.problems.append(unknown_key(dotted, reading.origins.get(dotted)))
+            continue
+        inner = section.section_type(key)
+        if inner is None:
+            continue
+        if tree[key] is None and not prefix:
+            tree[key] = {}
+        if isinstance(tree[key], dict):
+            _refuse_unknown_keys(reading, inner, tree[key], f"{dotted}.")
+
+
+def _type_problems(error: ValidationError, origins: Mapping[str, str]) -> Iterator[str]:
+    """pydantic's findings in our words: field, value, rule, what is legal."""
+    for detail in error.errors(include_url=False):
+        dotted = ".".join(str(part) for part in detail["loc"])
+        context = detail.get("ctx", {})
+        given = f"{dotted} = {detail['input']!r}"
+        given += "".join(f" ({origin})" for name, origin in origins.items() if f"{dotted}.".startswith(f"{name}."))
+        match detail["type"]:
+            case "missing":
+                yield f"{dotted} is missing: every run needs it{_meaning(detail['loc'])}. Add it to the file."
+            case "literal_error":
+                choices = context["expected"].replace("'", "")
+                names = choices.replace(" or ", ", ").split(", ")
+                near = difflib.get_close_matches(str(detail["input"]), names, n=1, cutoff=0.4)
+                yield f"{given}: must be {choices}." + (f" Did you mean {near[0]}?" if near else "")
+            case "greater_than":
+                yield f"{given}: must be greater than {context['gt']}{_meaning(detail['loc'])}."
+            case "greater_than_equal":
+                yield f"{given}: must be at least {context['ge']}{_meaning(detail['loc'])}."
+            case "less_than":
+                yield f"{given}: must be less than {context['lt']}{_meaning(detail['loc'])}."
+            case "model_type":
+                yield f"{given}: must be a section, that is keys with values."
+            case "value_error":
+                yield f"{given}: {context['error']}."
+            case _:
+                message = detail["msg"][0].lower() + detail["msg"][1:]
+                yield f"{given}: {message}{_meaning(detail['loc'])}."
+
+
+def _meaning(loc: tuple[int | str, ...]) -> str:
+    """What the field at `loc` is, in brackets, for a message."""
+    section: type[Section] | None = Config
+    description = None
+    for part in loc:
+        if section is None or part not in section.model_fields:
+            break
+        description = section.model_fields[str(part)].description
+        section = section.section_type(str(part))
+    return f" ({description})" if description else ""
+
+
+def _valid_part(tree: Mapping[str, Any], error: ValidationError) -> Config:
+    """A config that holds every valid field and none of the others: reading one of those raises AttributeError."""
+    wrong = {".".join(str(part) for part in detail["loc"][:2]) for detail in error.errors(include_url=False)}
+    sections = {}
+    for name in Config.model_fields:
+        kind = Config.section_type(name)
+        assert kind is not None, "the top level holds sections only"
+        if name not in wrong:
+            sections[name] = _construct(
+                kind, tree.get(name, {}), {key for key in kind.model_fields if f"{name}.{key}" in wrong}
+            )
+    return _construct(Config, sections, wrong)
+
+
+def _construct(kind: type[S], values: Mapping[str, Any], wrong: Set[str]) -> S:
+    """A section from values that are valid, without the fields in `wrong`, which would otherwise get their defaults."""
+    read = {}
+    for name, about in kind.model_fields.items():
+        if name in values and name not in wrong:
+            adapter: TypeAdapter[Any] = TypeAdapter(Annotated[about.annotation, about])  # type: ignore[arg-type]
+            read[name] = adapter.validate_python(values[name])
+    section = kind.model_construct(None, **read)
+    assert isinstance(section, kind)
+    for name in wrong & kind.model_fields.keys():
+        section.__dict__.pop(name, None)
+    return section
+
+
+def dump(config: Config, *, describe: bool) -> str:
+    """See `engine.config.to_yaml`."""
+    return "\n".join(_lines(config, "", describe)) + "\n"
+
+
+def _lines(section: Section, indent: str, describe: bool) -> Iterator[str]:
+    for name, about in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            if describe and not indent and name != next(iter(type(section).model_fields)):
+                yield ""
+            yield f"{indent}{name}:"
+            yield from _lines(value, f"{indent}  ", describe)
+            continue
+        plain = section.model_dump(mode="json", include={name})
+        first, *rest = yaml.dump(plain, Dumper=_ShortLists, allow_unicode=True, width=10_000).splitlines()
+        first = f"{indent}{first}"
+        yield f"{first:<{COMMENT_COLUMN}}  # {about.description}" if describe and about.description else first
+        yield from (f"{indent}{line}" for line in rest)
+
+
+class _ShortLists(yaml.SafeDumper):
+    """Lists on one line: `[1, 2, 3]`, `[[0.7, web], [0.3, code]]`."""
+
+    def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> yaml.SequenceNode:
+        return super().represent_sequence(tag, sequence, flow_style=True)

@@ -1,0 +1,147 @@
+"""How a broken rule becomes a message with values that are really legal (no torch here).
+
+    rule(subject)  ->  Problem(key, value, what must hold and what would break, candidate values, nearest first)
+                                                                            |
+       each candidate is put into the config and all rules run again:  gone, and nothing new broken  ->  it is named
+
+so a message never sends its reader from one mistake into the next.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count, islice
+from typing import Any
+
+from engine.config import Config, data_parallel_size
+
+NUM_NAMED = 2
+"""Legal values named per field."""
+NUM_TRIED = 200
+"""Candidates tried per field before none is named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What the rules look at: the config, and the cluster as far as it is known."""
+
+    config: Config
+    world_size: int | None
+    ranks_per_node: int | None
+
+    @property
+    def dp(self) -> int | None:
+        """The data-parallel size; None where it is open or does not exist."""
+        return data_parallel_size(self.config.parallel, self.world_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One broken rule.
+
+    Attributes:
+        key: dotted name of the field that the rule is about.
+        value: what it is.
+        rule: what must hold, and what would have broken.
+        candidates: by dotted name, values that may mend it, nearest first.
+        advice: what to do besides, or where no value of a field says it.
+    """
+
+    key: str
+    value: object
+    rule: str
+    candidates: Mapping[str, Iterable[object]] = field(default_factory=dict)
+    advice: str = ""
+
+    def __str__(self) -> str:
+        legal = "; ".join(
+            f"{name} = {' or '.join(map(_plain, values))}" for name, values in self.candidates.items() if values
+        )
+        parts = [f"{self.key} = {_plain(self.value)}: {self.rule}."]
+        parts += [f"Nearest legal: {legal}."] if legal else []
+        parts += [self.advice] if self.advice else []
+        return " ".join(parts)
+
+
+Rule = Callable[[Subject], Iterator[Problem]]
+
+
+def find_problems(subject: Subject, rules: Sequence[Rule]) -> list[Problem]:
+    """Every broken rule, its candidates cut down to the nearest that are legal."""
+    broken = _broken(subject, rules)
+    found = []
+    for key, problem in broken.items():
+        others = broken.keys() - {key}
+        named: dict[str, Iterable[object]] = {}
+        for name, values in problem.candidates.items():
+            tried = (value for value in islice(values, NUM_TRIED) if _mends(subject, rules, name, value, others))
+            if legal := tuple(islice(tried, NUM_NAMED)):
+                named[name] = legal
+        found.append(replace(problem, candidates=named))
+    return found
+
+
+def _broken(subject: Subject, rules: Sequence[Rule]) -> dict[tuple[str, str], Problem]:
+    """The problems by (rule, key)."""
+    found: dict[tuple[str, str], Problem] = {}
+    for rule in rules:
+        try:
+            for problem in rule(subject):
+                found[rule.__name__, problem.key] = problem
+        except AttributeError:
+            # A field without a valid value has been reported, and is missing here: what needs it cannot be said.
+            if is_whole(subject.config):
+                raise
+    return found
+
+
+def _mends(subject: Subject, rules: Sequence[Rule], name: str, value: object, others: set[tuple[str, str]]) -> bool:
+    """Whether the field's new value removes the problem and brings none that was not there before."""
+    return _broken(replace(subject, config=with_value(subject.config, name, value)), rules).keys() <= others
+
+
+def is_whole(config: Config) -> bool:
+    """Whether every field has a value; where the reading found wrong types, those fields have none."""
+    sections = [getattr(config, name, None) for name in Config.model_fields]
+    return all(
+        section is not None and all(name in section.__dict__ for name in type(section).model_fields)
+        for section in sections
+    )
+
+
+def with_value(config: Config, dotted: str, value: object) -> Config:
+    """The config with one field `section.key` changed."""
+    section_name, _, key = dotted.partition(".")
+    section = getattr(config, section_name)
+    return config.model_copy(update={section_name: section.model_copy(update={key: value})})
+
+
+def multiples(of: int, near: int) -> Iterator[int]:
+    """Positive multiples of `of`, nearest to `near` first."""
+    return (of * number for number in numbers(max(1, round(near / of))))
+
+
+def divisors(number: int, near: int) -> Iterator[int]:
+    """Divisors of `number`, nearest to `near` first."""
+    return iter(sorted((d for d in range(1, number + 1) if number % d == 0), key=lambda d: (abs(d - near), d)))
+
+
+def numbers(near: int, least: int = 1) -> Iterator[int]:
+    """Whole numbers from `least` on, nearest to `near` first, the smaller of two before the larger."""
+    for distance in count():
+        if near - distance >= least:
+            yield near - distance
+        if distance and near + distance >= least:
+            yield near + distance
+
+
+def _plain(value: Any) -> str:
+    """A value as one would type it in YAML."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return value or "''"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_plain, value))}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
