@@ -1,0 +1,1 @@
+"""What a run says about itself: counts and formulas, the run directory, the terminal, JSONL, wandb, TensorBoard."""
