@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from engine.config import Config, planned_steps
 from engine.config_model_rules import MODEL_RULES
 from engine.config_problems import Problem, Rule, Subject, divisors, find_problems, multiples, numbers
+from engine.pipeline.partition import partition
 
 
 def problems(config: Config, world_size: int | None = None, ranks_per_node: int | None = None) -> list[str]:
@@ -64,13 +65,18 @@ def layers_are_dealt_out(subject: Subject) -> Iterator[Problem]:
     if any(entry < 0 for entry in given):
         broken.append("must not hold negative numbers")
     if broken:
-        even = [num_layers // num_stages + (stage < num_layers % num_stages) for stage in range(num_stages)]
         yield Problem(
             "parallel.layers_per_stage",
             given,
             f"{'; it '.join(broken)}: else layers are dropped, or stages have none",
-            {"parallel.layers_per_stage": [even, None], "model.num_layers": [sum(given)]},
+            {"parallel.layers_per_stage": [_even_stages(subject.config), None], "model.num_layers": [sum(given)]},
         )
+
+
+def _even_stages(config: Config) -> list[int]:
+    """Layers per stage where nothing is listed; a model of fewer layers than stages is measured with a layer for each."""
+    pp, vpp = config.parallel.pp, config.parallel.vpp
+    return [len(stage.layers) for stage in partition(max(config.model.num_layers, pp * vpp), pp, vpp)]
 
 
 def schedule_matches_chunks(subject: Subject) -> Iterator[Problem]:
@@ -252,7 +258,7 @@ def recompute_fits_chunk(subject: Subject) -> Iterator[Problem]:
                 "Or leave them out.",
             )
         return
-    per_chunk = max(parallel.layers_per_stage or [-(-subject.config.model.num_layers // (parallel.pp * parallel.vpp))])
+    per_chunk = max(parallel.layers_per_stage or _even_stages(subject.config))
     if recompute.num_layers > per_chunk:
         yield Problem(
             "recompute.num_layers",
