@@ -143,8 +143,8 @@ def prepare(request: PrepareRequest, *, num_workers: int, force: bool = False, p
             record = _write(request, digest, num_workers, progress)
     except OSError as error:
         raise DataError(
-            f"preparing {request.output} failed: {error.strerror or error} ({error.filename or folder}). Nothing was left "
-            f"half-written. Choose an --output on a disk with room that this user can write."
+            f"preparing {request.output} failed: {error.strerror or error} ({error.filename or folder}). There is "
+            f"no complete corpus of these inputs. Check that file's permissions and the room on its disk, or choose another --output."
         ) from error
     return Prepared(record, already_there=False)
 

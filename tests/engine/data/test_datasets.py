@@ -1,6 +1,9 @@
 """The entry of training: splits, explicit validation, blends, and mistakes found when it opens."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ import numpy as np
 import pytest
 
 from engine.config import DataConfig
+from engine.data import datasets as datasets_module
 from engine.data.datasets import Datasets, open_datasets
 from engine.data.prepare import PrepareRequest, prepare
 from engine.data.samples import SampleSource
@@ -105,3 +109,12 @@ def test_mistakes_are_found_when_it_opens(corpora: tuple[str, str], tmp_path: Pa
     with pytest.raises(DataError, match=r"Set model\.vocab_size=257"):
         opened(train=[(1.0, str(tmp_path / "prepared"))], split=(1, 0, 0), vocab_size=256)
     assert json.loads((tmp_path / "prepared.json").read_text())["num_tokens"] == 10
+
+
+def test_only_the_loader_imports_torch() -> None:
+    modules = sorted(path.stem for path in Path(datasets_module.__file__).parent.glob("*.py"))
+    assert {"samples", "prepare", "loader"} < set(modules)
+    imports = "; ".join(f"import engine.data.{name}" for name in modules if name not in ("__init__", "loader"))
+    code = f"{imports}; import sys; sys.exit('torch' in sys.modules)"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0

@@ -100,6 +100,25 @@ def test_an_exception_keeps_the_older_pair(write_corpus: Callable[..., str]) -> 
     assert len(list(Path(prefix).parent.iterdir())) == 2
 
 
+def test_no_old_index_ever_describes_a_new_bin(
+    write_corpus: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = write_corpus(DOCUMENTS)
+    rename = Path.replace
+
+    def fail_for_the_index(path: Path, target: Path) -> Path:
+        if target.suffix == ".idx":
+            raise OSError("the machine stops between the two renames")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "replace", fail_for_the_index)
+    with pytest.raises(OSError, match="between the two"), IndexedWriter(prefix, "uint16") as writer:
+        for document in reversed(DOCUMENTS):  # the same size: only the index could tell
+            writer.add_document(document)
+    with pytest.raises(DataError, match=r"corpus\.idx does not exist"):
+        IndexedTokens(prefix)
+
+
 @pytest.mark.parametrize("token", [-1, 65536])
 def test_a_token_that_does_not_fit_is_refused(tmp_path: Path, token: int) -> None:
     with pytest.raises(DataError, match="wrap round"), IndexedWriter(tmp_path / "x", "uint16") as writer:

@@ -148,6 +148,20 @@ def test_another_corpus_is_replaced_only_by_force(texts: Path, tmp_path: Path) -
         make(other, output)
 
 
+def test_a_record_never_describes_another_corpus(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "corpus"
+    make(find_inputs([str(texts / "*.txt")]), output)
+
+    def stop(path: Path, parts: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(prepare_module, "write_atomically", stop)
+    with pytest.raises(DataError, match="No space left on device"):
+        make(find_inputs([str(texts / "c.md")]), output, force=True)
+    assert IndexedTokens(output).num_documents == 1
+    assert read_record(str(output)) is None
+
+
 def test_a_foreign_json_is_never_replaced(texts: Path, tmp_path: Path) -> None:
     (tmp_path / "corpus.json").write_text('{"model": {"type": "BPE"}}')
     with pytest.raises(DataError, match="neither read nor replaced"):

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -158,6 +159,7 @@ def test_a_damaged_cache_is_built_again(
 def _ask(prefix: str, marks: str, answers: "multiprocessing.SimpleQueue[list[int]]") -> None:
     def build_and_mark(key: EpochKey, lengths: np.ndarray, num_samples: int) -> epoch_index.EpochIndex:
         Path(marks, str(os.getpid())).touch()
+        time.sleep(0.3)  # long enough for all to find that there is no cache yet
         return build_epoch(key, lengths, num_samples)
 
     epoch_index.build_epoch = build_and_mark
