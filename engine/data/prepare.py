@@ -144,7 +144,8 @@ def prepare(request: PrepareRequest, *, num_workers: int, force: bool = False, p
     except OSError as error:
         raise DataError(
             f"preparing {request.output} failed: {error.strerror or error} ({error.filename or folder}). There is "
-            f"no complete corpus of these inputs. Check that file's permissions and the room on its disk, or choose another --output."
+            f"no complete corpus of these inputs. Check that file's permissions and the room on its disk, or choose another "
+            f"--output."
         ) from error
     return Prepared(record, already_there=False)
 
@@ -216,8 +217,9 @@ def _encode_all(request: PrepareRequest, dtype: str, num_workers: int) -> Iterat
             submit(1)
     except BrokenProcessPool as error:
         raise DataError(
-            "a worker process died, most likely for want of memory: a text file is one document and is encoded whole. "
-            "Use fewer --workers, or cut very large files (a .jsonl is read in pieces). Nothing was written."
+            "a worker process died. If it printed an error above, it could not start (a script of yours that prepares text "
+            "needs `if __name__ == '__main__':`). Else it was most likely killed for want of memory, since a text file is one "
+            "document and is encoded whole: use fewer --workers, or cut very large files. Nothing was written."
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
