@@ -47,6 +47,12 @@ class Transfer:
     stage: int
     microbatch: int
 
+    def __str__(self) -> str:
+        what = "activation" if self.direction == "forward" else "gradient"
+        return (
+            f"{what} of microbatch {self.microbatch} for stage {self.stage} (rank {self.source} to {self.destination})"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Post:
@@ -101,6 +107,17 @@ class _Timed:
         return (self.time, stage if self.transfer.direction == "forward" else -stage, self.transfer.microbatch)
 
 
+def feeding_transfer(schedule: Schedule, rank: int, action: Action) -> Transfer | None:
+    """The transfer that an action of a rank waits for; None: it needs nothing, or what it needs is made on this rank."""
+    placement = schedule.placement
+    stage = placement.stage_of(rank, action.chunk)
+    source = schedule.producer(stage, action)
+    if source is None or placement.rank_of(source[0]) == rank:
+        return None
+    direction: Direction = "forward" if action.kind is Kind.F else "backward"
+    return Transfer(direction, placement.rank_of(source[0]), rank, stage, action.microbatch)
+
+
 def lower(schedule: Schedule) -> Program:
     """Derive sends and receives.
 
@@ -127,9 +144,12 @@ def lower(schedule: Schedule) -> Program:
 
 def _timed_transfers(schedule: Schedule, rows: Sequence[Sequence[Interval]]) -> list[_Timed]:
     """All transfers of a schedule in the common order."""
-    placement = schedule.placement
-    position = {
-        (placement.stage_of(rank, interval.action.chunk), _pass(interval.action), interval.action.microbatch): index
+    place = {
+        (
+            schedule.placement.stage_of(rank, interval.action.chunk),
+            _pass(interval.action),
+            interval.action.microbatch,
+        ): (rank, index)
         for rank, row in enumerate(rows)
         for index, interval in enumerate(row)
         if interval.action.kind is not Kind.W
@@ -137,18 +157,15 @@ def _timed_transfers(schedule: Schedule, rows: Sequence[Sequence[Interval]]) -> 
     timed = []
     for rank, row in enumerate(rows):
         for index, interval in enumerate(row):
-            action = interval.action
-            stage = placement.stage_of(rank, action.chunk)
-            source = schedule.producer(stage, action)
-            if source is None or placement.rank_of(source[0]) == rank:
+            transfer = feeding_transfer(schedule, rank, interval.action)
+            source = schedule.producer(schedule.placement.stage_of(rank, interval.action.chunk), interval.action)
+            if transfer is None or source is None:
                 continue
-            source_rank = placement.rank_of(source[0])
-            producer = position[(*source, action.microbatch)]
-            direction: Direction = "forward" if action.kind is Kind.F else "backward"
+            source_rank, producer = place[(*source, transfer.microbatch)]
             receivable = row[index - 2].end if index >= 2 else 0
             timed.append(
                 _Timed(
-                    Transfer(direction, source_rank, rank, stage, action.microbatch),
+                    transfer,
                     time=max(rows[source_rank][producer].end, receivable),
                     after_producer=producer + 1,
                     receive_from=max(index - 1, 0),

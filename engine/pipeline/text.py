@@ -1,0 +1,177 @@
+"""Schedules for people: a text form to read and diff, and a picture for the terminal (no torch here).
+
+    schedule=1f1b pp=2 vpp=1 microbatches=3 forward_only=no
+    rank 0: 0F0 0F1 0B0 0F2 0B1 0B2
+    rank 1: 0F0 0B0 0F1 0B1 0F2 0B2
+
+A lowered program has the group calls in brackets: `>F1@2` sends microbatch 1's activation to stage 2, `<B0@1` receives
+the gradient of stage 1's output for microbatch 0. F uses the forward group, B the backward group.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+
+from rich.style import Style
+from rich.text import Text
+
+from engine.errors import ScheduleError
+from engine.pipeline.actions import Action, Kind, Placement, Schedule
+from engine.pipeline.lowering import Instruction, Post, Program
+from engine.pipeline.simulate import Interval, Timeline
+
+_HEADER = re.compile(r"schedule=(\S+) pp=(\d+) vpp=(\d+) microbatches=(\d+) forward_only=(yes|no)")
+_ROW = re.compile(r"rank (\d+):(.*)")
+_FILL = {Kind.F: " ", Kind.B: "=", Kind.I: "-", Kind.W: "~"}
+_COLOURS = {
+    Kind.F: ("#a6cee3", "#5fa2ce", "#3f78ab", "#2b5580"),
+    Kind.B: ("#b2df8a", "#7fbf5a", "#55973b", "#3b6d2a"),
+    Kind.I: ("#fdd08a", "#fdb04a", "#e08a1e", "#a8640f"),
+    Kind.W: ("#dcc7ea", "#b795d0", "#8f63b0", "#67428a"),
+}
+_IDLE = "."
+_LEGEND = "F forward   B= backward   I- input gradient   W~ weight gradient   . idle"
+
+
+def to_text(schedule: Schedule) -> str:
+    """The text form; `from_text` reads it back."""
+    return _text(schedule, [[str(action) for action in row] for row in schedule.actions])
+
+
+def program_to_text(program: Program) -> str:
+    """The text form of a lowered schedule, to read and diff."""
+    return _text(program.schedule, [instruction_tokens(rank, row) for rank, row in enumerate(program.instructions)])
+
+
+def _text(schedule: Schedule, rows: Sequence[Sequence[str]]) -> str:
+    header = (
+        f"schedule={schedule.name} pp={schedule.placement.pp} vpp={schedule.placement.vpp} "
+        f"microbatches={schedule.num_microbatches} forward_only={'yes' if schedule.forward_only else 'no'}"
+    )
+    lines = [f"rank {rank}: {' '.join(row)}" for rank, row in enumerate(rows)]
+    return "\n".join([header, *lines]) + "\n"
+
+
+def from_text(text: str) -> Schedule:
+    """The schedule that `to_text` wrote; empty lines and lines that begin with `#` are skipped.
+
+    Raises:
+        ScheduleError: a line that cannot be read. Whether the schedule makes sense is for `check` to say.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    header = _HEADER.fullmatch(lines[0]) if lines else None
+    if header is None:
+        raise ScheduleError(
+            f"the first line of a schedule is {lines[0] if lines else ''!r} and must read "
+            "'schedule=NAME pp=P vpp=V microbatches=M forward_only=yes|no'. Without the sizes the rows have no meaning; add it."
+        )
+    name, pp, vpp, num_microbatches, forward_only = header.groups()
+    rows = []
+    for rank, line in enumerate(lines[1:]):
+        row = _ROW.fullmatch(line)
+        if row is None or int(row.group(1)) != rank:
+            raise ScheduleError(
+                f"{line!r} stands where 'rank {rank}: ...' must stand: rows come in the order of ranks, one each. A row in "
+                "another place would run on another rank; put the rows in order."
+            )
+        rows.append(tuple(Action.parse(token) for token in row.group(2).split()))
+    return Schedule(name, Placement(int(pp), int(vpp)), int(num_microbatches), forward_only == "yes", tuple(rows))
+
+
+def instruction_tokens(rank: int, instructions: Sequence[Instruction]) -> list[str]:
+    """One token per instruction of a rank's row."""
+    return [post_token(rank, each) if isinstance(each, Post) else str(each) for each in instructions]
+
+
+def post_token(rank: int, post: Post) -> str:
+    """A group call as its rank sees it, such as `[>F1@2 <F2@1]`."""
+    transfers = (
+        f"{'>' if t.source == rank else '<'}{'F' if t.direction == 'forward' else 'B'}{t.microbatch}@{t.stage}"
+        for t in post.transfers
+    )
+    return f"[{' '.join(transfers)}]"
+
+
+def pointed_rows(rows: Sequence[Sequence[str]], marks: Mapping[tuple[int, int], str], context: int = 6) -> str:
+    """Rows of tokens with an arrow and a note under the marked ones; long rows are cut to `context` tokens around them.
+
+    Args:
+        marks: notes by (rank, position in its row); a position past the end points behind the row.
+    """
+    lines = []
+    middle = min(position for _, position in marks)
+    for rank, row in enumerate(rows):
+        own = sorted(position for marked_rank, position in marks if marked_rank == rank)
+        if not own and len(rows) > 16:
+            continue
+        first = max(min(own, default=middle) - context, 0)
+        last = max(own, default=middle) + context + 1
+        shown = [*row[first:last], "(end)"] if last > len(row) else [*row[first:last], "..."]
+        label = f"  rank {rank}: {'... ' if first else ''}"
+        lines.append(label + " ".join(shown))
+        for position in own:
+            before = len(label) + sum(len(token) + 1 for token in shown[: position - first])
+            lines.append(" " * before + "^" * len(shown[position - first]) + " " + marks[rank, position])
+    return "\n".join(lines)
+
+
+def draw(timeline: Timeline, width: int | None = None) -> Text:
+    """A picture of a timeline: a row per rank, time to the right, idle time dotted.
+
+    Args:
+        width: columns of the screen; a longer picture continues below. None: one long picture.
+
+    Returns:
+        Text that is readable without its colours too (`.plain`): a cell is `F3`, or `0F3` where a rank has several chunks.
+    """
+    rows = timeline.intervals
+    labels = [f"rank {rank} " for rank in range(len(rows))]
+    label_width = max(len(label) for label in labels)
+    cell = max(len(_label(timeline, interval)) for row in rows for interval in row) + 1
+    shortest = min(interval.end - interval.start for row in rows for interval in row if interval.end > interval.start)
+    # Fractions, so that equal times fall on equal columns: the shortest action has room for its label and a gap.
+    columns_per_unit = Fraction(cell) / Fraction(shortest)
+    bands = [_band(timeline, row, columns_per_unit) for row in rows]
+    num_columns = len(bands[0])
+    # Cut where cells may begin, so that no label is cut; two columns are the frame's.
+    step = num_columns if width is None else max((width - label_width - 2) // cell, 1) * cell
+    picture = Text(no_wrap=True)
+    for first in range(0, num_columns, step):
+        for label, band in zip(labels, bands, strict=True):
+            picture.append(label.rjust(label_width) + "|", style="dim")
+            picture.append_text(band[first : first + step])
+            picture.append("|\n", style="dim")
+        if first + step < num_columns:
+            picture.append("\n")
+    kinds = {interval.action.kind for row in rows for interval in row}
+    picture.append(_summary(timeline, kinds), style="dim")
+    return picture
+
+
+def _label(timeline: Timeline, interval: Interval) -> str:
+    text = str(interval.action)
+    return text if timeline.schedule.placement.vpp > 1 else text.removeprefix("0")
+
+
+def _band(timeline: Timeline, row: Sequence[Interval], columns_per_unit: Fraction) -> Text:
+    """One rank's line, as wide as the span."""
+
+    def column(time: float) -> int:
+        return round(Fraction(time) * columns_per_unit)
+
+    band = Text()
+    for interval in row:
+        start, end = column(interval.start), column(interval.end)
+        band.append(_IDLE * (start - len(band)), style="dim")
+        kind = interval.action.kind
+        shades = _COLOURS[kind]
+        style = Style(color="black", bgcolor=shades[interval.action.chunk % len(shades)])
+        label = _label(timeline, interval)
+        band.append(label.ljust(end - start - 1, _FILL[kind])[: max(end - start - 1, 0)] + " ", style=style)
+    band.append(_IDLE * (column(timeline.span) - len(band)), style="dim")
+    return band
+
+
+def _summary(timeline: Timeline, kinds: set[Kind]) -> str:
+    worst = timeline.largest_bubble_fraction
+    return f"{_LEGEND}\nspan {timeline.span:g}, idle at most {worst:.1%} of it on a rank"
