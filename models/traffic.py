@@ -12,6 +12,7 @@ whole tensor, n ranks: all-reduce 2 (n-1)/n N, all-gather and reduce-scatter (n-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from engine.config import Config, batch_plan
 from engine.rank_grid import Coordinates, ParallelSizes
@@ -175,3 +176,33 @@ def _bucket_numels(records: Iterable[ParamRecord], bucket_numel: int, multiple: 
     if open_numel:
         numels.append(open_numel)
     return [-(-numel // multiple) * multiple for numel in numels]
+
+
+class LedgerEvent(Protocol):
+    """A posted call as `engine.collectives.Event` records it."""
+
+    @property
+    def op(self) -> str: ...
+    @property
+    def axis(self) -> str: ...
+    @property
+    def purpose(self) -> str: ...
+    @property
+    def dtype(self) -> Any: ...
+    @property
+    def numel(self) -> int: ...
+    @property
+    def group_size(self) -> int: ...
+
+
+def measured_traffic(posted: Iterable[LedgerEvent]) -> dict[Flow, Volume]:
+    """The posted calls of a ledger, summed into the same flows."""
+    tally = _Tally()
+    for event in posted:
+        purpose = event.purpose
+        if event.axis in ("pp_forward", "pp_backward"):
+            purpose = "hand-over"
+        elif event.axis == "tp" and purpose != "second sum":
+            purpose = "cross-entropy" if purpose.startswith("cross-entropy") else "activations"
+        tally.add(event.axis, purpose, event.op, event.group_size, event.numel * event.dtype.itemsize)
+    return tally.volumes()

@@ -165,7 +165,7 @@ def fails_on_rank_two(rank: int) -> int:
 
 
 def test_the_harness_raises_the_failing_ranks_traceback() -> None:
-    with pytest.raises(RankFailedError, match="rank 2 failed(.|\n)*planted"):
+    with pytest.raises(RankFailedError, match=r"rank 2 failed(.|\n)*planted"):
         run_ranks(fails_on_rank_two, 4)
 
 

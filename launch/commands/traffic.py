@@ -1,0 +1,29 @@
+"""`triaxis traffic`: one real training step, its calls and bytes per axis beside what the config predicts."""
+
+import argparse
+import os
+from dataclasses import replace
+
+from launch.commands.train import request
+from launch.launcher import launch
+
+NAME = "traffic"
+HELP = "Run one real training step on random tokens; print calls and bytes per axis beside the formulas'."
+EXAMPLES = """examples:
+  triaxis traffic configs/gpt_tiny.yaml
+  TP=4 PP=1 VPP=1 DP=2 triaxis traffic configs/gpt_tiny.yaml parallel.sequence_parallel=false
+
+Exit code 1 if any rank called something else than its config predicts.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLES
+    parser.add_argument("words", nargs="+", metavar="config.yaml [section.key=value ...]", help="the run to look at")
+    parser.add_argument("--dry-run", action="store_true", help="print the launch line; start nothing")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start the ranks; the exit code is theirs."""
+    asked = replace(request(args.words, dry_run=args.dry_run), worker="launch.traffic_rank")
+    return launch(asked, os.environ)

@@ -1,0 +1,56 @@
+"""One rank joins a run: config, process group, topology. Shared by everything that a launcher starts."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from engine.config import Config, load_config, parallel_sizes
+from engine.config_rules import problems
+from engine.errors import ConfigError
+from engine.rank_grid import RankGrid
+from engine.runtime import RankEnvironment, Runtime, start
+from engine.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One rank of a run, connected."""
+
+    config: Config
+    runtime: Runtime
+    topology: Topology
+
+    @property
+    def number(self) -> int:
+        return self.topology.rank
+
+
+def read_config(argv: Sequence[str], environment: RankEnvironment) -> Config:
+    """The config that `[config.yaml, section.key=value ...]` means for this world.
+
+    Raises:
+        ConfigError: all problems at once, before any process group exists.
+    """
+    config = load_config(argv[0], argv[1:], os.environ)
+    ranks_per_node = config.runtime.ranks_per_node or environment.local_world_size
+    if found := problems(config, environment.world_size, ranks_per_node):
+        raise ConfigError(found, argv[0])
+    return config
+
+
+@contextmanager
+def join(config: Config, environment: RankEnvironment) -> Iterator[Rank]:
+    """Join the process group and build the topology; leave both at the end."""
+    runtime = start(environment, config.runtime)
+    grid = RankGrid(
+        parallel_sizes(config, environment.world_size),
+        config.runtime.ranks_per_node or environment.local_world_size,
+        allow_tp_across_nodes=config.parallel.allow_tp_across_nodes,
+    )
+    topology = Topology(grid, environment.rank, runtime.device, kv_heads=config.model.kv_heads)
+    try:
+        yield Rank(config, runtime, topology)
+    finally:
+        topology.close()
+        runtime.close()

@@ -1,0 +1,301 @@
+"""What a step does besides being right: its traffic, the order of its calls, what it keeps, its bits."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from engine.collectives import Event
+from engine.data.loader import Batches
+from engine.pipeline.partition import partition
+from engine.rank_grid import ParallelSizes, RankGrid
+from engine.step import Engine
+from engine.topology import Topology
+from engine.train import build
+from models.gpt import Block, build_chunks
+from models.traffic import Flow, Volume, expected_traffic, measured_traffic
+from tests.engine.test_collectives import CountCalls
+from tests.harness import run_ranks
+from tests.parity.cases import Case, assemble, dataset, owned_pieces, run_case, weights_of
+
+pytestmark = pytest.mark.distributed
+
+C10D_NAMES = {
+    "all_reduce": "allreduce_",
+    "reduce_scatter": "alltoall_base_",
+    "all_gather": "_allgather_base_",
+    "broadcast": "broadcast_",
+    "send": "send",
+    "recv": "recv_",
+}
+
+
+def build_rank(rank: int, case: Case) -> tuple[Engine, Batches]:
+    config = case.config()
+    grid = RankGrid(ParallelSizes(tp=case.tp, pp=case.pp, dp=case.dp, vpp=case.vpp))
+    topology = Topology(grid, rank, torch.device("cpu"), kv_heads=config.model.kv_heads)
+    engine = build(config, topology, build_chunks)
+    batches = Batches(
+        dataset(config),
+        global_batch_size=case.global_batch_size,
+        micro_batch_size=case.micro_batch_size,
+        dp=case.dp,
+        dp_rank=topology.coordinates.dp,
+        consumed_samples=0,
+        device="cpu",
+    )
+    return engine, batches
+
+
+# Traffic ---------------------------------------------------------------------------------------------------------------
+
+TRAFFIC = [
+    Case("gpt", tp=2, pp=2, dp=2),
+    Case("llama", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True, dtype="bf16"),
+    Case("qwen", tp=8, sequence_parallel=True, recompute=("full", "uniform", 2), dtype="fp32"),
+    Case("gpt_untied", tp=2, pp=4, recompute=("full", "block", 1), layers_per_stage=(1, 3, 2, 2)),
+    Case("mqa_rope_bias", tp=4, dp=2, bucket_bytes=1, micro_batch_size=2),
+    Case("gpt", pp=2, vpp=2, dp=4),
+]
+
+
+def traffic_of_a_step(rank: int, case: Case, plant: bool) -> tuple[dict[Flow, Volume], dict[Flow, Volume], int, int]:
+    """(measured, expected, calls in the ledger, c10d calls that differ from the ledger's) of one training step."""
+    engine, batches = build_rank(rank, case)
+    engine.train_step(batches.next_step(), 1e-3)
+    with CountCalls() as calls:
+        microbatches = batches.next_step()
+        engine.train_step(microbatches, 1e-3)
+        if plant:
+            dist.all_reduce(torch.zeros(1))
+    batches.close()
+    posted = engine.topology.ledger.posted
+    in_ledger = sorted(C10D_NAMES[event.op] for event in posted)
+    differing = 0 if sorted(calls.names) == in_ledger else abs(len(calls.names) - len(in_ledger)) or -1
+    config, topology = engine.config, engine.topology
+    stages = partition(config.model.num_layers, case.pp, case.vpp, config.parallel.layers_per_stage)
+    expected = expected_traffic(config, topology.sizes, topology.coordinates, stages)
+    return measured_traffic(posted), expected, len(posted), differing
+
+
+@pytest.mark.parametrize("case", TRAFFIC, ids=str)
+def test_bytes_and_calls_equal_the_formulas_and_the_calls_of_torch(case: Case) -> None:
+    for rank, (measured, expected, num_calls, differing) in enumerate(run_ranks(traffic_of_a_step, 8, case, False)):
+        assert measured == expected, f"rank {rank}"
+        assert num_calls > 0
+        assert differing == 0, f"rank {rank}: torch saw other calls than the ledger"
+
+
+def test_a_planted_all_reduce_is_seen() -> None:
+    assert all(differing == 1 for *_, differing in run_ranks(traffic_of_a_step, 8, TRAFFIC[0], True))
+
+
+def test_one_process_communicates_nothing() -> None:
+    ((measured, expected, num_calls, differing),) = run_ranks(traffic_of_a_step, 1, Case("gpt"), False)
+    assert measured == expected == {}
+    assert num_calls == differing == 0
+
+
+# Overlap by order --------------------------------------------------------------------------------------------------------
+
+
+def events_of_a_step(rank: int, case: Case) -> list[Event]:
+    engine, batches = build_rank(rank, case)
+    engine.train_step(batches.next_step(), 1e-3)
+    batches.close()
+    return engine.topology.ledger.events
+
+
+def find(events: list[Event], phase: str, purpose: str, op: str | None = None) -> list[int]:
+    return [
+        index
+        for index, event in enumerate(events)
+        if event.phase == phase and event.purpose == purpose and op in (None, event.op)
+    ]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_weight_gradients_run_under_the_input_gradients_reduction(sequence_parallel: bool) -> None:
+    case = Case("gpt", tp=2, sequence_parallel=sequence_parallel)
+    for events in run_ranks(events_of_a_step, 2, case):
+        for layer in range(8):
+            for name in (f"layers.{layer}.attention.qkv", f"layers.{layer}.mlp.up"):
+                op = "reduce_scatter" if sequence_parallel else "all_reduce"
+                posts = find(events, "post", f"{name} backward", op)
+                waits = find(events, "wait", f"{name} backward", op)
+                gemms = find(events, "mark", name)
+                assert len(posts) == len(waits) == len(gemms) == 8, "one per microbatch"
+                assert all(post < gemm < wait for post, gemm, wait in zip(posts, gemms, waits, strict=True))
+
+
+def test_a_buckets_reduction_is_posted_under_the_backward_of_the_layers_below() -> None:
+    case = Case("gpt", dp=2, bucket_bytes=1)
+    for events in run_ranks(events_of_a_step, 2, case):
+        reductions = find(events, "post", "gradients")
+        last_gemm = {layer: find(events, "mark", f"layers.{layer}.attention.qkv")[-1] for layer in range(8)}
+        # When layer n - 1 has done its last GEMM, the buckets of layer n (four matrices, at least) have been posted.
+        for layer in range(7, 0, -1):
+            posted = sum(index < last_gemm[layer - 1] for index in reductions)
+            assert posted >= 4 * (8 - layer), f"layer {layer}"
+        assert find(events, "wait", "gradients")[0] > last_gemm[0]
+
+
+def second_forward_events(rank: int, case: Case) -> list[Event]:
+    engine, batches = build_rank(rank, case)
+    engine.train_step(batches.next_step(), 1e-3)
+    engine.train_step(batches.next_step(), 1e-3)
+    batches.close()
+    return engine.topology.ledger.events
+
+
+def gathers_waited_before(rank: int, case: Case) -> tuple[int, int]:
+    """Buckets whose all-gather is still under way after a step, and after the next step's first block."""
+    engine, batches = build_rank(rank, case)
+    engine.train_step(batches.next_step(), 1e-3)
+    buckets = [bucket for buffer in engine.buffers.buffers for bucket in buffer.buckets]
+    after_step = sum(bucket.gathering is not None for bucket in buckets)
+    seen: list[int] = []
+    original = Block.forward
+
+    def forward(self: Block, *args: Any) -> torch.Tensor:
+        result = original(self, *args)
+        seen.append(sum(bucket.gathering is not None for bucket in buckets))
+        return result
+
+    Block.forward = forward  # type: ignore[method-assign]
+    engine.train_step(batches.next_step(), 1e-3)
+    batches.close()
+    return after_step, seen[0]
+
+
+def test_parameters_are_gathered_under_the_next_forward() -> None:
+    for after_step, after_first_block in run_ranks(gathers_waited_before, 2, Case("gpt", dp=2, bucket_bytes=1)):
+        assert after_step > 40
+        # The first block has waited for its own weights (and the embedding's), not for those of the other seven.
+        assert after_first_block >= after_step - 20
+
+
+# What is kept --------------------------------------------------------------------------------------------------------------
+
+
+def most_saved_inputs(rank: int, case: Case) -> tuple[int, int]:
+    """The largest number of microbatch-chunks whose activations are alive at once, counted from live tensors."""
+    engine, batches = build_rank(rank, case)
+    alive: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+    most = 0
+    original = engine._loss
+
+    def counted(chunk: int, x: torch.Tensor | None, microbatch: Any) -> torch.Tensor:
+        nonlocal most
+        saved: list[weakref.ref[torch.Tensor]] = []
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            # Activations only: weights are saved too, and they live on.
+            if tensor.dim() == 3 and not isinstance(tensor, torch.nn.Parameter):
+                tensor = tensor.detach()
+                saved.append(weakref.ref(tensor))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = original(chunk, x, microbatch)
+        alive[len(alive)] = saved
+        gc.collect()
+        most = max(most, sum(any(ref() is not None for ref in refs) for refs in alive.values()))
+        return output
+
+    engine._loss = counted  # type: ignore[method-assign]
+    engine.train_step(batches.next_step(), 1e-3)
+    batches.close()
+    gc.collect()
+    left = sum(any(ref() is not None for ref in refs) for refs in alive.values())
+    return most, left
+
+
+def bound(case: Case, pp_rank: int) -> int:
+    p, v, m = case.pp, case.vpp, case.global_batch_size // case.micro_batch_size // case.dp
+    if case.schedule == "gpipe":
+        return m
+    if v > 1:
+        return min(m * v, 2 * (p - pp_rank - 1) + (v - 1) * p + 1)
+    return min(p - pp_rank, m)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("gpt_untied", pp=4),
+        Case("gpt_untied", pp=4, global_batch_size=2),
+        Case("gpt_untied", pp=2, vpp=2),
+        Case("gpt_untied", pp=4, vpp=2),
+        Case("gpt_untied", pp=4, schedule="gpipe"),
+    ],
+    ids=str,
+)
+def test_activations_in_flight_equal_the_schedules_bound(case: Case) -> None:
+    for pp_rank, (most, left) in enumerate(run_ranks(most_saved_inputs, case.pp, case)):
+        assert most == bound(case, pp_rank), f"pp rank {pp_rank}"
+        assert left == 0
+
+
+# The same start, the same data, the same precision ----------------------------------------------------------------------
+
+
+def initial_state(rank: int, case: Case) -> tuple[list[Any], list[list[int]]]:
+    engine, batches = build_rank(rank, case)
+    ids = [sample for _ in range(3) for microbatch in batches.next_step() for sample in microbatch.sample_ids]
+    batches.close()
+    steps = [ids[start : start + len(ids) // 3] for start in range(0, len(ids), len(ids) // 3)]
+    return owned_pieces(engine, "master"), steps
+
+
+def test_every_layout_starts_from_the_same_weights_and_reads_the_same_samples() -> None:
+    shapes = {name: tuple(weight.shape) for name, weight in weights_of("llama").items()}
+    reference = None
+    for case in (
+        Case("llama"),
+        Case("llama", tp=4, dp=2, sequence_parallel=True),
+        Case("llama", pp=4, dp=2),
+        Case("llama", tp=2, pp=2, vpp=2, dp=2),
+    ):
+        results = run_ranks(initial_state, case.world_size, case)
+        weights = assemble(shapes, [piece for pieces, _ in results for piece in pieces], tolerance=0.0)
+        for step in range(3):
+            assert sorted({sample for _, steps in results for sample in steps[step]}) == list(
+                range(8 * step, 8 * step + 8)
+            )
+        if reference is None:
+            reference = weights
+        assert all(torch.equal(weights[name], reference[name]) for name in shapes), str(case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("gpt", tp=2, pp=2, dp=2, dtype="bf16"),
+        Case("llama", tp=4, dp=2, sequence_parallel=True, dtype="bf16"),
+        Case("qwen", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True, dtype="bf16"),
+    ],
+    ids=str,
+)
+def test_bf16_gradients_are_as_good_as_those_of_one_process(case: Case) -> None:
+    """Per tensor, the error against float64 is at most twice that of our own single-process bf16 run."""
+    # Weights that bf16 holds exactly, so that only arithmetic differs.
+    weights = {name: weight.detach().bfloat16().double() for name, weight in weights_of(case.model).items()}
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+
+    def gradients(which: Case) -> dict[str, torch.Tensor]:
+        results = run_ranks(run_case, which.world_size, which, weights, 0)
+        grads = assemble(shapes, [piece for result in results for piece in result.grads], tolerance=1e-2)
+        return {name: grad.double() for name, grad in grads.items()}
+
+    exact = gradients(Case(case.model))
+    alone = gradients(Case(case.model, dtype="bf16"))
+    cut = gradients(case)
+    for name, want in exact.items():
+        error, allowed = float((cut[name] - want).norm()), 2 * float((alone[name] - want).norm())
+        everything = sum(float(grad.square().sum()) for grad in exact.values()) ** 0.5
+        # A key bias has no gradient in theory: there both errors are noise of the same size.
+        assert error <= max(allowed, 1e-6 * everything), f"{name}: {error} > {allowed}"
