@@ -29,7 +29,8 @@ def heads_fill_hidden(subject: Subject) -> Iterator[Problem]:
 
 def rope_pairs(subject: Subject) -> Iterator[Problem]:
     model = subject.config.model
-    if model.position == "rope" and model.head_size % 2:
+    fills = model.head_dim is not None or model.hidden_size % model.num_attention_heads == 0
+    if model.position == "rope" and fills and model.head_size % 2:
         yield Problem(
             "model.head_dim",
             model.head_size,

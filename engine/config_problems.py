@@ -7,16 +7,16 @@
 so a message never sends its reader from one mistake into the next.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from itertools import count, islice
+from itertools import islice
 from typing import Any
 
 from engine.config import Config, data_parallel_size
 
 NUM_NAMED = 2
 """Legal values named per field."""
-NUM_TRIED = 200
+NUM_TRIED = 64
 """Candidates tried per field before none is named."""
 
 
@@ -67,7 +67,7 @@ Rule = Callable[[Subject], Iterator[Problem]]
 
 def find_problems(subject: Subject, rules: Sequence[Rule]) -> list[Problem]:
     """Every broken rule, its candidates cut down to the nearest that are legal."""
-    broken = _broken(subject, rules)
+    broken = {(rule, problem.key): problem for rule, problem in _broken(subject, rules)}
     found = []
     for key, problem in broken.items():
         others = broken.keys() - {key}
@@ -80,23 +80,20 @@ def find_problems(subject: Subject, rules: Sequence[Rule]) -> list[Problem]:
     return found
 
 
-def _broken(subject: Subject, rules: Sequence[Rule]) -> dict[tuple[str, str], Problem]:
-    """The problems by (rule, key)."""
-    found: dict[tuple[str, str], Problem] = {}
+def _broken(subject: Subject, rules: Sequence[Rule]) -> Iterator[tuple[Rule, Problem]]:
     for rule in rules:
         try:
-            for problem in rule(subject):
-                found[rule.__name__, problem.key] = problem
+            yield from ((rule, problem) for problem in rule(subject))
         except AttributeError:
             # A field without a valid value has been reported, and is missing here: what needs it cannot be said.
             if is_whole(subject.config):
                 raise
-    return found
 
 
-def _mends(subject: Subject, rules: Sequence[Rule], name: str, value: object, others: set[tuple[str, str]]) -> bool:
+def _mends(subject: Subject, rules: Sequence[Rule], name: str, value: object, others: Set[tuple[Rule, str]]) -> bool:
     """Whether the field's new value removes the problem and brings none that was not there before."""
-    return _broken(replace(subject, config=with_value(subject.config, name, value)), rules).keys() <= others
+    changed = replace(subject, config=with_value(subject.config, name, value))
+    return all((rule, problem.key) in others for rule, problem in _broken(changed, rules))
 
 
 def is_whole(config: Config) -> bool:
@@ -116,8 +113,15 @@ def with_value(config: Config, dotted: str, value: object) -> Config:
 
 
 def multiples(of: int, near: int) -> Iterator[int]:
-    """Positive multiples of `of`, nearest to `near` first."""
-    return (of * number for number in numbers(max(1, round(near / of))))
+    """Positive multiples of `of`, nearest to `near` first, the smaller of two before the larger."""
+    below, above = near // of * of, (near // of + 1) * of
+    while True:
+        if below > 0 and near - below <= above - near:
+            yield below
+            below -= of
+        else:
+            yield above
+            above += of
 
 
 def divisors(number: int, near: int) -> Iterator[int]:
@@ -127,11 +131,7 @@ def divisors(number: int, near: int) -> Iterator[int]:
 
 def numbers(near: int, least: int = 1) -> Iterator[int]:
     """Whole numbers from `least` on, nearest to `near` first, the smaller of two before the larger."""
-    for distance in count():
-        if near - distance >= least:
-            yield near - distance
-        if distance and near + distance >= least:
-            yield near + distance
+    return (number + least - 1 for number in multiples(1, near - least + 1))
 
 
 def _plain(value: Any) -> str:

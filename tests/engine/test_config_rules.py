@@ -1,0 +1,466 @@
+"""Broken rules: each is found, says the words that matter, and names only values that are really legal."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from engine.config import Config, batch_plan, load_config, parallel_sizes
+from engine.config_problems import Subject, divisors, multiples, numbers, with_value
+from engine.config_rules import RULES, broken_rules, nodes_are_whole, problems
+from engine.errors import ConfigError, ScheduleError, TopologyError
+from engine.pipeline import schedules
+from engine.pipeline.partition import partition
+from engine.rank_grid import RankGrid
+from engine.shard_spec import localize
+from models.specs import model_specs
+
+LEGAL = [
+    "model={num_layers: 8, hidden_size: 64, num_attention_heads: 8, seq_length: 32, vocab_size: 300}",
+    "data={train: [[1.0, corpus]]}",
+    "train={steps: 10, global_batch_size: 16, micro_batch_size: 2}",
+]
+"""A legal config, as overrides."""
+
+
+def config_with(*overrides: str) -> Config:
+    """LEGAL with some fields changed, whether that is legal or not."""
+    tree: dict[str, Any] = {}
+    for override in (*LEGAL, *overrides):
+        dotted, _, text = override.partition("=")
+        *sections, key = dotted.split(".")
+        at = tree
+        for section in sections:
+            at = at.setdefault(section, {})
+        at[key] = yaml.safe_load(text)
+    return Config.model_validate(tree)
+
+
+BAD: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
+    # name: changes, what is known of the cluster, words of the message
+    "heads do not fill the width": (
+        ["model.hidden_size=60"],
+        {},
+        ["model.hidden_size = 60", "multiple of num_attention_heads = 8", "hidden_size = 64 or 48", "head_dim"],
+    ),
+    "rope with odd heads": (["model.hidden_size=40"], {}, ["model.head_dim = 5", "even", "position = learned"]),
+    "rope with an odd head_dim": (["model.head_dim=7"], {}, ["model.head_dim = 7", "even", "head_dim = 6 or 8"]),
+    "kv heads do not divide the heads": (
+        ["model.num_kv_heads=3"],
+        {},
+        ["num_kv_heads = 3", "divide", "num_kv_heads = 2 or 4"],
+    ),
+    "more kv heads than heads": (["model.num_kv_heads=16"], {}, ["num_kv_heads = 16", "num_kv_heads = 8 or 4"]),
+    "heads over tp": (
+        ["model.num_attention_heads=4", "parallel.tp=8"],
+        {},
+        [
+            "num_attention_heads = 4",
+            "multiple of parallel.tp = 8",
+            "whole heads",
+            "num_attention_heads = 8",
+            "parallel.tp = 4 or 2",
+        ],
+    ),
+    "kv heads over tp": (
+        [
+            "model.num_attention_heads=12",
+            "model.hidden_size=96",
+            "model.num_kv_heads=4",
+            "parallel.tp=6",
+            "model.vocab_multiple=96",
+        ],
+        {},
+        ["model.num_kv_heads = 4", "parallel.tp = 6", "replicas", "num_kv_heads = 3 or 2", "parallel.tp = 4 or 2"],
+    ),
+    "ffn over tp": (
+        ["model.ffn_hidden_size=130", "parallel.tp=4"],
+        {},
+        ["ffn_hidden_size = 130", "128 or 132", "tp = 2 or 1"],
+    ),
+    "default ffn over tp": (
+        ["model.hidden_size=9", "model.num_attention_heads=8", "model.head_dim=2", "parallel.tp=8"],
+        {},
+        ["model.ffn_hidden_size = 36", "multiple of parallel.tp = 8", "32 or 40"],
+    ),
+    "vocabulary over tp": (
+        ["model.vocab_multiple=100", "parallel.tp=8"],
+        {},
+        ["model.vocab_multiple = 100", "vocab_size = 300 to 300", "parallel.tp = 8", "96 or 104", "tp = 4 or 2"],
+    ),
+    "sequence over tp": (
+        ["model.seq_length=30", "parallel.tp=4", "parallel.sequence_parallel=true"],
+        {},
+        ["model.seq_length = 30", "sequence_parallel", "seq_length = 28 or 32", "sequence_parallel = false"],
+    ),
+    "bytes need 257 ids": (["model.vocab_size=256"], {}, ["vocab_size = 256", "at least 257", "vocab_size = 257"]),
+    "dropout in the fused kernel": (
+        ["model.attention_dropout=0.1"],
+        {},
+        ["attention_dropout = 0.1", "kernels.attention = explicit", "attention_dropout = 0"],
+    ),
+    "fewer layers than stages": (
+        ["parallel.pp=4", "parallel.vpp=3"],
+        {},
+        [
+            "model.num_layers = 8",
+            "pp x vpp = 4 x 3 = 12",
+            "num_layers = 12",
+            "parallel.pp = 2 or 1",
+            "parallel.vpp = 2 or 1",
+        ],
+    ),
+    "too few entries": (
+        ["parallel.pp=2", "parallel.vpp=2", "parallel.layers_per_stage=[4, 4]"],
+        {},
+        ["layers_per_stage = [4, 4]", "4 entries, one per stage, not 2", "[2, 2, 2, 2] or null"],
+    ),
+    "entries of another sum": (
+        ["parallel.pp=3", "parallel.layers_per_stage=[3, 3, 3]"],
+        {},
+        ["must sum to model.num_layers = 8, not 9", "layers_per_stage = [3, 3, 2]", "num_layers = 9"],
+    ),
+    "negative entry": (["parallel.pp=2", "parallel.layers_per_stage=[-1, 9]"], {}, ["[-1, 9]", "negative", "[4, 4]"]),
+    "1f1b with chunks": (
+        ["parallel.vpp=2", "schedule.name=1f1b"],
+        {},
+        ["schedule.name = 1f1b", "parallel.vpp = 2", "never run", "interleaved or auto", "vpp = 1"],
+    ),
+    "gpipe with chunks": (
+        ["parallel.vpp=2", "schedule.name=gpipe"],
+        {},
+        ["schedule.name = gpipe", "interleaved or auto"],
+    ),
+    "nothing to interleave": (
+        ["schedule.name=interleaved"],
+        {},
+        ["schedule.name = interleaved", "vpp = 1", "1f1b or auto"],
+    ),
+    "context parallel": (["parallel.cp=2"], {}, ["parallel.cp = 2", "not built yet", "parallel.cp = 1"]),
+    "expert parallel": (["parallel.ep=8"], {}, ["parallel.ep = 8", "not built yet", "parallel.ep = 1"]),
+    "fp16": (["precision.dtype=fp16"], {}, ["precision.dtype = fp16", "not built yet", "bf16 or fp32"]),
+    "world size without dp": (
+        ["parallel.tp=2", "parallel.pp=4", "train.global_batch_size=48"],
+        {"world_size": 12},
+        ["tp x pp = 2 x 4", "divide the world size 12", "parallel.tp = 1", "parallel.pp = 3 or 2", "start 16 ranks"],
+    ),
+    "world size with dp": (
+        ["parallel.tp=2", "parallel.dp=2"],
+        {"world_size": 8},
+        ["tp x pp x dp = 2 x 1 x 2", "is 4 and must be the world size 8", "dp = 4 or null", "tp = 4", "start 4 ranks"],
+    ),
+    "smaller world than one replica": (
+        ["parallel.tp=4"],
+        {"world_size": 2},
+        ["world size 2", "tp = 2 or 1", "start 4 ranks"],
+    ),
+    "tp across nodes": (
+        ["parallel.tp=8"],
+        {"world_size": 16, "ranks_per_node": 4},
+        ["parallel.tp = 8", "4 ranks of a node", "slow network", "tp = 4 or 2", "allow_tp_across_nodes"],
+    ),
+    "tp across nodes of the config": (
+        ["parallel.tp=8", "parallel.dp=2", "runtime.ranks_per_node=4"],
+        {},
+        ["parallel.tp = 8", "4 ranks of a node"],
+    ),
+    "nodes that are not filled": (
+        ["parallel.pp=3", "parallel.dp=4"],
+        {"ranks_per_node": 8},
+        ["= 12 ranks", "whole nodes of 8", "parallel.pp = 2 or 4", "parallel.dp = 2 or 1"],
+    ),
+    "batch over dp": (
+        ["parallel.dp=3"],
+        {},
+        ["global_batch_size = 16", "micro_batch_size x dp = 2 x 3 = 6", "= 18 or 12", "dp = 2 or 4"],
+    ),
+    "batch over a derived dp": (["parallel.tp=2"], {"world_size": 12}, ["2 x 6 = 12", "global_batch_size = 12 or 24"]),
+    "batch over the microbatch": (
+        ["train.micro_batch_size=3"],
+        {},
+        ["micro_batch_size = 3", "15 or 18", "micro_batch_size = 2 or 4"],
+    ),
+    "microbatch above the batch": (
+        ["train.micro_batch_size=32"],
+        {},
+        ["global_batch_size = 32", "micro_batch_size = 16 or 8"],
+    ),
+    "no length": (["train.steps=null"], {}, ["train.steps = null", "no end"]),
+    "two lengths": (["train.tokens=1000"], {}, ["train.steps = 10", "train.tokens = 1000", "ignored", "= null"]),
+    "warm-up after the end": (["optimizer.warmup_steps=11"], {}, ["warmup_steps = 11", "10 steps", "train.steps = 11"]),
+    "warm-up after the end in tokens": (
+        ["train.steps=null", "train.tokens=5000", "optimizer.warmup_steps=11"],
+        {},
+        ["at most the 10 steps", "warmup_steps = 10"],
+    ),
+    "decay before the warm-up": (
+        ["optimizer.warmup_steps=5", "optimizer.decay_steps=5"],
+        {},
+        ["decay_steps = 5", "more than warmup_steps = 5", "6 or null"],
+    ),
+    "decay upwards": (
+        ["optimizer.min_lr=0.1"],
+        {},
+        ["min_lr = 0.1", "at most lr = 0.0003", "min_lr = 3e-05", "lr = 0.1"],
+    ),
+    "a decay that never is": (
+        ["optimizer.lr_schedule=constant", "optimizer.min_lr=1e-5"],
+        {},
+        ["lr_schedule = constant", "no effect", "cosine or linear"],
+    ),
+    "more layers to recompute than there are": (
+        ["parallel.pp=3", "recompute={granularity: full, method: block, num_layers: 4}"],
+        {},
+        ["recompute.num_layers = 4", "at most 3", "num_layers = 3"],
+    ),
+    "recompute by another word": (
+        ["recompute.num_layers=2"],
+        {},
+        ["recompute.granularity = none", "no effect", "= full"],
+    ),
+    "no corpus": (["data={}"], {}, ["data.train = []", "nothing to learn", "triaxis prepare", "synthetic = true"]),
+    "no validation corpus": (["data.valid=[]"], {}, ["data.valid = []", "= null"]),
+    "a corpus without weight": (["data.train=[[0.0, a], [1.0, b]]"], {}, ["[[0, a], [1, b]]", "above 0"]),
+    "a corpus twice": (["data.train=[[1.0, a], [1.0, a]]"], {}, ["once", "sum of its weights"]),
+    "a negative split": (
+        ["data.split=[1.0, -0.1, 0.1]"],
+        {},
+        ["data.split = [1, -0.1, 0.1]", "at least 0", "[0.98, 0.02, 0]"],
+    ),
+    "nothing to train on": (["data.split=[0, 1, 0]"], {}, ["data.split", "nothing to learn"]),
+    "nothing to validate on": (
+        ["data.split=[1, 0, 0]", "train.eval_interval=5"],
+        {},
+        ["eval_interval = 5", "no document", "split = [0.98, 0.02, 0]"],
+    ),
+    "a bucket for nothing": (["optimizer.bucket_bytes=3"], {}, ["bucket_bytes = 3", "main grad", "= 4 or 67108864"]),
+    "a name with a slash": (["runtime.name=../x"], {}, ["runtime.name = ../x", "folder", "name = x"]),
+    "an empty name": (['runtime.name=" "'], {}, ["runtime.name", "folder"]),
+}
+
+
+def test_the_legal_config_is_legal() -> None:
+    assert problems(config_with()) == []
+    assert load_config(None, LEGAL) == config_with()
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_config_is_refused_with_the_words_that_matter(name: str) -> None:
+    changes, cluster, words = BAD[name]
+    [message] = problems(config_with(*changes), **cluster)
+    missing = [word for word in words if word not in message]
+    assert not missing, f"{missing} not in: {message}"
+
+
+@pytest.mark.parametrize("name", [name for name, (_, cluster, _) in BAD.items() if not cluster])
+def test_values_that_a_message_names_are_legal_when_typed_in(name: str) -> None:
+    """From the text of the message to the command line, as a user would go."""
+    changes, _, _ = BAD[name]
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, merged(changes))
+    [message] = caught.value.problems
+    named = re.search(r"Nearest legal: (.*?)\.(?: [A-Z]|$)", message)
+    if named is None:
+        assert name in ("no length", "a corpus without weight", "a corpus twice", "an empty name"), message
+        return
+    for choice in named[1].split("; "):
+        field, _, values = choice.partition(" = ")
+        for value in values.split(" or "):
+            load_config(None, merged([*changes, f"{field}={value}"]))
+
+
+def merged(changes: Sequence[str]) -> list[str]:
+    """LEGAL and changes to it as overrides of which none repeats another's key."""
+    tree = config_with(*changes).model_dump(mode="json", exclude_unset=True)
+    return [f"{section}={yaml.safe_dump(values, default_flow_style=True)}" for section, values in tree.items()]
+
+
+def test_every_rule_is_broken_by_some_bad_config() -> None:
+    seen = {
+        rule.__name__
+        for changes, cluster, _ in BAD.values()
+        for rule in RULES
+        if list(rule(Subject(config_with(*changes), cluster.get("world_size"), cluster.get("ranks_per_node"))))
+    }
+    assert seen == {rule.__name__ for rule in RULES}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["parallel.sequence_parallel=true"],
+        ["model.position=learned", "model.hidden_size=40"],
+        ["model.num_kv_heads=2", "parallel.tp=8"],
+        ["model.num_kv_heads=1", "parallel.tp=4"],
+        ["parallel.pp=3"],
+        ["parallel.pp=2", "parallel.layers_per_stage=[8, 0]"],
+        ["parallel.vpp=2", "schedule.name=interleaved"],
+        ["parallel.pp=4", "schedule.name=gpipe"],
+        ["model.attention_dropout=0.1", "kernels.attention=explicit"],
+        ["data={synthetic: true}", "model.vocab_size=100"],
+        ["data.tokenizer=tokenizer.json", "model.vocab_size=100"],
+        ["data.split=[98, 2, 0]"],
+        ["data.split=[1, 0, 0]", "train.eval_interval=5", "data.valid=[[1.0, v]]"],
+        ["runtime.deterministic=true", "precision.dtype=float64", "model.qk_norm=true"],
+        ["optimizer.warmup_steps=10"],
+        ["optimizer.lr_schedule=constant"],
+        ["parallel.pp=2", "recompute={granularity: full, method: block, num_layers: 4}"],
+        ["train.steps=null", "train.tokens=1"],
+    ],
+)
+def test_what_only_looks_wrong_is_legal(changes: list[str]) -> None:
+    assert problems(config_with(*changes)) == []
+
+
+def test_all_problems_are_found_together() -> None:
+    changes = ["model.num_kv_heads=3", "parallel.tp=3", "train.steps=null", "precision.dtype=fp16", "parallel.dp=5"]
+    found = problems(config_with(*changes), world_size=7, ranks_per_node=2)
+    starts = [message.split(" = ")[0] for message in found]
+    assert starts == [
+        "model.num_kv_heads",
+        "model.num_attention_heads",
+        "model.ffn_hidden_size",
+        "precision.dtype",
+        "parallel",
+        "train.steps",
+    ]
+
+
+few = st.sampled_from
+CONFIGS = st.builds(
+    lambda **fields: config_with(*(f"{name.replace('__', '.')}={value}" for name, value in fields.items())),
+    model__num_layers=st.integers(1, 12),
+    model__hidden_size=few([12, 16, 40, 64, 96]),
+    model__num_attention_heads=few([1, 2, 3, 4, 6, 8, 12]),
+    model__num_kv_heads=few(["null", 1, 2, 3, 4, 6]),
+    model__ffn_hidden_size=few(["null", 24, 50, 96]),
+    model__seq_length=few([8, 12, 30]),
+    model__vocab_multiple=few([1, 8, 100, 128]),
+    model__tie_embeddings=few(["true", "false"]),
+    model__activation=few(["gelu", "swiglu"]),
+    parallel__tp=few([1, 2, 3, 4, 6, 8]),
+    parallel__pp=st.integers(1, 4),
+    parallel__vpp=st.integers(1, 3),
+    parallel__dp=few(["null", 1, 2, 3, 4]),
+    parallel__sequence_parallel=few(["true", "false"]),
+    parallel__layers_per_stage=few(["null", "null", "[4, 4]", "[3, 0, 5]"]),
+    schedule__name=few(["auto", "auto", "1f1b", "interleaved"]),
+    train__global_batch_size=few([6, 8, 12, 48]),
+    train__micro_batch_size=few([1, 2, 3]),
+    recompute__granularity=few(["none", "full"]),
+    recompute__num_layers=few([1, 1, 3]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(config=CONFIGS, world_size=few([None, 8, 12, 16, 24]), ranks_per_node=few([None, 4, 8]))
+def test_every_named_value_mends_its_problem_and_breaks_nothing(
+    config: Config, world_size: int | None, ranks_per_node: int | None
+) -> None:
+    before = {problem.key + problem.rule for problem in broken_rules(config, world_size, ranks_per_node)}
+    for problem in broken_rules(config, world_size, ranks_per_node):
+        for name, values in problem.candidates.items():
+            for value in values:
+                after = broken_rules(with_value(config, name, value), world_size, ranks_per_node)
+                assert len(after) < len(before), f"{name} = {value} for: {problem}"
+
+
+MOSTLY_LEGAL = st.builds(
+    lambda **fields: config_with(*(f"{name.replace('__', '.')}={value}" for name, value in fields.items())),
+    model__num_layers=st.integers(4, 12),
+    model__hidden_size=few([24, 48, 96]),
+    model__num_attention_heads=few([4, 12]),
+    model__num_kv_heads=few(["null", 1, 2, 4]),
+    model__vocab_multiple=few([8, 12, 128]),
+    model__tie_embeddings=few(["true", "false"]),
+    model__activation=few(["gelu", "swiglu"]),
+    parallel__tp=few([1, 2, 3, 4, 6]),
+    parallel__pp=st.integers(1, 4),
+    parallel__vpp=st.integers(1, 3),
+    parallel__sequence_parallel=few(["true", "false"]),
+    train__global_batch_size=few([24, 48]),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(config=MOSTLY_LEGAL, world_size=few([12, 24, 48]), ranks_per_node=few([None, 4, 12]))
+def test_a_legal_config_can_be_built(
+    config: Config, world_size: int, ranks_per_node: int | None
+) -> None:
+    """The rules and the code that they protect agree: nothing that comes after the check refuses a config that passed."""
+    assume(not problems(config, world_size, ranks_per_node))
+    parallel, sizes = config.parallel, parallel_sizes(config, world_size)
+    RankGrid(sizes, ranks_per_node)
+    assert batch_plan(config, sizes.dp).num_microbatches >= 1
+    assert schedules.resolve(config.schedule.name, sizes.vpp)
+    stages = partition(config.model.num_layers, sizes.pp, sizes.vpp, parallel.layers_per_stage)
+    assert sum(len(stage.layers) for stage in stages) == config.model.num_layers
+    for spec in model_specs(config.model):
+        for index in range(sizes.tp):
+            localize(spec, tp=sizes.tp, tp_index=index, sequence_parallel=parallel.sequence_parallel)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    tp=few([1, 2, 3, 4, 8, 16]),
+    pp=st.integers(1, 4),
+    dp=st.integers(1, 6),
+    per_node=few([1, 2, 3, 4, 8]),
+    allow=st.booleans(),
+)
+def test_the_rules_about_nodes_are_those_of_the_rank_grid(
+    tp: int, pp: int, dp: int, per_node: int, allow: bool
+) -> None:
+    layout = [
+        f"parallel.tp={tp}",
+        f"parallel.pp={pp}",
+        f"parallel.dp={dp}",
+        f"parallel.allow_tp_across_nodes={str(allow).lower()}",
+    ]
+    config = config_with(*layout)
+    refused = bool(list(nodes_are_whole(Subject(config, None, per_node))))
+    try:
+        RankGrid(parallel_sizes(config), per_node, allow_tp_across_nodes=allow)
+    except TopologyError:
+        assert refused
+    else:
+        assert not refused
+
+
+@given(
+    name=few(["auto", "gpipe", "1f1b", "interleaved"]),
+    vpp=st.integers(1, 3),
+    layers=st.lists(st.integers(-1, 5), max_size=6) | st.none(),
+)
+def test_the_rules_about_stages_are_those_of_the_pipeline(name: str, vpp: int, layers: list[int] | None) -> None:
+    config = config_with(
+        f"parallel={{pp: 2, vpp: {vpp}, layers_per_stage: {'null' if layers is None else layers}}}",
+        f"schedule.name={name}",
+    )
+    found = [problem.key for problem in broken_rules(config)]
+    try:
+        schedules.resolve(name, vpp)
+        assert "schedule.name" not in found
+    except ScheduleError:
+        assert "schedule.name" in found
+    try:
+        partition(config.model.num_layers, 2, vpp, layers)
+        assert not {"parallel.layers_per_stage", "model.num_layers"} & set(found)
+    except ScheduleError:
+        assert {"parallel.layers_per_stage", "model.num_layers"} & set(found)
+
+
+@given(of=st.integers(1, 60), near=st.integers(1, 300))
+def test_candidates_come_nearest_first(of: int, near: int) -> None:
+    for values in (multiples(of, near), divisors(of, near), numbers(near)):
+        first = [value for value, _ in zip(values, range(8), strict=False)]
+        assert first and min(first) >= 1
+    nearest = next(multiples(of, near))
+    assert nearest % of == 0 and abs(nearest - near) == min(abs(k * of - near) for k in range(1, near // of + 2))
+    assert all(of % value == 0 for value in divisors(of, near))
+    distances = [abs(value - near) for value in divisors(of, near)]
+    assert distances == sorted(distances)
