@@ -18,6 +18,7 @@ import fcntl
 import importlib.metadata
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -71,7 +72,7 @@ def missing_requirements(pyproject: Path, extras: Sequence[str]) -> dict[str, st
         wanted += project["optional-dependencies"][extra]
     requirement_class = _requirement_class()
     if requirement_class is None:
-        return {text: text for text in wanted}
+        return {re.split(r"[^\w.-]", text)[0]: text for text in wanted}
     missing = {}
     for requirement in map(requirement_class, wanted):
         found = _installed_version(requirement.name)
@@ -172,7 +173,7 @@ def _make(checkout: Checkout, extras: Sequence[str], missing: Mapping[str, str])
             f"{sys.executable} has no ensurepip, so it cannot make a virtual environment. As root:\n"
             f"  apt-get install python3-venv\nor set TRIAXIS_PYTHON to a Python that has what pyproject.toml asks for."
         )
-    torch = None if "torch" in missing else OwnTorch.of_this_python()
+    torch = None if "torch" in missing else own_torch()
     if not _has_pip(checkout.python):
         _say(f"making {checkout.venv} with {sys.executable}, which lacks {', '.join(missing.values())}")
         _create(checkout, torch)
@@ -204,10 +205,14 @@ class OwnTorch:
     version: str
     folder: Path
 
-    @classmethod
-    def of_this_python(cls) -> "OwnTorch":
+
+def own_torch() -> OwnTorch | None:
+    """None where this Python has none."""
+    try:
         distribution = importlib.metadata.distribution("torch")
-        return cls(distribution.version, Path(str(distribution.locate_file(""))).resolve())
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return OwnTorch(distribution.version, Path(str(distribution.locate_file(""))).resolve())
 
 
 def _create(checkout: Checkout, torch: OwnTorch | None) -> None:

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; `argv` is without the program's name."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = command_module(_chosen(arguments))
-    parsed = command_parser(command).parse_args(arguments[1:])
+    parsed = _parse(command_parser(command), arguments[1:])
     try:
         return command.run(parsed)
     except KeyboardInterrupt:
@@ -82,6 +82,14 @@ def _chosen(arguments: Sequence[str]) -> str:
     for name, summary in COMMANDS.items():
         commands.add_parser(name, help=summary, add_help=False)
     return str(parser.parse_args(arguments[:1]).command)
+
+
+def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Options may stand between positional words (`config.yaml --dry-run train.steps=2`), except around subcommands."""
+    try:
+        return parser.parse_intermixed_args(arguments)
+    except TypeError:  # argparse's word for "this parser has subcommands", said before it looks at the arguments
+        return parser.parse_args(arguments)
 
 
 def _report(error: Exception) -> int:

@@ -1,0 +1,65 @@
+"""Which rank ended a run, and what it wrote last (no torch here).
+
+When one rank dies, torchrun ends the others, and those that were talking to it fail by themselves a moment later. The
+first cause is a rank that torchrun did not end, that was seen dead first (whole seconds), and whose log stopped first.
+"""
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+LAST_LINES = 20
+LAST_BYTES = 64 * 1024
+"""As much of a log is read; a long run's log is large."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailure:
+    """How one rank ended: `exit_code` is negative for a signal, `seen_seconds` since the epoch."""
+
+    rank: int
+    exit_code: int
+    seen_seconds: int
+
+    @property
+    def how(self) -> str:
+        if self.exit_code >= 0:
+            return f"exit code {self.exit_code}"
+        return f"signal {signal.Signals(-self.exit_code).name}"
+
+
+def rank_log(logs: Path, rank: int, since_seconds: float) -> Path | None:
+    """The log that a rank wrote in its last attempt under `runs/<name>/logs`; none if it wrote nothing since then."""
+    written = [path for path in logs.glob(f"attempt_*/rank_{rank:05d}.log") if path.stat().st_mtime >= since_seconds]
+    return max(written, key=lambda path: path.parent.name, default=None)
+
+
+def first_cause(failures: Iterable[RankFailure], logs: Path, since_seconds: float) -> RankFailure:
+    """The failure to tell the user about.
+
+    Args:
+        failures: every rank that did not end with 0; at least one.
+        logs: `runs/<name>/logs`.
+        since_seconds: when the run was started, in seconds since the epoch.
+    """
+
+    def order(failure: RankFailure) -> tuple[bool, int, float, int]:
+        log = rank_log(logs, failure.rank, since_seconds)
+        last_words_seconds = log.stat().st_mtime if log else 0.0  # no log: it died before the others had begun
+        was_ended_by_torchrun = failure.exit_code == -signal.SIGTERM
+        return was_ended_by_torchrun, failure.seen_seconds, last_words_seconds, failure.rank
+
+    return min(failures, key=order)
+
+
+def describe(failure: RankFailure, logs: Path, since_seconds: float) -> str:
+    """The rank, how it ended, and the last lines of its log."""
+    head = f"rank {failure.rank} ended with {failure.how}, so the job was stopped."
+    log = rank_log(logs, failure.rank, since_seconds)
+    if log is None:
+        return f"{head} It had not opened its log in {logs} yet; what it said stands above."
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - LAST_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+    return "\n".join([f"{head} The end of its log, {log}:", *(f"  | {line}" for line in lines)])

@@ -1,0 +1,209 @@
+"""From a command line to running ranks: resolve the config, choose the world, show it, start torchrun or be a rank.
+
+    bash launch/pretrain_gpt.sh [config.yaml] [dotted=overrides] [--dry-run]
+        |  config        YAML < environment < dotted, all problems at once
+        |  world         NPROC_PER_NODE, else the GPUs, else tp pp dp of the config (launch/world.py)
+        |  corpus        prepared first, where the default command finds none
+        v
+    one machine, or one call per node:  torchrun  ->  N x launch/pretrain_gpt.py     RANK, WORLD_SIZE, ... set by torchrun
+    one task of srun per GPU:           launch/pretrain_gpt.py here, now             the same variables, from SLURM's
+
+Each rank reads the config again from the same words and the same environment. When a rank dies, the others are ended
+and the launcher says which it was.
+"""
+
+import importlib
+import logging
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from engine.config import BatchPlan, Config, batch_plan, load_config, parallel_sizes
+from engine.config_rules import problems
+from engine.data.indexed import bin_path, idx_path
+from engine.errors import ConfigError, TopologyError
+from engine.rank_grid import ParallelSizes
+from engine.telemetry.run_dir import run_name
+from launch.failure import RankFailure, describe, first_cause
+from launch.slurm_step import LOOPBACK, is_rank, rank_variables
+from launch.world import World, decide, find_gpus
+
+DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "gpt_tiny.yaml"
+
+WORKER = "launch.pretrain_gpt"
+"""The module that each rank runs: `main(argv) -> int`, argv being the config's path and the overrides."""
+
+DEFAULT_MASTER_PORT = "29500"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for. `config_path` none: the default command, which also prepares its corpus."""
+
+    config_path: Path | None
+    overrides: tuple[str, ...]
+    dry_run: bool = False
+    worker: str = WORKER
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked run: everything that is printed and started follows from it."""
+
+    config: Config
+    config_path: Path
+    overrides: tuple[str, ...]
+    world: World
+    sizes: ParallelSizes
+    batch: BatchPlan
+
+    @property
+    def worker_arguments(self) -> list[str]:
+        return [str(self.config_path), *self.overrides]
+
+
+def launch(request: Request, variables: Mapping[str, str]) -> int:
+    """Start the run that was asked for, or show it; returns the exit code of the run.
+
+    Raises:
+        ConfigError: problems in the configuration, all at once.
+        TopologyError: the ranks, nodes or GPUs do not fit.
+    """
+    if is_rank(variables):
+        return _be_a_rank(request, variables)
+    plan = make_plan(request, variables)
+    arguments = torchrun_arguments(plan, request.worker, variables)
+    environment = thread_variables(variables)
+    console = Console(highlight=False, soft_wrap=True)
+    show(console, plan, arguments, environment)
+    if request.dry_run:
+        return 0
+    if request.config_path is None and not any(word.startswith("data.") for word in request.overrides):
+        exit_code = _prepare_corpus(console, plan.config)
+        if exit_code:
+            return exit_code
+    sys.stdout.flush()  # before the ranks write to the same place
+    return _run_torchrun(plan, arguments, environment)
+
+
+def make_plan(request: Request, variables: Mapping[str, str]) -> Plan:
+    """Resolve the config, choose the world, check both together."""
+    path, overrides = request.config_path or DEFAULT_CONFIG, request.overrides
+    config = load_config(path, overrides, variables)
+    gpus = find_gpus()
+    dp_was_asked_for = variables.get("DP") or any(word.startswith("parallel.dp=") for word in overrides)
+    if request.config_path is None and gpus.count and config.runtime.device != "cpu" and not dp_was_asked_for:
+        # Nobody chose this config, so its dp, meant for a CPU, does not keep GPUs idle.
+        overrides = (*overrides, "parallel.dp=null")
+        config = load_config(path, overrides, variables)
+    world = decide(config, gpus, variables)
+    if found := problems(config, world.size, config.runtime.ranks_per_node or world.ranks_per_node):
+        raise ConfigError(found, str(path))
+    sizes = parallel_sizes(config, world.size)
+    return Plan(config, path, overrides, world, sizes, batch_plan(config, sizes.dp))
+
+
+def torchrun_arguments(plan: Plan, worker: str, variables: Mapping[str, str]) -> list[str]:
+    """The words after `python -m torch.distributed.run`.
+
+    Raises:
+        TopologyError: several nodes, and this one's number or the meeting place is missing.
+    """
+    world = plan.world
+    ranks = [f"--nproc-per-node={world.ranks_per_node}"]
+    if world.num_nodes > 1:
+        if not variables.get("NODE_RANK", "").isdigit() or (variables.get("MASTER_ADDR") or LOOPBACK[0]) in LOOPBACK:
+            raise TopologyError(
+                f"NNODES={world.num_nodes}, NODE_RANK={variables.get('NODE_RANK', 'unset')}, "
+                f"MASTER_ADDR={variables.get('MASTER_ADDR', 'unset')}: with several nodes each needs its number and the "
+                f"address of node 0 that all of them resolve, or every node waits alone. For example on the second:\n"
+                f"  NNODES={world.num_nodes} NODE_RANK=1 MASTER_ADDR=<node 0> bash launch/pretrain_gpt.sh ..."
+            )
+        ranks = [f"--nnodes={world.num_nodes}", f"--node-rank={variables['NODE_RANK']}", *ranks]
+    if world.num_nodes > 1 or variables.get("MASTER_PORT"):
+        ranks += [
+            f"--master-addr={variables.get('MASTER_ADDR') or LOOPBACK[0]}",
+            f"--master-port={variables.get('MASTER_PORT') or DEFAULT_MASTER_PORT}",
+        ]
+    else:
+        # A free port, so that two runs on one machine do not meet; the address, so that no name has to resolve.
+        ranks += ["--standalone", f"--local-addr={LOOPBACK[0]}"]
+    return [*ranks, "--module", worker, *plan.worker_arguments]
+
+
+def thread_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Variables that are set for the ranks, where the user did not set them."""
+    return {} if "OMP_NUM_THREADS" in variables else {"OMP_NUM_THREADS": "1"}
+
+
+def show(console: Console, plan: Plan, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """What was chosen and why, and the line that starts it."""
+    world = plan.world
+    nodes = "1 node" if world.num_nodes == 1 else f"{world.num_nodes} nodes of {world.ranks_per_node}"
+    words = [sys.executable, "-m", "torch.distributed.run", *arguments]
+    line = " ".join([*(f"{name}={value}" for name, value in environment.items()), shlex.join(words)])
+    for name, text in (
+        ("config", " ".join(plan.worker_arguments)),
+        ("ranks", f"{world.size} on {nodes}, {world.backend} ({world.reason})"),
+        ("layout", str(plan.sizes)),
+        ("batch", str(plan.batch)),
+        ("launch", line),
+    ):
+        console.print(f"[bold]{name:<8}[/bold]", end="")
+        console.print(text, markup=False)
+
+
+def _prepare_corpus(console: Console, config: Config) -> int:
+    """The default command trains on text that every machine has; make the corpus if it is not there. An exit code."""
+    for _, prefix in config.data.train:
+        if not (bin_path(prefix).exists() and idx_path(prefix).exists()):
+            console.print(f"[bold]{'corpus':<8}[/bold]{prefix} is not there yet, so it is prepared first")
+            sys.stdout.flush()
+            command = [sys.executable, "-m", "launch.cli", "prepare", "--stdlib", "--output", prefix]
+            prepared = subprocess.run([*command, "--tokenizer", config.data.tokenizer], check=False)
+            if prepared.returncode:
+                return prepared.returncode
+    return 0
+
+
+def _run_torchrun(plan: Plan, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """torchrun inside this process, which makes its signals ours and its failures readable."""
+    os.environ.update(environment)
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    # It names every process that it ends; the one that matters is described below.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    started_seconds = time.time()
+    try:
+        torchrun.run(torchrun.parse_args(list(arguments)))
+    except SignalException as stopped:
+        print(f"stopped by {stopped.sigval.name}; all ranks of this node have ended", file=sys.stderr)
+        return 128 + stopped.sigval
+    except ChildFailedError as failed:
+        logs = Path(plan.config.runtime.runs_dir) / run_name(plan.config, plan.config_path.stem, os.environ) / "logs"
+        failures = [RankFailure(rank, one.exitcode, one.timestamp) for rank, one in failed.failures.items()]
+        cause = first_cause(failures, logs, started_seconds)
+        print(describe(cause, logs, started_seconds), file=sys.stderr)
+        return cause.exit_code if cause.exit_code > 0 else 128 - cause.exit_code
+    return 0
+
+
+def _be_a_rank(request: Request, variables: Mapping[str, str]) -> int:
+    """Run the worker in this task of srun."""
+    ours = rank_variables(variables)
+    arguments = [str(request.config_path or DEFAULT_CONFIG), *request.overrides]
+    if request.dry_run:
+        if ours["RANK"] == "0":
+            print("rank 0 of this SLURM step:", *(f"{name}={value}" for name, value in ours.items()))
+        return 0
+    os.environ.update(ours | thread_variables(variables))
+    return int(importlib.import_module(request.worker).main(arguments))

@@ -1,0 +1,22 @@
+"""A rank that outlives its launcher is an orphan that holds a GPU: Linux ends it with its parent (no torch here).
+
+torchrun ends its ranks in every case but one, when it is itself killed with SIGKILL (out of memory, `kill -9`).
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+"""prctl(2): the signal that the kernel sends to this process when its parent is gone."""
+
+
+def end_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent ends; where there is no prctl, nothing changes."""
+    if not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended between the two calls, so no signal will come
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,130 @@
+"""How many ranks to start, where, and why (torch is asked only where the machine shows a GPU).
+
+    NPROC_PER_NODE given            that many on each node
+    parallel.dp given               tp pp dp ranks; more than there are GPUs is refused, GPUs left over are named
+    dp open, GPUs                   as many as there are: dp = world / (tp pp), the largest that divides the batch
+    dp open, no GPU                 tp pp ranks on the CPU (gloo): one replica
+
+The layout is never changed; only a dp that was left open is filled in.
+"""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.config import Config
+from engine.errors import TopologyError
+
+GLOO = "gloo"
+NCCL = "nccl"
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """GPUs that torch can use on this node, and why it is none where some are there."""
+
+    count: int
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The ranks of a run. `reason` says in a few words where their number comes from."""
+
+    num_nodes: int
+    ranks_per_node: int
+    backend: str
+    reason: str
+
+    @property
+    def size(self) -> int:
+        return self.num_nodes * self.ranks_per_node
+
+
+def find_gpus() -> Gpus:
+    """Count the GPUs of this node; a machine without any is not made to import torch."""
+    if shutil.which("nvidia-smi") is None and not any(Path("/dev").glob("nvidia[0-9]*")):
+        return Gpus(0)
+    import torch
+
+    if torch.version.cuda is None:
+        return Gpus(0, f"there is a GPU, but torch {torch.__version__} is a CPU build: install a CUDA build to use it")
+    return Gpus(torch.cuda.device_count())
+
+
+def decide(config: Config, gpus: Gpus, variables: Mapping[str, str]) -> World:
+    """Choose the number of ranks.
+
+    Args:
+        config: the resolved configuration.
+        gpus: what this node has; all nodes are taken to be alike.
+        variables: NNODES and NPROC_PER_NODE are read.
+
+    Raises:
+        TopologyError: the layout does not fit the nodes or the GPUs.
+    """
+    parallel = config.parallel
+    model_ranks = parallel.tp * parallel.pp * parallel.cp
+    num_nodes = _number(variables, "NNODES") or 1
+    if config.runtime.device == "cuda" and not gpus.count:
+        raise TopologyError(
+            f"runtime.device = cuda: {gpus.note or 'this node shows no GPU'}. Every rank would stop at its first tensor. "
+            f"Use runtime.device=auto or cpu to train on the CPU."
+        )
+    num_gpus = 0 if config.runtime.device == "cpu" else gpus.count
+
+    if given := _number(variables, "NPROC_PER_NODE"):
+        ranks, why = num_nodes * given, "NPROC_PER_NODE"
+    elif parallel.dp is not None:
+        ranks, why = model_ranks * parallel.dp, "tp x pp x dp of the layout"
+    elif num_gpus:
+        dp = _largest_dp(config, num_nodes * num_gpus // model_ranks, model_ranks, num_nodes)
+        ranks, why = model_ranks * dp, "dp was left open: as many GPUs as fit"
+    else:
+        ranks, why = model_ranks, "dp was left open: one replica"
+
+    ranks_per_node, rest = divmod(ranks, num_nodes)
+    if rest:
+        raise TopologyError(
+            f"{ranks} ranks ({why}) do not divide over NNODES={num_nodes}; the nodes would differ and torchrun would wait "
+            f"for ranks that never come. Choose sizes whose product is a multiple of {num_nodes}."
+        )
+    if not num_gpus:
+        return World(num_nodes, ranks_per_node, GLOO, f"{why}; {gpus.note or 'no GPU is used'}")
+    if ranks_per_node > num_gpus:
+        raise TopologyError(_too_few(config, ranks_per_node, num_gpus))
+    idle = num_gpus - ranks_per_node
+    note = f"; {idle} of {num_gpus} GPUs per node stay idle" if idle else ""
+    return World(num_nodes, ranks_per_node, NCCL, why + note)
+
+
+def _largest_dp(config: Config, most: int, model_ranks: int, num_nodes: int) -> int:
+    """At most `most`, a divisor of the batch, the same number of ranks on every node; 1 where nothing fits."""
+    num_microbatches = config.train.global_batch_size // config.train.micro_batch_size
+    for dp in range(most, 1, -1):
+        if num_microbatches % dp == 0 and (dp * model_ranks) % num_nodes == 0:
+            return dp
+    return 1
+
+
+def _too_few(config: Config, ranks_per_node: int, num_gpus: int) -> str:
+    parallel = config.parallel
+    layout = f"tp={parallel.tp} pp={parallel.pp} dp={parallel.dp or 1}"
+    smaller = f"TP=1 PP=1 VPP=1 DP={_largest_dp(config, num_gpus, model_ranks=1, num_nodes=1)}"
+    return (
+        f"{layout} needs {ranks_per_node} GPUs per node and this node shows {num_gpus}. Two ranks on one GPU would deadlock "
+        f"in NCCL, and a layout that was asked for is never changed. Choose a smaller one, for example\n"
+        f"  {smaller} bash launch/pretrain_gpt.sh ...\n"
+        f"or train on the CPU:\n"
+        f"  bash launch/pretrain_gpt.sh ... runtime.device=cpu"
+    )
+
+
+def _number(variables: Mapping[str, str], name: str) -> int | None:
+    text = variables.get(name)
+    if not text:
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise TopologyError(f"{name}={text}: a whole number from 1 is needed; no ranks can be counted out with it.")
+    return int(text)

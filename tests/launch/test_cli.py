@@ -1,0 +1,102 @@
+"""The `triaxis` command: quick help, examples everywhere, errors that a user can read, tracebacks only for bugs."""
+
+import subprocess
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from engine.errors import ConfigError, DivergenceError
+from launch import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULES = sorted(path.stem for path in (ROOT / "launch" / "commands").glob("*.py") if path.stem != "__init__")
+
+
+def test_the_table_names_every_module():
+    assert sorted(cli.COMMANDS) == MODULES
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_is_what_the_table_says(name):
+    command = cli.command_module(name)
+    assert name == command.NAME
+    assert command.HELP.strip()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_help_shows_an_example(name, capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main([name, "--help"])
+    assert left.value.code == 0
+    text = capsys.readouterr().out
+    examples = [line for line in text.splitlines() if f"triaxis {name}" in line and not line.startswith("usage:")]
+    assert examples, text
+
+
+def test_help_lists_the_commands_and_shows_examples(capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main(["--help"])
+    assert left.value.code == 0
+    text = capsys.readouterr().out
+    assert "triaxis config check configs/gpt_tiny.yaml" in text
+    for name, summary in cli.COMMANDS.items():
+        assert name in text
+        assert summary.split()[0] in text
+
+
+def test_help_imports_no_command_and_nothing_heavy():
+    code = "import sys; sys.argv = ['triaxis', '--help']\nimport atexit\n"
+    code += "atexit.register(lambda: print('loaded', *sorted(sys.modules)))\nfrom launch.cli import main\nmain()"
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    loaded = set(shown[shown.index("\nloaded ") :].split()[1:])
+    assert "launch.cli" in loaded
+    heavy = {"torch", "numpy", "pydantic", "rich", "matplotlib", "engine"}
+    assert not heavy & loaded
+    assert not [name for name in loaded if name.startswith("launch.commands.")]
+
+
+@pytest.mark.parametrize("arguments", [[], ["trian"], ["--"], ["--version"]])
+def test_what_is_no_command_is_a_usage_error(arguments, capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main(arguments)
+    assert left.value.code == 2
+    assert "usage: triaxis" in capsys.readouterr().err
+
+
+def fake_command(error: BaseException) -> SimpleNamespace:
+    def add_arguments(parser: ArgumentParser) -> None:
+        parser.add_argument("words", nargs="*")
+        parser.add_argument("--flag", action="store_true")
+
+    def run(args: Namespace) -> int:
+        assert args.words == ["a", "b"]
+        assert args.flag
+        raise error
+
+    return SimpleNamespace(NAME="train", HELP="nothing", add_arguments=add_arguments, run=run)
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code"),
+    [
+        (ConfigError(["parallel.tp = 3: no [/] good"]), 2),
+        (DivergenceError("the loss is not finite"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_a_users_mistake_has_no_traceback(error, exit_code, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "command_module", lambda name: fake_command(error))
+    assert cli.main(["train", "a", "--flag", "b"]) == exit_code
+    shown = capsys.readouterr()
+    assert str(error) in shown.err
+    assert "Traceback" not in shown.err
+    assert shown.out == ""
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr(cli, "command_module", lambda name: fake_command(ZeroDivisionError("ours")))
+    with pytest.raises(ZeroDivisionError, match="ours"):
+        cli.main(["train", "a", "b", "--flag"])

@@ -1,0 +1,191 @@
+"""Ranks started for real, with a toy in the trainer's place: they get the right words, and none outlives its job."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+START = """\
+import os, sys
+from pathlib import Path
+from launch.launcher import Request, launch
+sys.exit(launch(Request(Path(sys.argv[1]), tuple(sys.argv[2:]), worker="toy_worker"), os.environ))
+"""
+
+LAUNCHERS = (
+    "SLURM_",
+    "TORCHELASTIC_",
+    "TP",
+    "PP",
+    "VPP",
+    "DP",
+    "NNODES",
+    "NODE_RANK",
+    "NPROC_",
+    "MASTER_",
+    "RANK",
+    "WORLD_",
+)
+
+
+class Job:
+    """A launcher with its ranks in a temporary folder."""
+
+    def __init__(self, folder: Path, toy: str, *overrides: str, **variables: str) -> None:
+        self.folder = folder
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+        environment |= {
+            "TOY": toy,
+            "TOY_FOLDER": str(folder / "toy"),
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'launch'}",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        words = [str(ROOT / "configs" / "gpt_tiny.yaml"), "runtime.name=toy", f"runtime.runs_dir={folder}", *overrides]
+        words += ["parallel.tp=2", "parallel.pp=1", "parallel.vpp=1", "parallel.dp=2"]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", START, *words],
+            env=environment | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+        )
+
+    def finish(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=60)
+        return self.process.returncode, out, err
+
+    def wait_for_ranks(self) -> list[int]:
+        """The process ids of the ranks, once all of them have started."""
+        deadline_seconds = time.monotonic() + 60
+        while time.monotonic() < deadline_seconds:
+            files = list((self.folder / "toy").glob("pid_*"))
+            if len(files) == 4 and all(file.stat().st_size for file in files):
+                return self.ranks()
+            time.sleep(0.05)
+        raise AssertionError(f"the ranks did not start: {self.finish()}")
+
+    def ranks(self) -> list[int]:
+        return [int(file.read_text()) for file in sorted((self.folder / "toy").glob("pid_*"))]
+
+    def log(self, rank: int) -> str:
+        return (self.folder / "toy" / "logs" / "attempt_00" / f"rank_{rank:05d}.log").read_text()
+
+
+@contextmanager
+def job(folder: Path, toy: str, *overrides: str, **variables: str) -> Iterator[Job]:
+    started = Job(folder, toy, *overrides, **variables)
+    try:
+        yield started
+    finally:
+        started.process.kill()
+        started.process.wait()
+
+
+def is_alive(process_id: int) -> bool:
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def all_end(process_ids: list[int], within_seconds: float) -> bool:
+    deadline_seconds = time.monotonic() + within_seconds
+    while any(map(is_alive, process_ids)):
+        if time.monotonic() > deadline_seconds:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+pytestmark = pytest.mark.distributed
+
+
+def test_ranks_get_their_place_and_the_words_of_the_config(tmp_path):
+    with job(tmp_path, "finish", "train.steps=77") as started:
+        exit_code, out, err = started.finish()
+        assert exit_code == 0, err
+        assert "4 on 1 node, gloo" in out
+        assert "tp=2 pp=1 vpp=1 dp=2" in out
+        for rank in range(4):
+            assert (
+                f"RANK={rank} WORLD_SIZE=4 LOCAL_RANK={rank} LOCAL_WORLD_SIZE=4 MASTER_ADDR=127.0.0.1"
+                in started.log(rank)
+            )
+            assert "gpt_tiny.yaml', 'runtime.name=toy'" in started.log(rank)
+            assert "'train.steps=77'" in started.log(rank)
+
+
+@pytest.mark.parametrize(
+    ("toy", "exit_code", "how"), [("die 3", 128 + signal.SIGKILL, "signal SIGKILL"), ("raise 2", 2, "exit code 2")]
+)
+def test_a_dead_rank_ends_the_job_and_is_named(tmp_path, toy, exit_code, how):
+    with job(tmp_path, toy) as started:
+        ended_with, _, err = started.finish()
+        assert ended_with == exit_code, err
+        culprit = int(toy.split()[1])
+        assert f"rank {culprit} ended with {how}" in err
+        assert f"toy/logs/attempt_00/rank_{culprit:05d}.log" in err
+        assert "  | the last words of this rank" in err
+        assert "Traceback" not in err
+        assert all_end(started.ranks(), within_seconds=5)
+
+
+@pytest.mark.slow  # torchrun waits 30 seconds before it kills
+def test_ranks_that_do_not_listen_are_killed_and_not_blamed(tmp_path):
+    with job(tmp_path, "deaf 1") as started:
+        ranks = started.wait_for_ranks()
+        os.kill(ranks[1], signal.SIGKILL)
+        exit_code, _, err = started.finish()
+        assert exit_code == 128 + signal.SIGKILL
+        assert "rank 1 ended with signal SIGKILL" in err
+        assert all_end(ranks, within_seconds=5)
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_stopping_the_launcher_stops_the_ranks(tmp_path, stop):
+    with job(tmp_path, "sleep") as started:
+        ranks = started.wait_for_ranks()
+        started.process.send_signal(stop)
+        exit_code, _, err = started.finish()
+        assert exit_code == 128 + stop, err
+        assert f"stopped by {stop.name}" in err
+        assert "Traceback" not in err
+        assert all_end(ranks, within_seconds=5)
+
+
+def test_ranks_do_not_outlive_a_launcher_that_was_killed(tmp_path):
+    with job(tmp_path, "sleep") as started:
+        ranks = started.wait_for_ranks()
+        started.process.kill()
+        assert all_end(ranks, within_seconds=5)
+
+
+def test_a_task_of_srun_is_a_rank(tmp_path):
+    slurm = {
+        "SLURM_PROCID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "here",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "0",
+        "SLURM_JOB_ID": "31",
+    }
+    with (
+        job(tmp_path, "finish", **slurm) as first,
+        job(tmp_path, "finish", **slurm | {"SLURM_PROCID": "1", "SLURM_LOCALID": "1"}) as second,
+    ):
+        for rank, started in enumerate((first, second)):
+            exit_code, _, err = started.finish()
+            assert exit_code == 0, err
+            assert f"RANK={rank} WORLD_SIZE=2 LOCAL_RANK={rank} LOCAL_WORLD_SIZE=2" in started.log(rank)
+            assert "MASTER_ADDR=127.0.0.1 MASTER_PORT=15031" in started.log(rank)
