@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from engine.config import ModelConfig, RecomputeConfig
 
-CONVENTION = "model FLOPs = 6 x GEMM weights + 6 x layers x heads x head size x sequence (causal) per token"
+CONVENTION = "6 x GEMM weights + 6 x layers x heads x head size x sequence (causal)"
+"""What `model_flops_per_token` counts, for whoever prints it."""
 
 
 def gemm_weights(model: ModelConfig) -> int:

@@ -1,0 +1,44 @@
+"""Numbers as people read them: three or four digits and a unit (no torch here)."""
+
+import math
+
+
+def significant(value: float) -> str:
+    """A few digits, without an exponent where that is short: 0.00570, 0.0632, 1.234, 989.4, 1.2e+06."""
+    if not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    if size != 0 and not 1e-4 <= size < 1e5:
+        return f"{value:.1e}"
+    if size < 1:
+        return f"{value:#.3g}"
+    return f"{value:.4g}" if size >= 1000 else f"{value:#.4g}"
+
+
+def compact(value: float) -> str:
+    """A count with k, M, G, T: 950, 12.41k, 1.235M."""
+    if abs(value) < 999.5:
+        return f"{value:.0f}"
+    for unit in ("k", "M", "G"):
+        value /= 1000
+        if abs(value) < 999.95:
+            return f"{value:#.4g}{unit}"
+    return f"{value / 1000:#.4g}T"
+
+
+def gibibytes(num_bytes: int) -> str:
+    """Memory in GiB with two decimals."""
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
+def duration(seconds: float) -> str:
+    """A time span like a clock: 0:09, 12:34, 1:23:45, 2d 03:04 (days and hours: nobody plans by seconds then)."""
+    whole = round(seconds)
+    minutes, seconds_left = divmod(whole, 60)
+    hours, minutes_left = divmod(minutes, 60)
+    days, hours_left = divmod(hours, 24)
+    if days:
+        return f"{days}d {hours_left:02d}:{minutes_left:02d}"
+    if hours:
+        return f"{hours}:{minutes_left:02d}:{seconds_left:02d}"
+    return f"{minutes}:{seconds_left:02d}"

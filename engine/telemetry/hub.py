@@ -1,0 +1,171 @@
+"""Telemetry: one object that every rank has, and that speaks on one of them.
+
+    on_step, on_validation  ->  Telemetry  ->  Report       terminal and log, at once
+                                           `->  sinks       metrics.jsonl, wandb, TensorBoard; after its validation if one follows
+                                           `->  events.jsonl
+
+A sink that fails is told no more: that it failed is an event and a line on the terminal, and training goes on. A loss is agreed
+by all ranks, so rank 0 can log; on the others every call returns at once.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+from engine.config import Config
+from engine.telemetry.console import Report
+from engine.telemetry.jsonl import EventKind, EventLog, MetricsLog
+from engine.telemetry.metrics import StepMetrics
+from engine.telemetry.rank_log import Streams
+from engine.telemetry.run_dir import RunDirectory
+from engine.telemetry.tensorboard_sink import TensorBoardSink, check_installed
+from engine.telemetry.wandb_sink import WandbSink
+
+
+class Sink(Protocol):
+    """Where the record of a step goes."""
+
+    @property
+    def name(self) -> str: ...
+    def record(self, metrics: StepMetrics) -> None: ...
+    def close(self) -> None: ...
+
+
+class Telemetry:
+    """What is written down about a run.
+
+    Args:
+        report: for people; None on ranks that do not log.
+        events: None on ranks that do not log.
+        sinks: where each step's record goes.
+    """
+
+    def __init__(
+        self, report: Report | None = None, events: EventLog | None = None, sinks: Sequence[Sink] = ()
+    ) -> None:
+        self.report = report
+        self._events = events
+        self._sinks = list(sinks)
+        self._pending: StepMetrics | None = None
+        self._last_step: int | None = None
+
+    def step(self, metrics: StepMetrics) -> None:
+        """A step has ended. The sinks get it with `flush`, or with its validation's loss if one comes first."""
+        self.flush()
+        self._pending = metrics
+        self._last_step = metrics.step
+        if self.report is not None:
+            self.report.step(metrics)
+
+    def validation(self, step: int, loss: float, seconds: float) -> None:
+        """A validation after `step` steps (counted from 1) has ended."""
+        if self._pending is not None and self._pending.step == step:
+            self._pending = replace(self._pending, val_loss=loss)
+        self.event("validation", step=step, val_loss=loss, seconds=seconds)
+        if self.report is not None:
+            self.report.validation(step, loss, seconds)
+        self.flush()
+
+    def event(self, kind: EventKind, **fields: Any) -> None:
+        """Something happened; on ranks that do not log, to nobody's interest."""
+        if self._events is None:
+            return
+        try:
+            self._events.write(kind, **fields)
+        except Exception as error:
+            self._events = None
+            self._say(f"events.jsonl is switched off: {error}")
+
+    def flush(self) -> None:
+        """Hand the last step to the sinks: no validation of it will follow."""
+        if self._pending is None:
+            return
+        metrics, self._pending = self._pending, None
+        for sink in tuple(self._sinks):
+            self._guard(sink, partial(sink.record, metrics))
+
+    def close(self) -> None:
+        """Flush and close everything; may be called after an error, and twice."""
+        self.flush()
+        if self.report is not None:
+            self.report.close()
+        for sink in tuple(self._sinks):
+            self._guard(sink, sink.close)
+        self._sinks.clear()
+        self.event("attempt_ended", step=self._last_step)
+        if self._events is not None:
+            self._events.close()
+            self._events = None
+
+    def add_sink(self, name: str, open_sink: Callable[[], Sink]) -> Sink | None:
+        """Open a sink; one that cannot be opened is an event, and None."""
+        try:
+            sink = open_sink()
+        except Exception as error:
+            self._failed(name, error)
+            return None
+        self._sinks.append(sink)
+        return sink
+
+    def _guard(self, sink: Sink, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            self._sinks.remove(sink)
+            self._failed(sink.name, error)
+
+    def _failed(self, name: str, error: Exception) -> None:
+        self.event("sink_failed", sink=name, error=f"{type(error).__name__}: {error}")
+        self._say(f"{name} is switched off, training goes on: {type(error).__name__}: {error}")
+
+    def _say(self, text: str) -> None:
+        if self.report is not None:
+            self.report.say(text, "yellow")
+
+
+def open_telemetry(
+    config: Config,
+    directory: RunDirectory,
+    *,
+    is_logging_rank: bool,
+    streams: Streams,
+    num_steps: int,
+    show_mfu: bool,
+    layout: Mapping[str, Any],
+) -> Telemetry:
+    """The telemetry of one rank: with sinks on the logging rank, silent on the others.
+
+    Args:
+        config: `telemetry` says which sinks.
+        directory: of the run.
+        is_logging_rank: true on rank 0 alone.
+        streams: of this rank, from `rank_log`.
+        num_steps: of the whole run.
+        show_mfu: whether a peak is known.
+        layout: parallel sizes, device and what else wandb should filter by.
+
+    Raises:
+        TriaxisError: TensorBoard was asked for and is not installed; on every rank.
+    """
+    if config.telemetry.tensorboard:
+        check_installed()
+    if not is_logging_rank:
+        return Telemetry()
+    report = Report(
+        num_steps, config.telemetry.log_interval, terminal=streams.terminal, log=streams.log, show_mfu=show_mfu
+    )
+    events = EventLog(directory.events, directory.attempt)
+    telemetry = Telemetry(report, events)
+    telemetry.event("attempt_started", layout=dict(layout))
+    metrics = telemetry.add_sink(MetricsLog.name, lambda: MetricsLog(directory.metrics))
+    for lines in (events.lines, *([metrics.lines] if isinstance(metrics, MetricsLog) else [])):
+        if lines.num_healed_bytes:
+            telemetry.event("log_healed", file=lines.path.name, bytes_cut_off=lines.num_healed_bytes)
+    if config.telemetry.wandb is not None:
+        sink = telemetry.add_sink(WandbSink.name, lambda: WandbSink(config, directory, layout))
+        if isinstance(sink, WandbSink):
+            telemetry.event("wandb", mode=sink.mode, why=sink.why, url=sink.url)
+    if config.telemetry.tensorboard:
+        telemetry.add_sink(TensorBoardSink.name, lambda: TensorBoardSink(directory))
+    return telemetry

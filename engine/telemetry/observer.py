@@ -1,0 +1,78 @@
+"""The observer of the training loop: clocks the phases, makes each step's record, tells `Telemetry`.
+
+    engine.train.train --phase, on_step, on_validation--> TrainingObserver --StepMetrics--> Telemetry
+
+The loop counts steps from 0; everything that is written down counts the steps that are done, from 1.
+"""
+
+import resource
+import sys
+
+import torch
+
+from engine.step import StepResult
+from engine.telemetry.hub import Telemetry
+from engine.telemetry.metrics import VALIDATION, Meter
+from engine.telemetry.timers import Timers
+
+
+class TrainingObserver:
+    """`engine.train.Observer` on every rank.
+
+    Args:
+        telemetry: of this rank.
+        meter: what a step's time means for this model.
+        device: whose memory is reported.
+        timers: the clock; it runs from now on, so build the observer just before training.
+
+    Attributes:
+        loss: of the last step; None before the first.
+        val_loss: of the last validation; None before the first.
+    """
+
+    def __init__(self, telemetry: Telemetry, meter: Meter, device: torch.device, timers: Timers | None = None) -> None:
+        self.loss: float | None = None
+        self.val_loss: float | None = None
+        self._telemetry = telemetry
+        self._meter = meter
+        self._device = device
+        self._timers = timers or Timers()
+
+    def phase(self, name: str) -> None:
+        """The loop goes on to `name`: data, step, validation."""
+        if name != VALIDATION:
+            self._telemetry.flush()
+        if self._telemetry.report is not None:
+            self._telemetry.report.phase(VALIDATION if name == VALIDATION else "training")
+        self._timers.phase(name)
+
+    def on_step(self, step: int, result: StepResult, lr: float) -> None:
+        """Step `step`, counted from 0, has updated the weights."""
+        self.loss = result.loss
+        spans_seconds = self._timers.end_step()
+        if self._telemetry.report is None:
+            return
+        self._telemetry.step(
+            self._meter.measure(
+                step + 1,
+                loss=result.loss,
+                loss_tokens=result.num_tokens,
+                lr=lr,
+                grad_norm=result.grad_norm,
+                spans_seconds=spans_seconds,
+                peak_memory_bytes=peak_memory_bytes(self._device),
+            )
+        )
+
+    def on_validation(self, step: int, loss: float) -> None:
+        """The validation after step `step`, counted from 0, has ended."""
+        self.val_loss = loss
+        self._telemetry.validation(step + 1, loss, self._timers.running_seconds())
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory that this process has used: allocated by torch on a GPU, resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

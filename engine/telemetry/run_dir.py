@@ -1,0 +1,211 @@
+"""The run directory: everything that a run leaves behind, in one place (no torch here).
+
+    runs/<name>/                  name: runtime.name, or the config's stem; <stem>-<jobid> under SLURM, kept over requeues
+        config.yaml               resolved: what was asked for, with every default
+        metrics.jsonl             one object per step, appended over all attempts
+        events.jsonl              starts, ends, validations, failures of sinks
+        logs/attempt_00/rank_00003.log
+        wandb/  wandb_id          one wandb run over all attempts
+        tensorboard/
+        finished                  JSON; there once the last step is made
+        lock                      held by rank 0 while the run lives
+
+Rank 0 calls `RunDirectory.create`; the caller tells the others its attempt, and they call `RunDirectory.join`.
+"""
+
+import fcntl
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+import yaml
+
+from engine.config import Config, to_yaml
+from engine.data.files import write_atomically
+from engine.errors import TriaxisError
+
+_FREE_KEYS = frozenset({"runtime.name", "runtime.runs_dir"})
+"""Keys that say where the directory is; a folder that was moved still holds the same run."""
+
+_SHOWN_DIFFERENCES = 12
+
+
+def run_name(config: Config, stem: str, variables: Mapping[str, str]) -> str:
+    """The name of a run: `runtime.name`, else the config file's stem, under SLURM with the job's id.
+
+    A requeued job keeps its id, so it finds the directory of its earlier attempts.
+
+    Args:
+        config: the resolved configuration.
+        stem: of the config's path ("gpt_tiny").
+        variables: SLURM_JOB_ID is read; an array's task has its own id there.
+    """
+    if config.runtime.name is not None:
+        return config.runtime.name
+    job = variables.get("SLURM_JOB_ID")
+    return f"{stem}-{job}" if job else stem
+
+
+class RunDirectory:
+    """Paths of one run, and which attempt this is.
+
+    Attributes:
+        path: the directory.
+        attempt: number of earlier attempts; of a finished run, its last attempt.
+        finished: what `finish` wrote; None while the run is not done.
+    """
+
+    def __init__(self, path: Path, attempt: int, finished: Mapping[str, Any] | None, lock: TextIO | None) -> None:
+        self.path = path
+        self.attempt = attempt
+        self.finished = finished
+        self._lock = lock
+
+    @classmethod
+    def create(cls, config: Config, runs_dir: str | Path, name: str) -> "RunDirectory":
+        """Open the directory for a new attempt, on the one rank that decides (rank 0).
+
+        A finished run is left untouched: `finished` tells what it came to, and there is nothing to start.
+
+        Raises:
+            TriaxisError: the name is no folder name; the directory holds steps of a run with another configuration (attempts
+                that never made a step have nothing to protect); or a run that is alive writes there.
+        """
+        if name in ("", ".", "..") or "/" in name:
+            raise TriaxisError(
+                f"runtime.name = {name!r} must be the name of one folder, or the run would write outside of {runs_dir}. "
+                f"Leave the slashes away; runtime.runs_dir says where run directories go."
+            )
+        path = Path(runs_dir) / name
+        path.mkdir(parents=True, exist_ok=True)
+        lock = _locked(path)
+        try:
+            if _has_results(path):
+                _check_same_config(path, config)
+            finished = _read_finished(path)
+            attempts = [int(folder.name.removeprefix("attempt_")) for folder in (path / "logs").glob("attempt_*")]
+            if finished is not None:
+                lock.close()
+                return cls(path, max(attempts, default=0), finished, None)
+            write_atomically(path / "config.yaml", [to_yaml(config, describe=True).encode()])
+            run = cls(path, max(attempts, default=-1) + 1, None, lock)
+            run.rank_log(0).parent.mkdir(parents=True)
+        except BaseException:
+            lock.close()
+            raise
+        return run
+
+    @classmethod
+    def join(cls, runs_dir: str | Path, name: str, attempt: int) -> "RunDirectory":
+        """The directory as every other rank sees it, whether or not its node shares the first node's files."""
+        return cls(Path(runs_dir) / name, attempt, None, None)
+
+    def rank_log(self, rank: int) -> Path:
+        return self.path / "logs" / f"attempt_{self.attempt:02d}" / f"rank_{rank:05d}.log"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def wandb_id(self) -> Path:
+        return self.path / "wandb_id"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    def finish(self, **results: Any) -> None:
+        """Mark the run as done: `results` (steps, loss, val_loss, ...) as JSON, complete or not there."""
+        write_atomically(self.path / "finished", [(json.dumps(results, indent=2) + "\n").encode()])
+        self.finished = results
+
+    def finished_message(self) -> str:
+        """What a second start of a finished run says: that it is done, where its results are, how to start another."""
+        assert self.finished is not None, "only a finished run has this message"
+        results = ", ".join(f"{key} {_short(value)}" for key, value in self.finished.items() if value is not None)
+        return (
+            f"The run {self.path.name} is finished ({results}); nothing was started.\n"
+            f"  results      {self.path}/ (metrics.jsonl, events.jsonl, logs/)\n"
+            f"  another one  RUN_NAME={_next_name(self.path)} and the same command\n"
+            f"  from zero    rm -r {self.path} and the same command"
+        )
+
+    def close(self) -> None:
+        """Let another process use the directory. The kernel does this too when this process dies."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+def _locked(path: Path) -> TextIO:
+    lock = (path / "lock").open("a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise TriaxisError(
+            f"another run is alive and writes in {path}; two would mix their metrics. Wait for it or end it, or start this one "
+            f"under another name: RUN_NAME={_next_name(path)}"
+        ) from None
+    return lock
+
+
+def _read_finished(path: Path) -> Mapping[str, Any] | None:
+    marker = path / "finished"
+    if not marker.exists():
+        return None
+    results: dict[str, Any] = json.loads(marker.read_text())
+    return results
+
+
+def _has_results(path: Path) -> bool:
+    metrics = path / "metrics.jsonl"
+    return (path / "config.yaml").exists() and metrics.exists() and metrics.stat().st_size > 0
+
+
+def _check_same_config(path: Path, config: Config) -> None:
+    written = path / "config.yaml"
+    there = dict(_flat(yaml.safe_load(written.read_text()) or {}))
+    here = dict(_flat(config.model_dump(mode="json")))
+    lines = [
+        f"  {key}: {there.get(key, 'absent')} there, {here.get(key, 'absent')} here"
+        for key in [*here, *(key for key in there if key not in here)]
+        if key not in _FREE_KEYS and there.get(key) != here.get(key)
+    ]
+    if not lines:
+        return
+    if len(lines) > _SHOWN_DIFFERENCES:
+        lines[_SHOWN_DIFFERENCES:] = [f"  and {len(lines) - _SHOWN_DIFFERENCES} more"]
+    differences = "\n".join(lines)
+    raise TriaxisError(
+        f"{path} holds a run with another configuration:\n{differences}\n"
+        f"Its metrics would no longer be those of one run. Start this one under another name: RUN_NAME={_next_name(path)}; or, "
+        f"if the old one is not needed, rm -r {path}"
+    )
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every leaf; a section that is none is a leaf."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _next_name(path: Path) -> str:
+    """The first of name-2, name-3, ... that is free."""
+    number = 2
+    while (path.parent / f"{path.name}-{number}").exists():
+        number += 1
+    return f"{path.name}-{number}"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,46 @@
+"""Where the time of a step goes, on the host's clock (no torch here).
+
+    phase("data") ---- phase("step") -------------------- end_step()  phase("validation") ---- phase("data") ...
+         data      |            step                    |   other   |      validation        |
+         `------------------ this step's spans --------'`----- the next step's spans ------...
+
+One phase is running at any time, so the spans of a step add up to the time between two ends of steps, by construction.
+A switch costs one reading of the clock. On a GPU a phase is charged what the host waits for in it: kernels that were
+launched in one phase and waited for in the next count there; over several steps this evens out.
+"""
+
+import time
+from collections.abc import Callable
+
+BETWEEN = "other"
+"""The phase that runs when nobody has named one."""
+
+
+class Timers:
+    """Named spans of host time that leave no gap.
+
+    Args:
+        clock: seconds from an arbitrary origin, never going back.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._phase = BETWEEN
+        self._since_seconds = clock()
+        self._spans_seconds: dict[str, float] = {}
+
+    def phase(self, name: str) -> None:
+        """End the running phase and start `name`; a phase that comes twice in a step is added up."""
+        now = self._clock()
+        self._spans_seconds[self._phase] = self._spans_seconds.get(self._phase, 0.0) + now - self._since_seconds
+        self._phase, self._since_seconds = name, now
+
+    def running_seconds(self) -> float:
+        """How long the running phase has been running."""
+        return self._clock() - self._since_seconds
+
+    def end_step(self) -> dict[str, float]:
+        """Seconds by phase since the last end of a step; what follows is `BETWEEN` until a phase is named."""
+        self.phase(BETWEEN)
+        spans, self._spans_seconds = self._spans_seconds, {}
+        return spans
