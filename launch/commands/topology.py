@@ -1,0 +1,86 @@
+"""`triaxis topology`: which rank stands where, which ranks talk to each other, and over what; no process is started.
+
+sizes, or a config and a world size  ->  RankGrid  ->  nodes and groups as text (launch/topology_text.py)
+                                                   ->  with --out a picture     (launch/topology_picture.py)
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+from engine.config import Config, load_config, parallel_sizes
+from engine.config_rules import problems
+from engine.errors import ConfigError, TopologyError
+from engine.rank_grid import ParallelSizes, RankGrid
+from launch.topology_text import describe
+
+NAME = "topology"
+HELP = "Show which rank stands on which node, and which ranks form a group."
+EXAMPLES = """examples:
+  triaxis topology --tp 2 --pp 2 --dp 4 --ranks-per-node 8
+  triaxis topology --tp 8 --pp 8 --dp 16 --ranks-per-node 8 --out layout.png
+  triaxis topology --config configs/llama3_8b.yaml --world-size 64 --ranks-per-node 8
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLES
+    for name, meaning in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{meaning}-parallel size (default: 1)")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="take the sizes from a config, in place of --tp --pp --dp"
+    )
+    parser.add_argument(
+        "--world-size", type=int, metavar="N", help="with --config: ranks; needed where it leaves dp open"
+    )
+    parser.add_argument(
+        "--ranks-per-node", type=int, metavar="N", help="ranks that share a node (default: all of them)"
+    )
+    parser.add_argument(
+        "--allow-tp-across-nodes", action="store_true", help="show a layout whose tensor-parallel groups span nodes"
+    )
+    parser.add_argument("--out", type=Path, metavar="PNG", help="draw it too, into this file")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the layout; TopologyError or ConfigError if there is no such layout."""
+    if args.ranks_per_node is not None and args.ranks_per_node < 1:
+        raise TopologyError(
+            f"--ranks-per-node {args.ranks_per_node}: a node has at least 1 rank, else there are no nodes."
+        )
+    config, sizes = _sizes(args)
+    allow, per_node = args.allow_tp_across_nodes, args.ranks_per_node
+    if config is not None:
+        allow, per_node = allow or config.parallel.allow_tp_across_nodes, per_node or config.runtime.ranks_per_node
+    grid = RankGrid(sizes, per_node, allow_tp_across_nodes=allow)
+    print(describe(grid, config.model if config is not None else None), end="")
+    if args.out is not None:
+        from launch.topology_picture import draw  # matplotlib: only for those who want a picture
+
+        draw(grid, args.out)
+        print(f"\npicture: {args.out}")
+    return 0
+
+
+def _sizes(args: argparse.Namespace) -> tuple[Config | None, ParallelSizes]:
+    given = {name: getattr(args, name) for name in ("tp", "pp", "dp") if getattr(args, name) is not None}
+    if args.config is None:
+        if args.world_size is not None:
+            raise TopologyError(
+                f"--world-size {args.world_size} belongs to --config; here the world is tp x pp x dp. Leave it out, or change "
+                f"--dp."
+            )
+        return None, ParallelSizes(**given)
+    if given:
+        flags = " ".join(f"--{name} {size}" for name, size in given.items())
+        raise TopologyError(
+            f"{flags} and --config {args.config}: both say what the layout is. Leave one out; TP, PP and DP in the environment "
+            f"change a config."
+        )
+    config = load_config(args.config, (), os.environ)
+    if args.allow_tp_across_nodes:
+        parallel = config.parallel.model_copy(update={"allow_tp_across_nodes": True})
+        config = config.model_copy(update={"parallel": parallel})
+    if found := problems(config, args.world_size, args.ranks_per_node):
+        raise ConfigError(found, str(args.config))
+    return config, parallel_sizes(config, args.world_size)
