@@ -325,7 +325,12 @@ def parallel_sizes(config: Config, world_size: int | None = None) -> ParallelSiz
 
 
 def load_config(
-    path: str | Path | None, overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    *,
+    world_size: int | None = None,
+    ranks_per_node: int | None = None,
 ) -> Config:
     """Read, check and freeze a configuration: YAML < environment < dotted overrides.
 
@@ -333,13 +338,14 @@ def load_config(
         path: a YAML file; None: nothing but the environment and the overrides.
         overrides: `section.key=value`, the value in YAML.
         environment: `os.environ`, for TP, PP, VPP, DP, MICRO_BATCH_SIZE, GLOBAL_BATCH_SIZE, RUN_NAME; None: not read.
+        world_size, ranks_per_node: the cluster, where it is known already, for the rules that depend on it.
 
     Raises:
         ConfigError: every problem at once: the file, unknown keys, types, and every rule that can be evaluated.
     """
     from engine.config_load import load  # it reads this tree, so it is imported after it
 
-    return load(path, overrides, environment or {})
+    return load(path, overrides, environment or {}, world_size, ranks_per_node)
 
 
 def to_yaml(config: Config, *, describe: bool = False) -> str:

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from engine.config import Config, Section
 from engine.config_names import unknown_key
+from engine.config_rules import problems as broken_rules
 from engine.errors import ConfigError
 
 ENVIRONMENT = {
@@ -60,10 +61,14 @@ class _Reading:
         self.origins[dotted] = origin
 
 
-def load(path: str | Path | None, overrides: Sequence[str], environment: Mapping[str, str]) -> Config:
+def load(
+    path: str | Path | None,
+    overrides: Sequence[str],
+    environment: Mapping[str, str],
+    world_size: int | None,
+    ranks_per_node: int | None,
+) -> Config:
     """See `engine.config.load_config`."""
-    from engine.config_rules import problems as broken_rules
-
     reading = _Reading()
     source = "the configuration" if path is None else str(path)
     if path is not None:
@@ -75,7 +80,7 @@ def load(path: str | Path | None, overrides: Sequence[str], environment: Mapping
     except ValidationError as error:
         config = _valid_part(reading.tree, error)
         reading.problems += _type_problems(error, reading.origins)
-    reading.problems += broken_rules(config)
+    reading.problems += broken_rules(config, world_size, ranks_per_node)
     if reading.problems:
         raise ConfigError(reading.problems, source)
     return config
