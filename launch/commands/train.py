@@ -21,12 +21,13 @@ Several nodes, the same command on each: NNODES NODE_RANK MASTER_ADDR MASTER_POR
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "triaxis train [config.yaml] [section.key=value ...] [--dry-run]"
     parser.epilog = EXAMPLES
     parser.add_argument(
         "words",
         nargs="*",
-        metavar="[config.yaml] [section.key=value ...]",
-        help="without a config: configs/gpt_tiny.yaml on real text, which is prepared first",
+        metavar="config.yaml section.key=value",
+        help="a config and overrides; without a config: configs/gpt_tiny.yaml on real text, which is prepared first",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the launch line, the layout and the batch; start nothing"
