@@ -363,6 +363,7 @@ def test_a_length_in_tokens_is_rounded_up_to_whole_steps(base: Path) -> None:
     assert batch_plan(load_config(base, ["train.steps=null", "train.tokens=1"]), dp=1).num_steps == 1
 
 
+@settings(max_examples=60, deadline=None)
 @given(micro=st.integers(1, 9), dp=st.integers(1, 9), rest=st.integers(0, 80), rounds=st.integers(1, 9))
 def test_a_batch_plan_loses_no_sample(micro: int, dp: int, rest: int, rounds: int) -> None:
     config = load_config(None, [f"{name}={value}" for name, value in overrides_of(BASE)])

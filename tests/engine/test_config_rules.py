@@ -388,9 +388,7 @@ MOSTLY_LEGAL = st.builds(
 
 @settings(max_examples=100, deadline=None)
 @given(config=MOSTLY_LEGAL, world_size=few([12, 24, 48]), ranks_per_node=few([None, 4, 12]))
-def test_a_legal_config_can_be_built(
-    config: Config, world_size: int, ranks_per_node: int | None
-) -> None:
+def test_a_legal_config_can_be_built(config: Config, world_size: int, ranks_per_node: int | None) -> None:
     """The rules and the code that they protect agree: nothing that comes after the check refuses a config that passed."""
     assume(not problems(config, world_size, ranks_per_node))
     parallel, sizes = config.parallel, parallel_sizes(config, world_size)
@@ -431,6 +429,7 @@ def test_the_rules_about_nodes_are_those_of_the_rank_grid(
         assert not refused
 
 
+@settings(max_examples=60, deadline=None)
 @given(
     name=few(["auto", "gpipe", "1f1b", "interleaved"]),
     vpp=st.integers(1, 3),
@@ -454,6 +453,7 @@ def test_the_rules_about_stages_are_those_of_the_pipeline(name: str, vpp: int, l
         assert {"parallel.layers_per_stage", "model.num_layers"} & set(found)
 
 
+@settings(max_examples=60, deadline=None)
 @given(of=st.integers(1, 60), near=st.integers(1, 300))
 def test_candidates_come_nearest_first(of: int, near: int) -> None:
     for values in (multiples(of, near), divisors(of, near), numbers(near)):

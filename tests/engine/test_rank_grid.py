@@ -29,6 +29,7 @@ def test_sixteen_ranks_by_hand() -> None:
     assert str(at) == "pp 1, dp 2, tp 1"
 
 
+@settings(max_examples=60, deadline=None)
 @given(sizes=SIZES)
 def test_ranks_and_coordinates_are_one_to_one(sizes: ParallelSizes) -> None:
     grid = RankGrid(sizes)
@@ -57,6 +58,7 @@ def test_groups_of_any_axes_part_the_world(sizes: ParallelSizes) -> None:
         assert list(groups) == sorted(groups)
 
 
+@settings(max_examples=60, deadline=None)
 @given(sizes=SIZES)
 def test_neighbours_are_tensor_parallel_and_stages_are_far_apart(sizes: ParallelSizes) -> None:
     grid = RankGrid(sizes)
@@ -65,6 +67,7 @@ def test_neighbours_are_tensor_parallel_and_stages_are_far_apart(sizes: Parallel
         assert all(after - before == sizes.world_size // sizes.pp for before, after in pairwise(group))
 
 
+@settings(max_examples=60, deadline=None)
 @given(sizes=SIZES)
 def test_end_stage_groups_hold_the_first_and_last_stage(sizes: ParallelSizes) -> None:
     grid = RankGrid(sizes)
@@ -76,6 +79,7 @@ def test_end_stage_groups_hold_the_first_and_last_stage(sizes: ParallelSizes) ->
         assert (stages[0], stages[-1]) == (0, sizes.pp - 1)
 
 
+@settings(max_examples=60, deadline=None)
 @given(sizes=SIZES, block_size=st.integers(1, 6))
 def test_tp_blocks_cut_each_group_into_neighbours(sizes: ParallelSizes, block_size: int) -> None:
     grid = RankGrid(sizes)
@@ -88,6 +92,7 @@ def test_tp_blocks_cut_each_group_into_neighbours(sizes: ParallelSizes, block_si
     assert all(len(block) == block_size and len({rank // sizes.tp for rank in block}) == 1 for block in blocks)
 
 
+@settings(max_examples=60, deadline=None)
 @given(sizes=SIZES, ranks_per_node=st.integers(1, 16), allow=st.booleans())
 def test_nodes_are_whole_and_hold_whole_tp_groups_unless_allowed(
     sizes: ParallelSizes, ranks_per_node: int, allow: bool
