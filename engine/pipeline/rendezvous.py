@@ -108,11 +108,14 @@ class _Execution:
         return source is None or (*source, action.microbatch) in self.produced
 
     def _run_action(self, rank: int, action: Action) -> None:
-        if action.kind is not Kind.W:
-            kind = Kind.F if action.kind is Kind.F else Kind.B
-            self.produced.add((self.schedule.placement.stage_of(rank, action.chunk), kind, action.microbatch))
-            if not self.is_lowered:
-                self.runnable.extend(range(len(self.rows)))
+        if action.kind is Kind.W:
+            return
+        placement = self.schedule.placement
+        stage = placement.stage_of(rank, action.chunk)
+        self.produced.add((stage, Kind.F if action.kind is Kind.F else Kind.B, action.microbatch))
+        consumer = stage + 1 if action.kind is Kind.F else stage - 1
+        if not self.is_lowered and 0 <= consumer < placement.num_stages:
+            self.runnable.append(placement.rank_of(consumer))
 
     def _progress(self, direction: Direction, rank: int) -> None:
         """Let the head of a channel meet the heads of its peers, and what follows them, as far as it goes."""
@@ -157,8 +160,10 @@ class _Execution:
 
     def _complete(self, direction: Direction, rank: int) -> None:
         posted = self.channels[direction, rank].popleft()
-        self.received.update(transfer for transfer in posted.post.transfers if transfer.destination == rank)
-        self.runnable.append(rank)
+        arrived = [transfer for transfer in posted.post.transfers if transfer.destination == rank]
+        if arrived:
+            self.received.update(arrived)
+            self.runnable.append(rank)
 
     def _deadlock(self) -> Failure:
         marks: dict[Place, str] = {}

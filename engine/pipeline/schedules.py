@@ -96,8 +96,8 @@ def _require_one_chunk(name: str, vpp: int) -> None:
         )
     if vpp != 1:
         raise ScheduleError(
-            f"schedule.name={name} with parallel.vpp={vpp}: {name} runs one chunk per rank, so the layers of the other "
-            f"{vpp - 1} would never be computed. Set parallel.vpp to 1, or schedule.name to interleaved or auto."
+            f"schedule.name={name} with parallel.vpp={vpp}: {name} runs one chunk per rank, and the layers of all other "
+            "chunks would never be computed. Set parallel.vpp to 1, or schedule.name to interleaved or auto."
         )
 
 

@@ -30,7 +30,7 @@ _COLOURS = {
     Kind.W: ("#dcc7ea", "#b795d0", "#8f63b0", "#67428a"),
 }
 _IDLE = "."
-_LEGEND = "F forward   B= backward   I- input gradient   W~ weight gradient   . idle"
+KIND_NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
 
 
 def to_text(schedule: Schedule) -> str:
@@ -148,6 +148,12 @@ def draw(timeline: Timeline, width: int | None = None) -> Text:
     return picture
 
 
+def shade(action: Action) -> str:
+    """The colour of an action in pictures, as #rrggbb: a hue per kind, darker with the chunk."""
+    shades = _COLOURS[action.kind]
+    return shades[action.chunk % len(shades)]
+
+
 def _label(timeline: Timeline, interval: Interval) -> str:
     text = str(interval.action)
     return text if timeline.schedule.placement.vpp > 1 else text.removeprefix("0")
@@ -164,8 +170,7 @@ def _band(timeline: Timeline, row: Sequence[Interval], columns_per_unit: Fractio
         start, end = column(interval.start), column(interval.end)
         band.append(_IDLE * (start - len(band)), style="dim")
         kind = interval.action.kind
-        shades = _COLOURS[kind]
-        style = Style(color="black", bgcolor=shades[interval.action.chunk % len(shades)])
+        style = Style(color="black", bgcolor=shade(interval.action))
         label = _label(timeline, interval)
         band.append(label.ljust(end - start - 1, _FILL[kind])[: max(end - start - 1, 0)] + " ", style=style)
     band.append(_IDLE * (column(timeline.span) - len(band)), style="dim")
@@ -173,5 +178,6 @@ def _band(timeline: Timeline, row: Sequence[Interval], columns_per_unit: Fractio
 
 
 def _summary(timeline: Timeline, kinds: set[Kind]) -> str:
+    legend = [f"{kind.value}{_FILL[kind].strip()} {KIND_NAMES[kind]}" for kind in Kind if kind in kinds]
     worst = timeline.largest_bubble_fraction
-    return f"{_LEGEND}\nspan {timeline.span:g}, idle at most {worst:.1%} of it on a rank"
+    return f"{'   '.join([*legend, f'{_IDLE} idle'])}\nspan {timeline.span:g}, idle at most {worst:.1%} of it on a rank"

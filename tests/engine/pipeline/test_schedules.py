@@ -1,0 +1,156 @@
+"""The schedules as lists: golden texts, counts, bounds of what is in flight, names."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.errors import ScheduleError
+from engine.pipeline import schedules
+from engine.pipeline.actions import Action, Kind, Placement, Schedule
+from engine.pipeline.lowering import lower
+from engine.pipeline.text import from_text, program_to_text, to_text
+from engine.pipeline.validate import check
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "schedules"
+GOLDEN_SCHEDULES = {
+    "gpipe_pp4_m4": schedules.gpipe(4, 4),
+    "1f1b_pp4_m8": schedules.one_f_one_b(4, 8),
+    "interleaved_pp2_vpp2_m4": schedules.interleaved(2, 2, 4),
+    "interleaved_pp4_vpp2_m8": schedules.interleaved(4, 2, 8),
+    "interleaved_pp4_vpp2_m5": schedules.interleaved(4, 2, 5),
+    "forward_only_pp2_vpp2_m4": schedules.forward_only(2, 2, 4),
+}
+
+sizes = st.tuples(st.integers(1, 8), st.integers(1, 4), st.integers(1, 17))
+
+
+@pytest.mark.parametrize("name", GOLDEN_SCHEDULES)
+def test_golden(name: str) -> None:
+    """The file holds the schedule and, below it, what it is lowered to; a difference is for a person to judge."""
+    schedule = GOLDEN_SCHEDULES[name]
+    text = to_text(schedule) + "\n# lowered\n" + program_to_text(lower(schedule))
+    assert text == (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
+
+
+def test_1f1b_is_the_figure_of_the_papers() -> None:
+    rows = to_text(schedules.one_f_one_b(3, 4)).splitlines()[1:]
+    assert rows == [
+        "rank 0: 0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
+        "rank 1: 0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3",
+        "rank 2: 0F0 0B0 0F1 0B1 0F2 0B2 0F3 0B3",
+    ]
+
+
+@settings(max_examples=200, deadline=None)
+@given(sizes)
+def test_every_schedule_builds_lowers_and_checks(size: tuple[int, int, int]) -> None:
+    """The checker runs the lowered program under NCCL's rules; the bounds are those of formulas and docstrings."""
+    pp, vpp, num_microbatches = size
+    names = ["interleaved", "forward_only"] + (["gpipe", "1f1b"] if vpp == 1 else [])
+    for name in names:
+        schedule = schedules.build(name, pp, vpp, num_microbatches)
+        report = check(lower(schedule))
+        assert check(schedule).peak_in_flight == report.peak_in_flight
+        assert max(report.peak_early_receives) <= 1
+        for rank, peak in enumerate(report.peak_in_flight):
+            assert _allowed(name, peak, rank, *size), (name, size, rank, peak)
+
+
+def _allowed(name: str, peak: int, rank: int, pp: int, vpp: int, num_microbatches: int) -> bool:
+    if name == "interleaved":
+        bound = min(num_microbatches * vpp, 2 * (pp - rank - 1) + (vpp - 1) * pp + 1)
+        return peak == bound if num_microbatches % pp == 0 else peak <= bound
+    exact = {"gpipe": num_microbatches, "1f1b": min(pp - rank, num_microbatches), "forward_only": 0}
+    return peak == exact[name]
+
+
+@settings(max_examples=50, deadline=None)
+@given(sizes)
+def test_text_round_trips(size: tuple[int, int, int]) -> None:
+    schedule = schedules.interleaved(*size)
+    assert from_text(to_text(schedule)) == schedule
+    evaluation = schedules.forward_only(*size)
+    assert from_text("# a comment\n\n" + to_text(evaluation)) == evaluation
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "first line"),
+        ("rank 0: 0F0\n", "first line"),
+        ("schedule=x pp=1 vpp=1 microbatches=1 forward_only=yes\nrank 1: 0F0\n", "order of ranks"),
+        ("schedule=x pp=1 vpp=1 microbatches=1 forward_only=yes\nrank 0: 0G0\n", "no action"),
+        ("schedule=x pp=1 vpp=1 microbatches=1 forward_only=yes\nrank 0: 0F\n", "no action"),
+    ],
+)
+def test_unreadable_texts_are_refused(text: str, words: str) -> None:
+    with pytest.raises(ScheduleError, match=words):
+        from_text(text)
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_an_action_round_trips(kind: Kind) -> None:
+    assert Action.parse(str(Action(kind, 12, 345))) == Action(kind, 12, 345)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 8), st.integers(1, 4))
+def test_a_placement_gives_each_stage_one_place(pp: int, vpp: int) -> None:
+    placement = Placement(pp, vpp)
+    stages = [placement.stage_of(rank, chunk) for rank in range(pp) for chunk in range(vpp)]
+    assert sorted(stages) == list(range(placement.num_stages))
+    for stage in stages:
+        assert placement.stage_of(placement.rank_of(stage), placement.chunk_of(stage)) == stage
+
+
+def test_what_feeds_an_action() -> None:
+    schedule = schedules.interleaved(2, 2, 2)
+
+    def fed_by(kind: Kind, stage: int) -> tuple[int, Kind] | None:
+        return schedule.producer(stage, Action(kind, schedule.placement.chunk_of(stage), 0))
+
+    assert [fed_by(Kind.F, stage) for stage in range(4)] == [None, (0, Kind.F), (1, Kind.F), (2, Kind.F)]
+    assert [fed_by(Kind.B, stage) for stage in range(4)] == [(1, Kind.B), (2, Kind.B), (3, Kind.B), None]
+    assert [fed_by(Kind.I, stage) for stage in range(4)] == [(1, Kind.B), (2, Kind.B), (3, Kind.B), None]
+    assert [fed_by(Kind.W, stage) for stage in range(4)] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "vpp", "meant"),
+    [("auto", 1, "1f1b"), ("auto", 3, "interleaved"), ("gpipe", 1, "gpipe"), ("interleaved", 2, "interleaved")],
+)
+def test_names_are_resolved(name: str, vpp: int, meant: str) -> None:
+    assert schedules.resolve(name, vpp) == meant
+
+
+@pytest.mark.parametrize(
+    ("name", "vpp", "words"),
+    [
+        ("interleaved", 1, "two or more chunks"),
+        ("1f1b", 2, "never be computed"),
+        ("gpipe", 2, "never be computed"),
+        ("zb-h1", 1, "names are auto, gpipe, 1f1b"),
+        ("forward_only", 1, "trains nothing"),
+    ],
+)
+def test_contradictions_are_refused(name: str, vpp: int, words: str) -> None:
+    with pytest.raises(ScheduleError, match=words):
+        schedules.resolve(name, vpp)
+
+
+def build_sizes(name: str) -> list[tuple[int, int, int]]:
+    return [(0, 1, 1), (1, 1, 0)] + ([(1, 0, 1)] if name in ("interleaved", "forward_only") else [])
+
+
+@pytest.mark.parametrize(("name", "size"), [(name, size) for name in schedules.NAMES for size in build_sizes(name)])
+def test_sizes_below_one_are_refused(name: str, size: tuple[int, int, int]) -> None:
+    with pytest.raises(ScheduleError, match="at least 1"):
+        schedules.build(name, *size)
+
+
+def test_a_schedule_is_data() -> None:
+    """Equal sizes give equal, hashable schedules: the planner may keep them in a dictionary."""
+    first, second = schedules.interleaved(4, 2, 8), schedules.interleaved(4, 2, 8)
+    assert first == second and len({first, second}) == 1 and isinstance(first, Schedule)
