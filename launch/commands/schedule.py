@@ -1,0 +1,236 @@
+"""`triaxis schedule`: look at a pipeline schedule, or prove that it runs; no device, no torch.
+
+print    pp, vpp, microbatches  ->  the actions of each rank, the lowered program, a timeline in the terminal or as a picture
+check    the same, or a config  ->  complete, in order, free of deadlock under rules stricter than NCCL's
+"""
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from engine.errors import ScheduleError
+from engine.pipeline import schedules
+from engine.pipeline.actions import Action, Kind, Schedule
+from engine.pipeline.lowering import lower
+from engine.pipeline.simulate import Costs, Timeline, simulate
+from engine.pipeline.text import KIND_NAMES, draw, program_to_text, shade, to_text
+from engine.pipeline.validate import check
+
+NAME = "schedule"
+HELP = "print, draw or check a pipeline schedule"
+PRINT_EXAMPLES = """examples:
+  triaxis schedule print --pp 4 --microbatches 8
+  triaxis schedule print --pp 4 --vpp 2 --microbatches 8 --form timeline
+  triaxis schedule print --pp 4 --vpp 2 --microbatches 8 --form png --out schedule.png
+"""
+CHECK_EXAMPLES = """examples:
+  triaxis schedule check --pp 4 --vpp 2 --microbatches 8
+  triaxis schedule check --config configs/gpt_tiny.yaml
+"""
+BACKWARD_COST = 2
+"""Of a forward, in pictures and in the bubble that `check` prints: two matrix products for each one of the forward."""
+MOST_LABELLED_ACTIONS = 1200
+"""A picture with more actions than this has no room for their labels."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = PRINT_EXAMPLES + CHECK_EXAMPLES.removeprefix("examples:\n")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    shape = argparse.RawDescriptionHelpFormatter
+    show = verbs.add_parser(
+        "print",
+        help="print or draw a schedule",
+        epilog=PRINT_EXAMPLES,
+        formatter_class=shape,
+        description="print or draw",
+    )
+    _add_sizes(show)
+    show.add_argument(
+        "--form",
+        choices=("text", "program", "timeline", "png"),
+        default="text",
+        help="text: the actions (default); program: with sends and receives; timeline: drawn in the terminal; png: a picture",
+    )
+    show.add_argument("--out", type=Path, metavar="FILE", help="write there instead of to the terminal; png needs it")
+    prove = verbs.add_parser(
+        "check",
+        help="prove that a schedule is complete and cannot deadlock",
+        epilog=CHECK_EXAMPLES,
+        formatter_class=shape,
+        description="prove that a schedule is complete and cannot deadlock",
+    )
+    _add_sizes(prove)
+    prove.add_argument(
+        "--config", type=Path, metavar="FILE", help="the sizes of this configuration instead of --pp ..."
+    )
+    prove.add_argument(
+        "--dp",
+        type=int,
+        metavar="N",
+        help="with --config: data-parallel size (default: the config's, or 1 where it is open)",
+    )
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--pp", type=int, metavar="P", help="pipeline ranks")
+    parser.add_argument("--vpp", type=int, metavar="V", help="model chunks per rank (default: 1)")
+    parser.add_argument("--microbatches", type=int, metavar="M", help="microbatches per step of one pipeline")
+    parser.add_argument(
+        "--name", metavar="NAME", help=f"auto (default: 1f1b, interleaved when vpp > 1), {', '.join(schedules.NAMES)}"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print or check; 0 when the schedule is right. ScheduleError or ConfigError for what is not."""
+    console = Console(highlight=False, soft_wrap=True)
+    if args.verb == "print":
+        _print(console, _asked_for(args), args.form, args.out)
+    elif args.config is None:
+        if args.dp is not None:
+            raise ScheduleError(
+                "--dp without --config: --microbatches counts those of one pipeline already, so it would do nothing. Leave it out."
+            )
+        _check(console, [_asked_for(args)])
+    else:
+        _check(console, _of_config(console, args))
+    return 0
+
+
+def _asked_for(args: argparse.Namespace) -> Schedule:
+    if args.pp is None or args.microbatches is None:
+        missing = [f"--{name}" for name in ("pp", "microbatches") if getattr(args, name) is None]
+        raise ScheduleError(
+            f"{' and '.join(missing)} not given: a schedule follows from the pipeline ranks and the microbatches. "
+            "Example: triaxis schedule print --pp 4 --microbatches 8"
+        )
+    vpp = 1 if args.vpp is None else args.vpp
+    name = args.name or "auto"
+    if name != "forward_only":
+        name = schedules.resolve(name, vpp)
+    return schedules.build(name, args.pp, vpp, args.microbatches)
+
+
+def _of_config(console: Console, args: argparse.Namespace) -> list[Schedule]:
+    """The schedules that a run of this configuration uses: of a training step and of a validation."""
+    from engine.config import batch_plan, load_config
+
+    given = [f"--{name}" for name in ("pp", "vpp", "microbatches", "name") if getattr(args, name) is not None]
+    if given:
+        raise ScheduleError(
+            f"--config together with {', '.join(given)}: the configuration says these sizes, and two answers would leave open "
+            "what was checked. Give one of them; a size of the configuration is changed in its file."
+        )
+    config = load_config(args.config)
+    parallel = config.parallel
+    dp = args.dp or parallel.dp or 1
+    plan = batch_plan(config, dp)
+    console.print(f"{args.config}: pp {parallel.pp}, vpp {parallel.vpp}; {plan}")
+    name = schedules.resolve(config.schedule.name, parallel.vpp)
+    return [schedules.build(each, parallel.pp, parallel.vpp, plan.num_microbatches) for each in (name, "forward_only")]
+
+
+def _timeline(schedule: Schedule) -> Timeline:
+    half = BACKWARD_COST / 2
+    return simulate(schedule, Costs.uniform(schedule.placement.num_stages, 1, half, half))
+
+
+def _print(console: Console, schedule: Schedule, form: str, out: Path | None) -> None:
+    if form == "png":
+        if out is None:
+            raise ScheduleError(
+                "--form png without --out: a picture cannot go to the terminal. Add --out schedule.png, or take --form timeline."
+            )
+        _save_picture(_timeline(schedule), out)
+    elif form == "timeline":
+        # On a screen a long picture is folded; in a file or a pipe it is as long as it is.
+        picture = draw(_timeline(schedule), console.width if console.is_terminal and out is None else None)
+        if out is None:
+            console.print(picture)
+        else:
+            out.write_text(picture.plain + "\n", encoding="utf-8")
+    else:
+        text = to_text(schedule) if form == "text" else program_to_text(lower(schedule))
+        if out is None:
+            console.print(text, end="", markup=False)
+        else:
+            out.write_text(text, encoding="utf-8")
+    if out is not None:
+        console.print(f"wrote {out}")
+
+
+def _check(console: Console, to_check: list[Schedule]) -> None:
+    for schedule in to_check:
+        report = check(lower(schedule))
+        placement = schedule.placement
+        console.print(
+            f"{schedule.name}, pp {placement.pp}, vpp {placement.vpp}, {schedule.num_microbatches} microbatches: complete, "
+            "in order, every send received, no deadlock under NCCL's rules"
+        )
+        timeline = _timeline(schedule)
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for column in ("rank", "most in flight", "early receives", "sends + receives", "idle"):
+            table.add_column(column, justify="right")
+        for rank, values in enumerate(
+            zip(report.peak_in_flight, report.peak_early_receives, report.num_transfers, strict=True)
+        ):
+            table.add_row(str(rank), *map(str, values), f"{timeline.bubble_fraction(rank):.1%}")
+        console.print(table)
+    console.print(
+        "in flight: microbatch-chunks whose activations are kept; early receives: per direction and chunk; "
+        f"idle: of the span, a backward taking {BACKWARD_COST} forwards and transfers nothing"
+    )
+
+
+def _save_picture(timeline: Timeline, out: Path) -> None:
+    """A bar per action, a row per rank, time to the right."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    schedule = timeline.schedule
+    num_ranks = len(timeline.intervals)
+    num_actions = sum(len(row) for row in timeline.intervals)
+    figure = Figure(figsize=(min(max(timeline.span * 0.28, 8), 60), num_ranks * 0.5 + 1.6), layout="constrained")
+    axes = figure.subplots()
+    for rank, row in enumerate(timeline.intervals):
+        for interval in row:
+            width = interval.end - interval.start
+            axes.barh(
+                rank,
+                width,
+                left=interval.start,
+                height=0.86,
+                color=shade(interval.action),
+                edgecolor="white",
+                linewidth=0.8,
+            )
+            if num_actions <= MOST_LABELLED_ACTIONS:
+                axes.text(
+                    interval.start + width / 2,
+                    rank,
+                    str(interval.action.microbatch),
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                    color="white" if interval.action.chunk % 4 >= 2 else "black",
+                )
+    axes.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)])
+    axes.set_ylim(num_ranks - 0.5, -0.5)
+    axes.set_xlim(0, timeline.span)
+    axes.set_xlabel("time in forwards of one chunk")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    placement = schedule.placement
+    axes.set_title(
+        f"{schedule.name}, pp {placement.pp}, vpp {placement.vpp}, {schedule.num_microbatches} microbatches: "
+        f"idle at most {timeline.largest_bubble_fraction:.1%}",
+        loc="left",
+        fontsize=11,
+    )
+    used = {(interval.action.kind, interval.action.chunk) for row in timeline.intervals for interval in row}
+    actions = [Action(kind, chunk, 0) for kind in Kind for chunk in range(placement.vpp) if (kind, chunk) in used]
+    names = [KIND_NAMES[each.kind] + (f", chunk {each.chunk}" if placement.vpp > 1 else "") for each in actions]
+    handles = [Patch(color=shade(each), label=name) for each, name in zip(actions, names, strict=True)]
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 8), frameon=False, fontsize=9)
+    figure.savefig(out, dpi=120)
