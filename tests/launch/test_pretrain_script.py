@@ -141,6 +141,9 @@ def test_the_batch_script_starts_srun_from_the_checkout(tmp_path):
         assert shown.returncode == 7, "srun's exit code is the job's"
         script = f"{ROOT}/launch/pretrain_gpt.sh"
         assert shown.stdout == f"<--kill-on-bad-exit=1><--cpus-per-task=6><bash><{script}><my.yaml><a.b=c d>"
+    bare = run(str(copy), cwd=tmp_path, **variables | {"TRIAXIS_PYTHON": "/nowhere/python"}, SLURM_SUBMIT_DIR=str(ROOT))
+    assert (bare.returncode, bare.stdout) == (2, ""), "no task is started without an environment"
+    assert "/nowhere/python cannot be started" in bare.stderr
     lost = run(str(copy), "my.yaml", cwd=tmp_path, **variables, SLURM_SUBMIT_DIR=str(tmp_path))
     assert lost.returncode == 2
     assert "TRIAXIS_ROOT" in lost.stderr
