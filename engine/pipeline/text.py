@@ -154,6 +154,11 @@ def shade(action: Action) -> str:
     return shades[action.chunk % len(shades)]
 
 
+def ink(action: Action) -> str:
+    """The colour of letters on `shade(action)`."""
+    return "white" if action.chunk % len(_COLOURS[action.kind]) >= 2 else "black"
+
+
 def _label(timeline: Timeline, interval: Interval) -> str:
     text = str(interval.action)
     return text if timeline.schedule.placement.vpp > 1 else text.removeprefix("0")
@@ -170,7 +175,7 @@ def _band(timeline: Timeline, row: Sequence[Interval], columns_per_unit: Fractio
         start, end = column(interval.start), column(interval.end)
         band.append(_IDLE * (start - len(band)), style="dim")
         kind = interval.action.kind
-        style = Style(color="black", bgcolor=shade(interval.action))
+        style = Style(color=ink(interval.action), bgcolor=shade(interval.action))
         label = _label(timeline, interval)
         band.append(label.ljust(end - start - 1, _FILL[kind])[: max(end - start - 1, 0)] + " ", style=style)
     band.append(_IDLE * (column(timeline.span) - len(band)), style="dim")

@@ -15,7 +15,7 @@ from engine.pipeline import schedules
 from engine.pipeline.actions import Action, Kind, Schedule
 from engine.pipeline.lowering import lower
 from engine.pipeline.simulate import Costs, Timeline, simulate
-from engine.pipeline.text import KIND_NAMES, draw, program_to_text, shade, to_text
+from engine.pipeline.text import KIND_NAMES, draw, ink, program_to_text, shade, to_text
 from engine.pipeline.validate import check
 
 NAME = "schedule"
@@ -213,7 +213,7 @@ def _save_picture(timeline: Timeline, out: Path) -> None:
                     ha="center",
                     va="center",
                     fontsize=8,
-                    color="white" if interval.action.chunk % 4 >= 2 else "black",
+                    color=ink(interval.action),
                 )
     axes.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)])
     axes.set_ylim(num_ranks - 0.5, -0.5)
