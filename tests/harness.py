@@ -28,10 +28,13 @@ class RankFailedError(AssertionError):
     """A rank raised, died or hung; the message holds its traceback."""
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 120.0) -> list[Any]:
-    """Run `function(rank, *args)` on `world_size` gloo ranks; return the results in rank order.
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 120.0, device: str = "cpu"
+) -> list[Any]:
+    """Run `function(rank, *args)` on `world_size` ranks; return the results in rank order.
 
-    `function` is a module-level function; arguments and results are pickled (CPU tensors by value).
+    `function` is a module-level function; arguments and results are pickled (CPU tensors by value). Ranks talk through
+    gloo, or through NCCL with `device="cuda"` (rank r on GPU r).
     """
     with tempfile.TemporaryDirectory(prefix="triaxis-test-") as folder:
         connections: list[Connection] = []
@@ -40,7 +43,9 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
             ours, theirs = _CONTEXT.Pipe(duplex=False)
             payload = pickle.dumps((function, args))
             process = _CONTEXT.Process(
-                target=_rank_main, args=(rank, world_size, folder, timeout_seconds, payload, theirs), daemon=True
+                target=_rank_main,
+                args=(rank, world_size, folder, timeout_seconds, device, payload, theirs),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -78,7 +83,7 @@ def _collect(connections: list[Connection], processes: list[ForkServerProcess], 
 
 
 def _rank_main(
-    rank: int, world_size: int, folder: str, timeout_seconds: float, payload: bytes, connection: Connection
+    rank: int, world_size: int, folder: str, timeout_seconds: float, device: str, payload: bytes, connection: Connection
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -86,11 +91,13 @@ def _rank_main(
     torch.set_num_threads(1)
     try:
         function, args = pickle.loads(payload)
+        if device == "cuda":
+            torch.cuda.set_device(rank)
         if world_size > 1:
             store = dist.FileStore(str(Path(folder) / "store"), world_size)
-            dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_seconds)
-            )
+            backend = "nccl" if device == "cuda" else "gloo"
+            timeout = timedelta(seconds=timeout_seconds)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         message = pickle.dumps((True, function(rank, *args)))
     except BaseException:
         message = pickle.dumps((False, traceback.format_exc()))

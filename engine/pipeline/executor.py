@@ -114,8 +114,7 @@ class _Run:
                 elif instruction.kind is Kind.F:
                     self.forward(instruction)
                 elif instruction.kind is Kind.W:
-                    for work in self.deferred.pop((instruction.chunk, instruction.microbatch)):
-                        work()
+                    self.weight_grads(instruction)
                 else:
                     self.backward(instruction)
         self.transport.finish()
@@ -153,6 +152,12 @@ class _Run:
         if kept.x is not None:
             assert kept.x.grad is not None
             self._hand_over("backward", stage - 1, microbatch, kept.x.grad)
+
+    @torch.no_grad()
+    def weight_grads(self, action: Action) -> None:
+        """The GEMMs that an I kept; like in a backward, nothing of them is recorded for autograd."""
+        for work in self.deferred.pop((action.chunk, action.microbatch)):
+            work()
 
     def _hand_over(self, direction: Any, stage: int, microbatch: int, tensor: torch.Tensor) -> None:
         local = self.placement.rank_of(stage) == self.rank

@@ -68,6 +68,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "mqa_rope_bias": {**BASE, "num_kv_heads": 1, "ffn_hidden_size": 24, "bias": "all", "tie_embeddings": True},
 }
 
+WIDE: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 128,
+    "num_attention_heads": 8,
+    "seq_length": 64,
+    "vocab_size": 200,
+}
+"""Sizes at which rounding errors of a tensor average out, so that their norm says something."""
+for name in ("gpt", "llama", "qwen"):
+    MODELS[f"{name}_wide"] = {**MODELS[name], **WIDE, "ffn_hidden_size": 256, "head_dim": 16}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -86,6 +97,7 @@ class Case:
     layers_per_stage: tuple[int, ...] | None = None
     dtype: str = "float64"
     bucket_bytes: int = 4096
+    device: str = "cpu"
 
     @property
     def world_size(self) -> int:
@@ -99,6 +111,7 @@ class Case:
         parts += [f"b{self.global_batch_size}x{self.micro_batch_size}"]
         parts += ["uneven"] if self.layers_per_stage else []
         parts += [self.dtype] if self.dtype != "float64" else []
+        parts += [self.device] if self.device != "cpu" else []
         return "-".join(parts)
 
     def config(self) -> Config:
@@ -176,7 +189,7 @@ def load_weights(engine: Engine, weights: Mapping[str, torch.Tensor]) -> None:
     for name, parameter in engine.parameters.items():
         record = parameter.record
         box = weights[name][tuple(slice(*bounds) for bounds in record.box)].reshape(-1)
-        parameter.value.data.view(-1)[: record.box_numel] = box.to(parameter.value.dtype)
+        parameter.value.data.view(-1)[: record.box_numel] = box.to(parameter.value.device, parameter.value.dtype)
     for owned in engine.optimizer.owned:
         owned.master.copy_(owned.parameters)
 
@@ -188,7 +201,7 @@ def owned_pieces(engine: Engine, which: str) -> list[Piece]:
         values = owned.grads if which == "grads" else owned.master
         for segment in owned.segments:
             start = segment.offset - owned.bucket.owned[0]
-            part = values[start : start + segment.stop - segment.start].clone()
+            part = values[start : start + segment.stop - segment.start].cpu().clone()
             pieces.append(Piece(segment.record.name, segment.record.box, segment.start, segment.stop, part))
     return pieces
 
@@ -208,7 +221,12 @@ def run_case(rank: int, case: Case, weights: Mapping[str, torch.Tensor], num_ste
     """One rank of a layout: gradients of the first global batch, then `num_steps` updates from the same start."""
     config = case.config()
     sizes = ParallelSizes(tp=case.tp, pp=case.pp, dp=case.dp, vpp=case.vpp)
-    topology = Topology(RankGrid(sizes), rank, torch.device("cpu"), kv_heads=config.model.kv_heads)
+    topology = Topology(
+        RankGrid(sizes),
+        rank,
+        torch.device(case.device, rank if case.device == "cuda" else 0),
+        kv_heads=config.model.kv_heads,
+    )
     engine = build(config, topology, build_chunks)
     load_weights(engine, {name: weight.detach() for name, weight in weights.items()})
 
@@ -220,7 +238,7 @@ def run_case(rank: int, case: Case, weights: Mapping[str, torch.Tensor], num_ste
             dp=case.dp,
             dp_rank=topology.coordinates.dp,
             consumed_samples=0,
-            device="cpu",
+            device=topology.device,
         )
 
     batches = open_batches()

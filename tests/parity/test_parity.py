@@ -3,6 +3,7 @@
 from functools import cache
 
 import pytest
+import torch
 
 from tests.harness import run_ranks
 from tests.parity.cases import Case, OracleResult, assemble, run_case, run_oracle, weights_of
@@ -69,7 +70,7 @@ def oracle(model: str, global_batch_size: int) -> OracleResult:
 def compare(case: Case) -> None:
     expected = oracle(case.model, case.global_batch_size)
     weights = weights_of(case.model)
-    results = run_ranks(run_case, case.world_size, case, weights, NUM_STEPS)
+    results = run_ranks(run_case, case.world_size, case, weights, NUM_STEPS, device=case.device)
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
 
     tokens = sum(result.num_tokens for result in results)
@@ -100,4 +101,23 @@ def test_covering_layouts_equal_the_oracle(case: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", full_product(), ids=str)
 def test_every_layout_of_at_most_8_ranks_equals_the_oracle(case: Case) -> None:
+    compare(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("gpt", device="cuda"),
+        Case("qwen", vpp=2, recompute=("full", "uniform", 1), device="cuda"),
+        Case("gpt_dropout", recompute=("selective", "uniform", 1), device="cuda"),
+        Case("llama", tp=2, sequence_parallel=True, device="cuda"),
+        Case("gpt", pp=2, vpp=2, device="cuda"),
+        Case("qwen", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True, device="cuda"),
+    ],
+    ids=str,
+)
+def test_gpus_equal_the_oracle(case: Case) -> None:
+    if torch.cuda.device_count() < case.world_size:
+        pytest.skip(f"needs {case.world_size} GPUs; this machine shows {torch.cuda.device_count()}")
     compare(case)

@@ -1,0 +1,79 @@
+"""The executor runs whatever list it is given: deferred weight gradients, too, which no schedule of ours uses yet."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.pipeline.actions import Action, Kind, Schedule
+from engine.pipeline.lowering import lower
+from engine.pipeline.validate import check
+from tests.harness import run_ranks
+from tests.parity.cases import Case, Piece, assemble, owned_pieces, weights_of
+from tests.parity.test_step_properties import build_rank
+
+pytestmark = pytest.mark.distributed
+
+
+def split_backwards(schedule: Schedule) -> Schedule:
+    """Each B becomes an I where it stood and a W two actions later: the shape of a zero-bubble schedule."""
+    rows = []
+    for row in schedule.actions:
+        actions: list[Action] = []
+        waiting: list[Action] = []
+        for action in row:
+            if action.kind is Kind.B:
+                actions.append(replace(action, kind=Kind.I))
+                waiting.append(replace(action, kind=Kind.W))
+            else:
+                actions.append(action)
+            if len(waiting) > 2:
+                actions.append(waiting.pop(0))
+        rows.append((*actions, *waiting))
+    return replace(schedule, name="split", actions=tuple(rows))
+
+
+def gradients(rank: int, case: Case, split: bool) -> tuple[list[Piece], list[str]]:
+    engine, batches = build_rank(rank, case)
+    if split:
+        engine.train_program = lower(split_backwards(engine.train_program.schedule))
+        check(engine.train_program)
+    engine.topology.ledger.reset()
+    engine.forward_backward(batches.next_step())
+    batches.close()
+    assert not any(buffer.main_grads.requires_grad for buffer in engine.buffers.buffers)
+    order = [event.purpose for event in engine.topology.ledger.events if event.phase in ("mark", "post")]
+    return owned_pieces(engine, "grads"), order
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case("gpt", pp=2), Case("qwen", tp=2, pp=2, vpp=2, sequence_parallel=True), Case("llama", pp=2, dp=2)],
+    ids=str,
+)
+def test_deferred_weight_gradients_are_the_same_gradients(case: Case) -> None:
+    shapes = {name: tuple(weight.shape) for name, weight in weights_of(case.model).items()}
+    whole, split = (run_ranks(gradients, case.world_size, case, which) for which in (False, True))
+    expected = assemble(shapes, [piece for pieces, _ in whole for piece in pieces], tolerance=1e-12)
+    got = assemble(shapes, [piece for pieces, _ in split for piece in pieces], tolerance=1e-12)
+    for name, want in expected.items():
+        assert torch.allclose(got[name], want, rtol=1e-12, atol=1e-15), name
+    # The same GEMMs and the same calls, but the GEMMs come later among the calls.
+    for (_, before), (_, after) in zip(whole, split, strict=True):
+        assert sorted(before) == sorted(after)
+        assert before != after
+
+
+def left_on_meta(rank: int, case: Case) -> list[str]:
+    engine, batches = build_rank(rank, case)
+    batches.close()
+    modules = [chunk for chunk in engine.chunks if isinstance(chunk, torch.nn.Module)]
+    assert len(modules) == case.vpp
+    tensors = [item for chunk in modules for item in [*chunk.named_parameters(), *chunk.named_buffers()]]
+    assert tensors
+    return [name for name, tensor in tensors if tensor.is_meta]
+
+
+@pytest.mark.parametrize("model", ["gpt", "qwen"])
+def test_nothing_is_left_on_the_meta_device(model: str) -> None:
+    assert run_ranks(left_on_meta, 2, Case(model, tp=2, vpp=2)) == [[], []]
