@@ -1,0 +1,154 @@
+"""`triaxis config`: look at a configuration before anything starts; no GPU, no process group, no torch.
+
+print     YAML < environment < overrides  ->  the resolved tree, with the meaning of every field
+check     the same, and the cluster       ->  every problem at once, or the derived values
+from-hf   a Hugging Face config.json      ->  our model section
+"""
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from engine.config import Config, batch_plan, load_config, parallel_sizes, to_yaml
+from engine.errors import ConfigError
+from engine.pipeline import schedules
+from engine.pipeline.partition import partition
+from engine.rank_grid import RankGrid
+from models.interop.hf_config import FAMILIES, from_hugging_face
+from models.specs import model_specs
+
+NAME = "config"
+HELP = "Print or check a configuration, or make a model section from a Hugging Face config.json."
+PRINT_EXAMPLES = """examples:
+  triaxis config print configs/gpt_tiny.yaml
+  TP=4 triaxis config print configs/gpt_tiny.yaml train.steps=20 > mine.yaml
+"""
+CHECK_EXAMPLES = """examples:
+  triaxis config check configs/gpt_tiny.yaml
+  triaxis config check configs/llama3_8b.yaml parallel.dp=null --world-size 128 --ranks-per-node 8
+"""
+FROM_HF_EXAMPLES = """examples:
+  triaxis config from-hf path/to/config.json --seq-length 4096 > model.yaml
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    heading = "examples:\n"
+    parser.epilog = heading + "".join(
+        text.removeprefix(heading) for text in (PRINT_EXAMPLES, CHECK_EXAMPLES, FROM_HF_EXAMPLES)
+    )
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    raw = argparse.RawDescriptionHelpFormatter
+    show = verbs.add_parser(
+        "print",
+        help="print the resolved configuration, each field with its meaning",
+        epilog=PRINT_EXAMPLES,
+        formatter_class=raw,
+    )
+    check = verbs.add_parser(
+        "check", help="report every problem at once, or the derived values", epilog=CHECK_EXAMPLES, formatter_class=raw
+    )
+    for verb in (show, check):
+        verb.add_argument("path", type=Path, metavar="config.yaml", help="the file")
+        verb.add_argument("overrides", nargs="*", metavar="section.key=value", help="in place of what the file says")
+    # argparse takes overrides in one place only, so the usage says where.
+    check.usage = "triaxis config check config.yaml [section.key=value ...] [--world-size N] [--ranks-per-node N]"
+    check.add_argument("--world-size", type=int, metavar="N", help="ranks of the run (default: what the config says)")
+    check.add_argument(
+        "--ranks-per-node", type=int, metavar="N", help="ranks on a node (default: what the config says)"
+    )
+    from_hf = verbs.add_parser(
+        "from-hf",
+        help="make a model section from a Hugging Face config.json",
+        epilog=FROM_HF_EXAMPLES,
+        formatter_class=raw,
+    )
+    from_hf.add_argument(
+        "path", type=Path, metavar="config.json", help=f"of a model of the family {', '.join(FAMILIES)}"
+    )
+    from_hf.add_argument(
+        "--seq-length",
+        type=int,
+        metavar="N",
+        help="tokens in a training sample (default: the longest that the model was made for)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what the verb asks for; ConfigError with all problems if there are any."""
+    if args.verb == "from-hf":
+        print(_from_hf(args.path, args.seq_length), end="")
+        return 0
+    if args.verb == "print":
+        print(to_yaml(load_config(args.path, args.overrides, os.environ), describe=True), end="")
+        return 0
+    for flag, number in (("--world-size", args.world_size), ("--ranks-per-node", args.ranks_per_node)):
+        if number is not None and number < 1:
+            raise ConfigError(
+                [f"{flag} {number}: must be at least 1; there would be nothing to run on."], "the command line"
+            )
+    config = load_config(
+        args.path, args.overrides, os.environ, world_size=args.world_size, ranks_per_node=args.ranks_per_node
+    )
+    print(f"{args.path}: ok")
+    for name, value in _derived(config, args.world_size, args.ranks_per_node):
+        print(f"  {name:<11}{value}")
+    return 0
+
+
+def _derived(config: Config, world_size: int | None, ranks_per_node: int | None) -> list[tuple[str, str]]:
+    """What follows from a legal config, as lines of (name, value)."""
+    model, parallel = config.model, config.parallel
+    num_parameters = sum(spec.numel for spec in model_specs(model))
+    padding = model.padded_vocab_size - model.vocab_size
+    lines = [
+        ("model", f"{num_parameters:,} parameters; vocabulary {model.vocab_size:,} + {padding} of padding"),
+        ("stages", _stages(config)),
+        ("schedule", schedules.resolve(config.schedule.name, parallel.vpp)),
+    ]
+    if parallel.dp is None and world_size is None:
+        replica = parallel.tp * parallel.pp
+        lines.append(
+            ("layout", f"tp={parallel.tp} pp={parallel.pp} vpp={parallel.vpp}, dp = world size / {replica}: open")
+        )
+        lines.append(("", "give --world-size to see the rest"))
+        return lines
+    sizes = parallel_sizes(config, world_size)
+    per_node = ranks_per_node or config.runtime.ranks_per_node
+    grid = RankGrid(sizes, per_node, allow_tp_across_nodes=parallel.allow_tp_across_nodes)
+    ranks = "1 rank" if grid.world_size == 1 else f"{grid.world_size:,} ranks"
+    nodes = "" if per_node is None else f" on {grid.num_nodes:,} x {grid.ranks_per_node}"
+    lines.append(("layout", f"{sizes}: {ranks}{nodes}"))
+    lines.append(("batch", str(batch_plan(config, sizes.dp))))
+    return lines
+
+
+def _stages(config: Config) -> str:
+    parallel = config.parallel
+    counts = [
+        len(stage.layers)
+        for stage in partition(config.model.num_layers, parallel.pp, parallel.vpp, parallel.layers_per_stage)
+    ]
+    stages = "1 stage" if len(counts) == 1 else f"{len(counts)} stages"
+    each = f"{counts[0]} each" if len(set(counts)) == 1 else " ".join(map(str, counts))
+    return f"{config.model.num_layers} layers over {stages}: {each}"
+
+
+def _from_hf(path: Path, seq_length: int | None) -> str:
+    try:
+        keys: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            [f"it cannot be read as JSON: {error}. Give the config.json of a model."], str(path)
+        ) from error
+    if not isinstance(keys, dict):
+        raise ConfigError(["it is no mapping of keys to values. Give the config.json of a model."], str(path))
+    sections = from_hugging_face(keys, seq_length, str(path))
+    text = yaml.safe_dump(sections, sort_keys=False)
+    return (
+        f"# From a Hugging Face config.json of the family {keys['model_type']}; add data, train and parallel.\n{text}"
+    )

@@ -1,0 +1,1 @@
+"""Exchange with other libraries: their names and conventions, and ours."""

@@ -1,0 +1,280 @@
+"""A Hugging Face `config.json` as our `model` section (no torch, no transformers here).
+
+    {"model_type": "llama", "hidden_size": 4096, "rms_norm_eps": 1e-5, ...}
+      ->  {"model": {"hidden_size": 4096, "norm": "rmsnorm", "norm_eps": 1e-5, ...}}
+
+Each family is a table: their key, our field. What a family fixes and its file does not say (RMSNorm, biases on queries,
+keys and values) stands beside it. A key whose effect is not built here is refused unless its value switches it off; one that
+nobody here has heard of is refused as well, since a model that differs in silence costs more than a deleted line.
+
+Sources: the configuration classes of transformers (`configuration_gpt2.py`, `..._llama.py`, `..._mistral.py`,
+`..._qwen2.py`, `..._qwen3.py`) for keys and for the defaults of those that a file may leave out.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from engine.config import ModelConfig
+from engine.errors import ConfigError
+
+Keys = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One `model_type`.
+
+    Attributes:
+        names: their key -> our field.
+        fixed: our fields that the family decides, whatever the file says.
+        defaults: values of keys that a file may leave out; other keys of `names` must be there.
+    """
+
+    names: Mapping[str, str]
+    fixed: Mapping[str, object]
+    defaults: Mapping[str, object] = field(default_factory=dict)
+
+
+_LLAMA_NAMES = {
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "ffn_hidden_size",
+    "max_position_embeddings": "seq_length",
+    "vocab_size": "vocab_size",
+    "rms_norm_eps": "norm_eps",
+    "rope_theta": "rope_base",
+    "tie_word_embeddings": "tie_embeddings",
+    "attention_dropout": "attention_dropout",
+    "initializer_range": "init_std",
+}
+_LLAMA_FIXED = {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": "none"}
+_LLAMA_DEFAULTS = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "attention_dropout": 0.0,
+    "initializer_range": 0.02,
+}
+
+FAMILIES = {
+    "gpt2": Family(
+        names={
+            "n_layer": "num_layers",
+            "n_embd": "hidden_size",
+            "n_head": "num_attention_heads",
+            "n_inner": "ffn_hidden_size",
+            "n_positions": "seq_length",
+            "vocab_size": "vocab_size",
+            "layer_norm_epsilon": "norm_eps",
+            "tie_word_embeddings": "tie_embeddings",
+            "resid_pdrop": "hidden_dropout",
+            "attn_pdrop": "attention_dropout",
+            "initializer_range": "init_std",
+        },
+        fixed={"norm": "layernorm", "position": "learned", "bias": "all"},
+        defaults={
+            "n_inner": None,
+            "layer_norm_epsilon": 1e-5,
+            "tie_word_embeddings": True,
+            "resid_pdrop": 0.1,
+            "attn_pdrop": 0.1,
+            "initializer_range": 0.02,
+        },
+    ),
+    "llama": Family(_LLAMA_NAMES, _LLAMA_FIXED, _LLAMA_DEFAULTS),
+    "mistral": Family(_LLAMA_NAMES, _LLAMA_FIXED, _LLAMA_DEFAULTS),
+    "qwen2": Family(_LLAMA_NAMES, {**_LLAMA_FIXED, "bias": "qkv"}, _LLAMA_DEFAULTS),
+    "qwen3": Family(_LLAMA_NAMES, {**_LLAMA_FIXED, "qk_norm": True}, {**_LLAMA_DEFAULTS, "head_dim": 128}),
+}
+"""By `model_type`."""
+
+GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
+"""Their activation -> ours; the last three are the tanh approximation, written in three ways."""
+
+OFF_ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "rope_scaling": ((None,), "scaled RoPE is not built yet"),
+    "mlp_bias": ((False, None), "biases in the MLP without LayerNorm biases are not built yet"),
+    "attention_bias": ((False, None), "a bias on the attention's output projection alone is not built yet"),
+    "partial_rotary_factor": ((1.0, None), "RoPE on a part of each head is not built yet"),
+    "scale_attn_weights": ((True,), "attention without 1 / sqrt(head_dim) is not built"),
+    "scale_attn_by_inverse_layer_idx": ((False,), "attention scaled by layer is not built"),
+    "add_cross_attention": ((False,), "cross-attention is not built: Triaxis trains decoders"),
+    "is_encoder_decoder": ((False,), "encoders are not built: Triaxis trains decoders"),
+    "quantization_config": ((None,), "quantized weights are not trained"),
+}
+"""Keys that must be absent or have one of these values, and why."""
+
+WITHOUT_EFFECT = frozenset(
+    {
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "dtype",
+        "eos_token_id",
+        "finetuning_task",
+        "gradient_checkpointing",
+        "id2label",
+        "label2id",
+        "max_window_layers",
+        "model_type",
+        "n_ctx",
+        "name_or_path",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "pretraining_tp",
+        "problem_type",
+        "reorder_and_upcast_attn",
+        "return_dict",
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+        "task_specific_params",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+"""Keys that do not change what is trained: names, token ids of generation, dtypes of files, heads of other tasks."""
+
+HANDLED = frozenset(
+    {
+        "activation_function",
+        "embd_pdrop",
+        "hidden_act",
+        "layer_types",
+        "rope_parameters",
+        "sliding_window",
+        "use_sliding_window",
+    }
+)
+"""Keys that the functions below look at by name."""
+
+
+def from_hugging_face(
+    keys: Keys, seq_length: int | None = None, source: str = "config.json"
+) -> dict[str, dict[str, Any]]:
+    """Our sections for a Hugging Face model: `model`, and `kernels` where the model needs a choice there.
+
+    Args:
+        keys: the file's content.
+        seq_length: training samples of this length in place of the longest that the model was made for.
+        source: the file's name, for messages.
+
+    Raises:
+        ConfigError: another family, keys that are missing, unknown, or switch on what is not built; all at once.
+    """
+    family = FAMILIES.get(str(keys.get("model_type")))
+    if family is None:
+        raise ConfigError(
+            [
+                f"model_type = {keys.get('model_type')!r}: must be one of {', '.join(FAMILIES)}; no other family can be built here."
+            ],
+            source,
+        )
+    keys = _with_rope_parameters(keys)
+    problems = list(_unusable(keys, family))
+    model: dict[str, Any] = {}
+    for theirs, ours in family.names.items():
+        if theirs in keys or theirs in family.defaults:
+            model[ours] = keys.get(theirs, family.defaults.get(theirs))
+        elif not (ours == "seq_length" and seq_length is not None):
+            problems.append(f"{theirs} is missing: it is our model.{ours}. Add it to the file.")
+    model |= family.fixed
+    if seq_length is not None:
+        problems += _too_long(model, seq_length)
+        model["seq_length"] = seq_length
+    problems += _activation(keys, model)
+    problems += _sliding_window(keys, model)
+    if keys["model_type"] == "gpt2" and keys.get("embd_pdrop", 0.1) != model["hidden_dropout"]:
+        problems.append(
+            f"embd_pdrop = {keys.get('embd_pdrop', 0.1)} and resid_pdrop = {model['hidden_dropout']}: here both are "
+            f"model.hidden_dropout. Make them equal."
+        )
+    if problems:
+        raise ConfigError(problems, source)
+    section = {name: value for name, value in model.items() if value is not None}
+    try:
+        ModelConfig.model_validate(section)
+    except ValidationError as error:
+        wrong = [f"model.{detail['loc'][0]} = {detail['input']!r}: {detail['msg']}." for detail in error.errors()]
+        raise ConfigError(wrong, source) from error
+    if model.get("attention_dropout"):
+        # Only explicit attention can drop probabilities (engine/config_model_rules.py).
+        return {"model": section, "kernels": {"attention": "explicit"}}
+    return {"model": section}
+
+
+def _with_rope_parameters(keys: Keys) -> Keys:
+    """transformers 5 writes {"rope_parameters": {"rope_theta": ..., "rope_type": "default"}} in place of two keys."""
+    rope = keys.get("rope_parameters")
+    if not isinstance(rope, Mapping):
+        return keys
+    kind = rope.get("rope_type", "default")
+    plain = {} if kind == "default" else {"rope_scaling": dict(rope)}
+    return {"rope_theta": rope.get("rope_theta", 10000.0), **keys, **plain}
+
+
+def _unusable(keys: Keys, family: Family) -> Iterator[str]:
+    for key, value in keys.items():
+        if key in OFF_ONLY:
+            off, why = OFF_ONLY[key]
+            scaling = (
+                value.get("rope_type", value.get("type"))
+                if key == "rope_scaling" and isinstance(value, Mapping)
+                else None
+            )
+            if value not in off and scaling != "default":
+                yield f"{key} = {value!r}: {why}; the model would be another one."
+        elif key not in family.names and key not in WITHOUT_EFFECT and key not in HANDLED:
+            yield (
+                f"{key} = {value!r}: not a key that is known here, so whether it changes the model is not known either. Remove it "
+                f"from the file if it does not."
+            )
+
+
+def _activation(keys: Keys, model: dict[str, Any]) -> Sequence[str]:
+    if model.get("activation") == "swiglu":
+        given = keys.get("hidden_act", "silu")
+        return (
+            ()
+            if given in ("silu", "swish")
+            else (f"hidden_act = {given!r}: must be silu, which gates the MLP here (SwiGLU).",)
+        )
+    given = keys.get("activation_function", "gelu_new")
+    if given not in GELUS:
+        return (f"activation_function = {given!r}: must be one of {', '.join(GELUS)}; no other one is built.",)
+    model["activation"] = GELUS[given]
+    return ()
+
+
+def _sliding_window(keys: Keys, model: Keys) -> Iterator[str]:
+    """A window at least as long as the samples changes nothing; Qwen switches it with a key of its own."""
+    window = keys.get("sliding_window")
+    used = keys.get("use_sliding_window", keys["model_type"] == "mistral") or "sliding_attention" in (
+        keys.get("layer_types") or ()
+    )
+    length = model.get("seq_length")
+    if isinstance(window, int) and isinstance(length, int) and used and window < length:
+        yield (
+            f"sliding_window = {window}: attention in a sliding window is not built yet, and samples of {length} "
+            f"tokens reach beyond it. Train on shorter ones with --seq-length {window}."
+        )
+
+
+def _too_long(model: Keys, seq_length: int) -> Iterator[str]:
+    longest = model.get("seq_length")
+    if model["position"] == "learned" and isinstance(longest, int) and seq_length > longest:
+        yield f"--seq-length {seq_length} is beyond the {longest} learned positions of the model. Give at most {longest}."

@@ -1,0 +1,234 @@
+"""Hugging Face configs: published models get their published parameter counts, and what is not built is refused."""
+
+import json
+from typing import Any
+
+import pytest
+
+from engine.config import ModelConfig
+from engine.errors import ConfigError
+from models.interop.hf_config import FAMILIES, from_hugging_face
+from models.specs import model_specs
+
+LLAMA = {
+    "hidden_act": "silu",
+    "attention_dropout": 0.0,
+    "initializer_range": 0.02,
+    "use_cache": True,
+    "rope_scaling": None,
+}
+
+PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    # The files of the named models, without keys of generation; parameters as counted from their published weights.
+    "gpt2": (
+        {
+            "model_type": "gpt2",
+            "architectures": ["GPT2LMHeadModel"],
+            "activation_function": "gelu_new",
+            "attn_pdrop": 0.1,
+            "embd_pdrop": 0.1,
+            "resid_pdrop": 0.1,
+            "initializer_range": 0.02,
+            "layer_norm_epsilon": 1e-05,
+            "n_ctx": 1024,
+            "n_embd": 768,
+            "n_head": 12,
+            "n_layer": 12,
+            "n_positions": 1024,
+            "summary_type": "cls_index",
+            "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+            "vocab_size": 50257,
+        },
+        124_439_808,
+    ),
+    "llama3_8b": (
+        {
+            **LLAMA,
+            "model_type": "llama",
+            "attention_bias": False,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "max_position_embeddings": 8192,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 8,
+            "pretraining_tp": 1,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "vocab_size": 128256,
+        },
+        8_030_261_248,
+    ),
+    "mistral_7b_v0.3": (
+        {
+            "model_type": "mistral",
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "max_position_embeddings": 32768,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 1000000.0,
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+            "vocab_size": 32768,
+        },
+        7_248_023_552,
+    ),
+    "qwen2.5_0.5b": (
+        {
+            **LLAMA,
+            "model_type": "qwen2",
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "max_position_embeddings": 32768,
+            "max_window_layers": 24,
+            "num_attention_heads": 14,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 1000000.0,
+            "sliding_window": 32768,
+            "use_sliding_window": False,
+            "tie_word_embeddings": True,
+            "vocab_size": 151936,
+        },
+        494_032_768,
+    ),
+    "qwen3_0.6b": (
+        {
+            **LLAMA,
+            "model_type": "qwen3",
+            "attention_bias": False,
+            "head_dim": 128,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "max_position_embeddings": 40960,
+            "max_window_layers": 28,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 1000000,
+            "sliding_window": None,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+            "vocab_size": 151936,
+        },
+        596_049_920,
+    ),
+}
+
+
+def without(keys: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {key: value for key, value in keys.items() if key not in names}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_their_published_size(name: str) -> None:
+    keys, num_parameters = PUBLISHED[name]
+    model = ModelConfig.model_validate(from_hugging_face(json.loads(json.dumps(keys)))["model"])
+    assert sum(spec.numel for spec in model_specs(model)) == num_parameters
+
+
+def test_every_family_has_a_published_model() -> None:
+    assert {keys["model_type"] for keys, _ in PUBLISHED.values()} == FAMILIES.keys()
+
+
+def test_fields_reach_their_places() -> None:
+    gpt2 = from_hugging_face(PUBLISHED["gpt2"][0])
+    assert gpt2["kernels"] == {"attention": "explicit"}, "dropout on probabilities needs them"
+    model = ModelConfig.model_validate(gpt2["model"])
+    assert (model.norm, model.position, model.activation, model.bias) == ("layernorm", "learned", "gelu_tanh", "all")
+    assert (model.hidden_dropout, model.attention_dropout, model.tie_embeddings) == (0.1, 0.1, True)
+    qwen3 = from_hugging_face(PUBLISHED["qwen3_0.6b"][0])
+    assert "kernels" not in qwen3
+    model = ModelConfig.model_validate(qwen3["model"])
+    assert (model.norm, model.position, model.activation, model.bias) == ("rmsnorm", "rope", "swiglu", "none")
+    assert (model.qk_norm, model.head_size, model.kv_heads, model.rope_base) == (True, 128, 8, 1e6)
+    assert (model.norm_eps, model.seq_length) == (1e-6, 40960)
+
+
+def test_keys_that_a_file_leaves_out_have_the_defaults_of_their_family() -> None:
+    left_out = (
+        "num_key_value_heads",
+        "rms_norm_eps",
+        "rope_theta",
+        "tie_word_embeddings",
+        "attention_dropout",
+        "hidden_act",
+    )
+    model = ModelConfig.model_validate(from_hugging_face(without(PUBLISHED["llama3_8b"][0], *left_out))["model"])
+    assert (model.kv_heads, model.norm_eps, model.rope_base, model.tie_embeddings) == (32, 1e-6, 1e4, False)
+    model = ModelConfig.model_validate(from_hugging_face(without(PUBLISHED["qwen3_0.6b"][0], "head_dim"))["model"])
+    assert model.head_size == 128
+    gpt2 = from_hugging_face(
+        without(PUBLISHED["gpt2"][0], "attn_pdrop", "embd_pdrop", "resid_pdrop", "activation_function")
+    )
+    assert gpt2["model"]["hidden_dropout"] == gpt2["model"]["attention_dropout"] == 0.1
+
+
+def test_rope_parameters_of_newer_files() -> None:
+    keys = without(PUBLISHED["llama3_8b"][0], "rope_theta", "rope_scaling")
+    rope = {"rope_theta": 7.0, "rope_type": "default"}
+    assert from_hugging_face({**keys, "rope_parameters": rope})["model"]["rope_base"] == 7.0
+    with pytest.raises(ConfigError, match="scaled RoPE is not built yet"):
+        from_hugging_face({**keys, "rope_parameters": {**rope, "rope_type": "llama3", "factor": 8.0}})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        (
+            "llama3_8b",
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "rope_scaling = .*scaled RoPE is not built",
+        ),
+        ("llama3_8b", {"attention_bias": True}, "attention_bias = True"),
+        ("llama3_8b", {"mlp_bias": True}, "mlp_bias = True"),
+        ("llama3_8b", {"hidden_act": "relu"}, "hidden_act = 'relu'.*silu"),
+        ("llama3_8b", {"num_local_experts": 8}, "num_local_experts = 8: not a key that is known here"),
+        ("llama3_8b", {"hidden_size": "wide"}, "model.hidden_size = 'wide'"),
+        ("llama3_8b", {"model_type": "mixtral"}, "model_type = 'mixtral': must be one of gpt2, llama"),
+        ("mistral_7b_v0.3", {"sliding_window": 4096}, "sliding_window = 4096: .*--seq-length 4096"),
+        ("qwen2.5_0.5b", {"use_sliding_window": True, "sliding_window": 1024}, "sliding_window = 1024"),
+        (
+            "qwen3_0.6b",
+            {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64},
+            "sliding_window = 64",
+        ),
+        ("gpt2", {"activation_function": "relu"}, "activation_function = 'relu'"),
+        ("gpt2", {"embd_pdrop": 0.0}, "embd_pdrop = 0.0 and resid_pdrop = 0.1"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scaled by layer is not built"),
+        ("gpt2", {"add_cross_attention": True}, "cross-attention"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(name: str, change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        from_hugging_face({**PUBLISHED[name][0], **change})
+
+
+def test_all_problems_at_once() -> None:
+    keys = {**without(PUBLISHED["llama3_8b"][0], "hidden_size", "vocab_size"), "mlp_bias": True, "strange": 1}
+    with pytest.raises(ConfigError) as caught:
+        from_hugging_face(keys)
+    starts = {problem.split(" ")[0] for problem in caught.value.problems}
+    assert starts == {"hidden_size", "vocab_size", "mlp_bias", "strange"}
+
+
+def test_a_shorter_sample_fits_a_window_and_a_longer_one_only_rope() -> None:
+    windowed = {**PUBLISHED["mistral_7b_v0.3"][0], "sliding_window": 4096}
+    assert from_hugging_face(windowed, seq_length=4096)["model"]["seq_length"] == 4096
+    assert from_hugging_face(PUBLISHED["llama3_8b"][0], seq_length=16384)["model"]["seq_length"] == 16384
+    assert (
+        from_hugging_face(without(PUBLISHED["llama3_8b"][0], "max_position_embeddings"), seq_length=8)["model"][
+            "seq_length"
+        ]
+        == 8
+    )
+    with pytest.raises(ConfigError, match="beyond the 1024 learned positions"):
+        from_hugging_face(PUBLISHED["gpt2"][0], seq_length=2048)
