@@ -12,7 +12,7 @@ import sys
 import textwrap
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -88,27 +88,27 @@ class Live:
     def show_step(self, metrics: StepMetrics, eta_seconds: float) -> None:
         """Move the bar, which appears with the first step."""
         self._console.width = self.width
-        if self._bar is None:
-            self._bar = Progress(
-                TextColumn("{task.description:<10}"),
-                BarColumn(bar_width=None),
-                TextColumn("{task.percentage:>3.0f}%"),
-                TextColumn("{task.completed}/{task.total}"),
-                TextColumn("loss {task.fields[loss]}"),
-                TextColumn("ETA {task.fields[eta]}"),
-                console=self._console,
-                redirect_stdout=False,
-                redirect_stderr=False,
-                transient=True,
-                expand=True,
-            )
-            self._bar.add_task("training", total=self._num_steps, loss="", eta="")
-            self._bar.start()
-            self._streams = sys.stdout, sys.stderr
-            sys.stdout, sys.stderr = (_AboveBar(self, self._log, stream) for stream in self._streams)
-        self._bar.update(
-            self._bar.task_ids[0], completed=metrics.step, loss=f"{metrics.loss:.4f}", eta=duration(eta_seconds)
+        shown: dict[str, Any] = {"completed": metrics.step, "loss": f"{metrics.loss:.4f}", "eta": duration(eta_seconds)}
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], **shown)
+            return
+        self._bar = Progress(
+            TextColumn("{task.description:<10}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TextColumn("{task.completed}/{task.total}"),
+            TextColumn("loss {task.fields[loss]}"),
+            TextColumn("ETA {task.fields[eta]}"),
+            console=self._console,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            transient=True,
+            expand=True,
         )
+        self._bar.add_task("training", total=self._num_steps, **shown)
+        self._bar.start()
+        self._streams = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = (_AboveBar(self, self._log, stream) for stream in self._streams)
 
     def show_phase(self, name: str) -> None:
         if self._bar is not None:

@@ -17,7 +17,7 @@ def significant(value: float) -> str:
 
 def compact(value: float) -> str:
     """A count with k, M, G, T: 950, 12.41k, 1.235M."""
-    if abs(value) < 999.5:
+    if abs(value) < 999.95:
         return f"{value:.0f}"
     for unit in ("k", "M", "G"):
         value /= 1000

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-_TEE_ENDS_SECONDS = 5.0
+_TEE_ENDS_SECONDS = 2.0
 """A child of this rank may still hold the pipe; it must not keep the rank from ending."""
 
 

@@ -1,8 +1,8 @@
 """Weights & Biases: one run over all attempts, never in the way of training (no torch here).
 
-    WANDB_MODE given     that mode
-    a key                online; where init fails within its time limit: offline
-    no key               offline
+    WANDB_MODE=offline, disabled   that mode
+    no key                         offline: nobody is asked for one
+    a key                          online; where that fails within its time limit, offline
 
     train/step  train/loss  train/val_loss ...      every metric is drawn against train/step
     perf/tokens_per_second  perf/mfu  perf/data_seconds ...
@@ -13,6 +13,7 @@ stands in the run directory, so that the next attempt continues the run; offline
 and `wandb sync` joins them. wandb's own step counter is not used: it starts at 0 in every attempt.
 """
 
+import inspect
 import os
 import secrets
 from collections.abc import Mapping
@@ -51,17 +52,9 @@ class WandbSink:
         assert config.telemetry.wandb is not None, "telemetry.wandb is set"
         import wandb
 
-        asked, self.why = _mode(wandb)
         arguments = _arguments(config.telemetry.wandb, directory)
         arguments["config"] = {**config.model_dump(mode="json"), "layout": dict(layout)}
-        self.mode = asked
-        try:
-            self._run = wandb.init(mode=asked, settings=_settings(wandb), **arguments)
-        except Exception as error:
-            if asked != "online":
-                raise
-            self.mode, self.why = "offline", f"wandb could not go online: {_first_line(error)}"
-            self._run = wandb.init(mode="offline", settings=_settings(wandb), **arguments)
+        self._run, self.mode, self.why = _start(wandb, _settings(wandb), arguments)
         self.url: str | None = self._run.url if self.mode == "online" else None
         self._run.define_metric("train/step")
         self._run.define_metric("*", step_metric="train/step")
@@ -74,14 +67,31 @@ class WandbSink:
         self._run.finish()
 
 
-def _mode(wandb: Any) -> tuple[Any, str]:
-    """The mode to ask for, and why it is not online."""
-    given = os.environ.get("WANDB_MODE") or ("disabled" if os.environ.get("WANDB_DISABLED") == "true" else None)
-    if given is not None:
-        return given, f"WANDB_MODE={given}"
-    if wandb.api.api_key is None:
-        return "offline", "no API key"
-    return "online", ""
+def _start(wandb: Any, settings: Any, arguments: dict[str, Any]) -> tuple[Any, str, str]:
+    """The run, its mode, and why it is not online."""
+    given = os.environ.get("WANDB_MODE") or ("disabled" if os.environ.get("WANDB_DISABLED") == "true" else "online")
+    if given != "online":
+        return wandb.init(mode=given, settings=settings, **arguments), given, "the environment says so"
+    why = "no API key"
+    try:
+        wandb.setup(settings=settings)
+        if _has_key(wandb):
+            return wandb.init(mode="online", settings=settings, **arguments), "online", ""
+    except Exception as error:
+        why = f"online failed: {(str(error) or type(error).__name__).splitlines()[0]}"
+        wandb.teardown()  # its process may still hold the id, and would refuse a second init
+    return wandb.init(mode="offline", settings=settings, **arguments), "offline", why
+
+
+def _has_key(wandb: Any) -> bool:
+    """Whether wandb finds a key (environment, netrc), without asking a person. It may verify it, which takes seconds.
+
+    Raises:
+        Exception: wandb's own, where it finds a key and cannot use it.
+    """
+    if "prompt" in inspect.signature(wandb.login).parameters:
+        return bool(wandb.login(prompt=False))
+    return wandb.api.api_key is not None  # deprecated where login can be told not to prompt
 
 
 def _settings(wandb: Any) -> Any:
@@ -119,7 +129,3 @@ def _kept_id(directory: RunDirectory) -> str:
     if not directory.wandb_id.exists():
         write_atomically(directory.wandb_id, [secrets.token_hex(4).encode()])
     return directory.wandb_id.read_text().strip()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

@@ -1,0 +1,116 @@
+"""The run directory over the life of a run: first start, restarts, another config, a second start of a finished run."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import Config, load_config
+from engine.errors import TriaxisError
+from engine.telemetry.run_dir import RunDirectory, run_name
+
+MakeConfig = Callable[..., Config]
+
+
+def start(config: Config, runs: Path, name: str = "demo", *, make_a_step: bool = True) -> RunDirectory:
+    """One attempt that ends without finishing."""
+    run = RunDirectory.create(config, runs, name)
+    if make_a_step:
+        with run.metrics.open("a") as metrics:
+            metrics.write("{}\n")
+    run.close()
+    return run
+
+
+def test_the_name_is_given_or_the_stem_and_under_slurm_the_job(make_config: MakeConfig) -> None:
+    config, named = make_config(), make_config(runtime={"name": "mine"})
+    assert run_name(config, "gpt_tiny", {}) == "gpt_tiny"
+    assert run_name(config, "gpt_tiny", {"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "2"}) == "gpt_tiny-77"
+    assert run_name(named, "gpt_tiny", {"SLURM_JOB_ID": "77"}) == "mine"
+
+
+def test_the_resolved_config_is_written_and_reads_back_equal(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(
+        optimizer={"lr": 3.3e-5, "eps": 1e-8, "clip_grad": None},
+        data={"train": [[0.3, "a/b"], [0.7, "c"]]},
+        telemetry={"wandb": {"project": "p", "tags": ["x"]}},
+    )
+    run = start(config, tmp_path)
+    assert load_config(run.path / "config.yaml") == config
+
+
+def test_attempts_count_up_and_each_has_its_logs(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config()
+    runs = [start(config, tmp_path) for _ in range(3)]
+    assert [run.attempt for run in runs] == [0, 1, 2]
+    assert runs[2].rank_log(3) == tmp_path / "demo/logs/attempt_02/rank_00003.log"
+    assert RunDirectory.join(tmp_path, "demo", 2).rank_log(3) == runs[2].rank_log(3)
+
+
+def test_another_config_is_refused_with_the_keys_that_differ(make_config: MakeConfig, tmp_path: Path) -> None:
+    start(make_config(), tmp_path)
+    other = make_config(optimizer={"lr": 0.125}, telemetry={"wandb": {"project": "p"}})
+    with pytest.raises(TriaxisError) as caught:
+        RunDirectory.create(other, tmp_path, "demo")
+    message = str(caught.value)
+    assert "optimizer.lr: 0.0003 there, 0.125 here" in message
+    assert "telemetry.wandb.project: absent there, p here" in message
+    assert "RUN_NAME=demo-2" in message
+    assert "hidden_size" not in message
+    assert start(make_config(), tmp_path).attempt == 1, "a refused start leaves no attempt behind"
+
+
+def test_many_differences_are_cut_short(make_config: MakeConfig, tmp_path: Path) -> None:
+    start(make_config(), tmp_path)
+    model: dict[str, Any] = dict.fromkeys(["num_layers", "hidden_size", "num_attention_heads", "seq_length"], 64)
+    model |= {"vocab_size": 999, "norm": "rmsnorm", "bias": "none", "qk_norm": True, "activation": "swiglu"}
+    optimizer = {"lr": 1.0, "min_lr": 0.5, "beta1": 0.5, "beta2": 0.5, "eps": 0.5}
+    with pytest.raises(TriaxisError, match="and 2 more"):
+        RunDirectory.create(make_config(model=model, optimizer=optimizer), tmp_path, "demo")
+
+
+def test_a_moved_folder_is_the_same_run(make_config: MakeConfig, tmp_path: Path) -> None:
+    start(make_config(runtime={"name": "demo", "runs_dir": "elsewhere"}), tmp_path)
+    assert start(make_config(runtime={"name": "demo", "runs_dir": str(tmp_path)}), tmp_path).attempt == 1
+
+
+def test_an_attempt_without_a_step_may_be_corrected(make_config: MakeConfig, tmp_path: Path) -> None:
+    start(make_config(), tmp_path, make_a_step=False)
+    corrected = make_config(optimizer={"lr": 0.125})
+    run = start(corrected, tmp_path)
+    assert run.attempt == 1
+    assert load_config(run.path / "config.yaml") == corrected
+
+
+def test_a_finished_run_says_so_and_is_left_alone(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config()
+    run = start(config, tmp_path)
+    run.finish(steps=300, loss=1.23456, val_loss=None)
+    before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
+
+    again = RunDirectory.create(config, tmp_path, "demo")
+    assert again.finished == {"steps": 300, "loss": 1.23456, "val_loss": None}
+    assert again.attempt == 0
+    message = again.finished_message()
+    assert "finished (steps 300, loss 1.2346)" in message
+    assert str(run.path) in message and "RUN_NAME=demo-2" in message
+    assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
+
+    (tmp_path / "demo-2").mkdir()
+    assert "RUN_NAME=demo-3" in again.finished_message()
+
+
+def test_two_runs_that_are_alive_do_not_share_a_directory(make_config: MakeConfig, tmp_path: Path) -> None:
+    alive = RunDirectory.create(make_config(), tmp_path, "demo")
+    with pytest.raises(TriaxisError, match="is alive"):
+        RunDirectory.create(make_config(), tmp_path, "demo")
+    alive.close()
+    assert start(make_config(), tmp_path).attempt == 1
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "/tmp/x"])
+def test_a_name_is_one_folder(make_config: MakeConfig, tmp_path: Path, name: str) -> None:
+    with pytest.raises(TriaxisError, match="name of one folder"):
+        RunDirectory.create(make_config(), tmp_path, name)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,206 @@
+"""wandb and TensorBoard, written and read back; wandb without key or network never stops a run."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine.config import Config
+from engine.telemetry.metrics import StepMetrics
+from engine.telemetry.run_dir import RunDirectory
+from engine.telemetry.sections import sections
+from engine.telemetry.tensorboard_sink import TensorBoardSink
+from engine.telemetry.wandb_sink import WandbSink
+
+MakeConfig = Callable[..., Config]
+MakeMetrics = Callable[..., StepMetrics]
+WANDB = {"wandb": {"project": "triaxis-tests", "tags": ["a", "b"]}}
+
+
+def test_sections_name_everything_that_is_known(make_metrics: MakeMetrics) -> None:
+    values = sections(make_metrics(step=3, mfu=0.5, val_loss=2.0))
+    assert values["train/step"] == 3 and values["train/val_loss"] == 2.0 and values["perf/mfu"] == 0.5
+    assert values["perf/data_seconds"] == 0.5 and values["memory/peak_gib"] == 1.0
+    assert {name.split("/")[0] for name in values} == {"train", "perf", "memory"}
+    assert {"train/val_loss", "perf/mfu", "perf/hfu"}.isdisjoint(sections(make_metrics()))
+
+
+@pytest.fixture
+def wandb_process(bare_wandb: None) -> Iterator[None]:
+    """The real wandb, whose process is gone after the test."""
+    yield
+    import wandb
+
+    wandb.teardown()
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """What wandb wrote, by its own reader."""
+    shown = subprocess.run(
+        [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return [json.loads(line) for line in shown.stdout.splitlines()]
+
+
+def test_without_a_key_the_run_is_offline_and_whole(
+    make_config: MakeConfig, run: RunDirectory, make_metrics: MakeMetrics, wandb_process: None
+) -> None:
+    sink = WandbSink(make_config(telemetry=WANDB), run, {"tp": 2, "dp": 4})
+    assert (sink.mode, sink.why, sink.url) == ("offline", "no API key", None)
+    sink.record(make_metrics(step=1))
+    sink.record(make_metrics(step=2, loss=1.5, val_loss=2.5))
+    sink.close()
+
+    (folder,) = (run.path / "wandb").glob("offline-run-*")
+    kept_id = run.wandb_id.read_text()
+    assert folder.name.endswith(kept_id)
+    written = records(folder)
+    (first,) = [record["run"] for record in written if record["type"] == "run"]
+    assert (first["project"], first["run_id"], first["display_name"]) == ("triaxis-tests", kept_id, "demo")
+    assert first["config"]["update"]["layout"] == {"dp": 4, "tp": 2}
+    assert first["config"]["update"]["model"]["hidden_size"] == 32
+    history = [json.dumps(record["history"]) for record in written if record["type"] == "history"]
+    assert len(history) == 2 and "val_loss" not in history[0] and "val_loss" in history[1]
+    assert any("train/step" in json.dumps(record) for record in written if record["type"] == "metric")
+
+
+class FakeWandb:
+    """As much of wandb as the sink calls. Online fails where it is told to; a second init needs a teardown, as in 0.31."""
+
+    def __init__(self, *, key: bool, online_works: bool) -> None:
+        self.Settings = type("Settings", (SimpleNamespace,), {"model_fields": {"init_timeout": 0, "finish_timeout": 0}})
+        self.inits: list[dict[str, Any]] = []
+        self._key, self._online_works, self._is_used = key, online_works, False
+
+    def setup(self, settings: object) -> None:
+        pass
+
+    def login(self, *, prompt: bool = True) -> bool:
+        assert not prompt, "nobody may be asked"
+        return self._key
+
+    def teardown(self) -> None:
+        self._is_used = False
+
+    def init(self, **arguments: Any) -> Any:
+        if self._is_used:
+            raise RuntimeError("the id is in use")
+        self._is_used = True
+        self.inits.append(arguments)
+        if arguments["mode"] == "online" and not self._online_works:
+            raise TimeoutError("no network\nwith details")
+        return SimpleNamespace(url="https://wandb/run", define_metric=lambda *_, **__: None)
+
+
+def open_fake(
+    fake: FakeWandb, config: Config, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> tuple[WandbSink, dict[str, Any]]:
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    sink = WandbSink(config, run, {})
+    return sink, fake.inits[-1]
+
+
+def test_a_key_and_a_network_are_online_with_bounded_waits(
+    make_config: MakeConfig, run: RunDirectory, monkeypatch: pytest.MonkeyPatch, bare_wandb: None
+) -> None:
+    fake = FakeWandb(key=True, online_works=True)
+    sink, init = open_fake(fake, make_config(telemetry=WANDB), run, monkeypatch)
+    assert (sink.mode, sink.url, init["mode"]) == ("online", "https://wandb/run", "online")
+    assert init["settings"].init_timeout <= 30 and init["settings"].finish_timeout <= 60
+    assert init["settings"].console == "off"
+    assert init["id"] == run.wandb_id.read_text() and init["resume"] == "allow"
+    assert init["tags"] == ["a", "b"] and init["dir"] == str(run.path)
+
+
+def test_all_attempts_are_one_run(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bare_wandb: None
+) -> None:
+    config, ids = make_config(telemetry=WANDB), set()
+    for name in ("demo", "demo", "another"):
+        run = RunDirectory.create(config, tmp_path, name)
+        _, init = open_fake(FakeWandb(key=True, online_works=True), config, run, monkeypatch)
+        ids.add((name, init["id"]))
+        run.close()
+    assert len(ids) == 2 and len({kept_id for _, kept_id in ids}) == 2
+
+
+def test_a_network_that_fails_is_offline_with_the_reason(
+    make_config: MakeConfig, run: RunDirectory, monkeypatch: pytest.MonkeyPatch, bare_wandb: None
+) -> None:
+    fake = FakeWandb(key=True, online_works=False)
+    sink, init = open_fake(fake, make_config(telemetry=WANDB), run, monkeypatch)
+    assert (sink.mode, sink.why, sink.url) == ("offline", "online failed: no network", None)
+    assert [init["mode"] for init in fake.inits] == ["online", "offline"]
+    assert fake.inits[0]["id"] == init["id"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"WANDB_MODE": "disabled"}, {"mode": "disabled"}),
+        ({"WANDB_MODE": "offline"}, {"mode": "offline"}),
+        ({"WANDB_DISABLED": "true"}, {"mode": "disabled"}),
+        ({"WANDB_PROJECT": "p", "WANDB_ENTITY": "e", "WANDB_NAME": "n"}, {"project": "p", "entity": "e", "name": "n"}),
+        ({"WANDB_RUN_ID": "mine", "WANDB_RESUME": "must"}, {"id": "mine", "resume": "must"}),
+        ({"WANDB_TAGS": "x,y", "WANDB_DIR": "/elsewhere"}, {"tags": ["x", "y"], "dir": "/elsewhere"}),
+    ],
+)
+def test_the_environment_is_honoured(
+    variables: dict[str, str],
+    expected: dict[str, object],
+    make_config: MakeConfig,
+    run: RunDirectory,
+    monkeypatch: pytest.MonkeyPatch,
+    bare_wandb: None,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    fake = FakeWandb(key=True, online_works=True)
+    _, init = open_fake(fake, make_config(telemetry=WANDB), run, monkeypatch)
+    assert {name: init[name] for name in expected} == expected
+
+
+def test_limits_that_the_user_set_are_left_to_wandb(
+    make_config: MakeConfig, run: RunDirectory, monkeypatch: pytest.MonkeyPatch, bare_wandb: None
+) -> None:
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "300")
+    _, init = open_fake(FakeWandb(key=True, online_works=True), make_config(telemetry=WANDB), run, monkeypatch)
+    assert not hasattr(init["settings"], "init_timeout")
+
+
+@pytest.mark.slow
+def test_the_real_wandb_without_a_network_goes_offline_in_bounded_time(
+    make_config: MakeConfig,
+    run: RunDirectory,
+    make_metrics: MakeMetrics,
+    monkeypatch: pytest.MonkeyPatch,
+    wandb_process: None,
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    sink = WandbSink(make_config(telemetry=WANDB), run, {})
+    assert sink.mode == "offline" and sink.why.startswith("online failed")
+    sink.record(make_metrics())
+    sink.close()
+    assert list((run.path / "wandb").glob("offline-run-*"))
+
+
+def test_tensorboard_has_the_same_names_against_the_step(run: RunDirectory, make_metrics: MakeMetrics) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    sink = TensorBoardSink(run)
+    for step in (1, 2, 3):
+        sink.record(make_metrics(step=step, loss=step / 2))
+    sink.close()
+    events = event_accumulator.EventAccumulator(str(run.tensorboard))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 0.5), (2, 1.0), (3, 1.5)]
+    assert set(sections(make_metrics())) == set(events.Tags()["scalars"])
