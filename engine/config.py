@@ -191,6 +191,7 @@ class TelemetryConfig(Section):
     log_interval: int = Field(10, gt=0, description="steps between lines on the terminal")
     wandb: WandbConfig | None = Field(None, description="null: off")
     tensorboard: bool = Field(False, description="event files in the run directory")
+    sample_tokens: int = Field(0, ge=0, description="tokens of text that the model writes when it is trained")
     peak_tflops: float | None = Field(
         None, gt=0, description="per device, for MFU; null: from a table of GPUs, or no MFU"
     )

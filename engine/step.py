@@ -25,6 +25,7 @@ from engine.optimizer.distributed import DistributedOptimizer
 from engine.optimizer.grad_buffer import GradBuffers
 from engine.pipeline.executor import Executor
 from engine.pipeline.lowering import Program
+from engine.pipeline.partition import StageLayers
 from engine.tensor_parallel.parameter import ShardedParameter, WeightGradQueue
 from engine.topology import Topology
 
@@ -53,6 +54,7 @@ class Engine:
     """One rank's assembled engine (see `engine.train.build`).
 
     Attributes:
+        stages: what each pipeline stage of the model holds, in stage order.
         parameters: by global name, in forward order.
         train_program, forward_program: the lowered schedules of a training step and of a forward-only step.
     """
@@ -60,6 +62,7 @@ class Engine:
     config: Config
     topology: Topology
     plan: BatchPlan
+    stages: Sequence[StageLayers]
     chunks: Sequence[Chunk]
     parameters: dict[str, ShardedParameter]
     buffers: GradBuffers
@@ -95,7 +98,8 @@ class Engine:
         if not (math.isfinite(loss_sum) and math.isfinite(square_sum)):
             raise DivergenceError(
                 f"loss sum {loss_sum} and squared gradient norm {square_sum} over {int(total)} tokens are not finite: an update "
-                "would destroy the weights. Nothing was changed on any rank. Lower optimizer.lr, lengthen the warm-up, or look at the data."
+                "would destroy the weights. Nothing was changed on any rank. Lower optimizer.lr, lengthen the warm-up, or look "
+                "at the data of this step."
             )
         # A global batch without a single counted token has no gradient; its loss is reported as zero.
         tokens = max(total, 1.0)

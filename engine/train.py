@@ -78,6 +78,7 @@ def build(config: Config, topology: Topology, build_model: ModelBuilder) -> Engi
         config=config,
         topology=topology,
         plan=plan,
+        stages=stages,
         chunks=chunks,
         parameters=parameters,
         buffers=buffers,

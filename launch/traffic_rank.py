@@ -9,7 +9,6 @@ from rich.table import Table
 
 from engine.data.loader import Batches
 from engine.data.synthetic import SyntheticDataset
-from engine.pipeline.partition import partition
 from engine.runtime import RankEnvironment
 from engine.train import build
 from launch.rank import Rank, join, read_config
@@ -48,9 +47,8 @@ def one_step(rank: Rank) -> tuple[Traffic, Traffic]:
     for _ in range(2):
         engine.train_step(batches.next_step(), config.optimizer.lr)
     batches.close()
-    sizes = topology.sizes
-    stages = partition(config.model.num_layers, sizes.pp, sizes.vpp, config.parallel.layers_per_stage)
-    return measured_traffic(topology.ledger.posted), expected_traffic(config, sizes, topology.coordinates, stages)
+    expected = expected_traffic(config, topology.sizes, topology.coordinates, engine.stages)
+    return measured_traffic(topology.ledger.posted), expected
 
 
 def show(console: Console, rank: Rank, measured: Traffic, expected: Traffic, num_differing: int) -> None:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from engine.collectives import Event
 from engine.data.loader import Batches
-from engine.pipeline.partition import partition
 from engine.rank_grid import ParallelSizes, RankGrid
 from engine.step import Engine
 from engine.topology import Topology
@@ -76,8 +75,7 @@ def traffic_of_a_step(rank: int, case: Case, plant: bool) -> tuple[dict[Flow, Vo
     in_ledger = sorted(C10D_NAMES[event.op] for event in posted)
     differing = 0 if sorted(calls.names) == in_ledger else abs(len(calls.names) - len(in_ledger)) or -1
     config, topology = engine.config, engine.topology
-    stages = partition(config.model.num_layers, case.pp, case.vpp, config.parallel.layers_per_stage)
-    expected = expected_traffic(config, topology.sizes, topology.coordinates, stages)
+    expected = expected_traffic(config, topology.sizes, topology.coordinates, engine.stages)
     return measured_traffic(posted), expected, len(posted), differing
 
 

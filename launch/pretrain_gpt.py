@@ -1,0 +1,245 @@
+"""One rank of a training run: puts a GPT, its data and its telemetry together and trains.
+
+    python -m torch.distributed.run --nproc-per-node 8 --module launch.pretrain_gpt configs/gpt_tiny.yaml train.steps=20
+
+`launch/pretrain_gpt.sh` starts it; so does srun with one task per GPU. The only place that knows engine, models and
+telemetry at once.
+"""
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.config import Config
+from engine.data.corpus import entropies
+from engine.data.datasets import Datasets, open_datasets
+from engine.data.loader import Batches
+from engine.data.samples import SampleSource
+from engine.data.tokenizers import load_tokenizer
+from engine.errors import TriaxisError
+from engine.runtime import RankEnvironment
+from engine.step import Engine
+from engine.telemetry.hub import Telemetry, open_telemetry
+from engine.telemetry.metrics import Meter
+from engine.telemetry.observer import TrainingObserver
+from engine.telemetry.parameters import local_counts, round_counts
+from engine.telemetry.rank_log import Streams, rank_log
+from engine.telemetry.run_dir import RunDirectory, run_name
+from engine.telemetry.summary import End, Start, show_end, show_start
+from engine.train import build, train
+from launch.rank import Rank, join, read_config
+from models.generate import generate
+from models.gpt import build_chunks
+
+USER_MISTAKE = TriaxisError.exit_code
+PROMPT_TOKENS = 48
+SAMPLE_TEMPERATURE = 0.8
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one rank of `[config.yaml, section.key=value ...]`; the exit code tells a user's mistake (2) from a failure (1)."""
+    environment = RankEnvironment.from_variables(os.environ)
+    try:
+        config = read_config(argv, environment)
+        with join(config, environment) as rank:
+            directory = _open_directory(rank, Path(argv[0]).stem)
+            if directory is None:
+                return USER_MISTAKE
+            if directory.finished is not None:
+                if rank.number == 0:
+                    print(directory.finished_message())
+                return 0
+            with rank_log(directory.rank_log(rank.number), show=rank.number == 0) as streams:
+                return _logged(lambda: _train(rank, directory, streams))
+    except TriaxisError as error:
+        if environment.rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _logged(run: Callable[[], None]) -> int:
+    """Run it; what goes wrong is printed while the rank's log still listens."""
+    try:
+        run()
+    except TriaxisError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _open_directory(rank: Rank, stem: str) -> RunDirectory | None:
+    """The run directory: rank 0 decides, the others follow; None on the others if it could not."""
+    config, world = rank.config, rank.topology.axis("world")
+    name = run_name(config, stem, os.environ)
+    directory, error = None, None
+    attempt_or_refused, finished = 0.0, 0.0
+    if rank.number == 0:
+        try:
+            directory = RunDirectory.create(config, config.runtime.runs_dir, name)
+            attempt_or_refused, finished = float(directory.attempt), float(directory.finished is not None)
+        except TriaxisError as refused:
+            error, attempt_or_refused = refused, -1.0
+    attempt_or_refused, finished = world.agree([attempt_or_refused, finished], rank.topology.device, "run directory")
+    if error is not None:
+        raise error
+    if attempt_or_refused < 0:
+        return None
+    if directory is None:
+        directory = RunDirectory.join(config.runtime.runs_dir, name, int(attempt_or_refused))
+        directory.finished = {} if finished else None
+    return directory
+
+
+def _train(rank: Rank, directory: RunDirectory, streams: Streams) -> None:
+    config, topology = rank.config, rank.topology
+    datasets = open_datasets(
+        config.data, config.model.seq_length, config.train.seed, vocab_size=config.model.vocab_size
+    )
+    engine = build(config, topology, build_chunks)
+    described = describe(engine)
+    meter = Meter(
+        config,
+        engine.plan,
+        layers_per_chunk=described.layers_per_chunk,
+        world_size=topology.grid.world_size,
+        device_name=described.device_name,
+        attempt=directory.attempt,
+    )
+    telemetry = open_telemetry(
+        config,
+        directory,
+        is_logging_rank=rank.number == 0,
+        streams=streams,
+        num_steps=engine.plan.num_steps,
+        show_mfu=meter.peak is not None,
+        layout={"sizes": str(topology.sizes), "schedule": described.schedule, "device": described.device},
+    )
+    try:
+        counted = count_parameters(engine)
+        if telemetry.report is not None:
+            start = Start(config, engine.plan, described.layout, described.device, counted)
+            show_start(telemetry.report, directory, meter, start)
+        _train_and_report(engine, datasets, directory, telemetry, meter)
+    finally:
+        telemetry.close()
+        directory.close()
+
+
+def _train_and_report(
+    engine: Engine, datasets: Datasets, directory: RunDirectory, telemetry: Telemetry, meter: Meter
+) -> None:
+    config = engine.config
+    batches = open_batches(engine, datasets.train)
+    valid = datasets.valid
+    observer = TrainingObserver(telemetry, meter, engine.topology.device)
+    started_seconds = time.monotonic()
+    try:
+        train(engine, batches, None if valid is None else lambda: open_batches(engine, valid), observer)
+    finally:
+        batches.close()
+    seconds = time.monotonic() - started_seconds
+    telemetry.flush()
+    steps = engine.plan.num_steps
+    prompt, text = _write_text(engine, valid) if valid is not None else ("", None)
+    if telemetry.report is not None:
+        end = End(steps, seconds, observer.loss, observer.val_loss, corpus_entropies(config), prompt, text)
+        show_end(telemetry.report, directory, end)
+        directory.finish(steps=steps, loss=observer.loss, val_loss=observer.val_loss)
+
+
+def open_batches(engine: Engine, dataset: SampleSource) -> Batches:
+    """This rank's batches of a dataset, from its first sample on."""
+    train_config, dp = engine.config.train, engine.topology.axis("dp")
+    return Batches(
+        dataset,
+        global_batch_size=train_config.global_batch_size,
+        micro_batch_size=train_config.micro_batch_size,
+        dp=dp.size,
+        dp_rank=dp.index,
+        consumed_samples=0,
+        device=engine.topology.device,
+    )
+
+
+def count_parameters(engine: Engine) -> dict[str, int]:
+    """Parameters by module, counted on all ranks."""
+    topology = engine.topology
+    axes = {name: topology.maybe_axis(name) for name in ("tp", "kv_replicas", "ends")}
+    shares = local_counts(
+        [parameter.record for parameter in engine.parameters.values()],
+        topology.axis("dp").size,
+        {name: axis.size for name, axis in axes.items() if axis is not None},
+    )
+    sums = topology.axis("world").agree(list(shares.values()), topology.device, "parameter count")
+    return round_counts(dict(zip(shares, sums, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """The run in words, for the banner."""
+
+    layout: str
+    schedule: str
+    device: str
+    device_name: str
+    layers_per_chunk: tuple[int, ...]
+
+
+def describe(engine: Engine) -> Description:
+    """Layout, schedule and device of a built engine."""
+    topology, config = engine.topology, engine.config
+    grid, schedule = topology.grid, engine.train_program.schedule.name
+    nodes = "1 node" if grid.num_nodes == 1 else f"{grid.num_nodes} nodes"
+    sequence = ", sequence parallel" if config.parallel.sequence_parallel else ""
+    if topology.device.type == "cuda":
+        device_name = torch.cuda.get_device_name(topology.device)
+        device = f"{device_name}, nccl"
+    else:
+        threads = torch.get_num_threads()
+        device_name = "cpu"
+        device = f"cpu, gloo, {threads} thread{'s' if threads > 1 else ''} per rank"
+    return Description(
+        layout=f"{topology.sizes}: {grid.world_size} ranks on {nodes}, {schedule}{sequence}",
+        schedule=schedule,
+        device=device,
+        device_name=device_name,
+        layers_per_chunk=tuple(len(stage.layers) for stage in engine.stages),
+    )
+
+
+def corpus_entropies(config: Config) -> dict[str, float]:
+    """What simpler models of the training corpus reach, in nats per token; the first corpus stands for a blend."""
+    if config.data.synthetic:
+        return {}
+    measured = entropies(config.data.train[0][1], config.model.vocab_size)
+    return {"uniform": measured.uniform, "unigram entropy": measured.unigram, "bigram entropy": measured.bigram}
+
+
+def _write_text(engine: Engine, valid: SampleSource) -> tuple[str, str | None]:
+    """A beginning from the validation data, and how the model goes on; every rank takes part."""
+    config = engine.config
+    if config.telemetry.sample_tokens == 0 or config.data.synthetic:
+        return "", None
+    prompt = [int(token) for token in valid[0].tokens[:PROMPT_TOKENS]]
+    tokens = generate(
+        engine, prompt, config.telemetry.sample_tokens, temperature=SAMPLE_TEMPERATURE, seed=config.train.seed
+    )
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    return tokenizer.decode(prompt), tokenizer.decode(tokens)
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Without the interpreter's teardown: a thread that waits for a dead peer must not keep the rank alive.
+    os._exit(code)
