@@ -13,6 +13,7 @@
 Rank 0 calls `RunDirectory.create`; the caller tells the others its attempt, and they call `RunDirectory.join`.
 """
 
+import errno
 import fcntl
 import json
 from collections.abc import Iterator, Mapping
@@ -153,6 +154,11 @@ def _locked(path: Path) -> TextIO:
             f"another run is alive and writes in {path}; two would mix their metrics. Wait for it or end it, or start this one "
             f"under another name: RUN_NAME={_next_name(path)}"
         ) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
+            lock.close()
+            raise
+        # A file system without locks: nothing tells two runs apart there, and that is no reason not to train.
     return lock
 
 

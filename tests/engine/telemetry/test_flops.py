@@ -3,9 +3,13 @@
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from engine.config import ModelConfig, RecomputeConfig
 from engine.telemetry.flops import gemm_weights, hardware_flops_per_token, model_flops_per_token, peak_tflops
+from models.specs import model_specs
+from tests.oracle import oracle_loss_sum, oracle_weights
 
 
 def model(**fields: Any) -> ModelConfig:
@@ -130,3 +134,22 @@ def test_devices_are_known_by_the_name_that_torch_gives(name: str, tflops: float
     assert peak_tflops(name, "bf16") == tflops
     assert peak_tflops(name, "fp16") == tflops
     assert peak_tflops(name, "fp32") is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"num_kv_heads": 2, "activation": "swiglu", "tie_embeddings": False, "head_dim": 24, "ffn_hidden_size": 96}],
+    ids=["gelu", "swiglu, GQA, untied"],
+)
+def test_torch_counts_the_same_for_a_plain_gpt(fields: dict[str, Any]) -> None:
+    """torch's counter over the oracle's forward and backward: every GEMM of a GPT that masks and does not skip."""
+    config = model(**fields)
+    weights = oracle_weights({spec.name: spec.shape for spec in model_specs(config)}, seed=0)
+    b, s = 2, config.seq_length
+    tokens = torch.arange(b * s).view(b, s) % config.vocab_size
+    positions = torch.arange(s).expand(b, s)
+    with FlopCounterMode(display=False) as counter:
+        oracle_loss_sum(
+            config, weights, tokens, tokens, torch.ones(b, s, dtype=torch.bool), positions, [0, 1]
+        ).backward()
+    assert counter.get_total_flops() == b * s * model_flops_per_token(config, causal=False)

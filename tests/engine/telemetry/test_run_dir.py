@@ -1,5 +1,6 @@
 """The run directory over the life of a run: first start, restarts, another config, a second start of a finished run."""
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,21 @@ def test_two_runs_that_are_alive_do_not_share_a_directory(make_config: MakeConfi
         RunDirectory.create(make_config(), tmp_path, "demo")
     alive.close()
     assert start(make_config(), tmp_path).attempt == 1
+
+
+@pytest.mark.parametrize(("number", "starts"), [(errno.ENOLCK, True), (errno.EIO, False)])
+def test_a_file_system_without_locks_still_trains(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, starts: bool
+) -> None:
+    def no_lock(*_: object) -> None:
+        raise OSError(number, "no lock")
+
+    monkeypatch.setattr("fcntl.flock", no_lock)
+    if starts:
+        assert start(make_config(), tmp_path).attempt == 0
+    else:
+        with pytest.raises(OSError, match="no lock"):
+            start(make_config(), tmp_path)
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "/tmp/x"])
