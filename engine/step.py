@@ -77,6 +77,7 @@ class Engine:
 
     def forward_backward(self, microbatches: Sequence[Any]) -> tuple[float, int]:
         """Gradients of one global batch, reduced; returns this rank's (loss sum, tokens), zero off the last stage."""
+        self.topology.ledger.reset()
         for chunk in self.chunks:
             chunk.train(True)
         self.buffers.start(self.plan.num_microbatches)
@@ -85,13 +86,15 @@ class Engine:
         return self._count(losses, microbatches)
 
     def train_step(self, microbatches: Sequence[Any], lr: float) -> StepResult:
-        """One update of the weights.
+        """`forward_backward`, then `update`."""
+        return self.update(*self.forward_backward(microbatches), lr)
+
+    def update(self, loss_sum: float, num_tokens: int, lr: float) -> StepResult:
+        """One update of the weights with the reduced gradients; arguments are this rank's counts.
 
         Raises:
             DivergenceError: the loss or the gradient norm is not finite; raised on every rank, before any weight changes.
         """
-        self.topology.ledger.reset()
-        loss_sum, num_tokens = self.forward_backward(microbatches)
         square_sum = float(self.optimizer.grad_square_sum())
         world = self.topology.axis("world")
         square_sum, loss_sum, total = world.agree([square_sum, loss_sum, num_tokens], self.topology.device, "step")

@@ -7,6 +7,7 @@ place in the topology.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any, Protocol
 
 from engine.config import Config, batch_plan
@@ -35,6 +36,7 @@ class StepSource(Protocol):
     consumed_samples: int
 
     def next_step(self) -> list[Any]: ...
+    def close(self) -> None: ...
 
 
 class Observer(Protocol):
@@ -106,12 +108,15 @@ def train(
     for step in range(first_step, plan.num_steps):
         observer.phase("data")
         microbatches = batches.next_step()
+        observer.phase("forward_backward")
+        loss_sum, num_tokens = engine.forward_backward(microbatches)
+        observer.phase("optimizer")
         lr = learning_rate(step, config.optimizer, plan.num_steps)
-        observer.phase("step")
-        result = engine.train_step(microbatches, lr)
+        result = engine.update(loss_sum, num_tokens, lr)
         observer.on_step(step, result, lr)
         is_last = step + 1 == plan.num_steps
         if open_validation is not None and interval is not None and ((step + 1) % interval == 0 or is_last):
             observer.phase("validation")
-            source = open_validation()
-            observer.on_validation(step, engine.evaluate(source.next_step() for _ in range(config.train.eval_steps)))
+            with closing(open_validation()) as source:
+                loss = engine.evaluate(source.next_step() for _ in range(config.train.eval_steps))
+            observer.on_validation(step, loss)

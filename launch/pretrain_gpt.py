@@ -33,17 +33,21 @@ from engine.telemetry.rank_log import Streams, rank_log
 from engine.telemetry.run_dir import RunDirectory, run_name
 from engine.telemetry.summary import End, Start, show_end, show_start
 from engine.train import build, train
+from launch.parent_death import end_with_parent
 from launch.rank import Rank, join, read_config
 from models.generate import generate
 from models.gpt import build_chunks
 
 USER_MISTAKE = TriaxisError.exit_code
+INTERRUPTED = 130
 PROMPT_TOKENS = 48
 SAMPLE_TEMPERATURE = 0.8
 
 
 def main(argv: Sequence[str]) -> int:
     """Run one rank of `[config.yaml, section.key=value ...]`; the exit code tells a user's mistake (2) from a failure (1)."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
     environment = RankEnvironment.from_variables(os.environ)
     try:
         config = read_config(argv, environment)
@@ -61,6 +65,8 @@ def main(argv: Sequence[str]) -> int:
         if environment.rank == 0:
             print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def _logged(run: Callable[[], None]) -> int:
@@ -70,6 +76,9 @@ def _logged(run: Callable[[], None]) -> int:
     except TriaxisError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
     except Exception:
         traceback.print_exc()
         return 1
@@ -153,6 +162,7 @@ def _train_and_report(
     if telemetry.report is not None:
         end = End(steps, seconds, observer.loss, observer.val_loss, corpus_entropies(config), prompt, text)
         show_end(telemetry.report, directory, end)
+        telemetry.event("finished", steps=steps, loss=observer.loss, val_loss=observer.val_loss)
         directory.finish(steps=steps, loss=observer.loss, val_loss=observer.val_loss)
 
 

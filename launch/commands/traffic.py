@@ -18,6 +18,7 @@ Exit code 1 if any rank called something else than its config predicts.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "triaxis traffic config.yaml [section.key=value ...] [--dry-run]"
     parser.epilog = EXAMPLES
     parser.add_argument("words", nargs="+", metavar="config.yaml [section.key=value ...]", help="the run to look at")
     parser.add_argument("--dry-run", action="store_true", help="print the launch line; start nothing")
