@@ -31,7 +31,6 @@ from engine.data.indexed import bin_path, idx_path
 from engine.errors import ConfigError, TopologyError
 from engine.rank_grid import ParallelSizes
 from engine.telemetry.run_dir import run_name
-from engine.telemetry.run_dir import run_name
 from launch.failure import RankFailure, describe, first_cause
 from launch.slurm_step import LOOPBACK, is_rank, rank_variables
 from launch.world import World, decide, find_gpus
