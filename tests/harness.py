@@ -103,5 +103,9 @@ def _rank_main(
         message = pickle.dumps((False, traceback.format_exc()))
     connection.send_bytes(message)
     connection.close()
-    # Without the interpreter's teardown: gloo's threads and a failed peer must not hold the test up.
+    # A rank that left now would break a slower one that is still connecting: the test kills all ranks when it has heard
+    # them (or its own end ends them), and gloo's threads never hold it up.
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os._exit(0)

@@ -5,5 +5,5 @@ import torch.distributed
 import torch.optim.adamw
 import torch.testing  # noqa: F401
 
-import engine.train
+import engine.train  # noqa: F401
 import models.gpt  # noqa: F401

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.collectives import Axis, Ledger, Message
+from engine.errors import TopologyError
 from engine.rank_grid import ParallelSizes, RankGrid
 from engine.topology import Topology
 from tests.harness import RankFailedError, run_ranks
@@ -146,6 +147,29 @@ def two_topologies(rank: int) -> tuple[float, float, bool]:
 
 def test_two_topologies_live_in_one_process() -> None:
     assert run_ranks(two_topologies, 4) == [(6.0, 2.0, True), (6.0, 4.0, True), (6.0, 2.0, True), (6.0, 4.0, True)]
+
+
+def missing_axis(rank: int) -> str:
+    topology = Topology(RankGrid(ParallelSizes(pp=4)), rank, CPU)
+    assert (topology.maybe_axis("ends") is None) == (rank in (1, 2)), "only the end stages hold a tied embedding"
+    with pytest.raises(TopologyError) as raised:
+        topology.axis("kv_replicas")
+    return str(raised.value)
+
+
+def test_an_axis_that_is_off_is_named() -> None:
+    messages = run_ranks(missing_axis, 4)
+    assert "rank 2 (pp 2, dp 0, tp 0) has no axis 'kv_replicas'; it has world, tp, dp, pp" in messages[2]
+
+
+def wrong_world(rank: int) -> str:
+    with pytest.raises(TopologyError) as raised:
+        Topology(RankGrid(ParallelSizes(tp=4)), rank, CPU)
+    return str(raised.value)
+
+
+def test_a_world_of_another_size_is_refused() -> None:
+    assert all("2 ranks were started, but tp=4" in message for message in run_ranks(wrong_world, 2))
 
 
 def pipeline_groups(rank: int) -> bool:
