@@ -1,5 +1,7 @@
 """Collectives: results, order of sums, and a ledger that says what was really called."""
 
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -210,10 +212,12 @@ def reduce_one(rank: int) -> float:
     return float(value)
 
 
-def test_eight_ranks_start_in_under_a_second() -> None:
+def test_eight_ranks_start_faster_than_one_interpreter_imports_torch() -> None:
+    """Eight ranks take 0.2 to 0.5 s on an idle machine. As a ratio, since machines are shared: less than one import."""
     run_ranks(reduce_one, 8)  # starts the fork server, once per test session
     begin = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    import_seconds = time.perf_counter() - begin
+    begin = time.perf_counter()
     assert run_ranks(reduce_one, 8) == [8.0] * 8
-    seconds = time.perf_counter() - begin
-    # Measured at 0.2 to 0.5; a shared machine gets a second and a half before this is called broken.
-    assert seconds < 1.5, f"8 ranks took {seconds:.2f} s to start and reduce"
+    assert time.perf_counter() - begin < import_seconds
