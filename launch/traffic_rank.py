@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -56,12 +57,12 @@ def show(console: Console, rank: Rank, measured: Traffic, expected: Traffic, num
     table = Table(
         title=f"One training step, rank {rank.number} ({rank.topology.coordinates}), {rank.topology.sizes}",
         title_justify="left",
+        box=SIMPLE_HEAD,
     )
-    table.add_column("axis")
-    table.add_column("purpose")
-    table.add_column("operation")
-    for column in ("calls", "expected", "wire bytes", "expected"):
-        table.add_column(column, justify="right")
+    for column in ("axis", "purpose", "operation"):
+        table.add_column(column, no_wrap=True)
+    for column in ("calls", "wire bytes", "formula"):
+        table.add_column(column, justify="right", no_wrap=True)
     nothing = Volume(0, 0)
     axis = ""
     for flow in sorted(measured.keys() | expected.keys()):
@@ -71,9 +72,8 @@ def show(console: Console, rank: Rank, measured: Traffic, expected: Traffic, num
             flow.purpose,
             flow.op.replace("_", "-"),
             f"{seen.calls:,}",
-            f"{wanted.calls:,}",
             f"{seen.wire_bytes:,}",
-            f"{wanted.wire_bytes:,}",
+            "equal" if seen == wanted else f"{wanted.calls:,} calls, {wanted.wire_bytes:,} bytes",
             style="" if seen == wanted else "bold red",
         )
         axis = flow.axis
@@ -86,7 +86,9 @@ def show(console: Console, rank: Rank, measured: Traffic, expected: Traffic, num
             f"[bold red]{num_differing} of {world_size} ranks called something else than their formulas say.[/]"
         )
     else:
-        console.print(f"All {world_size} ranks called exactly what their formulas say. Wire bytes are ring theory.")
+        console.print(
+            f"All {world_size} ranks called exactly what their formulas say. Wire bytes are ring theory; a receive is counted by its sender."
+        )
 
 
 if __name__ == "__main__":
