@@ -86,9 +86,8 @@ def show(console: Console, rank: Rank, measured: Traffic, expected: Traffic, num
             f"[bold red]{num_differing} of {world_size} ranks called something else than their formulas say.[/]"
         )
     else:
-        console.print(
-            f"All {world_size} ranks called exactly what their formulas say. Wire bytes are ring theory; a receive is counted by its sender."
-        )
+        console.print(f"All {world_size} ranks called exactly what their formulas say.")
+        console.print("Wire bytes are ring theory; a receive is counted by its sender.")
 
 
 if __name__ == "__main__":
