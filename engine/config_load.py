@@ -91,7 +91,7 @@ class _UniqueKeys(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
-        for key, _ in node.value:
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             line = key.start_mark.line + 1
             if key.value in lines and key.tag != "tag:yaml.org,2002:merge":
                 raise yaml.constructor.ConstructorError(
@@ -157,15 +157,46 @@ def _apply(reading: _Reading, overrides: Sequence[str], environment: Mapping[str
                 f"ignored."
             )
             continue
-        value = _value(reading, text, override)
-        earlier = reading.origins.get(dotted)
-        if earlier is not None and _get(reading.tree, dotted) != value:
+        if (leaf := _leaf_above(dotted)) is not None:
             reading.problems.append(
-                f"{dotted} is given twice with different values: {earlier}, and {override} on the command line. Which one is "
-                f"meant would be a guess. Remove one of them."
+                f"{override!r}: {leaf} is a value, not a section: nothing lies below it. Set {leaf} itself."
             )
             continue
-        reading.set(dotted, value, f"{override} on the command line")
+        for name, value in _flat(dotted, _value(reading, text, override)):
+            earlier = reading.origins.get(name)
+            if earlier is not None and _get(reading.tree, name) != value:
+                reading.problems.append(
+                    f"{name} is given twice with different values: {earlier}, and {override} on the command line. Which one is "
+                    f"meant would be a guess. Remove one of them."
+                )
+            else:
+                reading.set(name, value, f"{override} on the command line")
+
+
+def _flat(dotted: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """A section given as a mapping, `parallel={tp: 2, pp: 2}`, is its keys given one by one: it overrides no others."""
+    if isinstance(value, dict) and value and _section_at(dotted) is not None:
+        for key, inner in value.items():
+            yield from _flat(f"{dotted}.{key}", inner)
+    else:
+        yield dotted, value
+
+
+def _section_at(dotted: str) -> type[Section] | None:
+    """The section of this name, or None if it is a field or nothing."""
+    section: type[Section] | None = Config
+    for part in dotted.split("."):
+        if section is None or part not in section.model_fields:
+            return None
+        section = section.section_type(part)
+    return section
+
+
+def _leaf_above(dotted: str) -> str | None:
+    """The field that stands where the name needs a section: `parallel.tp` in `parallel.tp.x`."""
+    parts = dotted.split(".")
+    names = (".".join(parts[:count]) for count in range(1, len(parts)))
+    return next((name for name in names if name in Config.dotted_names() and _section_at(name) is None), None)
 
 
 def _value(reading: _Reading, text: str, given: str) -> Any:
@@ -264,7 +295,12 @@ def _construct(kind: type[S], values: Mapping[str, Any], wrong: Set[str]) -> S:
     read = {}
     for name, about in kind.model_fields.items():
         if name in values and name not in wrong:
-            adapter: TypeAdapter[Any] = TypeAdapter(Annotated[about.annotation, about])  # type: ignore[arg-type]
+            # A section brings its own settings (pydantic refuses others); a plain field has those of the section around it.
+            settings = kind.model_config if kind.section_type(name) is None else None
+            adapter: TypeAdapter[Any] = TypeAdapter(
+                Annotated[about.annotation, about],  # type: ignore[arg-type]
+                config=settings,
+            )
             read[name] = adapter.validate_python(values[name])
     section = kind.model_construct(None, **read)
     assert isinstance(section, kind)

@@ -7,6 +7,7 @@
 so a message never sends its reader from one mistake into the next.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -18,6 +19,9 @@ NUM_NAMED = 2
 """Legal values named per field."""
 NUM_TRIED = 64
 """Candidates tried per field before none is named."""
+
+MOST_DIVIDED = 10_000
+"""Divisors are searched up to here, and with them those at the other end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +129,10 @@ def multiples(of: int, near: int) -> Iterator[int]:
 
 
 def divisors(number: int, near: int) -> Iterator[int]:
-    """Divisors of `number`, nearest to `near` first."""
-    return iter(sorted((d for d in range(1, number + 1) if number % d == 0), key=lambda d: (abs(d - near), d)))
+    """Divisors of `number`, nearest to `near` first, the smaller of two before the larger."""
+    # Bounded, so that a slip such as a number with ten zeros too many is answered at once too.
+    small = [d for d in range(1, min(math.isqrt(number), MOST_DIVIDED) + 1) if number % d == 0]
+    yield from sorted({*small, *(number // d for d in small)}, key=lambda d: (abs(d - near), d))
 
 
 def numbers(near: int, least: int = 1) -> Iterator[int]:

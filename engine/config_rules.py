@@ -9,6 +9,7 @@ what must hold and what would have happened. Types and bounds of single fields a
 """
 
 from collections.abc import Iterator
+from itertools import chain
 
 from engine.config import Config, planned_steps
 from engine.config_model_rules import MODEL_RULES
@@ -69,14 +70,18 @@ def layers_are_dealt_out(subject: Subject) -> Iterator[Problem]:
             "parallel.layers_per_stage",
             given,
             f"{'; it '.join(broken)}: else layers are dropped, or stages have none",
-            {"parallel.layers_per_stage": [_even_stages(subject.config), None], "model.num_layers": [sum(given)]},
+            {
+                "parallel.layers_per_stage": chain(_even_stages(subject.config), [None]),
+                "model.num_layers": [sum(given)],
+            },
         )
 
 
-def _even_stages(config: Config) -> list[int]:
-    """Layers per stage where nothing is listed; a model of fewer layers than stages is measured with a layer for each."""
+def _even_stages(config: Config) -> Iterator[list[int]]:
+    """The layers per stage that the engine would choose, if every stage can have one."""
     pp, vpp = config.parallel.pp, config.parallel.vpp
-    return [len(stage.layers) for stage in partition(max(config.model.num_layers, pp * vpp), pp, vpp)]
+    if pp * vpp <= config.model.num_layers:
+        yield [len(stage.layers) for stage in partition(config.model.num_layers, pp, vpp)]
 
 
 def schedule_matches_chunks(subject: Subject) -> Iterator[Problem]:
@@ -258,7 +263,7 @@ def recompute_fits_chunk(subject: Subject) -> Iterator[Problem]:
                 "Or leave them out.",
             )
         return
-    per_chunk = max(parallel.layers_per_stage or _even_stages(subject.config))
+    per_chunk = max(parallel.layers_per_stage or [-(-subject.config.model.num_layers // (parallel.pp * parallel.vpp))])
     if recompute.num_layers > per_chunk:
         yield Problem(
             "recompute.num_layers",

@@ -67,6 +67,18 @@ def test_overrides_that_contradict_each_other_are_refused(base: Path) -> None:
     assert "given twice" in str(refused(base, "train.steps=5", "train.steps=6"))
 
 
+def test_a_section_given_as_a_mapping_is_its_keys_one_by_one(base: Path) -> None:
+    config = load_config(base, ["parallel={pp: 2}", "telemetry={wandb: {project: p}}"], {"TP": "2"})
+    assert (config.parallel.tp, config.parallel.pp, config.train.steps) == (2, 2, 10)
+    assert config.telemetry.wandb is not None
+    assert "TP=2 in the environment" in str(refused(base, "parallel={tp: 4}", environment={"TP": "2"}))
+
+
+def test_nothing_lies_below_a_value(base: Path) -> None:
+    assert "train.steps is a value, not a section" in str(refused(base, "train.steps.x=3"))
+    assert "parallel.tp is a value" in str(refused(base, "parallel.tp.x=3"))
+
+
 def test_overrides_reach_lists_and_sections_that_are_off(base: Path) -> None:
     overrides = ['data.train=[[0.7, "a b"], [0.3, c]]', "telemetry.wandb.project=p", "train.eval_interval=null"]
     config = load_config(base, overrides)
@@ -101,6 +113,7 @@ def test_an_empty_section_is_its_defaults(tmp_path: Path) -> None:
             "model:\n  num_layers: 4\n  hidden_size: 8\n  num_layers: 5\n",
             ["'num_layers' stands twice", "lines 2 and 4"],
         ),
+        ("? [model]\n: 3\n", ["not readable as YAML", "unhashable key"]),
         ("---\nmodel: 1\n---\nmodel: 2\n", ["not readable as YAML"]),
     ],
 )
@@ -265,6 +278,20 @@ def test_all_kinds_of_problems_are_reported_at_once(base: Path) -> None:
     ):
         assert any(problem.startswith(words) or words in problem for problem in problems), words
     assert not any("must be a multiple of parallel.tp = 3 with sequence_parallel" in problem for problem in problems)
+
+
+def test_valid_values_are_read_alike_with_and_without_a_mistake_elsewhere(base: Path) -> None:
+    """Numbers count as text where text belongs, and numbers in quotes as numbers; a mistake must not change that."""
+    overrides = [
+        "runtime.name=7",
+        "data.cache_dir=1.5",
+        "parallel.tp='2'",
+        "optimizer.lr=1e-3",
+        "telemetry.wandb.project=9",
+    ]
+    assert load_config(base, overrides).runtime.name == "7"
+    [problem] = refused(base, *overrides, "train.seed=x").problems
+    assert problem.startswith("train.seed = 'x'")
 
 
 def leaves(section: type[Section], prefix: str = "") -> Iterator[str]:
