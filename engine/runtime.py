@@ -111,12 +111,13 @@ def start(environment: RankEnvironment, config: RuntimeConfig) -> Runtime:
             multi_tenant=True,
             timeout=timeout,
         )
+        # No `device_id`: with it, torch makes every later group by splitting the default communicator, which needs all ranks
+        # to take part, and the topology's groups are made by their members alone.
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=dist.PrefixStore(f"attempt/{environment.restart_count}", store),
             rank=environment.rank,
             world_size=environment.world_size,
             timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
         )
     return Runtime(environment, device)
