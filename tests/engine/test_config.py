@@ -280,6 +280,14 @@ def test_all_kinds_of_problems_are_reported_at_once(base: Path) -> None:
     assert not any("must be a multiple of parallel.tp = 3 with sequence_parallel" in problem for problem in problems)
 
 
+def test_a_wrong_value_does_not_count_as_the_default(base: Path) -> None:
+    """The default tokenizer, bytes, needs 257 ids: a tokenizer that could not be read must not be taken for it."""
+    problems = refused(
+        base, "data={synthetic: false, train: [[1.0, p]], tokenizer: [x]}", "model.vocab_size=100"
+    ).problems
+    assert [problem.split(" ")[0] for problem in problems] == ["data.tokenizer"]
+
+
 def test_valid_values_are_read_alike_with_and_without_a_mistake_elsewhere(base: Path) -> None:
     """Numbers count as text where text belongs, and numbers in quotes as numbers; a mistake must not change that."""
     overrides = [
