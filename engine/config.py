@@ -8,9 +8,8 @@ All problems are reported at once, before any process group exists: reading is `
     YAML  <  environment  <  section.key=value   ->   Config   ->   ParallelSizes, BatchPlan
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -323,39 +322,3 @@ def parallel_sizes(config: Config, world_size: int | None = None) -> ParallelSiz
             ]
         )
     return ParallelSizes(tp=parallel.tp, pp=parallel.pp, dp=dp, cp=parallel.cp, ep=parallel.ep, vpp=parallel.vpp)
-
-
-def load_config(
-    path: str | Path | None,
-    overrides: Sequence[str] = (),
-    environment: Mapping[str, str] | None = None,
-    *,
-    world_size: int | None = None,
-    ranks_per_node: int | None = None,
-) -> Config:
-    """Read, check and freeze a configuration: YAML < environment < dotted overrides.
-
-    Args:
-        path: a YAML file; None: nothing but the environment and the overrides.
-        overrides: `section.key=value`, the value in YAML.
-        environment: `os.environ`, for TP, PP, VPP, DP, MICRO_BATCH_SIZE, GLOBAL_BATCH_SIZE, RUN_NAME; None: not read.
-        world_size, ranks_per_node: the cluster, where it is known already, for the rules that depend on it.
-
-    Raises:
-        ConfigError: every problem at once: the file, unknown keys, types, and every rule that can be evaluated.
-    """
-    from engine.config_load import load  # it reads this tree, so it is imported after it
-
-    return load(path, overrides, environment or {}, world_size, ranks_per_node)
-
-
-def to_yaml(config: Config, *, describe: bool = False) -> str:
-    """The resolved tree as YAML that `load_config` reads back to an equal one.
-
-    Args:
-        config: what to write.
-        describe: with the meaning of each field as a comment.
-    """
-    from engine.config_load import dump
-
-    return dump(config, describe=describe)

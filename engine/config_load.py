@@ -61,19 +61,30 @@ class _Reading:
         self.origins[dotted] = origin
 
 
-def load(
+def load_config(
     path: str | Path | None,
-    overrides: Sequence[str],
-    environment: Mapping[str, str],
-    world_size: int | None,
-    ranks_per_node: int | None,
+    overrides: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    *,
+    world_size: int | None = None,
+    ranks_per_node: int | None = None,
 ) -> Config:
-    """See `engine.config.load_config`."""
+    """Read, check and freeze a configuration: YAML < environment < dotted overrides.
+
+    Args:
+        path: a YAML file; None: nothing but the environment and the overrides.
+        overrides: `section.key=value`, the value in YAML.
+        environment: `os.environ`, for TP, PP, VPP, DP, MICRO_BATCH_SIZE, GLOBAL_BATCH_SIZE, RUN_NAME; None: not read.
+        world_size, ranks_per_node: the cluster, where it is known already, for the rules that depend on it.
+
+    Raises:
+        ConfigError: every problem at once: the file, unknown keys, types, and every rule that can be evaluated.
+    """
     reading = _Reading()
     source = "the configuration" if path is None else str(path)
     if path is not None:
         reading.tree = _read_yaml(Path(path))
-    _apply(reading, overrides, environment)
+    _apply(reading, overrides, environment or {})
     _refuse_unknown_keys(reading, Config, reading.tree, "")
     try:
         config = Config.model_validate(reading.tree)
@@ -309,8 +320,13 @@ def _construct(kind: type[S], values: Mapping[str, Any], wrong: Set[str]) -> S:
     return section
 
 
-def dump(config: Config, *, describe: bool) -> str:
-    """See `engine.config.to_yaml`."""
+def to_yaml(config: Config, *, describe: bool = False) -> str:
+    """The resolved tree as YAML that `load_config` reads back to an equal one.
+
+    Args:
+        config: what to write.
+        describe: with the meaning of each field as a comment.
+    """
     return "\n".join(_lines(config, "", describe)) + "\n"
 
 

@@ -25,7 +25,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from engine.config import BatchPlan, Config, batch_plan, load_config, parallel_sizes
+from engine.config import BatchPlan, Config, batch_plan, parallel_sizes
+from engine.config_load import load_config
 from engine.config_rules import problems
 from engine.data.indexed import bin_path, idx_path
 from engine.errors import ConfigError, TopologyError

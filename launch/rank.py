@@ -5,9 +5,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from engine.config import Config, load_config, parallel_sizes
-from engine.config_rules import problems
-from engine.errors import ConfigError
+from engine.config import Config, parallel_sizes
+from engine.config_load import load_config
 from engine.rank_grid import RankGrid
 from engine.runtime import RankEnvironment, Runtime, start
 from engine.topology import Topology
@@ -32,11 +31,13 @@ def read_config(argv: Sequence[str], environment: RankEnvironment) -> Config:
     Raises:
         ConfigError: all problems at once, before any process group exists.
     """
-    config = load_config(argv[0], argv[1:], os.environ)
-    ranks_per_node = config.runtime.ranks_per_node or environment.local_world_size
-    if found := problems(config, environment.world_size, ranks_per_node):
-        raise ConfigError(found, argv[0])
-    return config
+    return load_config(
+        argv[0],
+        argv[1:],
+        os.environ,
+        world_size=environment.world_size,
+        ranks_per_node=environment.local_world_size,
+    )
 
 
 @contextmanager

@@ -22,7 +22,8 @@ from typing import Any, TextIO
 
 import yaml
 
-from engine.config import Config, to_yaml
+from engine.config import Config
+from engine.config_load import to_yaml
 from engine.data.files import write_atomically
 from engine.errors import TriaxisError
 

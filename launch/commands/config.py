@@ -13,7 +13,8 @@ from typing import Any
 
 import yaml
 
-from engine.config import Config, batch_plan, load_config, parallel_sizes, to_yaml
+from engine.config import Config, batch_plan, parallel_sizes
+from engine.config_load import load_config, to_yaml
 from engine.errors import ConfigError
 from engine.pipeline import schedules
 from engine.pipeline.partition import partition

@@ -114,7 +114,8 @@ def _asked_for(args: argparse.Namespace) -> Schedule:
 
 def _of_config(console: Console, args: argparse.Namespace) -> list[Schedule]:
     """The schedules that a run of this configuration uses: of a training step and of a validation."""
-    from engine.config import batch_plan, load_config
+    from engine.config import batch_plan
+    from engine.config_load import load_config
 
     given = [f"--{name}" for name in ("pp", "vpp", "microbatches", "name") if getattr(args, name) is not None]
     if given:

@@ -8,7 +8,8 @@ import argparse
 import os
 from pathlib import Path
 
-from engine.config import Config, load_config, parallel_sizes
+from engine.config import Config, parallel_sizes
+from engine.config_load import load_config
 from engine.config_rules import problems
 from engine.errors import ConfigError, TopologyError
 from engine.rank_grid import ParallelSizes, RankGrid

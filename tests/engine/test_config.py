@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from engine.config import Config, ParallelConfig, Section, batch_plan, load_config, parallel_sizes, to_yaml
-from engine.config_load import ENVIRONMENT
+from engine.config import Config, ParallelConfig, Section, batch_plan, parallel_sizes
+from engine.config_load import ENVIRONMENT, load_config, to_yaml
 from engine.config_names import ALWAYS_ON, FOREIGN_NAMES, NOT_BUILT, unknown_key
 from engine.errors import ConfigError, TopologyError
 from engine.rank_grid import ParallelSizes
@@ -374,7 +374,8 @@ def test_a_config_cannot_be_changed(base: Path) -> None:
 
 def test_reading_a_config_imports_no_torch(base: Path) -> None:
     code = (
-        "import sys; from engine.config import load_config, to_yaml, batch_plan; from engine.config_rules import problems; "
+        "import sys; from engine.config import batch_plan; from engine.config_load import load_config, to_yaml; "
+        "from engine.config_rules import problems; "
         "config = load_config(sys.argv[1]); to_yaml(config); batch_plan(config, 2); problems(config, 8, 8); "
         "sys.exit('torch' in sys.modules)"
     )

@@ -10,7 +10,8 @@ import yaml
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from engine.config import Config, batch_plan, load_config, parallel_sizes
+from engine.config import Config, batch_plan, parallel_sizes
+from engine.config_load import load_config
 from engine.config_problems import Subject, divisors, multiples, numbers, with_value
 from engine.config_rules import RULES, broken_rules, nodes_are_whole, problems
 from engine.errors import ConfigError, ScheduleError, TopologyError

@@ -100,3 +100,13 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr(cli, "command_module", lambda name: fake_command(ZeroDivisionError("ours")))
     with pytest.raises(ZeroDivisionError, match="ours"):
         cli.main(["train", "a", "b", "--flag"])
+
+
+def test_a_reader_that_has_read_enough_is_no_error() -> None:
+    words = (
+        f"{sys.executable} -m launch.cli schedule print --pp 8 --microbatches 512 | head -n 1; exit ${{PIPESTATUS[0]}}"
+    )
+    done = subprocess.run(["bash", "-c", words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stdout.startswith("schedule=1f1b")
+    assert done.stderr == ""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import load_config
+from engine.config_load import load_config
 from engine.errors import ConfigError
 from launch.cli import command_module, command_parser, main
 from models.specs import model_specs

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import Config, load_config
+from engine.config import Config
+from engine.config_load import load_config
 from engine.errors import TopologyError
 from launch.launcher import DEFAULT_CONFIG
 from launch.world import GLOO, NCCL, Gpus, decide

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine.config import Config, load_config
+from engine.config import Config
+from engine.config_load import load_config
 from engine.errors import TriaxisError
 from engine.telemetry.run_dir import RunDirectory, run_name
 
