@@ -260,8 +260,9 @@ def most_outputs_alive(rank: int, case: Case) -> int:
 
 def test_a_stages_output_is_freed_when_it_is_sent() -> None:
     first, _ = run_ranks(most_outputs_alive, 2, Case("gpt_untied", pp=2, global_batch_size=16))
-    # Two microbatches are in flight; a send whose completion has just not been seen yet may hold another. Not 16.
-    assert first <= 4
+    # Two microbatches are in flight, and sends whose completion has just not been seen yet may hold some more; 15 would be
+    # alive if they were kept until the end.
+    assert first <= 8
 
 
 # The same start, the same data, the same precision ----------------------------------------------------------------------
