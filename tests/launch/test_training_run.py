@@ -39,7 +39,7 @@ pytestmark = pytest.mark.distributed
 CONFIG = str(ROOT / "configs" / "gpt_tiny.yaml")
 NUM_STEPS = 50
 SHORTER = (f"train.steps={NUM_STEPS}", "telemetry.sample_tokens=16")
-"""Command 1 for the CI tier. 60 steps get below 0.8 x unigram with 8 % to spare, 40 with 1 %."""
+"""Command 1 for the CI tier: 50 steps get below 0.8 x unigram with 5 % to spare (40 with 1 %, all 240 with 30 %)."""
 
 ONE_PROCESS = {"TP": "1", "PP": "1", "VPP": "1", "DP": "1"}
 ONLY_STEPS = ("train.eval_interval=null", "telemetry.sample_tokens=0")
@@ -227,7 +227,7 @@ def test_eight_ranks_train_as_one_process_does(command_1: Finished, one_process:
 def test_eight_ranks_train_as_one_process_does_in_float64(
     command_1: Finished, one_process: tuple[Finished, Finished]
 ) -> None:
-    """Where rounding is 1e-16, five updates leave no room for anything but rounding."""
+    """Where rounding is 1e-16, five updates leave no room for anything else (measured: 2e-16)."""
     folder = command_1.folder
     with started(folder, *PRETRAIN, *IN_FLOAT64, RUN_NAME="eight_64") as launcher:
         eight, one = finished(folder, "eight_64", launcher).metrics, one_process[1].metrics
@@ -238,7 +238,7 @@ def test_eight_ranks_train_as_one_process_does_in_float64(
 
 # Runs that do not end well -----------------------------------------------------------------------------------------------
 
-STEPS_BEFORE_DEATH = 8
+STEPS_BEFORE_DEATH = 6
 
 
 @pytest.fixture(scope="module")
