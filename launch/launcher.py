@@ -19,7 +19,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from engine.config import BatchPlan, Config, batch_plan, parallel_sizes
 from engine.config_load import load_config
 from engine.config_rules import problems
 from engine.data.indexed import bin_path, idx_path
-from engine.errors import ConfigError, TopologyError
+from engine.errors import ConfigError, TopologyError, TriaxisError
 from engine.rank_grid import ParallelSizes
 from engine.telemetry.run_dir import run_name
 from launch.failure import RankFailure, describe, first_cause
@@ -52,6 +52,8 @@ class Request:
     overrides: tuple[str, ...]
     dry_run: bool = False
     worker: str = WORKER
+    preflight: Callable[[Config, Path], str | None] | None = None
+    """Looks before ranks are started; what it returns is said instead of starting."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,11 @@ def launch(request: Request, variables: Mapping[str, str]) -> int:
         exit_code = _prepare_corpus(console, plan.config)
         if exit_code:
             return exit_code
+    if request.preflight is not None:
+        instead = request.preflight(plan.config, plan.config_path)
+        if instead is not None:
+            print(instead)
+            return 0
     sys.stdout.flush()  # before the ranks write to the same place
     return _run_torchrun(plan, arguments, environment)
 
@@ -182,20 +189,30 @@ def _run_torchrun(plan: Plan, arguments: Sequence[str], environment: Mapping[str
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     # It names every process that it ends; the one that matters is described below.
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    for noisy in ("multiprocessing.api", "agent.server.api"):
+        logging.getLogger(f"torch.distributed.elastic.{noisy}").setLevel(logging.CRITICAL)
     started_seconds = time.time()
     try:
         torchrun.run(torchrun.parse_args(list(arguments)))
     except SignalException as stopped:
+        _show_cursor()
         print(f"stopped by {stopped.sigval.name}; all ranks of this node have ended", file=sys.stderr)
         return 128 + stopped.sigval
     except ChildFailedError as failed:
         logs = Path(plan.config.runtime.runs_dir) / run_name(plan.config, plan.config_path.stem, os.environ) / "logs"
         failures = [RankFailure(rank, one.exitcode, one.timestamp) for rank, one in failed.failures.items()]
         cause = first_cause(failures, logs, started_seconds)
-        print(describe(cause, logs, started_seconds), file=sys.stderr)
+        _show_cursor()
+        # A user's mistake has been explained by rank 0; that a rank ended with it is no news.
+        if (cause.rank, cause.exit_code) != (0, TriaxisError.exit_code):
+            print(describe(cause, logs, started_seconds), file=sys.stderr)
         return cause.exit_code if cause.exit_code > 0 else 128 - cause.exit_code
     return 0
+
+
+def _show_cursor() -> None:
+    """Rank 0 hides it under its progress bar, and a rank that was killed cannot bring it back."""
+    Console().show_cursor()
 
 
 def _be_a_rank(request: Request, variables: Mapping[str, str]) -> int:

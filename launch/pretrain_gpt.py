@@ -138,6 +138,9 @@ def _train(rank: Rank, directory: RunDirectory, streams: Streams) -> None:
             start = Start(config, engine.plan, described.layout, described.device, counted)
             show_start(telemetry.report, directory, meter, start)
         _train_and_report(engine, datasets, directory, telemetry, meter)
+    except BaseException as error:
+        telemetry.event("failed", error=f"{type(error).__name__}: {error}")
+        raise
     finally:
         telemetry.close()
         directory.close()

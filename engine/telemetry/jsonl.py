@@ -18,7 +18,9 @@ from typing import Any, Literal
 
 from engine.telemetry.metrics import StepMetrics
 
-EventKind = Literal["attempt_started", "log_healed", "validation", "sink_failed", "wandb", "attempt_ended", "finished"]
+EventKind = Literal[
+    "attempt_started", "log_healed", "validation", "sink_failed", "wandb", "failed", "attempt_ended", "finished"
+]
 """Kinds of events. Each is a moment of the run; its fields say the rest."""
 
 

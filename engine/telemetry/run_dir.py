@@ -99,6 +99,20 @@ class RunDirectory:
         return run
 
     @classmethod
+    def look(cls, config: Config, runs_dir: str | Path, name: str) -> "RunDirectory | None":
+        """The directory if it holds a finished run of this configuration, else None; nothing is changed.
+
+        Raises:
+            TriaxisError: it holds steps of a run with another configuration.
+        """
+        path = Path(runs_dir) / name
+        if not _has_results(path):
+            return None
+        _check_same_config(path, config)
+        finished = _read_finished(path)
+        return None if finished is None else cls(path, 0, finished, None)
+
+    @classmethod
     def join(cls, runs_dir: str | Path, name: str, attempt: int) -> "RunDirectory":
         """The directory as every other rank sees it, whether or not its node shares the first node's files."""
         return cls(Path(runs_dir) / name, attempt, None, None)

@@ -2,10 +2,12 @@
 
 import argparse
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from engine.errors import ConfigError
 from launch.launcher import Request, launch
+from launch.preflight import look_before_training
 
 NAME = "train"
 HELP = "Start a training run: on this machine, on this node of several, or as a task of srun."
@@ -36,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Start it; the exit code is the run's."""
-    return launch(request(args.words, dry_run=args.dry_run), os.environ)
+    asked = replace(request(args.words, dry_run=args.dry_run), preflight=look_before_training)
+    return launch(asked, os.environ)
 
 
 def request(words: list[str], *, dry_run: bool) -> Request:
