@@ -265,6 +265,24 @@ def test_a_stages_output_is_freed_when_it_is_sent() -> None:
     assert first <= 8
 
 
+def gradients_of_a_step(rank: int, case: Case) -> list[torch.Tensor]:
+    engine, batches = build_rank(rank, case)
+    engine.forward_backward(batches.next_step())
+    batches.close()
+    return [piece.values for piece in owned_pieces(engine, "grads")]
+
+
+@pytest.mark.parametrize("model", ["gpt_dropout", "qwen"])
+def test_recomputation_changes_no_bit(model: str) -> None:
+    kept = run_ranks(gradients_of_a_step, 2, Case(model, tp=2, sequence_parallel=True, dtype="fp32"))
+    for recompute in (("selective", "uniform", 1), ("full", "uniform", 3), ("full", "block", 2)):
+        again = run_ranks(
+            gradients_of_a_step, 2, Case(model, tp=2, sequence_parallel=True, dtype="fp32", recompute=recompute)
+        )
+        for rank in range(2):
+            assert all(torch.equal(a, b) for a, b in zip(kept[rank], again[rank], strict=True)), recompute
+
+
 # The same start, the same data, the same precision ----------------------------------------------------------------------
 
 
