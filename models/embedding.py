@@ -22,10 +22,12 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor, keys: DropoutKeys) -> torch.Tensor:
         """tokens, position_ids int64 [b, s] -> [s(/t), b, h]."""
-        x = self.word(tokens.t())
+        # Indexing keeps the memory order of the ids, and elementwise ops keep it from there on: were these only
+        # transposed, the whole residual stream would be.
+        x = self.word(tokens.t().contiguous())
         if self.position is not None:
             # The sum over the vocabulary is already scattered: each rank adds the positions of its own tokens.
             shard = self.context.region.shard_of_sequence(tokens.shape[1])
             table = accumulate(self.position.tracked())  # so that its gradient is summed over samples in that dtype
-            x = x + table[position_ids.t()[shard]].to(x.dtype)
+            x = x + table[position_ids.t()[shard].contiguous()].to(x.dtype)
         return hidden_dropout(self, self.context, x, keys, "embedding.dropout")

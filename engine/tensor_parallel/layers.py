@@ -12,6 +12,9 @@ Backward of the column-parallel layer, in this order, so that communication runs
     1. post the all-gather of X (sequence parallelism keeps only the shard of X)
     2. dX = dY W                       3. post f's backward on dX
     4. dW += dY^T X (or defer it)      5. wait for dX
+
+Inputs and gradients are made contiguous first (most are): torch folds [s, b, in] x W^T into one GEMM only then. Of a
+transposed activation it would make s small ones, and expand the weight s times for them.
 """
 
 from collections.abc import Sequence
@@ -68,6 +71,7 @@ class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: ColumnParallelLinear) -> torch.Tensor:
         ctx.layer = layer
+        x = x.contiguous()
         ctx.save_for_backward(x)
         inputs = layer.region.enter(x, f"{layer.name} forward").wait()
         outputs = [inputs @ matrix.t() for matrix in layer.weights.matrices()]
@@ -81,6 +85,7 @@ class _ColumnParallel(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         layer: ColumnParallelLinear = ctx.layer
         (x,) = ctx.saved_tensors
+        grad = grad.contiguous()
         gathered = layer.region.enter(x, f"{layer.name} regather")
         grad_input = _times_rows(grad, layer.weights.matrices())
         reduced = layer.region.enter_backward(grad_input, f"{layer.name} backward")
@@ -133,6 +138,7 @@ class _RowParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: RowParallelLinear) -> torch.Tensor:
         ctx.layer = layer
+        x = x.contiguous()
         ctx.save_for_backward(x)
         output = layer.region.leave(x @ layer.matrix().t(), f"{layer.name} forward").wait()
         if layer.bias is not None:
@@ -143,7 +149,7 @@ class _RowParallel(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         layer: RowParallelLinear = ctx.layer
         (x,) = ctx.saved_tensors
-        gathered = layer.region.leave_backward(grad, f"{layer.name} backward")
+        gathered = layer.region.leave_backward(grad.contiguous(), f"{layer.name} backward")
         if layer.bias is not None:
             # The bias acts on this rank's part of the sequence; under sequence parallelism its sum over tp comes later.
             layer.bias.add_grad(accumulate(grad).sum((0, 1)))

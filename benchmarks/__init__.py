@@ -1,0 +1,1 @@
+"""Measurements that a person runs and reads; no part of the engine, and installed with nothing."""

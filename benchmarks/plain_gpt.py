@@ -1,0 +1,191 @@
+"""The yardstick: a GPT and its training loop as one would write them by hand for a single process, in plain PyTorch.
+
+    tokens [b, s] -> embedding (+ positions) -> blocks [b, s, h] -> norm -> head [b, s, V] -> cross-entropy
+
+`nn.Linear`, `F.scaled_dot_product_attention`, `F.cross_entropy`, ordinary autograd, `torch.optim.AdamW(fused=True)`; nothing of
+the engine's layers, buffers or schedules. The arithmetic is the engine's: same shapes, same weights (`load`), gradients
+accumulated in the accumulation dtype over microbatches, clipping by the global norm, master weights for bf16.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from engine.config import Config, ModelConfig
+from engine.precision import DTYPES, accumulation_dtype
+
+
+class PlainBlock(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)), on [b, s, h]."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        h, self.heads, self.kv_heads, self.d = (
+            model.hidden_size,
+            model.num_attention_heads,
+            model.kv_heads,
+            model.head_size,
+        )
+        self.swiglu = model.activation == "swiglu"
+        self.attention_norm, self.mlp_norm = plain_norm(model), plain_norm(model)
+        qkv_bias, bias = model.bias != "none", model.bias == "all"
+        self.qkv = nn.Linear(h, (self.heads + 2 * self.kv_heads) * self.d, bias=qkv_bias)
+        self.proj = nn.Linear(self.heads * self.d, h, bias=bias)
+        self.up = nn.Linear(h, model.ffn_size * (2 if self.swiglu else 1), bias=bias)
+        self.down = nn.Linear(model.ffn_size, h, bias=bias)
+
+    def forward(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+        b, s, _ = x.shape
+        sizes = [heads * self.d for heads in (self.heads, self.kv_heads, self.kv_heads)]
+        parts = self.qkv(self.attention_norm(x)).split(sizes, dim=-1)
+        q, k, v = (part.view(b, s, -1, self.d).transpose(1, 2) for part in parts)
+        if rope is not None:
+            q, k = rotate(q, *rope), rotate(k, *rope)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
+        x = x + self.proj(mixed.transpose(1, 2).reshape(b, s, -1))
+        y = self.up(self.mlp_norm(x))
+        if self.swiglu:
+            gate, up = y.chunk(2, dim=-1)
+            y = F.silu(gate) * up
+        else:
+            y = F.gelu(y)
+        return x + self.down(y)
+
+
+class PlainGPT(nn.Module):
+    """A GPT with LayerNorm or RMSNorm, GELU or SwiGLU, learned positions or RoPE, tied or untied head."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        h, vocabulary = model.hidden_size, model.padded_vocab_size
+        assert vocabulary == model.vocab_size, "the plain loop knows no padding: choose a vocabulary that needs none"
+        self.model = model
+        self.word = nn.Embedding(vocabulary, h)
+        self.position = nn.Embedding(model.seq_length, h) if model.position == "learned" else None
+        self.blocks = nn.ModuleList([PlainBlock(model) for _ in range(model.num_layers)])
+        self.final_norm = plain_norm(model)
+        self.head = nn.Linear(h, vocabulary, bias=False)
+        if model.tie_embeddings:
+            self.head.weight = self.word.weight
+
+    def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """ids int64 [b, s] -> logits [b, s, V]."""
+        x = self.word(tokens)
+        rope = None
+        if self.position is not None:
+            x = x + self.position(position_ids)
+        else:
+            rope = rotation(position_ids, self.model, x.dtype)
+        for block in self.blocks:
+            x = block(x, rope)
+        return self.head(self.final_norm(x))
+
+
+def plain_norm(model: ModelConfig) -> nn.Module:
+    kind = nn.LayerNorm if model.norm == "layernorm" else nn.RMSNorm
+    return kind(model.hidden_size, eps=model.norm_eps)
+
+
+def rotation(position_ids: torch.Tensor, model: ModelConfig, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines [b, 1, s, d] for `rotate`, in the accumulation dtype."""
+    d, wide = model.head_size, accumulation_dtype(dtype)
+    frequencies = model.rope_base ** (-torch.arange(0, d, 2, dtype=wide) / d)
+    angles = (position_ids.to(wide).unsqueeze(-1) * frequencies).repeat(1, 1, 2).unsqueeze(1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """RoPE on [b, heads, s, d], pairing dim i with i + d/2."""
+    first, second = x.chunk(2, dim=-1)
+    return (x * cosines + torch.cat((-second, first), dim=-1) * sines).to(x.dtype)
+
+
+class PlainLoop:
+    """One process, one step at a time; `step` returns (loss per token, gradient norm before clipping)."""
+
+    def __init__(self, config: Config, weights: Mapping[str, torch.Tensor]) -> None:
+        self.config = config
+        dtype = DTYPES[config.precision.dtype]
+        self.model = PlainGPT(config.model).to(dtype)
+        load(self.model, weights)
+        self.parameters = list(self.model.parameters())
+        wide = accumulation_dtype(dtype)
+        # Where the run's dtype is its own accumulation dtype, a parameter is its own master and `.grad` the main grad.
+        self.has_masters = wide != dtype
+        self.masters = [p.detach().to(wide).requires_grad_() if self.has_masters else p for p in self.parameters]
+        options = config.optimizer
+        matrices = [p for p in self.masters if p.dim() > 1]
+        vectors = [p for p in self.masters if p.dim() <= 1]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            betas=(options.beta1, options.beta2),
+            eps=options.eps,
+            fused=True,
+        )
+
+    def step(self, microbatches: Sequence[Any], lr: float) -> tuple[float, float]:
+        """One optimizer step over microbatches (`engine.data.loader.MicroBatch`) in which every token counts."""
+        num_tokens = sum(microbatch.tokens.numel() for microbatch in microbatches)
+        loss_sum = torch.zeros((), dtype=self.masters[0].dtype)
+        for microbatch in microbatches:
+            logits = self.model(microbatch.tokens, microbatch.position_ids).flatten(0, 1)
+            loss = F.cross_entropy(logits.to(loss_sum.dtype), microbatch.labels.flatten(), reduction="sum")
+            (loss / num_tokens).backward()
+            loss_sum += loss.detach()
+            if self.has_masters:
+                self._accumulate()
+        norm = torch.nn.utils.clip_grad_norm_(self.masters, self.config.optimizer.clip_grad or torch.inf)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.has_masters:
+            with torch.no_grad():
+                for parameter, master in zip(self.parameters, self.masters, strict=True):
+                    parameter.copy_(master)
+        return float(loss_sum) / num_tokens, float(norm)
+
+    def _accumulate(self) -> None:
+        """Add the microbatch's gradients, in the run's dtype, to the masters' gradients."""
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            assert parameter.grad is not None
+            if master.grad is None:
+                master.grad = parameter.grad.to(master.dtype)
+            else:
+                master.grad.add_(parameter.grad)
+            parameter.grad = None
+
+
+@torch.no_grad()
+def load(plain: PlainGPT, weights: Mapping[str, torch.Tensor]) -> None:
+    """Copy weights by their names in `models/specs.py` into the plain model."""
+    tensors = {
+        "word.weight": weights["embedding.word.weight"],
+        "head.weight": weights.get("head.weight", weights["embedding.word.weight"]),
+        "final_norm.weight": weights["final_norm.weight"],
+    }
+    if plain.position is not None:
+        tensors["position.weight"] = weights["embedding.position.weight"]
+    for layer in range(plain.model.num_layers):
+        for ours, theirs in (
+            ("attention.norm", "attention_norm"),
+            ("attention.proj", "proj"),
+            ("mlp.norm", "mlp_norm"),
+            ("mlp.gate_up" if plain.model.activation == "swiglu" else "mlp.up", "up"),
+            ("mlp.down", "down"),
+        ):
+            for kind in ("weight", "bias"):
+                if f"layers.{layer}.{ours}.{kind}" in weights:
+                    tensors[f"blocks.{layer}.{theirs}.{kind}"] = weights[f"layers.{layer}.{ours}.{kind}"]
+        for kind in ("weight", "bias"):
+            parts = [weights.get(f"layers.{layer}.attention.{part}.{kind}") for part in ("q", "kv")]
+            held = [part.reshape(-1, *part.shape[-1:] * (kind == "weight")) for part in parts if part is not None]
+            if held:
+                tensors[f"blocks.{layer}.qkv.{kind}"] = torch.cat(held)
+    if "final_norm.bias" in weights:
+        tensors["final_norm.bias"] = weights["final_norm.bias"]
+    for name, parameter in plain.state_dict().items():
+        parameter.copy_(tensors[name].reshape(parameter.shape))
