@@ -20,6 +20,9 @@ from engine.config import OptimizerConfig
 from engine.optimizer.grad_buffer import Bucket, FlatBuffer, GradBuffers
 from engine.optimizer.param_layout import Segment
 
+_CACHED_NUMEL = 2**18
+"""Elements of a temporary that stays in a CPU core's cache."""
+
 
 @dataclass
 class OwnedBucket:
@@ -98,7 +101,10 @@ class DistributedOptimizer:
         counted = [owned.grads for owned in self.owned if owned.buffer.replica_index == 0]
         total = self.owned[0].grads.new_zeros(())
         for grads in counted:
-            total += grads.square().sum()
+            # On the CPU in pieces whose squares stay in cache: 7 times faster, and no temporary as large as the bucket.
+            # (vector_norm is as fast, but adds one by one there: 1e-3 off at 1.5e7 elements.)
+            for piece in grads.split(_CACHED_NUMEL) if grads.device.type == "cpu" else (grads,):
+                total += piece.square().sum()
         return total
 
     def step(self, lr: float, grad_scale: float) -> None:
