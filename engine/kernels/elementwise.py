@@ -12,10 +12,8 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm over the last dim (1910.07467). x [.., h]; weight [h]."""
-    wide = accumulate(x)
-    normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (normalised * accumulate(weight)).to(x.dtype)
+    """RMSNorm over the last dim (1910.07467). x [.., h]; weight [h]. torch squares and averages in the accumulation dtype."""
+    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def activation(name: str, x: torch.Tensor) -> torch.Tensor:
