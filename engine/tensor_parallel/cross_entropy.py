@@ -10,9 +10,10 @@ The backward recomputes the softmax from the logits and the log of the sum, [s, 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from engine.collectives import Axis
-from engine.precision import accumulate
+from engine.precision import accumulate, accumulation_dtype
 
 
 def vocab_parallel_cross_entropy(
@@ -39,17 +40,20 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         first = axis.index * columns
         # Columns of this rank inside the vocabulary; padding stands at the end, so the last ranks may have none.
         real = min(max(vocab_size - first, 0), columns)
-        z = accumulate(logits[..., :real])
+        z = logits[..., :real]
         local = targets - first
         held = (local >= 0) & (local < real)
         local = local.where(held, 0)
 
-        smallest = torch.finfo(z.dtype).min
-        largest = z.amax(-1) if real else z.new_full(targets.shape, smallest)
-        largest = axis.all_reduce(largest, "cross-entropy max", op="max").wait()
-        sums = z.new_zeros((2, *targets.shape))
         if real:
-            sums[0] = (z - largest.unsqueeze(-1)).exp().sum(-1)
+            largest = accumulate(z.amax(-1))
+        else:
+            wide = accumulation_dtype(logits.dtype)
+            largest = z.new_full(targets.shape, torch.finfo(wide).min, dtype=wide)
+        largest = axis.all_reduce(largest, "cross-entropy max", op="max").wait()
+        sums = largest.new_zeros((2, *targets.shape))
+        if real:
+            sums[0] = _exp_of_difference(z, largest).sum(-1)
             sums[1] = z.gather(-1, local.unsqueeze(-1)).squeeze(-1).where(held, 0)
         sums = axis.all_reduce(sums, "cross-entropy sums").wait()
         log_sum = sums[0].log() + largest
@@ -61,9 +65,17 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         logits, log_sum, local, held = ctx.saved_tensors
-        grad_logits = torch.zeros_like(logits)
-        if ctx.real:
-            softmax = (accumulate(logits[..., : ctx.real]) - log_sum.unsqueeze(-1)).exp_()
-            softmax.scatter_add_(-1, local.unsqueeze(-1), -held.unsqueeze(-1).to(softmax.dtype))
-            grad_logits[..., : ctx.real] = softmax * grad.unsqueeze(-1)
+        columns = logits.shape[-1]
+        if ctx.real == 0:
+            return torch.zeros_like(logits), None, None, None
+        grad_logits = _exp_of_difference(logits[..., : ctx.real], log_sum)
+        grad_logits.scatter_add_(-1, local.unsqueeze(-1), -held.unsqueeze(-1).to(grad_logits.dtype))
+        grad_logits = grad_logits.mul_(grad.unsqueeze(-1)).to(logits.dtype)
+        if ctx.real < columns:
+            grad_logits = F.pad(grad_logits, (0, columns - ctx.real))
         return grad_logits, None, None, None
+
+
+def _exp_of_difference(z: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """exp(z - shift) in the accumulation dtype, which `shift` has, with one temporary. z [s, b, v], shift [s, b]."""
+    return z.sub(shift.unsqueeze(-1)).exp_()
