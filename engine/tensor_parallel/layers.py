@@ -21,9 +21,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from engine.precision import accumulate
+from engine.precision import accumulate, accumulation_dtype
 from engine.tensor_parallel.mappings import TensorParallelRegion
 from engine.tensor_parallel.parameter import FusedWeights, ShardedParameter, WeightGradQueue, add_matmul
 
@@ -63,7 +64,7 @@ class ColumnParallelLinear(nn.Module):
         grad, x = grad.flatten(0, 1), x.flatten(0, 1)
         self.weights.add_grads(lambda main_grad, first, stop: add_matmul(main_grad, grad[:, first:stop], x))
         if self.biases is not None:
-            total = accumulate(grad).sum(0)
+            total = grad.sum(0, dtype=accumulation_dtype(grad.dtype))
             self.biases.add_grads(lambda main_grad, first, stop: main_grad.add_(total[first:stop]))
 
 
@@ -74,12 +75,11 @@ class _ColumnParallel(torch.autograd.Function):
         x = x.contiguous()
         ctx.save_for_backward(x)
         inputs = layer.region.enter(x, f"{layer.name} forward").wait()
-        outputs = [inputs @ matrix.t() for matrix in layer.weights.matrices()]
-        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
-        if layer.biases is not None:
-            vectors = layer.biases.matrices()
-            output += vectors[0] if len(vectors) == 1 else torch.cat(vectors)
-        return output
+        matrices = layer.weights.matrices()
+        # Biases are adjacent where their weights are, so that each matrix has one vector, added inside its GEMM.
+        biases = [None] * len(matrices) if layer.biases is None else layer.biases.matrices()
+        outputs = [F.linear(inputs, matrix, bias) for matrix, bias in zip(matrices, biases, strict=True)]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -152,7 +152,7 @@ class _RowParallel(torch.autograd.Function):
         gathered = layer.region.leave_backward(grad.contiguous(), f"{layer.name} backward")
         if layer.bias is not None:
             # The bias acts on this rank's part of the sequence; under sequence parallelism its sum over tp comes later.
-            layer.bias.add_grad(accumulate(grad).sum((0, 1)))
+            layer.bias.add_grad(grad.sum((0, 1), dtype=accumulation_dtype(grad.dtype)))
         whole = gathered.wait()
         grad_input = whole @ layer.matrix()
         layer.queue.run(lambda: layer.add_weight_grads(whole, x))

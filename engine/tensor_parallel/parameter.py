@@ -17,7 +17,6 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from engine.precision import accumulate
 from engine.shard_spec import ParamRecord
 
 
@@ -161,4 +160,4 @@ def add_matmul(main_grad: torch.Tensor, grad: torch.Tensor, inputs: torch.Tensor
     if main_grad.dtype == grad.dtype:
         main_grad.addmm_(grad.t(), inputs)
     else:
-        main_grad += accumulate(grad.t() @ inputs)
+        main_grad += grad.t() @ inputs
