@@ -16,8 +16,12 @@ and `wandb sync` joins them. wandb's own step counter is not used: it starts at 
 import inspect
 import os
 import secrets
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
+
+import psutil
 
 from engine.config import Config, WandbConfig
 from engine.data.files import write_atomically
@@ -27,6 +31,10 @@ from engine.telemetry.sections import sections
 
 _DEFAULTS: Mapping[str, float] = {"init_timeout": 20.0, "finish_timeout": 60.0}
 """Seconds that we let wandb have, unless WANDB_INIT_TIMEOUT, WANDB_FINISH_TIMEOUT say otherwise. Its own: 90 and for ever."""
+
+_TEARDOWN_SECONDS = 10.0
+_CLOSE_SECONDS = 90.0
+"""After which wandb's own process is ended, since it was seen to outlive its own limits."""
 
 
 class WandbSink:
@@ -64,7 +72,8 @@ class WandbSink:
         self._run.log(sections(metrics))
 
     def close(self) -> None:
-        self._run.finish()
+        with ending_its_process_after(_CLOSE_SECONDS):
+            self._run.finish()
 
 
 def _start(wandb: Any, settings: Any, arguments: dict[str, Any]) -> tuple[Any, str, str]:
@@ -79,8 +88,28 @@ def _start(wandb: Any, settings: Any, arguments: dict[str, Any]) -> tuple[Any, s
             return wandb.init(mode="online", settings=settings, **arguments), "online", ""
     except Exception as error:
         why = f"online failed: {(str(error) or type(error).__name__).splitlines()[0]}"
-        wandb.teardown()  # its process may still hold the id, and would refuse a second init
+        with suppress(Exception), ending_its_process_after(_TEARDOWN_SECONDS):
+            wandb.teardown()  # its process may still hold the id, and would refuse a second init
     return wandb.init(mode="offline", settings=settings, **arguments), "offline", why
+
+
+@contextmanager
+def ending_its_process_after(limit_seconds: float) -> Iterator[None]:
+    """End wandb's own process if what is inside takes longer: wandb waits for it without a limit, and it may never end."""
+    timer = threading.Timer(limit_seconds, _end_service)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _end_service() -> None:
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if child.name().startswith("wandb"):
+                child.kill()
 
 
 def _has_key(wandb: Any) -> bool:

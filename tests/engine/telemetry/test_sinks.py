@@ -1,6 +1,8 @@
 """wandb and TensorBoard, written and read back; wandb without key or network never stops a run."""
 
 import json
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +17,7 @@ from engine.telemetry.metrics import StepMetrics
 from engine.telemetry.run_dir import RunDirectory
 from engine.telemetry.sections import sections
 from engine.telemetry.tensorboard_sink import TensorBoardSink
-from engine.telemetry.wandb_sink import WandbSink
+from engine.telemetry.wandb_sink import WandbSink, ending_its_process_after
 
 MakeConfig = Callable[..., Config]
 MakeMetrics = Callable[..., StepMetrics]
@@ -36,7 +38,20 @@ def wandb_process(bare_wandb: None) -> Iterator[None]:
     yield
     import wandb
 
-    wandb.teardown()
+    with ending_its_process_after(20.0):
+        wandb.teardown()
+
+
+def test_a_process_of_wandb_that_never_ends_is_ended(tmp_path: Path) -> None:
+    stuck = tmp_path / "wandb-core"
+    shutil.copy("/bin/sleep", stuck)
+    bystander = subprocess.Popen(["sleep", "60"])
+    process = subprocess.Popen([str(stuck), "60"])
+    with ending_its_process_after(0.1):
+        assert process.wait(timeout=30) == -signal.SIGKILL
+    assert bystander.poll() is None, "only wandb's process is ended"
+    bystander.kill()
+    bystander.wait()
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
