@@ -224,9 +224,9 @@ class Axis:
         work = dist.all_to_all_single(chunks, full, group=self._group, async_op=True)
 
         def sum_in_rank_order() -> torch.Tensor:
-            parts = chunks.view(self.size, *shape)
-            total = accumulate(parts[0]).clone() if out is None else out.copy_(parts[0])
-            for part in parts[1:]:
+            first, second, *rest = chunks.view(self.size, *shape).unbind()
+            total = torch.add(accumulate(first), second, out=out)
+            for part in rest:
                 total += part
             return total.to(full.dtype)
 
