@@ -118,8 +118,6 @@ def _tensor_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, stage:
 
 
 def _pipeline(tally: _Tally, config: Config, sizes: ParallelSizes, stage: int, num_stages: int) -> None:
-    if sizes.pp == 1:
-        return
     m = batch_plan(config, sizes.dp).num_microbatches
     num_bytes = _activation_bytes(config) // (sizes.tp if config.parallel.sequence_parallel else 1)
     is_first, is_last = stage == 0, stage == num_stages - 1
