@@ -116,6 +116,21 @@ class DistributedOptimizer:
                 runs = [where for where, decays in owned.runs() if decays == decayed]
                 if runs:
                     self._update(owned, runs, lr, self.config.weight_decay if decayed else 0.0)
+        self._publish()
+
+    def restored(self, num_updates: int) -> None:
+        """Masters and moments were loaded: make the parameters follow on every rank.
+
+        Args:
+            num_updates: updates that the moments have seen (Adam's bias correction).
+        """
+        self.num_updates = num_updates
+        self._publish()
+        self.buffers.wait_all()
+
+    def _publish(self) -> None:
+        """Cast the masters into the owned parameters and post the all-gathers."""
+        for owned in self.owned:
             if owned.master.data_ptr() != owned.parameters.data_ptr():
                 owned.parameters.copy_(owned.master)
         self.buffers.gather()

@@ -3,30 +3,16 @@
     keep(element) = hash(seed, sample id, site, position of the element in the whole activation of that sample) >= p 2^32
 
 A mask therefore does not depend on the layout, the microbatch, the schedule, the device or what ran before: recomputation
-replays it, a resumed run continues it, and a rank that holds a slice draws exactly its slice. The hash is the finaliser
-of splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014), applied to a counter.
+replays it, a resumed run continues it, and a rank that holds a slice draws exactly its slice. The hash is `engine/mix64.py`.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from engine.mix64 import GOLDEN, key64, mix64_, shift_right
 from engine.precision import accumulation_dtype
-
-_SIGN = 1 << 63
-_WORD = 1 << 64
-
-
-def _signed(value: int) -> int:
-    """A 64-bit pattern as the int64 that torch stores."""
-    return (value + _SIGN) % _WORD - _SIGN
-
-
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_MIX_1 = _signed(0xBF58476D1CE4E5B9)
-_MIX_2 = _signed(0x94D049BB133111EB)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +24,7 @@ class DropoutKeys:
 
     def site(self, name: str) -> list[int]:
         """One 64-bit key per sample for the dropout site `name` (it carries the global layer number)."""
-        return [
-            _signed(
-                int.from_bytes(hashlib.blake2b(f"{self.seed}/{sample}/{name}".encode(), digest_size=8).digest(), "big")
-            )
-            for sample in self.sample_ids
-        ]
+        return [key64(f"{self.seed}/{sample}/{name}") for sample in self.sample_ids]
 
 
 def dropout(
@@ -72,12 +53,4 @@ def dropout(
 
 def _hash(positions: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """A number in [0, 2^32) per element: splitmix64's output at counter key + position * golden, upper half."""
-    z = keys + (positions + 1) * _GOLDEN
-    z = (z ^ _shift_right(z, 30)) * _MIX_1
-    z = (z ^ _shift_right(z, 27)) * _MIX_2
-    return _shift_right(z ^ _shift_right(z, 31), 32)
-
-
-def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift; torch's >> on int64 copies the sign."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
+    return shift_right(mix64_(keys + (positions + 1) * GOLDEN), 32)

@@ -1,0 +1,1 @@
+"""Sharded checkpoints: complete or not there, and loadable in any layout."""

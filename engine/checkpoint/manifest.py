@@ -1,0 +1,272 @@
+"""The manifest: what a checkpoint holds, as JSON that a person can read (no torch here).
+
+    step_00001000/
+        manifest.json            this file: the run's state, and every piece of every tensor with its place and hash
+        manifest.sha256          of manifest.json; `sha256sum -c manifest.sha256` checks it
+        rank_00000.safetensors   what rank 0 owned: one 1-D tensor per piece, named kind:name@index of its first element
+        rank_00001.safetensors   ..
+
+A piece is a flat range of the row-major local box of one parameter (see `boxes.py`), at most `PIECE_BYTES` long, so that
+whoever reads it needs no more memory than that. Nothing here is ever executed: JSON is parsed and validated field by
+field, tensors are raw bytes at stated offsets, and file names cannot leave the folder.
+"""
+
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from engine.checkpoint.boxes import box_shape
+from engine.data.files import write_atomically
+from engine.errors import CheckpointError
+from engine.shard_spec import Box
+
+FORMAT_VERSION = 1
+"""Raised when a reader of the old format could misread the new one. Every released format stays readable."""
+
+MANIFEST = "manifest.json"
+MANIFEST_HASH = "manifest.sha256"
+
+PIECE_BYTES = 32 * 2**20
+"""Largest piece: what a reader holds in memory at a time."""
+
+Kind = Literal["master", "exp_avg", "exp_avg_sq"]
+KINDS: tuple[Kind, ...] = ("master", "exp_avg", "exp_avg_sq")
+"""Exact weights (the parameters themselves in fp32 and float64), and Adam's two moments."""
+
+DType = Literal["bfloat16", "float16", "float32", "float64"]
+DTYPE_BYTES: dict[DType, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+
+Hex64 = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+FileName = Annotated[str, Field(pattern=r"^[a-z0-9_]{1,64}\.safetensors$")]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Piece(_Record):
+    """A flat range [start, stop) of the local box `box` of one tensor, at byte `offset` of its file.
+
+    `xxh3` is of its bytes; `fingerprint` is its part of the sum that `fingerprint.py` defines.
+    """
+
+    name: str
+    kind: Kind
+    dtype: DType
+    box: Annotated[Box, Field(strict=False)]
+    start: int = Field(ge=0)
+    stop: int = Field(gt=0)
+    offset: int = Field(ge=0)
+    xxh3: Hex64
+    fingerprint: Hex64
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+
+class DataFile(_Record):
+    """One file of tensors and the pieces in it, by offset."""
+
+    name: FileName
+    num_bytes: int
+    pieces: Annotated[tuple[Piece, ...], Field(strict=False)]
+
+
+class TensorInfo(_Record):
+    """A parameter of the model: its logical global shape."""
+
+    shape: Annotated[tuple[int, ...], Field(strict=False)]
+
+
+class Ancestor(_Record):
+    """A checkpoint that this run started from."""
+
+    path: str
+    step: int
+    loaded: Literal["all", "weights"]
+    fingerprint: dict[Kind, Hex64]
+
+
+class TrainingState(_Record):
+    """Where a run stands, beside its tensors.
+
+    Attributes:
+        step: optimizer steps made.
+        consumed_samples, consumed_tokens: of the training data; what comes next is a function of the first alone.
+        num_updates: Adam's step (bias correction).
+        lr: of the last step, for the reader: the schedule is a function of step and config.
+        rng: which seed; masks, weights and sample order are functions of (seed, name, sample), so there is no further state.
+        loss_scale: None where the dtype needs none.
+        data: what the training data were: token counts and hashes by corpus.
+        wandb_id: of the run's page.
+    """
+
+    step: int = Field(ge=0)
+    consumed_samples: int = Field(ge=0)
+    consumed_tokens: int = Field(ge=0)
+    num_updates: int = Field(ge=0)
+    lr: float
+    rng: dict[str, Any]
+    loss_scale: float | None = None
+    data: dict[str, Any]
+    wandb_id: str | None = None
+
+    @classmethod
+    def at_start(cls) -> "TrainingState":
+        """Before the first step, with nothing known of data or seed: what an import of plain weights says."""
+        return cls(step=0, consumed_samples=0, consumed_tokens=0, num_updates=0, lr=0.0, rng={}, data={})
+
+
+class Manifest(_Record):
+    """All of a checkpoint but the tensors.
+
+    Attributes:
+        content: `training` (weights and moments, can be resumed) or `weights` (an import, to start from).
+        attempt: of the run directory that wrote it: with the step, which checkpoint is newer.
+        layout: sizes, bucket bytes, threads, kernels, versions, device: what must agree for a bit-identical resume.
+        fingerprint: per kind, see `fingerprint.py`.
+        config: the resolved configuration; of an import, its `model` section and tokenizer.
+        lineage: what the run was started from, oldest first.
+    """
+
+    format_version: int = Field(ge=1)
+    content: Literal["training", "weights"]
+    run: str
+    attempt: int = Field(ge=0)
+    written_at: str
+    state: TrainingState
+    fingerprint: dict[Kind, Hex64]
+    layout: dict[str, Any]
+    config: dict[str, Any]
+    lineage: Annotated[tuple[Ancestor, ...], Field(strict=False)]
+    tensors: dict[str, TensorInfo]
+    files: Annotated[tuple[DataFile, ...], Field(strict=False)]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
+    @property
+    def num_parameters(self) -> int:
+        """Logical elements: padding is never saved."""
+        return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write manifest.json, then its hash; each complete or not there.
+
+    Raises:
+        OSError: the folder cannot be written, or the disk is full.
+    """
+    content = _to_json(manifest).encode()
+    write_atomically(folder / MANIFEST, [content])
+    write_atomically(folder / MANIFEST_HASH, [f"{hashlib.sha256(content).hexdigest()}  {MANIFEST}\n".encode()])
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check a manifest: its hash, its version, every field, and the sizes of the files that it names.
+
+    Raises:
+        CheckpointError: naming the file and what is wrong with it.
+    """
+    path = folder / MANIFEST
+    try:
+        content = path.read_bytes()
+        recorded = (folder / MANIFEST_HASH).read_text(errors="replace").split()[:1]
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} is no complete checkpoint: {error.strerror or error} ({Path(error.filename or path).name}). A checkpoint "
+            f"has {MANIFEST}, {MANIFEST_HASH} and the files that they name; without them nothing says what its bytes mean. "
+            "Give the folder of a complete one (step_00001000), or restore the missing file."
+        ) from None
+    version = _format_version(content)
+    if version is not None and version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format_version {version}; this Triaxis reads versions up to {FORMAT_VERSION}. Reading it anyway could "
+            "misplace weights. Use the version of Triaxis that wrote it, or a newer one."
+        )
+    if recorded != [hashlib.sha256(content).hexdigest()]:
+        raise CheckpointError(
+            f"{path} does not have the sha256 that {MANIFEST_HASH} records: one of the two was damaged or edited, and the places "
+            "of tensors in it cannot be trusted. Restore it from a copy, or load another checkpoint."
+        )
+    try:
+        manifest = Manifest.model_validate_json(content)
+    except ValidationError as error:
+        raise CheckpointError(f"{path} is no manifest of a checkpoint: {_first(error)}") from None
+    problems = list(_problems(folder, manifest))
+    if problems:
+        raise CheckpointError(f"{folder} is damaged:\n" + "\n".join(f"  {problem}" for problem in problems[:12]))
+    return manifest
+
+
+def _format_version(content: bytes) -> int | None:
+    try:
+        version = json.loads(content)["format_version"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return version if isinstance(version, int) else None
+
+
+def _first(error: ValidationError) -> str:
+    first = error.errors()[0]
+    return f"{'.'.join(str(part) for part in first['loc']) or 'the file'}: {first['msg']}"
+
+
+def _problems(folder: Path, manifest: Manifest) -> list[str]:
+    """What does not fit together: sizes on disk, pieces outside of their file or tensor, parts of tensors that are missing."""
+    problems = []
+    covered: dict[tuple[str, Kind], int] = {}
+    for file in manifest.files:
+        try:
+            size = (folder / file.name).stat().st_size
+        except OSError as error:
+            problems.append(f"{file.name}: {error.strerror}")
+            continue
+        if size != file.num_bytes:
+            problems.append(f"{file.name}: {size:,} bytes on disk, {file.num_bytes:,} when it was written")
+        for piece in file.pieces:
+            tensor = manifest.tensors.get(piece.name)
+            fits = (
+                tensor is not None
+                and len(piece.box) == len(tensor.shape)
+                and all(0 <= low < high <= size for (low, high), size in zip(piece.box, tensor.shape, strict=True))
+                and piece.start < piece.stop <= math.prod(box_shape(piece.box))
+                and piece.offset + piece.num_bytes <= file.num_bytes
+            )
+            if not fits:
+                problems.append(
+                    f"{file.name}: {piece.kind}:{piece.name}@{piece.start} lies outside of its tensor or file"
+                )
+            covered[piece.name, piece.kind] = covered.get((piece.name, piece.kind), 0) + piece.numel
+    kinds: tuple[Kind, ...] = KINDS if manifest.content == "training" else ("master",)
+    for name, tensor in manifest.tensors.items():
+        for kind in kinds:
+            there, whole = covered.get((name, kind), 0), math.prod(tensor.shape)
+            if there != whole:
+                problems.append(f"{kind}:{name}: {there:,} elements saved of {whole:,}")
+    return problems
+
+
+def _to_json(manifest: Manifest) -> str:
+    """JSON with one line per tensor and piece, so that it can be read, searched and diffed."""
+    tree = manifest.model_dump(mode="json")
+    files, tensors = tree.pop("files"), tree.pop("tensors")
+    head = json.dumps(tree, indent=2, allow_nan=False).removesuffix("\n}")
+    tensor_lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(info)}" for name, info in tensors.items())
+    file_texts = []
+    for file in files:
+        pieces = ",\n".join(f"      {json.dumps(piece)}" for piece in file["pieces"])
+        file_texts.append(
+            f'    {{"name": {json.dumps(file["name"])}, "num_bytes": {file["num_bytes"]}, "pieces": [\n{pieces}\n    ]}}'
+        )
+    return f'{head},\n  "tensors": {{\n{tensor_lines}\n  }},\n  "files": [\n' + ",\n".join(file_texts) + "\n  ]\n}\n"

@@ -1,0 +1,266 @@
+"""Files of tensors: written front to back while they are hashed, read back piece by piece into any layout's shards.
+
+A file is a safetensors file (an 8-byte length, a JSON header, raw bytes), so that other tools open it too. It is written here
+rather than by the safetensors library because that serialises from whole tensors in one call: no hashing on the way,
+a second copy in memory, and no say over fsync.
+
+    write_file   pieces -> rank_00003.safetensors, and what the manifest says of it
+    load         manifest + targets of this layout -> each target filled from the pieces that intersect it
+
+A loader reads each piece that it needs once, whole, into one reused buffer, checks its hash and copies the intersections: memory
+is bounded by the largest piece, whatever the two layouts are.
+"""
+
+import json
+import math
+import os
+import struct
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+
+from engine.checkpoint.boxes import box_shape, flat_boxes, intersect, within
+from engine.checkpoint.fingerprint import combine, range_fingerprint, to_text
+from engine.checkpoint.manifest import DTYPE_BYTES, PIECE_BYTES, DataFile, DType, Kind, Manifest, Piece
+from engine.data.files import sync
+from engine.errors import CheckpointError
+from engine.shard_spec import Box
+
+TORCH_DTYPES: dict[DType, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
+DTYPE_NAMES: dict[torch.dtype, DType] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+SAFETENSORS_NAMES: dict[DType, str] = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
+
+_ALIGNMENT = 8
+"""The header is padded so that the data begin at a multiple of this, as the safetensors format asks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A flat range of a tensor as this rank holds it: what is saved, or a place to be filled.
+
+    Attributes:
+        name, kind: of the tensor.
+        shape: its logical global shape.
+        box: the local box that the range is cut from.
+        start: where the range begins in the row-major box.
+        values: 1-D, the elements from there on; any device, contiguous.
+    """
+
+    name: str
+    kind: Kind
+    shape: tuple[int, ...]
+    box: Box
+    start: int
+    values: torch.Tensor
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.values)
+
+
+def write_file(path: Path, shards: Sequence[Shard], piece_bytes: int = PIECE_BYTES) -> DataFile:
+    """Write shards as one safetensors file and bring it to the disk; returns its entry in the manifest.
+
+    Args:
+        path: of a file that does not exist yet, in an existing folder.
+        shards: what to save, in this order.
+        piece_bytes: a longer shard becomes several pieces.
+
+    Raises:
+        OSError: the disk is full, the folder cannot be written, ...; the file is left as far as it got.
+    """
+    parts = [part for shard in shards for part in _cut(shard, piece_bytes)]
+    header: dict[str, object] = {}
+    offset = 0
+    for part in parts:
+        num_bytes = part.values.numel() * part.values.element_size()
+        header[f"{part.kind}:{part.name}@{_first_index(part)}"] = {
+            "dtype": SAFETENSORS_NAMES[DTYPE_NAMES[part.values.dtype]],
+            "shape": [part.values.numel()],
+            "data_offsets": [offset, offset + num_bytes],
+        }
+        offset += num_bytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    pieces = []
+    with path.open("xb", buffering=0) as handle:
+        at = _write(handle.fileno(), struct.pack("<Q", len(text)) + text)
+        for part in parts:
+            values = part.values.detach().cpu()
+            raw = values.view(torch.uint8).numpy().data
+            pieces.append(
+                Piece(
+                    name=part.name,
+                    kind=part.kind,
+                    dtype=DTYPE_NAMES[values.dtype],
+                    box=part.box,
+                    start=part.start,
+                    stop=part.stop,
+                    offset=at,
+                    xxh3=xxhash.xxh3_64_hexdigest(raw),
+                    fingerprint=to_text(
+                        range_fingerprint(values, part.name, part.kind, part.shape, part.box, part.start)
+                    ),
+                )
+            )
+            written = _write(handle.fileno(), raw)
+            # The kernel starts to write these pages now, while the next piece is hashed, and need not keep them.
+            os.posix_fadvise(handle.fileno(), at, written, os.POSIX_FADV_DONTNEED)
+            at += written
+        sync(handle.fileno())
+    return DataFile(name=path.name, num_bytes=at, pieces=tuple(pieces))
+
+
+def fingerprints(pieces: Iterable[Piece]) -> dict[Kind, str]:
+    """The fingerprint of each kind, from those of its pieces."""
+    sums: dict[Kind, list[int]] = {}
+    for piece in pieces:
+        sums.setdefault(piece.kind, []).append(int(piece.fingerprint, 16))
+    return {kind: to_text(combine(parts)) for kind, parts in sums.items()}
+
+
+class PieceReader:
+    """Reads pieces of one checkpoint, checked, into one reused buffer. Use as a context manager: it holds open files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._descriptors: dict[str, int] = {}
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def __enter__(self) -> "PieceReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors = {}
+
+    def read(self, file: DataFile, piece: Piece) -> torch.Tensor:
+        """The piece's elements, 1-D; valid until the next call.
+
+        Raises:
+            CheckpointError: the file cannot be read, ends early, or its bytes are not those that were written.
+        """
+        if len(self._buffer) < piece.num_bytes:
+            self._buffer = torch.empty(piece.num_bytes, dtype=torch.uint8)
+        raw = self._buffer[: piece.num_bytes]
+        view = raw.numpy().data
+        try:
+            descriptor = self._descriptors.get(file.name)
+            if descriptor is None:
+                descriptor = self._descriptors[file.name] = os.open(self._folder / file.name, os.O_RDONLY)
+            got = 0
+            while got < piece.num_bytes and (read := os.preadv(descriptor, [view[got:]], piece.offset + got)):
+                got += read
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._folder / file.name} cannot be read: {error.strerror or error}. Its tensors are missing, and a run that "
+                "went on without them would train other weights. Restore the file, or load another checkpoint."
+            ) from None
+        if got < piece.num_bytes or xxhash.xxh3_64_hexdigest(view) != piece.xxh3:
+            found = f"ends after {got:,} of {piece.num_bytes:,} bytes" if got < piece.num_bytes else "has another hash"
+            raise CheckpointError(
+                f"{self._folder / file.name} is damaged: {piece.kind} of {piece.name} (elements {piece.start:,} to {piece.stop:,} "
+                f"of the box {_box_text(piece.box)}) {found} than when it was written. Restore the file from a copy, or load "
+                "another checkpoint."
+            )
+        return raw.view(TORCH_DTYPES[piece.dtype])
+
+
+def load(folder: Path, manifest: Manifest, targets: Sequence[Shard]) -> None:
+    """Fill every target from the checkpoint, whatever layout wrote it. Dtypes are converted where they differ.
+
+    Raises:
+        CheckpointError: a tensor is not in the checkpoint, has another shape, is not wholly there, or is damaged.
+    """
+    by_tensor: dict[tuple[str, Kind], list[Shard]] = {}
+    for target in targets:
+        info = manifest.tensors.get(target.name)
+        if info is None or info.shape != target.shape:
+            there = "is not in it" if info is None else f"has the shape {list(info.shape)} there"
+            raise CheckpointError(
+                f"{folder}: {target.name} {there}; this model has it with {list(target.shape)}. The checkpoint is of another "
+                "model, and what it lacks would stay random. Give the config that it was trained with."
+            )
+        by_tensor.setdefault((target.name, target.kind), []).append(target)
+    filled: Counter[int] = Counter()
+    with PieceReader(folder) as reader:
+        for file in manifest.files:
+            for piece in file.pieces:
+                overlaps = [
+                    (target, overlap)
+                    for target in by_tensor.get((piece.name, piece.kind), ())
+                    for overlap in _overlaps(piece, target)
+                ]
+                if not overlaps:
+                    continue
+                values = reader.read(file, piece)
+                for target, (source, wanted, common) in overlaps:
+                    target.values[wanted.start : wanted.stop].view(box_shape(wanted.box))[
+                        within(common, wanted.box)
+                    ].copy_(values[source.start : source.stop].view(box_shape(source.box))[within(common, source.box)])
+                    filled[id(target)] += math.prod(box_shape(common))
+    for target in targets:
+        if filled[id(target)] != len(target.values):
+            raise CheckpointError(
+                f"{folder}: {target.kind} of {target.name} is there only in part: {filled[id(target)]:,} of {len(target.values):,} "
+                f"elements of the box {_box_text(target.box)} that this rank needs. What is missing would stay random."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One box of a range, and where its elements stand in the range's values."""
+
+    box: Box
+    start: int
+    stop: int
+
+
+def _overlaps(piece: Piece, target: Shard) -> Iterator[tuple[_Part, _Part, Box]]:
+    """(part of the piece, part of the target, their intersection) for every pair that meets."""
+    if intersect(piece.box, target.box) is None:
+        return
+    wanted = _parts(target.box, target.start, target.stop)
+    for source in _parts(piece.box, piece.start, piece.stop):
+        for want in wanted:
+            if (common := intersect(source.box, want.box)) is not None:
+                yield source, want, common
+
+
+def _parts(box: Box, start: int, stop: int) -> list[_Part]:
+    return [
+        _Part(part, at - start, at - start + math.prod(box_shape(part))) for part, at in flat_boxes(box, start, stop)
+    ]
+
+
+def _cut(shard: Shard, piece_bytes: int) -> Iterator[Shard]:
+    numel = max(1, piece_bytes // shard.values.element_size())
+    for at in range(0, len(shard.values), numel):
+        values = shard.values[at : at + numel]
+        yield Shard(shard.name, shard.kind, shard.shape, shard.box, shard.start + at, values)
+
+
+def _first_index(shard: Shard) -> int:
+    """Row-major index of the shard's first element in the global tensor: disjoint shards never share it."""
+    box, _ = next(flat_boxes(shard.box, shard.start, shard.stop))
+    index = 0
+    for (start, _), size in zip(box, shard.shape, strict=True):
+        index = index * size + start
+    return index
+
+
+def _write(descriptor: int, content: bytes | memoryview) -> int:
+    """All of it: one call may write less."""
+    left = memoryview(content)
+    while left:
+        left = left[os.write(descriptor, left) :]
+    return len(content)
+
+
+def _box_text(box: Box) -> str:
+    return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
