@@ -1,7 +1,7 @@
-"""A Hugging Face `config.json` as our `model` section (no torch, no transformers here).
+"""A Hugging Face `config.json` as our `model` section, and the reverse (no torch, no transformers here).
 
     {"model_type": "llama", "hidden_size": 4096, "rms_norm_eps": 1e-5, ...}
-      ->  {"model": {"hidden_size": 4096, "norm": "rmsnorm", "norm_eps": 1e-5, ...}}
+      <->  {"model": {"hidden_size": 4096, "norm": "rmsnorm", "norm_eps": 1e-5, ...}}
 
 Each family is a table: their key, our field. What a family fixes and its file does not say (RMSNorm, biases on queries,
 keys and values) stands beside it. A key whose effect is not built here is refused unless its value switches it off; one that
@@ -28,11 +28,13 @@ class Family:
     """One `model_type`.
 
     Attributes:
+        architecture: the class of transformers that is a language model of this family.
         names: their key -> our field.
         fixed: our fields that the family decides, whatever the file says.
         defaults: values of keys that a file may leave out; other keys of `names` must be there.
     """
 
+    architecture: str
     names: Mapping[str, str]
     fixed: Mapping[str, object]
     defaults: Mapping[str, object] = field(default_factory=dict)
@@ -53,7 +55,7 @@ _LLAMA_NAMES = {
     "attention_dropout": "attention_dropout",
     "initializer_range": "init_std",
 }
-_LLAMA_FIXED = {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": "none"}
+_LLAMA_FIXED = {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": "none", "qk_norm": False}
 _LLAMA_DEFAULTS = {
     "num_key_value_heads": None,
     "head_dim": None,
@@ -66,6 +68,7 @@ _LLAMA_DEFAULTS = {
 
 FAMILIES = {
     "gpt2": Family(
+        architecture="GPT2LMHeadModel",
         names={
             "n_layer": "num_layers",
             "n_embd": "hidden_size",
@@ -79,7 +82,7 @@ FAMILIES = {
             "attn_pdrop": "attention_dropout",
             "initializer_range": "init_std",
         },
-        fixed={"norm": "layernorm", "position": "learned", "bias": "all"},
+        fixed={"norm": "layernorm", "position": "learned", "bias": "all", "qk_norm": False},
         defaults={
             "n_inner": None,
             "layer_norm_epsilon": 1e-5,
@@ -89,18 +92,32 @@ FAMILIES = {
             "initializer_range": 0.02,
         },
     ),
-    "llama": Family(_LLAMA_NAMES, _LLAMA_FIXED, _LLAMA_DEFAULTS),
-    "mistral": Family(_LLAMA_NAMES, _LLAMA_FIXED, _LLAMA_DEFAULTS),
-    "qwen2": Family(_LLAMA_NAMES, {**_LLAMA_FIXED, "bias": "qkv"}, _LLAMA_DEFAULTS),
-    "qwen3": Family(_LLAMA_NAMES, {**_LLAMA_FIXED, "qk_norm": True}, {**_LLAMA_DEFAULTS, "head_dim": 128}),
+    "llama": Family("LlamaForCausalLM", _LLAMA_NAMES, _LLAMA_FIXED, _LLAMA_DEFAULTS),
+    "mistral": Family("MistralForCausalLM", _LLAMA_NAMES, _LLAMA_FIXED, {**_LLAMA_DEFAULTS, "num_key_value_heads": 8}),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        _LLAMA_NAMES,
+        {**_LLAMA_FIXED, "bias": "qkv"},
+        {**_LLAMA_DEFAULTS, "num_key_value_heads": 32},
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        _LLAMA_NAMES,
+        {**_LLAMA_FIXED, "qk_norm": True},
+        {**_LLAMA_DEFAULTS, "num_key_value_heads": 32, "head_dim": 128},
+    ),
 }
-"""By `model_type`."""
+"""By `model_type`, those first that an export takes where several would do."""
+
+MISTRAL_WINDOW = 4096
+"""The sliding window of a Mistral whose file does not name one; null in the file is none."""
 
 GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
 """Their activation -> ours; the last three are the tanh approximation, written in three ways."""
 
 OFF_ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
     "rope_scaling": ((None,), "scaled RoPE is not built yet"),
+    "rope_parameters": ((None,), "scaled RoPE is not built yet"),
     "mlp_bias": ((False, None), "biases in the MLP without LayerNorm biases are not built yet"),
     "attention_bias": ((False, None), "a bias on the attention's output projection alone is not built yet"),
     "partial_rotary_factor": ((1.0, None), "RoPE on a part of each head is not built yet"),
@@ -155,7 +172,6 @@ HANDLED = frozenset(
         "embd_pdrop",
         "hidden_act",
         "layer_types",
-        "rope_parameters",
         "sliding_window",
         "use_sliding_window",
     }
@@ -184,8 +200,8 @@ def from_hugging_face(
             ],
             source,
         )
-    keys = _with_rope_parameters(keys)
-    problems = list(_unusable(keys, family))
+    keys, problems = _with_rope_parameters(keys)
+    problems += _unusable(keys, family)
     model: dict[str, Any] = {}
     for theirs, ours in family.names.items():
         if theirs in keys or theirs in family.defaults:
@@ -217,26 +233,40 @@ def from_hugging_face(
     return {"model": section}
 
 
-def _with_rope_parameters(keys: Keys) -> Keys:
-    """transformers 5 writes {"rope_parameters": {"rope_theta": ..., "rope_type": "default"}} in place of two keys."""
-    rope = keys.get("rope_parameters")
-    if not isinstance(rope, Mapping):
-        return keys
-    kind = rope.get("rope_type", "default")
-    plain = {} if kind == "default" else {"rope_scaling": dict(rope)}
-    return {"rope_theta": rope.get("rope_theta", 10000.0), **keys, **plain}
+def _with_rope_parameters(keys: Keys) -> tuple[Keys, list[str]]:
+    """The keys with one `rope_theta`, and problems.
+
+    transformers 5 writes {"rope_parameters": {"rope_theta": ..., "rope_type": "default"}}; before it, `rope_theta` stood by
+    itself, and `rope_scaling` was for scaled RoPE (or for none: type "default").
+    """
+    rope_theta: dict[str, object] = {"rope_theta": keys["rope_theta"]} if "rope_theta" in keys else {}
+    problems: list[str] = []
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = keys.get(key)
+        if not isinstance(rope, Mapping):
+            continue
+        scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
+        others = rope.keys() - {"rope_type", "type", "rope_theta"}
+        if scaled or (others and not (others == {"partial_rotary_factor"} and rope["partial_rotary_factor"] == 1.0)):
+            problems.append(f"{key} = {dict(rope)!r}: scaled RoPE is not built yet; the model would be another one.")
+        elif rope.get("rope_theta", rope_theta.get("rope_theta")) != rope_theta.get(
+            "rope_theta", rope.get("rope_theta")
+        ):
+            problems.append(
+                f"{key} has rope_theta = {rope['rope_theta']!r}, and elsewhere it is {rope_theta['rope_theta']!r}: which one the "
+                f"model was trained with would be a guess. Remove one of them."
+            )
+        elif "rope_theta" in rope:
+            rope_theta = {"rope_theta": rope["rope_theta"]}
+    seen = {key: value for key, value in keys.items() if not (key.startswith("rope_") and isinstance(value, Mapping))}
+    return {**seen, **rope_theta}, problems
 
 
 def _unusable(keys: Keys, family: Family) -> Iterator[str]:
     for key, value in keys.items():
         if key in OFF_ONLY:
             off, why = OFF_ONLY[key]
-            scaling = (
-                value.get("rope_type", value.get("type"))
-                if key == "rope_scaling" and isinstance(value, Mapping)
-                else None
-            )
-            if value not in off and scaling != "default":
+            if value not in off:
                 yield f"{key} = {value!r}: {why}; the model would be another one."
         elif key not in family.names and key not in WITHOUT_EFFECT and key not in HANDLED:
             yield (
@@ -262,14 +292,17 @@ def _activation(keys: Keys, model: dict[str, Any]) -> Sequence[str]:
 
 def _sliding_window(keys: Keys, model: Keys) -> Iterator[str]:
     """A window at least as long as the samples changes nothing; Qwen switches it with a key of its own."""
-    window = keys.get("sliding_window")
-    used = keys.get("use_sliding_window", keys["model_type"] == "mistral") or "sliding_attention" in (
-        keys.get("layer_types") or ()
-    )
+    is_mistral = keys["model_type"] == "mistral"
+    window = keys.get("sliding_window", MISTRAL_WINDOW if is_mistral else None)
+    layer_types = keys.get("layer_types") or ()
+    if unknown := sorted(set(layer_types) - {"full_attention", "sliding_attention"}):
+        yield f"layer_types = {', '.join(unknown)}: only full_attention is built."
+    used = keys.get("use_sliding_window", is_mistral) or "sliding_attention" in layer_types
     length = model.get("seq_length")
     if isinstance(window, int) and isinstance(length, int) and used and window < length:
+        named = "" if "sliding_window" in keys else f" (the default of {keys['model_type']})"
         yield (
-            f"sliding_window = {window}: attention in a sliding window is not built yet, and samples of {length} "
+            f"sliding_window = {window}{named}: attention in a sliding window is not built yet, and samples of {length} "
             f"tokens reach beyond it. Train on shorter ones with --seq-length {window}."
         )
 
@@ -278,3 +311,76 @@ def _too_long(model: Keys, seq_length: int) -> Iterator[str]:
     longest = model.get("seq_length")
     if model["position"] == "learned" and isinstance(longest, int) and seq_length > longest:
         yield f"--seq-length {seq_length} is beyond the {longest} learned positions of the model. Give at most {longest}."
+
+
+def family_of(model: ModelConfig, wanted: str | None = None) -> str:
+    """The `model_type` of transformers that can express a model of ours: `wanted`, or the first of `FAMILIES`.
+
+    Raises:
+        ConfigError: `wanted`, or every one of them, differs from the model: in what, by name.
+    """
+    differences = {name: list(_differences(model, name)) for name in (FAMILIES if wanted is None else [wanted])}
+    for name, found in differences.items():
+        if not found:
+            return name
+    raise ConfigError(
+        [f"as {name}: {'; '.join(found)}. It would be another model." for name, found in differences.items()],
+        "an export of this model",
+    )
+
+
+def to_hugging_face(
+    model: ModelConfig, family: str, *, dtype: str, end_of_document: int | None = None
+) -> tuple[dict[str, Any], list[str]]:
+    """The content of a config.json for a model of ours, and what a reader should know about it.
+
+    Args:
+        model: ours.
+        family: from `family_of`.
+        dtype: of the weights, in torch's word (`bfloat16`).
+        end_of_document: the id at which generation stops; None: none is known.
+    """
+    chosen = FAMILIES[family]
+    keys: dict[str, Any] = {"architectures": [chosen.architecture], "model_type": family}
+    resolved = {"num_kv_heads": model.kv_heads, "head_dim": model.head_size, "ffn_hidden_size": model.ffn_size}
+    keys |= {theirs: resolved.get(ours, getattr(model, ours)) for theirs, ours in chosen.names.items()}
+    notes = []
+    if family == "gpt2":
+        keys |= {"activation_function": _GELU_NAMES[model.activation], "embd_pdrop": model.hidden_dropout}
+    else:
+        keys["hidden_act"] = "silu"
+        if model.hidden_dropout:
+            notes.append(
+                f"model.hidden_dropout = {model.hidden_dropout} has no key in {family}: it acts in training only"
+            )
+    if family == "mistral":
+        keys["sliding_window"] = None
+    if family.startswith("qwen"):
+        keys["use_sliding_window"] = False
+    # Left out, these would be ids of the family's own vocabulary: generation would stop at a token that means something else.
+    keys |= {"bos_token_id": None, "eos_token_id": end_of_document, "pad_token_id": None}
+    # The word that transformers 4 and 5 both read.
+    return {**keys, "torch_dtype": dtype}, notes
+
+
+_GELU_NAMES = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
+
+
+def _differences(model: ModelConfig, name: str) -> Iterator[str]:
+    """What of the model a family cannot express."""
+    for ours, value in FAMILIES[name].fixed.items():
+        if getattr(model, ours) != value:
+            yield f"model.{ours} = {getattr(model, ours)}, there it is {value}"
+    fills = model.head_size * model.num_attention_heads == model.hidden_size
+    if name == "gpt2":
+        if model.activation not in _GELU_NAMES:
+            yield f"model.activation = {model.activation}, there it is {' or '.join(_GELU_NAMES)}"
+        if model.kv_heads != model.num_attention_heads:
+            yield f"model.num_kv_heads = {model.kv_heads}, there each of the {model.num_attention_heads} heads has its own"
+        if not fills:
+            yield f"model.head_dim = {model.head_size}, there heads x head_dim is the hidden size {model.hidden_size}"
+    elif name == "llama" and model.hidden_size % model.num_attention_heads:
+        yield (
+            f"model.hidden_size = {model.hidden_size}, there it is a multiple of num_attention_heads = "
+            f"{model.num_attention_heads}"
+        )

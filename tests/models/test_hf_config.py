@@ -7,7 +7,7 @@ import pytest
 
 from engine.config import ModelConfig
 from engine.errors import ConfigError
-from models.interop.hf_config import FAMILIES, from_hugging_face
+from models.interop.hf_config import FAMILIES, family_of, from_hugging_face, to_hugging_face
 from models.specs import model_specs
 
 LLAMA = {
@@ -172,12 +172,44 @@ def test_keys_that_a_file_leaves_out_have_the_defaults_of_their_family() -> None
     assert gpt2["model"]["hidden_dropout"] == gpt2["model"]["attention_dropout"] == 0.1
 
 
+@pytest.mark.parametrize(
+    ("name", "kv_heads"), [("llama3_8b", 32), ("mistral_7b_v0.3", 8), ("qwen2.5_0.5b", 32), ("qwen3_0.6b", 32)]
+)
+def test_key_value_heads_that_a_file_leaves_out_are_those_of_transformers(name: str, kv_heads: int) -> None:
+    """Its default is a number in three families; null in the file is as many as query heads in all of them."""
+    keys = {**without(PUBLISHED[name][0], "num_key_value_heads"), "num_attention_heads": 32, "head_dim": 64}
+    assert ModelConfig.model_validate(from_hugging_face(keys)["model"]).kv_heads == kv_heads
+    keys["num_key_value_heads"] = None
+    assert ModelConfig.model_validate(from_hugging_face(keys)["model"]).kv_heads == 32
+
+
+def test_a_mistral_without_the_key_has_a_window() -> None:
+    keys = without(PUBLISHED["mistral_7b_v0.3"][0], "sliding_window")
+    with pytest.raises(ConfigError, match=r"sliding_window = 4096 \(the default of mistral\)"):
+        from_hugging_face(keys)
+    assert from_hugging_face(keys, seq_length=4096)["model"]["seq_length"] == 4096
+
+
+def test_layer_types_that_are_not_built_are_refused() -> None:
+    keys = {**PUBLISHED["qwen3_0.6b"][0], "layer_types": ["full_attention", "linear_attention"]}
+    with pytest.raises(ConfigError, match="layer_types = linear_attention: only full_attention"):
+        from_hugging_face(keys)
+
+
 def test_rope_parameters_of_newer_files() -> None:
     keys = without(PUBLISHED["llama3_8b"][0], "rope_theta", "rope_scaling")
     rope = {"rope_theta": 7.0, "rope_type": "default"}
     assert from_hugging_face({**keys, "rope_parameters": rope})["model"]["rope_base"] == 7.0
     with pytest.raises(ConfigError, match="scaled RoPE is not built yet"):
         from_hugging_face({**keys, "rope_parameters": {**rope, "rope_type": "llama3", "factor": 8.0}})
+    with pytest.raises(ConfigError, match="scaled RoPE is not built yet"):
+        from_hugging_face({**keys, "rope_parameters": {**rope, "partial_rotary_factor": 0.5}})
+    with pytest.raises(ConfigError, match="scaled RoPE is not built yet"):
+        from_hugging_face({**keys, "rope_parameters": {"full_attention": rope, "sliding_attention": rope}})
+    with pytest.raises(ConfigError, match=r"has rope_theta = 7\.0, and elsewhere it is 8\.0"):
+        from_hugging_face({**keys, "rope_parameters": rope, "rope_theta": 8.0})
+    old = {**keys, "rope_scaling": {"type": "default"}, "rope_theta": 8.0}
+    assert from_hugging_face(old)["model"]["rope_base"] == 8.0
 
 
 @pytest.mark.parametrize(
@@ -232,3 +264,97 @@ def test_a_shorter_sample_fits_a_window_and_a_longer_one_only_rope() -> None:
     )
     with pytest.raises(ConfigError, match="beyond the 1024 learned positions"):
         from_hugging_face(PUBLISHED["gpt2"][0], seq_length=2048)
+
+
+# Ours -> theirs --------------------------------------------------------------------------------------------------------
+
+TINY: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "seq_length": 8,
+    "vocab_size": 43,
+}
+LLAMA_LIKE: dict[str, Any] = {**TINY, "norm": "rmsnorm", "activation": "swiglu", "bias": "none"}
+
+
+def as_theirs(model: dict[str, Any], family: str | None = None) -> dict[str, Any]:
+    checked = ModelConfig.model_validate(model)
+    return to_hugging_face(checked, family_of(checked, family), dtype="bfloat16", end_of_document=42)[0]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_there_and_back_is_the_same_model(name: str) -> None:
+    keys, _ = PUBLISHED[name]
+    model = ModelConfig.model_validate(from_hugging_face(keys)["model"])
+    again = as_theirs(from_hugging_face(keys)["model"], keys["model_type"])
+    # What null means is written out.
+    explicit = {"num_kv_heads": model.kv_heads, "head_dim": model.head_size, "ffn_hidden_size": model.ffn_size}
+    if keys["model_type"] == "gpt2":
+        del explicit["num_kv_heads"], explicit["head_dim"]
+    assert ModelConfig.model_validate(from_hugging_face(again)["model"]) == model.model_copy(update=explicit)
+    for key, value in keys.items():
+        if key in FAMILIES[keys["model_type"]].names:
+            assert again[key] == value, key
+    assert (again["model_type"], again["torch_dtype"]) == (keys["model_type"], "bfloat16")
+    assert (again["bos_token_id"], again["eos_token_id"]) == (None, 42)
+
+
+@pytest.mark.parametrize(
+    ("model", "family"),
+    [
+        ({**TINY, "position": "learned"}, "gpt2"),
+        ({**TINY, "position": "learned", "activation": "gelu_tanh", "tie_embeddings": False}, "gpt2"),
+        (LLAMA_LIKE, "llama"),
+        ({**LLAMA_LIKE, "num_kv_heads": 1, "head_dim": 6}, "llama"),
+        ({**LLAMA_LIKE, "hidden_size": 18, "head_dim": 4}, "mistral"),
+        ({**LLAMA_LIKE, "bias": "qkv"}, "qwen2"),
+        ({**LLAMA_LIKE, "qk_norm": True}, "qwen3"),
+    ],
+)
+def test_a_model_finds_its_family(model: dict[str, Any], family: str) -> None:
+    assert family_of(ModelConfig.model_validate(model)) == family
+
+
+def test_a_family_can_be_asked_for() -> None:
+    model = ModelConfig.model_validate(LLAMA_LIKE)
+    assert family_of(model, "mistral") == "mistral"
+    assert as_theirs(LLAMA_LIKE, "mistral")["sliding_window"] is None, "left out, it would be 4096"
+    with pytest.raises(ConfigError, match=r"as qwen3: model\.qk_norm = False, there it is True"):
+        family_of(model, "qwen3")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"qk_norm": True, "bias": "qkv"}, r"as qwen3: model\.bias = qkv, there it is none"),
+        ({"position": "learned"}, r"as llama: model\.position = learned, there it is rope"),
+        ({"norm": "layernorm"}, r"as llama: model\.norm = layernorm, there it is rmsnorm"),
+        ({"activation": "gelu"}, r"as llama: model\.activation = gelu, there it is swiglu"),
+        (
+            {
+                **TINY,
+                "position": "learned",
+                "norm": "layernorm",
+                "activation": "gelu",
+                "bias": "all",
+                "num_kv_heads": 2,
+            },
+            r"as gpt2: model\.num_kv_heads = 2, there each of the 4 heads has its own\.",
+        ),
+        (
+            {**TINY, "position": "learned", "norm": "layernorm", "activation": "gelu", "bias": "all", "head_dim": 6},
+            r"as gpt2: model\.head_dim = 6, there heads x head_dim is the hidden size 16\.",
+        ),
+    ],
+)
+def test_what_no_family_can_express_is_refused_by_name(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        family_of(ModelConfig.model_validate({**LLAMA_LIKE, **change}))
+    assert len(caught.value.problems) == len(FAMILIES), "each family says why not"
+
+
+def test_dropout_that_a_family_has_no_key_for_is_said() -> None:
+    model = ModelConfig.model_validate({**LLAMA_LIKE, "hidden_dropout": 0.1})
+    _, notes = to_hugging_face(model, "llama", dtype="float32")
+    assert notes == ["model.hidden_dropout = 0.1 has no key in llama: it acts in training only"]
