@@ -1,0 +1,267 @@
+"""`triaxis convert`: models from other libraries' formats into a checkpoint, and out of one; one process, no process group.
+
+    HF_DIR/config.json, *.safetensors  --hf-import-->  OUT_DIR/step_00000000/ (weights), OUT_DIR/train.yaml
+    checkpoint of any layout           --hf-export-->  OUT_DIR/config.json, *.safetensors, tokenizer.json
+
+Both write a folder that is there whole or not at all, and hold a tensor or a few of them in memory at a time. Each verb's parser
+says in `convert` which function does it, so that a format of its own can stand in a module of its own.
+"""
+
+import argparse
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from engine.config import ModelConfig
+from engine.data.tokenizers import JsonTokenizer, load_tokenizer
+from engine.errors import CheckpointError, DataError
+from models.interop.hf_config import FAMILIES, family_of, to_hugging_face
+
+NAME = "convert"
+HELP = "Bring a model in from another library's format, or take a checkpoint out to one."
+IMPORT_EXAMPLES = """examples:
+  triaxis convert hf-import models/Qwen3-0.6B checkpoints/qwen3
+  triaxis convert hf-import models/gpt2 checkpoints/gpt2 --seq-length 512 --dtype fp32
+"""
+EXPORT_EXAMPLES = """examples:
+  triaxis convert hf-export runs/gpt_tiny exported/gpt_tiny
+  triaxis convert hf-export runs/llama/checkpoints/step_00001000 exported/llama --dtype bf16 --tokenizer tokenizer.json
+"""
+DTYPES = ("source", "bf16", "fp16", "fp32")
+"""What `--dtype` may be."""
+
+TRAIN_CONFIG = "train.yaml"
+TOKENIZER = "tokenizer.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    heading = "examples:\n"
+    parser.epilog = heading + "".join(text.removeprefix(heading) for text in (IMPORT_EXAMPLES, EXPORT_EXAMPLES))
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    add_parsers(verbs)
+
+
+def add_parsers(verbs: Any) -> None:
+    """Add the Hugging Face verbs to the subparsers of `triaxis convert`."""
+    raw = argparse.RawDescriptionHelpFormatter
+    families = ", ".join(FAMILIES)
+    bring = verbs.add_parser(
+        "hf-import",
+        help=f"a Hugging Face folder ({families}) -> weights to start from, and a config",
+        epilog=IMPORT_EXAMPLES,
+        formatter_class=raw,
+    )
+    bring.add_argument("source", type=Path, metavar="HF_DIR", help="folder with config.json and safetensors")
+    bring.add_argument("out", type=Path, metavar="OUT_DIR", help="folder of checkpoints to make; it must not exist")
+    bring.add_argument(
+        "--seq-length",
+        type=int,
+        metavar="N",
+        help="tokens in a training sample (default: the most that the model knows)",
+    )
+    _add_dtype(bring, "of the weights in the checkpoint (default: source, as they are in the files)")
+    bring.set_defaults(convert=hf_import)
+
+    take = verbs.add_parser(
+        "hf-export",
+        help="a checkpoint of any layout -> a folder that transformers loads",
+        epilog=EXPORT_EXAMPLES,
+        formatter_class=raw,
+    )
+    take.add_argument(
+        "source", type=Path, metavar="CHECKPOINT", help="step_00001000, a folder of checkpoints, or a run directory"
+    )
+    take.add_argument("out", type=Path, metavar="OUT_DIR", help="folder to make; it must not exist")
+    take.add_argument(
+        "--family", choices=list(FAMILIES), help="architecture to write (default: the first that can express the model)"
+    )
+    _add_dtype(take, "of the weights in the files (default: source, as they were saved: fp32 masters)")
+    take.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="tokenizer.json to copy (default: the one that the checkpoint's config names)",
+    )
+    take.add_argument(
+        "--max-shard-gb", type=float, default=5.0, metavar="N", help="largest file, in units of 10^9 bytes (default: 5)"
+    )
+    take.set_defaults(convert=hf_export)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what the verb says; CheckpointError, ConfigError or DataError for what cannot be converted."""
+    convert: Callable[[argparse.Namespace], None] = args.convert
+    convert(args)
+    return 0
+
+
+def hf_import(args: argparse.Namespace) -> None:
+    """Weights of a Hugging Face folder as a checkpoint of ours, with a config beside it."""
+    from engine.checkpoint.manifest import TrainingState
+    from engine.checkpoint.offline import write_checkpoint
+    from models.interop.hf import open_folder
+    from models.interop.hf_files import whole_folder, write_text
+
+    console = Console(highlight=False, soft_wrap=True)
+    found = open_folder(args.source, args.seq_length)
+    tokenizer = args.source / TOKENIZER
+    config = {**found.sections, "data": {"tokenizer": str(args.out / TOKENIZER)}}
+    with whole_folder(args.out) as partial:
+        with _progress(console, "import", found.num_bytes) as advance:
+            write_checkpoint(
+                partial,
+                found.shards(_torch_dtype(args.dtype), advance),
+                TrainingState.at_start(),
+                config=config,
+                source=f"hf-import of a {found.family}: {args.source}",
+            )
+        if tokenizer.is_file():
+            shutil.copyfile(tokenizer, partial / TOKENIZER)
+        write_text(partial / TRAIN_CONFIG, _train_config(found.family, config, args.out))
+    num_parameters = sum(spec.numel for exchange in found.exchanges for spec in exchange.ours)
+    console.print(f"model      {found.family}, {num_parameters:,} parameters, from {args.source}")
+    for note in found.notes:
+        console.print(f"note       {note}")
+    console.print(f"weights    {args.out}")
+    if tokenizer.is_file():
+        console.print(f"tokenizer  {args.out / TOKENIZER}")
+    else:
+        console.print(
+            f"tokenizer  {args.source} has no {TOKENIZER}: put the model's own at {args.out / TOKENIZER} (transformers' "
+            "AutoTokenizer writes one when it is saved); with another one, ids would mean other words"
+        )
+    console.print("train from these weights, at step 0 with a fresh optimizer:")
+    console.print(f"  triaxis train {args.out / TRAIN_CONFIG} 'data.train=[[1.0, PREFIX]]'")
+    console.print("in a config of your own: its model section, and")
+    console.print(f"  checkpoint.load={args.out} checkpoint.load_what=weights")
+
+
+def hf_export(args: argparse.Namespace) -> None:
+    """A checkpoint's weights as a folder that transformers loads."""
+    from engine.checkpoint.directory import find
+    from models.interop.hf import plan_export
+    from models.interop.hf_files import whole_folder, write_text, write_weights
+
+    console = Console(highlight=False, soft_wrap=True)
+    if not args.max_shard_gb > 0:
+        raise CheckpointError(
+            f"--max-shard-gb {args.max_shard_gb}: a file has more than 0 bytes. Give a positive number."
+        )
+    candidate = find(args.source)
+    try:
+        model = ModelConfig.model_validate(candidate.manifest.config.get("model", {}))
+    except ValidationError as error:
+        raise CheckpointError(
+            f"{candidate.folder} does not say what model it is: model.{error.errors()[0]['loc'][0]}: {error.errors()[0]['msg']}. "
+            "Its tensors could not be named. Make the checkpoint again."
+        ) from None
+    tokenizer, end_of_document, notes = _tokenizer(args.tokenizer, candidate.manifest.config, model.vocab_size)
+    family = family_of(model, args.family)
+    export = plan_export(candidate, family, model, _torch_dtype(args.dtype))
+    keys, more = to_hugging_face(model, family, dtype=export.dtype, end_of_document=end_of_document)
+    num_bytes = sum(plan.num_bytes for plan in export.plans)
+    with whole_folder(args.out) as partial:
+        with _progress(console, "export", num_bytes) as advance:
+            files = write_weights(partial, export.plans, export.tensors(advance), int(args.max_shard_gb * 1e9))
+        write_text(partial / "config.json", json.dumps(keys, indent=2) + "\n")
+        if tokenizer is not None:
+            shutil.copyfile(tokenizer, partial / TOKENIZER)
+            # Without it transformers would rebuild the tokenizer by the family's own rules instead of reading the file.
+            write_text(partial / "tokenizer_config.json", '{"tokenizer_class": "PreTrainedTokenizerFast"}\n')
+            if family == "qwen2":
+                notes.append(
+                    "transformers' AutoTokenizer splits text by Qwen's rules in any qwen2 folder; unless this tokenizer is Qwen's "
+                    "own, load it with PreTrainedTokenizerFast.from_pretrained"
+                )
+    console.print(f"checkpoint {candidate.folder}, step {candidate.manifest.state.step:,}")
+    console.print(
+        f"model      {keys['architectures'][0]}, {candidate.manifest.num_parameters:,} parameters, {export.dtype}"
+    )
+    console.print(
+        f"files      {args.out}: {', '.join(file.name for file in files[:3])}{', ..' if len(files) > 3 else ''}"
+    )
+    console.print(f"tokenizer  {'none was written' if tokenizer is None else args.out / TOKENIZER}")
+    for note in (*notes, *more):
+        console.print(f"note       {note}")
+
+
+def _add_dtype(parser: argparse.ArgumentParser, meaning: str) -> None:
+    parser.add_argument("--dtype", choices=DTYPES, default="source", help=meaning)
+
+
+def _torch_dtype(name: str) -> Any:
+    """torch's dtype, or None for `source`."""
+    from engine.precision import DTYPES as TORCH_DTYPES
+
+    return None if name == "source" else TORCH_DTYPES[name]
+
+
+def _tokenizer(given: str | None, config: dict[str, Any], vocab_size: int) -> tuple[Path | None, int | None, list[str]]:
+    """(file to copy, id that ends a document, notes).
+
+    Raises:
+        DataError: the one that was asked for is not there, is none, or is of another model.
+    """
+    if given is not None:
+        tokenizer = JsonTokenizer(Path(given))
+        if tokenizer.vocab_size > vocab_size:
+            raise DataError(
+                f"--tokenizer {given} has ids up to {tokenizer.vocab_size - 1:,}, and the model {vocab_size:,} tokens: it is of "
+                "another model, and some of its words would have no embedding. Give the tokenizer that the model was trained with."
+            )
+        return Path(given), tokenizer.eod_id, []
+    named = config.get("data", {}).get("tokenizer")
+    if named is None:
+        return None, None, ["the checkpoint names no tokenizer; give one with --tokenizer"]
+    if named == "bytes":
+        return None, load_tokenizer("bytes").eod_id, ["ids 0 to 255 are the bytes of UTF-8, 256 ends a document"]
+    try:
+        return Path(named), load_tokenizer(named).eod_id, []
+    except DataError as error:
+        return None, None, [f"the checkpoint's tokenizer was not copied: {error}"]
+
+
+def _train_config(family: str, config: dict[str, Any], out: Path) -> str:
+    """A config that trains on from the imported weights, complete but for the corpus."""
+    model = yaml.safe_dump({"model": config["model"]}, sort_keys=False)
+    kernels = yaml.safe_dump({"kernels": config["kernels"]}, sort_keys=False) + "\n" if "kernels" in config else ""
+    tokenizer = config["data"]["tokenizer"]
+    rest = yaml.safe_dump({"load": str(out), "load_what": "weights"}, sort_keys=False)
+    return f"""# Training that starts from the weights of an imported {family}: give data.train, and make the rest your own.
+# Make a corpus with:  triaxis prepare --tokenizer {tokenizer} --input 'TEXT/*.txt' --output PREFIX
+
+{model}
+{kernels}data:
+  {yaml.safe_dump({"tokenizer": tokenizer}).strip()}  # the model's own: with another one, ids would mean other words
+
+train:
+  steps: 1000                  # optimizer steps
+  global_batch_size: 64        # samples per step over all ranks
+  micro_batch_size: 1          # samples per forward
+
+optimizer:
+  lr: 3.0e-5                   # well below the peak that the model was pretrained with
+  warmup_steps: 50             # the optimizer's moments start from zero
+
+checkpoint:
+  interval: 100                # steps between saves
+  {rest.strip().replace(chr(10), chr(10) + "  ")}
+"""
+
+
+@contextmanager
+def _progress(console: Console, what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal, nothing in a log file; the function hears how many bytes were done."""
+    if not console.is_terminal:
+        yield lambda num_bytes: None
+        return
+    with Progress(TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=console) as bar:
+        task = bar.add_task("", total=total_bytes)
+        yield lambda num_bytes: bar.advance(task, num_bytes)

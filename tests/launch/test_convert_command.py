@@ -1,0 +1,225 @@
+"""`triaxis convert hf-import` and `hf-export`, as a person types them."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.checkpoint.directory import find
+from engine.checkpoint.manifest import TrainingState
+from engine.checkpoint.offline import read_tensor, whole, write_checkpoint
+from engine.config import ModelConfig
+from engine.config_load import load_config
+from engine.initial_weights import initial_box
+from engine.shard_spec import localize
+from launch.cli import main
+from models.interop.hf_files import WeightFiles
+from models.specs import model_specs
+
+MODEL: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 24,
+    "num_attention_heads": 4,
+    "num_kv_heads": 2,
+    "ffn_hidden_size": 40,
+    "seq_length": 16,
+    "vocab_size": 300,
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "bias": "none",
+}
+TEXT = "the quick brown fox jumps over  the lazy dog 0123456789 the end"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _transformers() -> None:
+    """On a user's machine without transformers these tests skip; where CI=true they fail."""
+    if os.environ.get("CI") != "true":
+        pytest.importorskip("transformers", reason="transformers is the oracle: pip install 'triaxis[dev]'")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE of at most 300 tokens, the last of which ends a document."""
+    import tokenizers
+
+    made: Any = tokenizers.ByteLevelBPETokenizer()
+    made.train_from_iterator([TEXT] * 3, vocab_size=299)
+    made.add_special_tokens(["<|endoftext|>"])
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    made.save(str(path))
+    return path
+
+
+def checkpoint(out: Path, model: dict[str, Any], tokenizer: str | None = None) -> Path:
+    """A run's first weights in fp32, as a checkpoint in `out`."""
+    specs = model_specs(ModelConfig.model_validate(model))
+    records = [localize(spec, tp=1, tp_index=0, sequence_parallel=False) for spec in specs]
+    shards = (whole(record.name, initial_box(record, seed=1).view(record.spec.shape)) for record in records)
+    config = {"model": model} | ({} if tokenizer is None else {"data": {"tokenizer": tokenizer}})
+    return write_checkpoint(out, shards, TrainingState.at_start(), config=config, source="test")
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    files = WeightFiles(folder)
+    return {name: files.read(name) for name in files.tensors}
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert main([str(word) for word in words]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert main([str(word) for word in words]) == 2
+    return capsys.readouterr().err
+
+
+def test_out_in_and_out_again(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ours -> theirs, in several files -> ours -> theirs: the same weights, the same tokenizer, and a config to train with."""
+    source = checkpoint(tmp_path / "ours", MODEL, str(tokenizer))
+    one, two, back = tmp_path / "one", tmp_path / "two", tmp_path / "back"
+    text = said(capsys, "convert", "hf-export", source, one, "--max-shard-gb", "0.00002")
+    assert "LlamaForCausalLM" in text and "float32" in text and str(one / "tokenizer.json") in text
+    assert len(list(one.glob("*.safetensors"))) > 2
+    assert json.loads((one / "config.json").read_text())["eos_token_id"] == 299
+
+    text = said(capsys, "convert", "hf-import", one, back)
+    assert f"triaxis train {back / 'train.yaml'} 'data.train=[[1.0, PREFIX]]'" in text
+    assert f"checkpoint.load={back} checkpoint.load_what=weights" in text
+    again = find(back)
+    assert again.manifest.fingerprint == find(source).manifest.fingerprint
+    assert (again.manifest.content, again.manifest.state.step) == ("weights", 0)
+    assert (back / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
+
+    config = load_config(back / "train.yaml", ["data.train=[[1.0, corpus]]"])
+    original = ModelConfig.model_validate(MODEL)
+    assert config.model == original.model_copy(update={"head_dim": 6})
+    assert config.data.tokenizer == str(back / "tokenizer.json")
+    assert (config.checkpoint.load, config.checkpoint.load_what) == (str(back), "weights")
+    assert main(["config", "check", str(back / "train.yaml"), "data.train=[[1.0, corpus]]"]) == 0
+
+    said(capsys, "convert", "hf-export", back, two)
+    assert [path.name for path in two.glob("*.safetensors*")] == ["model.safetensors"]
+    first, second = tensors_of(one), tensors_of(two)
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_transformers_loads_the_folder_with_its_tokenizer(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A Qwen3, whose AutoTokenizer would otherwise split text by Qwen's own rules instead of the file's."""
+    import transformers
+
+    from engine.data.tokenizers import load_tokenizer
+
+    source = checkpoint(tmp_path / "ours", {**MODEL, "qk_norm": True})
+    said(capsys, "convert", "hf-export", source, tmp_path / "out", "--tokenizer", tokenizer, "--dtype", "bf16")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.dtype == torch.bfloat16 and model.config.eos_token_id == 299
+    master = read_tensor(source, find(source).manifest, "layers.1.mlp.down.weight")
+    assert torch.equal(model.model.layers[1].mlp.down_proj.weight, master.to(torch.bfloat16))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs(TEXT)["input_ids"] == load_tokenizer(str(tokenizer)).encode(TEXT)
+    assert theirs.decode(theirs(TEXT)["input_ids"]) == TEXT
+
+
+def test_a_qwen2_says_how_its_tokenizer_is_loaded(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its AutoTokenizer does not read what a folder says; the class that does is named, and reads it."""
+    import transformers
+
+    from engine.data.tokenizers import load_tokenizer
+
+    source = checkpoint(tmp_path / "ours", {**MODEL, "bias": "qkv"})
+    text = said(capsys, "convert", "hf-export", source, tmp_path / "out", "--tokenizer", tokenizer)
+    assert "PreTrainedTokenizerFast.from_pretrained" in text
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")
+    assert theirs(TEXT)["input_ids"] == load_tokenizer(str(tokenizer)).encode(TEXT)
+
+
+def test_what_is_known_of_tokenizers_is_said(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    silent = checkpoint(tmp_path / "silent", MODEL)
+    text = said(capsys, "convert", "hf-export", silent, tmp_path / "a")
+    assert "none was written" in text and "names no tokenizer; give one with --tokenizer" in text
+    assert json.loads((tmp_path / "a" / "config.json").read_text())["eos_token_id"] is None
+    in_bytes = checkpoint(tmp_path / "bytes", MODEL, "bytes")
+    assert "256 ends a document" in said(capsys, "convert", "hf-export", in_bytes, tmp_path / "b")
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["eos_token_id"] == 256
+    moved = checkpoint(tmp_path / "moved", MODEL, str(tmp_path / "gone.json"))
+    text = said(capsys, "convert", "hf-export", moved, tmp_path / "c")
+    assert "tokenizer was not copied: there is no tokenizer at" in text and not (tmp_path / "c/tokenizer.json").exists()
+    assert "there is no tokenizer at" in refused(
+        capsys, "convert", "hf-export", moved, tmp_path / "d", "--tokenizer", tmp_path / "gone.json"
+    )
+    small = checkpoint(tmp_path / "small", {**MODEL, "vocab_size": 43})
+    assert "ids up to 299, and the model 43 tokens" in refused(
+        capsys, "convert", "hf-export", small, tmp_path / "d", "--tokenizer", tokenizer
+    )
+    assert not (tmp_path / "d").exists()
+    # An import without one names the place where it must stand: a run from it would stop there, not go on with bytes.
+    text = said(capsys, "convert", "hf-import", tmp_path / "a", tmp_path / "back")
+    assert f"has no tokenizer.json: put the model's own at {tmp_path / 'back' / 'tokenizer.json'}" in text
+    config = load_config(tmp_path / "back" / "train.yaml", ["data.train=[[1.0, corpus]]"])
+    assert config.data.tokenizer == str(tmp_path / "back" / "tokenizer.json")
+
+
+def test_a_config_with_dropout_gets_the_kernel_that_can_do_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpt = {**MODEL, "position": "learned", "norm": "layernorm", "activation": "gelu", "bias": "all", "num_kv_heads": 4}
+    source = checkpoint(tmp_path / "ours", gpt | {"hidden_dropout": 0.1, "attention_dropout": 0.2})
+    said(capsys, "convert", "hf-export", source, tmp_path / "out")
+    said(capsys, "convert", "hf-import", tmp_path / "out", tmp_path / "back", "--seq-length", 8, "--dtype", "bf16")
+    config = load_config(tmp_path / "back" / "train.yaml", ["data.train=[[1.0, corpus]]"])
+    assert (config.kernels.attention, config.model.attention_dropout) == ("explicit", 0.2)
+    assert (config.model.hidden_dropout, config.model.seq_length) == (0.1, 8)
+    back = find(tmp_path / "back")
+    assert back.manifest.tensors["embedding.position.weight"].shape == (8, 24)
+    assert {piece.dtype for file in back.manifest.files for piece in file.pieces} == {"bfloat16"}
+
+
+def test_what_exists_is_not_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = checkpoint(tmp_path / "ours", MODEL)
+    said(capsys, "convert", "hf-export", source, tmp_path / "out")
+    before = sorted(path.stat().st_mtime_ns for path in (tmp_path / "ours").rglob("*"))
+    for words in (("hf-export", source, tmp_path / "out"), ("hf-import", tmp_path / "out", tmp_path / "ours")):
+        assert "is there already and is not empty" in refused(capsys, "convert", *words)
+    assert sorted(path.stat().st_mtime_ns for path in (tmp_path / "ours").rglob("*")) == before
+
+
+@pytest.mark.parametrize("verb", ["hf-import", "hf-export"])
+def test_what_breaks_half_way_leaves_nothing(
+    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = checkpoint(tmp_path / "ours", MODEL)
+    said(capsys, "convert", "hf-export", ours, tmp_path / "theirs")
+    source = {"hf-import": tmp_path / "theirs", "hf-export": ours}[verb]
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("models.interop.hf_files.write_text", full)
+    assert "No space left on device" in refused(capsys, "convert", verb, source, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "theirs"]
+
+
+def test_mistakes_are_answered_without_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = checkpoint(tmp_path / "ours", {**MODEL, "qk_norm": True})
+    out = tmp_path / "out"
+    assert "there is nothing to load" in refused(capsys, "convert", "hf-export", tmp_path / "nowhere", out)
+    assert "cannot be read as JSON" in refused(capsys, "convert", "hf-import", tmp_path / "nowhere", out)
+    error = refused(capsys, "convert", "hf-export", source, out, "--family", "llama")
+    assert "as llama: model.qk_norm = True, there it is False" in error
+    assert "more than 0 bytes" in refused(capsys, "convert", "hf-export", source, out, "--max-shard-gb", "0")
+    nameless = write_checkpoint(
+        tmp_path / "nameless", [whole("x", torch.ones(2))], TrainingState.at_start(), config={}, source="test"
+    )
+    assert "does not say what model it is" in refused(capsys, "convert", "hf-export", nameless, out)
+    assert not out.exists()
