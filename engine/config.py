@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, create_model, field_validator
 
 from engine.errors import ConfigError
 from engine.rank_grid import ParallelSizes
@@ -196,6 +196,34 @@ class TelemetryConfig(Section):
     )
 
 
+# `async` is the word that users know, and a keyword of Python: it cannot be written as a field.
+_InBackground = create_model(
+    "_InBackground",
+    __base__=Section,
+    **{"async": (bool, Field(True, description="write while training goes on; false: training waits for the disk"))},  # type: ignore[call-overload]
+)
+
+
+class CheckpointConfig(_InBackground):
+    """Saving and loading. A run directory with checkpoints resumes from them when the same command is given again."""
+
+    dir: str | None = Field(None, description="folder of checkpoints; null: checkpoints/ in the run directory")
+    interval: int | None = Field(None, gt=0, description="steps between saves (the last step too); null: none is saved")
+    keep_last: int | None = Field(3, gt=0, description="how many are kept; null: all")
+    keep_every: int | None = Field(None, gt=0, description="those at multiples of this step are kept for good")
+    load: str | None = Field(None, description="a checkpoint, or a folder of them, to start from")
+    load_what: Literal["all", "weights"] = Field("all", description="weights: step 0 with a fresh optimizer")
+    accept: list[str] = Field(
+        default_factory=list, description="fields or sections that may differ from what is loaded"
+    )
+    fingerprint_interval: int | None = Field(None, gt=0, description="steps between logged fingerprints; null: none")
+
+    @property
+    def in_background(self) -> bool:
+        """The value of `async`."""
+        return bool(getattr(self, "async"))
+
+
 class RuntimeConfig(Section):
     """Where and as what the run runs."""
 
@@ -219,6 +247,7 @@ class Config(Section):
     precision: PrecisionConfig = PrecisionConfig()
     recompute: RecomputeConfig = RecomputeConfig()
     kernels: KernelsConfig = KernelsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     runtime: RuntimeConfig = RuntimeConfig()
 

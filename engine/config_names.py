@@ -5,7 +5,7 @@ An unknown key is refused with the name that was probably meant:
     tensor-model-parallel-size, model.n_embd, hf's num_key_value_heads      the same thing, named differently
     model.tp, hidden_size at the top level                                  a field of ours in another section
     train.step                                                              the nearest spelling
-    checkpoint, model.num_experts, precision.fp8                            known, not built yet
+    resilience, model.num_experts, precision.fp8                            known, not built yet
 """
 
 import difflib
@@ -47,6 +47,20 @@ FOREIGN_NAMES = {
     "add_qkv_bias": "model.bias=qkv",
     "qk_layernorm": "model.qk_norm=true",
     "init_method_std": "model.init_std",
+    # Megatron-LM, transformers, torchtitan: checkpoints
+    "save": "checkpoint.dir",
+    "save_interval": "checkpoint.interval",
+    "save_steps": "checkpoint.interval",
+    "save_retain_interval": "checkpoint.keep_every",
+    "save_total_limit": "checkpoint.keep_last",
+    "keep_latest_k": "checkpoint.keep_last",
+    "async_save": "checkpoint.async",
+    "async_mode": "checkpoint.async",
+    "load": "checkpoint.load",
+    "finetune": "checkpoint.load_what (weights)",
+    "initial_load_path": "checkpoint.load",
+    "resume": "checkpoint.load (a run directory with checkpoints resumes by itself)",
+    "resume_from_checkpoint": "checkpoint.load",
     # Megatron-LM: training
     "train_iters": "train.steps",
     "train_samples": "train.tokens (samples x model.seq_length)",
@@ -129,11 +143,6 @@ ALWAYS_ON = {
 """Switches of others for what is not a choice here."""
 
 NOT_BUILT = {
-    "checkpoint": "saving and loading checkpoints",
-    "save": "saving checkpoints",
-    "load": "loading checkpoints",
-    "save_interval": "saving checkpoints",
-    "resume": "resuming from a checkpoint",
     "resilience": "self-healing runs",
     "planner": "the layout planner",
     "fp16": "fp16 with a loss scale",

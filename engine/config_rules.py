@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from engine.config import Config, planned_steps
+from engine.config_checkpoint_rules import CHECKPOINT_RULES
 from engine.config_model_rules import MODEL_RULES
 from engine.config_problems import Problem, Rule, Subject, divisors, find_problems, multiples, numbers
 from engine.pipeline.partition import partition
@@ -352,6 +353,7 @@ def name_is_a_folder(subject: Subject) -> Iterator[Problem]:
 
 
 RULES: tuple[Rule, ...] = (
+    *CHECKPOINT_RULES,
     *MODEL_RULES,
     layers_fill_stages,
     layers_are_dealt_out,

@@ -2,7 +2,7 @@
 
     executor    runs the schedule; gradients go to main grads, buckets are reduced as they fill
     finish      the owned parts hold whole gradients, scaled by 1 / nominal tokens
-    agree       one small all-reduce over the world: [sum of squares, loss sum, tokens]
+    agree       one small all-reduce over the world: [sum of squares, loss sum, tokens, flags]
     optimizer   gradients x (nominal / actual tokens) x clip factor; AdamW on the owned parts; all-gathers posted
 
 The loss is the sum of token losses over the unmasked tokens of the GLOBAL batch. The backward scales by the constant
@@ -40,13 +40,25 @@ class Chunk(Protocol):
     def train(self, mode: bool = True) -> nn.Module: ...
 
 
+NO_FLAGS = (0.0, 0.0)
+"""What a rank adds to the step's agreement beside its sums: whether its part of a checkpoint is written, whether it failed."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What all ranks agree on after a step: loss per token in nats, global gradient norm before clipping, tokens counted."""
+    """What all ranks agree on after a step.
+
+    Attributes:
+        loss: per token, in nats.
+        grad_norm: global, before clipping.
+        num_tokens: counted tokens of the global batch.
+        flags: how many ranks raised each flag.
+    """
 
     loss: float
     grad_norm: float
     num_tokens: int
+    flags: tuple[float, ...]
 
 
 @dataclass
@@ -89,15 +101,20 @@ class Engine:
         """`forward_backward`, then `update`."""
         return self.update(*self.forward_backward(microbatches), lr)
 
-    def update(self, loss_sum: float, num_tokens: int, lr: float) -> StepResult:
+    def update(self, loss_sum: float, num_tokens: int, lr: float, flags: Sequence[float] = NO_FLAGS) -> StepResult:
         """One update of the weights with the reduced gradients; arguments are this rank's counts.
+
+        `flags` (as many as `NO_FLAGS`) are summed over the ranks in the same small all-reduce.
 
         Raises:
             DivergenceError: the loss or the gradient norm is not finite; raised on every rank, before any weight changes.
         """
         square_sum = float(self.optimizer.grad_square_sum())
         world = self.topology.axis("world")
-        square_sum, loss_sum, total = world.agree([square_sum, loss_sum, num_tokens], self.topology.device, "step")
+        assert len(flags) == len(NO_FLAGS), f"{len(flags)} flags: the traffic of a step is a constant"
+        square_sum, loss_sum, total, *raised = world.agree(
+            [square_sum, loss_sum, num_tokens, *flags], self.topology.device, "step"
+        )
         if not (math.isfinite(loss_sum) and math.isfinite(square_sum)):
             raise DivergenceError(
                 f"loss sum {loss_sum} and squared gradient norm {square_sum} over {int(total)} tokens are not finite: an update "
@@ -109,7 +126,7 @@ class Engine:
         scale = self.nominal_tokens / tokens
         grad_norm = math.sqrt(square_sum) * scale
         self.optimizer.step(lr, scale * clip_factor(grad_norm, self.config.optimizer.clip_grad))
-        return StepResult(loss_sum / tokens, grad_norm, int(total))
+        return StepResult(loss_sum / tokens, grad_norm, int(total), tuple(raised))
 
     def evaluate(self, steps: Iterable[Sequence[Any]]) -> float:
         """Loss per token over some global batches, without dropout; the same on every rank."""

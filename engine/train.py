@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any, Protocol
 
+from engine.checkpoint.manager import Checkpoints
 from engine.config import Config, batch_plan
 from engine.initial_weights import initialize
 from engine.optimizer.distributed import DistributedOptimizer
@@ -92,7 +93,11 @@ def build(config: Config, topology: Topology, build_model: ModelBuilder) -> Engi
 
 
 def train(
-    engine: Engine, batches: StepSource, open_validation: Callable[[], StepSource] | None, observer: Observer
+    engine: Engine,
+    batches: StepSource,
+    open_validation: Callable[[], StepSource] | None,
+    observer: Observer,
+    checkpoints: Checkpoints,
 ) -> None:
     """Train to the last step. The samples of a step depend on `consumed_samples` alone.
 
@@ -101,6 +106,11 @@ def train(
         batches: the training batches, at the first sample to consume.
         open_validation: opens the validation batches at their beginning; None: no validation.
         observer: told of every step and validation.
+        checkpoints: saves what and when the configuration says.
+
+    Raises:
+        DivergenceError: loss or gradients are not finite; on every rank, before any weight changes.
+        CheckpointError: the last checkpoint could not be written; on every rank.
     """
     config, plan = engine.config, engine.plan
     interval = config.train.eval_interval
@@ -112,7 +122,7 @@ def train(
         loss_sum, num_tokens = engine.forward_backward(microbatches)
         observer.phase("optimizer")
         lr = learning_rate(step, config.optimizer, plan.num_steps)
-        result = engine.update(loss_sum, num_tokens, lr)
+        result = engine.update(loss_sum, num_tokens, lr, checkpoints.flags())
         observer.on_step(step, result, lr)
         is_last = step + 1 == plan.num_steps
         if open_validation is not None and interval is not None and ((step + 1) % interval == 0 or is_last):
@@ -120,3 +130,7 @@ def train(
             with closing(open_validation()) as source:
                 loss = engine.evaluate(source.next_step() for _ in range(config.train.eval_steps))
             observer.on_validation(step, loss)
+        observer.phase("checkpoint")
+        checkpoints.after_step(step + 1, batches.consumed_samples, lr, result.flags, is_last=is_last)
+    observer.phase("checkpoint")
+    checkpoints.finish()

@@ -41,6 +41,9 @@ DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "gpt_tiny.
 WORKER = "launch.pretrain_gpt"
 """The module that each rank runs: `main(argv) -> int`, argv being the config's path and the overrides."""
 
+FROM_SCRATCH = "--from-scratch"
+"""The word that lets a run which has saved checkpoints start at step 0 again."""
+
 DEFAULT_MASTER_PORT = "29500"
 
 
@@ -52,6 +55,8 @@ class Request:
     overrides: tuple[str, ...]
     dry_run: bool = False
     worker: str = WORKER
+    worker_flags: tuple[str, ...] = ()
+    """Words for the worker that are no part of the configuration."""
     preflight: Callable[[Config, Path], str | None] | None = None
     """Looks before ranks are started; what it returns is said instead of starting."""
 
@@ -66,10 +71,11 @@ class Plan:
     world: World
     sizes: ParallelSizes
     batch: BatchPlan
+    worker_flags: tuple[str, ...] = ()
 
     @property
     def worker_arguments(self) -> list[str]:
-        return [str(self.config_path), *self.overrides]
+        return [str(self.config_path), *self.overrides, *self.worker_flags]
 
 
 def launch(request: Request, variables: Mapping[str, str]) -> int:
@@ -115,7 +121,7 @@ def make_plan(request: Request, variables: Mapping[str, str]) -> Plan:
     if found := problems(config, world.size, config.runtime.ranks_per_node or world.ranks_per_node):
         raise ConfigError(found, str(path))
     sizes = parallel_sizes(config, world.size)
-    return Plan(config, path, overrides, world, sizes, batch_plan(config, sizes.dp))
+    return Plan(config, path, overrides, world, sizes, batch_plan(config, sizes.dp), request.worker_flags)
 
 
 def torchrun_arguments(plan: Plan, worker: str, variables: Mapping[str, str]) -> list[str]:
@@ -218,7 +224,7 @@ def _show_cursor() -> None:
 def _be_a_rank(request: Request, variables: Mapping[str, str]) -> int:
     """Run the worker in this task of srun."""
     ours = rank_variables(variables)
-    arguments = [str(request.config_path or DEFAULT_CONFIG), *request.overrides]
+    arguments = [str(request.config_path or DEFAULT_CONFIG), *request.overrides, *request.worker_flags]
     if request.dry_run:
         if ours["RANK"] == "0":
             print("rank 0 of this SLURM step:", *(f"{name}={value}" for name, value in ours.items()))

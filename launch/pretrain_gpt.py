@@ -11,11 +11,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from engine.checkpoint.manager import Checkpoints, RunFacts
+from engine.checkpoint.resume import Beginning, begin
 from engine.config import Config
 from engine.data.corpus import entropies
 from engine.data.datasets import Datasets, open_datasets
@@ -25,6 +28,7 @@ from engine.data.tokenizers import load_tokenizer
 from engine.errors import TriaxisError
 from engine.runtime import RankEnvironment
 from engine.step import Engine
+from engine.telemetry.checkpoint_notices import CheckpointNotices, say_beginning
 from engine.telemetry.hub import Telemetry, open_telemetry
 from engine.telemetry.metrics import Meter
 from engine.telemetry.observer import TrainingObserver
@@ -33,10 +37,12 @@ from engine.telemetry.rank_log import Streams, rank_log
 from engine.telemetry.run_dir import RunDirectory, run_name
 from engine.telemetry.summary import End, Start, show_end, show_start
 from engine.train import build, train
+from launch.launcher import FROM_SCRATCH
 from launch.parent_death import end_with_parent
 from launch.rank import Rank, join, read_config
 from models.generate import generate
 from models.gpt import build_chunks
+from models.specs import model_specs
 
 USER_MISTAKE = TriaxisError.exit_code
 INTERRUPTED = 130
@@ -45,14 +51,20 @@ SAMPLE_TEMPERATURE = 0.8
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one rank of `[config.yaml, section.key=value ...]`; the exit code tells a user's mistake (2) from a failure (1)."""
+    """Run one rank of `[config.yaml, section.key=value ..., --from-scratch]`.
+
+    The exit code tells a user's mistake (2) from a failure (1).
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
     environment = RankEnvironment.from_variables(os.environ)
+    words = [word for word in argv if word != FROM_SCRATCH]
+    # A requeued or restarted job goes on from what it has saved since: the word was meant for its first start.
+    is_first_start = not (environment.restart_count or int(os.environ.get("SLURM_RESTART_COUNT") or 0))
     try:
-        config = read_config(argv, environment)
+        config = read_config(words, environment)
         with join(config, environment) as rank:
-            directory = _open_directory(rank, Path(argv[0]).stem)
+            directory = _open_directory(rank, Path(words[0]).stem, from_scratch=FROM_SCRATCH in argv and is_first_start)
             if directory is None:
                 return USER_MISTAKE
             if directory.finished is not None:
@@ -85,7 +97,7 @@ def _logged(run: Callable[[], None]) -> int:
     return 0
 
 
-def _open_directory(rank: Rank, stem: str) -> RunDirectory | None:
+def _open_directory(rank: Rank, stem: str, *, from_scratch: bool) -> RunDirectory | None:
     """The run directory: rank 0 decides, the others follow; None on the others if it could not."""
     config, world = rank.config, rank.topology.axis("world")
     name = run_name(config, stem, os.environ)
@@ -93,7 +105,7 @@ def _open_directory(rank: Rank, stem: str) -> RunDirectory | None:
     attempt_or_refused, finished = 0.0, 0.0
     if rank.number == 0:
         try:
-            directory = RunDirectory.create(config, config.runtime.runs_dir, name)
+            directory = RunDirectory.create(config, config.runtime.runs_dir, name, from_scratch=from_scratch)
             attempt_or_refused, finished = float(directory.attempt), float(directory.finished is not None)
         except TriaxisError as refused:
             error, attempt_or_refused = refused, -1.0
@@ -137,7 +149,20 @@ def _train(rank: Rank, directory: RunDirectory, streams: Streams) -> None:
         if telemetry.report is not None:
             start = Start(config, engine.plan, described.layout, described.device, counted)
             show_start(telemetry.report, directory, meter, start)
-        _train_and_report(engine, datasets, directory, telemetry, meter)
+        data = {"samples": datasets.fingerprint}
+        beginning = begin(engine, directory.checkpoints(config), has_saved=directory.has_saved, data=data)
+        say_beginning(telemetry, directory, beginning)
+        facts = RunFacts(
+            run=directory.path.name,
+            attempt=directory.attempt,
+            data=data,
+            lineage=beginning.lineage,
+            wandb_id=directory.known_wandb_id,
+            shapes={spec.name: spec.shape for spec in model_specs(config.model)},
+        )
+        notices = CheckpointNotices(telemetry, directory)
+        with closing(Checkpoints(engine, directory.checkpoints(config), facts, notices)) as checkpoints:
+            _train_and_report(engine, datasets, beginning, checkpoints, directory, telemetry, meter)
     except BaseException as error:
         telemetry.event("failed", error=f"{type(error).__name__}: {error}")
         raise
@@ -147,15 +172,21 @@ def _train(rank: Rank, directory: RunDirectory, streams: Streams) -> None:
 
 
 def _train_and_report(
-    engine: Engine, datasets: Datasets, directory: RunDirectory, telemetry: Telemetry, meter: Meter
+    engine: Engine,
+    datasets: Datasets,
+    beginning: Beginning,
+    checkpoints: Checkpoints,
+    directory: RunDirectory,
+    telemetry: Telemetry,
+    meter: Meter,
 ) -> None:
     config = engine.config
-    batches = open_batches(engine, datasets.train)
+    batches = open_batches(engine, datasets.train, beginning.state.consumed_samples)
     valid = datasets.valid
     observer = TrainingObserver(telemetry, meter, engine.topology.device)
     started_seconds = time.monotonic()
     try:
-        train(engine, batches, None if valid is None else lambda: open_batches(engine, valid), observer)
+        train(engine, batches, None if valid is None else lambda: open_batches(engine, valid), observer, checkpoints)
     finally:
         batches.close()
     seconds = time.monotonic() - started_seconds
@@ -169,8 +200,8 @@ def _train_and_report(
         directory.finish(steps=steps, loss=observer.loss, val_loss=observer.val_loss)
 
 
-def open_batches(engine: Engine, dataset: SampleSource) -> Batches:
-    """This rank's batches of a dataset, from its first sample on."""
+def open_batches(engine: Engine, dataset: SampleSource, consumed_samples: int = 0) -> Batches:
+    """This rank's batches of a dataset, from the first sample that is not consumed on."""
     train_config, dp = engine.config.train, engine.topology.axis("dp")
     return Batches(
         dataset,
@@ -178,7 +209,7 @@ def open_batches(engine: Engine, dataset: SampleSource) -> Batches:
         micro_batch_size=train_config.micro_batch_size,
         dp=dp.size,
         dp_rank=dp.index,
-        consumed_samples=0,
+        consumed_samples=consumed_samples,
         device=engine.topology.device,
     )
 

@@ -5,10 +5,13 @@
         step_00001000/
         latest                          a text file: step_00001000
         step_00001100.attempt_02/       being written, or left by an attempt that died: swept by the next one
+        step_00000900.replaced/         its successor of the same step is being put in its place
+        step_00000800.retired/          being removed
         lock                            held by the one process that may write here
 
-Order of a save: all files are written and fsynced under the second name; manifest.json, then its hash; the folder is
-renamed; `latest` is replaced. A kill at any point leaves the older checkpoints and `latest` as they were.
+Order of a save: all files are written and fsynced under the name with the attempt; manifest.json, then its hash; the
+folder is renamed; `latest` is replaced. A kill at any point leaves the older checkpoints and `latest` as they were. Two
+renames put a checkpoint in the place of another of its step; between them, the `.replaced` one still counts.
 """
 
 import re
@@ -23,8 +26,9 @@ from engine.errors import CheckpointError
 
 LATEST = "latest"
 _STEP = re.compile(r"step_(\d{8,})")
-_PARTIAL = re.compile(r"step_\d{8,}\.(attempt_\d+|replaced)")
-_SET_ASIDE = "set_aside_"
+_REPLACED = re.compile(r"step_(\d{8,})\.replaced")
+_PARTIAL = re.compile(r"step_\d{8,}\.(attempt_\d+|replaced|retired)")
+_SET_ASIDE = re.compile(r"set_aside_(\d+)")
 
 
 def step_name(step: int) -> str:
@@ -46,11 +50,15 @@ class CheckpointDirectory:
         self.path = path
 
     def steps(self) -> dict[int, Path]:
-        """Folders that bear a finished name, by step, ascending."""
-        if not self.path.is_dir():
-            return {}
-        found = {int(match[1]): entry for entry in self.path.iterdir() if (match := _STEP.fullmatch(entry.name))}
+        """Folders that bear a finished name, by step, ascending; a replaced one where its successor is not there yet."""
+        entries = self._entries()
+        found = {int(match[1]): entry for entry in entries if (match := _REPLACED.fullmatch(entry.name))}
+        found |= {int(match[1]): entry for entry in entries if (match := _STEP.fullmatch(entry.name))}
         return dict(sorted(found.items()))
+
+    def step_folder(self, step: int) -> Path:
+        """Where the checkpoint of `step` is, once it is complete."""
+        return self.path / step_name(step)
 
     def latest(self) -> Path | None:
         """The folder that `latest` names; None where there is no such file or it names nothing of this folder."""
@@ -58,7 +66,8 @@ class CheckpointDirectory:
             name = (self.path / LATEST).read_text(errors="replace").strip()
         except OSError:
             return None
-        return self.path / name if _STEP.fullmatch(name) else None
+        match = _STEP.fullmatch(name)
+        return self.steps().get(int(match[1]), self.path / name) if match else None
 
     def candidates(self, damaged: list[str]) -> Iterator[Candidate]:
         """Complete checkpoints, the one to load first: what `latest` names, then the others, newest first.
@@ -94,10 +103,11 @@ class CheckpointDirectory:
         Raises:
             OSError: the folder cannot be written.
         """
-        final = self.path / step_name(step)
-        replaced = self.path / f"{step_name(step)}.replaced"
+        final = self.step_folder(step)
+        replaced = final.with_name(f"{final.name}.replaced")
         sync_folder(partial)
         if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
             final.rename(replaced)
         partial.rename(final)
         sync_folder(self.path)
@@ -107,6 +117,9 @@ class CheckpointDirectory:
 
     def sweep(self) -> list[str]:
         """Remove what attempts that died left half-written; returns the names."""
+        for step, folder in self.steps().items():
+            if _REPLACED.fullmatch(folder.name):
+                folder.rename(self.step_folder(step))
         dead = [entry for entry in self._entries() if _PARTIAL.fullmatch(entry.name) or entry.name.endswith(".partial")]
         for entry in dead:
             if entry.is_dir():
@@ -130,19 +143,22 @@ class CheckpointDirectory:
             step for step in before[: max(0, len(before) - (keep_last - 1))] if keep_every is None or step % keep_every
         ]
         for step in gone:
-            folder = self.path / step_name(step)
+            folder = self.step_folder(step)
+            doomed = folder.with_name(f"{folder.name}.retired")
+            shutil.rmtree(doomed, ignore_errors=True)
             # Under a name that is swept: a kill half-way must not leave a folder that looks whole.
-            doomed = folder.rename(folder.with_name(f"{folder.name}.replaced"))
+            folder.rename(doomed)
             shutil.rmtree(doomed)
         return [step_name(step) for step in gone]
 
     def set_aside(self) -> Path | None:
         """Move all checkpoints into a folder of their own, for a start from zero; returns it (None: there were none)."""
-        entries = [entry for entry in self._entries() if _STEP.fullmatch(entry.name) or entry.name == LATEST]
+        names = [entry.name for entry in self._entries()]
+        entries = [self.path / name for name in names if _STEP.fullmatch(name) or name == LATEST]
         if not entries:
             return None
-        number = sum(entry.name.startswith(_SET_ASIDE) for entry in self._entries())
-        folder = self.path / f"{_SET_ASIDE}{number:02d}"
+        numbers = [int(match[1]) for name in names if (match := _SET_ASIDE.fullmatch(name))]
+        folder = self.path / f"set_aside_{max(numbers, default=-1) + 1:02d}"
         folder.mkdir()
         # `latest` first: without it and with half of the steps moved, a kill here still leaves complete checkpoints.
         for entry in sorted(entries, key=lambda entry: entry.name != LATEST):
@@ -168,7 +184,7 @@ def find(path: Path) -> Candidate:
                 for candidate in CheckpointDirectory(path.parent).candidates([])
                 if candidate.folder != path
             ]
-            if not others or not path.exists():
+            if not others:
                 raise
             raise CheckpointError(f"{error}\nComplete beside it: {', '.join(others[:3])}") from None
     damaged: list[str] = []

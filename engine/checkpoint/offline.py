@@ -3,6 +3,7 @@
 Memory stays bounded by `FILE_BYTES` or the largest single tensor, whichever is more. No process group is involved.
 """
 
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +20,7 @@ from engine.checkpoint.manifest import (
     Manifest,
     TensorInfo,
     TrainingState,
+    read_manifest,
     write_manifest,
 )
 from engine.checkpoint.store import TORCH_DTYPES, Shard, fingerprints, load, write_file
@@ -59,10 +61,12 @@ def write_checkpoint(
 
     Raises:
         OSError: the disk is full, or the folder cannot be written; nothing half-written is left.
+        CheckpointError: the shards are not every element of their tensors exactly once; nothing is left either.
     """
     checkpoints = CheckpointDirectory(directory)
     partial = checkpoints.partial(state.step, 0)
-    checkpoints.sweep()
+    # Only this one is ours: the folder may be that of a run that is alive.
+    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         files: list[DataFile] = []
@@ -85,9 +89,10 @@ def write_checkpoint(
             files=tuple(files),
         )
         write_manifest(partial, manifest)
+        read_manifest(partial)
         return checkpoints.commit(partial, state.step)
     except BaseException:
-        checkpoints.sweep()
+        shutil.rmtree(partial, ignore_errors=True)
         raise
 
 

@@ -162,10 +162,14 @@ class PieceReader:
                 "went on without them would train other weights. Restore the file, or load another checkpoint."
             ) from None
         if got < piece.num_bytes or xxhash.xxh3_64_hexdigest(view) != piece.xxh3:
-            found = f"ends after {got:,} of {piece.num_bytes:,} bytes" if got < piece.num_bytes else "has another hash"
+            found = (
+                f"ends after {got:,} of {piece.num_bytes:,} bytes"
+                if got < piece.num_bytes
+                else f"does not have the xxh3 {piece.xxh3} that was recorded when it was written"
+            )
             raise CheckpointError(
                 f"{self._folder / file.name} is damaged: {piece.kind} of {piece.name} (elements {piece.start:,} to {piece.stop:,} "
-                f"of the box {_box_text(piece.box)}) {found} than when it was written. Restore the file from a copy, or load "
+                f"of the box {_box_text(piece.box)}) {found}. Restore the file from a copy, or load "
                 "another checkpoint."
             )
         return raw.view(TORCH_DTYPES[piece.dtype])

@@ -19,7 +19,20 @@ from typing import Any, Literal
 from engine.telemetry.metrics import StepMetrics
 
 EventKind = Literal[
-    "attempt_started", "log_healed", "validation", "sink_failed", "wandb", "failed", "attempt_ended", "finished"
+    "attempt_started",
+    "log_healed",
+    "begun",
+    "validation",
+    "checkpoint_saved",
+    "checkpoint_failed",
+    "checkpoints_retired",
+    "checkpoints_swept",
+    "fingerprint",
+    "sink_failed",
+    "wandb",
+    "failed",
+    "attempt_ended",
+    "finished",
 ]
 """Kinds of events. Each is a moment of the run; its fields say the rest."""
 

@@ -7,6 +7,8 @@
         logs/attempt_00/rank_00003.log
         wandb/  wandb_id          one wandb run over all attempts
         tensorboard/
+        checkpoints/              unless checkpoint.dir says otherwise (`engine/checkpoint/directory.py`)
+        saved                     JSON; there once a checkpoint was saved: this run never starts from random weights again
         finished                  JSON; there once the last step is made
         lock                      held by rank 0 while the run lives
 
@@ -16,21 +18,18 @@ Rank 0 calls `RunDirectory.create`; the caller tells the others its attempt, and
 import errno
 import fcntl
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import yaml
 
-from engine.config import Config
+from engine.checkpoint.changes import changes, refuse
+from engine.checkpoint.directory import CheckpointDirectory
+from engine.config import Config, planned_steps
 from engine.config_load import to_yaml
 from engine.data.files import write_atomically
-from engine.errors import TriaxisError
-
-_FREE_KEYS = frozenset({"runtime.name", "runtime.runs_dir"})
-"""Keys that say where the directory is; a folder that was moved still holds the same run."""
-
-_SHOWN_DIFFERENCES = 12
+from engine.errors import CheckpointError, TriaxisError
 
 
 def run_name(config: Config, stem: str, variables: Mapping[str, str]) -> str:
@@ -56,19 +55,32 @@ class RunDirectory:
         path: the directory.
         attempt: number of earlier attempts; of a finished run, its last attempt.
         finished: what `finish` wrote; None while the run is not done.
+        swept: what attempts that died left half-written among the checkpoints, and was removed.
+        set_aside: where the checkpoints were moved for a start from scratch.
     """
 
-    def __init__(self, path: Path, attempt: int, finished: Mapping[str, Any] | None, lock: TextIO | None) -> None:
+    def __init__(
+        self, path: Path, attempt: int, finished: Mapping[str, Any] | None, locks: Sequence[TextIO] = ()
+    ) -> None:
         self.path = path
         self.attempt = attempt
         self.finished = finished
-        self._lock = lock
+        self.swept: Sequence[str] = ()
+        self.set_aside: Path | None = None
+        self._locks = locks
 
     @classmethod
-    def create(cls, config: Config, runs_dir: str | Path, name: str) -> "RunDirectory":
+    def create(cls, config: Config, runs_dir: str | Path, name: str, *, from_scratch: bool = False) -> "RunDirectory":
         """Open the directory for a new attempt, on the one rank that decides (rank 0).
 
-        A finished run is left untouched: `finished` tells what it came to, and there is nothing to start.
+        A finished run is left untouched, unless the configuration now asks for more steps: `finished` tells what it came
+        to, and there is nothing to start.
+
+        Args:
+            config: of this attempt. What may differ from earlier attempts' is said in `engine/checkpoint/changes.py`.
+            runs_dir: parent of run directories.
+            name: of this one.
+            from_scratch: begin at step 0 again whatever is there; checkpoints are moved aside, not removed.
 
         Raises:
             TriaxisError: the name is no folder name; the directory holds steps of a run with another configuration (attempts
@@ -81,20 +93,30 @@ class RunDirectory:
             )
         path = Path(runs_dir) / name
         path.mkdir(parents=True, exist_ok=True)
-        lock = _locked(path)
+        locks = [_locked(path)]
         try:
-            if _has_results(path):
+            if _has_results(path) and not from_scratch:
                 _check_same_config(path, config)
-            finished = _read_finished(path)
+            finished = None if from_scratch else _read_finished(path, config)
             attempts = [int(folder.name.removeprefix("attempt_")) for folder in (path / "logs").glob("attempt_*")]
             if finished is not None:
-                lock.close()
-                return cls(path, max(attempts, default=0), finished, None)
+                locks[0].close()
+                return cls(path, max(attempts, default=0), finished)
+            run = cls(path, max(attempts, default=-1) + 1, None, locks)
+            checkpoints = run.checkpoints(config)
+            if config.checkpoint.interval is not None and config.checkpoint.dir is not None:
+                checkpoints.path.mkdir(parents=True, exist_ok=True)
+                locks.append(_locked(checkpoints.path))
+            run.swept = checkpoints.sweep()
+            if from_scratch:
+                run.set_aside = checkpoints.set_aside()
+                (path / "saved").unlink(missing_ok=True)
+            (path / "finished").unlink(missing_ok=True)
             write_atomically(path / "config.yaml", [to_yaml(config, describe=True).encode()])
-            run = cls(path, max(attempts, default=-1) + 1, None, lock)
             run.rank_log(0).parent.mkdir(parents=True)
         except BaseException:
-            lock.close()
+            for lock in locks:
+                lock.close()
             raise
         return run
 
@@ -109,13 +131,17 @@ class RunDirectory:
         if not _has_results(path):
             return None
         _check_same_config(path, config)
-        finished = _read_finished(path)
-        return None if finished is None else cls(path, 0, finished, None)
+        finished = _read_finished(path, config)
+        return None if finished is None else cls(path, 0, finished)
 
     @classmethod
     def join(cls, runs_dir: str | Path, name: str, attempt: int) -> "RunDirectory":
         """The directory as every other rank sees it, whether or not its node shares the first node's files."""
-        return cls(Path(runs_dir) / name, attempt, None, None)
+        return cls(Path(runs_dir) / name, attempt, None)
+
+    def checkpoints(self, config: Config) -> CheckpointDirectory:
+        """The folder of this run's checkpoints."""
+        return CheckpointDirectory(Path(config.checkpoint.dir or self.path / "checkpoints"))
 
     def rank_log(self, rank: int) -> Path:
         return self.path / "logs" / f"attempt_{self.attempt:02d}" / f"rank_{rank:05d}.log"
@@ -131,6 +157,21 @@ class RunDirectory:
     @property
     def wandb_id(self) -> Path:
         return self.path / "wandb_id"
+
+    def known_wandb_id(self) -> str | None:
+        """The id of the run's page; None where it has none."""
+        return self.wandb_id.read_text().strip() if self.wandb_id.exists() else None
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether an attempt of this run has completed a checkpoint."""
+        return (self.path / "saved").exists()
+
+    def mark_saved(self, folder: Path, step: int) -> None:
+        """Remember the first checkpoint: from now on the run resumes, and never starts from random weights unasked."""
+        if not self.has_saved:
+            record = {"first_checkpoint": str(folder), "step": step}
+            write_atomically(self.path / "saved", [(json.dumps(record, indent=2) + "\n").encode()])
 
     @property
     def tensorboard(self) -> Path:
@@ -149,14 +190,15 @@ class RunDirectory:
             f"The run {self.path.name} is finished ({results}); nothing was started.\n"
             f"  results      {self.path}/ (metrics.jsonl, events.jsonl, logs/)\n"
             f"  another one  RUN_NAME={_next_name(self.path)} and the same command\n"
-            f"  from zero    rm -r {self.path} and the same command"
+            f"  longer       the same command with a larger train.steps goes on from the last checkpoint, if one was saved\n"
+            f"  from zero    the same command with --from-scratch"
         )
 
     def close(self) -> None:
         """Let another process use the directory. The kernel does this too when this process dies."""
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        for lock in self._locks:
+            lock.close()
+        self._locks = ()
 
 
 def _locked(path: Path) -> TextIO:
@@ -177,12 +219,15 @@ def _locked(path: Path) -> TextIO:
     return lock
 
 
-def _read_finished(path: Path) -> Mapping[str, Any] | None:
+def _read_finished(path: Path, config: Config) -> Mapping[str, Any] | None:
+    """What the run came to; None where it is not done, or has a checkpoint from which it is to go on for more steps."""
     marker = path / "finished"
     if not marker.exists():
         return None
     results: dict[str, Any] = json.loads(marker.read_text())
-    return results
+    planned = planned_steps(config)
+    longer = planned is not None and planned > results.get("steps", planned)
+    return None if longer and (path / "saved").exists() else results
 
 
 def _has_results(path: Path) -> bool:
@@ -192,32 +237,14 @@ def _has_results(path: Path) -> bool:
 
 def _check_same_config(path: Path, config: Config) -> None:
     written = path / "config.yaml"
-    there = dict(_flat(yaml.safe_load(written.read_text()) or {}))
-    here = dict(_flat(config.model_dump(mode="json")))
-    lines = [
-        f"  {key}: {there.get(key, 'absent')} there, {here.get(key, 'absent')} here"
-        for key in [*here, *(key for key in there if key not in here)]
-        if key not in _FREE_KEYS and there.get(key) != here.get(key)
-    ]
-    if not lines:
-        return
-    if len(lines) > _SHOWN_DIFFERENCES:
-        lines[_SHOWN_DIFFERENCES:] = [f"  and {len(lines) - _SHOWN_DIFFERENCES} more"]
-    differences = "\n".join(lines)
-    raise TriaxisError(
-        f"{path} holds a run with another configuration:\n{differences}\n"
-        f"Its metrics would no longer be those of one run. Start this one under another name: RUN_NAME={_next_name(path)}; or, "
-        f"if the old one is not needed, rm -r {path}"
-    )
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every leaf; a section that is none is a leaf."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+    there = yaml.safe_load(written.read_text()) or {}
+    try:
+        refuse(changes(there, config), config.checkpoint.accept, f"the run in {path}")
+    except CheckpointError as error:
+        raise TriaxisError(
+            f"{error}\nIts metrics would no longer be those of one run. Or start this one under another name: "
+            f"RUN_NAME={_next_name(path)}"
+        ) from None
 
 
 def _next_name(path: Path) -> str:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.errors import ConfigError
-from launch.launcher import Request, launch
+from launch.launcher import FROM_SCRATCH, Request, launch
 from launch.preflight import look_before_training
 
 NAME = "train"
@@ -15,6 +15,7 @@ EXAMPLES = """examples:
   triaxis train
   triaxis train configs/gpt_tiny.yaml train.steps=20 optimizer.lr=1e-3
   TP=4 PP=1 VPP=1 DP=2 triaxis train configs/gpt_tiny.yaml --dry-run
+  triaxis train configs/gpt_tiny.yaml --from-scratch
 
 YAML < environment (TP PP VPP DP MICRO_BATCH_SIZE GLOBAL_BATCH_SIZE RUN_NAME) < dotted overrides.
 Ranks: NPROC_PER_NODE, else the GPUs of this node, else tp pp dp of the config on the CPU.
@@ -23,7 +24,7 @@ Several nodes, the same command on each: NNODES NODE_RANK MASTER_ADDR MASTER_POR
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "triaxis train [config.yaml] [section.key=value ...] [--dry-run]"
+    parser.usage = "triaxis train [config.yaml] [section.key=value ...] [--from-scratch] [--dry-run]"
     parser.epilog = EXAMPLES
     parser.add_argument(
         "words",
@@ -32,13 +33,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a config and overrides; without a config: configs/gpt_tiny.yaml on real text, which is prepared first",
     )
     parser.add_argument(
+        FROM_SCRATCH,
+        action="store_true",
+        help="start at step 0 though this run has saved checkpoints (they are moved aside); without it, it resumes",
+    )
+    parser.add_argument(
         "--dry-run", action="store_true", help="print the launch line, the layout and the batch; start nothing"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Start it; the exit code is the run's."""
-    asked = replace(request(args.words, dry_run=args.dry_run), preflight=look_before_training)
+    asked = request(args.words, dry_run=args.dry_run)
+    if args.from_scratch:
+        asked = replace(asked, worker_flags=(FROM_SCRATCH,))
+    else:
+        asked = replace(asked, preflight=look_before_training)
     return launch(asked, os.environ)
 
 

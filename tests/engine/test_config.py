@@ -174,8 +174,9 @@ def test_an_override_that_is_no_yaml(base: Path) -> None:
         ("telemetry.wandb.projct", ["Did you mean telemetry.wandb.project?"]),
         ("train.tensor_model_paralel_size", ["Did you mean parallel.tp?"]),
         ("optimizer.use_distributed_optimizer", ["not a choice", "ZeRO-1"]),
-        ("checkpoint", ["known, not built yet", "checkpoints"]),
-        ("checkpoint.dir", ["known, not built yet", "checkpoints"]),
+        ("resilience", ["known, not built yet", "self-healing"]),
+        ("resilience.policy", ["known, not built yet", "self-healing"]),
+        ("train.save_interval", ["here it is checkpoint.interval"]),
         ("model.num_experts", ["known, not built yet", "mixture of experts"]),
         ("precision.fp8", ["known, not built yet", "FP8"]),
         ("optimizer.kind", ["known, not built yet", "AdamW"]),
@@ -187,7 +188,7 @@ def test_an_override_that_is_no_yaml(base: Path) -> None:
 )
 def test_unknown_keys_are_refused_with_the_name_that_was_meant(base: Path, key: str, words: list[str]) -> None:
     for error in (refused(base, f"{key}=1"), refused(with_key(base, key))):
-        start = "checkpoint" if key.startswith("checkpoint.") else key
+        start = "resilience" if key.startswith("resilience.") else key
         [problem] = [problem for problem in error.problems if problem.startswith((f"{start}:", f"{start} ("))]
         assert all(word in problem for word in words), problem
 

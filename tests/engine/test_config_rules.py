@@ -49,6 +49,21 @@ BAD: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         {},
         ["model.hidden_size = 60", "multiple of num_attention_heads = 8", "hidden_size = 64 or 48", "head_dim"],
     ),
+    "weights of nothing": (
+        ["checkpoint.load_what=weights"],
+        {},
+        ["checkpoint.load, which is null", "random weights", "checkpoint.load_what = all"],
+    ),
+    "kept steps that are never saved": (
+        ["checkpoint.interval=100", "checkpoint.keep_every=150"],
+        {},
+        ["checkpoint.keep_every = 150", "multiple of checkpoint.interval = 100", "keep_every = 100 or 200"],
+    ),
+    "a difference that is no field": (
+        ["checkpoint.accept=[optimizer.lr, lr]"],
+        {},
+        ["checkpoint.accept", "and lr is none"],
+    ),
     "rope with odd heads": (["model.hidden_size=40"], {}, ["model.head_dim = 5", "even", "position = learned"]),
     "rope with an odd head_dim": (["model.head_dim=7"], {}, ["model.head_dim = 7", "even", "head_dim = 6 or 8"]),
     "kv heads do not divide the heads": (
@@ -267,7 +282,8 @@ def test_values_that_a_message_names_are_legal_when_typed_in(name: str) -> None:
     [message] = caught.value.problems
     named = re.search(r"Nearest legal: (.*?)\.(?: [A-Z]|$)", message)
     if named is None:
-        assert name in ("no length", "a corpus without weight", "a corpus twice", "an empty name"), message
+        no_value_mends = ("no length", "a corpus without weight", "a corpus twice", "an empty name")
+        assert name in (*no_value_mends, "a difference that is no field"), message
         return
     for choice in named[1].split("; "):
         field, _, values = choice.partition(" = ")

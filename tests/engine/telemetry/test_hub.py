@@ -11,7 +11,7 @@ import torch
 
 from engine.config import Config, batch_plan
 from engine.errors import TriaxisError
-from engine.step import StepResult
+from engine.step import NO_FLAGS, StepResult
 from engine.telemetry import hub
 from engine.telemetry.console import Report
 from engine.telemetry.hub import Telemetry, open_telemetry
@@ -187,7 +187,7 @@ def test_the_observer_counts_from_1_and_keeps_validation_out_of_the_step_time(ma
         clock.seconds += 0.5
         observer.phase("step")
         clock.seconds += 1.5
-        observer.on_step(step, StepResult(loss=3.0 - step, grad_norm=0.5, num_tokens=100), lr=0.1)
+        observer.on_step(step, StepResult(loss=3.0 - step, grad_norm=0.5, num_tokens=100, flags=NO_FLAGS), lr=0.1)
         if step == 1:
             observer.phase("validation")
             clock.seconds += 60.0

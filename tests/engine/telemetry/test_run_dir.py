@@ -57,7 +57,8 @@ def test_another_config_is_refused_with_the_keys_that_differ(make_config: MakeCo
         RunDirectory.create(other, tmp_path, "demo")
     message = str(caught.value)
     assert "optimizer.lr: 0.0003 there, 0.125 here" in message
-    assert "telemetry.wandb.project: absent there, p here" in message
+    assert "checkpoint.accept=[optimizer.lr]" in message
+    assert "telemetry" not in message, "where metrics go is no matter of what is trained"
     assert "RUN_NAME=demo-2" in message
     assert "hidden_size" not in message
     assert start(make_config(), tmp_path).attempt == 1, "a refused start leaves no attempt behind"
@@ -67,9 +68,65 @@ def test_many_differences_are_cut_short(make_config: MakeConfig, tmp_path: Path)
     start(make_config(), tmp_path)
     model: dict[str, Any] = dict.fromkeys(["num_layers", "hidden_size", "num_attention_heads", "seq_length"], 64)
     model |= {"vocab_size": 999, "norm": "rmsnorm", "bias": "none", "qk_norm": True, "activation": "swiglu"}
-    optimizer = {"lr": 1.0, "min_lr": 0.5, "beta1": 0.5, "beta2": 0.5, "eps": 0.5}
+    model |= {"num_kv_heads": 1, "head_dim": 6, "ffn_hidden_size": 99, "tie_embeddings": False, "rope_base": 5.0}
     with pytest.raises(TriaxisError, match="and 2 more"):
-        RunDirectory.create(make_config(model=model, optimizer=optimizer), tmp_path, "demo")
+        RunDirectory.create(make_config(model=model), tmp_path, "demo")
+
+
+def test_another_layout_is_the_same_run(make_config: MakeConfig, tmp_path: Path) -> None:
+    start(make_config(), tmp_path)
+    other = make_config(
+        parallel={"tp": 2, "dp": 2}, optimizer={"bucket_bytes": 4096}, recompute={"granularity": "full"}
+    )
+    run = start(other, tmp_path)
+    assert run.attempt == 1
+    assert load_config(run.path / "config.yaml") == other
+
+
+def test_what_is_meant_is_accepted_by_name(make_config: MakeConfig, tmp_path: Path) -> None:
+    start(make_config(), tmp_path)
+    other = make_config(optimizer={"lr": 0.125}, checkpoint={"accept": ["optimizer"]})
+    assert start(other, tmp_path).attempt == 1
+    shape = make_config(train={"steps": 30, "global_batch_size": 16}, checkpoint={"accept": ["train"]})
+    with pytest.raises(TriaxisError, match=r"may not change.*\n.*train.global_batch_size"):
+        RunDirectory.create(shape, tmp_path, "demo")
+
+
+def test_a_finished_run_goes_on_for_more_steps_only_from_a_checkpoint(make_config: MakeConfig, tmp_path: Path) -> None:
+    constant = {"lr_schedule": "constant"}
+    run = start(make_config(optimizer=constant), tmp_path)
+    run.finish(steps=30, loss=1.0)
+    longer = make_config(optimizer=constant, train={"steps": 10_000, "global_batch_size": 8})
+    again = RunDirectory.create(longer, tmp_path, "demo")
+    assert again.finished is not None, "without a checkpoint it would begin at random weights"
+    run.mark_saved(tmp_path / "step_00000300", 300)
+    again = RunDirectory.create(longer, tmp_path, "demo")
+    assert again.finished is None and again.has_saved
+    assert not (again.path / "finished").exists()
+
+
+def test_from_scratch_moves_checkpoints_aside(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config()
+    run = start(config, tmp_path)
+    saved = run.checkpoints(config).step_folder(4)
+    (saved / "inside").mkdir(parents=True)
+    half = run.checkpoints(config).partial(6, 0)
+    half.mkdir()
+    run.mark_saved(saved, 4)
+    run.finish(steps=1, loss=1.0)
+    again = RunDirectory.create(config, tmp_path, "demo", from_scratch=True)
+    assert again.finished is None and not again.has_saved and again.swept == [half.name]
+    assert again.set_aside is not None and (again.set_aside / saved.name / "inside").is_dir()
+    assert not saved.exists() and not half.exists()
+
+
+def test_two_runs_cannot_share_a_folder_of_checkpoints(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(checkpoint={"interval": 5, "dir": str(tmp_path / "shared")})
+    alive = RunDirectory.create(config, tmp_path, "one")
+    with pytest.raises(TriaxisError, match="another run is alive"):
+        RunDirectory.create(config, tmp_path, "two")
+    alive.close()
+    RunDirectory.create(config, tmp_path, "two").close()
 
 
 def test_a_moved_folder_is_the_same_run(make_config: MakeConfig, tmp_path: Path) -> None:

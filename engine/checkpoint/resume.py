@@ -1,0 +1,196 @@
+"""How a run begins: from its own newest checkpoint, from one that it was told to load, or from nothing.
+
+    the run has checkpoints of its own     go on from the newest complete one (what `latest` names first)
+      .. none of them is complete          stop; --from-scratch starts again
+    else checkpoint.load names one         go on from it, or take its weights (checkpoint.load_what)
+      .. it is not there, or damaged       stop
+    else                                   initial weights
+
+Rank 0 looks and decides, all ranks load, all agree that everybody has what it needs. Nothing ever falls back to random weights.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engine.checkpoint.changes import changes, refuse
+from engine.checkpoint.directory import Candidate, CheckpointDirectory, find
+from engine.checkpoint.fingerprint import to_text
+from engine.checkpoint.layout import describe_layout, layout_differences
+from engine.checkpoint.manifest import KINDS, Ancestor, Kind, TrainingState, read_manifest
+from engine.checkpoint.state import LoadWhat, fingerprint, restore, saved_numel
+from engine.errors import CheckpointError
+from engine.step import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """Where a run begins.
+
+    Attributes:
+        state: where it stands; step 0 for a fresh start.
+        source: the checkpoint that was loaded; None: initial weights.
+        loaded: what was taken from it.
+        lineage: what the run descends from, for its own checkpoints.
+        differences: of the layout and of accepted fields, to be printed.
+        passed_over: what is wrong with newer checkpoints that could not be used.
+    """
+
+    state: TrainingState
+    source: Path | None = None
+    loaded: LoadWhat = "all"
+    lineage: tuple[Ancestor, ...] = ()
+    differences: tuple[str, ...] = ()
+    passed_over: tuple[str, ...] = ()
+
+
+def begin(engine: Engine, directory: CheckpointDirectory, *, has_saved: bool, data: dict[str, str]) -> Beginning:
+    """Load what the run is to begin from into the engine; every rank calls it.
+
+    Args:
+        engine: freshly built.
+        directory: of the run's own checkpoints.
+        has_saved: whether this run is known to have saved (rank 0's word counts).
+        data: fingerprints of the data of this run, as checkpoints record them.
+
+    Raises:
+        CheckpointError: on every rank, with the reasons of all: nothing can be loaded where something should be, it is damaged,
+            of another model, or differs in a field that may not change.
+    """
+    passed_over: list[str] = []
+    offers = _offers(engine, directory, has_saved, passed_over)
+    while True:
+        offer = _rank_0_decides(engine, lambda: next(offers, None))
+        if offer is None:
+            return Beginning(TrainingState.at_start())
+        reasons, beginning = _load(engine, offer, data)
+        if beginning is not None:
+            return replace(beginning, passed_over=tuple(passed_over))
+        if not offer.is_own:
+            raise CheckpointError(reasons)
+        # Another one of this run's may be whole: the first rank offers it, or says that there is none.
+        passed_over.append(reasons)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A checkpoint to try: its folder, what to take, and whether it is the run's own (an older one may stand in for it)."""
+
+    folder: Path
+    what: LoadWhat
+    is_own: bool
+
+
+def _offers(engine: Engine, directory: CheckpointDirectory, has_saved: bool, passed_over: list[str]) -> Iterator[Offer]:
+    """Checkpoints to try, the one to prefer first; ends where initial weights are right (used on rank 0)."""
+    config = engine.config
+    for candidate in directory.candidates(passed_over):
+        refuse(
+            changes(candidate.manifest.config, config), config.checkpoint.accept, f"{candidate.folder} (of this run)"
+        )
+        yield Offer(candidate.folder, "all", True)
+    if passed_over or has_saved:
+        what = "\n".join(passed_over) or f"{directory.path} holds none any more."
+        raise CheckpointError(
+            f"this run has saved checkpoints, but none of them can be loaded, and starting from random weights would lose it:\n"
+            f"{what}\nRestore one; or add --from-scratch to start again (what is there is moved aside, not removed)."
+        )
+    if config.checkpoint.load is None:
+        return
+    candidate = find(Path(config.checkpoint.load))
+    found = changes(candidate.manifest.config, config)
+    if config.checkpoint.load_what == "weights":
+        found = [change for change in found if change.key.startswith(("model.", "data.tokenizer"))]
+    else:
+        # Only where both have a field: an import knows its model alone, and `restore` says that it has no moments.
+        found = [change for change in found if candidate.manifest.content == "training" or change.there != "absent"]
+    refuse(found, config.checkpoint.accept, str(candidate.folder))
+    yield Offer(candidate.folder, config.checkpoint.load_what, False)
+
+
+def _rank_0_decides(engine: Engine, decide: Callable[[], Offer | None]) -> Offer | None:
+    """What rank 0 decides, on every rank.
+
+    Raises:
+        CheckpointError: rank 0 cannot go on; on every rank.
+    """
+    world, device = engine.topology.axis("world"), engine.topology.device
+    text = ""
+    if world.index == 0:
+        try:
+            offer = decide()
+            text = "none" if offer is None else f"{'own' if offer.is_own else 'other'}\n{offer.what}\n{offer.folder}"
+        except CheckpointError as error:
+            text = f"error\n{error}"
+    verdict, _, rest = world.tell(text, device, "begin")[0].partition("\n")
+    if verdict == "error":
+        raise CheckpointError(rest)
+    if verdict == "none":
+        return None
+    what, _, folder = rest.partition("\n")
+    return Offer(Path(folder), "weights" if what == "weights" else "all", verdict == "own")
+
+
+def _load(engine: Engine, offer: Offer, data: dict[str, str]) -> tuple[str, Beginning | None]:
+    """Load on every rank and agree: (reasons, None) where a rank could not."""
+    world, device = engine.topology.axis("world"), engine.topology.device
+    reason, beginning = "", None
+    candidate = None
+    try:
+        candidate = Candidate(offer.folder, read_manifest(offer.folder))
+        state = restore(engine, candidate, offer.what)
+        beginning = _beginning(engine, candidate, offer, state, data)
+    except CheckpointError as error:
+        reason = str(error)
+    reasons = [f"rank {rank}: {text}" for rank, text in enumerate(world.tell(reason, device, "begin")) if text]
+    if reasons:
+        return "\n".join(reasons[:3]), None
+    assert candidate is not None and beginning is not None
+    _check_whole(engine, candidate, offer.what)
+    return "", beginning
+
+
+def _beginning(
+    engine: Engine, candidate: Candidate, offer: Offer, state: TrainingState, data: dict[str, str]
+) -> Beginning:
+    manifest = candidate.manifest
+    lineage = manifest.lineage
+    if not offer.is_own:
+        path, step = str(candidate.folder.resolve()), manifest.state.step
+        lineage += (Ancestor(path=path, step=step, loaded=offer.what, fingerprint=manifest.fingerprint),)
+    differences: list[str] = []
+    if offer.what == "all":
+        differences += layout_differences(manifest.layout, describe_layout(engine))
+        differences += [str(change) for change in changes(manifest.config, engine.config) if change.verdict == "meant"]
+        saved = manifest.state.data
+        differed = [part for part, value in data.items() if part in saved and saved[part] != value]
+        accepted = engine.config.checkpoint.accept
+        if differed and not any(name == "data" or name.startswith("data.") for name in accepted):
+            raise CheckpointError(
+                f"{candidate.folder}: the training data are not those it was trained on: the {', '.join(differed)} fingerprint "
+                "differs though the names are the same. Samples would be repeated or left out without a word. Restore the "
+                "corpora, or, if the change is meant: checkpoint.accept=[data]"
+            )
+    return Beginning(state, candidate.folder, offer.what, lineage, tuple(differences))
+
+
+def _check_whole(engine: Engine, candidate: Candidate, what: LoadWhat) -> None:
+    """What was loaded is what was saved: as many elements, and (for a resume in the same dtype) the same fingerprint."""
+    topology, manifest = engine.topology, candidate.manifest
+    (numel,) = topology.axis("world").agree([saved_numel(engine.optimizer)], topology.device, "begin")
+    if int(numel) != manifest.num_parameters:
+        raise CheckpointError(
+            f"{candidate.folder} holds {manifest.num_parameters:,} parameters, this model has {int(numel):,}: it is of another "
+            "model, and what is left out would change the function. Give the config that it was trained with."
+        )
+    saved_dtypes = {piece.dtype for file in manifest.files for piece in file.pieces}
+    if saved_dtypes != {str(engine.optimizer.owned[0].master.dtype).removeprefix("torch.")}:
+        return
+    kinds: tuple[Kind, ...] = KINDS if what == "all" else ("master",)
+    live = fingerprint(engine)
+    wrong = [kind for kind in kinds if to_text(live[kind]) != manifest.fingerprint[kind]]
+    if wrong:
+        raise CheckpointError(
+            f"{candidate.folder}: after loading, the fingerprint of {', '.join(wrong)} is not the one that was saved: "
+            "the state in memory is not the state on the disk. This is a bug or broken memory; do not train on it."
+        )
