@@ -1,12 +1,16 @@
 """A 64-bit hash of counters on any device: splitmix64's finaliser (Steele, Lea, Flood, "Fast splittable pseudorandom
 number generators", 2014).
 
-Torch has no unsigned 64-bit arithmetic, so words are int64 with the same bits; products and sums wrap.
+Torch has no unsigned 64-bit arithmetic, so words are int64 with the same bits; products and sums wrap. NumPy has it, and
+needs half the time for it on a CPU: where many gigabytes are hashed there, `mix64_array_` does the same to uint64 arrays.
 """
 
 import hashlib
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 _WORD = 1 << 64
 _SIGN = 1 << 63
@@ -27,6 +31,8 @@ GOLDEN = signed(0x9E3779B97F4A7C15)
 
 _MIX_1 = signed(0xBF58476D1CE4E5B9)
 _MIX_2 = signed(0x94D049BB133111EB)
+_MIX_ARRAY = ((np.uint64(30), np.uint64(unsigned(_MIX_1))), (np.uint64(27), np.uint64(unsigned(_MIX_2))))
+_LAST_SHIFT = np.uint64(31)
 
 
 def key64(text: str) -> int:
@@ -41,6 +47,24 @@ def mix64_(z: torch.Tensor) -> torch.Tensor:
         z *= factor
     z ^= shift_right(z, 31)
     return z
+
+
+Words = NDArray[np.uint64]
+
+
+def words(values: Any) -> Words:
+    """Numbers, or one number, as 64-bit patterns."""
+    return np.atleast_1d(np.asarray(values)).astype(np.int64).view(np.uint64)
+
+
+def mix64_array_(z: Words, spare: Words) -> None:
+    """Mix uint64 words in place; `spare` is a buffer of the same length."""
+    for bits, factor in _MIX_ARRAY:
+        np.right_shift(z, bits, out=spare)
+        np.bitwise_xor(z, spare, out=z)
+        np.multiply(z, factor, out=z)
+    np.right_shift(z, _LAST_SHIFT, out=spare)
+    np.bitwise_xor(z, spare, out=z)
 
 
 def shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:

@@ -56,10 +56,6 @@ class CheckpointDirectory:
         found |= {int(match[1]): entry for entry in entries if (match := _STEP.fullmatch(entry.name))}
         return dict(sorted(found.items()))
 
-    def step_folder(self, step: int) -> Path:
-        """Where the checkpoint of `step` is, once it is complete."""
-        return self.path / step_name(step)
-
     def latest(self) -> Path | None:
         """The folder that `latest` names; None where there is no such file or it names nothing of this folder."""
         try:

@@ -10,15 +10,19 @@ swap contents give another number too: place and name are in the sum.
 
 from collections.abc import Iterable, Iterator, Mapping
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.checkpoint.boxes import flat_boxes
 from engine.checkpoint.manifest import Kind
-from engine.mix64 import GOLDEN, key64, mix64_, unsigned
-from engine.shard_spec import Box, box_runs
+from engine.mix64 import GOLDEN, key64, mix64_, mix64_array_, unsigned, words
+from engine.shard_spec import Box
 
-_CHUNK_NUMEL = 2**16
+_CPU_CHUNK_NUMEL = 2**14
 """Elements that are mixed at a time: their 64-bit words stay in a CPU core's cache."""
+_DEVICE_CHUNK_NUMEL = 2**24
+"""On an accelerator: enough to keep it busy."""
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -33,17 +37,12 @@ def range_fingerprint(values: torch.Tensor, name: str, kind: Kind, shape: tuple[
         box: the part of it that the range is cut from.
         start: where the range begins in the box.
     """
-    key = key64(f"{kind}:{name}")
     bits = values.detach().view(_BITS[values.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    at = 0
-    for part, _ in flat_boxes(box, start, start + len(bits)):
-        for index in _indices(shape, part, bits.device):
-            z = mix64_((index + 1) * GOLDEN + key).view(-1)
-            z ^= bits[at : at + len(z)]
-            total += mix64_(z).sum()
-            at += len(z)
-    return unsigned(int(total))
+    key = key64(f"{kind}:{name}")
+    parts = [part for part, _ in flat_boxes(box, start, start + len(bits))]
+    if bits.device.type == "cpu":
+        return _sum_on_cpu(bits.numpy(), shape, parts, key)
+    return _sum_on_device(bits, shape, parts, key, _DEVICE_CHUNK_NUMEL)
 
 
 def combine(parts: Iterable[int]) -> int:
@@ -60,17 +59,68 @@ def describe(fingerprints: Mapping[Kind, str]) -> str:
     return ", ".join(f"{kind} {value}" for kind, value in fingerprints.items())
 
 
-def _indices(shape: tuple[int, ...], box: Box, device: torch.device) -> Iterator[torch.Tensor]:
-    """Row-major global indices of the elements of `box`, in order, as int64 blocks [runs, run length] of bounded size."""
-    runs = list(box_runs(shape, box))
-    length = runs[0][1] - runs[0][0]
-    if length >= _CHUNK_NUMEL:
-        for first, stop in runs:
-            for at in range(first, stop, _CHUNK_NUMEL):
-                yield torch.arange(at, min(at + _CHUNK_NUMEL, stop), device=device).view(1, -1)
-        return
-    # All runs of a box are equally long: many short ones (a matrix cut by columns) are mixed together.
-    starts = torch.tensor([first for first, _ in runs], device=device)
-    inside = torch.arange(length, device=device)
-    for some in starts.split(max(1, _CHUNK_NUMEL // length)):
-        yield some.view(-1, 1) + inside
+def _sum_on_cpu(bits: NDArray[np.signedinteger], shape: tuple[int, ...], parts: Iterable[Box], key: int) -> int:
+    golden = words(GOLDEN)
+    # key + (index + 1) golden, for indices that count from 0; a run adds golden times where it begins.
+    from_zero = words(np.arange(1, _CPU_CHUNK_NUMEL + 1)) * golden + words(key)
+    buffer, spare = np.empty_like(from_zero), np.empty_like(from_zero)
+    total = at = 0
+    for part in parts:
+        for starts, length in _runs(shape, part, _CPU_CHUNK_NUMEL):
+            numel = len(starts) * length
+            z, other = buffer[:numel], spare[:numel]
+            np.add((words(starts) * golden)[:, np.newaxis], from_zero[:length], out=z.reshape(len(starts), length))
+            mix64_array_(z, other)
+            np.copyto(other.view(np.int64), bits[at : at + numel])
+            np.bitwise_xor(z, other, out=z)
+            mix64_array_(z, other)
+            total += int(z.sum())
+            at += numel
+    return total % (1 << 64)
+
+
+def _sum_on_device(bits: torch.Tensor, shape: tuple[int, ...], parts: Iterable[Box], key: int, chunk_numel: int) -> int:
+    """The same in torch, on the device that holds `bits`."""
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    at = 0
+    for part in parts:
+        for starts, length in _runs(shape, part, chunk_numel):
+            first = torch.from_numpy(starts).to(bits.device).view(-1, 1)
+            z = (first + torch.arange(1, length + 1, device=bits.device)).view(-1).mul_(GOLDEN).add_(key)
+            mix64_(z)
+            z ^= bits[at : at + len(z)]
+            total += mix64_(z).sum()
+            at += len(z)
+    return unsigned(int(total))
+
+
+def _runs(shape: tuple[int, ...], box: Box, chunk_numel: int) -> Iterator[tuple[NDArray[np.int64], int]]:
+    """The box in its order, as blocks of equally long runs of row-major global indices: (their starts, their length).
+
+    A block has at most `chunk_numel` elements: a part of one long run, or many short ones (a matrix cut by columns).
+    """
+    starts, length = run_starts(shape, box)
+    if length >= chunk_numel:
+        for start in starts.tolist():
+            for at in range(start, start + length, chunk_numel):
+                yield np.array([at]), min(chunk_numel, start + length - at)
+    else:
+        num_runs = chunk_numel // length
+        for first in range(0, len(starts), num_runs):
+            yield starts[first : first + num_runs], length
+
+
+def run_starts(shape: tuple[int, ...], box: Box) -> tuple[NDArray[np.int64], int]:
+    """`shard_spec.box_runs` as an array: where the contiguous runs of a box begin, in order, and how long each is."""
+    starts, length = np.zeros(1, dtype=np.int64), 1
+    # The longest tail of dims that the box covers whole, plus the dim before it, is one run.
+    dim = len(shape)
+    while dim > 0 and box[dim - 1] == (0, shape[dim - 1]):
+        dim -= 1
+        length *= shape[dim]
+    if dim == 0:
+        return starts, length
+    for size, (low, high) in zip(shape[: dim - 1], box[: dim - 1], strict=True):
+        starts = (starts[:, np.newaxis] * size + np.arange(low, high)).reshape(-1)
+    low, high = box[dim - 1]
+    return (starts * shape[dim - 1] + low) * length, (high - low) * length

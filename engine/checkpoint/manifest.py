@@ -14,12 +14,16 @@ field, tensors are raw bytes at stated offsets, and file names cannot leave the 
 import hashlib
 import json
 import math
+import re
+import stat
+from collections.abc import Sequence
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from engine.checkpoint.boxes import box_shape
+from engine.checkpoint.boxes import box_shape, flat_boxes, intersect
 from engine.data.files import write_atomically
 from engine.errors import CheckpointError
 from engine.shard_spec import Box
@@ -77,14 +81,14 @@ class DataFile(_Record):
     """One file of tensors and the pieces in it, by offset."""
 
     name: FileName
-    num_bytes: int
+    num_bytes: int = Field(ge=0)
     pieces: Annotated[tuple[Piece, ...], Field(strict=False)]
 
 
 class TensorInfo(_Record):
     """A parameter of the model: its logical global shape."""
 
-    shape: Annotated[tuple[int, ...], Field(strict=False)]
+    shape: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)]
 
 
 class Ancestor(_Record):
@@ -148,7 +152,7 @@ class Manifest(_Record):
     layout: dict[str, Any]
     config: dict[str, Any]
     lineage: Annotated[tuple[Ancestor, ...], Field(strict=False)]
-    tensors: dict[str, TensorInfo]
+    tensors: dict[str, TensorInfo] = Field(min_length=1)
     files: Annotated[tuple[DataFile, ...], Field(strict=False)]
 
     @property
@@ -210,11 +214,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _format_version(content: bytes) -> int | None:
-    try:
-        version = json.loads(content)["format_version"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return version if isinstance(version, int) else None
+    """The version, found before anything else of the file is understood: every format has it near the beginning."""
+    found = re.search(rb'"format_version"\s*:\s*(\d{1,9})\b', content[:4096])
+    return int(found[1]) if found else None
 
 
 def _first(error: ValidationError) -> str:
@@ -223,38 +225,78 @@ def _first(error: ValidationError) -> str:
 
 
 def _problems(folder: Path, manifest: Manifest) -> list[str]:
-    """What does not fit together: sizes on disk, pieces outside of their file or tensor, parts of tensors that are missing."""
+    """What does not fit together: sizes on disk, pieces outside of their file or tensor, elements that are not there once."""
     problems = []
-    covered: dict[tuple[str, Kind], int] = {}
+    pieces: dict[tuple[str, Kind], list[Piece]] = {}
+    misplaced: set[tuple[str, Kind]] = set()
     for file in manifest.files:
-        try:
-            size = (folder / file.name).stat().st_size
-        except OSError as error:
-            problems.append(f"{file.name}: {error.strerror}")
-            continue
-        if size != file.num_bytes:
-            problems.append(f"{file.name}: {size:,} bytes on disk, {file.num_bytes:,} when it was written")
+        if (problem := _file_problem(folder / file.name, file.num_bytes)) is not None:
+            problems.append(f"{file.name}: {problem}")
         for piece in file.pieces:
-            tensor = manifest.tensors.get(piece.name)
-            fits = (
-                tensor is not None
-                and len(piece.box) == len(tensor.shape)
-                and all(0 <= low < high <= size for (low, high), size in zip(piece.box, tensor.shape, strict=True))
-                and piece.start < piece.stop <= math.prod(box_shape(piece.box))
-                and piece.offset + piece.num_bytes <= file.num_bytes
-            )
-            if not fits:
+            if not _fits(piece, manifest.tensors.get(piece.name), file):
                 problems.append(
                     f"{file.name}: {piece.kind}:{piece.name}@{piece.start} lies outside of its tensor or file"
                 )
-            covered[piece.name, piece.kind] = covered.get((piece.name, piece.kind), 0) + piece.numel
+                misplaced.add((piece.name, piece.kind))
+            pieces.setdefault((piece.name, piece.kind), []).append(piece)
     kinds: tuple[Kind, ...] = KINDS if manifest.content == "training" else ("master",)
     for name, tensor in manifest.tensors.items():
         for kind in kinds:
-            there, whole = covered.get((name, kind), 0), math.prod(tensor.shape)
+            mine, whole = pieces.get((name, kind), []), math.prod(tensor.shape)
+            there = sum(piece.numel for piece in mine)
+            if (name, kind) in misplaced:
+                continue
             if there != whole:
                 problems.append(f"{kind}:{name}: {there:,} elements saved of {whole:,}")
+            elif _some_twice(mine):
+                problems.append(f"{kind}:{name}: some elements are saved twice, so as many are missing")
     return problems
+
+
+def _file_problem(path: Path, num_bytes: int) -> str | None:
+    try:
+        status = path.stat()
+    except OSError as error:
+        return error.strerror or str(error)
+    if not stat.S_ISREG(status.st_mode):
+        return "it is no file"
+    if status.st_size != num_bytes:
+        return f"{status.st_size:,} bytes on disk, {num_bytes:,} when it was written"
+    return None
+
+
+def _fits(piece: Piece, tensor: TensorInfo | None, file: DataFile) -> bool:
+    return (
+        tensor is not None
+        and len(piece.box) == len(tensor.shape)
+        and all(0 <= low < high <= size for (low, high), size in zip(piece.box, tensor.shape, strict=True))
+        and piece.start < piece.stop <= math.prod(box_shape(piece.box))
+        and piece.offset + piece.num_bytes <= file.num_bytes
+    )
+
+
+def _some_twice(pieces: Sequence[Piece]) -> bool:
+    """Whether two pieces of one tensor have an element in common."""
+    ranges: dict[Box, list[tuple[int, int]]] = {}
+    for piece in pieces:
+        ranges.setdefault(piece.box, []).append((piece.start, piece.stop))
+    boxes: list[Box] = []
+    for box, cuts in ranges.items():
+        cuts.sort()
+        edges = [0, *(edge for cut in cuts for edge in cut), math.prod(box_shape(box))]
+        if all(stop == start for stop, start in zip(edges[::2], edges[1::2], strict=True)):
+            boxes.append(box)
+        else:
+            boxes += [part for start, stop in cuts for part, _ in flat_boxes(box, start, stop)]
+    return _some_meet(boxes)
+
+
+def _some_meet(boxes: Sequence[Box]) -> bool:
+    """Whether two of the boxes have an element in common."""
+    cut = [dim for dim in range(len(boxes[0])) if len({box[dim] for box in boxes}) > 1]
+    if len(cut) == 1:  # as tensor parallelism cuts: neighbours tell, which is quick for many ranks
+        return any(stop > start for (_, stop), (start, _) in pairwise(sorted(box[cut[0]] for box in boxes)))
+    return any(intersect(one, other) is not None for one, other in combinations(boxes, 2))
 
 
 def _to_json(manifest: Manifest) -> str:
