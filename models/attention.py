@@ -3,7 +3,8 @@
     x [s(/t), b, h] --column--> q [s, b, heads/t, d], k and v [s, b, kv_heads/t, d] --attention--> [s, b, heads/t * d]
       --row--> [s(/t), b, h]
 
-With fewer key/value heads than tp ranks each rank holds one whole head, as a replica.
+With fewer key/value heads than tp ranks each rank holds one whole head, as a replica. While text is generated, k and v of
+earlier tokens come from a cache (`models/kv_cache.py`).
 """
 
 import torch
@@ -17,6 +18,7 @@ from engine.shard_spec import cut
 from engine.tensor_parallel.dropout import DropoutKeys, dropout
 from engine.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from models.context import BuildContext
+from models.kv_cache import LayerCache
 
 
 class Attention(nn.Module):
@@ -47,8 +49,10 @@ class Attention(nn.Module):
             f"{name}.proj",
         )
 
-    def forward(self, x: torch.Tensor, rope: torch.Tensor | None, keys: DropoutKeys) -> torch.Tensor:
-        """x [s(/t), b, h], rope [2, s, b, 1, d] or None -> [s(/t), b, h]."""
+    def forward(
+        self, x: torch.Tensor, rope: torch.Tensor | None, keys: DropoutKeys, cache: LayerCache | None = None
+    ) -> torch.Tensor:
+        """x [s(/t), b, h], rope [2, s, b, 1, d] or None -> [s(/t), b, h]; with a cache the x are its next s tokens."""
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         q, k, v = self.qkv(x).split((q_size, kv_size, kv_size), dim=-1)
         s, b = q.shape[:2]
@@ -59,6 +63,9 @@ class Attention(nn.Module):
             k = rms_norm(k, self.k_norm.tracked(), self.context.model.norm_eps)
         if rope is not None:
             q, k = apply_rope(q, rope), apply_rope(k, rope)
+        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
+        if cache is not None:
+            k, v = cache.extend(k, v)
 
         if self.context.recompute.granularity == "selective" and torch.is_grad_enabled():
             mixed = recompute(lambda q, k, v: self._core(q, k, v, keys), q, k, v)
@@ -67,21 +74,26 @@ class Attention(nn.Module):
         return self.proj(mixed)
 
     def _core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: DropoutKeys) -> torch.Tensor:
-        """Scaled dot-product attention: q [s, b, n, d], k, v [s, b, n_kv, d] -> [s, b, n * d]."""
-        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
+        """Scaled dot-product attention: q [b, n, s, d], k, v [b, n_kv, s_k, d] -> [s, b, n * d].
+
+        s_k = s, causal; or s = 1, and the query is of the last of the s_k places.
+        """
         if self.context.kernels.attention == "sdpa":
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
+            # A single query sees every key, and torch's causal mask would hide all but the first from it.
+            is_causal = q.shape[2] > 1
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=k.shape[1] != q.shape[1])
         else:
             mixed = self._explicit(q, k, v, keys)
         return mixed.permute(2, 0, 1, 3).flatten(2)
 
     def _explicit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: DropoutKeys) -> torch.Tensor:
-        """Attention with its probabilities materialised, [b, n, s, s]: what dropout on them needs."""
+        """Attention with its probabilities materialised, [b, n, s, s_k]: what dropout on them needs."""
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         s = q.shape[2]
         scores = accumulate(q @ k.transpose(-1, -2)) * self.head_dim**-0.5
-        future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1)
+        s_k = k.shape[2]
+        future = torch.ones(s, s_k, dtype=torch.bool, device=q.device).triu(1 + s_k - s)
         probabilities = scores.masked_fill(future, -torch.inf).softmax(-1).to(q.dtype)
         p = self.context.model.attention_dropout
         if p and self.training:

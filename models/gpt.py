@@ -9,7 +9,8 @@ stage with the microbatch; nothing is broadcast.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from dataclasses import replace
+from typing import Protocol, cast
 
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ from engine.topology import Topology
 from models.attention import Attention
 from models.context import BuildContext, Norm, hidden_dropout
 from models.embedding import Embedding
+from models.kv_cache import KVCache, LayerCache
 from models.mlp import MLP
 from models.specs import StageContents, stage_specs
 
@@ -54,9 +56,11 @@ class Block(nn.Module):
         self.mlp_norm = Norm(context, f"{self.name}.mlp.norm")
         self.mlp = MLP(context, f"{self.name}.mlp")
 
-    def forward(self, x: torch.Tensor, rope: torch.Tensor | None, keys: DropoutKeys) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, rope: torch.Tensor | None, keys: DropoutKeys, cache: LayerCache | None = None
+    ) -> torch.Tensor:
         """[s(/t), b, h] -> the same."""
-        branch = self.attention(self.attention_norm(x), rope, keys)
+        branch = self.attention(self.attention_norm(x), rope, keys, cache)
         x = x + hidden_dropout(self, self.context, branch, keys, f"{self.name}.attention.residual_dropout")
         branch = self.mlp(self.mlp_norm(x))
         return x + hidden_dropout(self, self.context, branch, keys, f"{self.name}.mlp.residual_dropout")
@@ -73,6 +77,7 @@ class GPTChunk(nn.Module):
     def __init__(self, context: BuildContext, stage: StageContents) -> None:
         super().__init__()
         self.context = context
+        self.stage = stage
         self.embedding = Embedding(context) if stage.has_embedding else None
         self.blocks = nn.ModuleList([Block(context, layer) for layer in stage.layers])
         self.final_norm = Norm(context, "final_norm") if stage.has_head else None
@@ -102,7 +107,33 @@ class GPTChunk(nn.Module):
         hidden = self._hidden(x, batch)
         return hidden if self.head is None else self._logits(hidden)
 
-    def _hidden(self, x: torch.Tensor | None, batch: Batch) -> torch.Tensor:
+    def for_decoding(self) -> "GPTChunk":
+        """The same parameters in a chunk without dropout whose activations are whole on every tp rank.
+
+        One token cannot be cut along the sequence; what each rank computes of a matrix is the same either way.
+        """
+        region = replace(self.context.region, sequence_parallel=False)
+        return GPTChunk(replace(self.context, region=region), self.stage).train(False)
+
+    def new_cache(self, places: int, device: torch.device) -> KVCache:
+        """Empty caches for this chunk's layers and one sequence of at most `places` tokens."""
+        cache = {}
+        for block in self._layers():
+            shape = (1, block.attention.num_kv_heads, places, block.attention.head_dim)
+            cache[block.name] = LayerCache(shape, self.context.dtype, device)
+        return cache
+
+    def decode(self, x: torch.Tensor | None, batch: Batch, cache: KVCache) -> torch.Tensor:
+        """The next tokens of a sequence: a prompt into empty caches, afterwards one token at a time.
+
+        Returns:
+            Hidden states [s, 1, h] for the next stage; on the last stage this rank's columns of the logits that follow the
+            last of the tokens, [1, 1, V_padded/t].
+        """
+        hidden = self._hidden(x, batch, cache)
+        return hidden if self.head is None else self._logits(hidden[-1:])
+
+    def _hidden(self, x: torch.Tensor | None, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
         keys = DropoutKeys(self.context.seed, batch.sample_ids)
         if self.embedding is not None:
             x = self.embedding(batch.tokens, batch.position_ids, keys)
@@ -115,16 +146,19 @@ class GPTChunk(nn.Module):
             if again and torch.is_grad_enabled():
                 x = recompute(lambda h, group=blocks: _run(group, h, rope, keys), x)
             else:
-                x = _run(blocks, x, rope, keys)
+                x = _run(blocks, x, rope, keys, cache)
         return x
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         assert self.final_norm is not None and self.head is not None
         return self.head(self.final_norm(hidden))
 
-    def _groups(self) -> list[tuple[list[nn.Module], bool]]:
+    def _layers(self) -> list[Block]:
+        return [cast(Block, block) for block in self.blocks]
+
+    def _groups(self) -> list[tuple[list[Block], bool]]:
         """The blocks in order, in groups that are recomputed together (True) or kept (False)."""
-        blocks = list(self.blocks)
+        blocks = self._layers()
         choice = self.context.recompute
         if choice.granularity != "full":
             return [(blocks, False)]
@@ -134,9 +168,15 @@ class GPTChunk(nn.Module):
         return [(blocks[start : start + n], True) for start in range(0, len(blocks), n)]
 
 
-def _run(blocks: Sequence[nn.Module], x: torch.Tensor, rope: torch.Tensor | None, keys: DropoutKeys) -> torch.Tensor:
+def _run(
+    blocks: Sequence[Block],
+    x: torch.Tensor,
+    rope: torch.Tensor | None,
+    keys: DropoutKeys,
+    cache: KVCache | None = None,
+) -> torch.Tensor:
     for block in blocks:
-        x = block(x, rope, keys)
+        x = block(x, rope, keys, None if cache is None else cache[block.name])
     return x
 
 
