@@ -9,7 +9,6 @@ says in `convert` which function does it, so that a format of its own can stand 
 
 import argparse
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from engine.config import ModelConfig
-from engine.data.tokenizers import JsonTokenizer, load_tokenizer
+from engine.data.tokenizers import load_tokenizer
 from engine.errors import CheckpointError, DataError
 from models.interop.hf_config import FAMILIES, family_of, to_hugging_face
 
@@ -87,7 +86,7 @@ def add_parsers(verbs: Any) -> None:
     take.add_argument(
         "--tokenizer",
         metavar="PATH",
-        help="tokenizer.json to copy (default: the one that the checkpoint's config names)",
+        help="`bytes`, or a tokenizer.json to copy (default: what the checkpoint's config names)",
     )
     take.add_argument(
         "--max-shard-gb", type=float, default=5.0, metavar="N", help="largest file, in units of 10^9 bytes (default: 5)"
@@ -107,7 +106,7 @@ def hf_import(args: argparse.Namespace) -> None:
     from engine.checkpoint.manifest import TrainingState
     from engine.checkpoint.offline import write_checkpoint
     from models.interop.hf import open_folder
-    from models.interop.hf_files import whole_folder, write_text
+    from models.interop.hf_files import copy_file, whole_folder, write_text
 
     console = Console(highlight=False, soft_wrap=True)
     found = open_folder(args.source, args.seq_length)
@@ -123,7 +122,7 @@ def hf_import(args: argparse.Namespace) -> None:
                 source=f"hf-import of a {found.family}: {args.source}",
             )
         if tokenizer.is_file():
-            shutil.copyfile(tokenizer, partial / TOKENIZER)
+            copy_file(tokenizer, partial / TOKENIZER)
         write_text(partial / TRAIN_CONFIG, _train_config(found.family, config, args.out))
     num_parameters = sum(spec.numel for exchange in found.exchanges for spec in exchange.ours)
     console.print(f"model      {found.family}, {num_parameters:,} parameters, from {args.source}")
@@ -147,7 +146,8 @@ def hf_export(args: argparse.Namespace) -> None:
     """A checkpoint's weights as a folder that transformers loads."""
     from engine.checkpoint.directory import find
     from models.interop.hf import plan_export
-    from models.interop.hf_files import whole_folder, write_text, write_weights
+    from models.interop.hf_files import copy_file, whole_folder, write_text, write_weights
+    from models.interop.hf_tokenizer import bytes_tokenizer_json
 
     console = Console(highlight=False, soft_wrap=True)
     if not args.max_shard_gb > 0:
@@ -171,8 +171,11 @@ def hf_export(args: argparse.Namespace) -> None:
         with _progress(console, "export", num_bytes) as advance:
             files = write_weights(partial, export.plans, export.tensors(advance), int(args.max_shard_gb * 1e9))
         write_text(partial / "config.json", json.dumps(keys, indent=2) + "\n")
+        if tokenizer == "bytes":
+            write_text(partial / TOKENIZER, bytes_tokenizer_json())
+        elif tokenizer is not None:
+            copy_file(Path(tokenizer), partial / TOKENIZER)
         if tokenizer is not None:
-            shutil.copyfile(tokenizer, partial / TOKENIZER)
             # Without it transformers would rebuild the tokenizer by the family's own rules instead of reading the file.
             write_text(partial / "tokenizer_config.json", '{"tokenizer_class": "PreTrainedTokenizerFast"}\n')
             if family == "qwen2":
@@ -203,29 +206,28 @@ def _torch_dtype(name: str) -> Any:
     return None if name == "source" else TORCH_DTYPES[name]
 
 
-def _tokenizer(given: str | None, config: dict[str, Any], vocab_size: int) -> tuple[Path | None, int | None, list[str]]:
-    """(file to copy, id that ends a document, notes).
+def _tokenizer(given: str | None, config: dict[str, Any], vocab_size: int) -> tuple[str | None, int | None, list[str]]:
+    """(`bytes` or a file to copy, id that ends a document, notes).
 
     Raises:
         DataError: the one that was asked for is not there, is none, or is of another model.
     """
-    if given is not None:
-        tokenizer = JsonTokenizer(Path(given))
-        if tokenizer.vocab_size > vocab_size:
-            raise DataError(
-                f"--tokenizer {given} has ids up to {tokenizer.vocab_size - 1:,}, and the model {vocab_size:,} tokens: it is of "
-                "another model, and some of its words would have no embedding. Give the tokenizer that the model was trained with."
-            )
-        return Path(given), tokenizer.eod_id, []
-    named = config.get("data", {}).get("tokenizer")
+    named = given or config.get("data", {}).get("tokenizer")
     if named is None:
         return None, None, ["the checkpoint names no tokenizer; give one with --tokenizer"]
-    if named == "bytes":
-        return None, load_tokenizer("bytes").eod_id, ["ids 0 to 255 are the bytes of UTF-8, 256 ends a document"]
     try:
-        return Path(named), load_tokenizer(named).eod_id, []
+        tokenizer = load_tokenizer(named)
+        if tokenizer.vocab_size > vocab_size:
+            raise DataError(
+                f"the tokenizer {named} has ids up to {tokenizer.vocab_size - 1:,}, and the model {vocab_size:,} tokens: some of "
+                "its words would have no embedding. Give the tokenizer that the model was trained with by --tokenizer."
+            )
     except DataError as error:
-        return None, None, [f"the checkpoint's tokenizer was not copied: {error}"]
+        # What a config names need not be here, or in use: synthetic data have no tokenizer.
+        if given is not None:
+            raise
+        return None, None, [f"no tokenizer was written: {error}"]
+    return named, tokenizer.eod_id, []
 
 
 def _train_config(family: str, config: dict[str, Any], out: Path) -> str:

@@ -146,6 +146,14 @@ def write_text(path: Path, text: str) -> None:
         sync(handle.fileno())
 
 
+def copy_file(source: Path, target: Path) -> None:
+    """A file's bytes, brought to the disk."""
+    with target.open("xb") as handle:
+        handle.write(source.read_bytes())
+        handle.flush()
+        sync(handle.fileno())
+
+
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
     """A folder to fill, which becomes `path` at the end of the block: all of it, or (after an error) nothing.

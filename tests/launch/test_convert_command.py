@@ -127,6 +127,18 @@ def test_transformers_loads_the_folder_with_its_tokenizer(
     assert theirs.decode(theirs(TEXT)["input_ids"]) == TEXT
 
 
+def test_a_model_of_bytes_reads_text_in_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import transformers
+
+    source = checkpoint(tmp_path / "ours", MODEL, "bytes")
+    text = said(capsys, "convert", "hf-export", source, tmp_path / "out")
+    assert f"tokenizer  {tmp_path / 'out' / 'tokenizer.json'}" in text
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs("a  é\n")["input_ids"] == list("a  é\n".encode())
+    said(capsys, "convert", "hf-import", tmp_path / "out", tmp_path / "back")
+    assert (tmp_path / "back" / "tokenizer.json").is_file()
+
+
 def test_a_qwen2_says_how_its_tokenizer_is_loaded(
     tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,11 +162,11 @@ def test_what_is_known_of_tokenizers_is_said(
     assert "none was written" in text and "names no tokenizer; give one with --tokenizer" in text
     assert json.loads((tmp_path / "a" / "config.json").read_text())["eos_token_id"] is None
     in_bytes = checkpoint(tmp_path / "bytes", MODEL, "bytes")
-    assert "256 ends a document" in said(capsys, "convert", "hf-export", in_bytes, tmp_path / "b")
+    said(capsys, "convert", "hf-export", in_bytes, tmp_path / "b")
     assert json.loads((tmp_path / "b" / "config.json").read_text())["eos_token_id"] == 256
     moved = checkpoint(tmp_path / "moved", MODEL, str(tmp_path / "gone.json"))
     text = said(capsys, "convert", "hf-export", moved, tmp_path / "c")
-    assert "tokenizer was not copied: there is no tokenizer at" in text and not (tmp_path / "c/tokenizer.json").exists()
+    assert "no tokenizer was written: there is no tokenizer at" in text and not (tmp_path / "c/tokenizer.json").exists()
     assert "there is no tokenizer at" in refused(
         capsys, "convert", "hf-export", moved, tmp_path / "d", "--tokenizer", tmp_path / "gone.json"
     )
@@ -163,6 +175,10 @@ def test_what_is_known_of_tokenizers_is_said(
         capsys, "convert", "hf-export", small, tmp_path / "d", "--tokenizer", tokenizer
     )
     assert not (tmp_path / "d").exists()
+    synthetic = checkpoint(tmp_path / "synthetic", {**MODEL, "vocab_size": 43}, "bytes")
+    assert "no tokenizer was written: the tokenizer bytes has ids up to 256" in said(
+        capsys, "convert", "hf-export", synthetic, tmp_path / "e"
+    )
     # An import without one names the place where it must stand: a run from it would stop there, not go on with bytes.
     text = said(capsys, "convert", "hf-import", tmp_path / "a", tmp_path / "back")
     assert f"has no tokenizer.json: put the model's own at {tmp_path / 'back' / 'tokenizer.json'}" in text
