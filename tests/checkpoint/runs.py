@@ -1,0 +1,119 @@
+"""Short runs of the parity tests' models with the real checkpoint manager: train, save, be gone, begin again."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.checkpoint.directory import CheckpointDirectory
+from engine.checkpoint.fingerprint import to_text
+from engine.checkpoint.manager import Checkpoints, RunFacts
+from engine.checkpoint.manifest import Ancestor, Kind
+from engine.checkpoint.resume import begin
+from engine.checkpoint.state import fingerprint
+from engine.config import Config
+from engine.data.loader import Batches
+from engine.optimizer.lr import learning_rate
+from engine.rank_grid import ParallelSizes, RankGrid
+from engine.step import Engine
+from engine.topology import Topology
+from engine.train import build
+from models.gpt import build_chunks
+from models.specs import model_specs
+from tests.parity.cases import Case, dataset
+
+
+class Silent:
+    """Notices that remember what failed."""
+
+    def __init__(self) -> None:
+        self.failures: list[tuple[int, str]] = []
+        self.saved: list[int] = []
+
+    def on_save_started(self, step: int, stall_seconds: float, waited_seconds: float) -> None:
+        pass
+
+    def on_saved(self, step: int, folder: Path, num_bytes: int, seconds: float) -> None:
+        self.saved.append(step)
+
+    def on_save_failed(self, step: int, reason: str) -> None:
+        self.failures.append((step, reason))
+
+    def on_retired(self, names: list[str]) -> None:
+        pass
+
+    def on_fingerprint(self, step: int, fingerprint: dict[Kind, str]) -> None:
+        pass
+
+
+@dataclass
+class Trace:
+    """What one rank saw.
+
+    Attributes:
+        began: the step that the run went on from.
+        losses: of each step made, exact.
+        sample_ids: that this rank read, step by step.
+        fingerprints: after the beginning and after each step.
+        passed_over: what was said of checkpoints that could not be used.
+    """
+
+    began: int
+    losses: list[float] = field(default_factory=list)
+    sample_ids: list[list[int]] = field(default_factory=list)
+    fingerprints: list[dict[Kind, str]] = field(default_factory=list)
+    passed_over: tuple[str, ...] = ()
+
+
+def engine_of(rank: int, case: Case, checkpoint: dict[str, Any]) -> Engine:
+    """One rank's engine of a layout, from initial weights."""
+    config = Config.model_validate(case.config().model_dump() | {"checkpoint": checkpoint})
+    sizes = ParallelSizes(tp=case.tp, pp=case.pp, dp=case.dp, vpp=case.vpp)
+    topology = Topology(RankGrid(sizes), rank, torch.device("cpu"), kv_heads=config.model.kv_heads)
+    return build(config, topology, build_chunks)
+
+
+def facts_of(config: Config, attempt: int = 0, lineage: tuple[Ancestor, ...] = ()) -> RunFacts:
+    shapes = {spec.name: spec.shape for spec in model_specs(config.model)}
+    return RunFacts("test", attempt, {"samples": "same"}, lineage, lambda: None, shapes)
+
+
+def run(
+    rank: int, case: Case, folder: str, until: int, attempt: int, checkpoint: dict[str, Any], look: bool = True
+) -> Trace:
+    """One rank: begin from what `folder` holds, train to step `until`, saving as `checkpoint` (a config section) says."""
+    engine = engine_of(rank, case, checkpoint)
+    directory = CheckpointDirectory(Path(folder))
+    beginning = begin(engine, directory, has_saved=False, data={"samples": "same"})
+    trace = Trace(beginning.state.step, passed_over=beginning.passed_over)
+    if look:
+        trace.fingerprints.append(fingerprint_of(engine))
+    checkpoints = Checkpoints(engine, directory, facts_of(engine.config, attempt, beginning.lineage), Silent())
+    batches = Batches(
+        dataset(engine.config),
+        global_batch_size=case.global_batch_size,
+        micro_batch_size=case.micro_batch_size,
+        dp=case.dp,
+        dp_rank=engine.topology.coordinates.dp,
+        consumed_samples=beginning.state.consumed_samples,
+        device="cpu",
+    )
+    for step in range(beginning.state.step, until):
+        microbatches = batches.next_step()
+        lr = learning_rate(step, engine.config.optimizer, 50)
+        result = engine.update(*engine.forward_backward(microbatches), lr, checkpoints.flags())
+        trace.losses.append(result.loss)
+        trace.sample_ids.append([sample for microbatch in microbatches for sample in microbatch.sample_ids])
+        checkpoints.after_step(step + 1, batches.consumed_samples, lr, result.flags, is_last=step + 1 == until)
+        if look:
+            trace.fingerprints.append(fingerprint_of(engine))
+    checkpoints.finish()
+    checkpoints.close()
+    batches.close()
+    engine.topology.close()
+    return trace
+
+
+def fingerprint_of(engine: Engine) -> dict[Kind, str]:
+    return {kind: to_text(value) for kind, value in fingerprint(engine).items()}

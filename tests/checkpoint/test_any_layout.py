@@ -1,0 +1,78 @@
+"""Saved in one layout, loaded in another: the same state to the bit, and the same next steps to rounding (float64)."""
+
+import functools
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.runs import Trace, run
+from tests.harness import run_ranks
+from tests.parity.cases import Case
+
+LAYOUTS = (
+    {"micro_batch_size": 12},
+    {"dp": 3, "micro_batch_size": 4},
+    {"tp": 4, "sequence_parallel": True, "micro_batch_size": 12},
+    {"pp": 2, "vpp": 2, "dp": 2, "layers_per_stage": (3, 1, 3, 1), "micro_batch_size": 4},
+    {"tp": 2, "pp": 2, "dp": 2, "bucket_bytes": 700, "micro_batch_size": 6},
+    {"tp": 8, "micro_batch_size": 24},
+    {"dp": 8, "bucket_bytes": 3000, "micro_batch_size": 1},
+    {"pp": 4, "schedule": "gpipe", "layers_per_stage": (1, 3, 3, 1), "micro_batch_size": 8},
+    {"tp": 2, "pp": 4, "sequence_parallel": True, "recompute": ("full", "uniform", 1), "micro_batch_size": 8},
+    {"tp": 2, "dp": 3, "micro_batch_size": 8, "bucket_bytes": 100_000},
+)
+"""Uneven stages, tied embeddings across stages, replicated kv heads (tp above 1), dp that does not divide a bucket's contents."""
+
+MODELS = ("mqa_rope_bias", "qwen")
+NUM_BEFORE, NUM_AFTER = 2, 5
+TOLERANCE = 1e-9
+
+PAIRS = [(one, other) for one in range(len(LAYOUTS)) for other in range(len(LAYOUTS)) if one != other]
+IN_CI = {(one, (one + 3) % len(LAYOUTS)) for one in range(len(LAYOUTS))}
+"""Each layout saves once and is loaded into once."""
+
+
+def case_of(layout: int, model: str) -> Case:
+    return Case(model, global_batch_size=24, **LAYOUTS[layout])
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="triaxis-any-layout-") as name:
+        yield Path(name)
+
+
+@functools.cache
+def saved(folder: Path, layout: int, model: str) -> Trace:
+    """Saves at step 2 in this layout, and how it goes on from there undisturbed."""
+    case = case_of(layout, model)
+    section = {"interval": NUM_BEFORE, "keep_last": None}
+    name = str(folder / f"{model}-{layout}")
+    trace: Trace = run_ranks(run, case.world_size, case, name, NUM_BEFORE + NUM_AFTER, 0, section)[0]
+    # `latest` names the end; what the others are to load is the middle.
+    (Path(name) / "latest").write_text("step_00000002\n")
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [pytest.param(*pair, marks=() if pair in IN_CI else pytest.mark.slow, id=f"{pair[0]}-{pair[1]}") for pair in PAIRS],
+)
+def test_any_layout_loads_what_any_other_saved(folder: Path, one: int, other: int) -> None:
+    model = MODELS[(one + other) % 2]
+    straight = saved(folder, one, model)
+    case = case_of(other, model)
+    traces: list[Trace] = run_ranks(
+        run, case.world_size, case, str(folder / f"{model}-{one}"), NUM_BEFORE + NUM_AFTER, 1, {}
+    )
+    assert {trace.began for trace in traces} == {NUM_BEFORE}
+    assert traces[0].fingerprints[0] == straight.fingerprints[NUM_BEFORE], "the state is the same to the bit"
+    for trace in traces:
+        assert trace.losses == pytest.approx(straight.losses[NUM_BEFORE:], rel=TOLERANCE, abs=0)
+    for step in range(NUM_AFTER):
+        read = {sample for trace in traces for sample in trace.sample_ids[step]}
+        assert read == set(range((NUM_BEFORE + step) * 24, (NUM_BEFORE + step + 1) * 24)), (
+            "the data go on where they were"
+        )

@@ -1,0 +1,47 @@
+"""N + M steps straight = N steps, save, other processes, M steps: to the bit, with dropout, masks and clipping."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.runs import Trace, run
+from tests.harness import run_ranks
+from tests.parity.cases import Case
+
+LAYOUTS = {
+    "one process": {},
+    "dp8": {"dp": 8},
+    "tp2 pp2 vpp2 dp2": {"tp": 2, "pp": 2, "vpp": 2, "dp": 2, "sequence_parallel": True},
+}
+NUM_BEFORE, NUM_STEPS = 3, 6
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_resumed_run_equals_the_undisturbed_one_to_the_bit(layout: str, dtype: str, tmp_path: Path) -> None:
+    case = Case("gpt_dropout", dtype=dtype, **LAYOUTS[layout])
+    saving = {"interval": NUM_BEFORE}
+    straight: list[Trace] = run_ranks(run, case.world_size, case, str(tmp_path / "straight"), NUM_STEPS, 0, {})
+    before: list[Trace] = run_ranks(run, case.world_size, case, str(tmp_path / "cut"), NUM_BEFORE, 0, saving)
+    after: list[Trace] = run_ranks(run, case.world_size, case, str(tmp_path / "cut"), NUM_STEPS, 1, saving)
+
+    assert {trace.began for trace in straight} == {trace.began for trace in before} == {0}
+    assert {trace.began for trace in after} == {NUM_BEFORE}
+    for whole, first, second in zip(straight, before, after, strict=True):
+        assert [*first.losses, *second.losses] == whole.losses
+        assert [*first.sample_ids, *second.sample_ids] == whole.sample_ids
+        assert [*first.fingerprints, *second.fingerprints[1:]] == whole.fingerprints
+        assert second.fingerprints[0] == first.fingerprints[-1]
+    assert len({str(step) for step in straight[0].fingerprints}) == NUM_STEPS + 1, "every step changes the state"
+
+
+def test_written_while_training_waits_is_the_same_checkpoint(tmp_path: Path) -> None:
+    case = Case("qwen", tp=2, dp=2, dtype="bf16")
+    traces = []
+    for name, in_background in (("behind", True), ("waiting", False)):
+        saving = {"interval": 2, "async": in_background, "keep_last": 1}
+        run_ranks(run, 4, case, str(tmp_path / name), 4, 0, saving)
+        assert [folder.name for folder in (tmp_path / name).glob("step_*")] == ["step_00000004"]
+        traces.append(run_ranks(run, 4, case, str(tmp_path / name), 4, 1, saving)[0])
+    assert traces[0].began == traces[1].began == 4
+    assert traces[0].fingerprints == traces[1].fingerprints
