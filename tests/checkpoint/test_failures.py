@@ -267,7 +267,7 @@ def test_weights_alone_start_at_step_0_with_a_fresh_optimizer_and_a_lineage(
 
 def test_a_runs_own_checkpoints_come_before_the_one_it_was_told_to_load(two_checkpoints: Path, tmp_path: Path) -> None:
     own = tmp_path / "own"
-    load = {"load": str(two_checkpoints / "step_00000001"), "interval": 1}
+    load = {"load": str(two_checkpoints / "step_00000001"), "interval": 1, "keep_last": None}
     (first,) = run_ranks(run, 1, CASE, str(own), 4, 0, load)
     (second,) = run_ranks(run, 1, CASE, str(own), 6, 1, load)
     assert (first.began, second.began) == (1, 4)
