@@ -118,7 +118,8 @@ def hf_import(args: argparse.Namespace) -> None:
                 partial,
                 found.shards(_torch_dtype(args.dtype), advance),
                 TrainingState.at_start(),
-                config=config,
+                # Every field, as a run's own checkpoint has it: what is absent would count as changed.
+                config={**config, "model": found.model.model_dump(mode="json")},
                 source=f"hf-import of a {found.family}: {args.source}",
             )
         if tokenizer.is_file():

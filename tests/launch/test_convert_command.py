@@ -18,6 +18,7 @@ from engine.shard_spec import localize
 from launch.cli import main
 from models.interop.hf_files import WeightFiles
 from models.specs import model_specs
+from tests.launch.command_line import TRIAXIS, run
 
 MODEL: dict[str, Any] = {
     "num_layers": 2,
@@ -99,6 +100,7 @@ def test_out_in_and_out_again(tmp_path: Path, tokenizer: Path, capsys: pytest.Ca
     original = ModelConfig.model_validate(MODEL)
     assert config.model == original.model_copy(update={"head_dim": 6})
     assert config.data.tokenizer == str(back / "tokenizer.json")
+    assert again.manifest.config["model"] == config.model.model_dump(mode="json"), "a run would say that it has changed"
     assert (config.checkpoint.load, config.checkpoint.load_what) == (str(back), "weights")
     assert main(["config", "check", str(back / "train.yaml"), "data.train=[[1.0, corpus]]"]) == 0
 
@@ -106,6 +108,29 @@ def test_out_in_and_out_again(tmp_path: Path, tokenizer: Path, capsys: pytest.Ca
     assert [path.name for path in two.glob("*.safetensors*")] == ["model.safetensors"]
     first, second = tensors_of(one), tensors_of(two)
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.distributed
+def test_a_run_starts_from_imported_weights(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One step at a learning rate that moves nothing, on two pipeline ranks: the run saves the weights that were imported."""
+    source = checkpoint(tmp_path / "ours", MODEL, str(tokenizer))
+    said(capsys, "convert", "hf-export", source, tmp_path / "theirs")
+    said(capsys, "convert", "hf-import", tmp_path / "theirs", tmp_path / "back")
+    overrides = (
+        "data.synthetic=true",
+        "train.steps=1",
+        "train.global_batch_size=2",
+        "parallel.pp=2",
+        "runtime.device=cpu",
+    )
+    moving_nothing = ("optimizer.lr=1e-30", "optimizer.warmup_steps=0", "precision.dtype=fp32", "checkpoint.interval=1")
+    ended = run(tmp_path, *TRIAXIS, "train", "back/train.yaml", *overrides, *moving_nothing)
+    assert ended.exit_code == 0, ended.err + ended.out
+    saved = find(tmp_path / "runs" / "train").manifest
+    assert saved.state.step == 1
+    assert saved.fingerprint["master"] == find(source).manifest.fingerprint["master"]
 
 
 def test_transformers_loads_the_folder_with_its_tokenizer(
