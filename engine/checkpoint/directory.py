@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.checkpoint.manifest import Manifest, read_manifest
+from engine.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from engine.data.files import sync_folder, write_atomically
 from engine.errors import CheckpointError
 
@@ -171,7 +171,7 @@ def find(path: Path) -> Candidate:
     Raises:
         CheckpointError: there is none, or it is damaged; complete ones beside it are named.
     """
-    if _STEP.fullmatch(path.name) or (path / "manifest.json").exists():
+    if _is_one(path):
         try:
             return Candidate(path, read_manifest(path))
         except CheckpointError as error:
@@ -191,8 +191,30 @@ def find(path: Path) -> Candidate:
             raise CheckpointError(f"{damaged[0]}\n{complete}")
         if candidate is not None:
             return candidate
+    raise _nothing(path)
+
+
+def folders_at(path: Path) -> list[Path]:
+    """Every checkpoint that a user's path means, complete or not: itself, or those of a folder or run directory, by step.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if _is_one(path) and path.exists():
+        return [path]
+    for folder in (path, path / "checkpoints"):
+        if found := CheckpointDirectory(folder).steps():
+            return list(found.values())
+    raise _nothing(path)
+
+
+def _is_one(path: Path) -> bool:
+    return _STEP.fullmatch(path.name) is not None or (path / MANIFEST).exists()
+
+
+def _nothing(path: Path) -> CheckpointError:
     what = "there is no such folder" if not path.exists() else "no step_<number> folder is in it"
-    raise CheckpointError(
+    return CheckpointError(
         f"{path}: {what}, so there is nothing to load. Starting anyway would train from random weights. Give a checkpoint "
         "(step_00001000), a folder of checkpoints, or a run directory."
     )

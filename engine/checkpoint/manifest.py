@@ -182,6 +182,24 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         CheckpointError: naming the file and what is wrong with it.
     """
+    manifest = parse_manifest(folder)
+    problems = manifest_problems(folder, manifest)
+    if problems:
+        more = [f"and {len(problems) - 12} more"] if len(problems) > 12 else []
+        lines = "\n".join(f"  {problem}" for problem in [*problems[:12], *more])
+        raise CheckpointError(
+            f"{folder} is damaged:\n{lines}\nWhat is missing would stay random. Restore the files from a copy, or load another "
+            "checkpoint."
+        )
+    return manifest
+
+
+def parse_manifest(folder: Path) -> Manifest:
+    """Read a manifest and check its hash, its version and every field, without a look at the files that it names.
+
+    Raises:
+        CheckpointError: naming the file and what is wrong with it.
+    """
     path = folder / MANIFEST
     try:
         content = path.read_bytes()
@@ -204,13 +222,12 @@ def read_manifest(folder: Path) -> Manifest:
             "of tensors in it cannot be trusted. Restore it from a copy, or load another checkpoint."
         )
     try:
-        manifest = Manifest.model_validate_json(content)
+        return Manifest.model_validate_json(content)
     except ValidationError as error:
-        raise CheckpointError(f"{path} is no manifest of a checkpoint: {_first(error)}") from None
-    problems = list(_problems(folder, manifest))
-    if problems:
-        raise CheckpointError(f"{folder} is damaged:\n" + "\n".join(f"  {problem}" for problem in problems[:12]))
-    return manifest
+        raise CheckpointError(
+            f"{path} is no manifest of a checkpoint: {_first(error)}. Its hash is right, so it was written like that; nothing in "
+            "it is used. Load another checkpoint."
+        ) from None
 
 
 def _format_version(content: bytes) -> int | None:
@@ -224,7 +241,7 @@ def _first(error: ValidationError) -> str:
     return f"{'.'.join(str(part) for part in first['loc']) or 'the file'}: {first['msg']}"
 
 
-def _problems(folder: Path, manifest: Manifest) -> list[str]:
+def manifest_problems(folder: Path, manifest: Manifest) -> list[str]:
     """What does not fit together: sizes on disk, pieces outside of their file or tensor, elements that are not there once."""
     problems = []
     pieces: dict[tuple[str, Kind], list[Piece]] = {}

@@ -78,7 +78,7 @@ def write_file(path: Path, shards: Sequence[Shard], piece_bytes: int = PIECE_BYT
     offset = 0
     for part in parts:
         num_bytes = part.values.numel() * part.values.element_size()
-        header[f"{part.kind}:{part.name}@{_first_index(part)}"] = {
+        header[entry_name(part.kind, part.name, part.shape, part.box, part.start)] = {
             "dtype": SAFETENSORS_NAMES[DTYPE_NAMES[part.values.dtype]],
             "shape": [part.values.numel()],
             "data_offsets": [offset, offset + num_bytes],
@@ -113,6 +113,18 @@ def write_file(path: Path, shards: Sequence[Shard], piece_bytes: int = PIECE_BYT
             at += written
         sync(handle.fileno())
     return DataFile(name=path.name, num_bytes=at, pieces=tuple(pieces))
+
+
+def entry_name(kind: Kind, name: str, shape: tuple[int, ...], box: Box, start: int) -> str:
+    """What a piece is called in its safetensors file: `kind:name@index`, unique among disjoint pieces.
+
+    The index is that of its first element in the row-major global tensor.
+    """
+    first, _ = next(flat_boxes(box, start, start + 1))
+    index = 0
+    for (low, _), size in zip(first, shape, strict=True):
+        index = index * size + low
+    return f"{kind}:{name}@{index}"
 
 
 def fingerprints(pieces: Iterable[Piece]) -> dict[Kind, str]:
@@ -247,15 +259,6 @@ def _cut(shard: Shard, piece_bytes: int) -> Iterator[Shard]:
     for at in range(0, len(shard.values), numel):
         values = shard.values[at : at + numel]
         yield Shard(shard.name, shard.kind, shard.shape, shard.box, shard.start + at, values)
-
-
-def _first_index(shard: Shard) -> int:
-    """Row-major index of the shard's first element in the global tensor: disjoint shards never share it."""
-    box, _ = next(flat_boxes(shard.box, shard.start, shard.stop))
-    index = 0
-    for (start, _), size in zip(box, shard.shape, strict=True):
-        index = index * size + start
-    return index
 
 
 def _write(descriptor: int, content: bytes | memoryview) -> int:

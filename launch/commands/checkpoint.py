@@ -1,0 +1,445 @@
+"""`triaxis checkpoint`: look into checkpoints; one process, no process group, one piece of a tensor in memory at a time.
+
+inspect       what it holds, where its run stood, what it descends from
+diff          A and B: the first tensor that differs and where in it, and what else is not the same
+verify        every byte against the hashes that were taken while it was written
+fingerprint   the number that no layout changes, as stored or from the bytes
+
+A checkpoint is named by its folder, a folder of checkpoints (the latest) or a run directory.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from engine.errors import CheckpointError
+from engine.telemetry.format import compact, significant
+from engine.telemetry.parameters import MODULES, module_of
+
+if TYPE_CHECKING:  # they import torch, which takes a second: not for --help
+    from engine.checkpoint.compare import Difference, Values
+    from engine.checkpoint.directory import Candidate
+    from engine.checkpoint.manifest import Manifest
+    from engine.checkpoint.verify import Verified
+
+NAME = "checkpoint"
+HELP = "Look into checkpoints: what they hold, where two differ, whether every byte is as it was written."
+INSPECT_EXAMPLES = """examples:
+  triaxis checkpoint inspect runs/gpt_tiny
+  triaxis checkpoint inspect runs/gpt_tiny/checkpoints/step_00001000 --tensors
+"""
+DIFF_EXAMPLES = """examples:
+  triaxis checkpoint diff runs/tp2 runs/pp2
+
+Exit code 0 if all tensors are equal, 1 if any differs, 2 if one of the two cannot be read.
+"""
+VERIFY_EXAMPLES = """examples:
+  triaxis checkpoint verify runs/gpt_tiny
+  triaxis checkpoint verify runs/gpt_tiny/checkpoints/step_00001000
+
+Exit code 0 if every byte is as it was written, 1 if any file is damaged, 2 if there is no checkpoint.
+"""
+FINGERPRINT_EXAMPLES = """examples:
+  triaxis checkpoint fingerprint runs/gpt_tiny
+  triaxis checkpoint fingerprint runs/gpt_tiny --recompute
+"""
+OTHER_MODULE = "other"
+"""The row of tensors whose names are of no module that we know."""
+PROBLEMS_PER_FILE = 3
+FIELDS_PER_SECTION = 12
+"""What is shown of long lists."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    heading = "examples:\n"
+    each = (INSPECT_EXAMPLES, DIFF_EXAMPLES, VERIFY_EXAMPLES, FINGERPRINT_EXAMPLES)
+    parser.epilog = heading + "".join(text.removeprefix(heading).partition("\n\n")[0].rstrip() + "\n" for text in each)
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+
+    look = _verb(verbs, "inspect", "what a checkpoint holds", INSPECT_EXAMPLES, inspect)
+    look.add_argument(
+        "path", type=Path, metavar="CHECKPOINT", help="step_00001000, a folder of them, or a run directory"
+    )
+    look.add_argument("--tensors", action="store_true", help="list every tensor: shape and dtype")
+    look.add_argument("--json", action="store_true", help="everything but the pieces, for scripts")
+
+    compare = _verb(verbs, "diff", "where two checkpoints differ, whatever layouts wrote them", DIFF_EXAMPLES, diff)
+    compare.add_argument("one", type=Path, metavar="A", help="a checkpoint")
+    compare.add_argument("other", type=Path, metavar="B", help="another one")
+    compare.add_argument("--json", action="store_true", help="for scripts")
+
+    check = _verb(verbs, "verify", "read every byte and check it", VERIFY_EXAMPLES, verify)
+    check.add_argument("path", type=Path, metavar="CHECKPOINT", help="one of them; of a folder or run directory, all")
+
+    number = _verb(verbs, "fingerprint", "the number that no layout changes", FINGERPRINT_EXAMPLES, fingerprint)
+    number.add_argument(
+        "path", type=Path, metavar="CHECKPOINT", help="step_00001000, a folder of them, or a run directory"
+    )
+    number.add_argument(
+        "--recompute", action="store_true", help="from the bytes; exit code 1 if it is not the stored one"
+    )
+
+
+def _verb(
+    verbs: Any, name: str, summary: str, epilog: str, function: Callable[[argparse.Namespace], int]
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = verbs.add_parser(
+        name, help=summary, description=summary, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.set_defaults(verb_function=function)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what the verb says; CheckpointError where there is nothing to look into."""
+    function: Callable[[argparse.Namespace], int] = args.verb_function
+    return function(args)
+
+
+def inspect(args: argparse.Namespace) -> int:
+    """Print what a checkpoint holds."""
+    from engine.checkpoint.directory import find
+
+    candidate = find(args.path)
+    if args.json:
+        print(json.dumps(_as_json(candidate), indent=2))
+        return 0
+    console = _console()
+    manifest = candidate.manifest
+    console.print(str(candidate.folder), style="bold", markup=False)
+    for name, value in _facts(manifest):
+        console.print(f"  {name:<12} {value}", markup=False)
+    console.print(_module_table(manifest))
+    if args.tensors:
+        console.print(_tensor_table(manifest))
+    return 0
+
+
+def diff(args: argparse.Namespace) -> int:
+    """Print what is not the same in two checkpoints; 1 if any tensor differs."""
+    from engine.checkpoint.compare import compare_values, differences
+    from engine.checkpoint.directory import find
+
+    a, b = find(args.one), find(args.other)
+    certain: list[Difference] = []
+    values: dict[tuple[str, str], Values] = {}
+    recast = 0
+    for difference in differences(a.manifest, b.manifest):
+        key = difference.name, difference.kind
+        if difference.verdict == "other dtype":
+            values[key] = compare_values(a, b, *key)
+            if values[key].num_different == 0:
+                recast += 1
+                continue
+        elif difference.verdict == "other values" and not certain:
+            values[key] = compare_values(a, b, *key)
+        certain.append(difference)
+    if args.json:
+        print(json.dumps(_diff_as_json(a, b, certain, values, recast), indent=2))
+    else:
+        _show_diff(_console(), a, b, certain, values, recast)
+    return 1 if certain else 0
+
+
+def verify(args: argparse.Namespace) -> int:
+    """Read every byte of one checkpoint, or of all in a folder; 1 if anything is damaged."""
+    from engine.checkpoint import verify as engine_verify
+    from engine.checkpoint.directory import folders_at
+
+    folders = folders_at(args.path)
+    console = _console()
+    whole = 0
+    for folder in folders:
+        with _progress(console, folder.name, _data_bytes(folder)) as progress:
+            verified = engine_verify.verify(folder, progress)
+        _show_verified(console, verified)
+        whole += not verified.problems
+    if len(folders) > 1:
+        console.print(f"{whole} of {len(folders)} checkpoints are complete and undamaged")
+    return 0 if whole == len(folders) else 1
+
+
+def fingerprint(args: argparse.Namespace) -> int:
+    """Print the fingerprint of each kind; with --recompute from the bytes, 1 if it is another one."""
+    from engine.checkpoint.directory import find
+    from engine.checkpoint.verify import recompute
+
+    candidate = find(args.path)
+    stored = candidate.manifest.fingerprint
+    console = _console()
+    for kind, number in stored.items():
+        console.print(f"{kind:<12}{number}")
+    if not args.recompute:
+        return 0
+    with _progress(console, "fingerprint", _data_bytes(candidate.folder)) as progress:
+        computed = recompute(candidate.folder, candidate.manifest, progress)
+    if computed == stored:
+        console.print("recomputed from the bytes: the same")
+        return 0
+    for kind, number in computed.items():
+        console.print(f"{kind:<12}{number} recomputed" + ("" if stored.get(kind) == number else ": another one"))
+    return 1
+
+
+def _console() -> Console:
+    return Console(highlight=False, soft_wrap=True)
+
+
+def _facts(manifest: "Manifest") -> Iterator[tuple[str, str]]:
+    state = manifest.state
+    training = manifest.content == "training"
+    yield (
+        "content",
+        "training: weights and Adam's moments" if training else "weights only: to start from, not to resume",
+    )
+    yield "run", f"{manifest.run}, attempt {manifest.attempt}, written {manifest.written_at}"
+    yield (
+        "step",
+        f"{state.step:,}; {state.consumed_samples:,} samples, {compact(state.consumed_tokens)} tokens consumed; "
+        f"{state.num_updates:,} updates, lr {significant(state.lr)}",
+    )
+    files = "1 file" if len(manifest.files) == 1 else f"{len(manifest.files):,} files"
+    yield "size", f"{_size(manifest.num_bytes)} in {files}, {', '.join(_dtypes(manifest))}"
+    yield "parameters", f"{manifest.num_parameters:,} in {len(manifest.tensors):,} tensors"
+    sizes = {key: value for key, value in manifest.layout.items() if not isinstance(value, dict)}
+    yield "written by", ", ".join(f"{key} {_short(value)}" for key, value in sizes.items()) or "one process, no layout"
+    versions = manifest.layout.get("versions")
+    if isinstance(versions, dict):
+        yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
+    for key, value in state.data.items():
+        yield "data", f"{key}: {_short(value)}"
+    if state.wandb_id is not None:
+        yield "wandb", state.wandb_id
+    for ancestor in manifest.lineage:
+        what = "all of" if ancestor.loaded == "all" else "the weights of"
+        yield "descends from", f"{what} {ancestor.path}, step {ancestor.step:,}"
+    for kind, number in manifest.fingerprint.items():
+        yield "fingerprint", f"{number} {kind}"
+
+
+def _module_table(manifest: "Manifest") -> Table:
+    counts = _by_module(manifest)
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("  module")
+    for column in ("tensors", "parameters", "share"):
+        table.add_column(column, justify="right")
+    for module, (tensors, numel) in counts.items():
+        table.add_row(f"  {module}", f"{tensors:,}", f"{numel:,}", f"{numel / manifest.num_parameters:.1%}")
+    return table
+
+
+def _tensor_table(manifest: "Manifest") -> Table:
+    from engine.checkpoint.compare import tensors_of
+
+    dtypes: dict[str, dict[str, str]] = {}
+    for (name, kind), tensor in tensors_of(manifest).items():
+        dtypes.setdefault(name, {})[kind] = "+".join(sorted(tensor.dtypes))
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for column in ("  tensor", "shape", "dtype"):
+        table.add_column(column, no_wrap=True)
+    for name, info in manifest.tensors.items():
+        mine = dtypes.get(name, {})
+        same = len(set(mine.values())) == 1
+        shown = next(iter(mine.values())) if same else ", ".join(f"{kind} {dtype}" for kind, dtype in mine.items())
+        table.add_row(f"  {name}", str(list(info.shape)), shown)
+    return table
+
+
+def _by_module(manifest: "Manifest") -> dict[str, tuple[int, int]]:
+    """(tensors, parameters) of each module that has any."""
+    counts: dict[str, tuple[int, int]] = {}
+    numels = {name: math.prod(info.shape) for name, info in manifest.tensors.items()}
+    for name, numel in numels.items():
+        module = _module(name)
+        tensors, total = counts.get(module, (0, 0))
+        counts[module] = tensors + 1, total + numel
+    return {module: counts[module] for module in (*MODULES, OTHER_MODULE) if module in counts}
+
+
+def _module(name: str) -> str:
+    try:
+        return module_of(name)
+    except StopIteration:
+        return OTHER_MODULE
+
+
+def _dtypes(manifest: "Manifest") -> list[str]:
+    return sorted({piece.dtype for file in manifest.files for piece in file.pieces})
+
+
+def _as_json(candidate: "Candidate") -> dict[str, Any]:
+    manifest = candidate.manifest
+    tree = manifest.model_dump(mode="json")
+    tree["files"] = [
+        {"name": file.name, "num_bytes": file.num_bytes, "num_pieces": len(file.pieces)} for file in manifest.files
+    ]
+    modules = {module: numel for module, (_, numel) in _by_module(manifest).items()}
+    return {
+        "path": str(candidate.folder),
+        "num_parameters": manifest.num_parameters,
+        "num_bytes": manifest.num_bytes,
+        "dtypes": _dtypes(manifest),
+        "parameters_by_module": modules,
+        **tree,
+    }
+
+
+def _show_diff(
+    console: Console,
+    a: "Candidate",
+    b: "Candidate",
+    found: "list[Difference]",
+    values: "dict[tuple[str, str], Values]",
+    recast: int,
+) -> None:
+    from engine.checkpoint.compare import compared_kinds, other_fields, tensors_of
+
+    console.print(f"A  {a.folder}", markup=False)
+    console.print(f"B  {b.folder}", markup=False)
+    kinds = compared_kinds(a.manifest, b.manifest)
+    if a.manifest.content != b.manifest.content:
+        console.print(f"A holds {a.manifest.content}, B {b.manifest.content}: only the weights are compared")
+    compared = {key for side in (a, b) for key in tensors_of(side.manifest) if key[1] in kinds}
+    if not found:
+        console.print(f"all {len(compared):,} tensors are equal ({', '.join(kinds)})")
+    else:
+        first = found[0]
+        console.print(f"{len(found):,} of {len(compared):,} tensors differ; the first is {first.kind} of {first.name}:")
+        for line in _difference_lines(first, values.get((first.name, first.kind))):
+            console.print(f"  {line}", markup=False)
+    if recast:
+        dtypes = " | ".join("+".join(_dtypes(side.manifest)) for side in (a, b))
+        console.print(f"{recast:,} tensors have equal values in other dtypes ({dtypes})")
+    for name in ("state", "layout", "config"):
+        trees = [side.manifest.model_dump(mode="json")[name] for side in (a, b)]
+        fields = list(other_fields(*trees))
+        for key, in_a, in_b in fields[:FIELDS_PER_SECTION]:
+            console.print(f"{name}.{key}: {_short(in_a)} | {_short(in_b)}", markup=False)
+        if len(fields) > FIELDS_PER_SECTION:
+            console.print(f"{name}: and {len(fields) - FIELDS_PER_SECTION:,} more fields; --json has all", markup=False)
+
+
+def _difference_lines(difference: "Difference", values: "Values | None") -> Iterator[str]:
+    one, other = difference.one, difference.other
+    if one is None or other is None:
+        yield difference.verdict
+        return
+    if one.shape != other.shape:
+        yield f"shape {list(one.shape)} | {list(other.shape)}"
+        return
+    if one.dtypes != other.dtypes:
+        yield f"dtype {'+'.join(sorted(one.dtypes))} | {'+'.join(sorted(other.dtypes))}"
+    assert values is not None, "the first tensor that differs was read"
+    if values.first is None:
+        yield "its fingerprints differ and its bytes do not: one manifest is wrong; `triaxis checkpoint verify` tells which"
+        return
+    index, in_a, in_b = values.first
+    yield f"first at {list(index)}: {in_a!r} | {in_b!r}"
+    yield f"{values.num_different:,} of {values.numel:,} elements ({values.num_different / values.numel:.2%})"
+    yield f"largest difference {values.largest_absolute:.6g}, relative {values.largest_relative:.6g}"
+
+
+def _diff_as_json(
+    a: "Candidate",
+    b: "Candidate",
+    found: "list[Difference]",
+    values: "dict[tuple[str, str], Values]",
+    recast: int,
+) -> dict[str, Any]:
+    from engine.checkpoint.compare import compared_kinds, other_fields
+
+    tensors = []
+    for difference in found:
+        entry: dict[str, Any] = {"name": difference.name, "kind": difference.kind, "verdict": difference.verdict}
+        read = values.get((difference.name, difference.kind))
+        if read is not None:
+            entry |= {"num_different": read.num_different, "numel": read.numel}
+            if read.first is not None:
+                index, in_a, in_b = read.first
+                entry |= {
+                    "first_index": list(index),
+                    "first_values": [repr(in_a), repr(in_b)],
+                    "largest_absolute": read.largest_absolute,
+                    "largest_relative": read.largest_relative,
+                }
+        tensors.append(entry)
+    trees = [side.manifest.model_dump(mode="json") for side in (a, b)]
+    return {
+        "a": str(a.folder),
+        "b": str(b.folder),
+        "compared": list(compared_kinds(a.manifest, b.manifest)),
+        "tensors": tensors,
+        "equal_in_other_dtypes": recast,
+        **{
+            name: {key: [in_a, in_b] for key, in_a, in_b in other_fields(trees[0][name], trees[1][name])}
+            for name in ("state", "layout", "config")
+        },
+    }
+
+
+def _show_verified(console: Console, verified: "Verified") -> None:
+    folder, manifest = verified.folder, verified.manifest
+    if manifest is not None and not verified.problems:
+        console.print(
+            f"{folder}: complete and undamaged; {_size(manifest.num_bytes)} in {len(manifest.files):,} files, "
+            f"{len(manifest.tensors):,} tensors, master {manifest.fingerprint.get('master', '')}",
+            markup=False,
+        )
+        return
+    console.print(f"{folder}: damaged", style="bold red", markup=False)
+    names = [file.name for file in manifest.files] if manifest is not None else []
+    told = dict.fromkeys(names, 0)
+    for problem in verified.problems:
+        file = next((name for name in names if name in problem), None)
+        if file is not None:
+            told[file] += 1
+            if told[file] > PROBLEMS_PER_FILE:
+                continue
+        console.print(f"  {problem}", markup=False)
+    for name, count in told.items():
+        if count > PROBLEMS_PER_FILE:
+            console.print(f"  {name}: and {count - PROBLEMS_PER_FILE:,} more", markup=False)
+
+
+def _data_bytes(folder: Path) -> int:
+    """What a progress bar counts to; 0 where the manifest cannot be read (`verify` says why)."""
+    from engine.checkpoint.manifest import parse_manifest
+
+    try:
+        manifest = parse_manifest(folder)
+    except CheckpointError:
+        return 0
+    return sum(piece.num_bytes for file in manifest.files for piece in file.pieces)
+
+
+@contextmanager
+def _progress(console: Console, what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal that goes away when all is read; nothing in a log file."""
+    if not console.is_terminal:
+        yield lambda num_bytes: None
+        return
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=total_bytes)
+        yield lambda num_bytes: bar.advance(task, num_bytes)
+
+
+def _size(num_bytes: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes} bytes"
+
+
+def _short(value: Any) -> str:
+    """A JSON value on a line."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
