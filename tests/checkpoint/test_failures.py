@@ -116,7 +116,7 @@ def break_rank_1(rank: int, step: int, folder: Path) -> None:
 
 
 def test_the_last_save_must_succeed_and_every_rank_knows_why_it_did_not(tmp_path: Path) -> None:
-    results = run_ranks(train, 2, TWO, str(tmp_path), 2, break_rank_1, {})
+    results = run_ranks(train, 2, TWO, str(tmp_path), 2, break_rank_1, {"async": False})
     for saved, failures, error in results:
         assert saved == [1]
         assert failures == [(2, "rank 1: Input/output error (rank_00001.safetensors)")]
