@@ -23,6 +23,7 @@ from engine.config import ModelConfig
 from engine.data.tokenizers import load_tokenizer
 from engine.errors import CheckpointError, DataError
 from models.interop.hf_config import FAMILIES, family_of, to_hugging_face
+from models.specs import model_specs
 
 NAME = "convert"
 HELP = "Bring a model in from another library's format, or take a checkpoint out to one."
@@ -34,7 +35,7 @@ EXPORT_EXAMPLES = """examples:
   triaxis convert hf-export runs/gpt_tiny exported/gpt_tiny
   triaxis convert hf-export runs/llama/checkpoints/step_00001000 exported/llama --dtype bf16 --tokenizer tokenizer.json
 """
-DTYPES = ("source", "bf16", "fp16", "fp32")
+DTYPES = ("source", "bf16", "fp32")
 """What `--dtype` may be."""
 
 TRAIN_CONFIG = "train.yaml"
@@ -108,7 +109,7 @@ def hf_import(args: argparse.Namespace) -> None:
     from models.interop.hf import open_folder
     from models.interop.hf_files import copy_file, whole_folder, write_text
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False)
     found = open_folder(args.source, args.seq_length)
     tokenizer = args.source / TOKENIZER
     config = {**found.sections, "data": {"tokenizer": str(args.out / TOKENIZER)}}
@@ -125,7 +126,7 @@ def hf_import(args: argparse.Namespace) -> None:
         if tokenizer.is_file():
             copy_file(tokenizer, partial / TOKENIZER)
         write_text(partial / TRAIN_CONFIG, _train_config(found.family, config, args.out))
-    num_parameters = sum(spec.numel for exchange in found.exchanges for spec in exchange.ours)
+    num_parameters = sum(spec.numel for spec in model_specs(found.model))
     console.print(f"model      {found.family}, {num_parameters:,} parameters, from {args.source}")
     for note in found.notes:
         console.print(f"note       {note}")
@@ -150,7 +151,7 @@ def hf_export(args: argparse.Namespace) -> None:
     from models.interop.hf_files import copy_file, whole_folder, write_text, write_weights
     from models.interop.hf_tokenizer import bytes_tokenizer_json
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False)
     if not args.max_shard_gb > 0:
         raise CheckpointError(
             f"--max-shard-gb {args.max_shard_gb}: a file has more than 0 bytes. Give a positive number."

@@ -82,7 +82,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 def test_out_in_and_out_again(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ours -> theirs, in several files -> ours -> theirs: the same weights, the same tokenizer, and a config to train with."""
     source = checkpoint(tmp_path / "ours", MODEL, str(tokenizer))
-    one, two, back = tmp_path / "one", tmp_path / "two", tmp_path / "back"
+    one, two, back = tmp_path / "one", tmp_path / "two", tmp_path / "[back]"
     text = said(capsys, "convert", "hf-export", source, one, "--max-shard-gb", "0.00002")
     assert "LlamaForCausalLM" in text and "float32" in text and str(one / "tokenizer.json") in text
     assert len(list(one.glob("*.safetensors"))) > 2
