@@ -120,6 +120,8 @@ OFF_ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
     "rope_parameters": ((None,), "scaled RoPE is not built yet"),
     "mlp_bias": ((False, None), "biases in the MLP without LayerNorm biases are not built yet"),
     "attention_bias": ((False, None), "a bias on the attention's output projection alone is not built yet"),
+    "rope_interleaved": ((False,), "RoPE that turns neighbouring elements is not built"),
+    "use_mrope": ((False,), "RoPE over several positions is not built"),
     "partial_rotary_factor": ((1.0, None), "RoPE on a part of each head is not built yet"),
     "scale_attn_weights": ((True,), "attention without 1 / sqrt(head_dim) is not built"),
     "scale_attn_by_inverse_layer_idx": ((False,), "attention scaled by layer is not built"),
@@ -132,6 +134,7 @@ OFF_ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
 WITHOUT_EFFECT = frozenset(
     {
         "_name_or_path",
+        "_num_labels",
         "architectures",
         "auto_map",
         "bos_token_id",
@@ -141,6 +144,7 @@ WITHOUT_EFFECT = frozenset(
         "finetuning_task",
         "gradient_checkpointing",
         "id2label",
+        "is_llama_config",
         "label2id",
         "max_window_layers",
         "model_type",
