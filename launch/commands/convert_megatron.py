@@ -1,0 +1,243 @@
+"""`triaxis convert megatron-import | megatron-export`: Megatron-Core `torch_dist` checkpoints; one process, no process group.
+
+    MEGATRON_DIR/iter_0000100  --megatron-import-->  OUT_DIR/step_00000100/ (weights, moments), OUT_DIR/train.yaml
+    checkpoint of any layout   --megatron-export-->  OUT_DIR/iter_0000100/, OUT_DIR/latest_checkpointed_iteration.txt
+
+The verbs belong to `convert.py`, which adds these parsers to its own.
+"""
+
+import argparse
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from engine.config import Config, ModelConfig, OptimizerConfig, PrecisionConfig, Section, TrainConfig
+from engine.config_load import load_config
+from engine.errors import CheckpointError, ConfigError
+from models.interop.megatron_config import differences, megatron_args, model_section, training_sections
+
+IMPORT_EXAMPLES = """examples:
+  triaxis convert megatron-import megatron/checkpoints imported --vocab-size 50257
+  triaxis convert megatron-import megatron/checkpoints/iter_0100000 imported --config mine.yaml
+"""
+EXPORT_EXAMPLES = """examples:
+  triaxis convert megatron-export runs/gpt_tiny exported
+  triaxis convert megatron-export runs/llama/checkpoints/step_00001000 exported --weights-only --dtype bf16
+"""
+DTYPES = ("bf16", "fp16", "fp32")
+
+TRAIN_CONFIG = "train.yaml"
+
+
+def add_parsers(verbs: Any) -> None:
+    """Add Megatron's verbs to the subparsers of `triaxis convert`."""
+    raw = argparse.RawDescriptionHelpFormatter
+    bring = verbs.add_parser(
+        "megatron-import",
+        help="a torch_dist checkpoint of Megatron-Core -> a checkpoint to resume or to start from, and a config",
+        epilog=IMPORT_EXAMPLES,
+        formatter_class=raw,
+    )
+    bring.add_argument("source", type=Path, metavar="MEGATRON_DIR", help="what --save named, or one iteration in it")
+    bring.add_argument("out", type=Path, metavar="OUT_DIR", help="folder of checkpoints to make; it must not exist")
+    whose = bring.add_mutually_exclusive_group()
+    whose.add_argument(
+        "--config", type=Path, metavar="YAML", help="config of ours for the model (default: from Megatron's arguments)"
+    )
+    whose.add_argument(
+        "--vocab-size", type=int, metavar="N", help="tokens of the tokenizer: rows beyond are padding and are dropped"
+    )
+    _add_weights_only(bring)
+    bring.set_defaults(convert=megatron_import)
+
+    take = verbs.add_parser(
+        "megatron-export",
+        help="a checkpoint of any layout -> a torch_dist checkpoint that Megatron-Core loads in any layout",
+        epilog=EXPORT_EXAMPLES,
+        formatter_class=raw,
+    )
+    take.add_argument(
+        "source", type=Path, metavar="CHECKPOINT", help="step_00001000, a folder of checkpoints, or a run directory"
+    )
+    take.add_argument("out", type=Path, metavar="OUT_DIR", help="for Megatron's --load; iterations in it are kept")
+    take.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="of the weights (default: the run's; of weights without a run: as they are saved)",
+    )
+    _add_weights_only(take)
+    take.set_defaults(convert=megatron_export)
+
+
+def megatron_import(args: argparse.Namespace) -> None:
+    """Weights, and where it can be read the optimizer's state, as a checkpoint of ours, with a config beside it."""
+    from engine.checkpoint.manifest import TrainingState
+    from engine.checkpoint.offline import write_checkpoint
+    from models.interop.hf_files import whole_folder, write_text
+    from models.interop.megatron import (
+        TRAINING,
+        WEIGHTS,
+        check,
+        check_optimizer,
+        dropped_rows,
+        import_shards,
+        optimizer_format,
+    )
+    from models.interop.megatron_files import open_checkpoint
+    from models.interop.megatron_state import training_state
+
+    console = Console(highlight=False, soft_wrap=True)
+    source = open_checkpoint(args.source)
+    model, config, notes = _model(args, source.args, str(source.folder / "common.pt"))
+    stored = optimizer_format(source)
+    has_moments = stored is not None and not args.weights_only
+    if has_moments:
+        check_optimizer(source)
+        notes.append("samples come in our order from here on: Megatron's own order is not replayed")
+    prefixes = TRAINING if has_moments else WEIGHTS
+    check(source, model, prefixes)
+    state = training_state(source) if has_moments else TrainingState.at_start()
+    notes += [
+        f"{rows:,} rows of {key} are beyond the model and were dropped"
+        for key, rows in dropped_rows(source, model).items()
+    ]
+    batch = config.get("train", {}).get("global_batch_size")
+    if has_moments and batch and state.step * batch != state.consumed_samples:
+        notes.append(
+            f"{state.step:,} steps x {batch:,} samples are not the {state.consumed_samples:,} that were consumed: the next step "
+            "is the one that the consumed samples make"
+        )
+    with whole_folder(args.out) as partial:
+        written = write_checkpoint(
+            partial,
+            import_shards(source, model, prefixes),
+            state,
+            config=config,
+            source=f"megatron-import: {source.folder}",
+            has_moments=has_moments,
+        )
+        write_text(partial / TRAIN_CONFIG, _train_config(config, args.out, has_moments=has_moments))
+    console.print(f"model      {_num_parameters(model):,} parameters, from {source.folder}")
+    what = f"weights and Adam's moments at step {state.step:,} ({stored})" if has_moments else "weights"
+    console.print(f"checkpoint {args.out / written.name}: {what}")
+    for note in notes:
+        console.print(f"note       {note}")
+    console.print("go on from there:" if has_moments else "train from these weights, at step 0 with a fresh optimizer:")
+    if args.config is None:
+        config_path = args.out / TRAIN_CONFIG
+        console.print(f"  triaxis train {config_path} 'data.train=[[1.0, PREFIX]]' data.tokenizer=TOKENIZER")
+    else:
+        what = "all" if has_moments else "weights"
+        console.print(f"  triaxis train {args.config} checkpoint.load={args.out} checkpoint.load_what={what}")
+
+
+def megatron_export(args: argparse.Namespace) -> None:
+    """A checkpoint of ours in Megatron's format, with the optimizer's state where there is one."""
+    from engine.checkpoint.directory import find
+    from engine.checkpoint.offline import read_tensor
+    from engine.precision import DTYPES as TORCH_DTYPES
+    from models.interop.megatron import empty_objects, export_chunks
+    from models.interop.megatron_state import common_state, training_args, weights_state
+    from models.interop.megatron_writer import write_checkpoint
+
+    candidate = find(args.source)
+    manifest = candidate.manifest
+    has_moments = manifest.content == "training" and not args.weights_only
+    model = _validated(ModelConfig, manifest.config.get("model"), candidate.folder)
+    theirs, common, dtype = megatron_args(model), weights_state(), args.dtype
+    theirs |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "no_save_rng": True}
+    if manifest.content == "training":
+        run = _validated(Config, manifest.config, candidate.folder)
+        dtype = dtype or run.precision.dtype
+        theirs |= training_args(manifest.state, run, has_moments=has_moments)
+        if has_moments:
+            common = common_state(manifest.state, run)
+    written = write_checkpoint(
+        args.out,
+        manifest.state.step if has_moments else None,
+        export_chunks(
+            lambda name, kind: read_tensor(candidate.folder, manifest, name, kind),
+            model,
+            dtype=TORCH_DTYPES[dtype] if dtype else None,
+            has_moments=has_moments,
+        ),
+        empty_objects(model),
+        common,
+        theirs,
+    )
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"checkpoint {candidate.folder}, step {manifest.state.step:,}")
+    what = "weights and the distributed optimizer's state" if has_moments else "weights"
+    console.print(f"written    {written}: {what}")
+    console.print("load it in Megatron-LM with the model's own arguments, any tp and pp, and:")
+    resume = (
+        "--use-distributed-optimizer --override-opt-param-scheduler" if has_moments else "--no-load-optim --no-load-rng"
+    )
+    console.print(f"  --ckpt-format torch_dist --load {args.out} {resume}")
+
+
+def _add_weights_only(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--weights-only", action="store_true", help="leave the optimizer's state and the iteration behind"
+    )
+
+
+def _model(
+    args: argparse.Namespace, theirs: Mapping[str, Any], source: str
+) -> tuple[ModelConfig, dict[str, Any], list[str]]:
+    """(the model, what is known of the run's configuration, notes)."""
+    if args.config is not None:
+        config = load_config(args.config, [], os.environ)
+        if theirs:
+            wrong = differences(model_section(theirs, config.model.vocab_size, source), config.model)
+            if wrong:
+                raise ConfigError(wrong, f"{args.config} beside {source}")
+        return config.model, config.model_dump(mode="json"), []
+    if not theirs:
+        raise CheckpointError(
+            f"{source} holds no arguments of Megatron's, so nothing says how many heads the model has. Give a config of ours "
+            "with its model section: --config YAML."
+        )
+    model = ModelConfig.model_validate(model_section(theirs, args.vocab_size, source))
+    sections, notes = training_sections(theirs)
+    kinds: dict[str, type[Section]] = {"train": TrainConfig, "optimizer": OptimizerConfig, "precision": PrecisionConfig}
+    known = {
+        name: kinds[name].model_validate(values).model_dump(mode="json")
+        for name, values in sections.items()
+        if name != "train" or "global_batch_size" in values
+    }
+    return model, {"model": model.model_dump(mode="json"), **known}, notes
+
+
+def _validated(kind: Any, values: Any, folder: Path) -> Any:
+    from pydantic import ValidationError
+
+    try:
+        return kind.model_validate(values if values is not None else {})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise CheckpointError(
+            f"{folder} does not say what it is of: {'.'.join(map(str, first['loc']))}: {first['msg']}. Its tensors could not be "
+            "named. Make the checkpoint again, or export the weights alone: --weights-only."
+        ) from None
+
+
+def _num_parameters(model: ModelConfig) -> int:
+    from models.specs import model_specs
+
+    return sum(spec.numel for spec in model_specs(model))
+
+
+def _train_config(config: Mapping[str, Any], out: Path, *, has_moments: bool) -> str:
+    """A config that goes on from the import, complete but for the corpus."""
+    known = {name: config[name] for name in ("model", "train", "optimizer", "precision") if name in config}
+    known = {
+        name: {key: value for key, value in section.items() if value is not None} for name, section in known.items()
+    }
+    known["checkpoint"] = {"load": str(out), "load_what": "all" if has_moments else "weights", "interval": 100}
+    text = yaml.safe_dump(known, sort_keys=False)
+    return f"# From Megatron's arguments: give data.train and data.tokenizer, and look over the rest.\n{text}"

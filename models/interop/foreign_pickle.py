@@ -1,0 +1,185 @@
+"""Pickles of other programs, read without running them.
+
+A pickle is a program: it names functions and calls them. Here a name is looked up in a list and nowhere else. What is on the
+list becomes inert data (a class becomes a record that holds what it was called with), nothing is imported, and any other
+name ends the reading before anything was called.
+
+    torch.distributed...MetadataIndex("x", ..)  ->  Inert: origin, arguments, state         on the list
+    os.system("..")                             ->  CheckpointError that names os.system    not on the list
+
+`read_archive` is for what torch.save wrote (a zip file of one pickle and the raw bytes of tensors), `read_pickle` for the rest.
+"""
+
+import io
+import pickle
+import zipfile
+from collections import OrderedDict
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from engine.errors import CheckpointError
+from engine.precision import DTYPES
+
+Name = tuple[str, str]
+"""(module, name) as a pickle writes it."""
+
+_DTYPES = ("bfloat16", "float16", "float32", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
+_STORAGES = {
+    "BFloat16Storage": torch.bfloat16,
+    "HalfStorage": torch.float16,
+    "FloatStorage": DTYPES["fp32"],
+    "DoubleStorage": torch.float64,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+
+
+class Inert:
+    """What is left of an object: the class it names, what the class was called with, and the object's state."""
+
+    origin: str = ""
+    arguments: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *arguments: Any) -> "Inert":
+        made = super().__new__(cls)
+        made.arguments, made.state = arguments, {}
+        return made
+
+    def __init__(self, *arguments: Any) -> None:
+        """The arguments are kept by `__new__`; a pickle may call either."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __repr__(self) -> str:
+        return f"{self.origin}{self.arguments}"
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A field of the state; `default` where there is none."""
+        return self.state.get(name, default) if isinstance(self.state, dict) else default
+
+
+def read_pickle(content: bytes, allowed: Collection[Name], prefix: str, source: str) -> Any:
+    """What a pickle describes, with `Inert` in place of every instance.
+
+    Args:
+        content: the pickle.
+        allowed: classes that may be named, beside torch's dtypes and shapes.
+        prefix: modules below this one may be named as well (they are not imported); "" allows none.
+        source: the file's name, for messages.
+
+    Raises:
+        CheckpointError: it names anything else, or is no pickle. Nothing that it names was called.
+    """
+    return _read(content, allowed, prefix, source, None)
+
+
+def read_archive(content: bytes, allowed: Collection[Name], prefix: str, source: str) -> Any:
+    """The same for what torch.save wrote; its tensors become torch tensors on the CPU.
+
+    Raises:
+        CheckpointError: as `read_pickle`; or it is no such archive, or an old one without a zip file around it.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            (pickled,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+            folder = pickled.removesuffix("data.pkl")
+            return _read(archive.read(pickled), allowed, prefix, source, (archive, folder))
+    except (zipfile.BadZipFile, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{source} is no archive of torch.save: {error}. It is damaged, or was written by a version of torch before 1.6. "
+            "Restore it from a copy."
+        ) from None
+
+
+def _read(
+    content: bytes, allowed: Collection[Name], prefix: str, source: str, archive: tuple[zipfile.ZipFile, str] | None
+) -> Any:
+    reader = _Reader(content, frozenset(allowed), prefix, source, archive)
+    try:
+        return reader.load()
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle can fail in any way
+        raise CheckpointError(
+            f"{source} cannot be read: {type(error).__name__}: {error}. It is damaged, or no file of Megatron's. Restore it from "
+            "a copy."
+        ) from None
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(
+        self,
+        content: bytes,
+        allowed: frozenset[Name],
+        prefix: str,
+        source: str,
+        archive: tuple[zipfile.ZipFile, str] | None,
+    ) -> None:
+        super().__init__(io.BytesIO(content))
+        self._allowed = allowed
+        self._prefix = prefix
+        self._source = source
+        self._archive = archive
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What stands for a name; an unknown one is refused here, before the pickle can call it."""
+        # A dotted name would reach through an allowed class into whatever that class has imported.
+        is_plain = "." not in name
+        if is_plain and module == "torch" and name in _DTYPES:
+            return getattr(torch, name)
+        if is_plain and module == "torch" and name in _STORAGES and self._archive is not None:
+            return _STORAGES[name]
+        known = _KNOWN.get((module, name))
+        if known is not None:
+            return known
+        if is_plain and ((module, name) in self._allowed or (self._prefix and module.startswith(self._prefix))):
+            return type(name, (Inert,), {"origin": f"{module}.{name}"})
+        raise CheckpointError(
+            f"{self._source} refers to {module}.{name}, which no checkpoint of Megatron-Core needs. A pickle that names other "
+            "things can run any program of whoever wrote it; nothing of it was run. Ask where the file comes from; if it is "
+            "yours, save it once more with plain numbers and strings in Megatron's args."
+        )
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        """A tensor's raw bytes, as the 1-D tensor of all of its storage."""
+        if self._archive is None:
+            raise pickle.UnpicklingError("a tensor outside of an archive")
+        _, dtype, key, _, numel = pid
+        archive, folder = self._archive
+        raw = archive.read(f"{folder}data/{key}")
+        if not isinstance(dtype, torch.dtype) or len(raw) != numel * dtype.itemsize:
+            raise pickle.UnpicklingError(f"{len(raw)} bytes for {numel} elements of {dtype}")
+        # A bytearray may be written to, as a tensor may; an empty one makes no tensor.
+        return torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    """`_codecs.encode`: how old pickles write bytes."""
+    return text.encode(encoding)
+
+
+def _rebuild_tensor(
+    storage: torch.Tensor, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any
+) -> torch.Tensor:
+    """`torch._utils._rebuild_tensor_v2`."""
+    return storage.as_strided(size, stride, offset)
+
+
+_KNOWN: dict[Name, Any] = {
+    ("torch", "Size"): tuple,
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
+    ("torch.serialization", "_get_layout"): str,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("_codecs", "encode"): _encode,
+    ("builtins", "set"): set,
+    ("__builtin__", "set"): set,
+}
+"""What is not a record: containers, shapes, tensors. None of them does more than hold data."""

@@ -1,0 +1,144 @@
+"""Where a run stands, in Megatron-LM's words and in ours: iteration, consumed samples, Adam's step, the learning rate's schedule.
+
+    common.pt   iteration, args.consumed_train_samples, optimizer.param_groups[..].step, opt_param_scheduler   <->   TrainingState
+
+Megatron's random states and its order of samples mean nothing here, and ours nothing there: they are not carried over.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from engine.checkpoint.manifest import TrainingState
+from engine.config import Config
+from engine.errors import CheckpointError
+from models.interop.megatron_files import TorchDist
+
+
+def training_state(source: TorchDist) -> TrainingState:
+    """The state that a run goes on from.
+
+    Raises:
+        CheckpointError: the iteration, the samples or Adam's step are not there.
+    """
+    step = _number(source.common.get("iteration"), source, "iteration")
+    samples = _number(source.args.get("consumed_train_samples"), source, "args.consumed_train_samples")
+    groups, state = _param_groups(source)
+    num_updates = next((group["step"] for group in groups if group.get("step") is not None), state.get("common_step"))
+    return TrainingState(
+        step=step,
+        consumed_samples=samples,
+        consumed_tokens=samples * int(source.args.get("seq_length", 0)),
+        num_updates=_number(num_updates, source, "Adam's step"),
+        lr=float(max(group.get("lr", 0.0) for group in groups)),
+        rng={},
+        data={},
+    )
+
+
+def common_state(state: TrainingState, config: Config) -> dict[str, Any]:
+    """common.pt for a run that goes on in Megatron-LM with its distributed optimizer, but for args.
+
+    Parameters stand in two groups there as here: weights decay, norms and biases do not.
+    """
+    optimizer = config.optimizer
+    groups = [
+        {
+            "wd_mult": wd_mult,
+            "lr_mult": 1.0,
+            "is_expert_parallel": False,
+            "is_decoupled_lr": False,
+            "default_config": True,
+            "lr": state.lr,
+            "max_lr": optimizer.lr,
+            "min_lr": optimizer.min_lr,
+            "weight_decay": optimizer.weight_decay * wd_mult,
+            "betas": (optimizer.beta1, optimizer.beta2),
+            "eps": optimizer.eps,
+            "step": state.num_updates,
+            # Of FusedAdam, then of torch's AdamW: each reads its own.
+            "bias_correction": True,
+            "amsgrad": False,
+            "maximize": False,
+            "foreach": None,
+            "capturable": False,
+            "differentiable": False,
+            "fused": None,
+            "decoupled_weight_decay": True,
+        }
+        for wd_mult in (1.0, 0.0)
+    ]
+    samples = config.train.global_batch_size
+    decay_steps = optimizer.decay_steps or config.train.steps or state.step
+    return {
+        "checkpoint_version": 3.0,
+        "iteration": state.step,
+        "optimizer": {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"},
+        "opt_param_scheduler": {
+            "max_lr": optimizer.lr,
+            "min_lr": optimizer.min_lr,
+            "lr_warmup_steps": optimizer.warmup_steps * samples,
+            "lr_decay_steps": decay_steps * samples,
+            "lr_decay_style": optimizer.lr_schedule,
+            "num_steps": state.consumed_samples,
+            "start_wd": optimizer.weight_decay,
+            "end_wd": optimizer.weight_decay,
+            "wd_incr_style": "constant",
+            "wd_incr_steps": decay_steps,
+        },
+        "num_floating_point_operations_so_far": 0,
+        "content_metadata": {
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "distrib_optim_fully_reshardable_mem_efficient": False,
+            "singleton_local_shards": False,
+            "chained_optim_avoid_prefix": True,
+        },
+    }
+
+
+def weights_state() -> dict[str, Any]:
+    """common.pt for weights without a run, but for args."""
+    metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    return {"checkpoint_version": 3.0, "iteration": 0, "content_metadata": metadata}
+
+
+def training_args(state: TrainingState, config: Config, *, has_moments: bool) -> dict[str, Any]:
+    """Megatron's arguments of the run, beside the model's: what its loader asks a checkpoint for."""
+    dtype = config.precision.dtype
+    return {
+        "consumed_train_samples": state.consumed_samples,
+        "consumed_valid_samples": 0,
+        "skipped_train_samples": 0,
+        "global_batch_size": config.train.global_batch_size,
+        "micro_batch_size": config.train.micro_batch_size,
+        "bf16": dtype == "bf16",
+        "fp16": dtype == "fp16",
+        "use_distributed_optimizer": True,
+        "no_save_optim": not has_moments,
+    }
+
+
+def _param_groups(source: TorchDist) -> tuple[list[Mapping[str, Any]], Mapping[str, Any]]:
+    """Parameter groups, and the state beside them, of whichever of Megatron's optimizers saved."""
+    held = source.common.get("optimizer")
+    inner = held.get("optimizer", held) if isinstance(held, dict) else None
+    groups = inner.get("param_groups") if isinstance(inner, dict) else None
+    if not groups:
+        raise CheckpointError(
+            f"{source.folder / 'common.pt'} has no parameter groups of an optimizer, so neither Adam's step nor the learning rate "
+            "is known. Import the weights: --weights-only."
+        )
+    state = inner.get("state") if isinstance(inner, dict) else None
+    return groups, state if isinstance(state, dict) else {}
+
+
+def _number(value: Any, source: TorchDist, what: str) -> int:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if not isinstance(value, int | float) or value != int(value) or value < 0:
+        raise CheckpointError(
+            f"{source.folder / 'common.pt'} says {value!r} where {what} belongs; the run could not go on from there. Import the "
+            "weights: --weights-only."
+        )
+    return int(value)

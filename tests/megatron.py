@@ -1,0 +1,313 @@
+"""Megatron-Core on a CPU, as far as checkpoints need it: models, its distributed optimizer, and saves in any tp x pp.
+
+Megatron-Core asks for CUDA in places that do not matter here. `patched` answers them, and makes its checkpoint writer use
+threads where it would fork: a rank of a test is a daemon and may have no children. Everything runs in ranks of
+`tests/harness.py`, never in the test process: Megatron-Core's groups are globals.
+"""
+
+import argparse
+import multiprocessing.dummy
+import types
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from engine.config import ModelConfig
+
+ITERATION, SAMPLES, BATCH = 3, 24, 8
+ROWS_MULTIPLE = 44
+"""Megatron pads the vocabulary to a multiple of this here."""
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": {
+        "num_layers": 4,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "head_dim": 32,
+        "ffn_hidden_size": 128,
+        "seq_length": 12,
+        "vocab_size": 43,
+        "position": "learned",
+    },
+    "llama": {
+        "num_layers": 4,
+        "hidden_size": 64,
+        "num_attention_heads": 8,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "ffn_hidden_size": 64,
+        "seq_length": 12,
+        "vocab_size": 43,
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "bias": "none",
+        "tie_embeddings": False,
+        "rope_base": 5000.0,
+    },
+}
+"""Sizes of which every rank's part of a tensor is a multiple of 64 elements at tp=2: for others, Megatron-Core 0.16 says itself
+that what it saves of the optimizer may be corrupt (its buffers align each parameter to 64 and end unaligned)."""
+MODELS["qwen"] = MODELS["llama"] | {"bias": "qkv", "qk_norm": True, "tie_embeddings": True, "norm_eps": 1e-6}
+MODELS["gpt_tanh"] = MODELS["gpt"] | {"activation": "gelu_tanh", "num_kv_heads": 1, "position": "rope"}
+
+
+def padded_rows(model: ModelConfig) -> int:
+    return -(-model.vocab_size // ROWS_MULTIPLE) * ROWS_MULTIPLE
+
+
+def tokens_of(model: ModelConfig, seed: int) -> torch.Tensor:
+    """Two samples of random tokens with one more for the labels, int64 [2, s + 1]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(model.vocab_size, (2, model.seq_length + 1), generator=generator)
+
+
+@contextmanager
+def patched(tp: int = 1, pp: int = 1) -> Iterator[None]:
+    """A process in which Megatron-Core runs on the CPU, with its groups of tp x pp."""
+    warnings.simplefilter("ignore")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    torch._dynamo.config.disable = True  # its fused functions would be compiled, for seconds each
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    cpu = torch.device("cpu")
+    torch.cuda.current_device = lambda: cpu  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    filesystem_async.mp = types.SimpleNamespace(get_context=lambda _: multiprocessing.dummy)
+    CudaRNGStatesTracker.fork = lambda *_: nullcontext()  # there is no dropout here
+    plain_type = torch.Tensor.type
+    torch.Tensor.type = lambda self, *args: plain_type(self, *args) if args else _cuda_name(plain_type(self))  # type: ignore
+    parallel_state.initialize_model_parallel(tp, pp)
+    with _OnCpu():
+        yield
+
+
+class _OnCpu(torch.overrides.TorchFunctionMode):
+    """Tensors that are asked for on CUDA are made on the CPU."""
+
+    def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if function is torch.Tensor.cuda:
+            return args[0]
+        if str(kwargs.get("device", "cpu")).startswith("cuda"):
+            kwargs["device"] = torch.device("cpu")
+        return function(*args, **kwargs)
+
+
+def _cuda_name(name: str) -> str:
+    return name if "cuda" in name else name.replace("torch.", "torch.cuda.", 1)
+
+
+def build(model: ModelConfig, *, dtype: torch.dtype = torch.float32) -> Any:
+    """This rank's part of a GPTModel, with random weights that do not depend on the layout (see `fill`)."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    gated = model.activation == "swiglu"
+    normalization = "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm"
+    config = TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.kv_heads,
+        kv_channels=model.head_size,
+        ffn_hidden_size=model.ffn_size,
+        normalization=normalization,
+        layernorm_epsilon=model.norm_eps,
+        gated_linear_unit=gated,
+        activation_func=torch.nn.functional.silu if gated else torch.nn.functional.gelu,
+        bias_activation_fusion=model.activation == "gelu_tanh",
+        add_bias_linear=model.bias == "all",
+        add_qkv_bias=model.bias == "qkv",
+        qk_layernorm=model.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+    )
+    return GPTModel(
+        config,
+        get_gpt_layer_local_spec(qk_layernorm=model.qk_norm, normalization=normalization),
+        vocab_size=padded_rows(model),
+        max_sequence_length=model.seq_length,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=model.tie_embeddings,
+        position_embedding_type="learned_absolute" if model.position == "learned" else "rope",
+        rotary_base=int(model.rope_base),
+        parallel_output=False,
+    ).to(dtype)
+
+
+def arguments(model: ModelConfig, **more: Any) -> argparse.Namespace:
+    """What Megatron-LM keeps in common.pt of its command line: more than a reader asks for, enums of its own too."""
+    from megatron.core.transformer.enums import AttnBackend
+
+    return argparse.Namespace(
+        **{
+            "num_layers": model.num_layers,
+            "hidden_size": model.hidden_size,
+            "num_attention_heads": model.num_attention_heads,
+            "group_query_attention": model.kv_heads != model.num_attention_heads,
+            "num_query_groups": model.kv_heads,
+            "kv_channels": model.head_size,
+            "ffn_hidden_size": model.ffn_size,
+            "seq_length": model.seq_length,
+            "max_position_embeddings": model.seq_length,
+            "position_embedding_type": "learned_absolute" if model.position == "learned" else "rope",
+            "rotary_base": int(model.rope_base),
+            "rotary_percent": 1.0,
+            "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
+            "norm_epsilon": model.norm_eps,
+            "swiglu": model.activation == "swiglu",
+            "bias_gelu_fusion": model.activation == "gelu_tanh",
+            "add_bias_linear": model.bias == "all",
+            "add_qkv_bias": model.bias == "qkv",
+            "qk_layernorm": model.qk_norm,
+            "untie_embeddings_and_output_weights": not model.tie_embeddings,
+            "padded_vocab_size": padded_rows(model),
+            "vocab_size": model.vocab_size,
+            "params_dtype": torch.bfloat16,
+            "attention_backend": AttnBackend.auto,
+            "load": Path("somewhere"),
+            "train_iters": 100,
+            "global_batch_size": BATCH,
+            "micro_batch_size": 1,
+            "lr": 1e-2,
+            "min_lr": 1e-3,
+            "lr_decay_style": "cosine",
+            "lr_decay_iters": 80,
+            "lr_warmup_iters": 2,
+            "weight_decay": 0.1,
+            "adam_beta1": 0.9,
+            "adam_beta2": 0.95,
+            "adam_eps": 1e-8,
+            "clip_grad": 1.0,
+            "consumed_train_samples": SAMPLES,
+            "bf16": False,
+            **more,
+        }
+    )
+
+
+def fill(named: Mapping[str, torch.Tensor]) -> None:
+    """Random values, a function of the name and the whole shape: norm gains around 1, nothing zero."""
+    for name, tensor in named.items():
+        generator = torch.Generator().manual_seed(sum(map(ord, name)))
+        noise = 0.1 * torch.randn(tensor.shape, generator=generator)
+        with torch.no_grad():
+            tensor.copy_(1 + noise if "norm" in name and name.endswith("weight") else noise)
+
+
+def logits(gpt: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """[b, s, rows]."""
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    ones = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool)
+    return gpt(tokens, positions, ones.triu(1)[None, None])
+
+
+def optimizer_of(gpt: Any, *, bf16: bool = False) -> tuple[Any, Any]:
+    """(the model in Megatron's data-parallel wrapper, its distributed AdamW)."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    wrapped = DistributedDataParallel(gpt.config, DistributedDataParallelConfig(use_distributed_optimizer=True), gpt)
+    settings = OptimizerConfig(
+        optimizer="adam",
+        lr=1e-2,
+        weight_decay=0.1,
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        adam_eps=1e-8,
+        clip_grad=1.0,
+        bf16=bf16,
+        use_distributed_optimizer=True,
+    )
+    optimizer = get_megatron_optimizer(settings, [wrapped])
+    for group in optimizer.param_groups:
+        group["weight_decay"] *= group["wd_mult"]  # as its scheduler does in each step
+    return wrapped, optimizer
+
+
+def expecting(optimizer: Any) -> Any:
+    """The optimizer, ready to load a state. With torch's AdamW (no Transformer Engine) Megatron-Core needs help: the state must
+    be there already; each parameter's step, which is loaded with the groups, is asked for once more; and it is one tensor that
+    all parameters would count up together."""
+    (inner,) = optimizer.chained_optimizers
+    inner._init_optimizer_states_with_dummy_values()
+    put = inner._set_main_param_and_optimizer_states
+
+    def put_with_step(parameter: Any, tensors: dict[str, Any]) -> None:
+        group, order = inner.model_param_group_index_map[parameter]
+        state = inner.optimizer.state[inner.optimizer.param_groups[group]["params"][order]]
+        state["step"] = state["step"].clone()
+        put(parameter, {**tensors, "step": state["step"]})
+
+    inner._set_main_param_and_optimizer_states = put_with_step
+    return optimizer
+
+
+def step(wrapped: Any, optimizer: Any, model: ModelConfig, seed: int) -> float:
+    """One update on the batch of `seed`; returns its loss."""
+    tokens = tokens_of(model, seed)
+    wrapped.zero_grad_buffer()
+    optimizer.zero_grad()
+    columns = logits(wrapped, tokens[:, :-1])[..., : model.vocab_size]
+    loss = torch.nn.functional.cross_entropy(columns.flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    wrapped.finish_grad_sync()
+    optimizer.step()
+    return float(loss)
+
+
+def state_dict(gpt: Any, optimizer: Any, model: ModelConfig, metadata: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """What Megatron-LM hands to dist_checkpointing."""
+    sharded = {
+        "args": arguments(model, **more),
+        "checkpoint_version": 3.0,
+        "iteration": ITERATION,
+        "model": gpt.sharded_state_dict(metadata=metadata),
+    }
+    if optimizer is not None:
+        sharded["optimizer"] = optimizer.sharded_state_dict(sharded["model"], metadata=metadata)
+        sharded["content_metadata"] = dict(metadata)
+    return sharded
+
+
+def save(directory: Path, sharded: dict[str, Any]) -> None:
+    """As Megatron-LM does: iter_0000003/ and the tracker file; every rank calls it."""
+    from megatron.core import dist_checkpointing
+
+    folder = directory / f"iter_{ITERATION:07d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    dist_checkpointing.save(sharded, str(folder))
+    (directory / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
+
+
+def load(directory: Path, gpt: Any, optimizer: Any, metadata: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Load model and optimizer as Megatron-LM does; returns every tensor that this rank read."""
+    from megatron.core import dist_checkpointing
+
+    sharded = {"model": gpt.sharded_state_dict(metadata=metadata)}
+    sharded["optimizer"] = optimizer.sharded_state_dict(sharded["model"], is_loading=True, metadata=metadata)
+    state = dist_checkpointing.load(sharded, str(directory / f"iter_{ITERATION:07d}"))
+    read = {f"model.{key}": value.clone() for key, value in state["model"].items() if torch.is_tensor(value)}
+    for index, kinds in state["optimizer"]["param_state"].items():
+        read |= {f"optimizer.{index}.{kind}": value.clone() for kind, value in kinds.items() if torch.is_tensor(value)}
+    gpt.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return read

@@ -1,0 +1,177 @@
+"""Foreign pickles are read and never run: at every place where a checkpoint of Megatron's has one."""
+
+import io
+import os
+import pickle
+import zipfile
+from argparse import Namespace
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.errors import CheckpointError
+from models.interop import megatron_writer
+from models.interop.foreign_pickle import Inert, read_archive, read_pickle
+from models.interop.megatron_files import open_checkpoint
+
+
+class Runs:
+    """A pickle of it makes a folder when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def saved(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    chunk = megatron_writer.Written("a.weight", (2, 3), (0, 0), torch.arange(6.0).view(2, 3))
+    return megatron_writer.write_checkpoint(
+        tmp_path, 7, [chunk], ["a._extra_state/shard_0_1"], {"iteration": 7}, {"x": 1}
+    )
+
+
+def test_what_is_asked_for_runs_nothing_and_is_there(checkpoint):
+    opened = open_checkpoint(checkpoint.parent)
+    assert torch.equal(opened.read("a.weight"), torch.arange(6.0).view(2, 3))
+    assert torch.equal(opened.read("a.weight", ((1, 2), (1, 3))), torch.tensor([[4.0, 5.0]]))
+    assert opened.objects == {"a._extra_state/shard_0_1"}
+    assert (opened.common["iteration"], opened.args) == (7, {"x": 1})
+
+
+def test_the_bait_would_run_where_pickle_loads_it(tmp_path):
+    pickle.loads(pickle.dumps(Runs(tmp_path / "ran")))
+    assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("place", ["metadata", "common", "chunk"])
+def test_a_malicious_pickle_is_refused_by_name_and_not_run(checkpoint, tmp_path, place):
+    bait = Runs(tmp_path / "ran")
+    if place == "metadata":
+        (checkpoint / ".metadata").write_bytes(pickle.dumps(bait))
+    elif place == "common":
+        (checkpoint / "common.pt").write_bytes(saved({"iteration": 7, "args": Namespace(x=bait)}))
+    else:
+        content = saved([bait])
+        (checkpoint / "__0_0.distcp").write_bytes(content)
+        record = pickle.loads((checkpoint / ".metadata").read_bytes())
+        for index, place_of in record.storage_data.items():
+            if index.fqn == "a.weight":
+                place_of.offset, place_of.length = 0, len(content)
+        (checkpoint / ".metadata").write_bytes(pickle.dumps(record))
+    with pytest.raises(CheckpointError) as refused:
+        opened = open_checkpoint(checkpoint)
+        assert place == "chunk", "it was opened"
+        opened.read("a.weight")
+    assert "posix.mkdir" in str(refused.value)
+    assert not (tmp_path / "ran").exists(), "it ran"
+
+
+def test_an_object_beside_the_tensors_is_never_opened(checkpoint, tmp_path):
+    """The last item of the file is the state beside the weights: with a bait in its place, all tensors are read."""
+    data = checkpoint / "__0_0.distcp"
+    content = data.read_bytes()
+    at = content.rindex(b"PK\x03\x04", 0, content.rindex(b"archive/data.pkl"))
+    assert at > 0
+    data.write_bytes(content[:at] + saved([Runs(tmp_path / "ran")]))
+    opened = open_checkpoint(checkpoint)
+    assert torch.equal(opened.read("a.weight"), torch.arange(6.0).view(2, 3))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("builtins", "eval"),
+        ("builtins", "getattr"),
+        ("torch", "load"),
+        ("torch", "float32.__class__"),
+        ("megatronics", "Thing"),
+        ("models.interop.foreign_pickle", "Inert"),
+        ("collections", "OrderedDict.__init__"),
+    ],
+)
+def test_a_name_that_is_not_on_the_list_is_refused(module, name):
+    content = (
+        b"\x80\x04\x8c"
+        + bytes([len(module)])
+        + module.encode()
+        + b"\x8c"
+        + bytes([len(name)])
+        + name.encode()
+        + b"\x93."
+    )
+    with pytest.raises(CheckpointError) as refused:
+        read_pickle(content, [("argparse", "Namespace")], "megatron.", "a file")
+    assert f"a file refers to {module}.{name}" in str(refused.value)
+
+
+def test_an_extension_code_is_refused():
+    """Opcode EXT1 looks a class up in copyreg's registry, past the name."""
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_pickle(b"\x80\x04\x82\x01.", [], "", "a file")
+
+
+def test_a_class_on_the_list_is_a_record_and_not_the_class():
+    value = read_pickle(pickle.dumps(Namespace(a=1, b=[2])), [("argparse", "Namespace")], "", "a file")
+    assert isinstance(value, Inert) and not isinstance(value, Namespace)
+    assert value.origin == "argparse.Namespace"
+    assert (value.state, value.get("a"), value.get("c", 3)) == ({"a": 1, "b": [2]}, 1, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool])
+def test_tensors_of_an_archive_are_read_as_they_were_saved(dtype):
+    values = torch.arange(12).view(3, 4).to(dtype)
+    held = {"whole": values, "column": values[:, 1], "turned": values.t(), "empty": values[:0], "one": values[1, 2]}
+    read = read_archive(saved(OrderedDict(held)), (), "", "a file")
+    for name, tensor in held.items():
+        assert read[name].dtype == dtype
+        assert torch.equal(read[name], tensor), name
+
+
+def test_a_tensor_that_reaches_beyond_its_bytes_is_refused(tmp_path):
+    stream = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(saved(torch.arange(4.0)))) as good, zipfile.ZipFile(stream, "w") as bad:
+        for name in good.namelist():
+            content = good.read(name)
+            # The size 4 of the tensor is BININT1 4 inside a tuple; the storage keeps its 4 elements.
+            bad.writestr(name, content.replace(b"K\x04\x85", b"K\x09\x85") if name.endswith("data.pkl") else content)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_archive(stream.getvalue(), (), "", "a file")
+
+
+def test_damage_is_an_error_and_not_a_traceback(checkpoint):
+    metadata = checkpoint / ".metadata"
+    content = metadata.read_bytes()
+    for damaged in (b"", content[:-40], content.replace(b"relative_path", b"relative_math")):
+        metadata.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"\.metadata"):
+            open_checkpoint(checkpoint)
+    metadata.write_bytes(content)
+    data = checkpoint / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:200])
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp .*a.weight.* is no archive"):
+        open_checkpoint(checkpoint).read("a.weight")
+    data.unlink()
+    with pytest.raises(CheckpointError, match=r"No such file.*Copy the whole folder"):
+        open_checkpoint(checkpoint).read("a.weight")
+
+
+def test_a_file_outside_of_the_folder_is_not_read(checkpoint):
+    metadata = checkpoint / ".metadata"
+    content = metadata.read_bytes()
+    assert content.count(b"__0_0.distcp") == 1
+    metadata.write_bytes(content.replace(b"__0_0.distcp", b"../../secret"))
+    with pytest.raises(CheckpointError, match="secret"):
+        open_checkpoint(checkpoint)
