@@ -21,7 +21,7 @@ COMMANDS = {
     "config": "print or check a configuration, or make one from a Hugging Face config.json",
     "generate": "continue a prompt with the model of a checkpoint",
     "evaluate": "loss and perplexity of a text or corpus under the model of a checkpoint",
-    "convert": "bring a model in from Hugging Face, or take a checkpoint out",
+    "convert": "bring a model in from Hugging Face or Megatron-Core, or take a checkpoint out",
     "checkpoint": "look into checkpoints: contents, differences, damage, fingerprints",
     "schedule": "print, draw or check a pipeline schedule",
     "traffic": "run one real step and print the bytes and calls per axis beside what the config predicts",

@@ -4,7 +4,7 @@
     checkpoint of any layout           --hf-export-->  OUT_DIR/config.json, *.safetensors, tokenizer.json
 
 Both write a folder that is there whole or not at all, and hold a tensor or a few of them in memory at a time. Each verb's parser
-says in `convert` which function does it, so that a format of its own can stand in a module of its own.
+says in `convert` which function does it: Megatron's verbs stand in `convert_megatron.py`.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from engine.config import ModelConfig
 from engine.data.tokenizers import load_tokenizer
 from engine.errors import CheckpointError, DataError
+from launch.commands import convert_megatron
 from models.interop.hf_config import FAMILIES, family_of, to_hugging_face
 from models.specs import model_specs
 
@@ -44,9 +45,18 @@ TOKENIZER = "tokenizer.json"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     heading = "examples:\n"
-    parser.epilog = heading + "".join(text.removeprefix(heading) for text in (IMPORT_EXAMPLES, EXPORT_EXAMPLES))
+    parser.epilog = heading + "".join(
+        text.removeprefix(heading)
+        for text in (
+            IMPORT_EXAMPLES,
+            EXPORT_EXAMPLES,
+            convert_megatron.IMPORT_EXAMPLES,
+            convert_megatron.EXPORT_EXAMPLES,
+        )
+    )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     add_parsers(verbs)
+    convert_megatron.add_parsers(verbs)
 
 
 def add_parsers(verbs: Any) -> None:
