@@ -17,6 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, create_model,
 from engine.errors import ConfigError
 from engine.rank_grid import ParallelSizes
 
+FORMAT_VERSION = 1
+"""Of the configuration as a file; raised when a key changes its meaning. A key that only changes its name is in RENAMED."""
+
 
 class Section(BaseModel):
     """A part of the tree: unknown keys are refused, values cannot be changed after reading."""

@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from engine.config import Config, Section
+from engine.config import FORMAT_VERSION, Config, Section
 from engine.config_names import unknown_key
 from engine.config_rules import problems as broken_rules
 from engine.errors import ConfigError
@@ -85,6 +85,7 @@ def load_config(
     if path is not None:
         reading.tree = _read_yaml(Path(path))
     _apply(reading, overrides, environment or {})
+    _check_format(reading)
     _refuse_unknown_keys(reading, Config, reading.tree, "")
     try:
         config = Config.model_validate(reading.tree)
@@ -228,6 +229,16 @@ def _get(tree: Mapping[str, Any], dotted: str) -> Any:
     return value
 
 
+def _check_format(reading: _Reading) -> None:
+    """Take out `format_version`: it says how to read the tree and is no part of it. A file without one is of today."""
+    version = reading.tree.pop("format_version", FORMAT_VERSION)
+    if not isinstance(version, int) or not 1 <= version <= FORMAT_VERSION:
+        reading.problems.append(
+            f"format_version = {version!r}: this Triaxis reads configurations of version 1 to {FORMAT_VERSION}; a key of another "
+            f"version could mean something else here. Use the Triaxis that wrote it, or write it again for this one."
+        )
+
+
 def _refuse_unknown_keys(reading: _Reading, section: type[Section], tree: dict[str, Any], prefix: str) -> None:
     """Take out the keys that are no fields, with a problem for each; an empty section is an empty mapping."""
     for key in list(tree):
@@ -327,7 +338,7 @@ def to_yaml(config: Config, *, describe: bool = False) -> str:
         config: what to write.
         describe: with the meaning of each field as a comment.
     """
-    return "\n".join(_lines(config, "", describe)) + "\n"
+    return "\n".join([f"format_version: {FORMAT_VERSION}", *_lines(config, "", describe)]) + "\n"
 
 
 def _lines(section: Section, indent: str, describe: bool) -> Iterator[str]:

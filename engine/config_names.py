@@ -133,6 +133,9 @@ FOREIGN_NAMES = {
 }
 """Names of Megatron-LM and Hugging Face, with `_` for `-`, and ours: a field, `field=value`, or a field and a remark."""
 
+RENAMED: dict[str, str] = {}
+"""Our own earlier names, whole and dotted, and today's. None yet: 0.1 is the first release."""
+
 ALWAYS_ON = {
     "use_distributed_optimizer": "the optimizer state is always sharded over dp (ZeRO-1)",
     "overlap_grad_reduce": "gradient reduction always overlaps the backward",
@@ -200,6 +203,8 @@ def unknown_key(dotted: str, origin: str | None = None) -> str:
     *sections, last = dotted.lstrip("-").split(".")
     name = last.replace("-", "_").lower()
     given = dotted if origin is None else f"{dotted} ({origin})"
+    if dotted in RENAMED:
+        return f"{given}: renamed: it is {RENAMED[dotted]} now. It would have had no effect under this name."
     candidates = (".".join([*sections, name]), *sections[:1], name)
     if (feature := next((NOT_BUILT[key] for key in candidates if key in NOT_BUILT), None)) is not None:
         return f"{given}: known, not built yet: {feature}. It would have had no effect. Remove the key."

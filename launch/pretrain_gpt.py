@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from engine.checkpoint.manager import Checkpoints, RunFacts
-from engine.checkpoint.resume import Beginning, begin
+from engine.checkpoint.resume import TOKENIZER, Beginning, begin
 from engine.config import Config
 from engine.data.corpus import entropies
 from engine.data.datasets import Datasets, open_datasets
@@ -150,6 +150,8 @@ def _train(rank: Rank, directory: RunDirectory, streams: Streams) -> None:
             start = Start(config, engine.plan, described.layout, described.device, counted)
             show_start(telemetry.report, directory, meter, start)
         data = {"samples": datasets.fingerprint}
+        if not config.data.synthetic:
+            data[TOKENIZER] = load_tokenizer(config.data.tokenizer).identity
         beginning = begin(engine, directory.checkpoints(config), has_saved=directory.has_saved, data=data)
         say_beginning(telemetry, directory, beginning)
         facts = RunFacts(

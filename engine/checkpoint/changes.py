@@ -29,6 +29,7 @@ _LAYOUT = (
     "train.eval_steps",
     "optimizer.bucket_bytes",
     "data.cache_dir",
+    "data.tokenizer",  # a path: what is in it is compared apart (`resume.py`)
     # Padding is outside of the logical vocabulary, and initial weights are only drawn where nothing is loaded.
     "model.vocab_multiple",
     "model.init_std",
@@ -68,7 +69,7 @@ def changes(there: Mapping[str, Any], config: Config) -> list[Change]:
 
     A field that one of the two does not have (another version wrote it) counts as "absent" there.
     """
-    saved = dict(_flat(there))
+    saved = dict(_flat({key: value for key, value in there.items() if key != "format_version"}))
     asked = dict(_flat(config.model_dump(mode="json")))
     keys = [*asked, *(key for key in saved if key not in asked)]
     return [

@@ -9,7 +9,7 @@
 Rank 0 looks and decides, all ranks load, all agree that everybody has what it needs. Nothing ever falls back to random weights.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +21,9 @@ from engine.checkpoint.manifest import KINDS, Ancestor, Kind, TrainingState, rea
 from engine.checkpoint.state import LoadWhat, fingerprint, restore, saved_numel
 from engine.errors import CheckpointError
 from engine.step import Engine
+
+TOKENIZER = "tokenizer"
+"""The part of the data's fingerprints that can never change under a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,7 @@ def _offers(engine: Engine, directory: CheckpointDirectory, has_saved: bool, pas
     candidate = find(Path(config.checkpoint.load))
     found = changes(candidate.manifest.config, config)
     if config.checkpoint.load_what == "weights":
-        found = [change for change in found if change.key.startswith(("model.", "data.tokenizer"))]
+        found = [change for change in found if change.key.startswith("model.")]
     else:
         # Only where both have a field: an import knows its model alone, and `restore` says that it has no moments.
         found = [change for change in found if candidate.manifest.content == "training" or change.there != "absent"]
@@ -162,16 +165,30 @@ def _beginning(
     if offer.what == "all":
         differences += layout_differences(manifest.layout, describe_layout(engine))
         differences += [str(change) for change in changes(manifest.config, engine.config) if change.verdict == "meant"]
-        saved = manifest.state.data
-        differed = [part for part, value in data.items() if part in saved and saved[part] != value]
-        accepted = engine.config.checkpoint.accept
-        if differed and not any(name == "data" or name.startswith("data.") for name in accepted):
-            raise CheckpointError(
-                f"{candidate.folder}: the training data are not those it was trained on: the {', '.join(differed)} fingerprint "
-                "differs though the names are the same. Samples would be repeated or left out without a word. Restore the "
-                "corpora, or, if the change is meant: checkpoint.accept=[data]"
-            )
+        differences += _data_differences(candidate, data, engine.config.checkpoint.accept)
     return Beginning(state, candidate.folder, offer.what, lineage, tuple(differences))
+
+
+def _data_differences(candidate: Candidate, data: dict[str, str], accept: Sequence[str]) -> list[str]:
+    """Parts of the data that are not what they were, if that was meant.
+
+    Raises:
+        CheckpointError: it was not meant, or cannot be.
+    """
+    saved = candidate.manifest.state.data
+    differed = [part for part, value in data.items() if part in saved and saved[part] != value]
+    if TOKENIZER in differed:
+        raise CheckpointError(
+            f"{candidate.folder}: data.tokenizer is another tokenizer than the one it was trained with: the same ids would mean "
+            "other text. Give the original one; to begin again with these weights: checkpoint.load_what=weights"
+        )
+    if differed and not any(name == "data" or name.startswith("data.") for name in accept):
+        raise CheckpointError(
+            f"{candidate.folder}: the training data are not those it was trained on: the fingerprint of {', '.join(differed)} "
+            "differs though the names are the same. Samples would be repeated or left out without a word. Restore the "
+            "corpora, or, if the change is meant: checkpoint.accept=[data]"
+        )
+    return [f"{part}: other data (accepted)" for part in differed]
 
 
 def _check_whole(engine: Engine, candidate: Candidate, what: LoadWhat) -> None:

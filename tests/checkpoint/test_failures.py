@@ -235,7 +235,7 @@ def test_what_is_of_another_model_or_another_run_is_refused_by_name(two_checkpoi
     )
     assert isinstance(beginning, Beginning) and beginning.state.step == 2
     (text,) = run_ranks(begin_other_data, 1, str(tmp_path / "own"), load)
-    assert "the samples fingerprint differs" in text and "checkpoint.accept=[data]" in text
+    assert "the fingerprint of samples differs" in text and "checkpoint.accept=[data]" in text
     (beginning,) = run_ranks(begin_other_data, 1, str(tmp_path / "own"), load | {"accept": ["data"]})
     assert isinstance(beginning, Beginning) and beginning.state.step == 2
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from engine.config import Config, ParallelConfig, Section, batch_plan, parallel_sizes
+from engine import config_names
+from engine.config import FORMAT_VERSION, Config, ParallelConfig, Section, batch_plan, parallel_sizes
 from engine.config_load import ENVIRONMENT, load_config, to_yaml
 from engine.config_names import ALWAYS_ON, FOREIGN_NAMES, NOT_BUILT, unknown_key
 from engine.errors import ConfigError, TopologyError
@@ -448,3 +449,17 @@ def with_key(base: Path, dotted: str) -> Path:
     path = base.with_name("with_key.yaml")
     path.write_text(yaml.safe_dump(tree))
     return path
+
+
+def test_the_format_of_a_config_has_a_version(base: Path) -> None:
+    assert to_yaml(load_config(base)).startswith(f"format_version: {FORMAT_VERSION}\n")
+    assert load_config(base, ["format_version=1"]) == load_config(base)
+    for version in ("2", "0", "one"):
+        [problem] = refused(base, f"format_version={version}").problems
+        assert problem.startswith("format_version = ") and "version 1 to 1" in problem
+
+
+def test_a_renamed_key_leads_to_its_new_name(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(config_names.RENAMED, "train.epochs_to_run", "train.steps")
+    [problem] = refused(base, "train.epochs_to_run=3").problems
+    assert "renamed: it is train.steps now" in problem
