@@ -173,7 +173,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """
     content = _to_json(manifest).encode()
     write_atomically(folder / MANIFEST, [content])
-    write_atomically(folder / MANIFEST_HASH, [f"{hashlib.sha256(content).hexdigest()}  {MANIFEST}\n".encode()])
+    write_atomically(folder / MANIFEST_HASH, [_hash_line(content)])
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -203,7 +203,7 @@ def parse_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         content = path.read_bytes()
-        recorded = (folder / MANIFEST_HASH).read_text(errors="replace").split()[:1]
+        recorded = (folder / MANIFEST_HASH).read_bytes()
     except OSError as error:
         raise CheckpointError(
             f"{folder} is no complete checkpoint: {error.strerror or error} ({Path(error.filename or path).name}). A checkpoint "
@@ -216,7 +216,7 @@ def parse_manifest(folder: Path) -> Manifest:
             f"{path} has format_version {version}; this Triaxis reads versions up to {FORMAT_VERSION}. Reading it anyway could "
             "misplace weights. Use the version of Triaxis that wrote it, or a newer one."
         )
-    if recorded != [hashlib.sha256(content).hexdigest()]:
+    if recorded != _hash_line(content):
         raise CheckpointError(
             f"{path} does not have the sha256 that {MANIFEST_HASH} records: one of the two was damaged or edited, and the places "
             "of tensors in it cannot be trusted. Restore it from a copy, or load another checkpoint."
@@ -228,6 +228,11 @@ def parse_manifest(folder: Path) -> Manifest:
             f"{path} is no manifest of a checkpoint: {_first(error)}. Its hash is right, so it was written like that; nothing in "
             "it is used. Load another checkpoint."
         ) from None
+
+
+def _hash_line(content: bytes) -> bytes:
+    """What manifest.sha256 holds, in the form of `sha256sum`."""
+    return f"{hashlib.sha256(content).hexdigest()}  {MANIFEST}\n".encode()
 
 
 def _format_version(content: bytes) -> int | None:

@@ -86,12 +86,21 @@ def write_file(path: Path, shards: Sequence[Shard], piece_bytes: int = PIECE_BYT
         offset += num_bytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
+    try:
+        return _write_parts(path, struct.pack("<Q", len(text)) + text, parts)
+    except OSError as error:
+        # A write that fails does not say of which file.
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _write_parts(path: Path, header: bytes, parts: Sequence[Shard]) -> DataFile:
     pieces = []
     with path.open("xb", buffering=0) as handle:
-        at = _write(handle.fileno(), struct.pack("<Q", len(text)) + text)
+        at = _write(handle.fileno(), header)
         for part in parts:
             values = part.values.detach().cpu()
             raw = values.view(torch.uint8).numpy().data
+            number = range_fingerprint(values, part.name, part.kind, part.shape, part.box, part.start)
             pieces.append(
                 Piece(
                     name=part.name,
@@ -102,9 +111,7 @@ def write_file(path: Path, shards: Sequence[Shard], piece_bytes: int = PIECE_BYT
                     stop=part.stop,
                     offset=at,
                     xxh3=xxhash.xxh3_64_hexdigest(raw),
-                    fingerprint=to_text(
-                        range_fingerprint(values, part.name, part.kind, part.shape, part.box, part.start)
-                    ),
+                    fingerprint=to_text(number),
                 )
             )
             written = _write(handle.fileno(), raw)
