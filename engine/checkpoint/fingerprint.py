@@ -1,11 +1,13 @@
 """A number that says what the weights and moments are, whatever the layout.
 
-    fingerprint(kind) = sum over all elements of mix64(mix64(key(name, kind) + (index + 1) golden) xor bits)   mod 2^64
+    fingerprint(kind) = sum over all elements of mix64((key(name, kind) + (index + 1) golden) xor bits)   mod 2^64
 
 `index` is the element's place in the row-major global tensor, `bits` its raw bits as a signed integer of its width. A sum of
 integers does not depend on order or on who holds what, so every layout gives the same number, and one flipped bit anywhere
 gives another. Each element counts once: by the data-parallel owner of the first replica. Two elements, or two tensors, that
 swap contents give another number too: place and name are in the sum.
+
+One mix is enough: the counter, key + (index + 1) golden, never repeats within a tensor (it is splitmix64's own).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -70,7 +72,6 @@ def _sum_on_cpu(bits: NDArray[np.signedinteger], shape: tuple[int, ...], parts: 
             numel = len(starts) * length
             z, other = buffer[:numel], spare[:numel]
             np.add((words(starts) * golden)[:, np.newaxis], from_zero[:length], out=z.reshape(len(starts), length))
-            mix64_array_(z, other)
             np.copyto(other.view(np.int64), bits[at : at + numel])
             np.bitwise_xor(z, other, out=z)
             mix64_array_(z, other)
@@ -87,7 +88,6 @@ def _sum_on_device(bits: torch.Tensor, shape: tuple[int, ...], parts: Iterable[B
         for starts, length in _runs(shape, part, chunk_numel):
             first = torch.from_numpy(starts).to(bits.device).view(-1, 1)
             z = (first + torch.arange(1, length + 1, device=bits.device)).view(-1).mul_(GOLDEN).add_(key)
-            mix64_(z)
             z ^= bits[at : at + len(z)]
             total += mix64_(z).sum()
             at += len(z)

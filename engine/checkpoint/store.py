@@ -16,9 +16,12 @@ import math
 import os
 import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import xxhash
@@ -33,6 +36,9 @@ from engine.shard_spec import Box
 TORCH_DTYPES: dict[DType, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 DTYPE_NAMES: dict[torch.dtype, DType] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 SAFETENSORS_NAMES: dict[DType, str] = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 _ALIGNMENT = 8
 """The header is padded so that the data begin at a multiple of this, as the safetensors format asks."""
@@ -95,12 +101,9 @@ def write_file(path: Path, shards: Sequence[Shard], piece_bytes: int = PIECE_BYT
 
 def _write_parts(path: Path, header: bytes, parts: Sequence[Shard]) -> DataFile:
     pieces = []
-    with path.open("xb", buffering=0) as handle:
+    with path.open("xb", buffering=0) as handle, closing(_one_ahead(_hash, parts)) as hashed:
         at = _write(handle.fileno(), header)
-        for part in parts:
-            values = part.values.detach().cpu()
-            raw = values.view(torch.uint8).numpy().data
-            number = range_fingerprint(values, part.name, part.kind, part.shape, part.box, part.start)
+        for part, (values, xxh3, number) in zip(parts, hashed, strict=True):
             pieces.append(
                 Piece(
                     name=part.name,
@@ -110,16 +113,36 @@ def _write_parts(path: Path, header: bytes, parts: Sequence[Shard]) -> DataFile:
                     start=part.start,
                     stop=part.stop,
                     offset=at,
-                    xxh3=xxhash.xxh3_64_hexdigest(raw),
+                    xxh3=xxh3,
                     fingerprint=to_text(number),
                 )
             )
-            written = _write(handle.fileno(), raw)
+            written = _write(handle.fileno(), _raw(values))
             # The kernel starts to write these pages now, while the next piece is hashed, and need not keep them.
             os.posix_fadvise(handle.fileno(), at, written, os.POSIX_FADV_DONTNEED)
             at += written
         sync(handle.fileno())
     return DataFile(name=path.name, num_bytes=at, pieces=tuple(pieces))
+
+
+def _hash(part: Shard) -> tuple[torch.Tensor, str, int]:
+    """(the values in host memory, xxh3 of their bytes, their part of the fingerprint)."""
+    values = part.values.detach().cpu()
+    number = range_fingerprint(values, part.name, part.kind, part.shape, part.box, part.start)
+    return values, xxhash.xxh3_64_hexdigest(_raw(values)), number
+
+
+def _one_ahead(function: Callable[[T], R], items: Iterable[T]) -> Generator[R, None, None]:
+    """`function` of each item, in a thread, which is at work on the next while the caller uses the one before."""
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-hash") as thread:
+        pending: Future[R] | None = None
+        for item in items:
+            following = thread.submit(function, item)
+            if pending is not None:
+                yield pending.result()
+            pending = following
+        if pending is not None:
+            yield pending.result()
 
 
 def entry_name(kind: Kind, name: str, shape: tuple[int, ...], box: Box, start: int) -> str:
@@ -266,6 +289,11 @@ def _cut(shard: Shard, piece_bytes: int) -> Iterator[Shard]:
     for at in range(0, len(shard.values), numel):
         values = shard.values[at : at + numel]
         yield Shard(shard.name, shard.kind, shard.shape, shard.box, shard.start + at, values)
+
+
+def _raw(values: torch.Tensor) -> memoryview:
+    """The bytes of contiguous values in host memory, without a copy."""
+    return values.view(torch.uint8).numpy().data
 
 
 def _write(descriptor: int, content: bytes | memoryview) -> int:

@@ -37,7 +37,7 @@ def defined(values: torch.Tensor, name: str, kind: str) -> int:
     patterns = values.contiguous().view(-1).view(SIGNED[values.dtype]).tolist()
     return (
         sum(
-            mixed(mixed((key + (index + 1) * 0x9E3779B97F4A7C15) % WORD) ^ (pattern % WORD))
+            mixed((key + (index + 1) * 0x9E3779B97F4A7C15) % WORD ^ pattern % WORD)
             for index, pattern in enumerate(patterns)
         )
         % WORD
@@ -137,5 +137,5 @@ def test_it_never_changes() -> None:
     assert describe({"master": to_text(of_whole(values.bfloat16()))}) == f"master {GOLDEN_BFLOAT16}"
 
 
-GOLDEN_FLOAT64 = "2078ad90e0b28264"
-GOLDEN_BFLOAT16 = "43b4800b6882b192"
+GOLDEN_FLOAT64 = "e6d96e1dd2880270"
+GOLDEN_BFLOAT16 = "f1c8f66fd7e1ce03"
