@@ -105,8 +105,9 @@ def _offers(engine: Engine, directory: CheckpointDirectory, has_saved: bool, pas
     if config.checkpoint.load_what == "weights":
         found = [change for change in found if change.key.startswith("model.")]
     else:
-        # Only where both have a field: an import knows its model alone, and `restore` says that it has no moments.
-        found = [change for change in found if candidate.manifest.content == "training" or change.there != "absent"]
+        # Only where both have a field if no run of ours wrote it (then it has a layout): an import may know its model alone, and
+        # `restore` says when it has no moments.
+        found = [change for change in found if candidate.manifest.layout or change.there != "absent"]
     refuse(found, config.checkpoint.accept, str(candidate.folder))
     yield Offer(candidate.folder, config.checkpoint.load_what, False)
 
