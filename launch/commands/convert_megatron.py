@@ -151,11 +151,11 @@ def megatron_export(args: argparse.Namespace) -> None:
     theirs, common, dtype = megatron_args(model), weights_state(), args.dtype
     theirs |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "no_save_rng": True}
     if manifest.content == "training":
+        dtype = dtype or manifest.config.get("precision", {}).get("dtype")
+    if has_moments:
         run = _validated(Config, manifest.config, candidate.folder)
-        dtype = dtype or run.precision.dtype
-        theirs |= training_args(manifest.state, run, has_moments=has_moments)
-        if has_moments:
-            common = common_state(manifest.state, run)
+        theirs |= training_args(manifest.state, run)
+        common = common_state(manifest.state, run)
     written = write_checkpoint(
         args.out,
         manifest.state.step if has_moments else None,

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from engine.config import ModelConfig
+from engine.config import Config, ModelConfig, planned_steps
 from engine.errors import ConfigError
 
 Args = Mapping[str, Any]
@@ -32,6 +32,23 @@ _NAMES = {
     "init_method_std": "init_std",
 }
 """Their argument -> our field of `model`, value unchanged."""
+
+_TRAIN = {
+    "global_batch_size": "global_batch_size",
+    "micro_batch_size": "micro_batch_size",
+    "train_iters": "steps",
+    "seed": "seed",
+}
+_OPTIMIZER = {
+    "lr": "lr",
+    "min_lr": "min_lr",
+    "lr_decay_iters": "decay_steps",
+    "weight_decay": "weight_decay",
+    "adam_beta1": "beta1",
+    "adam_beta2": "beta2",
+    "adam_eps": "eps",
+}
+"""The same for `train` and `optimizer`."""
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "padded_vocab_size")
 
@@ -121,46 +138,28 @@ def model_section(args: Args, vocab_size: int | None, source: str) -> dict[str, 
 def training_sections(args: Args) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Our sections `train`, `optimizer`, `precision` as far as the arguments say them, and what could not be said."""
     notes = []
-    optimizer = {
-        ours: args[theirs]
-        for theirs, ours in (
-            ("lr", "lr"),
-            ("min_lr", "min_lr"),
-            ("weight_decay", "weight_decay"),
-            ("adam_beta1", "beta1"),
-            ("adam_beta2", "beta2"),
-            ("adam_eps", "eps"),
-        )
-        if args.get(theirs) is not None
-    }
+    train, optimizer = (
+        {ours: args[theirs] for theirs, ours in names.items() if args.get(theirs) is not None}
+        for names in (_TRAIN, _OPTIMIZER)
+    )
     if "clip_grad" in args:
         optimizer["clip_grad"] = args["clip_grad"] or None
     style = args.get("lr_decay_style", "linear")
     if style in ("constant", "linear", "cosine"):
         optimizer["lr_schedule"] = style
     else:
-        notes.append(f"lr_decay_style = {style} is not built: choose optimizer.lr_schedule.")
-    decay_steps = args.get("lr_decay_iters") or args.get("train_iters")
+        notes.append(f"lr_decay_style = {style} is not built: choose optimizer.lr_schedule")
+    decay_steps = optimizer.setdefault("decay_steps", args.get("train_iters"))
     if decay_steps:
-        optimizer["decay_steps"] = decay_steps
+        # A schedule over the whole run is given as such there; here it keeps its length when the run gets another one.
         warmup = args.get("lr_warmup_iters") or (args.get("lr_warmup_fraction") or 0) * decay_steps
         optimizer["warmup_steps"] = round(warmup)
     else:
-        notes.append("the schedule counts samples: set optimizer.decay_steps and warmup_steps.")
+        notes.append("the run and its schedule count samples: set train.steps, optimizer.decay_steps and warmup_steps")
     if args.get("rampup_batch_size"):
         notes.append(
-            "the batch size was ramped up: here it is constant, and the step follows from samples / batch size."
+            "the batch size was ramped up: here it is constant, and the step follows from samples / batch size"
         )
-    train = {
-        ours: args[theirs]
-        for theirs, ours in (
-            ("global_batch_size", "global_batch_size"),
-            ("micro_batch_size", "micro_batch_size"),
-            ("train_iters", "steps"),
-            ("seed", "seed"),
-        )
-        if args.get(theirs) is not None
-    }
     dtype = "bf16" if args.get("bf16") else "fp16" if args.get("fp16") else "fp32"
     return {"train": train, "optimizer": optimizer, "precision": {"dtype": dtype}}, notes
 
@@ -203,6 +202,21 @@ def megatron_args(model: ModelConfig) -> dict[str, Any]:
         "vocab_size": model.vocab_size,
         "padded_vocab_size": model.vocab_size,
         "make_vocab_size_divisible_by": 1,
+    }
+
+
+def megatron_training_args(config: Config) -> dict[str, Any]:
+    """Megatron's arguments for our training, beside those of the model."""
+    optimizer, dtype = config.optimizer, config.precision.dtype
+    args = {theirs: getattr(config.train, ours) for theirs, ours in _TRAIN.items()}
+    args |= {theirs: getattr(optimizer, ours) for theirs, ours in _OPTIMIZER.items()}
+    return args | {
+        "train_iters": planned_steps(config),
+        "lr_decay_style": optimizer.lr_schedule,
+        "lr_warmup_iters": optimizer.warmup_steps,
+        "clip_grad": optimizer.clip_grad or 0.0,
+        "bf16": dtype == "bf16",
+        "fp16": dtype == "fp16",
     }
 
 

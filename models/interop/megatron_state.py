@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from engine.checkpoint.manifest import TrainingState
-from engine.config import Config
+from engine.config import Config, planned_steps
 from engine.errors import CheckpointError
+from models.interop.megatron_config import megatron_training_args
 from models.interop.megatron_files import TorchDist
 
 
@@ -70,7 +71,7 @@ def common_state(state: TrainingState, config: Config) -> dict[str, Any]:
         for wd_mult in (1.0, 0.0)
     ]
     samples = config.train.global_batch_size
-    decay_steps = optimizer.decay_steps or config.train.steps or state.step
+    decay_steps = optimizer.decay_steps or planned_steps(config) or state.step
     return {
         "checkpoint_version": 3.0,
         "iteration": state.step,
@@ -103,19 +104,13 @@ def weights_state() -> dict[str, Any]:
     return {"checkpoint_version": 3.0, "iteration": 0, "content_metadata": metadata}
 
 
-def training_args(state: TrainingState, config: Config, *, has_moments: bool) -> dict[str, Any]:
+def training_args(state: TrainingState, config: Config) -> dict[str, Any]:
     """Megatron's arguments of the run, beside the model's: what its loader asks a checkpoint for."""
-    dtype = config.precision.dtype
-    return {
+    return megatron_training_args(config) | {
         "consumed_train_samples": state.consumed_samples,
         "consumed_valid_samples": 0,
         "skipped_train_samples": 0,
-        "global_batch_size": config.train.global_batch_size,
-        "micro_batch_size": config.train.micro_batch_size,
-        "bf16": dtype == "bf16",
-        "fp16": dtype == "fp16",
         "use_distributed_optimizer": True,
-        "no_save_optim": not has_moments,
     }
 
 

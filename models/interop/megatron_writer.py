@@ -52,16 +52,16 @@ def write_checkpoint(
         args: Megatron's arguments, for common.pt.
 
     Raises:
-        CheckpointError: the iteration is there already.
-        OSError: the disk is full, or the folder cannot be written; nothing half-written is left.
+        CheckpointError: the iteration is there already; or the disk is full, or the folder cannot be written: then nothing
+            half-written is left.
     """
     folder = directory / ("release" if iteration is None else f"iter_{iteration:07d}")
     if folder.exists():
         raise CheckpointError(f"{folder} is there already. Give another folder, or remove it.")
     partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
         write_atomically(partial / ".metadata", [pickle.dumps(_write_chunks(partial, chunks, empty_objects))])
         with (partial / "common.pt").open("wb") as handle:
             torch.save({**common, "args": argparse.Namespace(**args)}, handle)
@@ -71,11 +71,16 @@ def write_checkpoint(
         text = json.dumps({"sharded_backend": "torch_dist", **versions})
         write_atomically(partial / "metadata.json", [text.encode()])
         partial.rename(folder)
-    except BaseException:
+        sync_folder(directory)
+        write_atomically(directory / TRACKER, [("release" if iteration is None else str(iteration)).encode()])
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)  # where only the tracker file could not be written
+        raise CheckpointError(
+            f"{folder} could not be written: {error}. Nothing of it was left. Make room or mend the rights, and give the command "
+            "again."
+        ) from None
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
-    sync_folder(directory)
-    write_atomically(directory / TRACKER, [("release" if iteration is None else str(iteration)).encode()])
     return folder
 
 

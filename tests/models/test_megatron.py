@@ -187,7 +187,7 @@ def take(source: Path, out: Path, model: ModelConfig) -> Path:
         ),
         megatron.empty_objects(model),
         common_state(state, config),
-        megatron_args(model) | training_args(state, config, has_moments=True),
+        megatron_args(model) | training_args(state, config),
     )
 
 
