@@ -28,7 +28,7 @@ def project_files() -> Iterator[Path]:
         parts = path.relative_to(ROOT).parts
         hidden = [part for part in parts if part.startswith(".") and part not in (".ci", ".gitignore", ".github")]
         generated = parts[0] in GENERATED or "__pycache__" in parts or any(part.endswith(".egg-info") for part in parts)
-        if path.is_file() and not hidden and not generated and path.suffix not in (".png", ".so"):
+        if path.is_file() and not hidden and not generated and path.suffix not in (".png", ".so", ".safetensors"):
             yield path
 
 
