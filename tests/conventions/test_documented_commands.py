@@ -4,17 +4,15 @@ A command that would start training, tests or a cluster job runs in its dry form
 that nobody runs is one that nobody notices when it breaks. Relative outputs land in a temporary folder.
 """
 
-import os
 import re
 import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+from tests.documented import PAGES, ROOT, commands, make_workplace, section
+
+AS_WRITTEN = "## Checkpoints and resuming"
+"""A part of the README that `tests/launch/test_readme.py` runs for real, from the first command to the last."""
 
 VARIABLES = r"(?:[A-Z_]+=\S+ )*"
 DRY_FORMS = [
@@ -28,14 +26,6 @@ DRY_FORMS = [
 ]
 
 
-def commands(page: Path) -> Iterator[str]:
-    """The commands in ```bash blocks: comments left out, continued lines joined."""
-    for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL):
-        for line in block.replace("\\\n", " ").splitlines():
-            if line.strip() and not line.lstrip().startswith("#"):
-                yield line.strip()
-
-
 def dry_form(command: str) -> str:
     for pattern, form in DRY_FORMS:
         if pattern.fullmatch(command):
@@ -43,33 +33,28 @@ def dry_form(command: str) -> str:
     raise AssertionError(f"no rule says how a test may run {command!r}; add one, or do not fence it as bash")
 
 
-ALL = [pytest.param(page, command, id=f"{page.name}: {command}") for page in PAGES for command in commands(page)]
+def texts():
+    """(page, text) without what runs as written."""
+    for page in PAGES:
+        text = page.read_text()
+        yield page, text.replace(section(text, AS_WRITTEN), "") if page.name == "README.md" else text
+
+
+ALL = [pytest.param(page, line, id=f"{page.name}: {line}") for page, text in texts() for line in commands(text)]
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
-    """A folder that looks like the checkout, where `triaxis` is on the path and what commands write is thrown away."""
     folder = tmp_path_factory.mktemp("checkout")
-    for name in ("configs", "docs", "engine", "launch", "models", "tests", "Makefile", "README.md"):
-        (folder / name).symlink_to(ROOT / name)
-    triaxis = folder / "bin" / "triaxis"
-    triaxis.parent.mkdir()
-    triaxis.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m launch.cli "$@"\n')
-    triaxis.chmod(0o755)
-    return folder
+    return folder, make_workplace(folder)
 
 
 @pytest.mark.parametrize(("page", "command"), ALL)
 def test_a_documented_command_runs(page, command, workplace):
-    environment = os.environ | {
-        "PATH": f"{workplace / 'bin'}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "TRIAXIS_PYTHON": sys.executable,
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+    folder, environment = workplace
     shown = subprocess.run(
         ["bash", "-c", dry_form(command)],
-        cwd=workplace,
+        cwd=folder,
         env=environment,
         capture_output=True,
         text=True,
@@ -81,7 +66,7 @@ def test_a_documented_command_runs(page, command, workplace):
 
 
 def test_the_readme_opens_with_the_two_commands():
-    assert list(commands(ROOT / "README.md"))[:2] == ["bash launch/pretrain_gpt.sh", "bash tests/run.sh"]
+    assert list(commands((ROOT / "README.md").read_text()))[:2] == ["bash launch/pretrain_gpt.sh", "bash tests/run.sh"]
 
 
 def test_paths_that_pages_link_to_exist():
