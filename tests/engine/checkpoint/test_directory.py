@@ -253,6 +253,7 @@ def loaded(directory: CheckpointDirectory) -> tuple[int, int]:
     answers = []
     for _ in range(2):
         candidate = candidates(directory)[0]
+        assert candidate.folder == directory.latest(), "`latest` is there at every moment, and names a complete one"
         for name in model():
             for kind in ("exp_avg", "exp_avg_sq"):
                 read_tensor(candidate.folder, candidate.manifest, name, kind)
