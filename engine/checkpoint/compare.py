@@ -9,6 +9,7 @@ Tensors are read by flat ranges of a piece's size: memory does not grow with the
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Literal
 
 import torch
@@ -150,18 +151,10 @@ class _FlatReader:
 
     def __init__(self, candidate: Candidate, name: str, kind: Kind) -> None:
         self._folder, self._name, self._kind = candidate.folder, name, kind
-        manifest = candidate.manifest
-        files = tuple(
-            file.model_copy(update={"pieces": pieces})
-            for file in manifest.files
-            if (pieces := tuple(piece for piece in file.pieces if (piece.name, piece.kind) == (name, kind)))
-        )
-        self._manifest = manifest.model_copy(update={"files": files})
-        self._shape = manifest.tensors[name].shape
-        saved = {TORCH_DTYPES[piece.dtype] for file in files for piece in file.pieces}
-        self.dtype = saved.pop()
-        for dtype in saved:
-            self.dtype = torch.promote_types(self.dtype, dtype)
+        self._manifest = candidate.manifest
+        self._shape = self._manifest.tensors[name].shape
+        saved = [TORCH_DTYPES[dtype] for dtype in tensors_of(self._manifest)[name, kind].dtypes]
+        self.dtype = reduce(torch.promote_types, saved)
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         values = torch.empty(stop - start, dtype=self.dtype)
