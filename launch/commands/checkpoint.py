@@ -206,8 +206,7 @@ def _facts(manifest: "Manifest") -> Iterator[tuple[str, str]]:
         f"{state.step:,}; {state.consumed_samples:,} samples, {compact(state.consumed_tokens)} tokens consumed; "
         f"{state.num_updates:,} updates, lr {significant(state.lr)}",
     )
-    files = "1 file" if len(manifest.files) == 1 else f"{len(manifest.files):,} files"
-    yield "size", f"{_size(manifest.num_bytes)} in {files}, {', '.join(_dtypes(manifest))}"
+    yield "size", f"{_size(manifest)}, {', '.join(_dtypes(manifest))}"
     yield "parameters", f"{manifest.num_parameters:,} in {len(manifest.tensors):,} tensors"
     sizes = {key: value for key, value in manifest.layout.items() if not isinstance(value, dict)}
     yield "written by", ", ".join(f"{key} {_short(value)}" for key, value in sizes.items()) or "one process, no layout"
@@ -389,7 +388,7 @@ def _show_verified(console: Console, verified: "Verified") -> None:
     folder, manifest = verified.folder, verified.manifest
     if manifest is not None and not verified.problems:
         console.print(
-            f"{folder}: complete and undamaged; {_size(manifest.num_bytes)} in {len(manifest.files):,} files, "
+            f"{folder}: complete and undamaged; {_size(manifest)}, "
             f"{len(manifest.tensors):,} tensors, master {manifest.fingerprint.get('master', '')}",
             markup=False,
         )
@@ -432,11 +431,12 @@ def _progress(console: Console, what: str, total_bytes: int) -> Iterator[Callabl
         yield lambda num_bytes: bar.advance(task, num_bytes)
 
 
-def _size(num_bytes: int) -> str:
+def _size(manifest: "Manifest") -> str:
+    files = "1 file" if len(manifest.files) == 1 else f"{len(manifest.files):,} files"
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.2f} {unit}"
-    return f"{num_bytes} bytes"
+        if manifest.num_bytes >= size:
+            return f"{manifest.num_bytes / size:.2f} {unit} in {files}"
+    return f"{manifest.num_bytes} bytes in {files}"
 
 
 def _short(value: Any) -> str:
