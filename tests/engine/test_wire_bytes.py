@@ -111,7 +111,7 @@ def measure(
 def check(measured: Sequence[dict[str, Measured]], grid: RankGrid, carrier: str, unrecorded_bytes: int = 0) -> None:
     """On every host `carrier` took what the host's ranks recorded (and what they did not), the other interface nothing.
 
-    TCP sends a segment again when a busy machine answers late. That only ever adds, so the smallest round counts.
+    A segment that TCP sent again would be counted again (tests/netns.py makes that rare): the smallest round counts.
     """
     for host in range(grid.num_nodes):
         ranks = [rank for rank in range(grid.world_size) if grid.node(rank) == host]
