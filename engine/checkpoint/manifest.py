@@ -17,6 +17,7 @@ import math
 import re
 import stat
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -158,6 +159,15 @@ class Manifest(_Record):
     @property
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self.files)
+
+    @cached_property
+    def pieces_by_tensor(self) -> dict[tuple[str, Kind], list[tuple[int, Piece]]]:
+        """(number of the file, piece) of every tensor and kind."""
+        index: dict[tuple[str, Kind], list[tuple[int, Piece]]] = {}
+        for number, file in enumerate(self.files):
+            for piece in file.pieces:
+                index.setdefault((piece.name, piece.kind), []).append((number, piece))
+        return index
 
     @property
     def num_parameters(self) -> int:

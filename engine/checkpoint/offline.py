@@ -105,9 +105,7 @@ def read_tensor(
         CheckpointError: it is not there, or damaged.
     """
     info = manifest.tensors.get(name)
-    dtypes = {
-        piece.dtype for file in manifest.files for piece in file.pieces if (piece.name, piece.kind) == (name, kind)
-    }
+    dtypes = {piece.dtype for _, piece in manifest.pieces_by_tensor.get((name, kind), ())}
     if info is None or not dtypes:
         raise CheckpointError(
             f"{folder} has no {kind} of {name}. It holds {len(manifest.tensors)} tensors; `triaxis checkpoint inspect {folder}` "

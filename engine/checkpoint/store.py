@@ -16,7 +16,7 @@ import math
 import os
 import struct
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -166,12 +166,12 @@ def fingerprints(pieces: Iterable[Piece]) -> dict[Kind, str]:
 
 
 class PieceReader:
-    """Reads pieces of one checkpoint, checked, into one reused buffer. Use as a context manager: it holds open files."""
+    """Reads pieces of one checkpoint, checked, into two buffers in turn. Use as a context manager: it holds open files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._descriptors: dict[str, int] = {}
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffers = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
 
     def __enter__(self) -> "PieceReader":
         return self
@@ -182,14 +182,15 @@ class PieceReader:
         self._descriptors = {}
 
     def read(self, file: DataFile, piece: Piece) -> torch.Tensor:
-        """The piece's elements, 1-D; valid until the next call.
+        """The piece's elements, 1-D; valid until the call after the next.
 
         Raises:
             CheckpointError: the file cannot be read, ends early, or its bytes are not those that were written.
         """
-        if len(self._buffer) < piece.num_bytes:
-            self._buffer = torch.empty(piece.num_bytes, dtype=torch.uint8)
-        raw = self._buffer[: piece.num_bytes]
+        self._buffers.reverse()
+        if len(self._buffers[0]) < piece.num_bytes:
+            self._buffers[0] = torch.empty(piece.num_bytes, dtype=torch.uint8)
+        raw = self._buffers[0][: piece.num_bytes]
         view = raw.numpy().data
         try:
             descriptor = self._descriptors.get(file.name)
@@ -233,22 +234,17 @@ def load(folder: Path, manifest: Manifest, targets: Sequence[Shard]) -> None:
                 "model, and what it lacks would stay random. Give the config that it was trained with."
             )
         by_tensor.setdefault((target.name, target.kind), []).append(target)
+    wanted = list(_wanted(manifest, by_tensor))
     filled: Counter[int] = Counter()
     with PieceReader(folder) as reader:
-        for file in manifest.files:
-            for piece in file.pieces:
-                overlaps = [
-                    (target, overlap)
-                    for target in by_tensor.get((piece.name, piece.kind), ())
-                    for overlap in _overlaps(piece, target)
-                ]
-                if not overlaps:
-                    continue
-                values = reader.read(file, piece)
-                for target, (source, wanted, common) in overlaps:
-                    target.values[wanted.start : wanted.stop].view(box_shape(wanted.box))[
-                        within(common, wanted.box)
-                    ].copy_(values[source.start : source.stop].view(box_shape(source.box))[within(common, source.box)])
+        # The next piece is read and hashed while this one is put in place.
+        pieces = _one_ahead(lambda one: reader.read(manifest.files[one.file], one.piece), wanted)
+        with closing(pieces):
+            for one, values in zip(wanted, pieces, strict=True):
+                for target, (source, place, common) in one.overlaps:
+                    target.values[place.start : place.stop].view(box_shape(place.box))[within(common, place.box)].copy_(
+                        values[source.start : source.stop].view(box_shape(source.box))[within(common, source.box)]
+                    )
                     filled[id(target)] += math.prod(box_shape(common))
     for target in targets:
         if filled[id(target)] != len(target.values):
@@ -256,6 +252,28 @@ def load(folder: Path, manifest: Manifest, targets: Sequence[Shard]) -> None:
                 f"{folder}: {target.kind} of {target.name} is there only in part: {filled[id(target)]:,} of {len(target.values):,} "
                 f"elements of the box {_box_text(target.box)} that this rank needs. What is missing would stay random."
             )
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A piece to be read, the number of its file, and where it goes."""
+
+    file: int
+    piece: Piece
+    overlaps: "list[tuple[Shard, tuple[_Part, _Part, Box]]]"
+
+
+def _wanted(manifest: Manifest, by_tensor: Mapping[tuple[str, Kind], Sequence[Shard]]) -> Iterator[_Wanted]:
+    """The pieces that meet a target, in the order of the files: front to back is how disks read."""
+    candidates = sorted(
+        (found for key in by_tensor for found in manifest.pieces_by_tensor.get(key, ())),
+        key=lambda found: (found[0], found[1].offset),
+    )
+    for file, piece in candidates:
+        targets = by_tensor[piece.name, piece.kind]
+        overlaps = [(target, overlap) for target in targets for overlap in _overlaps(piece, target)]
+        if overlaps:
+            yield _Wanted(file, piece, overlaps)
 
 
 @dataclass(frozen=True, slots=True)

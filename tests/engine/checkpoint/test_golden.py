@@ -43,4 +43,4 @@ def test_it_is_small() -> None:
     assert sum(path.stat().st_size for path in VERSION_1.rglob("*") if path.is_file()) < 20_000
 
 
-FINGERPRINT = {"master": "9b8ba5493db3f3e9", "exp_avg": "e181422470c3b2ca", "exp_avg_sq": "9875f60d8edf4064"}
+FINGERPRINT = {"master": "eb6db6eec4581e00", "exp_avg": "4e006a8ca80648c5", "exp_avg_sq": "6e61091b78a3445b"}
