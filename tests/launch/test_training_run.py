@@ -38,11 +38,11 @@ pytestmark = pytest.mark.distributed
 
 CONFIG = str(ROOT / "configs" / "gpt_tiny.yaml")
 NUM_STEPS = 50
-SHORTER = (f"train.steps={NUM_STEPS}", "telemetry.sample_tokens=16")
+SHORTER = (f"train.steps={NUM_STEPS}", "telemetry.sample_tokens=16", "checkpoint.interval=20")
 """Command 1 for the CI tier: 50 steps get below 0.8 x unigram with 5 % to spare (40 with 1 %, all 240 with 30 %)."""
 
 ONE_PROCESS = {"TP": "1", "PP": "1", "VPP": "1", "DP": "1"}
-ONLY_STEPS = ("train.eval_interval=null", "telemetry.sample_tokens=0")
+ONLY_STEPS = ("train.eval_interval=null", "telemetry.sample_tokens=0", "checkpoint.interval=null")
 
 MUCH_BETTER_THAN_UNIGRAM = 0.8
 
@@ -143,13 +143,19 @@ def test_metrics_have_one_whole_object_per_step(command_1: Finished) -> None:
 
 def test_what_a_run_leaves_behind(command_1: Finished) -> None:
     names = {path.name for path in command_1.path.iterdir()}
-    assert names == {"config.yaml", "metrics.jsonl", "events.jsonl", "finished", "lock", "logs"}
+    written = {"config.yaml", "metrics.jsonl", "events.jsonl", "checkpoints", "saved", "finished", "lock", "logs"}
+    assert names == written
+    saved = sorted(path.name for path in (command_1.path / "checkpoints").iterdir())
+    assert saved == ["latest", "step_00000020", "step_00000040", "step_00000050"]
     logs = sorted((command_1.path / "logs" / "attempt_00").iterdir())
     assert [log.name for log in logs] == [f"rank_{rank:05d}.log" for rank in range(8)]
     banner = command_1.said.out[command_1.said.out.index("Triaxis: gpt_tiny") :]
     assert logs[0].read_text() == banner, "rank 0's log keeps what the terminal showed"
     kinds = [event["kind"] for event in records(command_1.path / "events.jsonl")]
-    assert kinds == ["attempt_started", "validation", "finished", "attempt_ended"]
+    assert [kind for kind in kinds if kind != "checkpoint_saved"] == (
+        ["attempt_started", "begun", "validation", "finished", "attempt_ended"]
+    )
+    assert kinds.count("checkpoint_saved") == 3
     assert command_1.config == load_config(CONFIG, SHORTER)
 
 
@@ -238,15 +244,15 @@ def test_eight_ranks_train_as_one_process_does_in_float64(
 
 # Runs that do not end well -----------------------------------------------------------------------------------------------
 
-STEPS_BEFORE_DEATH = 6
+STEPS_BEFORE_DEATH = 9
+ENDLESS = (*PRETRAIN, CONFIG, "train.steps=100000", "checkpoint.interval=3", "train.eval_interval=null")
 
 
 @pytest.fixture(scope="module")
 def killed(command_1: Finished) -> Finished:
     """A long run whose rank 5 was killed after some steps; it has ended, within 30 seconds, and nobody is left of it."""
     path = command_1.folder / "runs" / "killed"
-    words = (*PRETRAIN, CONFIG, "train.steps=100000")
-    with started(command_1.folder, *words, RUN_NAME="killed") as launcher:
+    with started(command_1.folder, *ENDLESS, RUN_NAME="killed") as launcher:
         wait_for_steps(launcher, path / "metrics.jsonl", STEPS_BEFORE_DEATH)
         ranks = ranks_of(launcher)
         assert sorted(ranks) == list(range(8))
@@ -270,6 +276,25 @@ def test_the_same_layout_twice_is_the_same_bit_by_bit(command_1: Finished, kille
     for here, there in zip(steps, command_1.metrics[: len(steps)], strict=True):
         for key in ("step", "consumed_samples", "lr", "loss", "grad_norm"):
             assert here[key] == there[key]
+
+
+def test_the_same_command_again_resumes_and_makes_the_same_steps(killed: Finished) -> None:
+    """What the first attempt wrote down after its last checkpoint is what the second one writes, to the bit."""
+    first = killed.metrics
+    with started(killed.folder, *ENDLESS, RUN_NAME="killed") as launcher:
+        wait_for_steps(launcher, killed.path / "metrics.jsonl", len(first) + 5)
+        launcher.terminate()
+        said = ended(launcher, within_seconds=60.0)
+    second = killed.metrics[len(first) :]
+    began = second[0]["step"] - 1
+    assert began % 3 == 0 and 0 < began <= len(first), "at the newest checkpoint of the first attempt"
+    assert f"resuming after step {began}" in said.out and f"checkpoints/step_{began:08d}" in said.out
+    assert {record["attempt"] for record in second} == {1}
+    again = {record["step"]: record for record in second}
+    replayed = [record for record in first if record["step"] in again]
+    for record in replayed:
+        for key in ("consumed_samples", "lr", "loss", "grad_norm"):
+            assert record[key] == again[record["step"]][key]
 
 
 def test_a_run_that_diverges_stops_before_it_harms_the_weights(tmp_path: Path) -> None:
