@@ -1,30 +1,32 @@
 """A number that says what the weights and moments are, whatever the layout.
 
-    fingerprint(kind) = sum over all elements of fold64((key(name, kind) + (index + 1) golden) xor bits)   mod 2^64
+    fingerprint(kind) = sum over its tensors, rows r and columns c of (word[r, c] + golden) R(r) C(c)   mod 2^64
 
-`index` is the element's place in the row-major global tensor, `bits` its raw bits as a signed integer of its width. A sum of
-integers does not depend on order or on who holds what, so every layout gives the same number, and one flipped bit anywhere
-gives another. Each element counts once: by the data-parallel owner of the first replica. Two elements, or two tensors, that
-swap contents give another number too: place and name are in the sum.
+`word` is the element's raw bits as a signed integer (8-byte elements with their upper half folded into the lower one, since
+round numbers have only an upper half). A column is an index of the last dim, a row the row-major index of all others; R and C are
+pseudo-random odd numbers, mix64(key(kind, name) + (index + 1) golden) | 1. This is multilinear hashing modulo a power of two
+(Lemire, Kaser, "Strongly universal string hashing is fast", 2014), with coefficients that factorise because tensors are cut
+into boxes.
 
-`fold64` is a bijection, so any change of one element changes the sum for certain; the counter, key + (index + 1) golden,
-never repeats within a tensor. A stronger mix would find no more of what goes wrong on disks and in layouts, and the time
-of a save on a fast disk is the time of this sum.
+A sum of integers does not depend on order or on who holds what, so every layout gives the same number. Factors are odd, so a
+change of one element changes the sum for certain; elements, rows or tensors that swap contents change it but for one case in
+billions. Each element counts once: by the data-parallel owner of the first replica; golden is added so that zeros count too.
+
+Its speed matters: a save or a load on a fast disk takes as long as its hashes. One product and one addition per element
+is as little as there can be.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from engine.checkpoint.boxes import flat_boxes
 from engine.checkpoint.manifest import Kind
-from engine.mix64 import GOLDEN, fold64_, fold64_array_, key64, unsigned, words
+from engine.mix64 import GOLDEN, key64, mix64_, shift_right, unsigned
 from engine.shard_spec import Box
 
-_CPU_CHUNK_NUMEL = 2**14
-"""Elements that are mixed at a time: their 64-bit words stay in a CPU core's cache."""
+_CPU_CHUNK_NUMEL = 2**15
+"""Elements that are multiplied at a time: their 64-bit words stay in a CPU core's cache."""
 _DEVICE_CHUNK_NUMEL = 2**24
 """On an accelerator: enough to keep it busy."""
 
@@ -41,12 +43,9 @@ def range_fingerprint(values: torch.Tensor, name: str, kind: Kind, shape: tuple[
         box: the part of it that the range is cut from.
         start: where the range begins in the box.
     """
-    bits = values.detach().view(_BITS[values.element_size()])
-    key = key64(f"{kind}:{name}")
-    parts = [part for part, _ in flat_boxes(box, start, start + len(bits))]
-    if bits.device.type == "cpu":
-        return _sum_on_cpu(bits.numpy(), shape, parts, key)
-    return _sum_on_device(bits, shape, parts, key, _DEVICE_CHUNK_NUMEL)
+    chunk_numel = _CPU_CHUNK_NUMEL if values.device.type == "cpu" else _DEVICE_CHUNK_NUMEL
+    parts = [part for part, _ in flat_boxes(box, start, start + len(values))]
+    return _weighted_sum(values, f"{kind}:{name}", shape, parts, chunk_numel)
 
 
 def combine(parts: Iterable[int]) -> int:
@@ -63,66 +62,50 @@ def describe(fingerprints: Mapping[Kind, str]) -> str:
     return ", ".join(f"{kind} {value}" for kind, value in fingerprints.items())
 
 
-def _sum_on_cpu(bits: NDArray[np.signedinteger], shape: tuple[int, ...], parts: Iterable[Box], key: int) -> int:
-    golden = words(GOLDEN)
-    # key + (index + 1) golden, for indices that count from 0; a run adds golden times where it begins.
-    from_zero = words(np.arange(1, _CPU_CHUNK_NUMEL + 1)) * golden + words(key)
-    buffer, spare = np.empty_like(from_zero), np.empty_like(from_zero)
-    total = at = 0
-    for part in parts:
-        for starts, length in _runs(shape, part, _CPU_CHUNK_NUMEL):
-            numel = len(starts) * length
-            z, other = buffer[:numel], spare[:numel]
-            np.add((words(starts) * golden)[:, np.newaxis], from_zero[:length], out=z.reshape(len(starts), length))
-            np.copyto(other.view(np.int64), bits[at : at + numel])
-            np.bitwise_xor(z, other, out=z)
-            fold64_array_(z, other)
-            total += int(z.sum())
-            at += numel
-    return total % (1 << 64)
-
-
-def _sum_on_device(bits: torch.Tensor, shape: tuple[int, ...], parts: Iterable[Box], key: int, chunk_numel: int) -> int:
-    """The same in torch, on the device that holds `bits`."""
+def _weighted_sum(
+    values: torch.Tensor, key: str, shape: tuple[int, ...], parts: Sequence[Box], chunk_numel: int
+) -> int:
+    """Of the boxes that `values` consist of, one after another, on their device; in [0, 2^64)."""
+    bits = values.detach().view(_BITS[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    words = torch.empty(min(chunk_numel, len(bits)), dtype=torch.int64, device=bits.device)
     at = 0
     for part in parts:
-        for starts, length in _runs(shape, part, chunk_numel):
-            first = torch.from_numpy(starts).to(bits.device).view(-1, 1)
-            z = (first + torch.arange(1, length + 1, device=bits.device)).view(-1).mul_(GOLDEN).add_(key)
-            z ^= bits[at : at + len(z)]
-            total += fold64_(z).sum()
-            at += len(z)
+        rows = _coefficients(f"{key}:row", _row_indices(shape[:-1], part[:-1], bits.device))
+        columns = _coefficients(f"{key}:column", torch.arange(*(part[-1:] or ((0, 1),))[0], device=bits.device))
+        numel = len(rows) * len(columns)
+        block = bits[at : at + numel].view(len(rows), len(columns))
+        # Whole rows where some fit into a chunk, else parts of one row.
+        width = min(len(columns), chunk_numel)
+        height = min(len(rows), chunk_numel // width)
+        for strip, column in zip(block.split(width, dim=1), columns.split(width), strict=True):
+            products = words[: height * len(column)].view(height, len(column))
+            sums = []
+            for chunk in strip.split(height):
+                sums.append(_products(chunk, column, products[: len(chunk)]).sum(dim=1))
+            total += (torch.cat(sums) * rows).sum()
+        total += GOLDEN * rows.sum() * columns.sum()
+        at += numel
     return unsigned(int(total))
 
 
-def _runs(shape: tuple[int, ...], box: Box, chunk_numel: int) -> Iterator[tuple[NDArray[np.int64], int]]:
-    """The box in its order, as blocks of equally long runs of row-major global indices: (their starts, their length).
-
-    A block has at most `chunk_numel` elements: a part of one long run, or many short ones (a matrix cut by columns).
-    """
-    starts, length = run_starts(shape, box)
-    if length >= chunk_numel:
-        for start in starts.tolist():
-            for at in range(start, start + length, chunk_numel):
-                yield np.array([at]), min(chunk_numel, start + length - at)
-    else:
-        num_runs = chunk_numel // length
-        for first in range(0, len(starts), num_runs):
-            yield starts[first : first + num_runs], length
+def _products(bits: torch.Tensor, column: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """word[r, c] C(c) of [rows, columns] raw bits, written to `out`."""
+    out.copy_(bits)
+    if bits.element_size() == 8:
+        out ^= shift_right(bits, 32)
+    out *= column
+    return out
 
 
-def run_starts(shape: tuple[int, ...], box: Box) -> tuple[NDArray[np.int64], int]:
-    """`shard_spec.box_runs` as an array: where the contiguous runs of a box begin, in order, and how long each is."""
-    starts, length = np.zeros(1, dtype=np.int64), 1
-    # The longest tail of dims that the box covers whole, plus the dim before it, is one run.
-    dim = len(shape)
-    while dim > 0 and box[dim - 1] == (0, shape[dim - 1]):
-        dim -= 1
-        length *= shape[dim]
-    if dim == 0:
-        return starts, length
-    for size, (low, high) in zip(shape[: dim - 1], box[: dim - 1], strict=True):
-        starts = (starts[:, np.newaxis] * size + np.arange(low, high)).reshape(-1)
-    low, high = box[dim - 1]
-    return (starts * shape[dim - 1] + low) * length, (high - low) * length
+def _coefficients(key: str, indices: torch.Tensor) -> torch.Tensor:
+    """Odd pseudo-random int64 of indices."""
+    return mix64_((indices + 1).mul_(GOLDEN).add_(key64(key))).bitwise_or_(1)
+
+
+def _row_indices(shape: tuple[int, ...], box: Box, device: torch.device) -> torch.Tensor:
+    """Row-major indices of a box in a tensor, in the box's order; int64 [numel]."""
+    indices = torch.zeros(1, dtype=torch.int64, device=device)
+    for size, (low, high) in zip(shape, box, strict=True):
+        indices = (indices.view(-1, 1) * size + torch.arange(low, high, device=device)).view(-1)
+    return indices

@@ -2,7 +2,7 @@
 
 A file is a safetensors file (an 8-byte length, a JSON header, raw bytes), so that other tools open it too. It is written here
 rather than by the safetensors library because that serialises from whole tensors in one call: no hashing on the way,
-a second copy in memory, and no say over fsync.
+a second copy in memory, and no say over how it gets to the disk.
 
     write_file   pieces -> rank_00003.safetensors, and what the manifest says of it
     load         manifest + targets of this layout -> each target filled from the pieces that intersect it
@@ -16,29 +16,31 @@ import math
 import os
 import struct
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import xxhash
 
 from engine.checkpoint.boxes import box_shape, flat_boxes, intersect, within
+from engine.checkpoint.direct import (
+    BLOCK_BYTES,
+    aligned_buffer,
+    one_ahead,
+    read_range,
+    set_direct,
+    write_direct,
+)
 from engine.checkpoint.fingerprint import combine, range_fingerprint, to_text
 from engine.checkpoint.manifest import DTYPE_BYTES, PIECE_BYTES, DataFile, DType, Kind, Manifest, Piece
-from engine.data.files import sync
 from engine.errors import CheckpointError
 from engine.shard_spec import Box
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 DTYPE_NAMES: dict[torch.dtype, DType] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 SAFETENSORS_NAMES: dict[DType, str] = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 _ALIGNMENT = 8
 """The header is padded so that the data begin at a multiple of this, as the safetensors format asks."""
@@ -92,57 +94,38 @@ def write_file(path: Path, shards: Sequence[Shard], piece_bytes: int = PIECE_BYT
         offset += num_bytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
+    pieces: list[Piece] = []
     try:
-        return _write_parts(path, struct.pack("<Q", len(text)) + text, parts)
+        num_bytes = write_direct(path, _stream(struct.pack("<Q", len(text)) + text, parts, pieces))
     except OSError as error:
         # A write that fails does not say of which file.
         raise OSError(error.errno, error.strerror, str(path)) from error
+    return DataFile(name=path.name, num_bytes=num_bytes, pieces=tuple(pieces))
 
 
-def _write_parts(path: Path, header: bytes, parts: Sequence[Shard]) -> DataFile:
-    pieces = []
-    with path.open("xb", buffering=0) as handle, closing(_one_ahead(_hash, parts)) as hashed:
-        at = _write(handle.fileno(), header)
-        for part, (values, xxh3, number) in zip(parts, hashed, strict=True):
-            pieces.append(
-                Piece(
-                    name=part.name,
-                    kind=part.kind,
-                    dtype=DTYPE_NAMES[values.dtype],
-                    box=part.box,
-                    start=part.start,
-                    stop=part.stop,
-                    offset=at,
-                    xxh3=xxh3,
-                    fingerprint=to_text(number),
-                )
+def _stream(header: bytes, parts: Sequence[Shard], pieces: list[Piece]) -> Iterator[torch.Tensor]:
+    """The bytes of a file in its order; hashes each part on the way and appends what the manifest says of it."""
+    yield torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    at = len(header)
+    for part in parts:
+        values = part.values.detach().cpu()
+        raw = values.view(torch.uint8)
+        number = range_fingerprint(values, part.name, part.kind, part.shape, part.box, part.start)
+        pieces.append(
+            Piece(
+                name=part.name,
+                kind=part.kind,
+                dtype=DTYPE_NAMES[values.dtype],
+                box=part.box,
+                start=part.start,
+                stop=part.stop,
+                offset=at,
+                xxh3=xxhash.xxh3_64_hexdigest(raw.numpy().data),
+                fingerprint=to_text(number),
             )
-            written = _write(handle.fileno(), _raw(values))
-            # The kernel starts to write these pages now, while the next piece is hashed, and need not keep them.
-            os.posix_fadvise(handle.fileno(), at, written, os.POSIX_FADV_DONTNEED)
-            at += written
-        sync(handle.fileno())
-    return DataFile(name=path.name, num_bytes=at, pieces=tuple(pieces))
-
-
-def _hash(part: Shard) -> tuple[torch.Tensor, str, int]:
-    """(the values in host memory, xxh3 of their bytes, their part of the fingerprint)."""
-    values = part.values.detach().cpu()
-    number = range_fingerprint(values, part.name, part.kind, part.shape, part.box, part.start)
-    return values, xxhash.xxh3_64_hexdigest(_raw(values)), number
-
-
-def _one_ahead(function: Callable[[T], R], items: Iterable[T]) -> Generator[R, None, None]:
-    """`function` of each item, in a thread, which is at work on the next while the caller uses the one before."""
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-hash") as thread:
-        pending: Future[R] | None = None
-        for item in items:
-            following = thread.submit(function, item)
-            if pending is not None:
-                yield pending.result()
-            pending = following
-        if pending is not None:
-            yield pending.result()
+        )
+        yield raw
+        at += len(raw)
 
 
 def entry_name(kind: Kind, name: str, shape: tuple[int, ...], box: Box, start: int) -> str:
@@ -166,12 +149,17 @@ def fingerprints(pieces: Iterable[Piece]) -> dict[Kind, str]:
 
 
 class PieceReader:
-    """Reads pieces of one checkpoint, checked, into two buffers in turn. Use as a context manager: it holds open files."""
+    """Reads pieces of one checkpoint, checked, into two buffers in turn. Use as a context manager: it holds open files.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    Args:
+        folder: of the checkpoint.
+        direct: past the page cache, for what nobody else on this host will read.
+    """
+
+    def __init__(self, folder: Path, direct: bool = True) -> None:
+        self._folder, self._direct = folder, direct
         self._descriptors: dict[str, int] = {}
-        self._buffers = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
+        self._buffers = [aligned_buffer(0), aligned_buffer(0)]
 
     def __enter__(self) -> "PieceReader":
         return self
@@ -187,27 +175,35 @@ class PieceReader:
         Raises:
             CheckpointError: the file cannot be read, ends early, or its bytes are not those that were written.
         """
+        return self.check(file, piece, self.fetch(file, piece))
+
+    def fetch(self, file: DataFile, piece: Piece) -> torch.Tensor:
+        """The first half of `read`, the disk's: what the file has in the piece's place, uint8.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
         self._buffers.reverse()
-        if len(self._buffers[0]) < piece.num_bytes:
-            self._buffers[0] = torch.empty(piece.num_bytes, dtype=torch.uint8)
-        raw = self._buffers[0][: piece.num_bytes]
-        view = raw.numpy().data
+        if len(self._buffers[0]) < (room := piece.num_bytes + 2 * BLOCK_BYTES):
+            self._buffers[0] = aligned_buffer(room)
         try:
-            descriptor = self._descriptors.get(file.name)
-            if descriptor is None:
-                descriptor = self._descriptors[file.name] = os.open(self._folder / file.name, os.O_RDONLY)
-            got = 0
-            while got < piece.num_bytes and (read := os.preadv(descriptor, [view[got:]], piece.offset + got)):
-                got += read
+            return read_range(self._descriptor(file), self._buffers[0], piece.offset, piece.num_bytes)
         except OSError as error:
             raise CheckpointError(
                 f"{self._folder / file.name} cannot be read: {error.strerror or error}. Its tensors are missing, and a run that "
                 "went on without them would train other weights. Restore the file, or load another checkpoint."
             ) from None
-        if got < piece.num_bytes or xxhash.xxh3_64_hexdigest(view) != piece.xxh3:
+
+    def check(self, file: DataFile, piece: Piece, raw: torch.Tensor) -> torch.Tensor:
+        """The other half: the elements, if these are the bytes that were written.
+
+        Raises:
+            CheckpointError: they are not, or not all of them.
+        """
+        if len(raw) < piece.num_bytes or xxhash.xxh3_64_hexdigest(raw.numpy().data) != piece.xxh3:
             found = (
-                f"ends after {got:,} of {piece.num_bytes:,} bytes"
-                if got < piece.num_bytes
+                f"ends after {len(raw):,} of {piece.num_bytes:,} bytes"
+                if len(raw) < piece.num_bytes
                 else f"does not have the xxh3 {piece.xxh3} that was recorded when it was written"
             )
             raise CheckpointError(
@@ -215,7 +211,17 @@ class PieceReader:
                 f"of the box {_box_text(piece.box)}) {found}. Restore the file from a copy, or load "
                 "another checkpoint."
             )
-        return raw.view(TORCH_DTYPES[piece.dtype])
+        dtype = TORCH_DTYPES[piece.dtype]
+        if raw.storage_offset() % dtype.itemsize:
+            raw = raw.clone()  # it follows a piece of a smaller dtype
+        return raw.view(dtype)
+
+    def _descriptor(self, file: DataFile) -> int:
+        descriptor = self._descriptors.get(file.name)
+        if descriptor is None:
+            descriptor = self._descriptors[file.name] = os.open(self._folder / file.name, os.O_RDONLY)
+            set_direct(descriptor, self._direct)
+        return descriptor
 
 
 def load(folder: Path, manifest: Manifest, targets: Sequence[Shard]) -> None:
@@ -236,16 +242,19 @@ def load(folder: Path, manifest: Manifest, targets: Sequence[Shard]) -> None:
         by_tensor.setdefault((target.name, target.kind), []).append(target)
     wanted = list(_wanted(manifest, by_tensor))
     filled: Counter[int] = Counter()
-    with PieceReader(folder) as reader:
-        # The next piece is read and hashed while this one is put in place.
-        pieces = _one_ahead(lambda one: reader.read(manifest.files[one.file], one.piece), wanted)
-        with closing(pieces):
-            for one, values in zip(wanted, pieces, strict=True):
-                for target, (source, place, common) in one.overlaps:
-                    target.values[place.start : place.stop].view(box_shape(place.box))[within(common, place.box)].copy_(
-                        values[source.start : source.stop].view(box_shape(source.box))[within(common, source.box)]
-                    )
-                    filled[id(target)] += math.prod(box_shape(common))
+    # A piece of which this rank wants a part is one that another rank, perhaps of this host, wants too: the page cache is for that.
+    with (
+        PieceReader(folder, direct=all(one.is_whole for one in wanted)) as reader,
+        # The disk is at work on the next piece while this one is hashed and put in place.
+        closing(one_ahead(reader.fetch(manifest.files[one.file], one.piece) for one in wanted)) as pieces,
+    ):
+        for one, raw in zip(wanted, pieces, strict=True):
+            values = reader.check(manifest.files[one.file], one.piece, raw)
+            for target, (source, place, common) in one.overlaps:
+                target.values[place.start : place.stop].view(box_shape(place.box))[within(common, place.box)].copy_(
+                    values[source.start : source.stop].view(box_shape(source.box))[within(common, source.box)]
+                )
+                filled[id(target)] += math.prod(box_shape(common))
     for target in targets:
         if filled[id(target)] != len(target.values):
             raise CheckpointError(
@@ -261,6 +270,11 @@ class _Wanted:
     file: int
     piece: Piece
     overlaps: "list[tuple[Shard, tuple[_Part, _Part, Box]]]"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the piece goes to this rank (as it does in the layout that wrote it)."""
+        return sum(math.prod(box_shape(common)) for _, (_, _, common) in self.overlaps) == self.piece.numel
 
 
 def _wanted(manifest: Manifest, by_tensor: Mapping[tuple[str, Kind], Sequence[Shard]]) -> Iterator[_Wanted]:
@@ -307,19 +321,6 @@ def _cut(shard: Shard, piece_bytes: int) -> Iterator[Shard]:
     for at in range(0, len(shard.values), numel):
         values = shard.values[at : at + numel]
         yield Shard(shard.name, shard.kind, shard.shape, shard.box, shard.start + at, values)
-
-
-def _raw(values: torch.Tensor) -> memoryview:
-    """The bytes of contiguous values in host memory, without a copy."""
-    return values.view(torch.uint8).numpy().data
-
-
-def _write(descriptor: int, content: bytes | memoryview) -> int:
-    """All of it: one call may write less."""
-    left = memoryview(content)
-    while left:
-        left = left[os.write(descriptor, left) :]
-    return len(content)
 
 
 def _box_text(box: Box) -> str:

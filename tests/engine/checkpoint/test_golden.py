@@ -43,4 +43,4 @@ def test_it_is_small() -> None:
     assert sum(path.stat().st_size for path in VERSION_1.rglob("*") if path.is_file()) < 20_000
 
 
-FINGERPRINT = {"master": "eb6db6eec4581e00", "exp_avg": "4e006a8ca80648c5", "exp_avg_sq": "6e61091b78a3445b"}
+FINGERPRINT = {"master": "f23f8a7ad2152998", "exp_avg": "f2df4629d6f9ce2e", "exp_avg_sq": "93b828e4c1e3ad0c"}

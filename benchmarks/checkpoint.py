@@ -1,0 +1,299 @@
+"""Saving and loading a checkpoint beside `dd`, beside a plain memory copy, and beside torch.distributed.checkpoint.
+
+Each round measures, in turns on the same disk, with as many files as ranks and as many bytes as the state has:
+
+    write   dd conv=fsync          our save until it is committed                     dcp.save, files synced
+    read    dd                     our load: read, hashes checked, put in place       dcp.load
+                                   our begin: the same, then parameters gathered
+                                   and the fingerprint of the state compared
+    stop    a memory copy          what training waits for when a save starts         what dcp.async_save blocks
+
+All ranks of a round work at once, and a round's time is that of its slowest rank. Before anything is read its pages are dropped
+from the cache (posix_fadvise), so that the disk is read and not the memory. Medians over the rounds, and the ratios of each
+round to its own `dd` and copy.
+
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.checkpoint --gib 2
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.engine_overhead import machine
+from engine.checkpoint.directory import CheckpointDirectory
+from engine.checkpoint.manager import Checkpoints, RunFacts
+from engine.checkpoint.manifest import KINDS, Kind, read_manifest
+from engine.checkpoint.resume import begin
+from engine.checkpoint.state import flat_state, saved_buckets, shards
+from engine.checkpoint.store import load
+from engine.config import Config
+from engine.runtime import RankEnvironment
+from engine.step import NO_FLAGS, Engine
+from engine.train import build
+from launch.rank import Rank, join
+from models.gpt import build_chunks
+from models.specs import model_specs
+
+HIDDEN = 1024
+BYTES_PER_PARAMETER = 12
+"""fp32 weights and two moments."""
+
+DD_BLOCK_BYTES = 32 * 2**20
+
+
+class Watch:
+    """Notices that remember how long a save stopped training and how long it took."""
+
+    def __init__(self) -> None:
+        self.stall_seconds = 0.0
+        self.seconds = 0.0
+        self.problems: list[str] = []
+
+    def on_save_started(self, step: int, stall_seconds: float, waited_seconds: float) -> None:
+        self.stall_seconds = stall_seconds
+
+    def on_saved(self, step: int, folder: Path, num_bytes: int, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_save_failed(self, step: int, reason: str) -> None:
+        self.problems.append(reason)
+
+    def on_retired(self, names: list[str]) -> None:
+        pass
+
+    def on_fingerprint(self, step: int, fingerprint: dict[Kind, str]) -> None:
+        pass
+
+
+def make_config(gib: float, world_size: int) -> Config:
+    """A GPT whose fp32 state has at least `gib` GiB, data parallel over all ranks."""
+    per_layer = 12 * HIDDEN**2
+    layers = max(1, -(-int(gib * 2**30 / BYTES_PER_PARAMETER) // per_layer))
+    heads = HIDDEN // 64
+    return Config.model_validate(
+        {
+            "model": {
+                "num_layers": layers,
+                "hidden_size": HIDDEN,
+                "num_attention_heads": heads,
+                "seq_length": 128,
+                "vocab_size": 257,
+            },
+            "data": {"synthetic": True},
+            "train": {"steps": 10**6, "global_batch_size": world_size},
+            "parallel": {"dp": world_size},
+            "precision": {"dtype": "fp32"},
+            "checkpoint": {"interval": 1, "keep_last": 1},
+        }
+    )
+
+
+class Contest:
+    """The measurements of one rank.
+
+    Args:
+        rank: connected.
+        engine: whose state is saved.
+        folder: on the disk that is measured; emptied between measurements.
+    """
+
+    def __init__(self, rank: Rank, engine: Engine, folder: Path) -> None:
+        self.rank, self.engine, self.folder = rank, engine, folder
+        self.world = rank.topology.axis("world")
+        self.watch = Watch()
+        shapes = {spec.name: spec.shape for spec in model_specs(engine.config.model)}
+        facts = RunFacts("benchmark", 0, {}, (), lambda: None, shapes)
+        self.directory = CheckpointDirectory(folder / "ours")
+        self.checkpoints = Checkpoints(engine, self.directory, facts, self.watch)
+        self.flats = [flat_state(owned)[kind] for owned in saved_buckets(engine.optimizer) for kind in KINDS]
+        self.copies = [torch.empty_like(flat).zero_() for flat in self.flats]
+        self.targets = [
+            shard
+            for owned in saved_buckets(engine.optimizer)
+            for kind, flat in flat_state(owned).items()
+            for shard in shards(owned, flat, kind)
+        ]
+        self.num_bytes = sum(flat.numel() * flat.element_size() for flat in self.flats)
+
+    def together(self, work: Callable[[], float | None]) -> float:
+        """Seconds of the slowest rank; `work` may return seconds of its own."""
+        self.world.agree([0.0], self.rank.topology.device, "benchmark")
+        started = time.perf_counter()
+        own = work()
+        seconds = time.perf_counter() - started if own is None else own
+        mine = torch.tensor([seconds], dtype=torch.float64)
+        return float(self.world.all_reduce(mine, "benchmark", op="max").wait())
+
+    def round(self, step: int) -> dict[str, float]:
+        """Seconds by name. Who goes first turns from round to round: a disk may be faster after a rest."""
+        times = {"copy": self.together(self.copy)}
+        turns = [self.turn_of_dd, self.turn_of_ours, self.turn_of_dcp]
+        for turn in turns[step % 3 :] + turns[: step % 3]:
+            times |= turn(step)
+            self.clear()
+        return times
+
+    def turn_of_dd(self, step: int) -> dict[str, float]:
+        times = {"dd write": self.together(self.dd_write)}
+        drop(self.folder)
+        return times | {"dd read": self.together(self.dd_read)}
+
+    def turn_of_ours(self, step: int) -> dict[str, float]:
+        times = {"our save": self.together(lambda: self.save(step))}
+        times["our stop"] = self.together(lambda: self.watch.stall_seconds)
+        drop(self.folder)
+        times["our load"] = self.together(self.load)
+        drop(self.folder)
+        return times | {"our begin": self.together(self.begin)}
+
+    def turn_of_dcp(self, step: int) -> dict[str, float]:
+        times = {"dcp save": self.together(self.dcp_save)}
+        drop(self.folder)
+        times["dcp load"] = self.together(self.dcp_load)
+        self.clear()
+        if self.world.size > 1:
+            times["dcp stop"] = self.together(self.dcp_async_save)
+        return times
+
+    def clear(self) -> None:
+        """An empty folder for the next measurement, and nothing left to be written."""
+        self.world.agree([0.0], self.rank.topology.device, "benchmark")
+        if self.rank.number == 0:
+            shutil.rmtree(self.folder)
+            self.folder.mkdir()
+            os.sync()
+        self.world.agree([0.0], self.rank.topology.device, "benchmark")
+
+    def copy(self) -> None:
+        for copy, flat in zip(self.copies, self.flats, strict=True):
+            copy.copy_(flat)
+
+    @property
+    def dd_file(self) -> Path:
+        return self.folder / f"dd_{self.rank.number}"
+
+    def dd_write(self) -> None:
+        count = -(-self.num_bytes // DD_BLOCK_BYTES)
+        words = ["if=/dev/zero", f"of={self.dd_file}", f"bs={DD_BLOCK_BYTES}", f"count={count}", "conv=fsync"]
+        subprocess.run(["dd", *words], check=True, capture_output=True)
+
+    def dd_read(self) -> None:
+        words = [f"if={self.dd_file}", "of=/dev/null", f"bs={DD_BLOCK_BYTES}"]
+        subprocess.run(["dd", *words], check=True, capture_output=True)
+
+    def save(self, step: int) -> None:
+        self.checkpoints.after_step(step, step, 0.0, NO_FLAGS, is_last=True)
+        self.checkpoints.finish()
+
+    def load(self) -> None:
+        latest = self.directory.latest()
+        assert latest is not None
+        load(latest, read_manifest(latest), self.targets)
+
+    def begin(self) -> None:
+        begin(self.engine, self.directory, has_saved=True, data={})
+
+    def dcp_state(self) -> dict[str, torch.Tensor]:
+        return {f"rank_{self.rank.number}.{number}": flat for number, flat in enumerate(self.flats)}
+
+    def dcp_save(self) -> None:
+        writer = dcp.FileSystemWriter(self.folder / "dcp", single_file_per_rank=True, sync_files=True)
+        dcp.save(self.dcp_state(), storage_writer=writer, no_dist=self.world.size == 1)
+
+    def dcp_load(self) -> None:
+        dcp.load(
+            self.dcp_state(), storage_reader=dcp.FileSystemReader(self.folder / "dcp"), no_dist=self.world.size == 1
+        )
+
+    def dcp_async_save(self) -> float:
+        writer = dcp.FileSystemWriter(self.folder / "dcp", single_file_per_rank=True, sync_files=True)
+        started = time.perf_counter()
+        response = dcp.async_save(self.dcp_state(), storage_writer=writer)
+        seconds = time.perf_counter() - started
+        response.result()  # type: ignore[union-attr]
+        return seconds
+
+
+def drop(folder: Path) -> None:
+    """Take the folder's files out of the page cache: they are on the disk already."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
+
+
+def show(rounds: list[dict[str, float]], num_bytes: float, num_ranks: int, console: Console) -> None:
+    """One table: medians, and the medians of each round's own ratios."""
+    table = Table(title=f"{num_bytes / 2**30:.2f} GiB in {num_ranks} files, medians of {len(rounds)} rounds")
+    for name, justify in (("", "left"), ("seconds", "right"), ("GB/s", "right"), ("ratio", "right"), ("of", "left")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    speeds = (("dd write", None), ("our save", "dd write"), ("dcp save", "dd write"))
+    reads = (("dd read", None), ("our load", "dd read"), ("our begin", "dd read"), ("dcp load", "dd read"))
+    stops = (("copy", None), ("our stop", "copy"), ("dcp stop", "copy"))
+    for group in (speeds, reads, stops):
+        for name, of in group:
+            if name not in rounds[0]:
+                continue
+            seconds = statistics.median(one[name] for one in rounds)
+            row = [name, f"{seconds:.3f}", f"{num_bytes / seconds / 1e9:.3f}"]
+            if of is None:
+                row += ["", ""]
+            elif group is stops:
+                row += [f"{statistics.median(one[name] / one[of] for one in rounds):.2f}", f"{of}'s time"]
+            else:
+                row += [f"{statistics.median(one[of] / one[name] for one in rounds):.2f}", f"{of}'s speed"]
+            table.add_row(*row)
+        table.add_section()
+    console.print(table)
+
+
+def main(argv: list[str]) -> int:
+    """Run it on every rank; rank 0 prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=2.0, help="size of the state, all ranks together")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/benchmarks/checkpoint"), help="on the disk to measure"
+    )
+    options = parser.parse_args(argv)
+    environment = RankEnvironment.from_variables(os.environ)
+    config = make_config(options.gib, environment.world_size)
+    with join(config, environment) as rank:
+        engine = build(config, rank.topology, build_chunks)
+        options.folder.mkdir(parents=True, exist_ok=True)
+        contest = Contest(rank, engine, options.folder)
+        contest.clear()
+        rounds = []
+        for step in range(1, options.rounds + 1):
+            rounds.append(contest.round(step))
+            if rank.number == 0:
+                print("  ".join(f"{name} {seconds:.2f}" for name, seconds in rounds[-1].items()), flush=True)
+        contest.checkpoints.close()
+        (num_bytes,) = contest.world.agree([contest.num_bytes], rank.topology.device, "benchmark")
+        if contest.watch.problems:
+            print("; ".join(contest.watch.problems), file=sys.stderr)
+            return 1
+        if rank.number == 0:
+            console = Console()
+            console.print(" ".join(f"{key} {value}" for key, value in machine().items()), style="dim")
+            show(rounds, num_bytes, rank.topology.grid.world_size, console)
+            shutil.rmtree(options.folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
