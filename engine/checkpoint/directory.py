@@ -107,6 +107,7 @@ class CheckpointDirectory:
             final.rename(replaced)
         partial.rename(final)
         sync_folder(self.path)
+        sync_folder(self.path.parent)  # the first checkpoint has made this folder itself
         write_atomically(self.path / LATEST, [f"{final.name}\n".encode()])
         shutil.rmtree(replaced, ignore_errors=True)
         return final
@@ -215,7 +216,7 @@ def _is_one(path: Path) -> bool:
 def _nothing(path: Path) -> CheckpointError:
     what = "there is no such folder" if not path.exists() else "no step_<number> folder is in it"
     return CheckpointError(
-        f"{path}: {what}, so there is nothing to load. Starting anyway would train from random weights. Give a checkpoint "
+        f"{path}: {what}, so there is no checkpoint to read, and random weights must not take its place. Give a checkpoint "
         "(step_00001000), a folder of checkpoints, or a run directory."
     )
 

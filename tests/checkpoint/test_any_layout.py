@@ -11,6 +11,8 @@ from tests.checkpoint.runs import Trace, run
 from tests.harness import run_ranks
 from tests.parity.cases import Case
 
+pytestmark = pytest.mark.distributed
+
 LAYOUTS = (
     {"micro_batch_size": 12},
     {"dp": 3, "micro_batch_size": 4},

@@ -20,6 +20,8 @@ from tests.checkpoint.runs import Silent, engine_of, facts_of, fingerprint_of, r
 from tests.harness import run_ranks
 from tests.parity.cases import Case, dataset
 
+pytestmark = pytest.mark.distributed
+
 CASE = Case("gpt", global_batch_size=2)
 TWO = Case("gpt", dp=2, global_batch_size=2)
 

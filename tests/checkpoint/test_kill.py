@@ -14,6 +14,8 @@ from tests.checkpoint.runs import run
 from tests.harness import RankFailedError, run_ranks
 from tests.parity.cases import Case
 
+pytestmark = pytest.mark.distributed
+
 CASE = Case("gpt", dp=2, global_batch_size=2)
 SECTION = {"interval": 1, "keep_last": 2}
 """A save at every step: whenever the kill comes, one is under way."""

@@ -8,6 +8,8 @@ from tests.checkpoint.runs import Trace, run
 from tests.harness import run_ranks
 from tests.parity.cases import Case
 
+pytestmark = pytest.mark.distributed
+
 LAYOUTS = {
     "one process": {},
     "dp8": {"dp": 8},

@@ -254,7 +254,7 @@ def test_what_breaks_half_way_leaves_nothing(
 def test_mistakes_are_answered_without_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = checkpoint(tmp_path / "ours", {**MODEL, "qk_norm": True})
     out = tmp_path / "out"
-    assert "there is nothing to load" in refused(capsys, "convert", "hf-export", tmp_path / "nowhere", out)
+    assert "there is no checkpoint to read" in refused(capsys, "convert", "hf-export", tmp_path / "nowhere", out)
     assert "cannot be read as JSON" in refused(capsys, "convert", "hf-import", tmp_path / "nowhere", out)
     error = refused(capsys, "convert", "hf-export", source, out, "--family", "llama")
     assert "as llama: model.qk_norm = True, there it is False" in error

@@ -257,6 +257,7 @@ def test_what_megatron_cannot_express_is_refused(tmp_path, capsys):
     assert "model.qk_norm with norm = layernorm" in capsys.readouterr().err
 
 
+@pytest.mark.distributed
 def test_an_imported_run_goes_on_where_it_stood(theirs, tmp_path):
     """The command that the import prints, typed: 6 steps in all, the first three of them Megatron's."""
     imported = run(tmp_path, *TRIAXIS, "convert", "megatron-import", str(theirs), "back")

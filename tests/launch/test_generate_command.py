@@ -148,7 +148,7 @@ def test_a_layout_that_the_model_does_not_fit_is_refused(llama, refused):
 
 
 def test_no_checkpoint_and_no_tokenizer(llama, tmp_path, refused):
-    assert "nothing to load" in refused(tmp_path / "runs", "--prompt", "x")
+    assert "there is no checkpoint to read" in refused(tmp_path / "runs", "--prompt", "x")
     moved = save(tmp_path, LLAMA, tokenizer=str(tmp_path / "gone.json"))
     err = refused(moved.folder, "--prompt", "x")
     assert "say where it is now: data.tokenizer=PATH" in err
