@@ -173,13 +173,24 @@ def _rebuild_tensor(
     return storage.as_strided(size, stride, offset)
 
 
+def _member(owner: Any, name: Any) -> Inert:
+    """`getattr`, with which Python 3.11.0 to 3.11.3 write a member of an enumeration: a record of the class and the name.
+
+    Nothing is looked up, and of nothing but a class on the list is there a member.
+    """
+    if not (isinstance(owner, type) and issubclass(owner, Inert) and isinstance(name, str)):
+        raise pickle.UnpicklingError(f"an attribute of {owner!r}, which is no class of Megatron-Core")
+    return owner(name)
+
+
 _KNOWN: dict[Name, Any] = {
     ("torch", "Size"): tuple,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
     ("torch.serialization", "_get_layout"): str,
     ("collections", "OrderedDict"): OrderedDict,
     ("_codecs", "encode"): _encode,
+    ("builtins", "getattr"): _member,
     ("builtins", "set"): set,
     ("__builtin__", "set"): set,
 }
-"""What is not a record: containers, shapes, tensors. None of them does more than hold data."""
+"""What is not a record of a class: containers, shapes, tensors, members. None of them does more than hold data."""

@@ -94,7 +94,6 @@ def test_an_object_beside_the_tensors_is_never_opened(checkpoint, tmp_path):
     ("module", "name"),
     [
         ("builtins", "eval"),
-        ("builtins", "getattr"),
         ("torch", "load"),
         ("torch", "float32.__class__"),
         ("megatronics", "Thing"),
@@ -128,6 +127,28 @@ def test_a_class_on_the_list_is_a_record_and_not_the_class():
     assert isinstance(value, Inert) and not isinstance(value, Namespace)
     assert value.origin == "argparse.Namespace"
     assert (value.state, value.get("a"), value.get("c", 3)) == ({"a": 1, "b": [2]}, 1, 3)
+
+
+class Attribute:
+    """Pickled as `getattr(owner, name)`: what Python 3.11.0 to 3.11.3 writes for a member of an enumeration."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.owner, self.name)
+
+
+def test_a_member_of_an_enumeration_is_a_record_however_it_was_written():
+    content = pickle.dumps(Attribute(Namespace, "some_member"))
+    value = read_pickle(content, [("argparse", "Namespace")], "", "a file")
+    assert isinstance(value, Inert) and value.arguments == ("some_member",)
+
+
+@pytest.mark.parametrize("owner", [OrderedDict, "a text", torch.Size([1])], ids=repr)
+def test_attributes_of_anything_else_are_refused(owner):
+    with pytest.raises(CheckpointError, match="is no class of Megatron-Core"):
+        read_pickle(pickle.dumps(Attribute(owner, "__class__")), [("argparse", "Namespace")], "", "a file")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool])
