@@ -24,6 +24,7 @@ COMMANDS = {
     "convert": "bring a model in from Hugging Face or Megatron-Core, or take a checkpoint out",
     "checkpoint": "look into checkpoints: contents, differences, damage, fingerprints",
     "schedule": "print, draw or check a pipeline schedule",
+    "verify": "prove that a layout trains the same model as one process, or name what differs",
     "traffic": "run one real step and print the bytes and calls per axis beside what the config predicts",
 }
 """Subcommands in the order of `triaxis --help`, with their one-line summaries."""

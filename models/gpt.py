@@ -66,6 +66,18 @@ class Block(nn.Module):
         return x + hidden_dropout(self, self.context, branch, keys, f"{self.name}.mlp.residual_dropout")
 
 
+class TokenLosses(nn.Module):
+    """Cross-entropy of each token from this rank's columns of the logits."""
+
+    def __init__(self, context: BuildContext) -> None:
+        super().__init__()
+        self.context = context
+
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """logits [s, b, V_padded/t], labels int64 [b, s] -> [s, b], the same on every tp rank."""
+        return vocab_parallel_cross_entropy(logits, labels.t(), self.context.region.axis, self.context.model.vocab_size)
+
+
 class GPTChunk(nn.Module):
     """The layers of one stage, with the embedding on the first stage and the head on the last.
 
@@ -82,6 +94,7 @@ class GPTChunk(nn.Module):
         self.blocks = nn.ModuleList([Block(context, layer) for layer in stage.layers])
         self.final_norm = Norm(context, "final_norm") if stage.has_head else None
         self.head: ColumnParallelLinear | None = None
+        self.losses = TokenLosses(context) if stage.has_head else None
         if stage.has_head:
             name = "embedding.word.weight" if context.model.tie_embeddings else "head.weight"
             weight = context.parameter(name)
@@ -95,11 +108,9 @@ class GPTChunk(nn.Module):
     def forward(self, x: torch.Tensor | None, batch: Batch) -> torch.Tensor:
         """Hidden states for the next stage, or on the last stage the sum of the unmasked tokens' losses (a scalar)."""
         hidden = self._hidden(x, batch)
-        if self.head is None:
+        if self.losses is None:
             return hidden
-        losses = vocab_parallel_cross_entropy(
-            self._logits(hidden), batch.labels.t(), self.context.region.axis, self.context.model.vocab_size
-        )
+        losses: torch.Tensor = self.losses(self._logits(hidden), batch.labels)
         return (losses * batch.loss_mask.t()).sum()
 
     def logits(self, x: torch.Tensor | None, batch: Batch) -> torch.Tensor:

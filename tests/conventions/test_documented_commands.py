@@ -18,7 +18,7 @@ VARIABLES = r"(?:[A-Z_]+=\S+ )*"
 DRY_FORMS = [
     # starts ranks, tests or jobs: the same words with --dry-run
     (re.compile(rf"({VARIABLES}bash (?:launch/pretrain_gpt\.sh|tests/run\.sh)\b.*)"), r"\1 --dry-run"),
-    (re.compile(rf"({VARIABLES}triaxis (?:train|traffic)\b.*)"), r"\1 --dry-run"),
+    (re.compile(rf"({VARIABLES}triaxis (?:train|traffic|verify)\b.*)"), r"\1 --dry-run"),
     (re.compile(r"sbatch (launch/slurm/\S+\.sbatch.*)"), r"bash \1 --dry-run"),
     (re.compile(r"make (\w+)"), r"make --dry-run \1"),
     # quick and harmless: as it is

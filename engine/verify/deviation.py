@@ -1,0 +1,61 @@
+"""How far one tensor is from another, as sums that can be added over the parts that ranks hold (no torch here)."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """Sums over the elements of `got` and of the `wanted` values in the same places.
+
+    Attributes:
+        numel: elements compared.
+        wanted_square: sum of wanted^2.
+        got_square: sum of got^2.
+        product: sum of wanted x got.
+        error_square: sum of (got - wanted)^2; infinite where something is not finite.
+    """
+
+    numel: int
+    wanted_square: float
+    got_square: float
+    product: float
+    error_square: float
+
+    def __add__(self, other: "Deviation") -> "Deviation":
+        return Deviation(
+            self.numel + other.numel,
+            self.wanted_square + other.wanted_square,
+            self.got_square + other.got_square,
+            self.product + other.product,
+            self.error_square + other.error_square,
+        )
+
+    @property
+    def wanted_norm(self) -> float:
+        return math.sqrt(self.wanted_square)
+
+    @property
+    def got_norm(self) -> float:
+        return math.sqrt(self.got_square)
+
+    @property
+    def error(self) -> float:
+        """Norm of the difference."""
+        return math.sqrt(self.error_square)
+
+    @property
+    def factor(self) -> float | None:
+        """The number f for which f x wanted is nearest to what was got: 2 says that something was added twice."""
+        return self.product / self.wanted_square if self.wanted_square else None
+
+    @property
+    def is_multiple(self) -> bool:
+        """Whether what was got is `factor` x wanted and nothing else, to one part in 10^4."""
+        if self.factor is None or not math.isfinite(self.error_square):
+            return False
+        beside = max(0.0, self.got_square - self.factor * self.product)
+        return beside <= 1e-8 * max(self.got_square, self.wanted_square)
+
+
+NOTHING = Deviation(0, 0.0, 0.0, 0.0, 0.0)

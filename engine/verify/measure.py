@@ -1,0 +1,165 @@
+"""The steps that are compared: one process writes down every tensor, a rank of a layout compares its parts with them.
+
+    reference.start.safetensors        weights before the first step
+    reference.step_00.safetensors      gradients, masters, moments and parameters of the first step, `kind:name`
+    ...
+
+Weights are off the initial point (norms are not one, biases not zero), since an error in a term that starts at zero would
+not be seen. Gradients are read where the optimizer reads them: from the owned parts of the reduced main grads.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from engine.initial_weights import initial_box
+from engine.shard_spec import Init, ParamRecord
+from engine.step import Engine
+from engine.verify.deviation import Deviation
+from engine.verify.records import StepFacts, TensorKind, TensorReport, together
+
+NOISE_STD = 0.1
+
+
+class Notebook(Protocol):
+    """Is given every tensor of every step, part by part."""
+
+    def tensor(self, step: int, kind: TensorKind, part: "Part") -> None: ...
+    def step_done(self, step: int) -> None: ...
+
+
+class Part:
+    """Elements [start, stop) of the row-major box of one parameter, as this rank holds them."""
+
+    __slots__ = ("record", "start", "values")
+
+    def __init__(self, record: ParamRecord, start: int, values: torch.Tensor) -> None:
+        self.record, self.start, self.values = record, start, values
+
+
+@torch.no_grad()
+def leave_the_initial_point(engine: Engine, seed: int) -> None:
+    """Add noise to every parameter, the same in every layout, and let the masters follow."""
+    for parameter in engine.parameters.values():
+        record = parameter.record
+        noisy = replace(record, spec=replace(record.spec, init=Init("normal", NOISE_STD)))
+        flat = parameter.value.data.view(-1)[: record.box_numel]
+        flat += initial_box(noisy, seed).to(flat.device, flat.dtype)
+    for owned in engine.optimizer.owned:
+        owned.master.copy_(owned.parameters)
+
+
+def run_steps(
+    engine: Engine,
+    steps: Sequence[Sequence[Any]],
+    lr: float,
+    notebook: Notebook,
+    watch: AbstractContextManager[None],
+) -> list[StepFacts]:
+    """Train on the given global batches; the notebook sees every tensor of every step.
+
+    Args:
+        engine: at its start.
+        steps: this rank's microbatches, step by step.
+        lr: of every step.
+        notebook: where tensors go.
+        watch: open during the first forward and backward.
+    """
+    _write_parameters(engine, 0, "start", notebook)
+    facts = []
+    for step, microbatches in enumerate(steps):
+        if step == 0:
+            with watch:
+                loss_sum, num_tokens = engine.forward_backward(microbatches)
+        else:
+            loss_sum, num_tokens = engine.forward_backward(microbatches)
+        _write_owned(engine, step, "gradient", notebook)
+        result = engine.update(loss_sum, num_tokens, lr)
+        engine.buffers.wait_all()
+        for kind in ("master", "exp_avg", "exp_avg_sq"):
+            _write_owned(engine, step, kind, notebook)
+        _write_parameters(engine, step, "parameter", notebook)
+        notebook.step_done(step)
+        facts.append(StepFacts(result.loss, result.grad_norm, result.num_tokens))
+    return facts
+
+
+def _write_owned(engine: Engine, step: int, kind: TensorKind, notebook: Notebook) -> None:
+    for owned in engine.optimizer.owned:
+        values = owned.grads if kind == "gradient" else getattr(owned, kind)
+        for segment in owned.segments:
+            at = segment.offset - owned.bucket.owned[0]
+            part = values[at : at + segment.stop - segment.start]
+            notebook.tensor(step, kind, Part(segment.record, segment.start, part))
+
+
+def _write_parameters(engine: Engine, step: int, kind: TensorKind, notebook: Notebook) -> None:
+    for parameter in engine.parameters.values():
+        flat = parameter.value.detach().view(-1)[: parameter.record.box_numel]
+        notebook.tensor(step, kind, Part(parameter.record, 0, flat))
+
+
+def reference_file(folder: Path, step: int) -> Path:
+    return folder / f"reference.step_{step:02d}.safetensors"
+
+
+class Writing:
+    """The notebook of the one process: whole tensors, a file per step."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def tensor(self, step: int, kind: TensorKind, part: Part) -> None:
+        shape = part.record.spec.shape
+        assert part.record.box == tuple((0, size) for size in shape), "the reference holds every parameter whole"
+        key = f"{kind}:{part.record.name}"
+        if key not in self._tensors:
+            self._tensors[key] = torch.full(shape, torch.nan, dtype=part.values.dtype)
+        self._tensors[key].view(-1)[part.start : part.start + len(part.values)].copy_(part.values)
+
+    def step_done(self, step: int) -> None:
+        save_file(self._tensors, reference_file(self._folder, step))
+        self._tensors = {}
+
+
+class Comparing:
+    """The notebook of a rank: what it holds against the same elements of the reference."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._found: dict[tuple[int, TensorKind, str], list[Deviation]] = {}
+
+    def tensor(self, step: int, kind: TensorKind, part: Part) -> None:
+        with safe_open(reference_file(self._folder, step), framework="pt") as reference:
+            whole = reference.get_slice(f"{kind}:{part.record.name}")
+            box = whole[tuple(slice(*bounds) for bounds in part.record.box)]
+        wanted = box.reshape(-1)[part.start : part.start + len(part.values)]
+        found = self._found.setdefault((step, kind, part.record.name), [])
+        found.append(deviation(wanted, part.values))
+
+    def step_done(self, step: int) -> None:
+        pass
+
+    def reports(self) -> Iterator[TensorReport]:
+        for (step, kind, name), parts in self._found.items():
+            yield TensorReport(step, kind, name, together(parts))
+
+
+def deviation(wanted: torch.Tensor, got: torch.Tensor) -> Deviation:
+    """Of tensors of one shape, in float64."""
+    wanted, got = wanted.detach().cpu().double(), got.detach().cpu().double()
+    error_square = float((got - wanted).square().sum())
+    return Deviation(
+        wanted.numel(),
+        float(wanted.square().sum()),
+        float(got.square().nan_to_num().sum()),
+        float((wanted * got).nan_to_num().sum()),
+        error_square if error_square == error_square else float("inf"),
+    )

@@ -1,0 +1,172 @@
+"""`triaxis verify`: proof that a layout trains the same model as one process, or the first thing that differs (no torch here)."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from engine.config import Config, parallel_sizes
+from engine.errors import ConfigError
+from engine.verify.judge import Difference, Verdict
+from launch.verify import Trial, VerificationError, show_plan, trial, verify
+
+NAME = "verify"
+HELP = "Train a few steps in one process and in a layout; compare loss, every gradient, weights and moments by name."
+EXAMPLES = """examples:
+  triaxis verify --config configs/gpt_tiny.yaml --layout tp=4,pp=2,vpp=2,dp=1
+  triaxis verify --config configs/gpt_tiny.yaml --layout tp=2,dp=2,sp=false --full-size --steps 5 --json certificate.json
+  triaxis verify --config configs/gpt_tiny.yaml model.num_kv_heads=2 --layout tp=4,dp=1
+
+By default the model is made small and keeps every relation of its sizes: heads to ranks, layers to stages, padding of the
+vocabulary, microbatches to stages. Runs on the GPUs of this machine, else on the CPU. Exit code 0: equal; 1: different;
+2: this cannot be run. What verify starts goes to stderr, the certificate to stdout.
+"""
+
+SIZES = {"tp": "tp", "pp": "pp", "vpp": "vpp", "dp": "dp", "sp": "sequence_parallel"}
+"""Words of a layout, and the keys of the section `parallel` that they set."""
+
+SHOWN = 12
+DTYPES = ("float64", "fp32", "bf16")
+EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "triaxis verify --config config.yaml [section.key=value ...] [--layout tp=..,pp=..] [options]"
+    parser.epilog = EXAMPLES
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="model and run to be verified")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for training")
+    parser.add_argument(
+        "--layout",
+        metavar="tp=N,pp=N,...",
+        help=f"of {', '.join(SIZES)}; what is not named is 1 (sp: off). Default: the config's own layout",
+    )
+    parser.add_argument("--steps", type=int, default=3, metavar="K", help="optimizer steps (default: 3)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float64", help="of both runs (default: float64, where equal means equal)"
+    )
+    parser.add_argument("--full-size", action="store_true", help="the config's own sizes instead of small ones")
+    parser.add_argument("--dry-run", action="store_true", help="print both launch lines; start nothing")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the certificate here as well")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0: equal, 1: different, 2: unusable."""
+    if args.steps < 1:
+        raise ConfigError([f"--steps {args.steps}: at least one step is compared."], "the command line")
+    layout = [] if args.layout is None else layout_overrides(args.layout)
+    asked = trial(
+        args.config,
+        (*args.overrides, *layout),
+        small=not args.full_size,
+        num_steps=args.steps,
+        dtype=args.dtype,
+    )
+    if args.dry_run:
+        show_plan(asked)
+        return EQUAL
+    try:
+        verdict = verify(asked)
+    except VerificationError as error:
+        print(f"error: {error}; nothing was compared", file=sys.stderr)
+        return UNUSABLE
+    show(Console(highlight=False, soft_wrap=True), asked, verdict)
+    if args.json is not None:
+        args.json.write_text(json.dumps(certificate(asked, verdict), indent=2) + "\n")
+    return EQUAL if verdict.equal else DIFFERENT
+
+
+def layout_overrides(text: str) -> list[str]:
+    """`tp=4,pp=2` as overrides of the section `parallel`.
+
+    Raises:
+        ConfigError: a word that is no size, or one twice.
+    """
+    given: dict[str, str] = {}
+    problems = []
+    for word in text.split(","):
+        name, _, value = word.strip().partition("=")
+        if name not in SIZES or not value or name in given:
+            problems.append(
+                f"--layout {text}: {word!r} is not one of {', '.join(f'{name}=..' for name in SIZES)}, each at most once; the "
+                "layout that would be verified is not the one that was meant. Write for example --layout tp=2,pp=2,vpp=2,dp=2."
+            )
+        given[name] = value
+    if problems:
+        raise ConfigError(problems, "the command line")
+    sizes = {name: given.get(name, "false" if name == "sp" else "1") for name in SIZES}
+    return [f"parallel.{SIZES[name]}={value}" for name, value in sizes.items()]
+
+
+def certificate(asked: Trial, verdict: Verdict) -> dict[str, object]:
+    """The verdict as JSON: what was compared, how far it was apart, and the configuration that makes the same runs again."""
+    return {
+        "equal": verdict.equal,
+        "layout": _layout(asked.config),
+        "steps": asked.config.train.steps,
+        "dtype": asked.config.precision.dtype,
+        "tolerance": asked.tolerance,
+        "largest_errors": {what: {"error": error, "name": name} for what, (error, name) in verdict.largest.items()},
+        "differences": [asdict(one) for one in verdict.differences],
+        "likely_cause": None if verdict.cause is None else asdict(verdict.cause),
+        "config": asked.config.model_dump(mode="json"),
+    }
+
+
+def _layout(config: Config) -> str:
+    sp = " sp" if config.parallel.sequence_parallel else ""
+    return f"{parallel_sizes(config)}{sp}"
+
+
+def show(console: Console, asked: Trial, verdict: Verdict) -> None:
+    """The certificate for people."""
+    config, model = asked.config, asked.config.model
+    steps = "1 step" if config.train.steps == 1 else f"{config.train.steps} steps"
+    table = Table(
+        title=f"{_layout(config)} against one process: {steps} in {config.precision.dtype}",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+    )
+    for column in ("compared", "largest error", "of"):
+        table.add_column(column, justify="right" if column == "largest error" else "left", no_wrap=True)
+    wrong = {one.what for one in verdict.differences}
+    for what, (error, name) in verdict.largest.items():
+        table.add_row(what, f"{error:.1e}", name, style="bold red" if what in wrong else "")
+    console.print(table)
+    kv = f" ({model.kv_heads} kv)" if model.kv_heads != model.num_attention_heads else ""
+    console.print(
+        f"{model.num_layers} layers, h {model.hidden_size}, {model.num_attention_heads} heads{kv}, "
+        f"vocabulary {model.vocab_size} (padded {model.padded_vocab_size}), sequence {model.seq_length}; "
+        f"global batch {config.train.global_batch_size}, micro batch {config.train.micro_batch_size}",
+        style="dim",
+    )
+    console.print(
+        f"errors are relative to a tensor's norm, or to its share of all of its kind; at most {asked.tolerance:g} is rounding",
+        style="dim",
+    )
+    if verdict.equal:
+        console.print("[bold green]equal[/]: this layout trains the same model.")
+        return
+    _show_differences(console, verdict.differences)
+    assert verdict.cause is not None
+    axis = "" if verdict.cause.axis is None else f" [bold]{verdict.cause.axis}[/]:"
+    console.print(f"likely cause:{axis} {verdict.cause.text}.")
+
+
+def _show_differences(console: Console, differences: Sequence[Difference]) -> None:
+    first = differences[0]
+    console.print(f"[bold red]different[/], first in step {first.step + 1}, {first.what}:")
+    table = Table(box=SIMPLE_HEAD)
+    for column in ("name", "one process", "layout", "factor", "error"):
+        table.add_column(column, justify="left" if column == "name" else "right", no_wrap=True)
+    for one in differences[:SHOWN]:
+        factor = "" if one.factor is None else f"{one.factor:.6g}"
+        table.add_row(one.name or one.what, f"{one.wanted:.6g}", f"{one.got:.6g}", factor, f"{one.error:.1e}")
+    console.print(table)
+    if len(differences) > SHOWN:
+        console.print(f"and {len(differences) - SHOWN} more", style="dim")

@@ -1,0 +1,116 @@
+"""The rank of `triaxis verify`: a few steps from a fixed start; the one process writes them down, a layout's ranks compare."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from engine.config import Config
+from engine.data.loader import Batches
+from engine.data.synthetic import SyntheticDataset
+from engine.errors import TriaxisError
+from engine.runtime import RankEnvironment
+from engine.topology import Topology
+from engine.train import build
+from engine.verify.measure import Comparing, Writing, deviation, leave_the_initial_point, run_steps
+from engine.verify.records import REFERENCE_STEPS, RankReport, SiteReport, together
+from launch.from_checkpoint import read_job
+from launch.rank import join, read_config
+from models.gpt import build_chunks
+from models.probes import Probes, site_order
+
+MASKED_FRACTION = 0.3
+REFERENCE_SITES = "reference.sites.safetensors"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one rank of what `launch/verify.py` asks for."""
+    environment = RankEnvironment.from_variables(os.environ)
+    try:
+        config = read_config(argv, environment)
+        job = read_job(argv)
+        with join(config, environment) as rank:
+            observe(rank.topology, config, Path(job["folder"]), is_reference=job["is_reference"])
+    except TriaxisError as error:
+        if environment.rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def observe(topology: Topology, config: Config, folder: Path, *, is_reference: bool) -> None:
+    """Train `config.train.steps` steps and leave in `folder` what the judge needs.
+
+    Args:
+        topology: this rank's.
+        config: with the layout; of the reference, one process.
+        folder: shared by all ranks; holds the reference's files unless this is the reference.
+        is_reference: write whole tensors, instead of comparing with them.
+    """
+    engine = build(config, topology, build_chunks)
+    leave_the_initial_point(engine, config.train.seed + 1)
+    probes = Probes(engine.chunks)
+    notebook = Writing(folder) if is_reference else Comparing(folder)
+    facts = run_steps(engine, _batches(config, topology), config.optimizer.lr, notebook, probes.open())
+    if isinstance(notebook, Writing):
+        (folder / REFERENCE_STEPS).write_text(json.dumps([asdict(one) for one in facts]))
+        sites = {
+            f"{site}|{samples}": value for site, found in probes.values.items() for samples, value in found.items()
+        }
+        save_file(sites, folder / REFERENCE_SITES)
+        return
+    at = topology.coordinates
+    RankReport(
+        rank=topology.rank,
+        coordinates={"pp": at.pp, "dp": at.dp, "tp": at.tp},
+        steps=tuple(facts),
+        tensors=tuple(notebook.reports()),
+        sites=tuple(_sites(folder, probes, config, topology)),
+    ).write(report_path(folder, topology.rank))
+
+
+def report_path(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank:05d}.json"
+
+
+def _batches(config: Config, topology: Topology) -> list[Sequence[Any]]:
+    """All steps of this rank: random tokens, some labels masked, so that microbatches have unequal counts."""
+    model, train = config.model, config.train
+    batches = Batches(
+        SyntheticDataset(train.seed, model.vocab_size, model.seq_length, MASKED_FRACTION),
+        global_batch_size=train.global_batch_size,
+        micro_batch_size=train.micro_batch_size,
+        dp=topology.axis("dp").size,
+        dp_rank=topology.axis("dp").index,
+        consumed_samples=0,
+        device=topology.device,
+    )
+    steps: list[Sequence[Any]] = [batches.next_step() for _ in range(train.steps or 1)]
+    batches.close()
+    return steps
+
+
+def _sites(folder: Path, probes: Probes, config: Config, topology: Topology) -> list[SiteReport]:
+    """This rank's outputs against the same tokens' in the reference."""
+    tp = topology.axis("tp")
+    reports = []
+    with safe_open(folder / REFERENCE_SITES, framework="pt") as reference:
+        for site, found in probes.values.items():
+            parts = []
+            for samples, got in found.items():
+                wanted = reference.get_tensor(f"{site}|{samples}")
+                if len(got) < len(wanted):
+                    wanted = wanted[tp.index * len(got) : (tp.index + 1) * len(got)]
+                parts.append(deviation(wanted, got))
+            reports.append(SiteReport(site_order(site, config.model.num_layers), site, together(parts)))
+    return reports
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
