@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,7 +14,9 @@ from rich.table import Table
 from engine.config import Config, parallel_sizes
 from engine.errors import ConfigError
 from engine.verify.judge import Difference, Verdict
+from engine.verify.matrix import Row
 from launch.verify import Trial, VerificationError, show_plan, trial, verify
+from launch.verify_matrix import MOST_RANKS, matrix
 
 NAME = "verify"
 HELP = "Train a few steps in one process and in a layout; compare loss, every gradient, weights and moments by name."
@@ -22,6 +24,7 @@ EXAMPLES = """examples:
   triaxis verify --config configs/gpt_tiny.yaml --layout tp=4,pp=2,vpp=2,dp=1
   triaxis verify --config configs/gpt_tiny.yaml --layout tp=2,dp=2,sp=false --full-size --steps 5 --json certificate.json
   triaxis verify --config configs/gpt_tiny.yaml model.num_kv_heads=2 --layout tp=4,dp=1
+  triaxis verify --matrix
 
 By default the model is made small and keeps every relation of its sizes: heads to ranks, layers to stages, padding of the
 vocabulary, microbatches to stages. Runs on the GPUs of this machine, else on the CPU. Exit code 0: equal; 1: different;
@@ -37,14 +40,28 @@ EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "triaxis verify --config config.yaml [section.key=value ...] [--layout tp=..,pp=..] [options]"
+    parser.usage = (
+        "triaxis verify (--config config.yaml [section.key=value ...] | --matrix) [--layout tp=..,pp=..] [options]"
+    )
     parser.epilog = EXAMPLES
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="model and run to be verified")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="model and run to be verified")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for training")
     parser.add_argument(
         "--layout",
         metavar="tp=N,pp=N,...",
         help=f"of {', '.join(SIZES)}; what is not named is 1 (sp: off). Default: the config's own layout",
+    )
+    parser.add_argument(
+        "--matrix",
+        action="store_true",
+        help="layouts, schedules and recomputation in which every two features meet, of the config's model or of built-in ones",
+    )
+    parser.add_argument(
+        "--max-ranks",
+        type=int,
+        default=MOST_RANKS,
+        metavar="N",
+        help=f"of a layout in the matrix (default: {MOST_RANKS})",
     )
     parser.add_argument("--steps", type=int, default=3, metavar="K", help="optimizer steps (default: 3)")
     parser.add_argument(
@@ -57,8 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0: equal, 1: different, 2: unusable."""
-    if args.steps < 1:
-        raise ConfigError([f"--steps {args.steps}: at least one step is compared."], "the command line")
+    if problems := list(_problems(args)):
+        raise ConfigError(problems, "the command line")
+    console = Console(highlight=False, soft_wrap=True)
+    if args.matrix:
+        return _run_matrix(console, args)
     layout = [] if args.layout is None else layout_overrides(args.layout)
     asked = trial(
         args.config,
@@ -75,10 +95,71 @@ def run(args: argparse.Namespace) -> int:
     except VerificationError as error:
         print(f"error: {error}; nothing was compared", file=sys.stderr)
         return UNUSABLE
-    show(Console(highlight=False, soft_wrap=True), asked, verdict)
-    if args.json is not None:
-        args.json.write_text(json.dumps(certificate(asked, verdict), indent=2) + "\n")
+    show(console, asked, verdict)
+    _write_json(args, certificate(asked, verdict))
     return EQUAL if verdict.equal else DIFFERENT
+
+
+def _problems(args: argparse.Namespace) -> Iterator[str]:
+    if args.steps < 1:
+        yield f"--steps {args.steps}: at least one step is compared."
+    if args.config is None and not args.matrix:
+        yield "neither --config nor --matrix: nothing says what to verify. Give a config, or --matrix for built-in models."
+    if args.config is None and args.overrides:
+        yield f"{args.overrides[0]}: without --config there is nothing to override."
+    if args.matrix and (args.layout is not None or args.full_size):
+        yield "--matrix chooses layouts and uses small sizes: --layout and --full-size would be ignored. Leave them out."
+    if args.max_ranks < 2:
+        yield f"--max-ranks {args.max_ranks}: a layout of one rank is the reference itself. At least 2."
+
+
+def _run_matrix(console: Console, args: argparse.Namespace) -> int:
+    """Each trial is one line as soon as it is decided; a trial that cannot be run ends the matrix."""
+    trials = matrix(
+        args.config, tuple(args.overrides), num_steps=args.steps, dtype=args.dtype, most_ranks=args.max_ranks
+    )
+    if args.dry_run:
+        for _, asked in trials:
+            show_plan(asked)
+        return EQUAL
+    certificates: list[dict[str, object]] = []
+    num_different = 0
+    for number, (row, asked) in enumerate(trials, start=1):
+        try:
+            verdict = verify(asked)
+        except VerificationError as error:
+            print(f"error: {error}, in trial {number} ({_features(row)})", file=sys.stderr)
+            return UNUSABLE
+        largest = max(error for error, _ in verdict.largest.values())
+        answer = "[green]equal[/]    " if verdict.equal else "[bold red]different[/]"
+        console.print(f"{number:>4}/{len(trials)}  {answer}  {largest:.1e}  {_features(row)}")
+        if not verdict.equal:
+            num_different += 1
+            show(console, asked, verdict)
+        certificates.append({"features": row} | certificate(asked, verdict))
+    _write_json(args, {"equal": not num_different, "trials": certificates})
+    steps = "1 step" if args.steps == 1 else f"{args.steps} steps"
+    if num_different:
+        console.print(f"[bold red]{num_different} of {len(trials)} layouts do not train the same model.[/]")
+        return DIFFERENT
+    console.print(
+        f"[bold green]equal[/]: all {len(trials)} layouts train the same models as one process ({steps} in {args.dtype}). Every "
+        "two features that can be combined are in one of them."
+    )
+    return EQUAL
+
+
+def _features(row: Row) -> str:
+    sizes = " ".join(f"{size} {row[size]}" for size in ("tp", "pp", "vpp", "dp") if row[size] != 1)
+    words = [sizes, "sp" if row["sp"] else "", str(row["schedule"]) if row["schedule"] != "auto" else ""]
+    words += [f"{row['recompute']} recompute" if row["recompute"] != "none" else ""]
+    words += [f"micro batch {row['micro batch']}" if row["micro batch"] != 1 else ""]
+    return f"{row['model']}: " + ", ".join(word for word in words if word)
+
+
+def _write_json(args: argparse.Namespace, content: Mapping[str, object]) -> None:
+    if args.json is not None:
+        args.json.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def layout_overrides(text: str) -> list[str]:

@@ -90,6 +90,24 @@ def test_what_cannot_be_run_is_neither_equal_nor_different(
     assert "nothing was compared" in capsys.readouterr().err
 
 
+def test_a_matrix_says_each_verdict_and_counts_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = verdict_is(monkeypatch, Verdict({"loss": (1e-16, "")}, (), None))
+    path = tmp_path / "matrix.json"
+    assert main([*CONFIG, "--matrix", "--max-ranks", "4", "--json", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("equal      1.0e-16") == len(asked) > 3
+    assert f"equal: all {len(asked)} layouts train the same models as one process (3 steps in float64)." in out
+    tree = json.loads(path.read_text())
+    assert tree["equal"] and len(tree["trials"]) == len(asked) and tree["trials"][0]["features"]["tp"] == 2
+
+    verdict_is(monkeypatch, WRONG)
+    assert main([*CONFIG, "--matrix", "--max-ranks", "2"]) == 1
+    out = capsys.readouterr().out
+    assert "layouts do not train the same model." in out and "likely cause" in out
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -97,6 +115,8 @@ def test_what_cannot_be_run_is_neither_equal_nor_different(
         (["--layout", "tp=2,tp=4"], "each at most once"),
         (["--layout", "tp=3"], "model.num_attention_heads"),
         (["--steps", "0"], "at least one step"),
+        (["--matrix", "--layout", "tp=2"], "would be ignored"),
+        (["--matrix", "--max-ranks", "1"], "the reference itself"),
         (["optimizer.learning_rate=1"], "unknown key"),
     ],
 )

@@ -1,0 +1,41 @@
+"""A few configurations in which every pair of features meets (no torch here).
+
+Bugs of composition need two features together far more often than three. A greedy covering array keeps all pairs that are
+legal together in a number of rows that grows with the square of the most choices, not with their product.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from itertools import combinations, product
+
+Row = dict[str, Hashable]
+"""A choice for each feature."""
+
+Pair = frozenset[tuple[str, Hashable]]
+
+
+def covering_rows(features: Mapping[str, Sequence[Hashable]], is_legal: Callable[[Row], bool]) -> list[Row]:
+    """Rows such that every pair of choices that is in any legal row is in one of these.
+
+    Args:
+        features: names and their choices; earlier choices are preferred where any will do.
+        is_legal: whether a row can be run.
+
+    Returns:
+        At most as many rows as there are pairs; the same for the same arguments.
+    """
+    names = list(features)
+    legal = [row for values in product(*features.values()) if is_legal(row := dict(zip(names, values, strict=True)))]
+    missing = {pair for row in legal for pair in pairs(row)}
+    rows = []
+    while missing:
+        # `max` takes the first of the best, so the order of the choices decides.
+        best = max(legal, key=lambda row: sum(pair in missing for pair in pairs(row)))
+        rows.append(best)
+        missing -= set(pairs(best))
+    return rows
+
+
+def pairs(row: Row) -> Iterator[Pair]:
+    """Every two choices of a row."""
+    for one, other in combinations(row.items(), 2):
+        yield frozenset((one, other))
