@@ -304,7 +304,9 @@ def load(directory: Path, gpt: Any, optimizer: Any, metadata: dict[str, Any]) ->
 
     sharded = {"model": gpt.sharded_state_dict(metadata=metadata)}
     sharded["optimizer"] = optimizer.sharded_state_dict(sharded["model"], is_loading=True, metadata=metadata)
-    state = dist_checkpointing.load(sharded, str(directory / f"iter_{ITERATION:07d}"))
+    # Python 3.11.0 to 3.11.3 pickle a member of an enumeration as getattr(class, name), which torch.load refuses.
+    with torch.serialization.safe_globals([getattr]):
+        state = dist_checkpointing.load(sharded, str(directory / f"iter_{ITERATION:07d}"))
     read = {f"model.{key}": value.clone() for key, value in state["model"].items() if torch.is_tensor(value)}
     for index, kinds in state["optimizer"]["param_state"].items():
         read |= {f"optimizer.{index}.{kind}": value.clone() for kind, value in kinds.items() if torch.is_tensor(value)}

@@ -190,6 +190,7 @@ _KNOWN: dict[Name, Any] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("_codecs", "encode"): _encode,
     ("builtins", "getattr"): _member,
+    ("__builtin__", "getattr"): _member,
     ("builtins", "set"): set,
     ("__builtin__", "set"): set,
 }
