@@ -89,13 +89,17 @@ class Engine:
 
     def forward_backward(self, microbatches: Sequence[Any]) -> tuple[float, int]:
         """Gradients of one global batch, reduced; returns this rank's (loss sum, tokens), zero off the last stage."""
+        return self._count(self.run_microbatches(microbatches), microbatches)
+
+    def run_microbatches(self, microbatches: Sequence[Any]) -> list[torch.Tensor]:
+        """The part of `forward_backward` that reads no number back: the losses of the microbatches, where the head is."""
         self.topology.ledger.reset()
         for chunk in self.chunks:
             chunk.train(True)
         self.buffers.start(self.plan.num_microbatches)
         losses = self.executor.run(self.train_program, microbatches, self._loss, loss_scale=1.0 / self.nominal_tokens)
         self.buffers.finish()
-        return self._count(losses, microbatches)
+        return losses
 
     def train_step(self, microbatches: Sequence[Any], lr: float) -> StepResult:
         """`forward_backward`, then `update`."""

@@ -6,7 +6,7 @@ Each arrow is a constructor argument: nothing is looked up. Every rank runs this
 place in the topology.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from typing import Any, Protocol
 
@@ -48,8 +48,16 @@ class Observer(Protocol):
     def phase(self, name: str) -> None: ...
 
 
-def build(config: Config, topology: Topology, build_model: ModelBuilder) -> Engine:
-    """Assemble the engine of one rank: model chunks with initial weights, buffers, optimizer, schedules."""
+def build(
+    config: Config,
+    topology: Topology,
+    build_model: ModelBuilder,
+    fill: Callable[[Iterable[ShardedParameter], int], None] = initialize,
+) -> Engine:
+    """Assemble the engine of one rank: model chunks with initial weights, buffers, optimizer, schedules.
+
+    `fill` gives the parameters their first values, from a seed (a footprint has none to give).
+    """
     sizes, model = topology.sizes, config.model
     plan = batch_plan(config, sizes.dp)
     dtype = DTYPES[config.precision.dtype]
@@ -73,7 +81,7 @@ def build(config: Config, topology: Topology, build_model: ModelBuilder) -> Engi
     )
     replica_axes = {name: axis for name in ("tp", "kv_replicas", "ends") if (axis := topology.maybe_axis(name))}
     buffers = GradBuffers(layouts, parameters, dtype, topology.device, topology.axis("dp"), replica_axes)
-    initialize(parameters.values(), config.train.seed)
+    fill(parameters.values(), config.train.seed)
 
     local_length = model.seq_length // (sizes.tp if config.parallel.sequence_parallel else 1)
     activation_shape = (local_length, config.train.micro_batch_size, model.hidden_size)

@@ -25,6 +25,7 @@ COMMANDS = {
     "checkpoint": "look into checkpoints: contents, differences, damage, fingerprints",
     "schedule": "print, draw or check a pipeline schedule",
     "verify": "prove that a layout trains the same model as one process, or name what differs",
+    "footprint": "what one rank of any layout keeps, sends and computes in a step, without the machines",
     "traffic": "run one real step and print the bytes and calls per axis beside what the config predicts",
 }
 """Subcommands in the order of `triaxis --help`, with their one-line summaries."""

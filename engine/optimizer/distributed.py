@@ -131,7 +131,7 @@ class DistributedOptimizer:
     def _publish(self) -> None:
         """Cast the masters into the owned parameters and post the all-gathers."""
         for owned in self.owned:
-            if owned.master.data_ptr() != owned.parameters.data_ptr():
+            if owned.master.dtype != owned.parameters.dtype:  # else the master is the parameter
                 owned.parameters.copy_(owned.master)
         self.buffers.gather()
 

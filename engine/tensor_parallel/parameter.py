@@ -147,8 +147,9 @@ class FusedWeights:
         merged = views[:1]
         for view in views[1:]:
             last = merged[-1]
-            adjacent = last.data_ptr() + last.numel() * last.element_size() == view.data_ptr()
-            if adjacent and last.untyped_storage().data_ptr() == view.untyped_storage().data_ptr():
+            # Offsets and not addresses: tensors without memory (footprints) are adjacent in the same way.
+            is_one_storage = last.untyped_storage()._cdata == view.untyped_storage()._cdata
+            if is_one_storage and last.storage_offset() + last.numel() == view.storage_offset():
                 merged[-1] = torch.as_strided(last, (last.shape[0] + view.shape[0], *last.shape[1:]), last.stride())
             else:
                 merged.append(view)

@@ -22,7 +22,7 @@ DRY_FORMS = [
     (re.compile(r"sbatch (launch/slurm/\S+\.sbatch.*)"), r"bash \1 --dry-run"),
     (re.compile(r"make (\w+)"), r"make --dry-run \1"),
     # quick and harmless: as it is
-    (re.compile(r"(triaxis (?:config|topology|schedule|prepare)\b.*)"), r"\1"),
+    (re.compile(r"(triaxis (?:config|topology|schedule|prepare|footprint)\b.*)"), r"\1"),
 ]
 
 

@@ -1,0 +1,180 @@
+"""Live bytes by kind, counted by storages as they come and go.
+
+Every operator passes a dispatch mode, which sees new storages; a weak reference tells when one is freed. This counts what
+tensors hold, exactly and at every moment, with real tensors as with fake ones; what an allocator rounds up or caches is not in it.
+
+    parameters, gradients, optimizer    said by name when the watch begins
+    p2p                                 what a send or a receive was called with, until autograd saves it
+    logits, activations                 what autograd saved for the backward, at the head or elsewhere
+    temporaries                         all else
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+MemoryKind = Literal["parameters", "gradients", "optimizer", "activations", "logits", "p2p", "temporaries"]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """One storage that autograd keeps for a backward: where it was saved, its shape as saved, and its bytes."""
+
+    site: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    num_bytes: int
+
+
+@dataclass
+class _Storage:
+    num_bytes: int
+    kind: MemoryKind
+    watcher: Any
+
+
+@dataclass
+class Peak:
+    """The moment with the most live bytes: bytes by kind, and the module that was at work."""
+
+    by_kind: dict[MemoryKind, int] = field(default_factory=dict)
+    site: str = ""
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_kind.values())
+
+
+class MemoryWatch(TorchDispatchMode):
+    """Counts while it is entered.
+
+    Attributes:
+        live: bytes by kind, now.
+        most: the most bytes of each kind since `forget_peak`, each at a moment of its own.
+        peak: the largest moment since `forget_peak`.
+        ops: how often each operator was dispatched.
+        saved: what autograd saved in the first forward of each chunk, in order, each storage once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: Counter[MemoryKind] = Counter()
+        self.most: Counter[MemoryKind] = Counter()
+        self.peak = Peak()
+        self.ops: Counter[str] = Counter()
+        self.saved: list[SavedTensor] = []
+        self._storages: dict[int, _Storage] = {}
+        self._sites: list[tuple[str, str]] = []
+        self._forwards: Counter[str] = Counter()
+        self._is_first = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace != "prim":  # questions, not work
+            self.ops[func.name()] += 1
+        for value in tree_iter(result):
+            if isinstance(value, torch.Tensor):
+                self._see(value)
+        if func.namespace == "c10d" and func.name().endswith(("send", "recv_")):
+            for value in tree_iter(args):
+                if isinstance(value, torch.Tensor):
+                    self.label(value, "p2p")
+        return result
+
+    def label(self, tensor: torch.Tensor, kind: MemoryKind) -> None:
+        """Say what the tensor's storage is; from now on it counts as that."""
+        self._see(tensor)
+        storage = self._storages[id(tensor.untyped_storage())]
+        self.live[storage.kind] -= storage.num_bytes
+        storage.kind = kind
+        self._grow(kind, storage.num_bytes)
+
+    def _grow(self, kind: MemoryKind, num_bytes: int) -> None:
+        self.live[kind] += num_bytes
+        self.most[kind] = max(self.most[kind], self.live[kind])
+
+    def forget_peak(self) -> None:
+        """Begin a new search for the peak, and new counts of operators and saved tensors."""
+        self.most = Counter(self.live)
+        self.peak = Peak(dict(self.live), "")
+        self.ops.clear()
+        self.saved.clear()
+        self._forwards.clear()
+
+    @contextmanager
+    def looking_at(self, modules: Sequence[nn.Module], logits: Sequence[str]) -> Iterator[None]:
+        """Name what is saved by the module that was at work, and call it `logits` where the name is one of these."""
+        hooks = []
+        for number, chunk in enumerate(modules):
+            prefix = f"chunk {number}: " if len(modules) > 1 else ""
+            for name, module in chunk.named_modules():
+                hooks.append(module.register_forward_pre_hook(self._enter(prefix, name)))
+                hooks.append(module.register_forward_hook(self._leave))
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            self._save(tensor, logits)
+            return tensor
+
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _enter(self, prefix: str, name: str) -> Any:
+        is_chunk = not name
+
+        def enter(module: nn.Module, inputs: Any) -> None:
+            if is_chunk:
+                self._forwards[prefix] += 1
+                self._is_first = self._forwards[prefix] == 1
+            self._sites.append((prefix, name))
+
+        return enter
+
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._sites.pop()
+        if not self._sites:
+            self._is_first = False
+
+    @property
+    def _site(self) -> tuple[str, str]:
+        """(the chunk, the module in it); empty outside of a forward, and of what is computed again in a backward."""
+        return self._sites[-1] if self._sites else ("", "")
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._storages:
+            return
+        num_bytes = storage.nbytes()
+
+        def freed(_: Any) -> None:
+            gone = self._storages.pop(key)
+            self.live[gone.kind] -= gone.num_bytes
+
+        self._storages[key] = _Storage(num_bytes, "temporaries", weakref.ref(storage, freed))
+        self._grow("temporaries", num_bytes)
+        if sum(self.live.values()) > self.peak.total:
+            self.peak = Peak(dict(self.live), "".join(self._site))
+
+    def _save(self, tensor: torch.Tensor, logits: Sequence[str]) -> None:
+        self._see(tensor)
+        storage = self._storages[id(tensor.untyped_storage())]
+        if storage.kind not in ("temporaries", "p2p"):
+            return
+        chunk, module = self._site
+        if self._is_first:
+            self.saved.append(SavedTensor(chunk + module, tuple(tensor.shape), tensor.dtype, storage.num_bytes))
+        self.label(tensor, "logits" if module.split(".")[0] in logits else "activations")
