@@ -4,7 +4,7 @@ from collections.abc import Hashable
 from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import parallel_sizes
@@ -17,6 +17,7 @@ FEATURES: dict[str, tuple[Hashable, ...]] = {"a": (1, 2, 3), "b": ("x", "y"), "c
 TRIALS = matrix(None, (), num_steps=2, dtype="float64")
 
 
+@settings(deadline=None)
 @given(st.sets(st.tuples(*(st.sampled_from(choices) for choices in FEATURES.values())), max_size=40))
 def test_every_legal_pair_is_in_a_row(forbidden: set[tuple[Hashable, ...]]) -> None:
     def is_legal(row: Row) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.checkpoint.direct import BLOCK_BYTES, aligned_buffer, one_ahead, read_range, set_direct, write_direct
@@ -27,6 +27,7 @@ def joined(contents: list[torch.Tensor]) -> bytes:
 LENGTHS = [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES, 5 * BLOCK_BYTES + 7]
 
 
+@settings(deadline=None)
 @given(lengths=st.lists(st.sampled_from(LENGTHS), max_size=6), blocks=st.integers(1, 3), data=st.data())
 def test_what_is_written_is_read(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], blocks: int, data: st.DataObject
