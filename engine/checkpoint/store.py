@@ -7,8 +7,9 @@ a second copy in memory, and no say over how it gets to the disk.
     write_file   pieces -> rank_00003.safetensors, and what the manifest says of it
     load         manifest + targets of this layout -> each target filled from the pieces that intersect it
 
-A loader reads each piece that it needs once, whole, into one reused buffer, checks its hash and copies the intersections: memory
-is bounded by the largest piece, whatever the two layouts are.
+A loader reads each piece that it needs once, whole, into one of two reused buffers, checks its hash and copies the
+intersections: memory is bounded by two pieces, whatever the two layouts are. Pieces in a row are read at once, as much as a piece
+may have: disks take long requests faster than short ones.
 """
 
 import json
@@ -175,19 +176,19 @@ class PieceReader:
         Raises:
             CheckpointError: the file cannot be read, ends early, or its bytes are not those that were written.
         """
-        return self.check(file, piece, self.fetch(file, piece))
+        return self.check(file, piece, self.fetch(file, piece.offset, piece.num_bytes))
 
-    def fetch(self, file: DataFile, piece: Piece) -> torch.Tensor:
-        """The first half of `read`, the disk's: what the file has in the piece's place, uint8.
+    def fetch(self, file: DataFile, offset: int, num_bytes: int) -> torch.Tensor:
+        """The first half of `read`, the disk's: bytes of the file, uint8, fewer where it ends; of one piece or several in a row.
 
         Raises:
             CheckpointError: the file cannot be read.
         """
         self._buffers.reverse()
-        if len(self._buffers[0]) < (room := piece.num_bytes + 2 * BLOCK_BYTES):
+        if len(self._buffers[0]) < (room := num_bytes + 2 * BLOCK_BYTES):
             self._buffers[0] = aligned_buffer(room)
         try:
-            return read_range(self._descriptor(file), self._buffers[0], piece.offset, piece.num_bytes)
+            return read_range(self._descriptor(file), self._buffers[0], offset, num_bytes)
         except OSError as error:
             raise CheckpointError(
                 f"{self._folder / file.name} cannot be read: {error.strerror or error}. Its tensors are missing, and a run that "
@@ -246,9 +247,9 @@ def load(folder: Path, manifest: Manifest, targets: Sequence[Shard]) -> None:
     with (
         PieceReader(folder, direct=all(one.is_whole for one in wanted)) as reader,
         # The disk is at work on the next piece while this one is hashed and put in place.
-        closing(one_ahead(reader.fetch(manifest.files[one.file], one.piece) for one in wanted)) as pieces,
+        closing(one_ahead(_fetched(reader, manifest, wanted))) as pieces,
     ):
-        for one, raw in zip(wanted, pieces, strict=True):
+        for one, raw in ((one, raw) for fetched in pieces for one, raw in fetched):
             values = reader.check(manifest.files[one.file], one.piece, raw)
             for target, (source, place, common) in one.overlaps:
                 target.values[place.start : place.stop].view(box_shape(place.box))[within(common, place.box)].copy_(
@@ -288,6 +289,31 @@ def _wanted(manifest: Manifest, by_tensor: Mapping[tuple[str, Kind], Sequence[Sh
         overlaps = [(target, overlap) for target in targets for overlap in _overlaps(piece, target)]
         if overlaps:
             yield _Wanted(file, piece, overlaps)
+
+
+def _fetched(
+    reader: PieceReader, manifest: Manifest, wanted: Sequence[_Wanted]
+) -> Iterator[list[tuple[_Wanted, torch.Tensor]]]:
+    """Each run of wanted pieces that stand in a row in a file, with the bytes in the place of each."""
+    for run in _runs(wanted):
+        first, last = run[0].piece, run[-1].piece
+        raw = reader.fetch(manifest.files[run[0].file], first.offset, last.offset + last.num_bytes - first.offset)
+        starts = [one.piece.offset - first.offset for one in run]
+        yield [(one, raw[start : start + one.piece.num_bytes]) for one, start in zip(run, starts, strict=True)]
+
+
+def _runs(wanted: Sequence[_Wanted]) -> Iterator[list[_Wanted]]:
+    run: list[_Wanted] = []
+    for one in wanted:
+        if run:
+            start, stop = run[0].piece.offset, run[-1].piece.offset + run[-1].piece.num_bytes
+            end = one.piece.offset + one.piece.num_bytes
+            if one.file != run[0].file or one.piece.offset != stop or end - start > PIECE_BYTES:
+                yield run
+                run = []
+        run.append(one)
+    if run:
+        yield run
 
 
 @dataclass(frozen=True, slots=True)

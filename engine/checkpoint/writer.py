@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from engine.checkpoint.direct import aligned_buffer
 from engine.checkpoint.manifest import KINDS, DataFile, Kind
 from engine.checkpoint.state import flat_state, saved_buckets, shards
 from engine.checkpoint.store import Shard, write_file
@@ -100,8 +101,10 @@ class RankWriter:
 
 def _host_copies(owned: OwnedBucket) -> dict[Kind, torch.Tensor]:
     """Host memory for a copy of the bucket's state, touched now, so that the first copy does not pay for its pages."""
-    pinned = owned.master.device.type == "cuda"
-    return {
-        kind: torch.empty(live.shape, dtype=live.dtype, pin_memory=pinned).zero_()
-        for kind, live in flat_state(owned).items()
-    }
+
+    def host_copy(live: torch.Tensor) -> torch.Tensor:
+        if live.device.type == "cuda":
+            return torch.empty(live.shape, dtype=live.dtype, pin_memory=True).zero_()
+        return aligned_buffer(live.nbytes)[: live.nbytes].view(live.dtype).zero_()
+
+    return {kind: host_copy(live) for kind, live in flat_state(owned).items()}

@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from engine.checkpoint.manifest import read_manifest
+from engine.checkpoint.manifest import DataFile, read_manifest
 from engine.checkpoint.offline import whole
-from engine.checkpoint.store import Shard, load, write_file
+from engine.checkpoint.store import PieceReader, Shard, load, write_file
 from engine.errors import CheckpointError
 from tests.engine.checkpoint.samples import (
     bits,
@@ -117,6 +117,32 @@ def test_only_the_pieces_that_are_needed_are_read(tmp_path: Path) -> None:
     assert torch.equal(target.values, values[:4].flatten())
     with pytest.raises(CheckpointError, match=manifest.files[1].name):
         load(tmp_path / "a", manifest, [empty("w", values, (((0, 5), (0, 8)), 0, 40))])
+
+
+def test_pieces_in_a_row_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disks take one long request faster than many short ones; what is not wanted ends a row, and so does the bound."""
+    values = torch.arange(2**20, dtype=torch.float64).view(8, -1)
+    quarter = 2**18
+    names = ["a", "b", "c", "d"]
+    files = [[shard(name, values, (((0, 8), (0, 2**17)), 0, 2**20)) for name in names]]
+    manifest = write_folder(tmp_path / "a", files, content="weights", piece_bytes=quarter * 8)
+    reads: list[int] = []
+
+    def counted(reader: PieceReader, file: DataFile, offset: int, num_bytes: int) -> torch.Tensor:
+        reads.append(num_bytes)
+        return fetch(reader, file, offset, num_bytes)
+
+    fetch = PieceReader.fetch
+    monkeypatch.setattr(PieceReader, "fetch", counted)
+    targets = [empty(name, values, (((0, 8), (0, 2**17)), 0, 2**20)) for name in ("a", "b", "d")]
+    load(tmp_path / "a", manifest, targets)
+    # a and b stand in a row, 8 MiB each; c, which is not wanted, ends it.
+    assert reads == [2 * values.nbytes, values.nbytes]
+    assert all(torch.equal(target.values, values.flatten()) for target in targets)
+    reads.clear()
+    monkeypatch.setattr("engine.checkpoint.store.PIECE_BYTES", 3 * quarter * 8)
+    load(tmp_path / "a", manifest, targets)
+    assert reads == [6 * 2**20, 6 * 2**20, 4 * 2**20, 6 * 2**20, 2 * 2**20]
 
 
 @pytest.mark.parametrize(
