@@ -128,7 +128,7 @@ def config_of(options: argparse.Namespace, model: str, dtype: str) -> Config:
             },
             "data": {"synthetic": True},
             "train": {
-                "steps": options.pairs + WARM_UP_STEPS,
+                "steps": 10**6,
                 "global_batch_size": options.microbatches * options.micro_batch_size,
                 "micro_batch_size": options.micro_batch_size,
                 "seed": 1,
@@ -272,13 +272,8 @@ def show(results: Sequence[Result], console: Console) -> None:
     console.print(table)
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.engine_overhead",
-        description="Steps of the engine on one process against a plain PyTorch loop, in interleaved pairs.",
-        epilog="example: python -m benchmarks.engine_overhead --hidden 256 --models llama --dtypes bf16",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """What `config_of` reads: the sizes of the model and of a step, which models, which dtypes."""
     parser.add_argument("--hidden", type=int, default=512, help="hidden size")
     parser.add_argument("--layers", type=int, default=4, help="transformer layers")
     parser.add_argument("--head-dim", type=int, default=64, help="size of one attention head")
@@ -286,9 +281,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, default=4096, help="vocabulary, a multiple of 128")
     parser.add_argument("--microbatches", type=int, default=4, help="microbatches per step")
     parser.add_argument("--micro-batch-size", type=int, default=2, help="samples per microbatch")
-    parser.add_argument("--pairs", type=int, default=15, help="pairs of timed steps")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="which models")
     parser.add_argument("--dtypes", nargs="+", choices=list(LOSS_TOLERANCE), default=list(LOSS_TOLERANCE), help="which")
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.engine_overhead",
+        description="Steps of the engine on one process against a plain PyTorch loop, in interleaved pairs.",
+        epilog="example: python -m benchmarks.engine_overhead --hidden 256 --models llama --dtypes bf16",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add_model_options(parser)
+    parser.add_argument("--pairs", type=int, default=15, help="pairs of timed steps")
     parser.add_argument("--threads", type=int, default=1, help="threads that torch computes with")
     parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/engine_overhead.jsonl"), help="appended to")
     return parser.parse_args(argv)

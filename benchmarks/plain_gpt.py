@@ -7,7 +7,7 @@ the engine's layers, buffers or schedules. The arithmetic is the engine's: same 
 accumulated in the accumulation dtype over microbatches, clipping by the global norm, master weights for bf16.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -116,6 +116,9 @@ class PlainLoop:
         # Where the run's dtype is its own accumulation dtype, a parameter is its own master and `.grad` the main grad.
         self.has_masters = wide != dtype
         self.masters = [p.detach().to(wide).requires_grad_() if self.has_masters else p for p in self.parameters]
+        if self.has_masters:
+            for parameter, master in zip(self.parameters, self.masters, strict=True):
+                parameter.register_post_accumulate_grad_hook(_adds_to(master))
         options = config.optimizer
         matrices = [p for p in self.masters if p.dim() > 1]
         vectors = [p for p in self.masters if p.dim() <= 1]
@@ -128,15 +131,22 @@ class PlainLoop:
 
     def step(self, microbatches: Sequence[Any], lr: float) -> tuple[float, float]:
         """One optimizer step over microbatches (`engine.data.loader.MicroBatch`) in which every token counts."""
+        loss = self.forward_backward(microbatches)
+        return loss, self.update(lr)
+
+    def forward_backward(self, microbatches: Sequence[Any]) -> float:
+        """Adds the gradients of all microbatches; returns the loss per token."""
         num_tokens = sum(microbatch.tokens.numel() for microbatch in microbatches)
         loss_sum = torch.zeros((), dtype=self.masters[0].dtype)
         for microbatch in microbatches:
             logits = self.model(microbatch.tokens, microbatch.position_ids).flatten(0, 1)
             loss = F.cross_entropy(logits.to(loss_sum.dtype), microbatch.labels.flatten(), reduction="sum")
-            (loss / num_tokens).backward()
             loss_sum += loss.detach()
-            if self.has_masters:
-                self._accumulate()
+            (loss / num_tokens).backward()
+        return float(loss_sum) / num_tokens
+
+    def update(self, lr: float) -> float:
+        """Clips, updates and forgets the gradients; returns their norm before clipping."""
         norm = torch.nn.utils.clip_grad_norm_(self.masters, self.config.optimizer.clip_grad or torch.inf)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -146,17 +156,21 @@ class PlainLoop:
             with torch.no_grad():
                 for parameter, master in zip(self.parameters, self.masters, strict=True):
                     parameter.copy_(master)
-        return float(loss_sum) / num_tokens, float(norm)
+        return float(norm)
 
-    def _accumulate(self) -> None:
-        """Add the microbatch's gradients, in the run's dtype, to the masters' gradients."""
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            assert parameter.grad is not None
-            if master.grad is None:
-                master.grad = parameter.grad.to(master.dtype)
-            else:
-                master.grad.add_(parameter.grad)
-            parameter.grad = None
+
+def _adds_to(master: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    """A hook that moves a parameter's gradient, in the run's dtype, to its master's as soon as it is there."""
+
+    def add(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        if master.grad is None:
+            master.grad = parameter.grad.to(master.dtype)
+        else:
+            master.grad.add_(parameter.grad)
+        parameter.grad = None
+
+    return add
 
 
 @torch.no_grad()

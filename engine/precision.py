@@ -6,6 +6,7 @@ than the run's own dtype, so that a float64 run stays float64 throughout.
 """
 
 from collections.abc import Mapping
+from functools import cache
 from types import MappingProxyType
 
 import torch
@@ -22,6 +23,7 @@ AGREEMENT_DTYPE = torch.float64
 """The step's small vector all-reduce: it counts tokens (exact to 2^53) and sums squares of gradients."""
 
 
+@cache
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that sums of `dtype` values are kept in: promote_types(dtype, float32)."""
     return torch.promote_types(dtype, torch.float32)

@@ -3,7 +3,7 @@
 Shapes: s sequence, b microbatch, t tensor-parallel ranks; (s/t) only with sequence parallelism. Weights are [out, in].
 
     column parallel   W = [W_1; ..; W_t], cut by output rows       Y_i = f(X) W_i^T                [s, b, out/t]
-    row parallel      W = [W_1 | .. | W_t], cut by input columns   Y = g(sum_i X_i W_i^T) + bias   [s(/t), b, out]
+    row parallel      W = [W_1 | .. | W_t], cut by input columns   Y = g(sum_i X_i W_i^T + bias)   [s(/t), b, out]
     embedding         rows of the vocabulary cut                   Y = g(sum_i rows that rank i holds)
 
 An MLP is a column-parallel layer, a nonlinearity, a row-parallel layer: one f and one g forward, one each backward.
@@ -95,7 +95,7 @@ class _ColumnParallel(torch.autograd.Function):
 
 
 class RowParallelLinear(nn.Module):
-    """One weight cut by input columns, and a bias that is added once, after the sum.
+    """One weight cut by input columns, and a bias that enters the sum once: tp's first rank adds it, inside its GEMM.
 
     Args:
         weight: parameter whose first dim is the output.
@@ -140,10 +140,8 @@ class _RowParallel(torch.autograd.Function):
         ctx.layer = layer
         x = x.contiguous()
         ctx.save_for_backward(x)
-        output = layer.region.leave(x @ layer.matrix().t(), f"{layer.name} forward").wait()
-        if layer.bias is not None:
-            output += layer.bias.weight().detach()
-        return output
+        bias = layer.bias.weight().detach() if layer.bias is not None and layer.region.axis.index == 0 else None
+        return layer.region.leave(F.linear(x, layer.matrix(), bias), f"{layer.name} forward").wait()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:

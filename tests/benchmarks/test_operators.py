@@ -1,0 +1,53 @@
+"""A transformer block of ours dispatches no kernel more than the same block written by hand."""
+
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from benchmarks.engine_overhead import MODELS, config_of, parse
+from benchmarks.operators import PLACES, compare, show
+from engine.config import Config
+
+SIZES = {"hidden": 64, "head-dim": 16, "seq": 16, "vocab": 128, "microbatches": 3, "micro-batch-size": 2}
+
+
+def config(model: str, dtype: str, layers: int = 2) -> Config:
+    words = [word for name, value in (SIZES | {"layers": layers}).items() for word in (f"--{name}", str(value))]
+    return config_of(parse(words), model, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("model", list(MODELS))
+def test_blocks_dispatch_no_extra_kernel(model: str, dtype: str) -> None:
+    ours, plain = compare(config(model, dtype))
+    blocks = ours["blocks"].num_kernels
+    assert 0 < blocks <= plain["blocks"].num_kernels
+    # What remains per block when the depth grows is a block's: nothing of it is hidden in another place.
+    deeper, plain_deeper = compare(config(model, dtype, layers=3))
+    assert deeper["blocks"].num_kernels * 2 == blocks * 3
+    for place in ("embedding", "head and loss"):
+        assert deeper[place].num_kernels == ours[place].num_kernels, place
+        assert plain_deeper[place].num_kernels == plain[place].num_kernels, place
+
+
+def test_an_extra_kernel_in_a_block_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One copy in each of the two branches of two blocks, in three microbatches, forward and backward."""
+    before, _ = compare(config("gpt", "fp32"))
+
+    def copied(module: Any, context: Any, branch: torch.Tensor, *_: Any) -> torch.Tensor:
+        return branch * 1.0
+
+    monkeypatch.setattr("models.gpt.hidden_dropout", copied)
+    after, _ = compare(config("gpt", "fp32"))
+    assert after["blocks"].num_kernels - before["blocks"].num_kernels == 2 * 2 * 3 * 2
+    assert {place for place in PLACES if before[place].kernels != after[place].kernels} == {"blocks"}
+
+
+def test_the_table_names_what_differs() -> None:
+    ours, plain = compare(config("llama", "bf16"))
+    console = Console(record=True, width=100)
+    show("llama bf16", ours, plain, console)
+    text = console.export_text()
+    assert "blocks: kernels" in text and "index_add_" in text and "\u2026" not in text
