@@ -1,6 +1,6 @@
 """Megatron-Core on a CPU, as far as checkpoints need it: models, its distributed optimizer, and saves in any tp x pp.
 
-Megatron-Core asks for CUDA in places that do not matter here. `patched` answers them, and makes its checkpoint writer use
+How it runs on a CPU is the oracle's knowledge (`launch/oracle/megatron_cpu.py`); here its checkpoint writer is made to use
 threads where it would fork: a rank of a test is a daemon and may have no children. Everything runs in ranks of
 `tests/harness.py`, never in the test process: Megatron-Core's groups are globals.
 """
@@ -8,16 +8,17 @@ threads where it would fork: a rank of a test is a daemon and may have no childr
 import argparse
 import multiprocessing.dummy
 import types
-import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from engine.config import ModelConfig
+from engine.config import ModelConfig, OptimizerConfig
+from launch.oracle.megatron_core import constant_schedule, distributed_optimizer, gpt_model
+from launch.oracle.megatron_cpu import on_cpu
 
 ITERATION, SAMPLES, BATCH = 3, 24, 8
 ROWS_MULTIPLE = 44
@@ -69,87 +70,16 @@ def tokens_of(model: ModelConfig, seed: int) -> torch.Tensor:
 @contextmanager
 def patched(tp: int = 1, pp: int = 1) -> Iterator[None]:
     """A process in which Megatron-Core runs on the CPU, with its groups of tp x pp."""
-    warnings.simplefilter("ignore")
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    torch._dynamo.config.disable = True  # its fused functions would be compiled, for seconds each
-    from megatron.core import parallel_state
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    with on_cpu(tp, pp):
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    cpu = torch.device("cpu")
-    torch.cuda.current_device = lambda: cpu  # type: ignore[assignment,return-value]
-    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
-    filesystem_async.mp = types.SimpleNamespace(get_context=lambda _: multiprocessing.dummy)
-    CudaRNGStatesTracker.fork = lambda *_: nullcontext()  # there is no dropout here
-    plain_type = torch.Tensor.type
-    torch.Tensor.type = lambda self, *args: plain_type(self, *args) if args else _cuda_name(plain_type(self))  # type: ignore
-    parallel_state.initialize_model_parallel(tp, pp)
-    with _OnCpu():
+        filesystem_async.mp = types.SimpleNamespace(get_context=lambda _: multiprocessing.dummy)
         yield
-
-
-class _OnCpu(torch.overrides.TorchFunctionMode):
-    """Tensors that are asked for on CUDA are made on the CPU."""
-
-    def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if function is torch.Tensor.cuda:
-            return args[0]
-        if str(kwargs.get("device", "cpu")).startswith("cuda"):
-            kwargs["device"] = torch.device("cpu")
-        return function(*args, **kwargs)
-
-
-def _cuda_name(name: str) -> str:
-    return name if "cuda" in name else name.replace("torch.", "torch.cuda.", 1)
 
 
 def build(model: ModelConfig, *, dtype: torch.dtype = torch.float32) -> Any:
     """This rank's part of a GPTModel, with random weights that do not depend on the layout (see `fill`)."""
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    gated = model.activation == "swiglu"
-    normalization = "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm"
-    config = TransformerConfig(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.kv_heads,
-        kv_channels=model.head_size,
-        ffn_hidden_size=model.ffn_size,
-        normalization=normalization,
-        layernorm_epsilon=model.norm_eps,
-        gated_linear_unit=gated,
-        activation_func=torch.nn.functional.silu if gated else torch.nn.functional.gelu,
-        bias_activation_fusion=model.activation == "gelu_tanh",
-        add_bias_linear=model.bias == "all",
-        add_qkv_bias=model.bias == "qkv",
-        qk_layernorm=model.qk_norm,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
-        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
-    )
-    return GPTModel(
-        config,
-        get_gpt_layer_local_spec(qk_layernorm=model.qk_norm, normalization=normalization),
-        vocab_size=padded_rows(model),
-        max_sequence_length=model.seq_length,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=model.tie_embeddings,
-        position_embedding_type="learned_absolute" if model.position == "learned" else "rope",
-        rotary_base=int(model.rope_base),
-        parallel_output=False,
-    ).to(dtype)
+    return gpt_model(model, dtype, rows=padded_rows(model), parallel_output=False)
 
 
 def arguments(model: ModelConfig, **more: Any) -> argparse.Namespace:
@@ -219,26 +149,11 @@ def logits(gpt: Any, tokens: torch.Tensor) -> torch.Tensor:
     return gpt(tokens, positions, ones.triu(1)[None, None])
 
 
-def optimizer_of(gpt: Any, *, bf16: bool = False) -> tuple[Any, Any]:
-    """(the model in Megatron's data-parallel wrapper, its distributed AdamW)."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-    wrapped = DistributedDataParallel(gpt.config, DistributedDataParallelConfig(use_distributed_optimizer=True), gpt)
-    settings = OptimizerConfig(
-        optimizer="adam",
-        lr=1e-2,
-        weight_decay=0.1,
-        adam_beta1=0.9,
-        adam_beta2=0.95,
-        adam_eps=1e-8,
-        clip_grad=1.0,
-        bf16=bf16,
-        use_distributed_optimizer=True,
-    )
-    optimizer = get_megatron_optimizer(settings, [wrapped])
-    for group in optimizer.param_groups:
-        group["weight_decay"] *= group["wd_mult"]  # as its scheduler does in each step
+def optimizer_of(gpt: Any) -> tuple[Any, Any]:
+    """(the model in Megatron's data-parallel wrapper, its distributed AdamW, with its decay as the scheduler sets it)."""
+    config = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=1.0)
+    wrapped, optimizer = distributed_optimizer(gpt, config)
+    constant_schedule(optimizer, config)
     return wrapped, optimizer
 
 

@@ -15,7 +15,7 @@ Optimizer state has the same keys below optimizer.state.{exp_avg, exp_avg_sq, pa
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -93,6 +93,11 @@ class Parameter:
     short: str
     layer: tuple[int, int] | None
     shape: tuple[int, ...]
+
+    def key_among(self, names: Container[str]) -> str:
+        """Its key in a live model's parameters, which number their layers; one tensor, as a model is built."""
+        keys = [place.keys[0] for place in _candidates(self, "") if not place.stacked and len(place.keys) == 1]
+        return next(key for key in keys if key in names)
 
     def to_ours(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Our tensors from Megatron's of `shape`."""

@@ -86,7 +86,7 @@ def save_variants(folder: Path) -> None:
         "halves": {"singleton_local_shards": True},
     }.items():
         their.save(folder / name, their.state_dict(gpt, None, model, metadata))
-    wrapped, optimizer = their.optimizer_of(gpt, bf16=True)
+    wrapped, optimizer = their.optimizer_of(gpt)
     their.step(wrapped, optimizer, model, 1)
     their.save(folder / "bf16", their.state_dict(gpt, optimizer, model, RESHARDABLE, bf16=True))
     buckets = {"distrib_optim_sharding_type": "dp_reshardable", "chained_optim_avoid_prefix": True}

@@ -1,0 +1,52 @@
+"""Megatron-Core 0.16 on a CPU, in a process of its own: what it asks of CUDA, where that does not matter, is answered here.
+
+It calls CUDA's allocator and streams by name, and checks tensors' types, without computing otherwise on a GPU. The patches stay:
+its groups are globals too, so a process that has called `on_cpu` is good for nothing else.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@contextmanager
+def on_cpu(tp: int = 1, pp: int = 1) -> Iterator[None]:
+    """Megatron-Core's groups of tp x pp in torch's default group, or in one of this process alone where there is none."""
+    warnings.simplefilter("ignore")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    torch._dynamo.config.disable = True  # its fused functions would be compiled, for seconds each
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    cpu = torch.device("cpu")
+    torch.cuda.current_device = lambda: cpu  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda *_: None
+    CudaRNGStatesTracker.fork = lambda *_: nullcontext()  # there is no dropout here
+    plain_type = torch.Tensor.type
+    torch.Tensor.type = lambda self, *args: plain_type(self, *args) if args else _type_on_cuda(plain_type(self))  # type: ignore
+    parallel_state.initialize_model_parallel(tp, pp)
+    with _OnCpu():
+        yield
+
+
+class _OnCpu(torch.overrides.TorchFunctionMode):
+    """Tensors that are asked for on CUDA are made on the CPU."""
+
+    def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if function is torch.Tensor.cuda:
+            return args[0]
+        if str(kwargs.get("device", "cpu")).startswith("cuda"):
+            kwargs["device"] = torch.device("cpu")
+        return function(*args, **kwargs)
+
+
+def _type_on_cuda(name: str) -> str:
+    """The name that its optimizer looks for; it knows no double, and treats it as it treats what needs no master."""
+    name = name if "cuda" in name else name.replace("torch.", "torch.cuda.", 1)
+    return name.replace("DoubleTensor", "FloatTensor")
