@@ -99,10 +99,15 @@ def trial(path: Path, overrides: tuple[str, ...], *, small: bool, num_steps: int
         "schedule": {"name": "auto"},
         "recompute": {"granularity": "none"},
     }
-    return Trial(_checked(tree), _checked(one))
+    return Trial(checked(tree), checked(one))
 
 
-def _checked(tree: Mapping[str, Any]) -> Config:
+def checked(tree: Mapping[str, Any]) -> Config:
+    """A tree as a configuration.
+
+    Raises:
+        ConfigError: all problems at once.
+    """
     with tempfile.TemporaryDirectory(prefix="triaxis-") as folder:
         path = Path(folder) / "verify.yaml"
         path.write_text(json.dumps(tree))
@@ -135,11 +140,23 @@ def show_plan(asked: Trial) -> None:
 
 
 def _start(config: Config, folder: Path, *, is_reference: bool, dry_run: bool = False) -> int:
-    place = folder / ("reference" if is_reference else "layout")
+    job = {"folder": str(folder), "is_reference": is_reference, "sites": None}
+    return start_ranks(config, folder / ("reference" if is_reference else "layout"), job, dry_run=dry_run)
+
+
+def start_ranks(config: Config, place: Path, job: Mapping[str, object], *, dry_run: bool = False) -> int:
+    """Run the ranks of `launch/verify_rank.py`; returns their exit code.
+
+    Args:
+        config: with the layout.
+        place: a folder that is not there yet, for configuration and job.
+        job: what `launch/verify_rank.py` reads.
+        dry_run: say how they would be started; start nothing.
+    """
     place.mkdir()
     path = place / "verify.yaml"
     path.write_text(to_yaml(config))
-    (place / JOB).write_text(json.dumps({"folder": str(folder), "is_reference": is_reference}))
+    (place / JOB).write_text(json.dumps(job))
     # What is started is said beside the certificate, unless it is all that was asked for.
     with _without_layout_variables(), redirect_stdout(sys.stdout if dry_run else sys.stderr):
         return launch(Request(path, (), dry_run=dry_run, worker=WORKER), os.environ)

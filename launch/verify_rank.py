@@ -6,13 +6,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from engine.config import Config
-from engine.data.loader import Batches
+from engine.data.loader import Batches, MicroBatch
 from engine.data.synthetic import SyntheticDataset
 from engine.errors import TriaxisError
 from engine.runtime import RankEnvironment
@@ -36,7 +36,8 @@ def main(argv: Sequence[str]) -> int:
         config = read_config(argv, environment)
         job = read_job(argv)
         with join(config, environment) as rank:
-            observe(rank.topology, config, Path(job["folder"]), is_reference=job["is_reference"])
+            folder, sites = Path(job["folder"]), job["sites"]
+            observe(rank.topology, config, folder, is_reference=job["is_reference"], sites=sites)
     except TriaxisError as error:
         if environment.rank == 0:
             print(f"error: {error}", file=sys.stderr)
@@ -44,7 +45,9 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def observe(topology: Topology, config: Config, folder: Path, *, is_reference: bool) -> None:
+def observe(
+    topology: Topology, config: Config, folder: Path, *, is_reference: bool, sites: Sequence[str] | None = None
+) -> None:
     """Train `config.train.steps` steps and leave in `folder` what the judge needs.
 
     Args:
@@ -52,18 +55,21 @@ def observe(topology: Topology, config: Config, folder: Path, *, is_reference: b
         config: with the layout; of the reference, one process.
         folder: shared by all ranks; holds the reference's files unless this is the reference.
         is_reference: write whole tensors, instead of comparing with them.
+        sites: places whose outputs the reference has; None: all of them.
     """
     engine = build(config, topology, build_chunks)
-    leave_the_initial_point(engine, config.train.seed + 1)
+    leave_the_initial_point(engine, config.train.seed)
     probes = Probes(engine.chunks)
     notebook = Writing(folder) if is_reference else Comparing(folder)
-    facts = run_steps(engine, _batches(config, topology), config.optimizer.lr, notebook, probes.open())
+    dp = topology.axis("dp")
+    steps = batches_of_steps(config, dp.size, dp.index, topology.device)
+    facts = run_steps(engine, steps, config.optimizer.lr, notebook, probes.open())
     if isinstance(notebook, Writing):
         (folder / REFERENCE_STEPS).write_text(json.dumps([asdict(one) for one in facts]))
-        sites = {
+        outputs = {
             f"{site}|{samples}": value for site, found in probes.values.items() for samples, value in found.items()
         }
-        save_file(sites, folder / REFERENCE_SITES)
+        save_file(outputs, folder / REFERENCE_SITES)
         return
     at = topology.coordinates
     RankReport(
@@ -71,7 +77,7 @@ def observe(topology: Topology, config: Config, folder: Path, *, is_reference: b
         coordinates={"pp": at.pp, "dp": at.dp, "tp": at.tp},
         steps=tuple(facts),
         tensors=tuple(notebook.reports()),
-        sites=tuple(_sites(folder, probes, config, topology)),
+        sites=tuple(_sites(folder, probes, config, topology, sites)),
     ).write(report_path(folder, topology.rank))
 
 
@@ -79,29 +85,35 @@ def report_path(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank:05d}.json"
 
 
-def _batches(config: Config, topology: Topology) -> list[Sequence[Any]]:
-    """All steps of this rank: random tokens, some labels masked, so that microbatches have unequal counts."""
+def batches_of_steps(
+    config: Config, dp: int = 1, dp_rank: int = 0, device: torch.device | str = "cpu"
+) -> list[list[MicroBatch]]:
+    """All steps of a dp rank: random tokens, some labels masked, so that microbatches have unequal counts."""
     model, train = config.model, config.train
     batches = Batches(
         SyntheticDataset(train.seed, model.vocab_size, model.seq_length, MASKED_FRACTION),
         global_batch_size=train.global_batch_size,
         micro_batch_size=train.micro_batch_size,
-        dp=topology.axis("dp").size,
-        dp_rank=topology.axis("dp").index,
+        dp=dp,
+        dp_rank=dp_rank,
         consumed_samples=0,
-        device=topology.device,
+        device=device,
     )
-    steps: list[Sequence[Any]] = [batches.next_step() for _ in range(train.steps or 1)]
+    steps = [batches.next_step() for _ in range(train.steps or 1)]
     batches.close()
     return steps
 
 
-def _sites(folder: Path, probes: Probes, config: Config, topology: Topology) -> list[SiteReport]:
+def _sites(
+    folder: Path, probes: Probes, config: Config, topology: Topology, wanted_sites: Sequence[str] | None
+) -> list[SiteReport]:
     """This rank's outputs against the same tokens' in the reference."""
     tp = topology.axis("tp")
     reports = []
     with safe_open(folder / REFERENCE_SITES, framework="pt") as reference:
         for site, found in probes.values.items():
+            if wanted_sites is not None and site not in wanted_sites:
+                continue
             parts = []
             for samples, got in found.items():
                 wanted = reference.get_tensor(f"{site}|{samples}")

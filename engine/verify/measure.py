@@ -45,14 +45,24 @@ class Part:
 
 @torch.no_grad()
 def leave_the_initial_point(engine: Engine, seed: int) -> None:
-    """Add noise to every parameter, the same in every layout, and let the masters follow."""
+    """Add noise to every parameter, the same in every layout, and let the masters follow. `seed` is the run's."""
     for parameter in engine.parameters.values():
         record = parameter.record
-        noisy = replace(record, spec=replace(record.spec, init=Init("normal", NOISE_STD)))
         flat = parameter.value.data.view(-1)[: record.box_numel]
-        flat += initial_box(noisy, seed).to(flat.device, flat.dtype)
+        flat += _noise(record, seed).to(flat.device, flat.dtype)
     for owned in engine.optimizer.owned:
         owned.master.copy_(owned.parameters)
+
+
+def starting_values(record: ParamRecord, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """The record's box after `leave_the_initial_point`, flat, on the CPU: for who has no engine."""
+    return initial_box(record, seed).to(dtype) + _noise(record, seed).to(dtype)
+
+
+def _noise(record: ParamRecord, seed: int) -> torch.Tensor:
+    """Drawn with another seed than the initial values, which it would only scale."""
+    noisy = replace(record, spec=replace(record.spec, init=Init("normal", NOISE_STD)))
+    return initial_box(noisy, seed + 1)
 
 
 def run_steps(

@@ -17,6 +17,7 @@ from engine.verify.judge import Difference, Verdict
 from engine.verify.matrix import Row
 from launch.verify import Trial, VerificationError, show_plan, trial, verify
 from launch.verify_matrix import MOST_RANKS, matrix
+from launch.verify_oracle import NUM_STEPS, ORACLES, OracleTrial, oracle_trial, show_oracle_plan, verify_against
 
 NAME = "verify"
 HELP = "Train a few steps in one process and in a layout; compare loss, every gradient, weights and moments by name."
@@ -25,16 +26,21 @@ EXAMPLES = """examples:
   triaxis verify --config configs/gpt_tiny.yaml --layout tp=2,dp=2,sp=false --full-size --steps 5 --json certificate.json
   triaxis verify --config configs/gpt_tiny.yaml model.num_kv_heads=2 --layout tp=4,dp=1
   triaxis verify --matrix
+  triaxis verify --config configs/gpt_tiny.yaml --oracle megatron-core
+  triaxis verify --config configs/gpt_tiny.yaml --oracle transformers --layout tp=2,pp=2 --dtype fp32
 
 By default the model is made small and keeps every relation of its sizes: heads to ranks, layers to stages, padding of the
 vocabulary, microbatches to stages. Runs on the GPUs of this machine, else on the CPU. Exit code 0: equal; 1: different;
-2: this cannot be run. What verify starts goes to stderr, the certificate to stdout.
+2: this cannot be run. What verify starts goes to stderr, the certificate to stdout. An oracle runs on the CPU, in a process of
+its own; without --layout, our one process and three layouts of 4 ranks are compared with it.
 """
 
 SIZES = {"tp": "tp", "pp": "pp", "vpp": "vpp", "dp": "dp", "sp": "sequence_parallel"}
 """Words of a layout, and the keys of the section `parallel` that they set."""
 
 SHOWN = 12
+DEFAULT_STEPS = 3
+ONE_PROCESS = "one process"
 DTYPES = ("float64", "fp32", "bf16")
 EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 
@@ -63,7 +69,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"of a layout in the matrix (default: {MOST_RANKS})",
     )
-    parser.add_argument("--steps", type=int, default=3, metavar="K", help="optimizer steps (default: 3)")
+    parser.add_argument(
+        "--oracle",
+        choices=list(ORACLES),
+        help="compare with somebody else's model in place of our own one process: "
+        + "; ".join(f"{name}: {what}" for name, (_, what) in ORACLES.items()),
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        metavar="K",
+        help=f"optimizer steps (default: {DEFAULT_STEPS}, with --oracle {NUM_STEPS})",
+    )
     parser.add_argument(
         "--dtype", choices=DTYPES, default="float64", help="of both runs (default: float64, where equal means equal)"
     )
@@ -74,11 +91,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0: equal, 1: different, 2: unusable."""
+    if args.steps is None:
+        args.steps = DEFAULT_STEPS if args.oracle is None else NUM_STEPS
     if problems := list(_problems(args)):
         raise ConfigError(problems, "the command line")
     console = Console(highlight=False, soft_wrap=True)
     if args.matrix:
         return _run_matrix(console, args)
+    if args.oracle is not None:
+        return _run_oracle(console, args)
     layout = [] if args.layout is None else layout_overrides(args.layout)
     asked = trial(
         args.config,
@@ -109,6 +130,8 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
         yield f"{args.overrides[0]}: without --config there is nothing to override."
     if args.matrix and (args.layout is not None or args.full_size):
         yield "--matrix chooses layouts and uses small sizes: --layout and --full-size would be ignored. Leave them out."
+    if args.matrix and args.oracle is not None:
+        yield "--matrix compares with our own one process: --oracle would be ignored. Leave one of them out."
     if args.max_ranks < 2:
         yield f"--max-ranks {args.max_ranks}: a layout of one rank is the reference itself. At least 2."
 
@@ -149,6 +172,38 @@ def _run_matrix(console: Console, args: argparse.Namespace) -> int:
     return EQUAL
 
 
+def _run_oracle(console: Console, args: argparse.Namespace) -> int:
+    """A certificate as soon as it is decided for our one process and for each layout."""
+    asked = oracle_trial(
+        args.config,
+        args.overrides,
+        oracle=args.oracle,
+        layout=None if args.layout is None else layout_overrides(args.layout),
+        small=not args.full_size,
+        num_steps=args.steps,
+        dtype=args.dtype,
+    )
+    if args.dry_run:
+        show_oracle_plan(asked)
+        return EQUAL
+    certificates = []
+    is_equal = True
+    try:
+        for one, verdict in verify_against(asked):
+            show(console, one, verdict, asked.against)
+            certificates.append(certificate(one, verdict, asked.against))
+            is_equal = is_equal and verdict.equal
+    except VerificationError as error:
+        print(f"error: {error}; not everything was compared", file=sys.stderr)
+        return UNUSABLE
+    _write_json(args, {"equal": is_equal, "oracle": _oracle_facts(asked), "trials": certificates})
+    return EQUAL if is_equal else DIFFERENT
+
+
+def _oracle_facts(asked: OracleTrial) -> dict[str, str]:
+    return {"name": asked.oracle, "version": asked.version, "what": ORACLES[asked.oracle][1]}
+
+
 def _features(row: Row) -> str:
     sizes = " ".join(f"{size} {row[size]}" for size in ("tp", "pp", "vpp", "dp") if row[size] != 1)
     words = [sizes, "sp" if row["sp"] else "", str(row["schedule"]) if row["schedule"] != "auto" else ""]
@@ -184,11 +239,12 @@ def layout_overrides(text: str) -> list[str]:
     return [f"parallel.{SIZES[name]}={value}" for name, value in sizes.items()]
 
 
-def certificate(asked: Trial, verdict: Verdict) -> dict[str, object]:
+def certificate(asked: Trial, verdict: Verdict, against: str = ONE_PROCESS) -> dict[str, object]:
     """The verdict as JSON: what was compared, how far it was apart, and the configuration that makes the same runs again."""
     return {
         "equal": verdict.equal,
         "layout": _layout(asked.config),
+        "against": against,
         "steps": asked.config.train.steps,
         "dtype": asked.config.precision.dtype,
         "tolerance": asked.tolerance,
@@ -204,12 +260,12 @@ def _layout(config: Config) -> str:
     return f"{parallel_sizes(config)}{sp}"
 
 
-def show(console: Console, asked: Trial, verdict: Verdict) -> None:
+def show(console: Console, asked: Trial, verdict: Verdict, against: str = ONE_PROCESS) -> None:
     """The certificate for people."""
     config, model = asked.config, asked.config.model
     steps = "1 step" if config.train.steps == 1 else f"{config.train.steps} steps"
     table = Table(
-        title=f"{_layout(config)} against one process: {steps} in {config.precision.dtype}",
+        title=f"{_layout(config)} against {against}: {steps} in {config.precision.dtype}",
         title_justify="left",
         box=SIMPLE_HEAD,
     )
@@ -233,17 +289,17 @@ def show(console: Console, asked: Trial, verdict: Verdict) -> None:
     if verdict.equal:
         console.print("[bold green]equal[/]: this layout trains the same model.")
         return
-    _show_differences(console, verdict.differences)
+    _show_differences(console, verdict.differences, against)
     assert verdict.cause is not None
     axis = "" if verdict.cause.axis is None else f" [bold]{verdict.cause.axis}[/]:"
     console.print(f"likely cause:{axis} {verdict.cause.text}.")
 
 
-def _show_differences(console: Console, differences: Sequence[Difference]) -> None:
+def _show_differences(console: Console, differences: Sequence[Difference], against: str) -> None:
     first = differences[0]
     console.print(f"[bold red]different[/], first in step {first.step + 1}, {first.what}:")
     table = Table(box=SIMPLE_HEAD)
-    for column in ("name", "one process", "layout", "factor", "error"):
+    for column in ("name", against, "layout", "factor", "error"):
         table.add_column(column, justify="left" if column == "name" else "right", no_wrap=True)
     for one in differences[:SHOWN]:
         factor = "" if one.factor is None else f"{one.factor:.6g}"

@@ -1,14 +1,18 @@
 """`triaxis verify`: exit codes, certificate, and what a person reads."""
 
 import json
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
 import launch.commands.verify as command
 from engine.verify.judge import Cause, Difference, Verdict
+from launch import verify_oracle
 from launch.cli import main
 from launch.verify import Trial, VerificationError
+from launch.verify_oracle import OracleTrial
 from tests.launch.command_line import ROOT
 
 CONFIG = ["verify", "--config", str(ROOT / "configs" / "gpt_tiny.yaml")]
@@ -111,6 +115,13 @@ def test_a_matrix_says_each_verdict_and_counts_them(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["--oracle", "megatron-core", "--matrix"], "--oracle would be ignored"),
+        (["--oracle", "megatron-core", "--dtype", "bf16"], "Give one of float64, fp32"),
+        (["--oracle", "megatron-core", "schedule.name=gpipe"], "this word would be ignored"),
+        (["--oracle", "megatron-core", "model.hidden_dropout=0.1"], "Add model.hidden_dropout=0"),
+        (["--oracle", "megatron-core", "model.qk_norm=true", "model.norm=layernorm"], "by LayerNorm, with a bias"),
+        (["--oracle", "transformers", "model.norm=layernorm"], "as llama: model.norm = layernorm, there it is rmsnorm"),
+        (["--oracle", "transformers", "model.num_attention_heads=1"], "model.num_attention_heads"),
         (["--layout", "tp=2,ep=2"], "'ep=2' is not one of tp=.., pp=.."),
         (["--layout", "tp=2,tp=4"], "each at most once"),
         (["--layout", "tp=3"], "model.num_attention_heads"),
@@ -123,3 +134,88 @@ def test_a_matrix_says_each_verdict_and_counts_them(
 def test_mistakes(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
     assert main([*CONFIG, *words]) == 2
     assert said in capsys.readouterr().err
+
+
+# Against somebody else's model ----------------------------------------------------------------------------------------------
+
+
+def oracle_says(monkeypatch: pytest.MonkeyPatch, *verdicts: Verdict) -> list[OracleTrial]:
+    asked: list[OracleTrial] = []
+
+    def answer(trial: OracleTrial) -> Iterator[tuple[Trial, Verdict]]:
+        asked.append(trial)
+        yield from zip(trial.trials, verdicts, strict=False)
+
+    monkeypatch.setattr(command, "verify_against", answer)
+    return asked
+
+
+@pytest.mark.distributed
+def test_an_oracle_in_a_process_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "certificate.json"
+    words = ["--oracle", "transformers", "--layout", "pp=2", "--steps", "2", "--json", str(path)]
+    assert main([*CONFIG, *words]) == 0
+    out = capfd.readouterr().out
+    assert "tp=1 pp=1 vpp=1 dp=1 against transformers" in out and "tp=1 pp=2 vpp=1 dp=1 against transformers" in out
+    assert out.count("equal: this layout trains the same model.") == 2
+    certificate = json.loads(path.read_text())
+    assert certificate["equal"] and certificate["oracle"]["name"] == "transformers"
+    one, layout = certificate["trials"]
+    assert one["against"] == layout["against"] == f"transformers {certificate['oracle']['version']}"
+    assert one["config"]["parallel"]["pp"] == 1 and layout["config"]["parallel"]["pp"] == 2
+    kinds = ["start", "output", "loss", "gradient", "gradient norm", "master", "exp_avg", "exp_avg_sq", "parameter"]
+    assert list(layout["largest_errors"]) == kinds
+    assert all(error["error"] <= layout["tolerance"] for error in layout["largest_errors"].values())
+
+
+def test_without_a_layout_every_way_of_cutting_is_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    equal = Verdict({"loss": (1e-16, "")}, (), None)
+    (asked,) = (oracle_says(monkeypatch, equal, WRONG, equal, equal),)
+    path = tmp_path / "certificate.json"
+    assert main([*CONFIG, "--oracle", "megatron-core", "--json", str(path)]) == 1
+    out = capsys.readouterr().out
+    assert "different, first in step 1, gradient:" in out and out.count("this layout trains the same model") == 3
+    (trial,) = asked
+    one, *layouts = (each.config for each in trial.trials)
+    assert one == trial.trials[0].reference and len({each.model for each in (one, *layouts)}) == 1
+    assert one.train.steps == 5 and one.precision.dtype == "float64"
+    parallel = [each.parallel for each in layouts]
+    for size in ("tp", "pp", "vpp", "dp"):
+        assert getattr(one.parallel, size) == 1 and any(getattr(each, size) == 2 for each in parallel), size
+    assert any(each.sequence_parallel for each in parallel)
+    certificate = json.loads(path.read_text())
+    assert not certificate["equal"] and [each["equal"] for each in certificate["trials"]] == [True, False, True, True]
+
+
+def test_an_oracle_that_breaks_is_neither_equal_nor_different(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify_oracle, "_run_oracle", lambda asked, folder: 1)
+    assert main([*CONFIG, "--oracle", "transformers", "--layout", "tp=1"]) == 2
+    assert "not everything was compared" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("version", "said"), [(None, "megatron-core is not installed"), ("0.17.0", "was written for 0.16.x")]
+)
+def test_an_oracle_that_is_missing_or_unknown(
+    version: str | None, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(package: str) -> str:
+        if version is None:
+            raise PackageNotFoundError(package)
+        return version
+
+    monkeypatch.setattr(verify_oracle, "version", answer)
+    assert main([*CONFIG, "--oracle", "megatron-core"]) == 2
+    err = capsys.readouterr().err
+    assert said in err and "pip install 'megatron-core>=0.16,<0.17'" in err
+
+
+def test_an_oracles_plan_starts_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = oracle_says(monkeypatch)
+    assert main([*CONFIG, "--oracle", "megatron-core", "--layout", "tp=2", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "-m launch.oracle.rank" in out and out.count("torch.distributed.run") == 2 and not asked

@@ -1,7 +1,7 @@
 """Verifications on ranks of the test harness, with or without a bug."""
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -16,14 +16,21 @@ from tests.harness import run_ranks
 Plant = Callable[[], None]
 
 
-def observe(rank: int, config: Config, folder: str, is_reference: bool, plant: Plant | None) -> None:
+def observe(
+    rank: int,
+    config: Config,
+    folder: str,
+    is_reference: bool,
+    plant: Plant | None,
+    sites: Sequence[str] | None = None,
+) -> None:
     """What a rank of `triaxis verify` does, with a bug in it."""
     from launch import verify_rank
 
     if plant is not None:
         plant()
     topology = Topology(RankGrid(parallel_sizes(config)), rank, torch.device("cpu"), kv_heads=config.model.kv_heads)
-    verify_rank.observe(topology, config, Path(folder), is_reference=is_reference)
+    verify_rank.observe(topology, config, Path(folder), is_reference=is_reference, sites=sites)
 
 
 def run(asked: Trial, plant: Plant | None = None) -> Verdict:

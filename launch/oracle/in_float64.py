@@ -1,0 +1,35 @@
+"""Other people's code in float64 throughout.
+
+Their models say fp32 where bf16 would lose bits: in norms, in the angles of RoPE, in softmax, loss and gradient norm. A
+float64 run would lose bits there, and an error of 1e-7 could be a bug. Each such wish for fp32 becomes one for float64.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class InFloat64(torch.overrides.TorchFunctionMode):
+    """While it is open, what is asked for as fp32 is made in float64; so are tensors that name no dtype."""
+
+    def __enter__(self) -> Any:
+        self._before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.set_default_dtype(self._before)
+
+    def __torch_function__(
+        self, function: Callable[..., Any], kinds: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is torch.Tensor.float:
+            return args[0].double()
+        args = tuple(_wider(one) for one in args)
+        return function(*args, **{name: _wider(one) for name, one in (kwargs or {}).items()})
+
+
+def _wider(argument: Any) -> Any:
+    return torch.float64 if argument is torch.float32 else argument

@@ -1,0 +1,78 @@
+"""Comparisons with oracles on ranks of the test harness, with or without a bug in the oracle."""
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from engine.config import Config, parallel_sizes
+from engine.verify.judge import Verdict
+from launch.verify_oracle import SITES, OracleTrial, oracle_trial, verdict_against
+from tests.harness import run_ranks
+from tests.verify import trials
+from tests.verify.trials import Plant
+
+BASE: dict[str, Any] = {
+    "num_layers": 5,
+    "hidden_size": 32,
+    "num_attention_heads": 8,
+    "seq_length": 8,
+    "vocab_size": 43,
+    "vocab_multiple": 8,
+    "ffn_hidden_size": 40,
+}
+"""5 layers make stages uneven; 43 tokens leave padding that no oracle has."""
+
+LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "bias": "none", "num_kv_heads": 2, "tie_embeddings": False}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": BASE | {"position": "learned"},
+    "gpt2, tanh": BASE | {"position": "learned", "activation": "gelu_tanh", "tie_embeddings": False},
+    "one kv head": BASE | {"num_kv_heads": 1, "activation": "gelu_tanh", "head_dim": 8},
+    "llama": BASE | LLAMA | {"rope_base": 5000.0},
+    "mistral": BASE | LLAMA | {"num_attention_heads": 6, "head_dim": 4},
+    "qwen2": BASE | LLAMA | {"bias": "qkv", "tie_embeddings": True},
+    "qwen3": BASE | LLAMA | {"qk_norm": True, "head_dim": 8, "norm_eps": 1e-6},
+    "qwen2 and qwen3": BASE | LLAMA | {"bias": "qkv", "qk_norm": True},
+}
+ONLY_MEGATRON = ("one kv head", "qwen2 and qwen3")
+
+
+def asked(oracle: str, name: str, *, layout: Sequence[str] | None = None, dtype: str = "float64") -> OracleTrial:
+    """Five steps of one of `MODELS`; `layout` as words of a configuration, None: the command's own layouts."""
+    tree = {
+        "model": MODELS[name],
+        "data": {"synthetic": True},
+        "train": {"steps": 1, "global_batch_size": 8},
+        "optimizer": {"bucket_bytes": 4096},
+    }
+    with tempfile.TemporaryDirectory(prefix="triaxis-test-") as folder:
+        path = Path(folder) / "model.yaml"
+        path.write_text(yaml.safe_dump(tree))
+        return oracle_trial(path, (), oracle=oracle, layout=layout, small=False, num_steps=5, dtype=dtype)
+
+
+def run_oracle(rank: int, name: str, config: Config, folder: str, plant: Plant | None) -> None:
+    """What the process of an oracle does, with a bug in it."""
+    from launch.oracle import rank as process
+
+    if plant is not None:
+        plant()
+    process.run(name, config, Path(folder))
+
+
+def verdicts(one: OracleTrial, plant: Plant | None = None, layout_plant: Plant | None = None) -> dict[str, Verdict]:
+    """By layout, our one process first; bugs are in the oracle, or in the ranks of layouts."""
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="triaxis-test-") as name:
+        folder = Path(name)
+        run_ranks(run_oracle, 1, one.oracle, one.trials[0].reference, name, plant)
+        for trial in one.trials:
+            sizes = parallel_sizes(trial.config)
+            bug = layout_plant if found else None
+            run_ranks(trials.observe, sizes.world_size, trial.config, name, False, bug, SITES)
+            found[str(sizes)] = verdict_against(one, trial, folder)
+            for report in folder.glob("rank_*.json"):
+                report.unlink()
+    return found
