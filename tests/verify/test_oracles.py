@@ -88,14 +88,11 @@ def no_clipping() -> None:
 def decay_on_norms() -> None:
     import torch
 
-    from launch.oracle.hugging_face import HuggingFace
-
     class Decaying(torch.optim.AdamW):
         def __init__(self, groups, **settings):
             super().__init__([group | {"weight_decay": 0.1} for group in groups], **settings)
 
     torch.optim.AdamW = Decaying
-    assert HuggingFace.__init__.__globals__["torch"] is torch
 
 
 def query_heads_in_another_order() -> None:
@@ -119,7 +116,7 @@ def query_heads_in_another_order() -> None:
     [
         ("transformers", "llama", another_rope_base, "output", ["token_losses", "loss"], None),
         ("megatron-core", "gpt2", a_gradient_twice, "gradient", ["layers.1.mlp.down.bias"], 0.5),
-        pytest.param("megatron-core", "gpt2", no_clipping, "exp_avg", None, None, marks=pytest.mark.slow),
+        pytest.param("megatron-core", "gpt2", no_clipping, "master", None, None, marks=pytest.mark.slow),
         pytest.param("transformers", "llama", decay_on_norms, "master", "norm", None, marks=pytest.mark.slow),
         pytest.param(
             "megatron-core", "llama", query_heads_in_another_order, "start", "attention", None, marks=pytest.mark.slow
