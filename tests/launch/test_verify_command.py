@@ -2,13 +2,14 @@
 
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
 import launch.commands.verify as command
+from engine.config import Config, parallel_sizes
 from engine.verify.judge import Cause, Difference, Verdict
 from launch import verify_oracle
 from launch.cli import main
@@ -199,6 +200,35 @@ def test_without_a_layout_every_way_of_cutting_is_compared(
     assert any(each.sequence_parallel for each in parallel)
     certificate = json.loads(path.read_text())
     assert not certificate["equal"] and [each["equal"] for each in certificate["trials"]] == [True, False, True, True]
+
+
+@pytest.mark.parametrize(("one_process", "num_runs"), [(WRONG, 1), (Verdict({}, (), None), 2)])
+def test_layouts_are_not_run_when_our_one_process_differs(
+    one_process: Verdict, num_runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+
+    def start(config: Config, place: Path, job: Mapping[str, object]) -> int:
+        assert not list(place.parent.glob("rank_*.json")), "reports of the layout before are still there"
+        (place.parent / f"rank_{len(started):05d}.json").touch()
+        started.append(parallel_sizes(config).world_size)
+        return 0
+
+    monkeypatch.setattr(verify_oracle, "_run_oracle", lambda asked, folder: 0)
+    monkeypatch.setattr(verify_oracle, "start_ranks", start)
+    monkeypatch.setattr(verify_oracle, "verdict_against", lambda asked, one, folder: one_process)
+    is_installed(monkeypatch)
+    asked = verify_oracle.oracle_trial(
+        ROOT / "configs" / "gpt_tiny.yaml",
+        (),
+        oracle="transformers",
+        layout=("parallel.tp=2", "parallel.pp=2", "parallel.dp=1"),
+        small=True,
+        num_steps=1,
+        dtype="fp32",
+    )
+    assert [verdict for _, verdict in verify_oracle.verify_against(asked)] == [one_process] * num_runs
+    assert started == [1, 4][:num_runs]
 
 
 def test_an_oracle_that_breaks_is_neither_equal_nor_different(
