@@ -221,14 +221,24 @@ def compare(config: Config, model: str, num_pairs: int) -> Result:
 
 
 def peak_bytes(make_side: Callable[[], Step], config: Config) -> int:
-    """Most live bytes that torch's CPU allocator had handed out at once, from building a side to its second step."""
+    """Most live bytes from building a side to its second step."""
     batches = batches_of(config)
-    gc.collect()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+
+    def run() -> None:
         step = make_side()
         for _ in range(2):
             step(batches.next_step())
+
+    gc.collect()
+    peak = traced_peak(run)
     batches.close()
+    return peak
+
+
+def traced_peak(run: Callable[[], None]) -> int:
+    """Most live bytes that torch's CPU allocator had handed out at once during `run`, beside those before it."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
