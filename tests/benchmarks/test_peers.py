@@ -52,8 +52,8 @@ def test_torch_trains_the_same_model(num_ranks: int, layout: str, tmp_path: Path
     # fp32's rounding: the weights are the same at the start, and after two steps of warm-up and two pairs.
     assert result["largest_loss_difference"] < 2e-6
     assert result["our_peak_bytes"] > 0 and result["peer_peak_bytes"] > 0
-    # Four collectives a layer, forward and backward (2205.05198, figure 5), [s, b, h] of fp32 each. Beyond them both have those around
-    # embedding and head; ours gathers the inputs of two linear layers again in the backward, instead of keeping them.
+    # Four collectives a layer, forward and backward (2205.05198, figure 5), [s, b, h] of fp32 each. Beyond them both have
+    # those around embedding and head; ours gathers the inputs of two linear layers again in the backward, instead of keeping them.
     if layout == "tp=2":
         tokens = SIZES["seq"] * SIZES["microbatches"] * SIZES["micro-batch-size"]
         collective = tokens * SIZES["hidden"] * 4 // 2
