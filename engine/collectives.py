@@ -4,16 +4,17 @@ An `Axis` is one group of ranks as one member sees it. Its verbs return a `Pendi
 lies between posting and waiting is overlapped. A one-rank axis is the identity and issues no op: this file is the only
 place that knows it. Each call is labelled with its purpose, and the `Ledger` writes down what was called, nothing derived:
 
-    post   op, axis, purpose, dtype, numel of the tensor handed in, group size
+    post   op, axis, purpose, dtype, numel of the tensor handed in, group size; of a send or receive the peer and the group call
     wait   the same number, when the result was asked for
     mark   a named point of the computation (a weight-gradient GEMM, say), so that order in the ledger proves overlap
 
-gloo and NCCL differ in four things, and this file is where that is known:
+Backends differ in five things, and this file is where that is known:
 - gloo's tensor reduce-scatter is an all-reduce inside (twice the wire bytes). On gloo the rank chunks are exchanged by
   all-to-all and summed here in rank order, in the accumulation dtype; the order does not depend on how buckets are cut.
 - torch 2.13 renamed `reduce_scatter_tensor` and `all_gather_into_tensor` to `*_single`.
 - the first p2p call of an NCCL group must involve the whole group, so `Axis.connect` reduces one element beforehand.
 - gloo cannot say whether a send has completed without waiting for it, so a thread of the axis waits; NCCL can be asked.
+- torch's fake backend (a footprint's) has nobody to send to, and its handles say for ever that they are under way.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +40,14 @@ TEXT_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One line of the ledger. `call` numbers the posted calls of the step; marks carry -1."""
+    """One line of the ledger.
+
+    Attributes:
+        call: numbers the posted calls of the step; marks carry -1.
+        numel: of the tensor handed in.
+        peer: the other member of a send or receive (an index on the axis); -1 for a collective.
+        group_call: the number of the first call that was posted in the same group call; its own for a collective.
+    """
 
     phase: Literal["post", "wait", "mark"]
     call: int
@@ -49,6 +57,8 @@ class Event:
     dtype: torch.dtype | None
     numel: int
     group_size: int
+    peer: int = -1
+    group_call: int = -1
 
 
 class Ledger:
@@ -62,8 +72,12 @@ class Ledger:
         self.events = []
         self._num_calls = 0
 
-    def post(self, op: Op, axis: str, purpose: str, tensor: torch.Tensor, group_size: int) -> Event:
-        event = Event("post", self._num_calls, op, axis, purpose, tensor.dtype, tensor.numel(), group_size)
+    def post(
+        self, op: Op, axis: str, purpose: str, tensor: torch.Tensor, group_size: int, peer: int = -1, place: int = 0
+    ) -> Event:
+        """Write down a call; `place` is its place in its group call."""
+        call = self._num_calls
+        event = Event("post", call, op, axis, purpose, tensor.dtype, tensor.numel(), group_size, peer, call - place)
         self._num_calls += 1
         self.events.append(event)
         return event
@@ -79,6 +93,8 @@ class Ledger:
                 posted.dtype,
                 posted.numel,
                 posted.group_size,
+                posted.peer,
+                posted.group_call,
             )
         )
 
@@ -108,6 +124,16 @@ class _WatchedSend:
 
     def is_completed(self) -> bool:
         return self._done.done()
+
+
+class _TakenSend:
+    """A send of the fake backend: nobody takes it, so it counts as taken at once."""
+
+    def wait(self) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return True
 
 
 class Pending:
@@ -177,6 +203,7 @@ class Axis:
         assert (group is None) == (self.size == 1), "a group of one rank needs no process group, any other does"
         self._group = group
         self._is_gloo = group is not None and dist.get_backend(group) == "gloo"
+        self._is_fake = group is not None and dist.get_backend(group) == "fake"
         self._watcher: ThreadPoolExecutor | None = None
 
     def connect(self, device: torch.device) -> None:
@@ -250,8 +277,15 @@ class Axis:
         for message in messages:
             function = dist.isend if message.kind == "send" else dist.irecv
             ops.append(dist.P2POp(function, message.tensor, self.ranks[message.peer], self._group))
-        events = [self.ledger.post(message.kind, self.name, purpose, message.tensor, self.size) for message in messages]
+        events = [
+            self.ledger.post(message.kind, self.name, purpose, message.tensor, self.size, message.peer, place)
+            for place, message in enumerate(messages)
+        ]
         works: list[Work] = list(dist.batch_isend_irecv(ops))
+        if self._is_fake:
+            works = [
+                _TakenSend() if message.kind == "send" else work for message, work in zip(messages, works, strict=True)
+            ]
         if self._is_gloo:
             works = [
                 _WatchedSend(self._send_watcher(), work) if message.kind == "send" else work  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ topologies can live in one process. Axes by name:
 Groups with the same ranks share one process group, except the two pipeline directions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,19 @@ import torch.distributed as dist
 from engine.collectives import Axis, Ledger
 from engine.errors import TopologyError
 from engine.rank_grid import AXES, RankGrid
+
+
+def axis_groups(grid: RankGrid, kv_heads: int | None) -> Iterator[tuple[str, Sequence[tuple[int, ...]], str]]:
+    """(name, groups of ranks, channel) of each axis, in the order of creation; equal ranks and channel are one process group."""
+    yield "world", [tuple(range(grid.world_size))], ""
+    yield "tp", grid.groups("tp"), ""
+    yield "dp", grid.groups("dp", "cp"), ""
+    yield "pp", grid.groups("pp"), ""
+    yield "pp_forward", grid.groups("pp"), "forward"
+    yield "pp_backward", grid.groups("pp"), "backward"
+    yield "ends", grid.end_stage_groups(), ""
+    if kv_heads is not None and kv_heads < grid.sizes.tp:
+        yield "kv_replicas", grid.tp_blocks(grid.sizes.tp // kv_heads), ""
 
 
 class Topology:
@@ -53,17 +66,10 @@ class Topology:
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
         self._axes: dict[str, Axis] = {}
 
-        self._add("world", [tuple(range(grid.world_size))])
-        self._add("tp", grid.groups("tp"))
-        self._add("dp", grid.groups("dp", "cp"))
-        self._add("pp", grid.groups("pp"))
-        self._add("pp_forward", grid.groups("pp"), channel="forward")
-        self._add("pp_backward", grid.groups("pp"), channel="backward")
-        self._add("ends", grid.end_stage_groups())
-        if kv_heads is not None and kv_heads < grid.sizes.tp:
-            self._add("kv_replicas", grid.tp_blocks(grid.sizes.tp // kv_heads))
+        for name, groups, channel in axis_groups(grid, kv_heads):
+            self._add(name, groups, channel)
 
-    def _add(self, name: str, groups: Sequence[tuple[int, ...]], channel: str = "") -> None:
+    def _add(self, name: str, groups: Sequence[tuple[int, ...]], channel: str) -> None:
         """Create this rank's group of the axis; every rank walks the axes in the same order."""
         ranks = next((ranks for ranks in groups if self.rank in ranks), None)
         if ranks is None:

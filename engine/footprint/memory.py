@@ -1,4 +1,4 @@
-"""Live bytes by kind, counted by storages as they come and go.
+"""Live bytes by kind, counted by storages as they come and go; operators by the place of the model that needs them.
 
 Every operator passes a dispatch mode, which sees new storages; a weak reference tells when one is freed. This counts what
 tensors hold, exactly and at every moment, with real tensors as with fake ones; what an allocator rounds up or caches is not in it.
@@ -7,11 +7,15 @@ tensors hold, exactly and at every moment, with real tensors as with fake ones; 
     p2p                                 what a send or a receive was called with, until autograd saves it
     logits, activations                 what autograd saved for the backward, at the head or elsewhere
     temporaries                         all else
+
+An operator of the backward belongs to the module whose forward made its autograd node: nodes are numbered in order, and the
+numbers at which modules begin and end are written down.
 """
 
 import weakref
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -53,26 +57,45 @@ class Peak:
         return sum(self.by_kind.values())
 
 
+@dataclass
+class Extremes:
+    """Of the moments since some moment.
+
+    Attributes:
+        most: the most bytes of each kind that grew, each at a moment of its own.
+        peak: the first of the largest moments at which a storage was new; None where none was.
+        ops: how often each operator was dispatched, by (place, name).
+    """
+
+    most: dict[MemoryKind, int] = field(default_factory=dict)
+    peak: Peak | None = None
+    ops: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+
 class MemoryWatch(TorchDispatchMode):
     """Counts while it is entered.
 
     Attributes:
         live: bytes by kind, now.
-        most: the most bytes of each kind since `forget_peak`, each at a moment of its own.
-        peak: the largest moment since `forget_peak`.
-        ops: how often each operator was dispatched.
+        step: what happened since `forget_peak`; `most` and `peak` begin with what was live then.
+        part: what happened since `begin_part`, a shorter time.
+        phase: the place of operators that belong to no module.
         saved: what autograd saved in the first forward of each chunk, in order, each storage once.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.live: Counter[MemoryKind] = Counter()
-        self.most: Counter[MemoryKind] = Counter()
-        self.peak = Peak()
-        self.ops: Counter[str] = Counter()
+        self.step = Extremes()
+        self.part = Extremes()
+        self.phase = ""
         self.saved: list[SavedTensor] = []
         self._storages: dict[int, _Storage] = {}
         self._sites: list[tuple[str, str]] = []
+        self._places: Mapping[str, str] = {}
+        self._last_child = ""
+        self._first_nodes: list[int] = []
+        self._node_places: list[str] = []
         self._forwards: Counter[str] = Counter()
         self._is_first = False
 
@@ -81,7 +104,9 @@ class MemoryWatch(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.namespace != "prim":  # questions, not work
-            self.ops[func.name()] += 1
+            key = (self._place, func.name())
+            self.step.ops[key] += 1
+            self.part.ops[key] += 1
         for value in tree_iter(result):
             if isinstance(value, torch.Tensor):
                 self._see(value)
@@ -101,19 +126,31 @@ class MemoryWatch(TorchDispatchMode):
 
     def _grow(self, kind: MemoryKind, num_bytes: int) -> None:
         self.live[kind] += num_bytes
-        self.most[kind] = max(self.most[kind], self.live[kind])
+        live = self.live[kind]
+        for extremes in (self.step, self.part):
+            extremes.most[kind] = max(extremes.most.get(kind, 0), live)
 
     def forget_peak(self) -> None:
-        """Begin a new search for the peak, and new counts of operators and saved tensors."""
-        self.most = Counter(self.live)
-        self.peak = Peak(dict(self.live), "")
-        self.ops.clear()
+        """Begin a new step: a search for the peak, new counts of operators and saved tensors."""
+        self.step = Extremes(dict(self.live), Peak(dict(self.live), ""))
+        self.begin_part()
         self.saved.clear()
         self._forwards.clear()
 
+    def begin_part(self) -> None:
+        """Begin a new part of the step."""
+        self.part = Extremes()
+
     @contextmanager
-    def looking_at(self, modules: Sequence[nn.Module], logits: Sequence[str]) -> Iterator[None]:
-        """Name what is saved by the module that was at work, and call it `logits` where the name is one of these."""
+    def looking_at(
+        self, modules: Sequence[nn.Module], logits: Sequence[str], places: Mapping[str, str]
+    ) -> Iterator[None]:
+        """Name what is saved by the module that was at work, and call it `logits` where the name is one of these.
+
+        `places` groups operators: the name of a chunk's child -> its place. What a chunk does itself counts to the place of
+        the child that ran last, or to that of the name "" before all of them.
+        """
+        self._places = places
         hooks = []
         for number, chunk in enumerate(modules):
             prefix = f"chunk {number}: " if len(modules) > 1 else ""
@@ -139,14 +176,36 @@ class MemoryWatch(TorchDispatchMode):
             if is_chunk:
                 self._forwards[prefix] += 1
                 self._is_first = self._forwards[prefix] == 1
+                self._last_child = ""
             self._sites.append((prefix, name))
+            self._new_nodes_belong_here()
 
         return enter
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._sites.pop()
+        _, name = self._sites.pop()
+        if name:
+            self._last_child = name.split(".")[0]
         if not self._sites:
             self._is_first = False
+        self._new_nodes_belong_here()
+
+    def _new_nodes_belong_here(self) -> None:
+        """Write down from which number on autograd nodes belong to the module that is at work now."""
+        self._first_nodes.append(torch.autograd._get_sequence_nr())
+        self._node_places.append(self._place if self._sites else "")
+
+    @property
+    def _place(self) -> str:
+        if self._sites:
+            child = self._sites[-1][1].split(".")[0] or self._last_child
+            return self._places[child]
+        node = torch._C._current_autograd_node()
+        if node is None or not self._first_nodes:
+            return self.phase
+        # Sums of gradients into leaves have no number of their own, but the largest there is.
+        index = bisect_right(self._first_nodes, node._sequence_nr()) - 1
+        return (self._node_places[index] if index >= 0 else "") or self.phase
 
     @property
     def _site(self) -> tuple[str, str]:
@@ -166,8 +225,10 @@ class MemoryWatch(TorchDispatchMode):
 
         self._storages[key] = _Storage(num_bytes, "temporaries", weakref.ref(storage, freed))
         self._grow("temporaries", num_bytes)
-        if sum(self.live.values()) > self.peak.total:
-            self.peak = Peak(dict(self.live), "".join(self._site))
+        total = sum(self.live.values())
+        for extremes in (self.step, self.part):
+            if extremes.peak is None or total > extremes.peak.total:
+                extremes.peak = Peak(dict(self.live), "".join(self._site))
 
     def _save(self, tensor: torch.Tensor, logits: Sequence[str]) -> None:
         self._see(tensor)

@@ -19,7 +19,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from engine.pipeline.actions import Action, Kind
-from engine.pipeline.lowering import Post, Program
+from engine.pipeline.lowering import Instruction, Post, Program
 from engine.pipeline.p2p import HandOver, Transport
 from engine.tensor_parallel.parameter import WeightGradQueue
 from engine.topology import Topology
@@ -47,6 +47,9 @@ class Executor:
         queues: the weight-gradient queue of each chunk of this rank.
         shape: of an activation between stages, [s(/t), b, h].
         dtype: of activations.
+
+    Attributes:
+        observer: told of each instruction before it runs, and of None when the last one has run.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Executor:
         self.queues = queues
         self.shape = shape
         self.dtype = dtype
+        self.observer: Callable[[Instruction | None], None] | None = None
 
     def run(
         self, program: Program, microbatches: Sequence[Any], function: ChunkFunction, loss_scale: float = 1.0
@@ -96,6 +100,7 @@ class _Run:
         self.function = function
         self.loss_scale = loss_scale
         self.queues = executor.queues
+        self.observe = executor.observer or (lambda instruction: None)
         self.transport = Transport(
             {"forward": topology.axis("pp_forward"), "backward": topology.axis("pp_backward")},
             executor.shape,
@@ -109,6 +114,7 @@ class _Run:
     def run(self) -> list[torch.Tensor]:
         with torch.set_grad_enabled(not self.forward_only):
             for instruction in self.instructions:
+                self.observe(instruction)
                 if isinstance(instruction, Post):
                     self.transport.post(instruction)
                 elif instruction.kind is Kind.F:
@@ -117,6 +123,7 @@ class _Run:
                     self.weight_grads(instruction)
                 else:
                     self.backward(instruction)
+            self.observe(None)
         self.transport.finish()
         assert not self.kept and not self.deferred, "a forward without backward, or deferred work without a W"
         return [self.outputs[microbatch] for microbatch in sorted(self.outputs)]

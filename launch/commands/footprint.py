@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -20,37 +21,50 @@ from engine.errors import ConfigError
 from launch.commands.verify import layout_overrides
 
 if TYPE_CHECKING:
-    from engine.footprint.run import Footprint
+    from engine.footprint.run import Footprint, Footprints
 
 NAME = "footprint"
 HELP = "Run one rank's training step on tensors without memory; print its bytes, calls and operators."
 EXAMPLES = """examples:
   triaxis footprint --config configs/gpt_tiny.yaml --layout tp=2,pp=2,vpp=2,dp=2,sp=true --rank 5
   triaxis footprint --config configs/gpt_tiny.yaml --layout tp=2,pp=4,dp=64 --rank 511 train.global_batch_size=1024 --json step.json
+  triaxis footprint --config configs/gpt_tiny.yaml --layout tp=2,pp=2,dp=1 --replay
 
 It is the engine's own code in one process: the ranks beside it do not exist, and any layout can be looked at. Bytes are those
 that tensors hold; an allocator rounds up. Kernels are the CPU's, whose attention keeps other small tensors than a GPU's.
+docs/footprint.md says more.
 """
 
 GIB = 2**30
 UNITS = (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10))
-SHOWN_OPS = 12
+SHOWN_OPS = 4
+MOST_RANKS_OF_A_WHOLE_REPLAY = 16
+"""Up to here each rank runs for itself; in a larger layout a rank stands for those of its stage."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        "triaxis footprint --config config.yaml [section.key=value ...] --rank N [--layout tp=..,pp=..] [options]"
+        "triaxis footprint --config config.yaml [section.key=value ...] [--rank N [--rank N ...] | --replay] "
+        "[--layout tp=..,pp=..] [options]"
     )
     parser.epilog = EXAMPLES
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the run to look at")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for training")
     parser.add_argument("--layout", metavar="tp=N,pp=N,...", help="as for `triaxis verify`; default: the config's own")
-    parser.add_argument("--rank", type=int, default=0, metavar="N", help="which rank (default: 0)")
+    parser.add_argument(
+        "--rank", type=int, action="append", metavar="N", help="which rank; may be repeated (default: 0)"
+    )
+    parser.add_argument("--full", action="store_true", help="run every microbatch, and add none up from others like it")
+    parser.add_argument(
+        "--replay",
+        action="store_true",
+        help="instead of a rank's tables: replay the calls of all ranks together under NCCL's rules",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers here as well")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the footprint of one rank."""
+    """Print the footprint of some ranks, or replay all of them."""
     layout = [] if args.layout is None else layout_overrides(args.layout)
     config = load_config(args.config, (*args.overrides, *layout), os.environ)
     if config.parallel.dp is None:
@@ -58,29 +72,71 @@ def run(args: argparse.Namespace) -> int:
             ["parallel.dp is open, and there is no machine whose size could fill it. Give it: --layout ..,dp=N"],
             str(args.config),
         )
+    if args.replay and args.rank:
+        raise ConfigError(
+            [
+                "--replay with --rank: a replay is of all ranks, and the tables of one would not be shown. Leave one away."
+            ],
+            "the command line",
+        )
     # torch is imported where it is needed: `--help` and mistakes are answered at once.
-    from engine.footprint.run import footprint
+    from engine.footprint.run import Footprints
     from models.gpt import build_chunks
 
-    print(f"one step of rank {args.rank} of {parallel_sizes(config).world_size:,} ...", file=sys.stderr)
-    found = footprint(config, args.rank, build_chunks)
-    show(Console(highlight=False, soft_wrap=True), config, args.rank, found)
+    begin = time.monotonic()
+    footprints = Footprints(config, build_chunks, full=args.full)
+    console = Console(highlight=False, soft_wrap=True)
+    tree: dict[str, object] = {"layout": str(footprints.sizes)}
+    if args.replay:
+        tree["replay"] = _replay(console, footprints)
+    else:
+        ranks = []
+        for rank in args.rank or [0]:
+            print(f"one step of rank {rank} of {footprints.sizes.world_size:,} ...", file=sys.stderr)
+            found = footprints.of(rank)
+            show(console, config, rank, found)
+            ranks.append(as_json(config, rank, found))
+        tree["ranks"] = ranks
+    print(f"{time.monotonic() - begin:.1f} seconds", file=sys.stderr)
     if args.json is not None:
-        args.json.write_text(json.dumps(as_json(config, args.rank, found), indent=2) + "\n")
+        args.json.write_text(json.dumps(tree, indent=2) + "\n")
     return 0
 
 
+def _replay(console: Console, footprints: "Footprints") -> dict[str, object]:
+    """Run and replay; a layout in which ranks would not meet ends in an error."""
+    from engine.footprint.replay import replay
+
+    world = footprints.sizes.world_size
+    if world <= MOST_RANKS_OF_A_WHOLE_REPLAY:
+        print(f"one step of each of {world} ranks ...", file=sys.stderr)
+        logs = {rank: footprints.of(rank).log for rank in range(world)}
+        who = f"all {world} ranks"
+    else:
+        print(f"one step of each stage of {footprints.sizes} ...", file=sys.stderr)
+        logs = {footprints.grid.rank(pp=pp): found.log for pp, found in enumerate(footprints.of_stages())}
+        who = f"a rank of each of {len(logs)} pipeline ranks, for {world:,} ranks"
+    met = replay(logs, footprints.grid, footprints.config.model.kv_heads)
+    console.print(f"[bold]{who}[/], {footprints.num_microbatches} microbatches: every call met its other ends")
+    table = _table("met", "axis", "collectives", "messages")
+    for axis in sorted(met.collectives.keys() | met.messages.keys()):
+        table.add_row(axis, f"{met.collectives.get(axis, 0):,}", f"{met.messages.get(axis, 0):,}")
+    console.print(table if world > 1 else "nothing is sent: one rank")
+    return {"ranks": sorted(logs), "collectives": met.collectives, "messages": met.messages}
+
+
 def show(console: Console, config: Config, rank: int, found: "Footprint") -> None:
-    """Memory, saved tensors, traffic and operators."""
+    """Memory, saved tensors and the formula, traffic and operators."""
     stages = ", ".join(map(str, found.stages))
+    run, all_ = found.run_microbatches, found.num_microbatches
+    how = "all of them run" if run == all_ else f"{run} run, {all_ - run} added up from those like them"
     console.print(
         f"[bold]rank {rank}[/] ({found.coordinates}), stage{'s' if len(found.stages) > 1 else ''} {stages}, of "
-        f"{parallel_sizes(config)}; {found.num_microbatches} microbatches of {config.train.micro_batch_size}"
+        f"{parallel_sizes(config)}; {all_} microbatches of {config.train.micro_batch_size}: {how}"
     )
     memory = _table("memory", "kind", "at the peak", "most of the kind")
     for kind, most in found.most.items():
-        if most:
-            memory.add_row(kind, in_bytes(found.peak.by_kind.get(kind, 0)), in_bytes(most))
+        memory.add_row(kind, in_bytes(found.peak.by_kind.get(kind, 0)), in_bytes(most))
     memory.add_row("all", in_bytes(found.peak.total), "", style="bold")
     console.print(memory)
 
@@ -89,23 +145,61 @@ def show(console: Console, config: Config, rank: int, found: "Footprint") -> Non
         saved.add_row(site, tensor, in_bytes(num_bytes), str(times))
     saved.add_row("all", "", in_bytes(sum(one.num_bytes for one in found.saved)), "", style="bold")
     console.print(saved)
+    _show_formula(console, config, found)
 
     traffic = _table("sent in a step", "axis and purpose", "operation", "calls", "wire bytes")
     for (axis, purpose, op), (calls, num_bytes) in _traffic(found).items():
         traffic.add_row(f"{axis}, {purpose}", op.replace("_", "-"), f"{calls:,}", in_bytes(num_bytes))
-    console.print(traffic if found.events else "nothing is sent: one rank")
+    console.print(traffic if found.log else "nothing is sent: one rank")
 
-    most_common = ", ".join(
-        f"{name.removeprefix('aten::')} {count:,}" for name, count in found.ops.most_common(SHOWN_OPS)
+    operators = _table("operators dispatched in a step", "by", "operators", "most often")
+    for place, counts in found.ops.items():
+        names = ", ".join(f"{name.removeprefix('aten::')} {count:,}" for name, count in counts.most_common(SHOWN_OPS))
+        operators.add_row(place, f"{counts.total():,}", names)
+    operators.add_row("all", f"{sum(counts.total() for counts in found.ops.values()):,}", "", style="bold")
+    console.print(operators)
+
+
+def _show_formula(console: Console, config: Config, found: "Footprint") -> None:
+    """The terms of a layer and their sum, beside what was measured."""
+    from models.activations import block_terms, paper_per_token, per_token
+
+    terms = block_terms(config, parallel_sizes(config))
+    h = config.model.hidden_size
+    again = " (recomputed here: of each group of layers only the input is kept)"
+    title = f"the formula for a layer, bytes per token{again if config.recompute.granularity == 'full' else ''}"
+    table = _table(title, "by", "tensor", "2205.05198", "here")
+    for term in terms:
+        if term.paper or term.ours:
+            table.add_row(
+                f"blocks.N.{term.module}", term.tensor, f"{float(term.paper):,.6g}", f"{float(term.ours):,.6g}"
+            )
+    in_paper, here = paper_per_token(terms), per_token(terms)
+    table.add_row("all", "", f"{float(in_paper):,.6g}", f"{float(here):,.6g}", style="bold")
+    table.add_row("all / h", "", f"{float(in_paper / h):.4g} h", f"{float(here / h):.4g} h", style="bold")
+    console.print(table)
+    expected, measured = _formula_bytes(config, found), sum(one.num_bytes for one in found.saved)
+    off = f" ({100 * (measured / expected - 1):+.2f} %)" if expected else ""
+    console.print(
+        f"the formula for this rank's microbatch: {in_bytes(round(expected))}; kept: {in_bytes(measured)}{off}"
     )
-    console.print(f"operators: {sum(found.ops.values()):,} dispatched; most often {most_common}", style="dim")
+
+
+def _formula_bytes(config: Config, found: "Footprint") -> float:
+    """What a microbatch keeps on the rank's chunks, from the formula."""
+    from engine.pipeline.partition import partition
+    from models.activations import kept_bytes
+
+    sizes = parallel_sizes(config)
+    stages = partition(config.model.num_layers, sizes.pp, sizes.vpp, config.parallel.layers_per_stage)
+    return float(sum(kept_bytes(config, sizes, stages[stage]) for stage in found.stages))
 
 
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for index, column in enumerate(columns):
-        numbers = index and column != "operation" and column != "tensor"
-        table.add_column(column, justify="right" if numbers else "left", no_wrap=True)
+        numbers = index and column not in ("operation", "tensor", "most often")
+        table.add_column(column, justify="right" if numbers else "left", no_wrap=column != "most often")
     return table
 
 
@@ -134,18 +228,19 @@ def as_json(config: Config, rank: int, found: "Footprint") -> dict[str, object]:
     return {
         "rank": rank,
         "coordinates": asdict(found.coordinates),
-        "layout": str(parallel_sizes(config)),
         "stages": found.stages,
         "num_microbatches": found.num_microbatches,
+        "run_microbatches": found.run_microbatches,
         "state_bytes": found.state,
         "peak_bytes": found.peak.by_kind,
         "most_bytes": found.most,
+        "formula_activation_bytes": _formula_bytes(config, found),
         "saved": [asdict(one) | {"dtype": str(one.dtype).removeprefix("torch.")} for one in found.saved],
         "traffic": [
             {"axis": axis, "purpose": purpose, "op": op, "calls": calls, "wire_bytes": num_bytes}
             for (axis, purpose, op), (calls, num_bytes) in _traffic(found).items()
         ],
-        "ops": dict(Counter(found.ops)),
+        "ops": {place: dict(counts) for place, counts in found.ops.items()},
     }
 
 

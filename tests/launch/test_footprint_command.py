@@ -16,9 +16,12 @@ def test_one_rank_of_eight(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     words = ["--layout", "tp=2,pp=2,vpp=2,dp=2,sp=true", "--rank", "6", "precision.dtype=bf16", "--json", str(path)]
     assert main([*COMMAND, *words]) == 0
     out = capsys.readouterr().out
-    assert "rank 6 (pp 1, dp 1, tp 0), stages 1, 3, of tp=2 pp=2 vpp=2 dp=2; 4 microbatches of 4" in out
+    assert (
+        "rank 6 (pp 1, dp 1, tp 0), stages 1, 3, of tp=2 pp=2 vpp=2 dp=2; 4 microbatches of 4: all of them run" in out
+    )
     assert "blocks.N.attention_norm" in out and "dp, gradients" in out and "reduce-scatter" in out
-    tree = json.loads(path.read_text())
+    assert "the formula for a layer, bytes per token" in out and "(+0.00 %)" in out
+    (tree,) = json.loads(path.read_text())["ranks"]
     # Master and moments are half of what they would be without a second owner; main grads are fp32.
     state = tree["state_bytes"]
     assert state["gradients"] == 2 * state["parameters"]
@@ -27,12 +30,31 @@ def test_one_rank_of_eight(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert {one["axis"] for one in tree["traffic"]} == {"dp", "ends", "pp_backward", "pp_forward", "tp", "world"}
 
 
+def test_microbatches_that_were_added_up_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--layout", "tp=2,pp=2,dp=2", "--rank", "0", "--rank", "7", "train.global_batch_size=80"]
+    assert main([*COMMAND, *words]) == 0
+    out = capsys.readouterr().out
+    assert out.count("10 microbatches of 4: 4 run, 6 added up from those like them") == 2
+    assert "rank 0 (" in out and "rank 7 (" in out
+
+
+def test_all_ranks_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "met.json"
+    assert main([*COMMAND, "--layout", "tp=1,pp=2,dp=2", "--replay", "--json", str(path)]) == 0
+    assert "all 4 ranks, 4 microbatches: every call met its other ends" in capsys.readouterr().out
+    met = json.loads(path.read_text())["replay"]
+    assert met["ranks"] == [0, 1, 2, 3]
+    # Two pipelines of one boundary, four microbatches, each way.
+    assert met["messages"] == {"pp_forward": 8, "pp_backward": 8}
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--layout", "tp=2,dp=4", "--rank", "8"], "8 ranks, counted from 0"),
         (["parallel.dp=null"], "parallel.dp is open"),
         (["--layout", "tp=0"], "parallel.tp"),
+        (["--replay", "--rank", "1"], "Leave one away"),
     ],
 )
 def test_mistakes(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:

@@ -32,7 +32,7 @@ def real(rank: int, config: Config) -> Footprint:
     topology = Topology(grid, rank, torch.device("cpu"), kv_heads=config.model.kv_heads)
     with MemoryWatch() as watch:
         engine = build(config, topology, build_chunks)
-        return watch_step(engine, microbatches(engine), watch)
+        return watch_step(engine, microbatches(engine), watch)[0]
 
 
 def faked(rank: int, config: Config, ranks: Sequence[int]) -> list[Footprint]:
@@ -41,7 +41,7 @@ def faked(rank: int, config: Config, ranks: Sequence[int]) -> list[Footprint]:
 
 
 def words(events: Sequence[Event]) -> list[tuple[Any, ...]]:
-    return [(event.op, event.axis, event.purpose, event.dtype, event.numel, event.group_size) for event in events]
+    return [(each.op, each.axis, each.purpose, each.dtype, each.numel, each.group_size, each.peer) for each in events]
 
 
 @pytest.mark.distributed
