@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from benchmarks.engine_overhead import LEARNING_RATE, Interval, machine, median_interval, traced_peak
+from benchmarks.megatron_peer import MegatronPeer
 from benchmarks.torch_peer import TorchPeer
 from engine.config import Config
 from engine.data.loader import Batches, MicroBatch
@@ -79,6 +80,8 @@ RING_FACTORS: Mapping[str, float] = {
     "all_gather_into_tensor": 1.0,
     "_reduce_scatter_base_": 1.0,
     "reduce_scatter_tensor": 1.0,
+    "reduce_scatter_tensor_coalesced_": 1.0,
+    "allgather_into_tensor_coalesced_": 1.0,
     "alltoall_base_": 1.0,
     "all_to_all_single": 1.0,
 }
@@ -104,8 +107,10 @@ class SentBytes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _bytes(self, name: str, args: Sequence[Any]) -> int:
-        tensors = [value for value in tree_iter(args) if isinstance(value, torch.Tensor)]
-        largest = max(value.numel() * value.element_size() for value in tensors)
+        # Inputs or outputs, whichever are the whole; a coalesced call has several of each.
+        largest = max(
+            sum(value.nbytes for value in tree_iter(argument) if isinstance(value, torch.Tensor)) for argument in args
+        )
         if name == "send":
             return largest
         size = group_size(name, args)
@@ -127,7 +132,7 @@ def group_size(name: str, args: Sequence[Any]) -> int:
 
 
 def config_of(options: argparse.Namespace, layout: Mapping[str, int]) -> Config:
-    """A Llama in fp32 in the layout; with tp > 1 sequence parallelism, as torch's own recipe has it."""
+    """A Llama in fp32 in the layout; with tp > 1 sequence parallelism where the peer has it."""
     return Config.model_validate(
         {
             "model": {
@@ -152,7 +157,7 @@ def config_of(options: argparse.Namespace, layout: Mapping[str, int]) -> Config:
             },
             "optimizer": {"lr": LEARNING_RATE},
             "precision": {"dtype": "fp32"},
-            "parallel": {**layout, "sequence_parallel": layout.get("tp", 1) > 1},
+            "parallel": {**layout, "sequence_parallel": layout.get("tp", 1) > 1 and options.peer == "torch"},
         }
     )
 
@@ -182,7 +187,11 @@ def make_torch(config: Config, rank: Rank) -> Step:
     return step
 
 
-PEERS: Mapping[str, Callable[[Config, Rank], Step]] = {"torch": make_torch}
+def make_megatron(config: Config, rank: Rank) -> Step:
+    return MegatronPeer(config, rank.topology.sizes, whole_weights(config)).step
+
+
+PEERS: Mapping[str, Callable[[Config, Rank], Step]] = {"torch": make_torch, "megatron-core": make_megatron}
 
 
 class Contest:

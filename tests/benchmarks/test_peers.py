@@ -20,10 +20,20 @@ pytestmark = pytest.mark.distributed
 SIZES = {"hidden": 128, "layers": 4, "seq": 16, "vocab": 128, "microbatches": 4, "micro-batch-size": 1, "pairs": 2}
 
 
-def run(num_ranks: int, layout: str, folder: Path) -> dict[str, Any]:
+def run(num_ranks: int, layout: str, folder: Path, peer: str = "torch") -> dict[str, Any]:
     """The benchmark's record of a toy run."""
     sizes = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
-    words = ["-m", "benchmarks.peers", "--layout", layout, *sizes, "--json", str(folder / "peers.jsonl")]
+    words = [
+        "-m",
+        "benchmarks.peers",
+        "--peer",
+        peer,
+        "--layout",
+        layout,
+        *sizes,
+        "--json",
+        str(folder / "peers.jsonl"),
+    ]
     said = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), *words],
         cwd=ROOT,
@@ -59,6 +69,15 @@ def test_torch_trains_the_same_model(num_ranks: int, layout: str, tmp_path: Path
         collective = tokens * SIZES["hidden"] * 4 // 2
         per_layer = SIZES["layers"] * collective
         assert 8 * per_layer < result["peer_sent_bytes"] < 10 * per_layer < result["our_sent_bytes"] < 12 * per_layer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp=2", "tp=2", "pp=2"])
+def test_megatron_core_trains_the_same_model_and_sends_as_much(layout: str, tmp_path: Path) -> None:
+    result = run(2, layout, tmp_path, "megatron-core")
+    assert result["largest_loss_difference"] < 2e-6
+    # Beside the collectives of training both send a few numbers per step, not the same ones.
+    assert result["our_sent_bytes"] == pytest.approx(result["peer_sent_bytes"], rel=0.01)
 
 
 def count_some(rank: int) -> dict[str, int]:
