@@ -88,7 +88,7 @@ def ends_of_all(rank: int, configs: dict[str, Config]) -> dict[str, list[Footpri
 @pytest.mark.distributed
 @pytest.mark.parametrize("configs", [pytest.param(CI, id="ci"), pytest.param(SLOW, id="rest", marks=pytest.mark.slow)])
 def test_autograd_keeps_what_the_formula_says(configs: dict[str, Config]) -> None:
-    (found,) = run_ranks(ends_of_all, 1, configs)
+    (found,) = run_ranks(ends_of_all, 1, configs, timeout_seconds=600)
     for name, config in configs.items():
         sizes = parallel_sizes(config)
         stages = partition(config.model.num_layers, sizes.pp, sizes.vpp, None)

@@ -30,7 +30,7 @@ def every_rank(rank: int, case: Case) -> tuple[list[Footprint], list[Footprint]]
 
 @pytest.fixture(scope="module")
 def of_eight() -> tuple[list[Footprint], list[Footprint]]:
-    (found,) = run_ranks(every_rank, 1, EIGHT)
+    (found,) = run_ranks(every_rank, 1, EIGHT, timeout_seconds=600)
     return found  # type: ignore[no-any-return]
 
 
@@ -69,13 +69,13 @@ def test_a_rank_of_a_stage_stands_for_the_others(of_eight: tuple[list[Footprint]
     "case",
     [
         Case("gpt", tp=2, pp=4, dp=2, global_batch_size=12, dtype="bf16"),
-        Case("llama", tp=4, pp=4, vpp=2, global_batch_size=7, sequence_parallel=True),
+        Case("llama", tp=4, pp=2, vpp=2, dp=2, global_batch_size=10, sequence_parallel=True),
         Case("qwen", tp=2, pp=4, dp=2, schedule="gpipe", global_batch_size=10, recompute=("full", "uniform", 1)),
     ],
     ids=str,
 )
 def test_sixteen_ranks_meet(case: Case) -> None:
-    ((ranks, _),) = run_ranks(every_rank, 1, case)
+    ((ranks, _),) = run_ranks(every_rank, 1, case, timeout_seconds=600)
     config = case.config()
     met = replay(logs_of(ranks), RankGrid(parallel_sizes(config)), config.model.kv_heads)
     boundaries = case.pp * case.vpp - 1
