@@ -55,11 +55,13 @@ class Verdict:
     Attributes:
         largest: for every kind compared, the largest relative error and whose it was.
         differences: all of the first kind that differs, the first of them first.
+        reference: the steps of the one process.
     """
 
     largest: Mapping[str, tuple[float, str]]
     differences: tuple[Difference, ...]
     cause: Cause | None
+    reference: tuple[StepFacts, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -132,7 +134,7 @@ def judge(evidence: Evidence, tolerance: float) -> Verdict:
         for kind in KINDS[2:]:
             look(_tensors(evidence, step, kind))
     cause = _cause(evidence, first) if first else None
-    return Verdict(largest, tuple(first), cause)
+    return Verdict(largest, tuple(first), cause, evidence.reference)
 
 
 def _tensors(evidence: Evidence, step: int, kind: TensorKind) -> list[Difference]:

@@ -251,6 +251,7 @@ def certificate(asked: Trial, verdict: Verdict, against: str = ONE_PROCESS) -> d
         "largest_errors": {what: {"error": error, "name": name} for what, (error, name) in verdict.largest.items()},
         "differences": [asdict(one) for one in verdict.differences],
         "likely_cause": None if verdict.cause is None else asdict(verdict.cause),
+        "reference_steps": [asdict(step) for step in verdict.reference],
         "config": asked.config.model_dump(mode="json"),
     }
 
@@ -286,6 +287,13 @@ def show(console: Console, asked: Trial, verdict: Verdict, against: str = ONE_PR
         f"errors are relative to a tensor's norm, or to its share of all of its kind; at most {asked.tolerance:g} is rounding",
         style="dim",
     )
+    clip = config.optimizer.clip_grad
+    unclipped = [step.grad_norm for step in verdict.reference if clip is None or step.grad_norm <= clip]
+    if unclipped:
+        console.print(
+            f"[yellow]clipping was not at work[/] in {len(unclipped)} of {len(verdict.reference)} steps: the gradient norm was "
+            f"{max(unclipped):.3g}, and {clip} is the limit; an error in it would not have been seen there",
+        )
     if verdict.equal:
         console.print("[bold green]equal[/]: this layout trains the same model.")
         return

@@ -11,9 +11,10 @@ import pytest
 import launch.commands.verify as command
 from engine.config import Config, parallel_sizes
 from engine.verify.judge import Cause, Difference, Verdict
+from engine.verify.records import StepFacts
 from launch import verify_oracle
 from launch.cli import main
-from launch.verify import Trial, VerificationError
+from launch.verify import CLIP, Trial, VerificationError
 from launch.verify_oracle import OracleTrial
 from tests.launch.command_line import ROOT
 
@@ -54,7 +55,9 @@ def test_a_layout_gets_its_certificate(
     out = capfd.readouterr().out
     assert "tp=1 pp=2 vpp=1 dp=1 against one process: 2 steps in float64" in out
     assert out.rstrip().endswith("equal: this layout trains the same model.")
+    assert "clipping was not at work" not in out
     certificate = json.loads(path.read_text())
+    assert [step["grad_norm"] > CLIP for step in certificate["reference_steps"]] == [True, True]
     assert certificate["equal"] and certificate["differences"] == [] and certificate["likely_cause"] is None
     kinds = ["start", "output", "loss", "gradient", "gradient norm", "master", "exp_avg", "exp_avg_sq", "parameter"]
     assert list(certificate["largest_errors"]) == kinds
@@ -75,6 +78,16 @@ def test_a_difference_is_shown_with_its_likely_cause(
     certificate = json.loads(path.read_text())
     assert len(certificate["differences"]) == 20 and certificate["differences"][1]["factor"] == 2.0
     assert certificate["likely_cause"]["axis"] == "tp"
+
+
+def test_steps_that_were_not_clipped_are_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = tuple(StepFacts(loss=3.0, grad_norm=norm, num_tokens=9) for norm in (CLIP / 4, 2 * CLIP, CLIP / 2))
+    verdict_is(monkeypatch, Verdict({"loss": (1e-16, "")}, (), None, steps))
+    assert main([*CONFIG, "--layout", "tp=2"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "clipping was not at work in 2 of 3 steps: the gradient norm was 0.25, and 0.5 is the limit" in out
 
 
 def test_sizes_are_the_configs_own_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
