@@ -51,7 +51,7 @@ def run(num_ranks: int, layout: str, folder: Path, peer: str = "torch") -> dict[
 @pytest.mark.parametrize(
     ("num_ranks", "layout"),
     [
-        (2, "tp=2"),
+        pytest.param(2, "tp=2", marks=pytest.mark.slow),
         pytest.param(2, "dp=2", marks=pytest.mark.slow),
         pytest.param(2, "pp=2,vpp=2", marks=pytest.mark.slow),
         pytest.param(8, "tp=2,pp=2,dp=2", marks=pytest.mark.slow),

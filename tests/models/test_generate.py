@@ -1,6 +1,8 @@
 """Decoding with a cache is the full forward; generated tokens do not depend on the layout; draws follow the softmax."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,6 +64,12 @@ def full_logits(model: Model, tokens: list[int]) -> torch.Tensor | None:
     return columns.t()[:, : config.model.vocab_size]
 
 
+def with_slow(values: Sequence[Any], quick: slice) -> list[Any]:
+    """Parameters of a test of which all but `quick` are left to the slow tier."""
+    kept = values[quick]
+    return [pytest.param(value, id=str(value), marks=[] if value in kept else pytest.mark.slow) for value in values]
+
+
 # The cache --------------------------------------------------------------------------------------------------------------
 
 
@@ -97,7 +105,7 @@ def test_logits_with_a_cache_are_those_of_the_full_forward(model: str) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+@pytest.mark.parametrize("case", with_slow(LAYOUTS, quick=slice(0, 3)))
 def test_logits_with_a_cache_are_those_of_the_full_forward_in_every_layout(case: Case) -> None:
     assert_cache_changes_nothing(case)
 
@@ -122,7 +130,7 @@ def continue_without_cache(rank: int, case: Case, sampling: Sampling, num_tokens
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("sampling", with_slow(SAMPLINGS, quick=slice(0, 3, 2)))
 def test_every_layout_writes_the_same_tokens(sampling: Sampling) -> None:
     """12 tokens after a prompt of 5, in a window of 8: the window starts anew, too."""
     (alone,) = run_ranks(continue_prompt, 1, Case("qwen"), sampling, 12)

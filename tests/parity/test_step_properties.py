@@ -317,8 +317,8 @@ def test_every_layout_starts_from_the_same_weights_and_reads_the_same_samples() 
 @pytest.mark.parametrize(
     "case",
     [
-        Case("gpt_wide", tp=2, pp=2, dp=2, dtype="bf16"),
-        Case("llama_wide", tp=4, dp=2, sequence_parallel=True, dtype="bf16"),
+        pytest.param(Case("gpt_wide", tp=2, pp=2, dp=2, dtype="bf16"), marks=pytest.mark.slow),
+        pytest.param(Case("llama_wide", tp=4, dp=2, sequence_parallel=True, dtype="bf16"), marks=pytest.mark.slow),
         Case("qwen_wide", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True, dtype="bf16"),
     ],
     ids=str,

@@ -39,7 +39,7 @@ def assert_equal(oracle: str, name: str, *, layout: tuple[str, ...] | None, dtyp
         assert verdict.largest["start"][0] == 0.0
 
 
-@pytest.mark.parametrize("dtype", ["float64", "fp32"])
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_gpt_in_tensor_and_pipeline_parallel_trains_as_in_megatron_core(dtype: str) -> None:
     assert_equal("megatron-core", "gpt2", layout=TP2_PP2, dtype=dtype, num_layouts=2)
 
