@@ -236,8 +236,7 @@ def apply_tensor_parallel(stage: Stage, mesh: DeviceMesh) -> None:
 
 @torch.no_grad()
 def load(stage: Stage, weights: Mapping[str, torch.Tensor]) -> None:
-    """Copy our weights into a stage that is not parallel yet."""
-    h = stage.model.hidden_size
+    """Copy our weights into a stage that is not parallel yet; the vocabulary needs no padding."""
     for name, parameter in stage.named_parameters():
         if name == "word.weight":
             value = weights["embedding.word.weight"]
@@ -249,6 +248,4 @@ def load(stage: Stage, weights: Mapping[str, torch.Tensor]) -> None:
             value = weights[f"layers.{layer}.mlp.gate_up.weight"][0 if ".gate." in name else 1]
         else:
             value = weights[name.replace("attention_norm", "attention.norm").replace("mlp_norm", "mlp.norm")]
-        parameter[
-            : value.numel() // h if parameter.dim() > 1 and name in ("word.weight", "head.weight") else None
-        ].copy_(value.reshape(-1, *parameter.shape[1:]) if parameter.dim() > 1 else value)
+        parameter.copy_(value.reshape(parameter.shape))
