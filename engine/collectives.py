@@ -20,7 +20,7 @@ Backends differ in five things, and this file is where that is known:
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -38,8 +38,7 @@ TEXT_BYTES = 4096
 """What `Axis.tell` carries per member: the longest path of a file, or some lines of an error."""
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One line of the ledger.
 
     Attributes:
@@ -83,20 +82,7 @@ class Ledger:
         return event
 
     def wait(self, posted: Event) -> None:
-        self.events.append(
-            Event(
-                "wait",
-                posted.call,
-                posted.op,
-                posted.axis,
-                posted.purpose,
-                posted.dtype,
-                posted.numel,
-                posted.group_size,
-                posted.peer,
-                posted.group_call,
-            )
-        )
+        self.events.append(posted._replace(phase="wait"))
 
     def mark(self, op: str, purpose: str) -> None:
         self.events.append(Event("mark", -1, op, "", purpose, None, 0, 0))

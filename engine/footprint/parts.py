@@ -11,7 +11,7 @@ by adding, peaks by carrying the live bytes from part to part. Two parts that ar
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from engine.collectives import Event, Ledger
@@ -121,7 +121,7 @@ class Recorder:
         for event in self.ledger.events[self._num_events :]:
             if event.phase == "post":
                 self._where[event.call] = (number, num_posts)
-                calls.append(replace(event, call=num_posts, group_call=num_posts - (event.call - event.group_call)))
+                calls.append(event._replace(call=num_posts, group_call=num_posts - (event.call - event.group_call)))
                 num_posts += 1
             elif event.phase == "wait":
                 calls.append(self._wait(number, *self._where[event.call]))
@@ -251,17 +251,17 @@ class _Sum:
         for call in part.calls:
             if isinstance(call, Event):
                 number = len(self.posted)
-                event = replace(call, call=number, group_call=first + call.group_call)
+                event = call._replace(call=number, group_call=first + call.group_call)
                 if isinstance(instruction, Post):
                     transfer = instruction.transfers[call.call]
                     is_send = transfer.source == self.rank
-                    event = replace(event, peer=transfer.destination if is_send else transfer.source)
+                    event = event._replace(peer=transfer.destination if is_send else transfer.source)
                     if not is_send:
                         self.received[transfer] = number
                 self.posted.append(event)
                 self.sum.log.append(event)
             else:
-                self.sum.log.append(replace(self.posted[self._call(call, instruction, first)], phase="wait"))
+                self.sum.log.append(self.posted[self._call(call, instruction, first)]._replace(phase="wait"))
         extremes, live = self.sum.extremes, self.live
         for kind, above in part.most.items():
             extremes.most[kind] = max(extremes.most.get(kind, 0), live[kind] + above)

@@ -34,12 +34,13 @@ def rope_tables(position_ids: torch.Tensor, head_dim: int, base: float, dtype: t
         dtype: the run's dtype; tables are in its accumulation dtype.
 
     Returns:
-        [2, s, b, 1, d]: cosines, then sines, the angles of dims i and i + d/2 being equal ("rotate half").
+        [2, s, b, 1, d]: cosines, then sines, the angles of dims i and i + d/2 being equal ("rotate half"). The sines of the
+        first half have their sign turned: it belongs to what they multiply, the second half.
     """
     wide = accumulation_dtype(dtype)
     exponents = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=wide) / head_dim
     angles = position_ids.t().to(wide).unsqueeze(-1) * base**-exponents
-    angles = torch.cat((angles, angles), dim=-1).unsqueeze(2)
+    angles = torch.cat((-angles, angles), dim=-1).unsqueeze(2)
     return torch.stack((angles.cos(), angles.sin()))
 
 
@@ -47,5 +48,4 @@ def apply_rope(x: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
     """Rotate x [s, b, heads, d] by the tables of `rope_tables`."""
     wide = accumulate(x)
     first, second = wide.chunk(2, dim=-1)
-    rotated = torch.cat((-second, first), dim=-1)
-    return (wide * tables[0] + rotated * tables[1]).to(x.dtype)
+    return (wide * tables[0] + torch.cat((second, first), dim=-1) * tables[1]).to(x.dtype)

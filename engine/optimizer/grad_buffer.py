@@ -3,7 +3,7 @@
 Per buffer (see `param_layout.py`) two flat tensors: parameters in the run's dtype, main grads in its accumulation dtype.
 A step:
 
-    start(m)          main grads are zero; each parameter expects m microbatches x its uses
+    start(m)          main grads are old; each parameter expects m microbatches x its uses, and writes the first over them
     backward ...      whoever adds a gradient says so (`grad_added`); when the last one of a bucket is in, its
                       reduce-scatter over dp is posted, under the rest of the backward
     finish()          waits for them, then sums the owned parts that are partial sums over a further axis
@@ -55,11 +55,12 @@ class FlatBuffer:
 
 @dataclass
 class _Place:
-    """Where one parameter lies, and how many gradients it still expects."""
+    """Where one parameter lies, and how many gradients it expects in this step and still misses."""
 
+    parameter: ShardedParameter
     buffer: FlatBuffer
     bucket: Bucket
-    num_uses: int
+    expected: int = 0
     missing: int = 0
 
 
@@ -100,7 +101,7 @@ class GradBuffers:
             for bucket in buffer.buckets:
                 for entry in bucket.layout.entries:
                     parameter = parameters[entry.record.name]
-                    self._places[entry.record.name] = _Place(buffer, bucket, parameter.num_uses)
+                    self._places[entry.record.name] = _Place(parameter, buffer, bucket)
                     shape = entry.record.local_shape
                     parameter.bind(
                         buffer.parameters[entry.start : entry.stop].view(shape),
@@ -109,14 +110,18 @@ class GradBuffers:
                     )
 
     def start(self, num_microbatches: int) -> None:
-        """Begin a step: zero main grads, and expect `num_microbatches` gradients per use of each parameter."""
+        """Begin a step: main grads are old, and `num_microbatches` gradients are expected per use of each parameter."""
         for buffer in self.buffers:
-            buffer.main_grads.zero_()
             for bucket in buffer.buckets:
                 bucket.missing = 0
         for place in self._places.values():
-            place.missing = place.num_uses * num_microbatches
+            place.expected = place.missing = place.parameter.num_uses * num_microbatches
             place.bucket.missing += place.missing
+
+    def grad_is_old(self, parameter: ShardedParameter) -> bool:
+        """Whether the parameter has got no gradient in this step yet."""
+        place = self._places[parameter.record.name]
+        return place.missing == place.expected
 
     def grad_added(self, parameter: ShardedParameter) -> None:
         """One use of the parameter has added its gradient of one microbatch."""

@@ -13,10 +13,12 @@ Backward of the column-parallel layer, in this order, so that communication runs
     2. dX = dY W                       3. post f's backward on dX
     4. dW += dY^T X (or defer it)      5. wait for dX
 
-Inputs and gradients are made contiguous first (most are): torch folds [s, b, in] x W^T into one GEMM only then. Of a
-transposed activation it would make s small ones, and expand the weight s times for them.
+Activations are made contiguous first (most are) and multiplied as matrices [s * b, in] (`_project`). Left to fold [s, b, in]
+itself, torch looks at strides, those of dimensions of size 1 too: of a microbatch of one sample whose tokens came transposed it
+makes s small GEMMs, each reading the whole weight.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +28,7 @@ from torch import nn
 
 from engine.precision import accumulate, accumulation_dtype
 from engine.tensor_parallel.mappings import TensorParallelRegion
-from engine.tensor_parallel.parameter import FusedWeights, ShardedParameter, WeightGradQueue, add_matmul
+from engine.tensor_parallel.parameter import FusedWeights, ShardedParameter, WeightGradQueue, add, add_matmul
 
 
 class ColumnParallelLinear(nn.Module):
@@ -62,10 +64,14 @@ class ColumnParallelLinear(nn.Module):
         """Add dY^T X and the sum of dY to the main grads. grad [s, b, rows], x [s, b, in]."""
         self.region.axis.ledger.mark("weight_grad", self.name)
         grad, x = grad.flatten(0, 1), x.flatten(0, 1)
-        self.weights.add_grads(lambda main_grad, first, stop: add_matmul(main_grad, grad[:, first:stop], x))
+        self.weights.add_grads(
+            lambda main_grad, first, stop, over_old: add_matmul(main_grad, grad[:, first:stop], x, over_old=over_old)
+        )
         if self.biases is not None:
             total = grad.sum(0, dtype=accumulation_dtype(grad.dtype))
-            self.biases.add_grads(lambda main_grad, first, stop: main_grad.add_(total[first:stop]))
+            self.biases.add_grads(
+                lambda main_grad, first, stop, over_old: add(main_grad, total[first:stop], over_old=over_old)
+            )
 
 
 class _ColumnParallel(torch.autograd.Function):
@@ -78,7 +84,7 @@ class _ColumnParallel(torch.autograd.Function):
         matrices = layer.weights.matrices()
         # Biases are adjacent where their weights are, so that each matrix has one vector, added inside its GEMM.
         biases = [None] * len(matrices) if layer.biases is None else layer.biases.matrices()
-        outputs = [F.linear(inputs, matrix, bias) for matrix, bias in zip(matrices, biases, strict=True)]
+        outputs = [_project(inputs, matrix, bias) for matrix, bias in zip(matrices, biases, strict=True)]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
     @staticmethod
@@ -113,6 +119,7 @@ class RowParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.weight = weight
+        self.weights = FusedWeights([weight], in_features=math.prod(weight.record.local_shape[1:]))
         self.bias = bias
         self.region = region
         self.queue = queue
@@ -123,15 +130,16 @@ class RowParallelLinear(nn.Module):
         return _RowParallel.apply(x, self)
 
     def matrix(self) -> torch.Tensor:
-        weight = self.weight.weight().detach()
-        return weight.view(weight.shape[0], -1)
+        (matrix,) = self.weights.matrices()
+        return matrix
 
     def add_weight_grads(self, grad: torch.Tensor, x: torch.Tensor) -> None:
         """Add dY^T X to the main grad. grad [s, b, out], x [s, b, in on this rank]."""
         self.region.axis.ledger.mark("weight_grad", self.name)
-        main_grad = self.weight.bound_main_grad()
-        add_matmul(main_grad.view(main_grad.shape[0], -1), grad.flatten(0, 1), x.flatten(0, 1))
-        self.weight.grad_was_added()
+        grad, x = grad.flatten(0, 1), x.flatten(0, 1)
+        self.weights.add_grads(
+            lambda main_grad, first, stop, over_old: add_matmul(main_grad, grad, x, over_old=over_old)
+        )
 
 
 class _RowParallel(torch.autograd.Function):
@@ -141,7 +149,7 @@ class _RowParallel(torch.autograd.Function):
         x = x.contiguous()
         ctx.save_for_backward(x)
         bias = layer.bias.weight().detach() if layer.bias is not None and layer.region.axis.index == 0 else None
-        return layer.region.leave(F.linear(x, layer.matrix(), bias), f"{layer.name} forward").wait()
+        return layer.region.leave(_project(x, layer.matrix(), bias), f"{layer.name} forward").wait()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -152,7 +160,7 @@ class _RowParallel(torch.autograd.Function):
             # The bias acts on this rank's part of the sequence; under sequence parallelism its sum over tp comes later.
             layer.bias.add_grad(grad.sum((0, 1), dtype=accumulation_dtype(grad.dtype)))
         whole = gathered.wait()
-        grad_input = whole @ layer.matrix()
+        grad_input = _project(whole, layer.matrix().t())
         layer.queue.run(lambda: layer.add_weight_grads(whole, x))
         return grad_input, None
 
@@ -192,7 +200,10 @@ class _VocabParallelLookup(torch.autograd.Function):
         local, held = ctx.saved_tensors
         whole = layer.region.leave_backward(grad, "embedding backward").wait()
         contribution = accumulate(whole) * held.unsqueeze(-1)
-        layer.weight.bound_main_grad().index_add_(0, local.flatten(), contribution.flatten(0, 1))
+        main_grad = layer.weight.bound_main_grad()
+        if layer.weight.grad_is_old():
+            main_grad.zero_()
+        main_grad.index_add_(0, local.flatten(), contribution.flatten(0, 1))
         layer.weight.grad_was_added()
         return None, None, None
 
@@ -200,7 +211,12 @@ class _VocabParallelLookup(torch.autograd.Function):
 def _times_rows(grad: torch.Tensor, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
     """dX = sum_i dY_i W_i, where grad [s, b, rows] is cut along its last dim as the matrices [rows_i, in] are stacked."""
     parts = grad.split([matrix.shape[0] for matrix in matrices], dim=-1)
-    total = parts[0] @ matrices[0]
+    total = _project(parts[0], matrices[0].t())
     for part, matrix in zip(parts[1:], matrices[1:], strict=True):
-        total += part @ matrix
+        total += _project(part, matrix.t())
     return total
+
+
+def _project(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [s, b, in] W^T + bias, one GEMM -> [s, b, out]; matrix W [out, in], bias [out]."""
+    return F.linear(x.flatten(0, 1), matrix, bias).view(*x.shape[:-1], matrix.shape[0])

@@ -7,8 +7,9 @@ tensors (`bind`):
     main grads  (accumulation dtype)  [ .. q | kv | proj | up | down .. ]     reduce-scattered before it
 
 Autograd never stores a gradient: whoever computes one adds it to the main grad (`add_grad`, or `add_matmul` and then
-`grad_was_added`), and the sink is told. A weight-gradient GEMM may be deferred (`WeightGradQueue`), which zero-bubble
-schedules need; the sink is told when it really ran.
+`grad_was_added`), and the sink is told. The first gradient of a step is written over what the last step left, so that nobody
+has to zero the main grads. A weight-gradient GEMM may be deferred (`WeightGradQueue`), which zero-bubble schedules need; the
+sink is told when it really ran.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,9 +22,13 @@ from engine.shard_spec import ParamRecord
 
 
 class GradSink(Protocol):
-    """Who holds the flat tensors: told of every added gradient, asked to complete a weight before its use."""
+    """Who holds the flat tensors: told of every added gradient, asked to complete a weight before its use.
+
+    It counts gradients, and so knows of a parameter that got none in this step: its main grad is old.
+    """
 
     def grad_added(self, parameter: "ShardedParameter") -> None: ...
+    def grad_is_old(self, parameter: "ShardedParameter") -> bool: ...
     def weight_needed(self, parameter: "ShardedParameter") -> None: ...
 
 
@@ -64,9 +69,14 @@ class ShardedParameter(nn.Module):
         assert self.main_grad is not None, f"{self.record.name} has no grad buffer"
         return self.main_grad
 
+    def grad_is_old(self) -> bool:
+        """Whether what stands in the main grad is of the last step, so that the next gradient is written over it."""
+        assert self._sink is not None, f"{self.record.name} has no grad buffer"
+        return self._sink.grad_is_old(self)
+
     def add_grad(self, grad: torch.Tensor) -> None:
         """Add `grad` (the shape of the weight) to the main grad."""
-        self.bound_main_grad().add_(grad)
+        add(self.bound_main_grad(), grad, over_old=self.grad_is_old())
         self.grad_was_added()
 
     def grad_was_added(self) -> None:
@@ -119,30 +129,47 @@ class FusedWeights:
     """Weights that read the same input, cut along their rows: one matrix where they are adjacent in the flat tensor.
 
     W = [W_1; W_2; ..] with W_i [rows_i, in]. Query and key/value weights are such a pair: adjacent unless the key/value
-    heads are replicated, whose gradients live in another buffer. `rows` are the local rows of each member.
+    heads are replicated, whose gradients live in another buffer. `rows` are the local rows of each member. Members are used
+    together: each gets its gradients when the others do.
     """
 
     def __init__(self, members: Sequence[ShardedParameter], in_features: int | None) -> None:
         """`in_features` is the width of the matrices; None for vectors (biases)."""
         self.members = tuple(members)
-        self._width = in_features
+        self._values = _MergedViews(in_features)
+        self._main_grads = _MergedViews(in_features)
 
     def matrices(self) -> list[torch.Tensor]:
         """The weights as few matrices [rows, in] (or vectors [rows]) as adjacency allows."""
-        return self._merge([member.weight().detach() for member in self.members])
+        return self._values.of([member.weight() for member in self.members])
 
-    def add_grads(self, grads: Callable[[torch.Tensor, int, int], object]) -> None:
-        """Call `grads(main_grad_matrix, first_row, stop_row)` for each run of adjacent members, then tell the sinks."""
+    def add_grads(self, grads: Callable[[torch.Tensor, int, int, bool], object]) -> None:
+        """Call `grads(main_grad_matrix, first_row, stop_row, over_old)` for each run of adjacent members, then tell the sinks."""
+        over_old = self.members[0].grad_is_old()
+        assert all(member.grad_is_old() == over_old for member in self.members[1:])
         first = 0
-        for matrix in self._merge([member.bound_main_grad() for member in self.members]):
+        for matrix in self._main_grads.of([member.bound_main_grad() for member in self.members]):
             stop = first + matrix.shape[0]
-            grads(matrix, first, stop)
+            grads(matrix, first, stop, over_old)
             first = stop
         for member in self.members:
             member.grad_was_added()
 
+
+class _MergedViews:
+    """Tensors as matrices of one width (None: as vectors), neighbours in memory joined; made anew only for other tensors."""
+
+    def __init__(self, width: int | None) -> None:
+        self._width = width
+        self._tensors: Sequence[torch.Tensor] = ()
+        self._views: list[torch.Tensor] = []
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if len(tensors) != len(self._tensors) or any(a is not b for a, b in zip(tensors, self._tensors, strict=True)):
+            self._tensors, self._views = tensors, self._merge([tensor.detach() for tensor in tensors])
+        return self._views
+
     def _merge(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Views of the tensors as matrices or vectors, neighbours in memory joined."""
         views = [tensor.reshape(-1) if self._width is None else tensor.reshape(-1, self._width) for tensor in tensors]
         merged = views[:1]
         for view in views[1:]:
@@ -156,9 +183,17 @@ class FusedWeights:
         return merged
 
 
-def add_matmul(main_grad: torch.Tensor, grad: torch.Tensor, inputs: torch.Tensor) -> None:
-    """main_grad [rows, in] += grad^T [rows, tokens] x inputs [tokens, in], in the accumulation dtype."""
-    if main_grad.dtype == grad.dtype:
-        main_grad.addmm_(grad.t(), inputs)
+def add(main_grad: torch.Tensor, grad: torch.Tensor, *, over_old: bool) -> None:
+    """main_grad += grad, or main_grad = grad over an old one."""
+    if over_old:
+        main_grad.copy_(grad)
     else:
-        main_grad += grad.t() @ inputs
+        main_grad.add_(grad)
+
+
+def add_matmul(main_grad: torch.Tensor, grad: torch.Tensor, inputs: torch.Tensor, *, over_old: bool) -> None:
+    """main_grad [rows, in] += grad^T [rows, tokens] x inputs [tokens, in], in the accumulation dtype (`over_old`: =)."""
+    if main_grad.dtype == grad.dtype:
+        main_grad.addmm_(grad.t(), inputs, beta=0 if over_old else 1)
+    else:
+        add(main_grad, grad.t() @ inputs, over_old=over_old)

@@ -1,7 +1,6 @@
 """Ledgers of all ranks replayed under NCCL's rules: those of the engine meet, changed ones do not."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -87,7 +86,7 @@ def changed(logs: Logs, rank: int, op: str, **values: object) -> Logs:
     """Rank's first post of the operation with other values."""
     log = list(logs[rank])
     index = next(i for i, event in enumerate(log) if event.phase == "post" and event.op == op)
-    log[index] = replace(log[index], **values)  # type: ignore[arg-type]
+    log[index] = log[index]._replace(**values)  # type: ignore[arg-type]
     return {**logs, rank: tuple(log)}
 
 
@@ -122,7 +121,7 @@ def log(*calls: str) -> tuple[Event, ...]:
     for words in calls:
         verb, _, value = words.partition(" ")
         if verb == "wait":
-            events.append(replace(posted[int(value)], phase="wait"))
+            events.append(posted[int(value)]._replace(phase="wait"))
             continue
         first = number
         for op in verb.split("+"):
@@ -136,7 +135,7 @@ def log(*calls: str) -> tuple[Event, ...]:
 
 
 def other_end(events: Sequence[Event]) -> tuple[Event, ...]:
-    return tuple(event if event.peer < 0 else replace(event, peer=0) for event in events)
+    return tuple(event if event.peer < 0 else event._replace(peer=0) for event in events)
 
 
 def two(first: Sequence[Event], second: Sequence[Event]) -> Replayed:
