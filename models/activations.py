@@ -90,7 +90,8 @@ def block_terms(config: Config, sizes: ParallelSizes) -> list[Term]:
     model = config.model
     whole = at.w * at.h * at.shard
     dropped = at.h * at.shard
-    dropout = whole if model.hidden_dropout else Fraction(0)
+    nothing = Fraction(0)
+    dropout = whole if model.hidden_dropout else nothing
     terms = [
         *_norm_terms(config, at, "attention_norm"),
         Term("attention.qkv", "input", whole, whole),
@@ -101,9 +102,10 @@ def block_terms(config: Config, sizes: ParallelSizes) -> list[Term]:
         Term("mlp.up", "input", whole, whole),
     ]
     if model.activation == "swiglu":
+        # Megatron-LM without fusions keeps silu(gate) too; here it is computed again.
         terms += [
             Term("mlp", "gate and up", 2 * at.w * at.f, 2 * at.w * at.f),
-            Term("mlp", "silu(gate)", at.w * at.f, at.w * at.f),
+            Term("mlp", "silu(gate)", at.w * at.f, nothing),
         ]
     else:
         terms.append(Term("mlp", "activation input", at.w * at.f, at.w * at.f))
@@ -123,8 +125,7 @@ def _norm_terms(config: Config, at: _Sizes, module: str) -> list[Term]:
             Term(module, "mean and deviation", nothing, 2 * at.w * at.shard),
         ]
     return [
-        Term(module, "input", whole, at.acc * at.h * at.shard),
-        Term(module, "normalised input", nothing, at.acc * at.h * at.shard),
+        Term(module, "input", whole, whole),
         Term(module, "deviation", nothing, at.acc * at.shard),
     ]
 
@@ -146,8 +147,7 @@ def _attention_terms(config: Config, at: _Sizes) -> list[Term]:
         copied = 3 * q if is_new or at.b > 1 else 3 * q + 2 * k
         terms = [Term("attention", "q, k and v", q + 2 * k, copied)]
     if model.qk_norm:
-        width, rows = at.q + at.kv, at.heads + at.kv_heads
-        terms.append(Term("attention", "inputs of QK-norm", nothing, 2 * at.acc * width + at.acc * rows))
+        terms.append(Term("attention", "deviations of QK-norm", nothing, at.acc * (at.heads + at.kv_heads)))
     scores = at.heads * at.s
     if is_fused:
         terms.append(
