@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from rich.console import Console
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from benchmarks.deepspeed_peer import DeepSpeedPeer
 from benchmarks.engine_overhead import LEARNING_RATE, Interval, machine, median_interval, traced_peak
 from benchmarks.megatron_peer import MegatronPeer
 from benchmarks.torch_peer import TorchPeer
@@ -73,6 +75,7 @@ class Result:
 
 
 RING_FACTORS: Mapping[str, float] = {
+    "broadcast_": 1.0,
     "allreduce_": 2.0,
     "all_reduce": 2.0,
     "all_reduce_": 2.0,
@@ -191,7 +194,15 @@ def make_megatron(config: Config, rank: Rank) -> Step:
     return MegatronPeer(config, rank.topology.sizes, whole_weights(config)).step
 
 
-PEERS: Mapping[str, Callable[[Config, Rank], Step]] = {"torch": make_torch, "megatron-core": make_megatron}
+def make_deepspeed(config: Config, rank: Rank) -> Step:
+    return DeepSpeedPeer(config, rank.topology.sizes, whole_weights(config)).step
+
+
+PEERS: Mapping[str, Callable[[Config, Rank], Step]] = {
+    "torch": make_torch,
+    "megatron-core": make_megatron,
+    "deepspeed": make_deepspeed,
+}
 
 
 class Contest:
@@ -319,7 +330,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--micro-batch-size", type=int, default=2, help="samples per microbatch")
     parser.add_argument("--pairs", type=int, default=15, help="pairs of timed steps")
     parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/peers.jsonl"), help="appended to")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.peer == "deepspeed" and find_spec("deepspeed") is None:
+        parser.error("DeepSpeed is not installed and no dependency of ours: pip install deepspeed, then run this again")
+    return options
 
 
 def main(argv: Sequence[str]) -> Result:

@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.peers import SentBytes
+from benchmarks.deepspeed_peer import DeepSpeedPeer
+from benchmarks.peers import SentBytes, config_of, layout_of, parse
+from engine.rank_grid import ParallelSizes
 from tests.harness import run_ranks
 from tests.launch.command_line import ROOT
 
@@ -80,6 +82,23 @@ def test_megatron_core_trains_the_same_model_and_sends_as_much(layout: str, tmp_
     assert result["our_sent_bytes"] == pytest.approx(result["peer_sent_bytes"], rel=0.01)
 
 
+def test_deepspeed_that_is_not_installed_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("benchmarks.peers.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        parse(["--layout", "pp=2", "--peer", "deepspeed"])
+    assert "pip install deepspeed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "pp=2,vpp=2"])
+def test_deepspeed_is_not_asked_for_what_it_has_not(layout: str) -> None:
+    options = parse(["--layout", layout])
+    config = config_of(options, layout_of(layout))
+    with pytest.raises(ValueError, match="neither tensor parallelism nor an interleaved schedule"):
+        DeepSpeedPeer(config, ParallelSizes(**({"tp": 1, "pp": 1, "vpp": 1, "dp": 1} | layout_of(layout))), {})
+
+
 def count_some(rank: int) -> dict[str, int]:
     """One of each collective, 1,000 floats, and a message."""
     world = dist.get_world_size()
@@ -88,6 +107,7 @@ def count_some(rank: int) -> dict[str, int]:
         dist.all_reduce(whole)
         dist.all_gather_into_tensor(whole, shard)
         dist.all_to_all_single(torch.empty_like(whole), whole)
+        dist.broadcast(whole, 0)
         if rank == 0:
             dist.send(shard, 1)
         elif rank == 1:
@@ -97,6 +117,6 @@ def count_some(rank: int) -> dict[str, int]:
 
 def test_what_a_ring_sends_is_counted() -> None:
     first, second, *_ = run_ranks(count_some, 4)
-    collectives = {"allreduce_": 6000, "_allgather_base_": 3000, "alltoall_base_": 3000}
+    collectives = {"allreduce_": 6000, "_allgather_base_": 3000, "alltoall_base_": 3000, "broadcast_": 3000}
     assert first == collectives | {"send": 1000}
     assert second == collectives
