@@ -153,7 +153,7 @@ def show(console: Console, config: Config, rank: int, found: "Footprint") -> Non
     console.print(traffic if found.log else "nothing is sent: one rank")
 
     operators = _table("operators dispatched in a step", "by", "operators", "most often")
-    for place, counts in found.ops.items():
+    for place, counts in sorted(found.ops.items(), key=lambda item: -item[1].total()):
         names = ", ".join(f"{name.removeprefix('aten::')} {count:,}" for name, count in counts.most_common(SHOWN_OPS))
         operators.add_row(place, f"{counts.total():,}", names)
     operators.add_row("all", f"{sum(counts.total() for counts in found.ops.values()):,}", "", style="bold")
