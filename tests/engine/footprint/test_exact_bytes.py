@@ -5,7 +5,7 @@ import pytest
 from engine.config import Config, parallel_sizes
 from engine.footprint.run import Footprint, Footprints
 from engine.pipeline import schedules
-from engine.pipeline.actions import Action, Kind
+from engine.pipeline.actions import Kind
 from engine.pipeline.lowering import Post, Program, feeding_transfer, lower
 from engine.pipeline.partition import partition
 from engine.rank_grid import Coordinates
@@ -57,12 +57,11 @@ def state_bytes(config: Config, at: Coordinates) -> dict[str, int]:
     return {"parameters": w * padded, "gradients": 4 * padded, "optimizer": states * 4 * padded // sizes.dp}
 
 
-def most_pipeline_buffers(program: Program, rank: int, *, input_is_saved: bool) -> int:
+def most_pipeline_buffers(program: Program, rank: int) -> int:
     """Most tensors at a time that a send or a receive was called with and autograd does not keep.
 
     A receive buffer counts from its post to the forward that saves it (an activation from then on) or the end of the backward
-    that takes it; where the first norm saves a copy in the accumulation dtype instead (RMSNorm in bf16 on the CPU), the input
-    counts to the end of its backward, too. What is sent counts from its post to the next post of the rank, which lets go of it.
+    that takes it. What is sent counts from its post to the next post of the rank, which lets go of it.
     """
     received = sending = most = 0
     for each in program.instructions[rank]:
@@ -73,13 +72,7 @@ def most_pipeline_buffers(program: Program, rank: int, *, input_is_saved: bool) 
             most = max(most, received + sending)
             continue
         assert each.kind in (Kind.F, Kind.B)
-        is_fed = feeding_transfer(program.schedule, rank, each) is not None
-        if each.kind is Kind.B:
-            forward = Action(Kind.F, each.chunk, each.microbatch)
-            has_input = feeding_transfer(program.schedule, rank, forward) is not None
-            received -= is_fed + (has_input and not input_is_saved)
-        elif input_is_saved:
-            received -= is_fed
+        received -= feeding_transfer(program.schedule, rank, each) is not None
     return most
 
 
@@ -96,9 +89,6 @@ def test_state_and_pipeline_buffers(case: Case) -> None:
     program = lower(schedules.build(name, sizes.pp, sizes.vpp, found[0].num_microbatches))
     w = {"bf16": 2, "fp32": 4}[case.dtype]
     buffer = w * model.seq_length * model.hidden_size // (sizes.tp if case.sequence_parallel else 1)
-    input_is_saved = model.norm == "layernorm" or w == 4
     for pp, footprint in enumerate(found):
         assert footprint.state == state_bytes(config, footprint.coordinates), f"stage {pp}"
-        assert footprint.most["p2p"] == buffer * most_pipeline_buffers(program, pp, input_is_saved=input_is_saved), (
-            f"stage {pp}"
-        )
+        assert footprint.most["p2p"] == buffer * most_pipeline_buffers(program, pp), f"stage {pp}"
