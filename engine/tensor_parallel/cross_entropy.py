@@ -1,19 +1,25 @@
 """Cross-entropy of logits whose vocabulary is cut over tp; the whole row of logits never exists on one rank.
 
-    loss = log(sum_v exp(z_v)) - z_target
+    loss = log(sum_v exp(z_v)) - z_target          d loss / d z_v = exp(z_v) / sum_u exp(z_u) - [v = target]
 
 Three numbers per token cross the tp axis: the largest logit (max, for stability), then the sum of exponentials and the
 target's logit together. Columns past the vocabulary (padding) are left out of the softmax and get gradient zero.
-The backward recomputes the softmax from the logits and the log of the sum, [s, b], instead of keeping it in fp32.
+
+Exponentials are wider than logits and as many, so they are made for some tokens at a time: those of all tokens never exist. The
+backward makes the softmax again from the logits and the logarithm of the sum, [s, b], and writes the gradient over the logits.
 """
 
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from engine.collectives import Axis
 from engine.precision import accumulate, accumulation_dtype
+
+CHUNK_NUMEL: Mapping[str, int] = MappingProxyType({"cpu": 2**18, "cuda": 2**25})
+"""Exponentials at a time, by device: on a CPU what stays in a core's cache, on a GPU what makes kernels few."""
 
 
 def vocab_parallel_cross_entropy(
@@ -22,7 +28,7 @@ def vocab_parallel_cross_entropy(
     """Loss per token.
 
     Args:
-        logits: [s, b, V_padded / t], this rank's columns.
+        logits: [s, b, V_padded / t], this rank's columns, contiguous. The backward overwrites them with their gradient.
         targets: int64 [s, b], ids below `vocab_size`.
         axis: the tp axis.
         vocab_size: V, without padding.
@@ -40,8 +46,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         first = axis.index * columns
         # Columns of this rank inside the vocabulary; padding stands at the end, so the last ranks may have none.
         real = min(max(vocab_size - first, 0), columns)
-        z = logits[..., :real]
-        local = targets - first
+        z = logits.view(-1, columns)[:, :real]
+        local = targets.reshape(-1) - first
         held = (local >= 0) & (local < real)
         local = local.where(held, 0)
 
@@ -49,33 +55,42 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             largest = accumulate(z.amax(-1))
         else:
             wide = accumulation_dtype(logits.dtype)
-            largest = z.new_full(targets.shape, torch.finfo(wide).min, dtype=wide)
+            largest = z.new_full(local.shape, torch.finfo(wide).min, dtype=wide)
         largest = axis.all_reduce(largest, "cross-entropy max", op="max").wait()
-        sums = largest.new_zeros((2, *targets.shape))
+        sums = largest.new_zeros((2, len(largest)))
         if real:
-            sums[0] = _exp_of_difference(z, largest).sum(-1)
+            for rows in _chunks(z):
+                torch.sum(_exp_of_difference(z[rows], largest[rows]), -1, out=sums[0, rows])
             sums[1] = z.gather(-1, local.unsqueeze(-1)).squeeze(-1).where(held, 0)
         sums = axis.all_reduce(sums, "cross-entropy sums").wait()
         log_sum = sums[0].log() + largest
 
         ctx.save_for_backward(logits, log_sum, local, held)
         ctx.real = real
-        return log_sum - sums[1]
+        return (log_sum - sums[1]).view(targets.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         logits, log_sum, local, held = ctx.saved_tensors
-        columns = logits.shape[-1]
-        if ctx.real == 0:
-            return torch.zeros_like(logits), None, None, None
-        grad_logits = _exp_of_difference(logits[..., : ctx.real], log_sum)
-        grad_logits.scatter_add_(-1, local.unsqueeze(-1), -held.unsqueeze(-1).to(grad_logits.dtype))
-        grad_logits = grad_logits.mul_(grad.unsqueeze(-1)).to(logits.dtype)
-        if ctx.real < columns:
-            grad_logits = F.pad(grad_logits, (0, columns - ctx.real))
-        return grad_logits, None, None, None
+        flat = logits.view(-1, logits.shape[-1])
+        z = flat[:, : ctx.real]
+        grad = grad.reshape(-1, 1)
+        ones = held.to(grad.dtype).neg_().unsqueeze(-1)
+        for rows in _chunks(z) if ctx.real else ():
+            softmax = _exp_of_difference(z[rows], log_sum[rows])
+            softmax.scatter_add_(-1, local[rows].unsqueeze(-1), ones[rows])
+            z[rows] = softmax.mul_(grad[rows])
+        flat[:, ctx.real :].zero_()
+        return logits, None, None, None
+
+
+def _chunks(z: torch.Tensor) -> Iterator[slice]:
+    """Rows of z [tokens, v] in turn, so many at a time that their elements are a chunk."""
+    num_rows = max(1, CHUNK_NUMEL[z.device.type] // z.shape[1])
+    for start in range(0, z.shape[0], num_rows):
+        yield slice(start, start + num_rows)
 
 
 def _exp_of_difference(z: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """exp(z - shift) in the accumulation dtype, which `shift` has, with one temporary. z [s, b, v], shift [s, b]."""
+    """exp(z - shift) in the accumulation dtype, which `shift` has, with one temporary. z [n, v], shift [n]."""
     return z.sub(shift.unsqueeze(-1)).exp_()

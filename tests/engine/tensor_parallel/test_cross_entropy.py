@@ -1,0 +1,125 @@
+"""Cross-entropy over a cut vocabulary, against torch's of the whole one."""
+
+from collections.abc import Sequence
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import engine.tensor_parallel.cross_entropy as subject
+from engine.collectives import Axis, Ledger
+from engine.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from tests.harness import run_ranks
+
+S, B, VOCAB, COLUMNS = 5, 3, 19, 8
+"""On three ranks the third holds 3 columns of the vocabulary and 5 of padding, on four the last holds padding alone."""
+
+Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def given(size: int, scale: float = 3.0, dtype: torch.dtype = torch.float64) -> Given:
+    """Logits [s, b, size x columns] with values in the padding, targets [s, b], and the losses' gradients [s, b]."""
+    generator = torch.Generator().manual_seed(7)
+    columns = max(size * COLUMNS, VOCAB)
+    logits = (torch.randn(S, B, columns, generator=generator, dtype=torch.float64) * scale).to(dtype)
+    targets = torch.randint(VOCAB, (S, B), generator=generator)
+    return logits, targets, torch.rand(S, B, generator=generator, dtype=torch.float64)
+
+
+def truth(size: int, scale: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses, and the gradient of the whole logits, in float64."""
+    logits, targets, grad = given(size, scale, dtype)
+    whole = logits.double().requires_grad_()
+    losses = F.cross_entropy(whole[..., :VOCAB].flatten(0, 1), targets.flatten(), reduction="none").view(S, B)
+    losses.backward(grad)
+    assert whole.grad is not None
+    return losses.detach(), whole.grad
+
+
+def one_rank(axis: Axis, logits: torch.Tensor, targets: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
+    """[losses, gradient of this rank's columns]."""
+    leaf = logits.chunk(axis.size, dim=-1)[axis.index].clone().requires_grad_()
+    losses = vocab_parallel_cross_entropy(leaf.clone(), targets, axis, VOCAB)
+    losses.backward(grad.to(losses.dtype))
+    assert leaf.grad is not None
+    return [losses.detach(), leaf.grad]
+
+
+def alone() -> Axis:
+    return Axis("tp", [0], 0, None, Ledger())
+
+
+def set_chunk(numel: int) -> None:
+    subject.CHUNK_NUMEL = MappingProxyType({"cpu": numel})
+
+
+def of_ranks(rank: int, size: int, chunk_numel: int, scale: float) -> list[torch.Tensor]:
+    set_chunk(chunk_numel)
+    axis = Axis("tp", list(range(size)), rank, dist.group.WORLD if size > 1 else None, Ledger())
+    return one_rank(axis, *given(size, scale))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("chunk_numel", [1, 2 * COLUMNS, 10**6])
+@pytest.mark.parametrize("size", [3, 4])
+def test_ranks_together_equal_torch(size: int, chunk_numel: int) -> None:
+    # Logits of some hundreds overflow exp in any dtype unless the largest of ALL ranks is taken off.
+    for scale in (3.0, 300.0):
+        losses, grad = truth(size, scale, torch.float64)
+        found = run_ranks(of_ranks, size, size, chunk_numel, scale)
+        for rank_losses, _ in found:
+            torch.testing.assert_close(rank_losses, losses, rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(torch.cat([part for _, part in found], dim=-1), grad, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_chunks_change_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for numel in (1, 50, 10**6):
+        monkeypatch.setattr(subject, "CHUNK_NUMEL", {"cpu": numel})
+        found.append(one_rank(alone(), *given(1, dtype=dtype)))
+    for losses, grad in found[1:]:
+        assert torch.equal(losses, found[0][0]) and torch.equal(grad, found[0][1])
+    losses, grad = truth(1, 3.0, dtype)
+    eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    torch.testing.assert_close(found[0][0].double(), losses, rtol=30 * eps, atol=30 * eps)
+    # The gradient is rounded once, to the dtype of the logits.
+    torch.testing.assert_close(found[0][1].double(), grad, rtol=torch.finfo(dtype).eps, atol=30 * eps)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a new tensor in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float32:
+            self.numel = max(self.numel, result.numel())
+        return result
+
+
+def test_exponentials_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subject, "CHUNK_NUMEL", {"cpu": 2 * VOCAB})
+    with Largest() as largest:
+        one_rank(alone(), *given(1, dtype=torch.bfloat16))
+    assert largest.numel == 2 * VOCAB < S * B * VOCAB
+
+
+def test_the_gradient_is_written_over_the_logits_and_a_second_backward_is_refused() -> None:
+    logits, targets, grad = given(1)
+    leaf = logits.clone().requires_grad_()
+    product = leaf * 1.0
+    losses = vocab_parallel_cross_entropy(product, targets, alone(), VOCAB)
+    losses.backward(grad, retain_graph=True)
+    assert leaf.grad is not None and torch.equal(product.detach(), leaf.grad)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses.backward(grad)
