@@ -39,7 +39,7 @@ from engine.checkpoint.state import flat_state, saved_buckets, shards
 from engine.checkpoint.store import load
 from engine.config import Config
 from engine.runtime import RankEnvironment
-from engine.step import NO_FLAGS, Engine
+from engine.step import Engine
 from engine.train import build
 from launch.rank import Rank, join
 from models.gpt import build_chunks
@@ -193,7 +193,7 @@ class Contest:
         subprocess.run(["dd", *words], check=True, capture_output=True)
 
     def save(self, step: int) -> None:
-        self.checkpoints.after_step(step, step, 0.0, NO_FLAGS, is_last=True)
+        self.checkpoints.after_step(step, step, 0.0, is_last=True)
         self.checkpoints.finish()
 
     def load(self) -> None:

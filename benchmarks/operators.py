@@ -123,7 +123,7 @@ def engine_side(engine: Engine) -> Side:
     assert chunk.embedding is not None
     modules: list[tuple[nn.Module, Place]] = [(chunk.embedding, "embedding")]
     modules += [(block, "blocks") for block in chunk.blocks]
-    return engine.forward_backward, lambda counted: engine.update(*counted, LEARNING_RATE), modules
+    return engine.forward_backward, lambda counts: engine.update(cast(torch.Tensor, counts), LEARNING_RATE), modules
 
 
 def plain_side(loop: PlainLoop) -> Side:

@@ -22,6 +22,9 @@ INIT_DTYPE = torch.float32
 AGREEMENT_DTYPE = torch.float64
 """The step's small vector all-reduce: it counts tokens (exact to 2^53) and sums squares of gradients."""
 
+STEP_DTYPE = torch.float32
+"""What torch's fused optimizers take step counts and skip flags in; whole numbers are exact to 2^24."""
+
 
 @cache
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

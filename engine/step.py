@@ -4,6 +4,10 @@
     finish      the owned parts hold whole gradients, scaled by 1 / nominal tokens
     agree       one small all-reduce over the world: [sum of squares, loss sum, tokens, flags]
     optimizer   gradients x (nominal / actual tokens) x clip factor; AdamW on the owned parts; all-gathers posted
+    read        loss, norm and flags on the host, whenever somebody waits for them (the loop does, a step later)
+
+Nothing before `read` brings a number to the host: norm, clipping and the decision not to update are made on the device, so
+that it never stands idle while the host reads. From a step on whose loss or gradients are not finite, nothing is updated.
 
 The loss is the sum of token losses over the unmasked tokens of the GLOBAL batch. The backward scales by the constant
 1 / nominal tokens (global batch x sequence length), so that no rank needs to know the others' masks; what masks
@@ -12,7 +16,7 @@ take away is put right by one factor at the end, exactly 1.0 where nothing is ma
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -26,8 +30,10 @@ from engine.optimizer.grad_buffer import GradBuffers
 from engine.pipeline.executor import Executor
 from engine.pipeline.lowering import Program
 from engine.pipeline.partition import StageLayers
+from engine.precision import AGREEMENT_DTYPE
 from engine.tensor_parallel.parameter import ShardedParameter, WeightGradQueue
 from engine.topology import Topology
+from engine.transfers import HostCopy
 
 
 class Chunk(Protocol):
@@ -40,8 +46,9 @@ class Chunk(Protocol):
     def train(self, mode: bool = True) -> nn.Module: ...
 
 
-NO_FLAGS = (0.0, 0.0)
-"""What a rank adds to the step's agreement beside its sums: whether its part of a checkpoint is written, whether it failed."""
+NO_FLAGS = (0.0, 0.0, 0.0, 0.0)
+"""What a rank adds to the step's agreement beside its sums: whether its part of a checkpoint is written, whether it could not be;
+whether the checkpoint is committed, whether it could not be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +68,35 @@ class StepResult:
     flags: tuple[float, ...]
 
 
+class PendingResult:
+    """A step that is posted, its numbers on their way to the host.
+
+    Args:
+        numbers: [loss, gradient norm, tokens, loss sum, sum of squares, whether updates have stopped, *flags].
+    """
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self._numbers = HostCopy(numbers)
+
+    def wait(self) -> StepResult:
+        """What all ranks agree on.
+
+        Raises:
+            DivergenceError: the loss or the gradient norm of this step or of one before it was not finite; on every rank. No
+                weight has changed since.
+        """
+        loss, grad_norm, num_tokens, loss_sum, square_sum, diverged, *flags = self._numbers.wait()
+        if diverged:
+            is_this = not (math.isfinite(loss_sum) and math.isfinite(square_sum))
+            these = "are not finite" if is_this else "are finite, but those of a step before were not"
+            raise DivergenceError(
+                f"loss sum {loss_sum} and squared gradient norm {square_sum} over {int(num_tokens)} tokens {these}: an update "
+                "would destroy the weights. Nothing was changed on any rank. Lower optimizer.lr, lengthen the warm-up, or look at "
+                "the data of the step."
+            )
+        return StepResult(loss, grad_norm, int(num_tokens), tuple(flags))
+
+
 @dataclass
 class Engine:
     """One rank's assembled engine (see `engine.train.build`).
@@ -69,6 +105,7 @@ class Engine:
         stages: what each pipeline stage of the model holds, in stage order.
         parameters: by global name, in forward order.
         train_program, forward_program: the lowered schedules of a training step and of a forward-only step.
+        diverged: a bool on the device: loss or gradients were not finite, so nothing is updated any more.
     """
 
     config: Config
@@ -82,75 +119,72 @@ class Engine:
     executor: Executor
     train_program: Program
     forward_program: Program
+    diverged: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.diverged = torch.zeros((), dtype=torch.bool, device=self.topology.device)
 
     @property
     def nominal_tokens(self) -> int:
         return self.plan.tokens_per_step
 
-    def forward_backward(self, microbatches: Sequence[Any]) -> tuple[float, int]:
-        """Gradients of one global batch, reduced; returns this rank's (loss sum, tokens), zero off the last stage."""
-        return self._count(self.run_microbatches(microbatches), microbatches)
-
-    def run_microbatches(self, microbatches: Sequence[Any]) -> list[torch.Tensor]:
-        """The part of `forward_backward` that reads no number back: the losses of the microbatches, where the head is."""
+    def forward_backward(self, microbatches: Sequence[Any]) -> torch.Tensor:
+        """Gradients of one global batch, reduced; returns this rank's [loss sum, tokens], zeros off the last stage."""
         self.topology.ledger.reset()
         for chunk in self.chunks:
             chunk.train(True)
         self.buffers.start(self.plan.num_microbatches)
         losses = self.executor.run(self.train_program, microbatches, self._loss, loss_scale=1.0 / self.nominal_tokens)
+        counts = self._count(losses, microbatches)
         self.buffers.finish()
-        return losses
+        return counts
 
     def train_step(self, microbatches: Sequence[Any], lr: float) -> StepResult:
-        """`forward_backward`, then `update`."""
-        return self.update(*self.forward_backward(microbatches), lr)
+        """`forward_backward`, then `update`, and wait for the result."""
+        return self.update(self.forward_backward(microbatches), lr).wait()
 
-    def update(self, loss_sum: float, num_tokens: int, lr: float, flags: Sequence[float] = NO_FLAGS) -> StepResult:
-        """One update of the weights with the reduced gradients; arguments are this rank's counts.
+    def update(self, counts: torch.Tensor, lr: float, flags: Sequence[float] = NO_FLAGS) -> PendingResult:
+        """Post one update of the weights with the reduced gradients; `counts` are this rank's.
 
         `flags` (as many as `NO_FLAGS`) are summed over the ranks in the same small all-reduce.
-
-        Raises:
-            DivergenceError: the loss or the gradient norm is not finite; raised on every rank, before any weight changes.
         """
-        square_sum = float(self.optimizer.grad_square_sum())
-        world = self.topology.axis("world")
         assert len(flags) == len(NO_FLAGS), f"{len(flags)} flags: the traffic of a step is a constant"
-        square_sum, loss_sum, total, *raised = world.agree(
-            [square_sum, loss_sum, num_tokens, *flags], self.topology.device, "step"
-        )
-        if not (math.isfinite(loss_sum) and math.isfinite(square_sum)):
-            raise DivergenceError(
-                f"loss sum {loss_sum} and squared gradient norm {square_sum} over {int(total)} tokens are not finite: an update "
-                "would destroy the weights. Nothing was changed on any rank. Lower optimizer.lr, lengthen the warm-up, or look "
-                "at the data of this step."
-            )
+        mine = [self.optimizer.grad_square_sum().to(AGREEMENT_DTYPE).view(1), counts]
+        vector = torch.cat((*mine, counts.new_zeros(len(flags))))
+        for place, flag in enumerate(flags, start=3):
+            if flag:
+                vector[place].fill_(flag)
+        agreed = self.topology.axis("world").all_reduce(vector, "step").wait()
+
+        square_sum, loss_sum, num_tokens = agreed[:3].unbind()
         # A global batch without a single counted token has no gradient; its loss is reported as zero.
-        tokens = max(total, 1.0)
+        tokens = num_tokens.clamp(min=1.0)
         scale = self.nominal_tokens / tokens
-        grad_norm = math.sqrt(square_sum) * scale
-        self.optimizer.step(lr, scale * clip_factor(grad_norm, self.config.optimizer.clip_grad))
-        return StepResult(loss_sum / tokens, grad_norm, int(total), tuple(raised))
+        grad_norm = square_sum.sqrt() * scale
+        self.diverged |= agreed[:2].isfinite().all().logical_not()
+        clipped = clip_factor(grad_norm, self.config.optimizer.clip_grad)
+        self.optimizer.step(lr, scale if clipped is None else scale * clipped, skip=self.diverged)
+        sums = torch.stack((loss_sum / tokens, grad_norm, num_tokens, loss_sum, square_sum, self.diverged))
+        return PendingResult(torch.cat((sums, agreed[3:])))
 
     def evaluate(self, steps: Iterable[Sequence[Any]]) -> float:
         """Loss per token over some global batches, without dropout; the same on every rank."""
-        loss_sum, num_tokens = 0.0, 0
+        counts = torch.zeros(2, dtype=AGREEMENT_DTYPE, device=self.topology.device)
         for chunk in self.chunks:
             chunk.train(False)
         for microbatches in steps:
             losses = self.executor.run(self.forward_program, microbatches, self._loss)
-            step_loss, step_tokens = self._count(losses, microbatches)
-            loss_sum += step_loss
-            num_tokens += step_tokens
-        loss_sum, total = self.topology.axis("world").agree([loss_sum, num_tokens], self.topology.device, "validation")
-        return loss_sum / max(total, 1.0)
+            counts += self._count(losses, microbatches)
+        loss_sum, total = self.topology.axis("world").all_reduce(counts, "validation").wait().tolist()
+        return float(loss_sum) / max(float(total), 1.0)
 
     def _loss(self, chunk: int, x: torch.Tensor | None, microbatch: Any) -> torch.Tensor:
         return self.chunks[chunk](x, microbatch)
 
-    def _count(self, losses: Sequence[torch.Tensor], microbatches: Sequence[Any]) -> tuple[float, int]:
-        """Loss sum and tokens, counted once per model replica: by the tp rank 0 of the last stage."""
+    def _count(self, losses: Sequence[torch.Tensor], microbatches: Sequence[Any]) -> torch.Tensor:
+        """[loss sum, tokens] on the device, counted once per model replica: by the tp rank 0 of the last stage."""
         if not losses or self.topology.coordinates.tp != 0:
-            return 0.0, 0
-        num_tokens = sum(int(microbatch.loss_mask.sum()) for microbatch in microbatches)
-        return float(torch.stack(list(losses)).sum()), num_tokens
+            return torch.zeros(2, dtype=AGREEMENT_DTYPE, device=self.topology.device)
+        loss_sum = torch.stack(list(losses)).sum().to(AGREEMENT_DTYPE)
+        num_tokens = sum(microbatch.num_tokens for microbatch in microbatches)
+        return torch.stack((loss_sum, torch.full_like(loss_sum, num_tokens)))

@@ -8,6 +8,7 @@ place in the topology.
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engine.checkpoint.manager import Checkpoints
@@ -23,7 +24,7 @@ from engine.pipeline.lowering import lower
 from engine.pipeline.partition import StageLayers, partition
 from engine.pipeline.validate import check
 from engine.precision import DTYPES, accumulation_dtype
-from engine.step import Chunk, Engine, StepResult
+from engine.step import Chunk, Engine, PendingResult, StepResult
 from engine.tensor_parallel.parameter import ShardedParameter
 from engine.topology import Topology
 
@@ -41,8 +42,12 @@ class StepSource(Protocol):
 
 
 class Observer(Protocol):
-    """Who is told what happens (`engine.telemetry`); called on every rank."""
+    """Who is told what happens (`engine.telemetry`); called on every rank.
 
+    `end_step` closes the time of a step; `on_step` tells its numbers, later where they were still on the device.
+    """
+
+    def end_step(self) -> None: ...
     def on_step(self, step: int, result: StepResult, lr: float) -> None: ...
     def on_validation(self, step: int, loss: float) -> None: ...
     def phase(self, name: str) -> None: ...
@@ -100,6 +105,15 @@ def build(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Posted:
+    """A step whose numbers were not read yet."""
+
+    step: int
+    lr: float
+    result: PendingResult
+
+
 def train(
     engine: Engine,
     batches: StepSource,
@@ -108,6 +122,9 @@ def train(
     checkpoints: Checkpoints,
 ) -> None:
     """Train to the last step. The samples of a step depend on `consumed_samples` alone.
+
+    A step's numbers are read when the next one is posted, so that a GPU always has work; before a validation, a fingerprint or a
+    save they are read at once.
 
     Args:
         engine: from `build`.
@@ -123,22 +140,35 @@ def train(
     config, plan = engine.config, engine.plan
     interval = config.train.eval_interval
     first_step = batches.consumed_samples // plan.samples_per_step
+    unread: list[_Posted] = []
+
+    def read(posted: Sequence[_Posted]) -> None:
+        results = [each.result.wait() for each in posted]
+        observer.end_step()
+        for each, result in zip(posted, results, strict=True):
+            observer.on_step(each.step, result, each.lr)
+            checkpoints.agreed(result.flags)
+
     for step in range(first_step, plan.num_steps):
         observer.phase("data")
         microbatches = batches.next_step()
         observer.phase("forward_backward")
-        loss_sum, num_tokens = engine.forward_backward(microbatches)
+        counts = engine.forward_backward(microbatches)
         observer.phase("optimizer")
         lr = learning_rate(step, config.optimizer, plan.num_steps)
-        result = engine.update(loss_sum, num_tokens, lr, checkpoints.flags())
-        observer.on_step(step, result, lr)
+        unread.append(_Posted(step, lr, engine.update(counts, lr, checkpoints.flags())))
         is_last = step + 1 == plan.num_steps
-        if open_validation is not None and interval is not None and ((step + 1) % interval == 0 or is_last):
+        validates = open_validation is not None and interval is not None and ((step + 1) % interval == 0 or is_last)
+        must_wait = is_last or validates or checkpoints.is_due(step + 1, is_last=is_last)
+        num_read = len(unread) if must_wait else len(unread) - 1
+        read(unread[:num_read])
+        del unread[:num_read]
+        if validates and open_validation is not None:
             observer.phase("validation")
             with closing(open_validation()) as source:
                 loss = engine.evaluate(source.next_step() for _ in range(config.train.eval_steps))
             observer.on_validation(step, loss)
         observer.phase("checkpoint")
-        checkpoints.after_step(step + 1, batches.consumed_samples, lr, result.flags, is_last=is_last)
+        checkpoints.after_step(step + 1, batches.consumed_samples, lr, is_last=is_last)
     observer.phase("checkpoint")
     checkpoints.finish()

@@ -13,7 +13,7 @@ Kept here otherwise than there:
     dropout            the mask as a factor in the run's dtype, w h instead of h; nothing where p is 0
     attention "sdpa"   no scores (5 a s is gone), but the logarithm of each row's sum
     "explicit"         softmax in the accumulation dtype; the causal mask, one for all heads and samples
-    RMSNorm            on the CPU its input and the normalised input in the accumulation dtype; a GPU's kernel keeps w h
+    RMSNorm            its input and one number per token
     recomputation      selective: nothing inside attention but q, k, v; full: the input of each group of layers
 """
 

@@ -128,6 +128,6 @@ def loss_of(model: LoadedModel, steps: Iterable[Sequence[MicroBatch]]) -> tuple[
         # Counted once per replica of the model: by the tp rank 0 of the last stage.
         if losses and topology.coordinates.tp == 0:
             loss_sum += sum(float(loss) for loss in losses)
-            num_tokens += sum(int(microbatch.loss_mask.sum()) for microbatch in microbatches)
+            num_tokens += sum(microbatch.num_tokens for microbatch in microbatches)
     loss_sum, total = topology.axis("world").agree([loss_sum, num_tokens], topology.device, "evaluation")
     return loss_sum, int(total)

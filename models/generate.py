@@ -190,4 +190,5 @@ def _batch(tokens: Sequence[int], first: int, device: torch.device) -> MicroBatc
         loss_mask=torch.zeros_like(ids, dtype=torch.bool),
         position_ids=torch.arange(first, first + len(tokens), device=device).unsqueeze(0),
         sample_ids=[0],
+        num_tokens=0,
     )

@@ -6,7 +6,8 @@
     COMMITTING  rank 0's thread writes the manifest and renames         the flag says that rank 0 has
 
 The phase is the same on all ranks, because it moves only by the flags that travel in the step's small all-reduce: no rank ever
-waits for another's disk, and no thread talks to another rank. At most one save is under way; one that is due earlier
+waits for another's disk, and no thread talks to another rank. Flags are read a step after they were sent, when the phase may have
+moved on, so each says of which phase it is. At most one save is under way; one that is due earlier
 waits for it. A save that fails is reported with its rank and reason, its files are removed, older checkpoints are untouched,
 and training goes on to the next interval; only the last one of a run must succeed.
 """
@@ -41,7 +42,8 @@ from engine.checkpoint.writer import RankWriter, Written
 from engine.errors import CheckpointError
 from engine.step import NO_FLAGS, Engine
 
-DONE, FAILED = (1.0, 0.0), (0.0, 1.0)
+WRITTEN, NOT_WRITTEN = (1.0, 0.0, 0.0, 0.0), (0.0, 1.0, 0.0, 0.0)
+COMMITTED, NOT_COMMITTED = (0.0, 0.0, 1.0, 0.0), (0.0, 0.0, 0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,31 +123,45 @@ class Checkpoints:
         )
 
     def flags(self) -> tuple[float, ...]:
-        """This rank's flags for the next step's agreement: its part is written, or has failed. Never blocks."""
+        """This rank's flags for the next step's agreement: how far its work in the present phase is. Never blocks."""
         future = self._pending()
         if future is None or not future.done():
             return NO_FLAGS
-        return DONE if future.exception() is None else FAILED
+        is_done = future.exception() is None
+        if self._phase is _Phase.WRITING:
+            return WRITTEN if is_done else NOT_WRITTEN
+        return COMMITTED if is_done else NOT_COMMITTED
 
-    def after_step(
-        self, step: int, consumed_samples: int, lr: float, flags: tuple[float, ...], *, is_last: bool
-    ) -> None:
-        """Step number `step` (from 1) is made: go on with the save under way, and start the one that is due.
+    def agreed(self, flags: tuple[float, ...]) -> None:
+        """Go on with the save under way as the flags of a step say (the agreed sums of `flags()`); steps come in order."""
+        self._advance(flags)
+
+    def is_due(self, step: int, *, is_last: bool) -> bool:
+        """Whether `after_step` has something to do after `step` steps; then the flags of all of them must be in."""
+        return self._fingerprint_is_due(step) or self._save_is_due(step, is_last)
+
+    def after_step(self, step: int, consumed_samples: int, lr: float, *, is_last: bool) -> None:
+        """Step number `step` (from 1) is made: start the save that is due.
 
         Args:
             step: optimizer steps made.
             consumed_samples: of the training data.
             lr: with which the step was made.
-            flags: the agreed sums of `flags()`.
             is_last: of the run: it is saved whatever the interval.
         """
-        self._advance(flags)
-        every = self._config.fingerprint_interval
-        if every is not None and step % every == 0:
+        if self._fingerprint_is_due(step):
             values = fingerprint(self._engine)
             self._notices.on_fingerprint(step, {kind: to_text(value) for kind, value in values.items()})
-        if self._config.interval is not None and (is_last or step % self._config.interval == 0):
+        if self._save_is_due(step, is_last):
             self._save(step, consumed_samples, lr)
+
+    def _fingerprint_is_due(self, step: int) -> bool:
+        every = self._config.fingerprint_interval
+        return every is not None and step % every == 0
+
+    def _save_is_due(self, step: int, is_last: bool) -> bool:
+        every = self._config.interval
+        return every is not None and (is_last or step % every == 0)
 
     def finish(self) -> None:
         """Wait for the save under way: the run is over.
@@ -202,18 +218,18 @@ class Checkpoints:
 
     def _advance(self, flags: tuple[float, ...]) -> None:
         """Move to the next phase if the agreed flags say so; the same on every rank."""
-        num_done, num_failed = flags
-        if self._phase is _Phase.WRITING and num_done + num_failed == self._world.size:
-            if num_failed:
+        num_written, num_not_written, is_committed, is_not_committed = flags
+        if self._phase is _Phase.WRITING and num_written + num_not_written == self._world.size:
+            if num_not_written:
                 self._fail()
                 return
             self._phase = _Phase.COMMITTING
             if self._world.index == 0:
                 assert self._saving is not None and self._writing is not None
                 self._committing = self._committer.submit(self._commit, self._saving)
-        elif self._phase is _Phase.COMMITTING and num_failed:
+        elif self._phase is _Phase.COMMITTING and is_not_committed:
             self._fail()
-        elif self._phase is _Phase.COMMITTING and num_done:
+        elif self._phase is _Phase.COMMITTING and is_committed:
             self._saved()
 
     def _drain(self) -> None:
@@ -222,8 +238,7 @@ class Checkpoints:
             future = self._pending()
             if future is not None:
                 future.exception()
-            flags = self._world.agree(self.flags(), self._engine.topology.device, "checkpoint")
-            self._advance((flags[0], flags[1]))
+            self._advance(tuple(self._world.agree(self.flags(), self._engine.topology.device, "checkpoint")))
 
     def _saved(self) -> None:
         assert self._saving is not None

@@ -35,6 +35,8 @@ class MicroBatch:
     """int64 [b, s]: 0 .. s - 1 in each row"""
     sample_ids: list[int]
     """The consumed-sample index of each row."""
+    num_tokens: int
+    """How many labels count, known on the host."""
 
 
 class Batches:
@@ -110,12 +112,14 @@ class Batches:
         samples = [self.dataset[sample_id] for sample_id in sample_ids]
         tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
         num_rows, length = tokens.shape
+        loss_mask = np.stack([sample.loss_mask for sample in samples])
         microbatch = MicroBatch(
             tokens=tokens[:, :-1].contiguous(),
             labels=tokens[:, 1:].contiguous(),
-            loss_mask=torch.from_numpy(np.stack([sample.loss_mask for sample in samples])),
+            loss_mask=torch.from_numpy(loss_mask),
             position_ids=torch.arange(length - 1).repeat(num_rows, 1),
             sample_ids=sample_ids,
+            num_tokens=int(loss_mask.sum()),
         )
         # Only from pinned memory does the copy to a GPU overlap with what runs there.
         return self._map(microbatch, torch.Tensor.pin_memory) if self.device.type == "cuda" else microbatch

@@ -28,9 +28,8 @@ from engine.footprint.parts import PartBook, Recorder, covers, likenesses
 from engine.pipeline import schedules
 from engine.pipeline.lowering import Program, lower
 from engine.pipeline.partition import partition
-from engine.precision import AGREEMENT_DTYPE
 from engine.rank_grid import Coordinates, RankGrid
-from engine.step import NO_FLAGS, Engine
+from engine.step import Engine
 from engine.topology import Topology
 from engine.train import ModelBuilder, build
 
@@ -225,7 +224,7 @@ def microbatches(engine: Engine) -> list[MicroBatch]:
     """As many as a step has; all are the same."""
     shape = (engine.plan.micro_batch_size, engine.config.model.seq_length)
     ids = torch.zeros(shape, dtype=torch.int64)
-    one = MicroBatch(ids, ids, torch.ones(shape, dtype=torch.bool), ids, list(range(shape[0])))
+    one = MicroBatch(ids, ids, torch.ones(shape, dtype=torch.bool), ids, list(range(shape[0])), ids.numel())
     return [one] * engine.plan.num_microbatches
 
 
@@ -251,15 +250,11 @@ def watch_step(engine: Engine, batches: Sequence[MicroBatch], watch: MemoryWatch
     engine.executor.observer = recorder
     watch.phase = "gradients"
     with watch.looking_at([cast(nn.Module, chunk) for chunk in engine.chunks], HEAD_MODULES, PLACES):
-        engine.run_microbatches(batches)
+        counts = engine.forward_backward(batches)
     engine.executor.observer = None
     recorder.begin_update()
     watch.phase = "optimizer"
-    engine.optimizer.grad_square_sum()
-    # What `Engine.update` agrees on; here nobody answers, so nothing is read back.
-    vector = torch.zeros(3 + len(NO_FLAGS), dtype=AGREEMENT_DTYPE)
-    topology.axis("world").all_reduce(vector, "step").wait()
-    engine.optimizer.step(lr=1e-3, grad_scale=1.0)
+    engine.update(counts, lr=1e-3)
     engine.buffers.wait_all()
     recorder.end()
     num_microbatches = engine.plan.num_microbatches

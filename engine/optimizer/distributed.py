@@ -19,6 +19,7 @@ from torch.optim.adamw import adamw
 from engine.config import OptimizerConfig
 from engine.optimizer.grad_buffer import Bucket, FlatBuffer, GradBuffers
 from engine.optimizer.param_layout import Segment
+from engine.precision import STEP_DTYPE
 
 _SUMMED_NUMEL = 2**16
 """Elements that a CPU may sum in fp32: BLAS adds each lane one by one, which would be 2e-6 off at four times as many."""
@@ -73,7 +74,7 @@ class DistributedOptimizer:
     def __init__(self, buffers: GradBuffers, config: OptimizerConfig) -> None:
         self.buffers = buffers
         self.config = config
-        self.num_updates = 0
+        self._num_updates = torch.zeros((), dtype=STEP_DTYPE, device=buffers.device)
         self.owned: list[OwnedBucket] = []
         for buffer in buffers.buffers:
             segments = list(buffer.layout.segments(buffers.dp.size, buffers.dp.index))
@@ -106,15 +107,27 @@ class DistributedOptimizer:
                 total += torch.dot(piece, piece)
         return total
 
-    def step(self, lr: float, grad_scale: float) -> None:
-        """One update with gradients x `grad_scale`, then post the all-gathers of the new parameters."""
-        self.num_updates += 1
+    @property
+    def num_updates(self) -> int:
+        """Updates that the moments have seen; on a GPU, asking waits for it."""
+        return int(self._num_updates)
+
+    def step(self, lr: float, grad_scale: torch.Tensor, skip: torch.Tensor) -> None:
+        """One update with gradients x `grad_scale`, then post the all-gathers of the new parameters.
+
+        Args:
+            grad_scale: a scalar on the device.
+            skip: a bool on the device: leave masters, moments and parameters as they are.
+        """
+        skipped = skip.to(STEP_DTYPE)
+        grad_scale = grad_scale.to(self.owned[0].grads.dtype)
         for owned in self.owned:
             owned.grads.mul_(grad_scale)
             for decayed in (True, False):
                 runs = [where for where, decays in owned.runs() if decays == decayed]
                 if runs:
-                    self._update(owned, runs, lr, self.config.weight_decay if decayed else 0.0)
+                    self._update(owned, runs, lr, self.config.weight_decay if decayed else 0.0, skipped)
+        self._num_updates += 1 - skipped
         self._publish()
 
     def restored(self, num_updates: int) -> None:
@@ -123,7 +136,7 @@ class DistributedOptimizer:
         Args:
             num_updates: updates that the moments have seen (Adam's bias correction).
         """
-        self.num_updates = num_updates
+        self._num_updates.fill_(num_updates)
         self._publish()
         self.buffers.wait_all()
 
@@ -134,10 +147,11 @@ class DistributedOptimizer:
                 owned.parameters.copy_(owned.master)
         self.buffers.gather()
 
-    def _update(self, owned: OwnedBucket, runs: list[slice], lr: float, weight_decay: float) -> None:
-        device = owned.master.device
+    def _update(
+        self, owned: OwnedBucket, runs: list[slice], lr: float, weight_decay: float, skipped: torch.Tensor
+    ) -> None:
         # adamw adds one to each of these before it uses them.
-        steps = [torch.full((), float(self.num_updates - 1), device=device) for _ in runs]
+        steps = [self._num_updates.clone() for _ in runs]
         adamw(
             [owned.master[where] for where in runs],
             [owned.grads[where] for where in runs],
@@ -153,4 +167,5 @@ class DistributedOptimizer:
             weight_decay=weight_decay,
             eps=self.config.eps,
             maximize=False,
+            found_inf=skipped,
         )

@@ -86,6 +86,7 @@ class GradBuffers:
         axes: Mapping[str, Axis],
     ) -> None:
         self.dp = dp
+        self.device = device
         self.buffers: list[FlatBuffer] = []
         self._places: dict[str, _Place] = {}
         for layout in layouts:

@@ -6,7 +6,6 @@ Losses are in nats per token. Speeds are those of the whole job, `_per_device` t
 is no part of a step.
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -108,9 +107,10 @@ class Meter:
         lr: float,
         grad_norm: float,
         spans_seconds: Mapping[str, float],
+        unix_time_seconds: float,
         peak_memory_bytes: int,
     ) -> StepMetrics:
-        """The record of a step that just ended; `step` counts from 1."""
+        """The record of a step that has ended; `step` counts from 1."""
         spans = {name: seconds for name, seconds in spans_seconds.items() if name != VALIDATION}
         step_time_seconds = sum(spans.values())
         tokens_per_second = self._plan.tokens_per_step / step_time_seconds
@@ -120,7 +120,7 @@ class Meter:
         return StepMetrics(
             step=step,
             attempt=self._attempt,
-            unix_time_seconds=time.time(),
+            unix_time_seconds=unix_time_seconds,
             consumed_samples=step * self._plan.samples_per_step,
             consumed_tokens=step * self._plan.tokens_per_step,
             loss=loss,

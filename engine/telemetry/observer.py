@@ -1,12 +1,16 @@
 """The observer of the training loop: clocks the phases, makes each step's record, tells `Telemetry`.
 
-    engine.train.train --phase, on_step, on_validation--> TrainingObserver --StepMetrics--> Telemetry
+    engine.train.train --phase, end_step, on_step, on_validation--> TrainingObserver --StepMetrics--> Telemetry
 
-The loop counts steps from 0; everything that is written down counts the steps that are done, from 1.
+A step's time ends when the host is through with it; its numbers may come a step later. The loop counts steps from 0; everything
+that is written down counts the steps that are done, from 1.
 """
 
 import resource
 import sys
+import time
+from collections import deque
+from dataclasses import dataclass
 
 import torch
 
@@ -14,6 +18,15 @@ from engine.step import StepResult
 from engine.telemetry.hub import Telemetry
 from engine.telemetry.metrics import VALIDATION, Meter
 from engine.telemetry.timers import Timers
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A step whose numbers are not known yet."""
+
+    spans_seconds: dict[str, float]
+    unix_time_seconds: float
+    peak_memory_bytes: int
 
 
 class TrainingObserver:
@@ -37,6 +50,7 @@ class TrainingObserver:
         self._meter = meter
         self._device = device
         self._timers = timers or Timers()
+        self._ended: deque[_Ended] = deque()
 
     def phase(self, name: str) -> None:
         """The loop goes on to `name`: data, step, validation."""
@@ -46,10 +60,14 @@ class TrainingObserver:
             self._telemetry.report.phase(VALIDATION if name == VALIDATION else "training")
         self._timers.phase(name)
 
+    def end_step(self) -> None:
+        """The host is through with a step; `on_step` will tell of it, in order."""
+        self._ended.append(_Ended(self._timers.end_step(), time.time(), peak_memory_bytes(self._device)))
+
     def on_step(self, step: int, result: StepResult, lr: float) -> None:
         """Step `step`, counted from 0, has updated the weights."""
         self.loss = result.loss
-        spans_seconds = self._timers.end_step()
+        ended = self._ended.popleft()
         if self._telemetry.report is None:
             return
         self._telemetry.step(
@@ -59,8 +77,9 @@ class TrainingObserver:
                 loss_tokens=result.num_tokens,
                 lr=lr,
                 grad_norm=result.grad_norm,
-                spans_seconds=spans_seconds,
-                peak_memory_bytes=peak_memory_bytes(self._device),
+                spans_seconds=ended.spans_seconds,
+                unix_time_seconds=ended.unix_time_seconds,
+                peak_memory_bytes=ended.peak_memory_bytes,
             )
         )
 

@@ -13,6 +13,7 @@ import torch
 
 from engine.mix64 import GOLDEN, key64, mix64_, shift_right
 from engine.precision import accumulation_dtype
+from engine.transfers import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,10 @@ def dropout(
         return x
     shape = [1] * x.dim()
     shape[batch_dim] = -1
-    sample_keys = torch.tensor(keys.site(site), device=x.device).view(shape)
+    sample_keys = to_device(keys.site(site), torch.int64, x.device).view(shape)
     keep = _hash(positions, sample_keys) >= int(p * 2**32)
-    scale = torch.tensor(1.0 / (1.0 - p), dtype=accumulation_dtype(x.dtype), device=x.device)
-    return x * (keep * scale).to(x.dtype)
+    factor = keep.to(accumulation_dtype(x.dtype)).mul_(1.0 / (1.0 - p))
+    return x * factor.to(x.dtype)
 
 
 def _hash(positions: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

@@ -86,11 +86,11 @@ def run_steps(
     for step, microbatches in enumerate(steps):
         if step == 0:
             with watch:
-                loss_sum, num_tokens = engine.forward_backward(microbatches)
+                counts = engine.forward_backward(microbatches)
         else:
-            loss_sum, num_tokens = engine.forward_backward(microbatches)
+            counts = engine.forward_backward(microbatches)
         _write_owned(engine, step, "gradient", notebook)
-        result = engine.update(loss_sum, num_tokens, lr)
+        result = engine.update(counts, lr).wait()
         engine.buffers.wait_all()
         for kind in ("master", "exp_avg", "exp_avg_sq"):
             _write_owned(engine, step, kind, notebook)

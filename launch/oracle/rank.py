@@ -97,7 +97,7 @@ def observe(oracle: Oracle, config: Config, start: Mapping[str, torch.Tensor], f
             loss = (losses * microbatch.loss_mask).sum()
             (loss / nominal).backward()
             loss_sum += float(loss.detach())
-            num_tokens += int(microbatch.loss_mask.sum())
+            num_tokens += microbatch.num_tokens
             if step == 0:
                 for sample, row in zip(microbatch.sample_ids, losses.detach().double(), strict=True):
                     sites[f"{TOKEN_LOSSES}|{sample}"] = row.clone()

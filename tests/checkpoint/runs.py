@@ -102,10 +102,11 @@ def run(
     for step in range(beginning.state.step, until):
         microbatches = batches.next_step()
         lr = learning_rate(step, engine.config.optimizer, 50)
-        result = engine.update(*engine.forward_backward(microbatches), lr, checkpoints.flags())
+        result = engine.update(engine.forward_backward(microbatches), lr, checkpoints.flags()).wait()
+        checkpoints.agreed(result.flags)
         trace.losses.append(result.loss)
         trace.sample_ids.append([sample for microbatch in microbatches for sample in microbatch.sample_ids])
-        checkpoints.after_step(step + 1, batches.consumed_samples, lr, result.flags, is_last=step + 1 == until)
+        checkpoints.after_step(step + 1, batches.consumed_samples, lr, is_last=step + 1 == until)
         if look:
             trace.fingerprints.append(fingerprint_of(engine))
     checkpoints.finish()

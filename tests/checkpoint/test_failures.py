@@ -50,8 +50,9 @@ def train(
     )
     for step in range(1, steps + 1):
         before_step(rank, step, Path(folder))
-        result = engine.update(*engine.forward_backward(batches.next_step()), 1e-2, checkpoints.flags())
-        checkpoints.after_step(step, batches.consumed_samples, 1e-2, result.flags, is_last=step == steps)
+        result = engine.update(engine.forward_backward(batches.next_step()), 1e-2, checkpoints.flags()).wait()
+        checkpoints.agreed(result.flags)
+        checkpoints.after_step(step, batches.consumed_samples, 1e-2, is_last=step == steps)
     error = ""
     try:
         checkpoints.finish()

@@ -166,6 +166,7 @@ def our_logits(candidate: Candidate, dtype: str) -> torch.Tensor:
         loss_mask=torch.ones_like(tokens, dtype=torch.bool),
         position_ids=torch.arange(LENGTH).expand(2, LENGTH),
         sample_ids=[0, 1],
+        num_tokens=tokens.numel(),
     )
     return chunk.logits(None, batch)[..., :43].transpose(0, 1)
 

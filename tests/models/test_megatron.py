@@ -132,9 +132,8 @@ def ours(rank: int, folder: Path, model: ModelConfig) -> Trained:
     def batch(seed: int) -> MicroBatch:
         tokens = tokens_of(model, seed)
         positions = torch.arange(model.seq_length).expand(2, -1)
-        return MicroBatch(
-            tokens[:, :-1], tokens[:, 1:], torch.ones(2, model.seq_length, dtype=torch.bool), positions, [0, 1]
-        )
+        mask = torch.ones(2, model.seq_length, dtype=torch.bool)
+        return MicroBatch(tokens[:, :-1], tokens[:, 1:], mask, positions, [0, 1], mask.numel())
 
     with torch.no_grad():
         logits = engine.chunks[0].logits(None, batch(3)).transpose(0, 1)[..., : model.vocab_size]

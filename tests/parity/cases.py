@@ -242,7 +242,7 @@ def run_case(rank: int, case: Case, weights: Mapping[str, torch.Tensor], num_ste
         )
 
     batches = open_batches()
-    loss_sum, num_tokens = engine.forward_backward(batches.next_step())
+    loss_sum, num_tokens = engine.forward_backward(batches.next_step()).tolist()
     grads = owned_pieces(engine, "grads")
     batches.close()
     steps = []

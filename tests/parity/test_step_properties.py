@@ -36,7 +36,7 @@ C10D_NAMES = {
 def build_rank(rank: int, case: Case) -> tuple[Engine, Batches]:
     config = case.config()
     grid = RankGrid(ParallelSizes(tp=case.tp, pp=case.pp, dp=case.dp, vpp=case.vpp))
-    topology = Topology(grid, rank, torch.device("cpu"), kv_heads=config.model.kv_heads)
+    topology = Topology(grid, rank, torch.device(case.device), kv_heads=config.model.kv_heads)
     engine = build(config, topology, build_chunks)
     batches = Batches(
         dataset(config),
@@ -45,7 +45,7 @@ def build_rank(rank: int, case: Case) -> tuple[Engine, Batches]:
         dp=case.dp,
         dp_rank=topology.coordinates.dp,
         consumed_samples=0,
-        device="cpu",
+        device=topology.device,
     )
     return engine, batches
 

@@ -187,6 +187,7 @@ def test_the_observer_counts_from_1_and_keeps_validation_out_of_the_step_time(ma
         clock.seconds += 0.5
         observer.phase("step")
         clock.seconds += 1.5
+        observer.end_step()
         observer.on_step(step, StepResult(loss=3.0 - step, grad_norm=0.5, num_tokens=100, flags=NO_FLAGS), lr=0.1)
         if step == 1:
             observer.phase("validation")
@@ -206,7 +207,14 @@ def test_the_observer_counts_from_1_and_keeps_validation_out_of_the_step_time(ma
 def test_speeds_follow_from_flops_devices_and_peak(make_config: MakeConfig) -> None:
     def measure(config: Config, **given: Any) -> StepMetrics:
         return meter(config, **given).measure(
-            1, loss=1.0, loss_tokens=128, lr=0.1, grad_norm=1.0, spans_seconds={"step": 2.0}, peak_memory_bytes=1
+            1,
+            loss=1.0,
+            loss_tokens=128,
+            lr=0.1,
+            grad_norm=1.0,
+            spans_seconds={"step": 2.0},
+            unix_time_seconds=1.0,
+            peak_memory_bytes=1,
         )
 
     base = make_config()

@@ -1,0 +1,140 @@
+"""The order of things in the training loop, with an engine that only writes down what it is asked."""
+
+from typing import Any, cast
+
+import pytest
+
+from engine.checkpoint.manager import Checkpoints
+from engine.config import Config, batch_plan
+from engine.errors import DivergenceError
+from engine.step import NO_FLAGS, Engine, StepResult
+from engine.train import train
+
+Log = list[tuple[str, int]]
+
+CONFIG: dict[str, Any] = {
+    "model": {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 4, "vocab_size": 8},
+    "train": {"steps": 6, "global_batch_size": 2},
+}
+
+
+class Result:
+    def __init__(self, log: Log, step: int, diverges: bool) -> None:
+        self.log, self.step, self.diverges = log, step, diverges
+
+    def wait(self) -> StepResult:
+        self.log.append(("read", self.step))
+        if self.diverges:
+            raise DivergenceError("not finite")
+        return StepResult(loss=float(self.step), grad_norm=1.0, num_tokens=8, flags=NO_FLAGS)
+
+
+class Loop:
+    """Engine, batches, observer and checkpoints of one run, all writing to one log; steps count from 0."""
+
+    def __init__(self, config: Config, saves_every: int | None = None, diverges_at: int | None = None) -> None:
+        self.config, self.plan = config, batch_plan(config, 1)
+        self.saves_every, self.diverges_at = saves_every, diverges_at
+        self.log: Log = []
+        self.consumed_samples = 0
+        self.step = -1
+
+    def run(self) -> Log:
+        validation = (lambda: self) if self.config.train.eval_interval else None
+        train(cast(Engine, self), self, validation, self, cast(Checkpoints, self))
+        return self.log
+
+    # The engine
+
+    def forward_backward(self, microbatches: Any) -> None:
+        self.step += 1
+
+    def update(self, counts: None, lr: float, flags: tuple[float, ...]) -> Result:
+        self.log.append(("post", self.step))
+        return Result(self.log, self.step, self.step == self.diverges_at)
+
+    def evaluate(self, steps: Any) -> float:
+        self.log.append(("validate", self.step))
+        return 1.0
+
+    # Batches
+
+    def next_step(self) -> list[Any]:
+        self.consumed_samples += self.plan.samples_per_step
+        return []
+
+    def close(self) -> None: ...
+
+    # The observer
+
+    def phase(self, name: str) -> None: ...
+
+    def end_step(self) -> None:
+        self.log.append(("end", self.step))
+
+    def on_step(self, step: int, result: StepResult, lr: float) -> None:
+        assert result.loss == step
+        self.log.append(("tell", step))
+
+    def on_validation(self, step: int, loss: float) -> None: ...
+
+    # Checkpoints
+
+    def flags(self) -> tuple[float, ...]:
+        return NO_FLAGS
+
+    def agreed(self, flags: tuple[float, ...]) -> None: ...
+
+    def is_due(self, step: int, *, is_last: bool) -> bool:
+        return self.saves_every is not None and (is_last or step % self.saves_every == 0)
+
+    def after_step(self, step: int, consumed_samples: int, lr: float, *, is_last: bool) -> None:
+        if self.is_due(step, is_last=is_last):
+            self.log.append(("save", step - 1))
+
+    def finish(self) -> None: ...
+
+
+def config(**train_section: Any) -> Config:
+    return Config.model_validate(CONFIG | {"train": CONFIG["train"] | train_section})
+
+
+def test_a_step_is_read_when_the_next_one_is_posted() -> None:
+    log = [entry for entry in Loop(config()).run() if entry[0] in ("post", "read")]
+    expected = [("post", 0)]
+    for step in range(1, 6):
+        expected += [("post", step), ("read", step - 1)]
+    assert log == [*expected, ("read", 5)]
+
+
+def test_every_step_ends_once_and_is_told_once_in_order() -> None:
+    for loop in (Loop(config()), Loop(config(eval_interval=4), saves_every=3), Loop(config(steps=1))):
+        log = loop.run()
+        for what in ("post", "read", "end", "tell"):
+            assert [step for word, step in log if word == what] == list(range(loop.plan.num_steps)), what
+        for step in range(loop.plan.num_steps):
+            assert log.index(("end", step)) < log.index(("tell", step)), "its time is known when it is told"
+
+
+@pytest.mark.parametrize("what", ["validate", "save"])
+def test_before_a_validation_or_a_save_all_steps_are_read(what: str) -> None:
+    loop = Loop(config(eval_interval=2)) if what == "validate" else Loop(config(), saves_every=2)
+    log = loop.run()
+    assert [step for word, step in log if word == what] == [1, 3, 5]
+    for step in (1, 3, 5):
+        at = log.index((what, step))
+        assert log.index(("post", step)) < log.index(("tell", step)) < at
+    # Between them nothing is hurried.
+    assert log.index(("post", 2)) < log.index(("post", 3)) < log.index(("read", 2))
+
+
+def test_a_step_that_is_not_finite_is_never_saved_and_stops_the_run() -> None:
+    loop = Loop(config(), saves_every=4, diverges_at=3)
+    with pytest.raises(DivergenceError):
+        loop.run()
+    assert not [entry for entry in loop.log if entry[0] == "save"] and ("tell", 3) not in loop.log
+
+    loop = Loop(config(), diverges_at=2)
+    with pytest.raises(DivergenceError):
+        loop.run()
+    assert loop.log[-2:] == [("post", 3), ("read", 2)], "the step after it is posted already, and updates nothing"

@@ -1,0 +1,139 @@
+"""A step brings no number to the host, and what is not finite changes nothing: norm, clipping and skipping stay on the device."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.checkpoint.state import fingerprint
+from engine.errors import DivergenceError
+from engine.step import Engine
+from tests.harness import run_ranks
+from tests.parity.cases import Case
+from tests.parity.test_step_properties import build_rank
+
+pytestmark = pytest.mark.distributed
+
+READS = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "unique", "index.Tensor_hat")
+"""Operators whose result the host must see before it can go on: a value, or how large a tensor is."""
+
+
+class Reads(TorchDispatchMode):
+    """Collects the operators that make the host wait for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.name().removeprefix("aten::")
+        indices = args[1] if name == "index.Tensor" else ()
+        if name in READS or any(index is not None and index.dtype == torch.bool for index in indices):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def reads_of_a_step(rank: int, case: Case, plant: bool) -> list[str]:
+    engine, batches = build_rank(rank, case)
+    engine.train_step(batches.next_step(), 1e-3)
+    microbatches = batches.next_step()
+    with Reads() as reads:
+        counts = engine.forward_backward(microbatches)
+        result = engine.update(counts, 1e-3)
+        if plant:
+            float(counts[0])
+    batches.close()
+    result.wait()
+    return reads.names
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("gpt_dropout", pp=2, dp=2, recompute=("selective", "uniform", 1)),
+        Case("qwen", tp=2, pp=2, vpp=2, sequence_parallel=True, dtype="bf16"),
+        Case("llama", recompute=("full", "uniform", 2)),
+    ],
+    ids=str,
+)
+def test_a_step_reads_no_number_back(case: Case) -> None:
+    assert run_ranks(reads_of_a_step, case.world_size, case, False) == [[]] * case.world_size
+
+
+def test_a_planted_read_is_seen() -> None:
+    (names,) = run_ranks(reads_of_a_step, 1, Case("gpt"), True)
+    assert names == ["_local_scalar_dense"]
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    """Every call that waits for the GPU raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def steps_on_a_gpu(rank: int, case: Case) -> int:
+    engine, batches = build_rank(rank, case)
+    engine.train_step(batches.next_step(), 1e-3)
+    with no_synchronisation():
+        results = [engine.update(engine.forward_backward(batches.next_step()), 1e-3) for _ in range(3)]
+    batches.close()
+    return len([result.wait() for result in results])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["gpt_dropout", "llama", "qwen"])
+def test_a_step_on_a_gpu_never_waits(model: str) -> None:
+    assert run_ranks(steps_on_a_gpu, 1, Case(model, dtype="bf16", device="cuda")) == [3]
+
+
+# What is not finite ------------------------------------------------------------------------------------------------------
+
+
+def state(engine: Engine) -> tuple[dict[str, int], int, list[torch.Tensor]]:
+    """Fingerprints of masters and moments, the number of updates, and every weight of this rank."""
+    engine.buffers.wait_all()
+    weights = [parameter.value.detach().clone() for parameter in engine.parameters.values()]
+    return dict(fingerprint(engine)), engine.optimizer.num_updates, weights
+
+
+def diverge(rank: int, case: Case, where: str) -> tuple[list[str], bool, int]:
+    """(errors of the bad step and of a good one after it, whether anything changed, updates) with inf or nan on one rank."""
+    engine, batches = build_rank(rank, case)
+    engine.train_step(batches.next_step(), 1e-2)
+    before = state(engine)
+    errors = []
+    for step in range(2):
+        counts = engine.forward_backward(batches.next_step())
+        if step == 0 and where == "gradient" and rank == case.world_size - 1:
+            # Replicas are equal, so the norm counts the first one only.
+            next(owned for owned in engine.optimizer.owned if owned.buffer.replica_index == 0).grads[0] = torch.inf
+        if step == 0 and where == "loss":
+            counts[0] = torch.nan
+        result = engine.update(counts, 1e-2)
+        try:
+            result.wait()
+        except DivergenceError as error:
+            errors.append(str(error))
+    after = state(engine)
+    batches.close()
+    is_same = before[:2] == after[:2] and all(torch.equal(a, b) for a, b in zip(before[2], after[2], strict=True))
+    return errors, is_same, after[1]
+
+
+@pytest.mark.parametrize("where", ["gradient", "loss"])
+@pytest.mark.parametrize("case", [Case("gpt"), Case("llama", tp=2, pp=2, dtype="bf16")], ids=str)
+def test_what_is_not_finite_changes_nothing_on_any_rank(case: Case, where: str) -> None:
+    for errors, is_same, num_updates in run_ranks(diverge, case.world_size, case, where):
+        assert is_same and num_updates == 1
+        bad, good = errors
+        assert "tokens are not finite" in bad and "those of a step before were not" in good
+        assert "Nothing was changed" in bad
