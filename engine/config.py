@@ -187,12 +187,21 @@ class WandbConfig(Section):
     tags: list[str] = Field(default_factory=list, description="labels to filter runs by")
 
 
+class ProfileConfig(Section):
+    """A trace of some steps by torch's profiler, one file per rank in the run directory."""
+
+    start: int = Field(gt=0, description="first traced step, counted from 1; the first ones warm up")
+    steps: int = Field(2, gt=0, description="how many")
+    ranks: list[int] = Field(default_factory=lambda: [0], description="which ranks write a trace")
+
+
 class TelemetryConfig(Section):
     """What is written down while training, and where; metrics.jsonl always is."""
 
     log_interval: int = Field(10, gt=0, description="steps between lines on the terminal")
     wandb: WandbConfig | None = Field(None, description="null: off")
     tensorboard: bool = Field(False, description="event files in the run directory")
+    profile: ProfileConfig | None = Field(None, description="null: off")
     sample_tokens: int = Field(0, ge=0, description="tokens of text that the model writes when it is trained")
     peak_tflops: float | None = Field(
         None, gt=0, description="per device, for MFU; null: from a table of GPUs, or no MFU"
@@ -233,6 +242,9 @@ class RuntimeConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is a GPU")
     ranks_per_node: int | None = Field(None, gt=0, description="null: LOCAL_WORLD_SIZE of the launcher")
     timeout_seconds: float = Field(600.0, gt=0, description="a collective that waits longer ends the job")
+    gc_interval: int = Field(
+        100, gt=0, description="steps between collections of Python's cyclic garbage; none otherwise"
+    )
     deterministic: bool = Field(False, description="deterministic CUDA kernels (the CPU always is)")
     runs_dir: str = Field("runs", description="parent of the run directories")
     name: str | None = Field(None, description="run name; null: the config file's stem")

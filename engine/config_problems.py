@@ -11,9 +11,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
-from engine.config import Config, data_parallel_size
+from engine.config import Config, Section, data_parallel_size
 
 NUM_NAMED = 2
 """Legal values named per field."""
@@ -109,11 +109,14 @@ def is_whole(config: Config) -> bool:
     )
 
 
-def with_value(config: Config, dotted: str, value: object) -> Config:
-    """The config with one field `section.key` changed."""
-    section_name, _, key = dotted.partition(".")
-    section = getattr(config, section_name)
-    return config.model_copy(update={section_name: section.model_copy(update={key: value})})
+_Section = TypeVar("_Section", bound=Section)
+
+
+def with_value(section: _Section, dotted: str, value: object) -> _Section:
+    """The config (or a section of it) with one field changed, `train.steps` or `telemetry.profile.start`."""
+    name, _, rest = dotted.partition(".")
+    changed = with_value(getattr(section, name), rest, value) if rest else value
+    return section.model_copy(update={name: changed})
 
 
 def multiples(of: int, near: int) -> Iterator[int]:

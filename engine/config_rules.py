@@ -352,6 +352,37 @@ def name_is_a_folder(subject: Subject) -> Iterator[Problem]:
         )
 
 
+def profile_is_in_the_run(subject: Subject) -> Iterator[Problem]:
+    profile, num_steps = subject.config.telemetry.profile, planned_steps(subject.config)
+    if profile is None:
+        return
+    last = profile.start + profile.steps - 1
+    if num_steps is not None and last > num_steps:
+        yield Problem(
+            "telemetry.profile.start",
+            profile.start,
+            f"asks for a trace of steps {profile.start} to {last}, but the run has {num_steps}: it would never be whole",
+            {
+                "telemetry.profile.start": [num_steps - profile.steps + 1] if profile.steps <= num_steps else [],
+                "telemetry.profile.steps": [num_steps - profile.start + 1] if profile.start <= num_steps else [],
+                "train.steps": [last] if subject.config.train.steps is not None else [],
+            },
+        )
+    world_size, dp = subject.world_size, subject.dp
+    if world_size is None and dp is not None:
+        world_size = subject.config.parallel.tp * subject.config.parallel.pp * dp
+    missing = [rank for rank in profile.ranks if rank < 0 or (world_size is not None and rank >= world_size)]
+    if missing or not profile.ranks:
+        legal = [rank for rank in profile.ranks if rank not in missing]
+        yield Problem(
+            "telemetry.profile.ranks",
+            profile.ranks,
+            f"must name ranks of the run{'' if world_size is None else f', 0 to {world_size - 1}'}: nobody would write the trace"
+            + (f" of {', '.join(map(str, missing))}" if missing else ""),
+            {"telemetry.profile.ranks": [legal or [0]], "telemetry.profile": [None]},
+        )
+
+
 RULES: tuple[Rule, ...] = (
     *CHECKPOINT_RULES,
     *MODEL_RULES,
@@ -371,5 +402,6 @@ RULES: tuple[Rule, ...] = (
     split_has_parts,
     bucket_holds_a_number,
     name_is_a_folder,
+    profile_is_in_the_run,
 )
 """In the order in which a reader of the file meets the fields."""

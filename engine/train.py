@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from engine.checkpoint.manager import Checkpoints
 from engine.config import Config, batch_plan
+from engine.garbage import GarbageCollection
 from engine.initial_weights import initialize
 from engine.optimizer.distributed import DistributedOptimizer
 from engine.optimizer.grad_buffer import GradBuffers
@@ -149,26 +150,28 @@ def train(
             observer.on_step(each.step, result, each.lr)
             checkpoints.agreed(result.flags)
 
-    for step in range(first_step, plan.num_steps):
-        observer.phase("data")
-        microbatches = batches.next_step()
-        observer.phase("forward_backward")
-        counts = engine.forward_backward(microbatches)
-        observer.phase("optimizer")
-        lr = learning_rate(step, config.optimizer, plan.num_steps)
-        unread.append(_Posted(step, lr, engine.update(counts, lr, checkpoints.flags())))
-        is_last = step + 1 == plan.num_steps
-        validates = open_validation is not None and interval is not None and ((step + 1) % interval == 0 or is_last)
-        must_wait = is_last or validates or checkpoints.is_due(step + 1, is_last=is_last)
-        num_read = len(unread) if must_wait else len(unread) - 1
-        read(unread[:num_read])
-        del unread[:num_read]
-        if validates and open_validation is not None:
-            observer.phase("validation")
-            with closing(open_validation()) as source:
-                loss = engine.evaluate(source.next_step() for _ in range(config.train.eval_steps))
-            observer.on_validation(step, loss)
-        observer.phase("checkpoint")
-        checkpoints.after_step(step + 1, batches.consumed_samples, lr, is_last=is_last)
+    with GarbageCollection(config.runtime.gc_interval) as garbage:
+        for step in range(first_step, plan.num_steps):
+            observer.phase("data")
+            microbatches = batches.next_step()
+            observer.phase("forward_backward")
+            counts = engine.forward_backward(microbatches)
+            observer.phase("optimizer")
+            lr = learning_rate(step, config.optimizer, plan.num_steps)
+            unread.append(_Posted(step, lr, engine.update(counts, lr, checkpoints.flags())))
+            is_last = step + 1 == plan.num_steps
+            validates = open_validation is not None and interval is not None and ((step + 1) % interval == 0 or is_last)
+            must_wait = is_last or validates or checkpoints.is_due(step + 1, is_last=is_last)
+            num_read = len(unread) if must_wait else len(unread) - 1
+            read(unread[:num_read])
+            del unread[:num_read]
+            if validates and open_validation is not None:
+                observer.phase("validation")
+                with closing(open_validation()) as source:
+                    loss = engine.evaluate(source.next_step() for _ in range(config.train.eval_steps))
+                observer.on_validation(step, loss)
+            observer.phase("checkpoint")
+            checkpoints.after_step(step + 1, batches.consumed_samples, lr, is_last=is_last)
+            garbage.after_step(step + 1)
     observer.phase("checkpoint")
     checkpoints.finish()

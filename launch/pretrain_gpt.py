@@ -33,6 +33,7 @@ from engine.telemetry.hub import Telemetry, open_telemetry
 from engine.telemetry.metrics import Meter
 from engine.telemetry.observer import TrainingObserver
 from engine.telemetry.parameters import local_counts, round_counts
+from engine.telemetry.profile import StepProfiler
 from engine.telemetry.rank_log import Streams, rank_log
 from engine.telemetry.run_dir import RunDirectory, run_name
 from engine.telemetry.summary import End, Start, show_end, show_start
@@ -185,12 +186,15 @@ def _train_and_report(
     config = engine.config
     batches = open_batches(engine, datasets.train, beginning.state.consumed_samples)
     valid = datasets.valid
-    observer = TrainingObserver(telemetry, meter, engine.topology.device)
+    profiler = _profiler(engine, directory, telemetry, beginning.state.step)
+    observer = TrainingObserver(telemetry, meter, engine.topology.device, profiler=profiler)
     started_seconds = time.monotonic()
     try:
         train(engine, batches, None if valid is None else lambda: open_batches(engine, valid), observer, checkpoints)
     finally:
         batches.close()
+        if profiler is not None:
+            profiler.close()
     seconds = time.monotonic() - started_seconds
     telemetry.flush()
     steps = engine.plan.num_steps
@@ -200,6 +204,22 @@ def _train_and_report(
         show_end(telemetry.report, directory, end)
         telemetry.event("finished", steps=steps, loss=observer.loss, val_loss=observer.val_loss)
         directory.finish(steps=steps, loss=observer.loss, val_loss=observer.val_loss)
+
+
+def _profiler(engine: Engine, directory: RunDirectory, telemetry: Telemetry, steps_made: int) -> StepProfiler | None:
+    """The profiler of this rank, listening to its executor; None where it traces nothing."""
+    wanted, rank = engine.config.telemetry.profile, engine.topology.rank
+    if wanted is None or rank not in wanted.ranks:
+        return None
+
+    def written(path: Path) -> None:
+        telemetry.event("profiled", path=str(path.relative_to(directory.path)))
+        if telemetry.report is not None:
+            telemetry.report.say(f"trace of rank {rank}: {path}")
+
+    profiler = StepProfiler(wanted, directory.profile(rank, wanted), engine.topology.device, steps_made, written)
+    engine.executor.observer = profiler.instruction
+    return profiler
 
 
 def open_batches(engine: Engine, dataset: SampleSource, consumed_samples: int = 0) -> Batches:

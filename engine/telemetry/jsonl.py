@@ -28,6 +28,7 @@ EventKind = Literal[
     "checkpoints_retired",
     "checkpoints_swept",
     "fingerprint",
+    "profiled",
     "sink_failed",
     "wandb",
     "failed",

@@ -17,6 +17,7 @@ import torch
 from engine.step import StepResult
 from engine.telemetry.hub import Telemetry
 from engine.telemetry.metrics import VALIDATION, Meter
+from engine.telemetry.profile import StepProfiler
 from engine.telemetry.timers import Timers
 
 
@@ -37,19 +38,28 @@ class TrainingObserver:
         meter: what a step's time means for this model.
         device: whose memory is reported.
         timers: the clock; it runs from now on, so build the observer just before training.
+        profiler: told of the phases, where this rank traces steps.
 
     Attributes:
         loss: of the last step; None before the first.
         val_loss: of the last validation; None before the first.
     """
 
-    def __init__(self, telemetry: Telemetry, meter: Meter, device: torch.device, timers: Timers | None = None) -> None:
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        meter: Meter,
+        device: torch.device,
+        timers: Timers | None = None,
+        profiler: StepProfiler | None = None,
+    ) -> None:
         self.loss: float | None = None
         self.val_loss: float | None = None
         self._telemetry = telemetry
         self._meter = meter
         self._device = device
         self._timers = timers or Timers()
+        self._profiler = profiler
         self._ended: deque[_Ended] = deque()
 
     def phase(self, name: str) -> None:
@@ -59,6 +69,8 @@ class TrainingObserver:
         if self._telemetry.report is not None:
             self._telemetry.report.phase(VALIDATION if name == VALIDATION else "training")
         self._timers.phase(name)
+        if self._profiler is not None:
+            self._profiler.phase(name)
 
     def end_step(self) -> None:
         """The host is through with a step; `on_step` will tell of it, in order."""

@@ -5,6 +5,7 @@
         metrics.jsonl             one object per step, appended over all attempts
         events.jsonl              starts, ends, validations, failures of sinks
         logs/attempt_00/rank_00003.log
+        profile/attempt_00/rank_00003.steps_10_to_12.json.gz     where telemetry.profile asks for it
         wandb/  wandb_id          one wandb run over all attempts
         tensorboard/
         checkpoints/              unless checkpoint.dir says otherwise (`engine/checkpoint/directory.py`)
@@ -26,7 +27,7 @@ import yaml
 
 from engine.checkpoint.changes import changes, refuse
 from engine.checkpoint.directory import CheckpointDirectory
-from engine.config import Config, planned_steps
+from engine.config import Config, ProfileConfig, planned_steps
 from engine.config_load import to_yaml
 from engine.data.files import write_atomically
 from engine.errors import CheckpointError, TriaxisError
@@ -142,6 +143,11 @@ class RunDirectory:
     def checkpoints(self, config: Config) -> CheckpointDirectory:
         """The folder of this run's checkpoints."""
         return CheckpointDirectory(Path(config.checkpoint.dir or self.path / "checkpoints"))
+
+    def profile(self, rank: int, profile: ProfileConfig) -> Path:
+        """Where the trace of a rank goes in this attempt."""
+        steps = f"steps_{profile.start}_to_{profile.start + profile.steps - 1}"
+        return self.path / "profile" / f"attempt_{self.attempt:02d}" / f"rank_{rank:05d}.{steps}.json.gz"
 
     def rank_log(self, rank: int) -> Path:
         return self.path / "logs" / f"attempt_{self.attempt:02d}" / f"rank_{rank:05d}.log"

@@ -243,4 +243,21 @@ BAD: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
     "a bucket for nothing": (["optimizer.bucket_bytes=3"], {}, ["bucket_bytes = 3", "main grad", "= 4 or 67108864"]),
     "a name with a slash": (["runtime.name=../x"], {}, ["runtime.name = ../x", "folder", "name = x"]),
     "an empty name": (['runtime.name=" "'], {}, ["runtime.name", "folder"]),
+    "a trace past the end": (
+        ["telemetry.profile={start: 9, steps: 3}"],
+        {},
+        [
+            "profile.start = 9",
+            "steps 9 to 11",
+            "the run has 10",
+            "profile.start = 8",
+            "profile.steps = 2",
+            "train.steps = 11",
+        ],
+    ),
+    "a trace by nobody": (
+        ["telemetry.profile={start: 1, ranks: [1, 8, -1]}"],
+        {"world_size": 8},
+        ["profile.ranks = [1, 8, -1]", "0 to 7", "8, -1", "ranks = [1]", "profile = null"],
+    ),
 }
