@@ -42,6 +42,10 @@ class CheckpointError(TriaxisError):
     """A checkpoint that is missing, incomplete, damaged or of another model."""
 
 
+class OutOfMemoryError(TriaxisError):
+    """A rank asked for more memory than there is; the same configuration would do so again."""
+
+
 class DivergenceError(TriaxisError):
     """The run cannot go on: ranks disagree, or the loss is not finite."""
 

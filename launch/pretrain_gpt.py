@@ -39,6 +39,7 @@ from engine.telemetry.run_dir import RunDirectory, run_name
 from engine.telemetry.summary import End, Start, show_end, show_start
 from engine.train import build, train
 from launch.launcher import FROM_SCRATCH
+from launch.out_of_memory import explaining_memory
 from launch.parent_death import end_with_parent
 from launch.rank import Rank, join, read_config
 from models.generate import generate
@@ -126,7 +127,8 @@ def _train(rank: Rank, directory: RunDirectory, streams: Streams) -> None:
     datasets = open_datasets(
         config.data, config.model.seq_length, config.train.seed, vocab_size=config.model.vocab_size
     )
-    engine = build(config, topology, build_chunks)
+    with explaining_memory(config, topology):
+        engine = build(config, topology, build_chunks)
     described = describe(engine)
     meter = Meter(
         config,
@@ -190,7 +192,10 @@ def _train_and_report(
     observer = TrainingObserver(telemetry, meter, engine.topology.device, profiler=profiler)
     started_seconds = time.monotonic()
     try:
-        train(engine, batches, None if valid is None else lambda: open_batches(engine, valid), observer, checkpoints)
+        with explaining_memory(config, engine.topology, engine):
+            train(
+                engine, batches, None if valid is None else lambda: open_batches(engine, valid), observer, checkpoints
+            )
     finally:
         batches.close()
         if profiler is not None:

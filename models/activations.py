@@ -28,6 +28,10 @@ from models.specs import StageContents
 BYTES_PER_ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4, "float64": 8}
 INDEX_BYTES = 8
 
+HEAD_MODULES = ("final_norm", "head", "losses")
+"""Of the last stage, behind its layers."""
+LOSS_MASK = "mask"
+
 
 @dataclass(frozen=True, slots=True)
 class Term:
@@ -190,7 +194,7 @@ def end_terms(config: Config, sizes: ParallelSizes, stage: StageContents) -> lis
             Term("head", "input", whole, whole),
             Term("losses", "logits", 4 * columns, at.w * columns),
             Term("losses", "sums, targets and which are held", Fraction(0), Fraction(at.acc + INDEX_BYTES + 1)),
-            Term("losses", "mask", Fraction(0), Fraction(1)),
+            Term("losses", LOSS_MASK, Fraction(0), Fraction(1)),
         ]
     return terms
 
@@ -207,16 +211,55 @@ def paper_per_token(terms: Sequence[Term]) -> Fraction:
 
 def kept_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) -> Fraction:
     """Bytes that one microbatch keeps on one stage for its backward."""
-    tokens = config.train.micro_batch_size * config.model.seq_length
-    num_layers, num_inputs = len(stage.layers), 0
-    recompute = config.recompute
-    if recompute.granularity == "full" and recompute.method == "uniform":
-        num_layers, num_inputs = 0, -(-num_layers // recompute.num_layers)
-    elif recompute.granularity == "full":
-        num_inputs = min(num_layers, recompute.num_layers)
-        num_layers -= num_inputs
-    at = _Sizes.of(config, sizes)
-    kept = num_layers * per_token(block_terms(config, sizes)) + num_inputs * at.w * at.h * at.shard
-    if num_layers and recompute.granularity == "full" and config.model.position == "rope":
-        kept += 2 * at.acc * config.model.head_size
-    return tokens * (kept + per_token(end_terms(config, sizes, stage)))
+    kept = per_token(end_terms(config, sizes, stage))
+    kept += sum((group.kept for group in _groups(config, sizes, len(stage.layers))), Fraction(0))
+    return _tokens(config) * kept
+
+
+def backward_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) -> Fraction:
+    """The most bytes that one microbatch keeps on one stage while its backward runs, what it computes again included.
+
+    The backward goes from the head to the embedding and frees what it has used.
+    """
+    ends = end_terms(config, sizes, stage)
+    # The mask is the batch's own.
+    head = per_token([term for term in ends if term.module in HEAD_MODULES and term.tensor != LOSS_MASK])
+    groups = _groups(config, sizes, len(stage.layers))
+    most = kept = per_token(ends) + sum((group.kept for group in groups), Fraction(0))
+    kept -= head
+    for group in reversed(groups):
+        most = max(most, kept - group.kept + group.whole)
+        kept -= group.kept
+    return _tokens(config) * most
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Layers that are kept or recomputed together, bytes per token: between forward and backward, and in the backward."""
+
+    kept: Fraction
+    whole: Fraction
+
+
+def _groups(config: Config, sizes: ParallelSizes, num_layers: int) -> list[_Group]:
+    """The layers of a stage in order, as `GPTChunk` groups them."""
+    at, recompute = _Sizes.of(config, sizes), config.recompute
+    layer = per_token(block_terms(config, sizes))
+    if recompute.granularity != "full":
+        return [_Group(num_layers * layer, num_layers * layer)]
+    # One for all layers that need them; a group that is recomputed gets them from outside.
+    tables = Fraction(2 * at.acc * config.model.head_size if config.model.position == "rope" else 0)
+    size = recompute.num_layers if recompute.method == "uniform" else 1
+    num_again = num_layers if recompute.method == "uniform" else min(num_layers, recompute.num_layers)
+    groups = []
+    for start in range(0, num_again, size):
+        group_layers = min(size, num_again - start)
+        groups.append(_Group(at.w * at.h * at.shard, group_layers * layer + tables))
+    if num_layers > num_again:
+        rest = (num_layers - num_again) * layer + tables
+        groups.append(_Group(rest, rest))
+    return groups
+
+
+def _tokens(config: Config) -> int:
+    return config.train.micro_batch_size * config.model.seq_length

@@ -50,6 +50,7 @@ class Executor:
 
     Attributes:
         observer: told of each instruction before it runs, and of None when the last one has run.
+        running: the instruction that runs, for who asks what went wrong; None between two programs.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Executor:
         self.shape = shape
         self.dtype = dtype
         self.observer: Callable[[Instruction | None], None] | None = None
+        self.running: Instruction | None = None
 
     def run(
         self, program: Program, microbatches: Sequence[Any], function: ChunkFunction, loss_scale: float = 1.0
@@ -89,6 +91,7 @@ class _Run:
         function: ChunkFunction,
         loss_scale: float,
     ) -> None:
+        self.executor = executor
         topology = executor.topology
         schedule = program.schedule
         assert len(microbatches) == schedule.num_microbatches
@@ -114,6 +117,7 @@ class _Run:
     def run(self) -> list[torch.Tensor]:
         with torch.set_grad_enabled(not self.forward_only):
             for instruction in self.instructions:
+                self.executor.running = instruction
                 self.observe(instruction)
                 if isinstance(instruction, Post):
                     self.transport.post(instruction)
@@ -123,6 +127,7 @@ class _Run:
                     self.weight_grads(instruction)
                 else:
                     self.backward(instruction)
+            self.executor.running = None
             self.observe(None)
         self.transport.finish()
         assert not self.kept and not self.deferred, "a forward without backward, or deferred work without a W"

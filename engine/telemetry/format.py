@@ -31,6 +31,14 @@ def gibibytes(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB"
 
 
+def in_bytes(num_bytes: int) -> str:
+    """Memory in the largest unit that gives 1 or more: 1.25 GiB, 640.00 MiB, 12 B."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.2f} {unit}"
+    return f"{num_bytes:,} B"
+
+
 def duration(seconds: float) -> str:
     """A time span like a clock: 0:09, 12:34, 1:23:45, 2d 03:04 (days and hours: nobody plans by seconds then)."""
     whole = round(seconds)

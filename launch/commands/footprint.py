@@ -18,6 +18,7 @@ from rich.table import Table
 from engine.config import Config, parallel_sizes
 from engine.config_load import load_config
 from engine.errors import ConfigError
+from engine.telemetry.format import in_bytes
 from launch.commands.verify import layout_overrides
 
 if TYPE_CHECKING:
@@ -35,8 +36,6 @@ that tensors hold; an allocator rounds up. Kernels are the CPU's, whose attentio
 docs/footprint.md says more.
 """
 
-GIB = 2**30
-UNITS = (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10))
 SHOWN_OPS = 4
 MOST_RANKS_OF_A_WHOLE_REPLAY = 16
 """Up to here each rank runs for itself; in a larger layout a rank stands for those of its stage."""
@@ -242,11 +241,3 @@ def as_json(config: Config, rank: int, found: "Footprint") -> dict[str, object]:
         ],
         "ops": {place: dict(counts) for place, counts in found.ops.items()},
     }
-
-
-def in_bytes(num_bytes: int) -> str:
-    """`1.25 GiB`."""
-    for unit, size in UNITS:
-        if num_bytes >= size:
-            return f"{num_bytes / size:,.2f} {unit}"
-    return f"{num_bytes:,} B"

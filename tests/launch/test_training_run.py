@@ -198,17 +198,11 @@ IN_FP32 = (CONFIG, "train.steps=20", *ONLY_STEPS)
 IN_FLOAT64 = (CONFIG, "train.steps=5", "optimizer.warmup_steps=2", "precision.dtype=float64", *ONLY_STEPS)
 
 
-@pytest.fixture(scope="module")
-def one_process(command_1: Finished) -> tuple[Finished, Finished]:
-    """The config on one process, in fp32 and in float64: two runs side by side, for there are two cores."""
-    folder = command_1.folder
-    with (
-        started(folder, *PRETRAIN, *IN_FP32, RUN_NAME="one_32", **ONE_PROCESS) as in_fp32,
-        started(folder, *PRETRAIN, *IN_FLOAT64, RUN_NAME="one_64", **ONE_PROCESS) as in_float64,
-    ):
-        runs = finished(folder, "one_32", in_fp32), finished(folder, "one_64", in_float64)
-    assert all("1 on 1 node, gloo" in run.said.out for run in runs)
-    return runs
+def on_one_process(command_1: Finished, name: str, arguments: Sequence[str]) -> Finished:
+    with started(command_1.folder, *PRETRAIN, *arguments, RUN_NAME=name, **ONE_PROCESS) as launcher:
+        run = finished(command_1.folder, name, launcher)
+    assert "1 on 1 node, gloo" in run.said.out
+    return run
 
 
 def largest_difference(some: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]], key: str) -> float:
@@ -216,27 +210,26 @@ def largest_difference(some: Sequence[dict[str, Any]], others: Sequence[dict[str
     return max(abs(one[key] / other[key] - 1.0) for one, other in zip(some, others, strict=True))
 
 
-def test_eight_ranks_train_as_one_process_does(command_1: Finished, one_process: tuple[Finished, Finished]) -> None:
+def test_eight_ranks_train_as_one_process_does(command_1: Finished) -> None:
     """The first 20 steps, all of them in the warm-up: their learning rates do not depend on the length of the run.
 
     fp32 has 6e-8 of a value, and each update is built on the difference that the last one left: 1e-7 in the first ten
     steps, then 2e-7 in the loss and 2e-5 in the gradient norm (measured). The tolerances leave a factor of ten and more
     for other CPUs. What goes wrong between ranks (a gradient not reduced, a sample twice) shows at the first step.
     """
-    one, eight = one_process[0].metrics, command_1.metrics[:20]
+    one, eight = on_one_process(command_1, "one_32", IN_FP32).metrics, command_1.metrics[:20]
     assert [record["lr"] for record in one] == [record["lr"] for record in eight]
     for key, early, late in (("loss", 1e-6, 1e-5), ("grad_norm", 1e-6, 1e-3)):
         assert largest_difference(eight[:10], one[:10], key) < early
         assert largest_difference(eight, one, key) < late
 
 
-def test_eight_ranks_train_as_one_process_does_in_float64(
-    command_1: Finished, one_process: tuple[Finished, Finished]
-) -> None:
+@pytest.mark.slow  # tests/parity does this in every layout, without the command line
+def test_eight_ranks_train_as_one_process_does_in_float64(command_1: Finished) -> None:
     """Where rounding is 1e-16, five updates leave no room for anything else (measured: 2e-16)."""
-    folder = command_1.folder
-    with started(folder, *PRETRAIN, *IN_FLOAT64, RUN_NAME="eight_64") as launcher:
-        eight, one = finished(folder, "eight_64", launcher).metrics, one_process[1].metrics
+    one = on_one_process(command_1, "one_64", IN_FLOAT64).metrics
+    with started(command_1.folder, *PRETRAIN, *IN_FLOAT64, RUN_NAME="eight_64") as launcher:
+        eight = finished(command_1.folder, "eight_64", launcher).metrics
     assert len(one) == 5
     for key in ("loss", "grad_norm"):
         assert largest_difference(eight, one, key) < 1e-11

@@ -1,0 +1,122 @@
+"""What to say when a rank runs out of memory: which rank, doing what, what holds how much, and what would hold less.
+
+rank 5 (pp 1, dp 0, tp 1) is out of memory at 0F3, forward of microbatch 3 on chunk 0: tried to allocate 2.00 GiB.
+  parameters     1.02 GiB  predicted 1.02 GiB
+  ...
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+
+import torch
+
+from engine.config import Config, parallel_sizes
+from engine.errors import OutOfMemoryError
+from engine.pipeline.actions import Action, Kind
+from engine.pipeline.lowering import Instruction
+from engine.step import Engine
+from engine.telemetry.format import in_bytes
+from engine.telemetry.observer import peak_memory_bytes
+from engine.topology import Topology
+from models.memory import Memory, predicted_memory, savings
+
+KINDS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward of the input", Kind.W: "backward of the weights"}
+MOST_NAMED = 4
+
+
+@contextmanager
+def explaining_memory(config: Config, topology: Topology, engine: Engine | None = None) -> Iterator[None]:
+    """What is asked of memory in here and cannot be had becomes an error for people.
+
+    Raises:
+        OutOfMemoryError: instead of the allocator's.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise explained(error, config, topology, engine) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error is of an allocation that could not be made, on a GPU or on the host."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
+
+
+def explained(error: BaseException, config: Config, topology: Topology, engine: Engine | None) -> OutOfMemoryError:
+    """The error for people.
+
+    Args:
+        error: for which `is_out_of_memory`.
+        config: of the run; an open `parallel.dp` is taken from the topology.
+        topology: of this rank.
+        engine: None while it is being built.
+    """
+    sizes, at = topology.sizes, topology.coordinates
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"dp": sizes.dp})})
+    assert parallel_sizes(config) == sizes
+    predicted = predicted_memory(config, sizes, at.pp)
+    where = "while the engine was built" if engine is None else _where(engine.executor.running)
+    lines = [f"rank {topology.rank} ({at}) is out of memory {where}: {_wanted(error)}."]
+    held = {} if engine is None else _held(engine)
+    lines.append(f"  {'':<12}{'held':>14}{'predicted':>14}")
+    for kind in fields(Memory):
+        has = in_bytes(held[kind.name]) if kind.name in held else ""
+        lines.append(f"  {kind.name:<12}{has:>14}{in_bytes(getattr(predicted, kind.name)):>14}")
+    lines.append(
+        f"The most that the rank has held so far: {in_bytes(peak_memory_bytes(topology.device))}. {_room(topology.device)}."
+    )
+    found = list(savings(config, at.pp))[:MOST_NAMED]
+    if found:
+        lines.append("Any of these makes the prediction for this rank smaller:")
+        lines += [
+            f"  {saving.key}={str(saving.value).lower()}: {in_bytes(predicted.total - saving.total)} less"
+            for saving in found
+        ]
+    else:
+        lines.append(
+            "No smaller layout is legal with these ranks: use more of them, a shorter sequence or a smaller model."
+        )
+    return OutOfMemoryError("\n".join(lines))
+
+
+def _where(running: Instruction | None) -> str:
+    if running is None:
+        return "between two steps of the schedule"
+    if isinstance(running, Action):
+        return f"at {running}, {KINDS[running.kind]} of microbatch {running.microbatch} on chunk {running.chunk}"
+    return "while messages were posted"
+
+
+def _wanted(error: BaseException) -> str:
+    """How much was asked for, in the allocator's words."""
+    text = str(error)
+    if found := re.search(r"allocate (\d+) bytes", text):
+        return f"an allocation of {in_bytes(int(found[1]))} failed"
+    if found := re.search(r"Tried to allocate ([\d.]+ \wiB)", text):
+        return f"an allocation of {found[1]} failed"
+    return "an allocation failed"
+
+
+def _held(engine: Engine) -> dict[str, int]:
+    """Bytes of the tensors that live between steps."""
+    buffers, owned = engine.buffers.buffers, engine.optimizer.owned
+    masters = [each.master for each in owned if each.master.dtype != each.parameters.dtype]
+    moments = [tensor for each in owned for tensor in (each.exp_avg, each.exp_avg_sq)]
+    return {
+        "parameters": sum(buffer.parameters.nbytes for buffer in buffers),
+        "gradients": sum(buffer.main_grads.nbytes for buffer in buffers),
+        "optimizer": sum(tensor.nbytes for tensor in (*masters, *moments)),
+    }
+
+
+def _room(device: torch.device) -> str:
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return f"The GPU has {in_bytes(total)}, of which {in_bytes(free)} are free"
+    return "The host gave no more"
