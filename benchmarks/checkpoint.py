@@ -35,7 +35,7 @@ from engine.checkpoint.directory import CheckpointDirectory
 from engine.checkpoint.manager import Checkpoints, RunFacts
 from engine.checkpoint.manifest import KINDS, Kind, read_manifest
 from engine.checkpoint.resume import begin
-from engine.checkpoint.state import flat_state, saved_buckets, shards
+from engine.checkpoint.state import saved_buckets, shards
 from engine.checkpoint.store import load
 from engine.config import Config
 from engine.runtime import RankEnvironment
@@ -116,13 +116,13 @@ class Contest:
         facts = RunFacts("benchmark", 0, {}, (), lambda: None, shapes)
         self.directory = CheckpointDirectory(folder / "ours")
         self.checkpoints = Checkpoints(engine, self.directory, facts, self.watch)
-        self.flats = [flat_state(owned)[kind] for owned in saved_buckets(engine.optimizer) for kind in KINDS]
+        self.flats = [owned.state.read(kind) for owned in saved_buckets(engine.optimizer) for kind in KINDS]
         self.copies = [torch.empty_like(flat).zero_() for flat in self.flats]
         self.targets = [
             shard
             for owned in saved_buckets(engine.optimizer)
-            for kind, flat in flat_state(owned).items()
-            for shard in shards(owned, flat, kind)
+            for kind in KINDS
+            for shard in shards(owned, owned.state.read(kind), kind)
         ]
         self.num_bytes = sum(flat.numel() * flat.element_size() for flat in self.flats)
 

@@ -162,6 +162,13 @@ class PrecisionConfig(Section):
     """The run's dtype; sums that must not lose bits use at least fp32."""
 
     dtype: Literal["bf16", "fp16", "fp32", "float64"] = Field("bf16", description="weights and activations")
+    masters: Literal["full", "split"] = Field(
+        "full",
+        description="the exact weights beside those of bf16: in fp32, or (split) as 16 bits that make them exact",
+    )
+    moments: Literal["full", "bf16"] = Field(
+        "full", description="Adam's two, in the accumulation dtype or rounded to bf16"
+    )
 
 
 class RecomputeConfig(Section):
@@ -175,7 +182,9 @@ class RecomputeConfig(Section):
 class KernelsConfig(Section):
     """Which implementation computes what."""
 
-    attention: Literal["sdpa", "explicit"] = Field("sdpa", description="explicit: probabilities are materialised")
+    attention: Literal["sdpa", "flash", "cudnn", "efficient", "explicit"] = Field(
+        "sdpa", description="sdpa: torch's choice; flash, cudnn, efficient: that one; explicit: with probabilities"
+    )
 
 
 class WandbConfig(Section):

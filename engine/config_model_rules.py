@@ -11,6 +11,10 @@ BYTES_VOCABULARY = 257
 """Ids of the bytes tokenizer: 256 bytes and the end of a document."""
 
 
+LARGEST_BETA_IN_BF16 = 0.99
+"""A moment of 8 bits stands still within 2^-9 / (1 - beta) of what it averages: here 20 %."""
+
+
 def heads_fill_hidden(subject: Subject) -> Iterator[Problem]:
     model = subject.config.model
     if model.head_dim is None and model.hidden_size % model.num_attention_heads:
@@ -141,7 +145,7 @@ def vocabulary_holds_tokens(subject: Subject) -> Iterator[Problem]:
 
 def dropout_on_probabilities(subject: Subject) -> Iterator[Problem]:
     dropout, kernel = subject.config.model.attention_dropout, subject.config.kernels.attention
-    if dropout > 0 and kernel == "sdpa":
+    if dropout > 0 and kernel != "explicit":
         yield Problem(
             "model.attention_dropout",
             dropout,
@@ -149,6 +153,30 @@ def dropout_on_probabilities(subject: Subject) -> Iterator[Problem]:
             "cannot be replayed",
             {"kernels.attention": ["explicit"], "model.attention_dropout": [0.0]},
         )
+
+
+def narrow_state_fits(subject: Subject) -> Iterator[Problem]:
+    precision, optimizer = subject.config.precision, subject.config.optimizer
+    for key, value in (("masters", "split"), ("moments", "bf16")):
+        if getattr(precision, key) == value and precision.dtype != "bf16":
+            yield Problem(
+                f"precision.{key}",
+                value,
+                f"is for weights in bf16, but precision.dtype = {precision.dtype}: there the optimizer's state is as exact as the "
+                "weights",
+                {f"precision.{key}": ["full"], "precision.dtype": ["bf16"]},
+            )
+    if precision.moments == "bf16":
+        for key in ("beta1", "beta2"):
+            beta = getattr(optimizer, key)
+            if beta > LARGEST_BETA_IN_BF16:
+                yield Problem(
+                    f"optimizer.{key}",
+                    beta,
+                    f"must be at most {LARGEST_BETA_IN_BF16} with precision.moments = bf16: a step changes the moment by less than "
+                    "half of its last bit unless it is far off, so it would stand still",
+                    {f"optimizer.{key}": [LARGEST_BETA_IN_BF16], "precision.moments": ["full"]},
+                )
 
 
 MODEL_RULES: tuple[Rule, ...] = (
@@ -162,4 +190,5 @@ MODEL_RULES: tuple[Rule, ...] = (
     sequence_over_tp,
     vocabulary_holds_tokens,
     dropout_on_probabilities,
+    narrow_state_fits,
 )

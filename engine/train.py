@@ -99,7 +99,7 @@ def build(
         chunks=chunks,
         parameters=parameters,
         buffers=buffers,
-        optimizer=DistributedOptimizer(buffers, config.optimizer),
+        optimizer=DistributedOptimizer(buffers, config.optimizer, config.precision),
         executor=Executor(topology, [chunk.queue for chunk in chunks], activation_shape, dtype),
         train_program=train_program,
         forward_program=forward_program,

@@ -106,12 +106,10 @@ def _wanted(error: BaseException) -> str:
 def _held(engine: Engine) -> dict[str, int]:
     """Bytes of the tensors that live between steps."""
     buffers, owned = engine.buffers.buffers, engine.optimizer.owned
-    masters = [each.master for each in owned if each.master.dtype != each.parameters.dtype]
-    moments = [tensor for each in owned for tensor in (each.exp_avg, each.exp_avg_sq)]
     return {
         "parameters": sum(buffer.parameters.nbytes for buffer in buffers),
         "gradients": sum(buffer.main_grads.nbytes for buffer in buffers),
-        "optimizer": sum(tensor.nbytes for tensor in (*masters, *moments)),
+        "optimizer": sum(tensor.nbytes for each in owned for tensor in each.state.tensors),
     }
 
 

@@ -26,6 +26,7 @@ from engine.data.loader import Batches
 from engine.data.samples import SampleSource
 from engine.data.tokenizers import load_tokenizer
 from engine.errors import TriaxisError
+from engine.kernels.attention import chosen
 from engine.runtime import RankEnvironment
 from engine.step import Engine
 from engine.telemetry.checkpoint_notices import CheckpointNotices, say_beginning
@@ -37,13 +38,14 @@ from engine.telemetry.profile import StepProfiler
 from engine.telemetry.rank_log import Streams, rank_log
 from engine.telemetry.run_dir import RunDirectory, run_name
 from engine.telemetry.summary import End, Start, show_end, show_start
+from engine.topology import Topology
 from engine.train import build, train
 from launch.launcher import FROM_SCRATCH
 from launch.out_of_memory import explaining_memory
 from launch.parent_death import end_with_parent
 from launch.rank import Rank, join, read_config
 from models.generate import generate
-from models.gpt import build_chunks
+from models.gpt import attention_shape, build_chunks
 from models.specs import model_specs
 
 USER_MISTAKE = TriaxisError.exit_code
@@ -150,7 +152,7 @@ def _train(rank: Rank, directory: RunDirectory, streams: Streams) -> None:
     try:
         counted = count_parameters(engine)
         if telemetry.report is not None:
-            start = Start(config, engine.plan, described.layout, described.device, counted)
+            start = Start(config, engine.plan, described.layout, described.device, described.kernels, counted)
             show_start(telemetry.report, directory, meter, start)
         data = {"samples": datasets.fingerprint}
         if not config.data.synthetic:
@@ -262,6 +264,7 @@ class Description:
     schedule: str
     device: str
     device_name: str
+    kernels: str
     layers_per_chunk: tuple[int, ...]
 
 
@@ -283,8 +286,14 @@ def describe(engine: Engine) -> Description:
         schedule=schedule,
         device=device,
         device_name=device_name,
+        kernels=f"attention: {_attention(config, topology)}",
         layers_per_chunk=tuple(len(stage.layers) for stage in engine.stages),
     )
+
+
+def _attention(config: Config, topology: Topology) -> str:
+    kernel = config.kernels.attention
+    return f"sdpa, of which torch takes {chosen(attention_shape(config, topology))}" if kernel == "sdpa" else kernel
 
 
 def corpus_entropies(config: Config) -> dict[str, float]:

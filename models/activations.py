@@ -11,7 +11,7 @@ heads x head size = h) the terms add up to its equations, in bytes per token (s 
 Kept here otherwise than there:
 
     dropout            the mask as a factor in the run's dtype, w h instead of h; nothing where p is 0
-    attention "sdpa"   no scores (5 a s is gone), but the logarithm of each row's sum
+    fused attention    no scores (5 a s is gone), but the logarithm of each row's sum
     "explicit"         softmax in the accumulation dtype; the causal mask, one for all heads and samples
     RMSNorm            its input and one number per token
     recomputation      selective: nothing inside attention but q, k, v; full: the input of each group of layers
@@ -137,7 +137,7 @@ def _norm_terms(config: Config, at: _Sizes, module: str) -> list[Term]:
 def _attention_terms(config: Config, at: _Sizes) -> list[Term]:
     """Between the projections. Paper: q, k 4 h; v 2 h; softmax 2 a s, its mask a s, its output 2 a s."""
     model, nothing = config.model, Fraction(0)
-    is_fused = config.kernels.attention == "sdpa"
+    is_fused = config.kernels.attention != "explicit"
     is_kept = config.recompute.granularity != "selective"
     q, k = at.w * at.q, at.w * at.kv
     # Rotation and QK-norm make new q and k, while v keeps all three alive: they are parts of one product.

@@ -8,9 +8,9 @@ earlier tokens come from a cache (`models/kv_cache.py`).
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from engine.kernels.attention import attention
 from engine.kernels.elementwise import apply_rope, rms_norm
 from engine.precision import accumulate
 from engine.recompute import recompute
@@ -78,12 +78,12 @@ class Attention(nn.Module):
 
         s_k = s, causal; or s = 1, and the query is of the last of the s_k places.
         """
-        if self.context.kernels.attention == "sdpa":
-            # A single query sees every key, and torch's causal mask would hide all but the first from it.
-            is_causal = q.shape[2] > 1
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=k.shape[1] != q.shape[1])
-        else:
+        kernel = self.context.kernels.attention
+        if kernel == "explicit":
             mixed = self._explicit(q, k, v, keys)
+        else:
+            # A single query sees every key, and torch's causal mask would hide all but the first from it.
+            mixed = attention(kernel, q, k, v, is_causal=q.shape[2] > 1)
         return mixed.permute(2, 0, 1, 3).flatten(2)
 
     def _explicit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: DropoutKeys) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from engine.config import Config
+from engine.kernels.attention import AttentionShape, require
 from engine.kernels.elementwise import rope_tables
 from engine.precision import DTYPES
 from engine.recompute import recompute
@@ -198,10 +199,14 @@ def build_chunks(
 
     `stages` are the contents of this rank's chunks, in chunk order. A tied embedding whose two ends stand on this rank is
     one parameter with two uses.
+
+    Raises:
+        ConfigError: a kernel that the configuration names does not run here.
     """
     tp = topology.axis("tp")
     region = TensorParallelRegion(tp, config.parallel.sequence_parallel)
     dtype = DTYPES[config.precision.dtype]
+    require(config.kernels.attention, attention_shape(config, topology))
     held: dict[str, ShardedParameter] = {}
     chunks = []
     for stage in stages:
@@ -218,6 +223,18 @@ def build_chunks(
         )
         chunks.append(GPTChunk(context, stage))
     return chunks, held
+
+
+def attention_shape(config: Config, topology: Topology) -> AttentionShape:
+    """Of the attention that this rank computes."""
+    model, tp = config.model, topology.axis("tp").size
+    return AttentionShape(
+        num_heads=model.num_attention_heads // tp,
+        num_kv_heads=max(model.kv_heads // tp, 1),
+        head_dim=model.head_size,
+        dtype=DTYPES[config.precision.dtype],
+        device=topology.device,
+    )
 
 
 def _stage_parameters(

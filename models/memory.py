@@ -63,9 +63,17 @@ def predicted_memory(config: Config, sizes: ParallelSizes, pp: int) -> Memory:
     return Memory(
         parameters=numel * element,
         gradients=numel * wide,
-        optimizer=numel // sizes.dp * wide * (2 if wide == element else 3),
+        optimizer=numel // sizes.dp * _state_bytes(config, element, wide),
         activations=int(_most_activations(config, sizes, mine, schedule.actions[pp])),
     )
+
+
+def _state_bytes(config: Config, element: int, wide: int) -> int:
+    """Of one owned parameter: two moments and what its master takes beside it."""
+    precision = config.precision
+    moment = element if precision.moments == "bf16" else wide
+    master = wide - element if precision.masters == "split" else 0 if wide == element else wide
+    return 2 * moment + master
 
 
 def _records(config: Config, sizes: ParallelSizes, mine: Sequence[StageLayers]) -> list[ParamRecord]:
@@ -122,6 +130,7 @@ def savings(config: Config, pp: int) -> Iterator[Saving]:
 def _candidates(config: Config, sizes: ParallelSizes) -> Iterator[tuple[str, object]]:
     if config.kernels.attention == "explicit":
         yield "kernels.attention", "sdpa"
+    yield "precision.masters", "split"
     if config.recompute.granularity == "none":
         yield "recompute.granularity", "selective"
     if sizes.tp > 1 and not config.parallel.sequence_parallel:

@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from engine.config import Config
+from pydantic_core import to_jsonable_python
+
+from engine.config import Config, Section
 from engine.errors import CheckpointError
 
 Verdict = Literal["layout", "meant", "never"]
@@ -21,6 +23,7 @@ _LAYOUT = (
     "schedule",
     "recompute",
     "kernels",
+    "precision.masters",  # exact in both forms
     "checkpoint",
     "telemetry",
     "runtime",
@@ -37,6 +40,7 @@ _LAYOUT = (
 _MEANT = (
     "optimizer",
     "precision.dtype",
+    "precision.moments",
     "train.steps",
     "train.tokens",
     "train.seed",
@@ -49,6 +53,9 @@ _MEANT = (
 )
 
 _SHOWN = 12
+
+ABSENT = "absent"
+"""Shown for a field that one of two configurations does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +74,19 @@ class Change:
 def changes(there: Mapping[str, Any], config: Config) -> list[Change]:
     """Every field that differs between a saved configuration (as JSON) and `config`, in the order of the fields.
 
-    A field that one of the two does not have (another version wrote it) counts as "absent" there.
+    A field that is missing in a saved section had its default: an older version wrote it, and what is new does nothing by default.
+    Any other field that one of the two does not have counts as "absent" there.
     """
     saved = dict(_flat({key: value for key, value in there.items() if key != "format_version"}))
     asked = dict(_flat(config.model_dump(mode="json")))
-    keys = [*asked, *(key for key in saved if key not in asked)]
-    return [
-        Change(key, saved.get(key, "absent"), asked.get(key, "absent"), _verdict(key, config))
-        for key in keys
-        if saved.get(key, "absent") != asked.get(key, "absent")
-    ]
+    sections = {key.rpartition(".")[0] for key in saved}
+    found = []
+    for key in [*asked, *(key for key in saved if key not in asked)]:
+        was = saved[key] if key in saved else _default(key) if key.rpartition(".")[0] in sections else ABSENT
+        now = asked.get(key, ABSENT)
+        if was != now:
+            found.append(Change(key, was, now, _verdict(key, config)))
+    return found
 
 
 def refuse(found: Sequence[Change], accept: Sequence[str], source: str) -> None:
@@ -103,6 +113,19 @@ def refuse(found: Sequence[Change], accept: Sequence[str], source: str) -> None:
         lines.append(f"These change what is trained. If they are meant: checkpoint.accept=[{names}]")
         lines += _listed(unmeant)
     raise CheckpointError(f"{source} has another configuration.\n" + "\n".join(lines))
+
+
+def _default(key: str) -> Any:
+    """The default of a field, as JSON; `ABSENT` where it has none, or is in a section that need not be there."""
+    *sections, name = key.split(".")
+    section: type[Section] = Config
+    for inner in sections:
+        found = section.section_type(inner)
+        if found is None or section.model_fields[inner].default is None:
+            return ABSENT
+        section = found
+    field = section.model_fields[name]
+    return ABSENT if field.is_required() else to_jsonable_python(field.get_default(call_default_factory=True))
 
 
 def _verdict(key: str, config: Config) -> Verdict:

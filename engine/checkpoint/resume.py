@@ -202,9 +202,11 @@ def _check_whole(engine: Engine, candidate: Candidate, what: LoadWhat) -> None:
             "model, and what is left out would change the function. Give the config that it was trained with."
         )
     saved_dtypes = {piece.dtype for file in manifest.files for piece in file.pieces}
-    if saved_dtypes != {str(engine.optimizer.owned[0].master.dtype).removeprefix("torch.")}:
+    if saved_dtypes != {str(engine.buffers.buffers[0].main_grads.dtype).removeprefix("torch.")}:
         return
-    kinds: tuple[Kind, ...] = KINDS if what == "all" else ("master",)
+    saved_moments = manifest.config.get("precision", {}).get("moments", "full")
+    rounds = engine.config.precision.moments == "bf16" != saved_moments
+    kinds: tuple[Kind, ...] = KINDS if what == "all" and not rounds else ("master",)
     live = fingerprint(engine)
     wrong = [kind for kind in kinds if to_text(live[kind]) != manifest.fingerprint[kind]]
     if wrong:

@@ -23,11 +23,6 @@ from engine.step import Engine
 LoadWhat = Literal["all", "weights"]
 
 
-def flat_state(owned: OwnedBucket) -> dict[Kind, torch.Tensor]:
-    """The flat tensors of one owned bucket, [owned elements] each."""
-    return {"master": owned.master, "exp_avg": owned.exp_avg, "exp_avg_sq": owned.exp_avg_sq}
-
-
 def shards(owned: OwnedBucket, flat: torch.Tensor, kind: Kind) -> Iterator[Shard]:
     """The parameters' parts in `flat`, which holds the owned part of the bucket (the live tensor or a copy of it)."""
     origin = owned.bucket.owned[0]
@@ -45,7 +40,8 @@ def saved_buckets(optimizer: DistributedOptimizer) -> list[OwnedBucket]:
 def restore(engine: Engine, candidate: Candidate, what: LoadWhat) -> TrainingState:
     """Fill weights (and moments, with `all`) of this rank from a checkpoint of any layout; every rank calls it.
 
-    Memory: one piece at a time beside the state itself. On an error the engine is left in part: build or load again.
+    Memory: one piece at a time beside the state itself, and one kind of it in the accumulation dtype where it is kept otherwise.
+    On an error the engine is left in part: build or load again.
 
     Returns:
         The state that the run goes on from: the checkpoint's own, or that of a fresh start with `weights`.
@@ -63,10 +59,12 @@ def restore(engine: Engine, candidate: Candidate, what: LoadWhat) -> TrainingSta
     optimizer = engine.optimizer
     kinds: Sequence[Kind] = KINDS if what == "all" else ("master",)
     engine.buffers.wait_all()
-    targets = [
-        shard for owned in optimizer.owned for kind in kinds for shard in shards(owned, flat_state(owned)[kind], kind)
-    ]
-    load(candidate.folder, manifest, targets)
+    for kind in kinds:
+        values = [owned.state.read(kind) for owned in optimizer.owned]
+        pairs = zip(optimizer.owned, values, strict=True)
+        load(candidate.folder, manifest, [shard for owned, flat in pairs for shard in shards(owned, flat, kind)])
+        for owned, flat in zip(optimizer.owned, values, strict=True):
+            owned.state.write({kind: flat})
     state = manifest.state if what == "all" else TrainingState.at_start()
     optimizer.restored(state.num_updates)
     return state
@@ -81,9 +79,8 @@ def fingerprint(engine: Engine) -> dict[Kind, int]:
     """The fingerprint of the live state, agreed over all ranks (see `fingerprint.py`); every rank calls it."""
     sums = torch.zeros(len(KINDS), dtype=torch.int64, device=engine.topology.device)
     for owned in saved_buckets(engine.optimizer):
-        flats = flat_state(owned)
         for number, kind in enumerate(KINDS):
-            for shard in shards(owned, flats[kind], kind):
+            for shard in shards(owned, owned.state.read(kind), kind):
                 sums[number] += signed(
                     range_fingerprint(shard.values, shard.name, kind, shard.shape, shard.box, shard.start)
                 )

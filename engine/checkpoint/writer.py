@@ -17,7 +17,7 @@ import torch
 
 from engine.checkpoint.direct import aligned_buffer
 from engine.checkpoint.manifest import KINDS, DataFile, Kind
-from engine.checkpoint.state import flat_state, saved_buckets, shards
+from engine.checkpoint.state import saved_buckets, shards
 from engine.checkpoint.store import Shard, write_file
 from engine.data.files import write_atomically
 from engine.optimizer.distributed import DistributedOptimizer, OwnedBucket
@@ -52,18 +52,20 @@ class RankWriter:
         self._name = f"rank_{rank:05d}"
         self._on_retry = on_retry
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._copies = [_host_copies(owned) for owned in self._buckets] if in_background else None
+        # The live state can be written from where it is only if it is kept in the form that is saved.
+        must_copy = in_background or not all(owned.state.is_wide for owned in self._buckets)
+        self._copies = [_host_copies(owned) for owned in self._buckets] if must_copy else None
 
     def save(self, folder: Path) -> Future[Written]:
         """Copy the state and start to write it as `folder`/rank_<n>.safetensors; returns when the copy is made."""
         if self._copies is None:
-            sources = [flat_state(owned) for owned in self._buckets]
+            sources: Sequence[dict[Kind, torch.Tensor]] = [owned.state.read_all() for owned in self._buckets]
         else:
             sources = self._copies
             for owned, copies in zip(self._buckets, sources, strict=True):
-                for kind, live in flat_state(owned).items():
-                    copies[kind].copy_(live, non_blocking=True)
-            if any(owned.master.device.type == "cuda" for owned in self._buckets):
+                for kind in KINDS:
+                    copies[kind].copy_(owned.state.read(kind), non_blocking=True)
+            if any(owned.grads.device.type == "cuda" for owned in self._buckets):
                 torch.cuda.current_stream().synchronize()
         return self._thread.submit(self._write, folder, sources)
 
@@ -102,9 +104,11 @@ class RankWriter:
 def _host_copies(owned: OwnedBucket) -> dict[Kind, torch.Tensor]:
     """Host memory for a copy of the bucket's state, touched now, so that the first copy does not pay for its pages."""
 
-    def host_copy(live: torch.Tensor) -> torch.Tensor:
+    live = owned.grads  # as many elements, in the dtype that is saved
+
+    def host_copy() -> torch.Tensor:
         if live.device.type == "cuda":
             return torch.empty(live.shape, dtype=live.dtype, pin_memory=True).zero_()
         return aligned_buffer(live.nbytes)[: live.nbytes].view(live.dtype).zero_()
 
-    return {kind: host_copy(live) for kind, live in flat_state(owned).items()}
+    return {kind: host_copy() for kind in KINDS}

@@ -237,10 +237,8 @@ def watch_step(engine: Engine, batches: Sequence[MicroBatch], watch: MemoryWatch
         watch.label(buffer.parameters, "parameters")
         watch.label(buffer.main_grads, "gradients")
     for owned in engine.optimizer.owned:
-        if owned.master.dtype != owned.parameters.dtype:  # else it is the parameter
-            watch.label(owned.master, "optimizer")
-        watch.label(owned.exp_avg, "optimizer")
-        watch.label(owned.exp_avg_sq, "optimizer")
+        for tensor in owned.state.tensors:
+            watch.label(tensor, "optimizer")
     between_steps: tuple[MemoryKind, ...] = ("parameters", "gradients", "optimizer")
     state = {kind: watch.live[kind] for kind in between_steps}
     topology, program = engine.topology, engine.train_program

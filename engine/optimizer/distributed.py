@@ -1,24 +1,22 @@
 """AdamW whose state lives only on its owner (ZeRO-1, 1910.02054 section 5.1).
 
-Each data-parallel rank owns an equal part of every bucket (`param_layout.py`) and keeps there, in the accumulation dtype:
+Each data-parallel rank owns an equal part of every bucket (`param_layout.py`) and keeps master weights and both moments there
+(`state.py` says in what form).
 
-    master weights   the exact weights; in fp32 and float64 runs they ARE the parameters, a view of the flat buffer
-    exp_avg          Adam's first moment
-    exp_avg_sq       Adam's second moment
-
-A step multiplies the owned main grads by one factor (tokens and clipping), updates the masters, casts them into the
-parameters, and the buckets are all-gathered. Bytes per parameter in bf16: 2 (weight) + 4 (main grad) + 12 / dp.
+A step multiplies the owned main grads by one factor (tokens and clipping), updates the masters in the accumulation dtype, lets the
+parameters follow, and the buckets are all-gathered.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch.optim.adamw import adamw
 
-from engine.config import OptimizerConfig
+from engine.config import OptimizerConfig, PrecisionConfig
 from engine.optimizer.grad_buffer import Bucket, FlatBuffer, GradBuffers
 from engine.optimizer.param_layout import Segment
+from engine.optimizer.state import OptimizerState, StateKind
 from engine.precision import STEP_DTYPE
 
 _SUMMED_NUMEL = 2**16
@@ -31,9 +29,7 @@ class OwnedBucket:
 
     buffer: FlatBuffer
     bucket: Bucket
-    master: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+    state: OptimizerState
     segments: tuple[Segment, ...]
 
     @property
@@ -69,9 +65,10 @@ class DistributedOptimizer:
     Args:
         buffers: parameters and main grads. The parameters must hold their initial values: masters start from them.
         config: hyperparameters.
+        precision: the form of the state.
     """
 
-    def __init__(self, buffers: GradBuffers, config: OptimizerConfig) -> None:
+    def __init__(self, buffers: GradBuffers, config: OptimizerConfig, precision: PrecisionConfig) -> None:
         self.buffers = buffers
         self.config = config
         self._num_updates = torch.zeros((), dtype=STEP_DTYPE, device=buffers.device)
@@ -80,16 +77,11 @@ class DistributedOptimizer:
             segments = list(buffer.layout.segments(buffers.dp.size, buffers.dp.index))
             for bucket in buffer.buckets:
                 start, stop = bucket.owned
-                parameters = buffer.parameters[start:stop]
-                accumulates_in = buffer.main_grads.dtype
                 self.owned.append(
                     OwnedBucket(
                         buffer=buffer,
                         bucket=bucket,
-                        # `to` gives the view itself where the dtypes agree: then the master is the parameter.
-                        master=parameters.to(accumulates_in),
-                        exp_avg=torch.zeros_like(parameters, dtype=accumulates_in),
-                        exp_avg_sq=torch.zeros_like(parameters, dtype=accumulates_in),
+                        state=OptimizerState(buffer.parameters[start:stop], buffer.main_grads.dtype, precision),
                         segments=tuple(segment for segment in segments if start <= segment.offset < stop),
                     )
                 )
@@ -123,40 +115,41 @@ class DistributedOptimizer:
         grad_scale = grad_scale.to(self.owned[0].grads.dtype)
         for owned in self.owned:
             owned.grads.mul_(grad_scale)
+            state = owned.state.read_all()
             for decayed in (True, False):
                 runs = [where for where, decays in owned.runs() if decays == decayed]
                 if runs:
-                    self._update(owned, runs, lr, self.config.weight_decay if decayed else 0.0, skipped)
+                    self._update(state, owned.grads, runs, lr, self.config.weight_decay if decayed else 0.0, skipped)
+            owned.state.write(state)
         self._num_updates += 1 - skipped
-        self._publish()
+        self.buffers.gather()
 
     def restored(self, num_updates: int) -> None:
-        """Masters and moments were loaded: make the parameters follow on every rank.
+        """Masters and moments were loaded: the owned parameters have followed, make those of every rank follow.
 
         Args:
             num_updates: updates that the moments have seen (Adam's bias correction).
         """
         self._num_updates.fill_(num_updates)
-        self._publish()
+        self.buffers.gather()
         self.buffers.wait_all()
 
-    def _publish(self) -> None:
-        """Cast the masters into the owned parameters and post the all-gathers."""
-        for owned in self.owned:
-            if owned.master.dtype != owned.parameters.dtype:  # else the master is the parameter
-                owned.parameters.copy_(owned.master)
-        self.buffers.gather()
-
     def _update(
-        self, owned: OwnedBucket, runs: list[slice], lr: float, weight_decay: float, skipped: torch.Tensor
+        self,
+        state: Mapping[StateKind, torch.Tensor],
+        grads: torch.Tensor,
+        runs: list[slice],
+        lr: float,
+        weight_decay: float,
+        skipped: torch.Tensor,
     ) -> None:
         # adamw adds one to each of these before it uses them.
         steps = [self._num_updates.clone() for _ in runs]
         adamw(
-            [owned.master[where] for where in runs],
-            [owned.grads[where] for where in runs],
-            [owned.exp_avg[where] for where in runs],
-            [owned.exp_avg_sq[where] for where in runs],
+            [state["master"][where] for where in runs],
+            [grads[where] for where in runs],
+            [state["exp_avg"][where] for where in runs],
+            [state["exp_avg_sq"][where] for where in runs],
             [],
             steps,
             fused=True,

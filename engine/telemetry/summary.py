@@ -25,6 +25,7 @@ class Start:
     Attributes:
         layout: sizes and schedule in a line ("tp=2 pp=2 vpp=2 dp=2: 8 ranks on 1 node, interleaved, sequence parallel").
         device: name and number in a line ("NVIDIA H200, nccl", "cpu, gloo, 1 thread per rank").
+        kernels: those that were chosen, in a line.
         counted: parameters by module, summed over the ranks (`engine.telemetry.parameters.local_counts`).
     """
 
@@ -32,6 +33,7 @@ class Start:
     plan: BatchPlan
     layout: str
     device: str
+    kernels: str
     counted: Mapping[str, int]
 
 
@@ -42,6 +44,7 @@ def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Sta
     rows = [
         ("layout", start.layout),
         ("device", f"{start.device}, {start.config.precision.dtype}"),
+        ("kernels", start.kernels),
         ("batch", str(start.plan)),
         ("parameters", "\n".join(comparison(start.counted, start.config.model))),
         (

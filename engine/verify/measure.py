@@ -12,13 +12,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from engine.initial_weights import initial_box
+from engine.optimizer.state import STATE_KINDS, StateKind
 from engine.shard_spec import Init, ParamRecord
 from engine.step import Engine
 from engine.verify.deviation import Deviation
@@ -51,7 +52,7 @@ def leave_the_initial_point(engine: Engine, seed: int) -> None:
         flat = parameter.value.data.view(-1)[: record.box_numel]
         flat += _noise(record, seed).to(flat.device, flat.dtype)
     for owned in engine.optimizer.owned:
-        owned.master.copy_(owned.parameters)
+        owned.state.write({"master": owned.parameters.to(owned.grads.dtype)})
 
 
 def starting_values(record: ParamRecord, seed: int, dtype: torch.dtype) -> torch.Tensor:
@@ -92,7 +93,7 @@ def run_steps(
         _write_owned(engine, step, "gradient", notebook)
         result = engine.update(counts, lr).wait()
         engine.buffers.wait_all()
-        for kind in ("master", "exp_avg", "exp_avg_sq"):
+        for kind in STATE_KINDS:
             _write_owned(engine, step, kind, notebook)
         _write_parameters(engine, step, "parameter", notebook)
         notebook.step_done(step)
@@ -100,9 +101,9 @@ def run_steps(
     return facts
 
 
-def _write_owned(engine: Engine, step: int, kind: TensorKind, notebook: Notebook) -> None:
+def _write_owned(engine: Engine, step: int, kind: StateKind | Literal["gradient"], notebook: Notebook) -> None:
     for owned in engine.optimizer.owned:
-        values = owned.grads if kind == "gradient" else getattr(owned, kind)
+        values = owned.grads if kind == "gradient" else owned.state.read(kind)
         for segment in owned.segments:
             at = segment.offset - owned.bucket.owned[0]
             part = values[at : at + segment.stop - segment.start]

@@ -251,7 +251,8 @@ def weights_only(rank: int, folder: str, load: str) -> tuple[Beginning, int, boo
     engine = engine_of(rank, CASE, {"load": load, "load_what": "weights"})
     beginning = begin(engine, CheckpointDirectory(Path(folder)), has_saved=False, data={"samples": "others"})
     untouched = all(
-        not torch.any(owned.exp_avg) and not torch.any(owned.exp_avg_sq) for owned in engine.optimizer.owned
+        not torch.any(owned.state.read("exp_avg")) and not torch.any(owned.state.read("exp_avg_sq"))
+        for owned in engine.optimizer.owned
     )
     return beginning, engine.optimizer.num_updates, untouched, dict(fingerprint_of(engine))
 

@@ -56,3 +56,31 @@ def test_written_while_training_waits_is_the_same_checkpoint(tmp_path: Path) -> 
         traces.append(run_ranks(run, 4, case, str(tmp_path / name), 4, 1, saving)[0])
     assert traces[0].began == traces[1].began == 4
     assert traces[0].fingerprints == traces[1].fingerprints
+
+
+# Other forms of the optimizer's state ------------------------------------------------------------------------------------
+
+WIDE = Case("qwen", tp=2, dp=2, dtype="bf16")
+NARROW = Case("qwen", tp=2, dp=2, dtype="bf16", narrow=True)
+MEANT = {"interval": 2, "accept": ["precision.moments"]}
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_run_with_narrow_state_resumes_to_the_bit(in_background: bool, tmp_path: Path) -> None:
+    saving = {"interval": 2, "async": in_background}
+    (straight, *_) = run_ranks(run, 4, NARROW, str(tmp_path / "straight"), 4, 0, {})
+    (before, *_) = run_ranks(run, 4, NARROW, str(tmp_path / "cut"), 2, 0, saving)
+    (after, *_) = run_ranks(run, 4, NARROW, str(tmp_path / "cut"), 4, 1, saving)
+    assert [*before.losses, *after.losses] == straight.losses
+    assert [*before.fingerprints, *after.fingerprints[1:]] == straight.fingerprints
+
+
+def test_a_checkpoint_goes_over_into_the_other_form(tmp_path: Path) -> None:
+    """Masters are the same to the bit either way; moments are rounded going in, and nothing is lost coming out."""
+    (wide, *_) = run_ranks(run, 4, WIDE, str(tmp_path / "run"), 2, 0, {"interval": 2})
+    (narrow, *_) = run_ranks(run, 4, NARROW, str(tmp_path / "run"), 4, 1, MEANT)
+    assert narrow.began == 2
+    assert narrow.fingerprints[0]["master"] == wide.fingerprints[-1]["master"]
+    assert narrow.fingerprints[0]["exp_avg"] != wide.fingerprints[-1]["exp_avg"]
+    (back, *_) = run_ranks(run, 4, WIDE, str(tmp_path / "run"), 4, 2, MEANT)
+    assert back.began == 4 and back.fingerprints == [narrow.fingerprints[-1]]

@@ -243,6 +243,16 @@ BAD: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
     "a bucket for nothing": (["optimizer.bucket_bytes=3"], {}, ["bucket_bytes = 3", "main grad", "= 4 or 67108864"]),
     "a name with a slash": (["runtime.name=../x"], {}, ["runtime.name = ../x", "folder", "name = x"]),
     "an empty name": (['runtime.name=" "'], {}, ["runtime.name", "folder"]),
+    "split masters of exact weights": (
+        ["precision={dtype: fp32, masters: split}"],
+        {},
+        ["precision.masters = split", "precision.dtype = fp32", "masters = full", "dtype = bf16"],
+    ),
+    "a moment that stands still": (
+        ["precision={dtype: bf16, moments: bf16}", "optimizer.beta2=0.999"],
+        {},
+        ["optimizer.beta2 = 0.999", "at most 0.99", "beta2 = 0.99", "moments = full"],
+    ),
     "a trace past the end": (
         ["telemetry.profile={start: 9, steps: 3}"],
         {},

@@ -5,10 +5,12 @@ from typing import Any
 import pytest
 
 from engine.config import Config, parallel_sizes
+from engine.config_load import load_config
 from engine.config_problems import with_value
 from engine.config_rules import problems
 from engine.footprint.run import Footprint
 from models.memory import predicted_memory, savings
+from tests.documented import ROOT
 from tests.harness import run_ranks
 from tests.models.test_activations import CI, GPT, LLAMA, SLOW, config_of, ends_of_all
 
@@ -64,6 +66,31 @@ def test_a_step_holds_what_was_predicted(configs: dict[str, Config]) -> None:
             assert memory.activations in most_kept(config, footprint), f"{name}, pp {pp}"
 
 
+ONE_CARD_BYTES = 141e9
+ON_ONE_CARD = ("tp=1", "dp=1", "sequence_parallel=false")
+NARROW = ("precision.masters=split", "precision.moments=bf16")
+
+
+@pytest.mark.parametrize(
+    ("choices", "expected"),
+    [
+        ((), 186.0e9),
+        (("model.seq_length=4096", *NARROW), 117.1e9),
+        ((*NARROW, "recompute.granularity=full"), 100.7e9),
+    ],
+    ids=["as it is", "4096 tokens, narrow state", "8192 tokens, narrow state, recomputed"],
+)
+def test_an_8b_model_on_one_card(choices: tuple[str, ...], expected: float) -> None:
+    """With narrow state weights, gradients and optimizer of 8.03e9 parameters are 12 bytes each, 96.4 GB."""
+    layout = [f"parallel.{each}" for each in ON_ONE_CARD]
+    config = load_config(ROOT / "configs" / "llama3_8b.yaml", [*layout, *choices], {})
+    memory = predicted_memory(config, parallel_sizes(config), 0)
+    assert memory.total == pytest.approx(expected, rel=1e-3)
+    assert (memory.total < ONE_CARD_BYTES) == bool(choices)
+    state = memory.total - memory.activations
+    assert state == pytest.approx(8.0303e9 * (12 if choices else 18), rel=1e-3)
+
+
 def test_savings_are_legal_and_save_what_they_say() -> None:
     config = deeper(
         config_of(LLAMA, tp=2, attention="explicit"),
@@ -75,6 +102,7 @@ def test_savings_are_legal_and_save_what_they_say() -> None:
     found = list(savings(config, 0))
     assert [saving.key for saving in found] == [
         "kernels.attention",
+        "precision.masters",
         "recompute.granularity",
         "parallel.sequence_parallel",
         "train.micro_batch_size",

@@ -98,6 +98,10 @@ class Case:
     dtype: str = "float64"
     bucket_bytes: int = 4096
     device: str = "cpu"
+    attention: str | None = None
+    """A kernel; None: the one that the model needs."""
+    narrow: bool = False
+    """Masters split and moments in bf16."""
 
     @property
     def world_size(self) -> int:
@@ -112,6 +116,8 @@ class Case:
         parts += ["uneven"] if self.layers_per_stage else []
         parts += [self.dtype] if self.dtype != "float64" else []
         parts += [self.device] if self.device != "cpu" else []
+        parts += [self.attention] if self.attention else []
+        parts += ["narrow"] if self.narrow else []
         return "-".join(parts)
 
     def config(self) -> Config:
@@ -137,9 +143,9 @@ class Case:
                 },
                 "optimizer": {"lr": 1e-2, "clip_grad": 0.5, "bucket_bytes": self.bucket_bytes, "warmup_steps": 2},
                 "schedule": {"name": self.schedule},
-                "precision": {"dtype": self.dtype},
+                "precision": {"dtype": self.dtype} | ({"masters": "split", "moments": "bf16"} if self.narrow else {}),
                 "recompute": {"granularity": granularity, "method": method, "num_layers": num_layers},
-                "kernels": {"attention": "explicit" if model.get("attention_dropout") else "sdpa"},
+                "kernels": {"attention": self.attention or ("explicit" if model.get("attention_dropout") else "sdpa")},
             }
         )
 
@@ -191,14 +197,14 @@ def load_weights(engine: Engine, weights: Mapping[str, torch.Tensor]) -> None:
         box = weights[name][tuple(slice(*bounds) for bounds in record.box)].reshape(-1)
         parameter.value.data.view(-1)[: record.box_numel] = box.to(parameter.value.device, parameter.value.dtype)
     for owned in engine.optimizer.owned:
-        owned.master.copy_(owned.parameters)
+        owned.state.write({"master": owned.parameters.to(owned.grads.dtype)})
 
 
 def owned_pieces(engine: Engine, which: str) -> list[Piece]:
     """`grads` or `master` of everything that this rank owns."""
     pieces = []
     for owned in engine.optimizer.owned:
-        values = owned.grads if which == "grads" else owned.master
+        values = owned.grads if which == "grads" else owned.state.read("master")
         for segment in owned.segments:
             start = segment.offset - owned.bucket.owned[0]
             part = values[start : start + segment.stop - segment.start].cpu().clone()

@@ -136,10 +136,10 @@ def masters_do_not_follow_new_weights() -> None:
     leave = worker.leave_the_initial_point
 
     def stale(engine: Engine, seed: int) -> None:
-        masters = [owned.master.clone() for owned in engine.optimizer.owned]
+        masters = [owned.state.read("master").clone() for owned in engine.optimizer.owned]
         leave(engine, seed)
         for owned, master in zip(engine.optimizer.owned, masters, strict=True):
-            owned.master.copy_(master)
+            owned.state.read("master").copy_(master)
 
     worker.leave_the_initial_point = stale
 

@@ -1,0 +1,88 @@
+"""Fused attention by the kernel that the configuration names (torch's scaled_dot_product_attention).
+
+    sdpa                       torch chooses among its kernels for the shapes at hand; `chosen` says which
+    flash, cudnn, efficient    this one, or an error before anything is built
+
+None of them keeps the probabilities; `explicit` attention, which does, is the model's own (`models/attention.py`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from engine.errors import ConfigError
+
+BACKENDS: Mapping[str, SDPBackend] = MappingProxyType(
+    {
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    }
+)
+
+_TRIED_LENGTH = 128
+
+
+def attention(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool) -> torch.Tensor:
+    """Scaled dot-product attention: q [b, n, s, d], k, v [b, n_kv, s_k, d] -> [b, n, s, d]."""
+    has_groups = k.shape[1] != q.shape[1]
+    if kernel not in BACKENDS:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=has_groups)
+    with sdpa_kernel(BACKENDS[kernel]):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=has_groups)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What decides whether a kernel can run: heads on one rank, their size, dtype and device."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def require(kernel: str, shape: AttentionShape) -> None:
+    """Try a named kernel, forward and backward, on a short sequence.
+
+    Raises:
+        ConfigError: it does not run here.
+    """
+    if kernel not in BACKENDS:
+        return
+    try:
+        _trial(kernel, shape).sum().backward()
+    except RuntimeError as error:
+        dtype = str(shape.dtype).removeprefix("torch.")
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ConfigError(
+            [
+                f"kernels.attention = {kernel} does not run here, with {shape.num_heads} query and {shape.num_kv_heads} key/value "
+                f"heads of size {shape.head_dim} in {dtype} on {shape.device.type} (torch says: {reason}). Another kernel would "
+                "have other speed and other bits than what was asked for. Let torch choose with kernels.attention=sdpa, or "
+                "install a torch that has it."
+            ]
+        ) from error
+
+
+def chosen(shape: AttentionShape) -> str:
+    """The kernel that torch takes for `sdpa`, in its own word: FlashAttentionForCpu, CudnnAttention, ..., or math."""
+    node = _trial("sdpa", shape).grad_fn
+    name = "" if node is None else node.name()
+    fused = name.removeprefix("ScaledDotProduct").partition("Backward")[0]
+    return fused if name.startswith("ScaledDotProduct") else "math"
+
+
+def _trial(kernel: str, shape: AttentionShape) -> torch.Tensor:
+    def zeros(heads: int) -> torch.Tensor:
+        size = (1, heads, _TRIED_LENGTH, shape.head_dim)
+        return torch.zeros(size, dtype=shape.dtype, device=shape.device, requires_grad=True)
+
+    q, k, v = zeros(shape.num_heads), zeros(shape.num_kv_heads), zeros(shape.num_kv_heads)
+    with torch.enable_grad():
+        return attention(kernel, q, k, v, is_causal=True)

@@ -1,0 +1,90 @@
+"""The optimizer's state of one owned part of a bucket, in the form in which it is kept between steps.
+
+    kind         wide (accumulation dtype)                    narrow (bf16 runs, by choice)
+    master       the exact weights; in fp32 and float64 runs  `masters: split`   the upper half of its bits is the parameter, the
+                 the parameters themselves                                       lower half a remainder of 16 bits: exact
+    exp_avg(_sq) Adam's moments                               `moments: bf16`    rounded after each step
+
+Bytes per parameter of a bf16 run, weight and fp32 main grad included: wide 2 + 4 + 12 / dp; both narrow 2 + 4 + 6 / dp.
+
+A master is split into what it is rounded to bf16, ties away from zero, and what must be added to the bits of that to get it back,
+-2^15 to 2^15 - 1. (A cast rounds ties to even, which a signed remainder of 16 bits cannot undo. The two differ for one value in
+2^16, by the rounding of a weight.)
+
+A moment rounded to bf16 follows what it averages as long as a step changes it by more than half of the last of its 8 bits, 2^-9 of
+its value: it stands still within 2^-9 / (1 - beta) of its target, 4 % of the second moment for beta2 = 0.95.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+
+from engine.config import PrecisionConfig
+
+StateKind = Literal["master", "exp_avg", "exp_avg_sq"]
+STATE_KINDS: tuple[StateKind, ...] = ("master", "exp_avg", "exp_avg_sq")
+
+_HALF_BITS = 16
+
+
+class OptimizerState:
+    """Master and moments of the elements `parameters` (flat, the run's dtype), which hold their initial values.
+
+    Args:
+        parameters: a view of the flat buffer.
+        wide: the accumulation dtype.
+        precision: which form.
+    """
+
+    def __init__(self, parameters: torch.Tensor, wide: torch.dtype, precision: PrecisionConfig) -> None:
+        self._parameters = parameters
+        self._wide = wide
+        self._is_split = precision.masters == "split"
+        if self._is_split:
+            master = torch.zeros_like(parameters, dtype=torch.int16)
+        else:
+            # `to` gives the view itself where the dtypes agree: then the master is the parameter.
+            master = parameters.to(wide)
+        moments = parameters.dtype if precision.moments == "bf16" else wide
+        self._kept: dict[StateKind, torch.Tensor] = {
+            "master": master,
+            "exp_avg": torch.zeros_like(parameters, dtype=moments),
+            "exp_avg_sq": torch.zeros_like(parameters, dtype=moments),
+        }
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What is kept beside the parameters."""
+        return [tensor for tensor in self._kept.values() if tensor is not self._parameters]
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether `read` gives the kept tensors themselves, so that what is written to them is kept."""
+        return all(tensor.dtype == self._wide for tensor in self._kept.values())
+
+    def read(self, kind: StateKind) -> torch.Tensor:
+        """One kind in the accumulation dtype; the kept tensor itself where it is that."""
+        kept = self._kept[kind]
+        if kind == "master" and self._is_split:
+            upper = self._parameters.view(torch.int16).to(torch.int32)
+            return (upper << _HALF_BITS).add_(kept).view(self._wide)
+        return kept.to(self._wide)
+
+    def read_all(self) -> dict[StateKind, torch.Tensor]:
+        return {kind: self.read(kind) for kind in STATE_KINDS}
+
+    def write(self, values: Mapping[StateKind, torch.Tensor]) -> None:
+        """Keep these, of the accumulation dtype; the parameters follow their masters."""
+        for kind, value in values.items():
+            kept = self._kept[kind]
+            if kind == "master" and self._is_split:
+                bits = value.view(torch.int32)
+                upper = (bits + (1 << (_HALF_BITS - 1))) >> _HALF_BITS
+                self._parameters.view(torch.int16).copy_(upper)
+                kept.copy_(bits - (upper << _HALF_BITS))
+                continue
+            if kept is not value:
+                kept.copy_(value)
+            if kind == "master" and kept is not self._parameters:
+                self._parameters.copy_(kept)

@@ -1,0 +1,142 @@
+"""The forms of the optimizer's state: what is exact is exact to the bit, what is rounded is rounded once a step."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch.optim.adamw import adamw
+
+from engine.config import PrecisionConfig
+from engine.optimizer.state import STATE_KINDS, OptimizerState
+from engine.step import Engine
+from tests.harness import run_ranks
+from tests.parity.cases import Case
+from tests.parity.test_step_properties import build_rank
+
+FULL = PrecisionConfig(dtype="bf16")
+SPLIT = PrecisionConfig(dtype="bf16", masters="split")
+NARROW = PrecisionConfig(dtype="bf16", masters="split", moments="bf16")
+
+
+def made(precision: PrecisionConfig, weights: torch.Tensor) -> tuple[torch.Tensor, OptimizerState]:
+    parameters = weights.to(torch.bfloat16)
+    return parameters, OptimizerState(parameters, torch.float32, precision)
+
+
+def bits_of(values: torch.Tensor) -> torch.Tensor:
+    return values.view(torch.int32)
+
+
+FINITE = st.integers(0, 0x7F7F_FFFF) | st.integers(-(2**31), -(2**31) + 0x7F7F_FFFF)
+"""Bits of the finite numbers of fp32."""
+
+
+@settings(deadline=None)
+@given(st.lists(FINITE, min_size=1, max_size=40))
+def test_a_split_master_comes_back_to_the_bit(patterns: list[int]) -> None:
+    master = torch.tensor(patterns, dtype=torch.int32).view(torch.float32)
+    parameters, state = made(SPLIT, torch.zeros(len(patterns)))
+    state.write({"master": master})
+    assert torch.equal(bits_of(state.read("master")), bits_of(master))
+    cast = master.to(torch.bfloat16)
+    is_tie = (bits_of(master) & 0xFFFF) == 0x8000
+    assert torch.equal(parameters.view(torch.int16)[~is_tie], cast.view(torch.int16)[~is_tie]), (
+        "the weight is the master, rounded"
+    )
+    away = (bits_of(master)[is_tie] >> 16) + 1
+    assert torch.equal(parameters.view(torch.int16)[is_tie].to(torch.int32), away.to(torch.int16).to(torch.int32))
+
+
+def test_the_hardest_numbers() -> None:
+    values = torch.tensor(
+        [0.0, -0.0, 1.0, 1.0 + 2**-8, 1.0 + 2**-9, -1.0 - 2**-8, 2**-149, 3.4028234663852886e38, -1e-40]
+    )
+    _, state = made(SPLIT, torch.zeros(len(values)))
+    state.write({"master": values})
+    assert torch.equal(bits_of(state.read("master")), bits_of(values))
+
+
+def train(state: OptimizerState, steps: int, skip_at: int | None = None) -> None:
+    """AdamW with gradients that do not depend on the weights."""
+    generator = torch.Generator().manual_seed(1)
+    for step in range(steps):
+        values = state.read_all()
+        grad = torch.randn(len(values["master"]), generator=generator)
+        adamw(
+            [values["master"]],
+            [grad],
+            [values["exp_avg"]],
+            [values["exp_avg_sq"]],
+            [],
+            [torch.tensor(float(step))],
+            fused=True,
+            amsgrad=False,
+            beta1=0.9,
+            beta2=0.95,
+            lr=1e-2,
+            weight_decay=0.1,
+            eps=1e-8,
+            maximize=False,
+            found_inf=torch.tensor(float(step == skip_at)),
+        )
+        state.write(values)
+
+
+def test_split_masters_are_those_of_fp32_after_many_updates() -> None:
+    weights = torch.randn(5000, generator=torch.Generator().manual_seed(0))
+    states = {}
+    for precision in (FULL, SPLIT):
+        _, states[precision.masters] = made(precision, weights)
+        train(states[precision.masters], 50, skip_at=20)
+    for kind in STATE_KINDS:
+        assert torch.equal(states["full"].read(kind), states["split"].read(kind))
+
+
+def test_rounded_moments_are_near_and_a_skipped_step_changes_no_bit() -> None:
+    weights = torch.randn(5000, generator=torch.Generator().manual_seed(0))
+    (_, full), (parameters, narrow) = made(FULL, weights), made(NARROW, weights)
+    train(full, 50)
+    train(narrow, 50)
+    for kind, near in (("exp_avg", 0.01), ("exp_avg_sq", 0.02), ("master", 0.01)):
+        wanted, got = full.read(kind), narrow.read(kind)
+        assert 0 < float((got - wanted).norm() / wanted.norm()) < near, kind
+    before = [tensor.clone() for tensor in (parameters, *narrow.tensors)]
+    train(narrow, 1, skip_at=0)
+    assert all(torch.equal(a, b) for a, b in zip(before, (parameters, *narrow.tensors), strict=True))
+
+
+def test_bytes_per_parameter() -> None:
+    for precision, expected in ((FULL, 12), (SPLIT, 10), (NARROW, 6)):
+        _, state = made(precision, torch.zeros(64))
+        assert sum(tensor.nbytes for tensor in state.tensors) == 64 * expected
+    exact = torch.zeros(64)
+    state = OptimizerState(exact, torch.float32, PrecisionConfig(dtype="fp32"))
+    assert sum(tensor.nbytes for tensor in state.tensors) == 64 * 8 and state.read("master") is exact
+
+
+def masters(rank: int, case: Case) -> list[torch.Tensor]:
+    engine, batches = build_rank(rank, case)
+    for _ in range(4):
+        engine.train_step(batches.next_step(), 1e-3)
+    engine.buffers.wait_all()
+    _every_rank_holds_the_same(engine)
+    batches.close()
+    return [owned.state.read("master").double() for owned in engine.optimizer.owned]
+
+
+def _every_rank_holds_the_same(engine: Engine) -> None:
+    """Parameters are what the owners' masters are rounded to, on the other ranks too."""
+    for buffer in engine.buffers.buffers:
+        copies = engine.topology.axis("dp").all_gather(buffer.parameters.float(), "test").wait()
+        parts = copies.view(engine.topology.sizes.dp, -1)
+        assert torch.equal(parts, parts[:1].expand_as(parts))
+
+
+@pytest.mark.distributed
+def test_layouts_agree_with_narrow_state_as_they_do_without() -> None:
+    for narrow in (False, True):
+        whole = run_ranks(masters, 1, Case("llama_wide", dtype="bf16", narrow=narrow, bucket_bytes=2**24))[0]
+        parts = run_ranks(masters, 2, Case("llama_wide", dp=2, dtype="bf16", narrow=narrow, bucket_bytes=2**24))
+        for index, flat in enumerate(whole):
+            joined = torch.cat([rank[index] for rank in parts])[: len(flat)]
+            assert float((joined - flat[: len(joined)]).norm() / flat.norm()) < 1e-3, narrow
