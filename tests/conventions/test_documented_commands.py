@@ -49,6 +49,7 @@ def workplace(tmp_path_factory):
     return folder, make_workplace(folder)
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(("page", "command"), ALL)
 def test_a_documented_command_runs(page, command, workplace):
     folder, environment = workplace

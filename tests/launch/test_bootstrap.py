@@ -130,6 +130,7 @@ def test_a_python_that_was_given_and_is_none_is_named(checkout):
     assert "/nowhere/python cannot be started" in err
 
 
+@pytest.mark.distributed
 def test_made_once_used_at_once_extended_and_finished(checkout):
     # Two starts on a bare machine: one makes it, the other waits, both get it.
     outcomes = [finish(process) for process in [start(checkout), start(checkout)]]
@@ -197,6 +198,7 @@ def test_a_missing_ensurepip_gives_the_apt_line(checkout, monkeypatch):
     assert not checkout.venv.exists()
 
 
+@pytest.mark.distributed
 def test_a_torch_that_is_there_is_kept(checkout, tmp_path, monkeypatch):
     """The container's own build, seen from a virtual environment that has it: shared, and pinned for pip."""
     packages = tmp_path / "packages"
