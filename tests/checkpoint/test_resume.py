@@ -65,7 +65,7 @@ NARROW = Case("qwen", tp=2, dp=2, dtype="bf16", narrow=True)
 MEANT = {"interval": 2, "accept": ["precision.moments"]}
 
 
-@pytest.mark.parametrize("in_background", [True, False])
+@pytest.mark.parametrize("in_background", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_run_with_narrow_state_resumes_to_the_bit(in_background: bool, tmp_path: Path) -> None:
     saving = {"interval": 2, "async": in_background}
     (straight, *_) = run_ranks(run, 4, NARROW, str(tmp_path / "straight"), 4, 0, {})

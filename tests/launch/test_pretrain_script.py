@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.distributed
+
 ROOT = Path(__file__).resolve().parents[2]
 PREFIXES = ("SLURM_", "TORCHELASTIC_", "TRIAXIS_", "NNODES", "NODE_RANK", "NPROC_", "MASTER_")
 NAMES = (
