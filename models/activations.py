@@ -28,6 +28,12 @@ from models.specs import StageContents
 BYTES_PER_ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4, "float64": 8}
 INDEX_BYTES = 8
 
+
+def accumulation_bytes(element: int) -> int:
+    """Bytes of an element in the accumulation dtype of elements of so many bytes."""
+    return max(4, element)
+
+
 HEAD_MODULES = ("final_norm", "head", "losses")
 """Of the last stage, behind its layers."""
 LOSS_MASK = "mask"
@@ -75,7 +81,7 @@ class _Sizes:
         kv_heads = max(Fraction(model.kv_heads, t), Fraction(1))
         return cls(
             w=w,
-            acc=max(4, w),
+            acc=accumulation_bytes(w),
             shard=Fraction(1, t if config.parallel.sequence_parallel else 1),
             h=model.hidden_size,
             heads=heads,

@@ -22,11 +22,8 @@ from engine.pipeline.actions import Action, Kind
 from engine.pipeline.partition import StageLayers, partition
 from engine.rank_grid import ParallelSizes
 from engine.shard_spec import ParamRecord, localize
-from models.activations import BYTES_PER_ELEMENT, backward_bytes, kept_bytes
+from models.activations import BYTES_PER_ELEMENT, accumulation_bytes, backward_bytes, kept_bytes
 from models.specs import stage_specs
-
-FEWEST_BYTES = 4
-"""Of an element in the accumulation dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +52,7 @@ def predicted_memory(config: Config, sizes: ParallelSizes, pp: int) -> Memory:
     )
     mine = [stages[schedule.placement.stage_of(pp, chunk)] for chunk in range(sizes.vpp)]
     element = BYTES_PER_ELEMENT[config.precision.dtype]
-    wide = max(FEWEST_BYTES, element)
+    wide = accumulation_bytes(element)
     layouts = layout_parameters(
         _records(config, sizes, mine), dp=sizes.dp, bucket_numel=config.optimizer.bucket_bytes // wide
     )

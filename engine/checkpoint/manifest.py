@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from engine.checkpoint.boxes import box_shape, flat_boxes, intersect
 from engine.data.files import write_atomically
 from engine.errors import CheckpointError
+from engine.optimizer.kinds import STATE_KINDS, StateKind
 from engine.shard_spec import Box
 
 FORMAT_VERSION = 1
@@ -38,8 +39,8 @@ MANIFEST_HASH = "manifest.sha256"
 PIECE_BYTES = 32 * 2**20
 """Largest piece: what a reader holds in memory at a time."""
 
-Kind = Literal["master", "exp_avg", "exp_avg_sq"]
-KINDS: tuple[Kind, ...] = ("master", "exp_avg", "exp_avg_sq")
+Kind = StateKind
+KINDS = STATE_KINDS
 """Exact weights (the parameters themselves in fp32 and float64), and Adam's two moments."""
 
 DType = Literal["bfloat16", "float16", "float32", "float64"]

@@ -15,8 +15,9 @@ from torch.optim.adamw import adamw
 
 from engine.config import OptimizerConfig, PrecisionConfig
 from engine.optimizer.grad_buffer import Bucket, FlatBuffer, GradBuffers
+from engine.optimizer.kinds import StateKind
 from engine.optimizer.param_layout import Segment
-from engine.optimizer.state import OptimizerState, StateKind
+from engine.optimizer.state import OptimizerState
 from engine.precision import STEP_DTYPE
 
 _SUMMED_NUMEL = 2**16

@@ -16,14 +16,11 @@ its value: it stands still within 2^-9 / (1 - beta) of its target, 4 % of the se
 """
 
 from collections.abc import Mapping
-from typing import Literal
 
 import torch
 
 from engine.config import PrecisionConfig
-
-StateKind = Literal["master", "exp_avg", "exp_avg_sq"]
-STATE_KINDS: tuple[StateKind, ...] = ("master", "exp_avg", "exp_avg_sq")
+from engine.optimizer.kinds import STATE_KINDS, StateKind
 
 _HALF_BITS = 16
 

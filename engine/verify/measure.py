@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from engine.initial_weights import initial_box
-from engine.optimizer.state import STATE_KINDS, StateKind
+from engine.optimizer.kinds import STATE_KINDS, StateKind
 from engine.shard_spec import Init, ParamRecord
 from engine.step import Engine
 from engine.verify.deviation import Deviation

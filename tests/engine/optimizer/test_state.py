@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from torch.optim.adamw import adamw
 
 from engine.config import PrecisionConfig
-from engine.optimizer.state import STATE_KINDS, OptimizerState
+from engine.optimizer.kinds import STATE_KINDS
+from engine.optimizer.state import OptimizerState
 from engine.step import Engine
 from tests.harness import run_ranks
 from tests.parity.cases import Case
