@@ -30,6 +30,7 @@ class PlainBlock(nn.Module):
             model.head_size,
         )
         self.swiglu = model.activation == "swiglu"
+        self.approximate = "tanh" if model.activation == "gelu_tanh" else "none"
         self.attention_norm, self.mlp_norm = plain_norm(model), plain_norm(model)
         qkv_bias, bias = model.bias != "none", model.bias == "all"
         self.qkv = nn.Linear(h, (self.heads + 2 * self.kv_heads) * self.d, bias=qkv_bias)
@@ -51,7 +52,7 @@ class PlainBlock(nn.Module):
             gate, up = y.chunk(2, dim=-1)
             y = F.silu(gate) * up
         else:
-            y = F.gelu(y)
+            y = F.gelu(y, approximate=self.approximate)
         return x + self.down(y)
 
 
@@ -92,7 +93,7 @@ def plain_norm(model: ModelConfig) -> nn.Module:
 def rotation(position_ids: torch.Tensor, model: ModelConfig, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines [b, 1, s, d] for `rotate`, in the accumulation dtype."""
     d, wide = model.head_size, accumulation_dtype(dtype)
-    frequencies = model.rope_base ** (-torch.arange(0, d, 2, dtype=wide) / d)
+    frequencies = model.rope_base ** (-torch.arange(0, d, 2, dtype=wide, device=position_ids.device) / d)
     angles = (position_ids.to(wide).unsqueeze(-1) * frequencies).repeat(1, 1, 2).unsqueeze(1)
     return angles.cos(), angles.sin()
 
@@ -118,7 +119,7 @@ class PlainLoop:
         self.masters = [p.detach().to(wide).requires_grad_() if self.has_masters else p for p in self.parameters]
         if self.has_masters:
             for parameter, master in zip(self.parameters, self.masters, strict=True):
-                parameter.register_post_accumulate_grad_hook(_adds_to(master))
+                parameter.register_post_accumulate_grad_hook(adds_to(master))
         options = config.optimizer
         matrices = [p for p in self.masters if p.dim() > 1]
         vectors = [p for p in self.masters if p.dim() <= 1]
@@ -159,7 +160,7 @@ class PlainLoop:
         return float(norm)
 
 
-def _adds_to(master: torch.Tensor) -> Callable[[torch.Tensor], None]:
+def adds_to(master: torch.Tensor) -> Callable[[torch.Tensor], None]:
     """A hook that moves a parameter's gradient, in the run's dtype, to its master's as soon as it is there."""
 
     def add(parameter: torch.Tensor) -> None:

@@ -8,13 +8,14 @@ place that knows it. Each call is labelled with its purpose, and the `Ledger` wr
     wait   the same number, when the result was asked for
     mark   a named point of the computation (a weight-gradient GEMM, say), so that order in the ledger proves overlap
 
-Backends differ in five things, and this file is where that is known:
+Backends differ in six things, and this file is where that is known:
 - gloo's tensor reduce-scatter is an all-reduce inside (twice the wire bytes). On gloo the rank chunks are exchanged by
   all-to-all and summed here in rank order, in the accumulation dtype; the order does not depend on how buckets are cut.
 - torch 2.13 renamed `reduce_scatter_tensor` and `all_gather_into_tensor` to `*_single`.
 - the first p2p call of an NCCL group must involve the whole group, so `Axis.connect` reduces one element beforehand.
 - gloo cannot say whether a send has completed without waiting for it, so a thread of the axis waits; NCCL can be asked.
 - torch's fake backend (a footprint's) has nobody to send to, and its handles say for ever that they are under way.
+- gloo reads host memory alone: tensors of a GPU are carried there and back (`engine.staging`).
 """
 
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from engine.precision import AGREEMENT_DTYPE, accumulate
+from engine.staging import CPU, Seen, Staging, Use, Work
 
 Op = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send", "recv"]
 ReduceOp = Literal["sum", "max"]
@@ -60,10 +62,22 @@ class Event(NamedTuple):
     group_call: int = -1
 
 
+class WaitClock(Protocol):
+    """Who measures how long a rank stands still for its calls (`engine.telemetry.marks`)."""
+
+    def wait_begins(self, posted: Event) -> None: ...
+    def wait_ends(self) -> None: ...
+
+
 class Ledger:
-    """What one rank called since the last reset, in order."""
+    """What one rank called since the last reset, in order.
+
+    Attributes:
+        clock: told when the rank begins to wait for a call and when it goes on; None: nobody measures.
+    """
 
     def __init__(self) -> None:
+        self.clock: WaitClock | None = None
         self.events: list[Event] = []
         self._num_calls = 0
 
@@ -81,8 +95,14 @@ class Ledger:
         self.events.append(event)
         return event
 
-    def wait(self, posted: Event) -> None:
+    def wait_begins(self, posted: Event) -> None:
+        if self.clock is not None:
+            self.clock.wait_begins(posted)
+
+    def wait_ends(self, posted: Event) -> None:
         self.events.append(posted._replace(phase="wait"))
+        if self.clock is not None:
+            self.clock.wait_ends()
 
     def mark(self, op: str, purpose: str) -> None:
         self.events.append(Event("mark", -1, op, "", purpose, None, 0, 0))
@@ -92,17 +112,10 @@ class Ledger:
         return [event for event in self.events if event.phase == "post"]
 
 
-class Work(Protocol):
-    """What a backend's handle must be able to do."""
-
-    def wait(self) -> Any: ...
-    def is_completed(self) -> bool: ...
-
-
 class _WatchedSend:
     """A gloo send that a thread waits for, so that its completion can be seen without blocking."""
 
-    def __init__(self, watcher: ThreadPoolExecutor, work: dist.Work) -> None:
+    def __init__(self, watcher: ThreadPoolExecutor, work: Work) -> None:
         self._done: Future[Any] = watcher.submit(work.wait)
 
     def wait(self) -> None:
@@ -130,26 +143,29 @@ class Pending:
         result: torch.Tensor,
         work: Sequence["Work"] = (),
         finish: Callable[[], torch.Tensor] | None = None,
-        on_wait: Callable[[], None] | None = None,
+        written: tuple[Ledger, Event] | None = None,
         keep: Sequence[torch.Tensor] = (),
     ) -> None:
         self._result = result
         self._work = work
         self._finish = finish
-        self._on_wait = on_wait
+        self._written = written
         self._keep = keep
         self._done = not work
 
     def wait(self) -> torch.Tensor:
-        """The result. On CUDA the current stream waits, not the host."""
+        """The result. With NCCL the current stream waits, not the host."""
         if not self._done:
+            if self._written is not None:
+                ledger, posted = self._written
+                ledger.wait_begins(posted)
             for work in self._work:
                 work.wait()
             if self._finish is not None:
                 self._result = self._finish()
-            if self._on_wait is not None:
-                self._on_wait()
-            self._work, self._finish, self._on_wait, self._keep = (), None, None, ()
+            if self._written is not None:
+                ledger.wait_ends(posted)
+            self._work, self._finish, self._written, self._keep = (), None, None, ()
             self._done = True
         return self._result
 
@@ -176,10 +192,22 @@ class Axis:
         ranks: global ranks of the members, in order.
         index: which member this rank is.
         size: number of members.
+
+    Args:
+        rank: this rank.
+        group: of the ranks; None for a group of one.
+        ledger: what is called is written down there.
+        staging: of the group, where its backend cannot read this rank's tensors.
     """
 
     def __init__(
-        self, name: str, ranks: Sequence[int], rank: int, group: dist.ProcessGroup | None, ledger: Ledger
+        self,
+        name: str,
+        ranks: Sequence[int],
+        rank: int,
+        group: dist.ProcessGroup | None,
+        ledger: Ledger,
+        staging: Staging | None = None,
     ) -> None:
         self.name = name
         self.ranks = tuple(ranks)
@@ -188,6 +216,7 @@ class Axis:
         self.ledger = ledger
         assert (group is None) == (self.size == 1), "a group of one rank needs no process group, any other does"
         self._group = group
+        self._staging = staging
         self._is_gloo = group is not None and dist.get_backend(group) == "gloo"
         self._is_fake = group is not None and dist.get_backend(group) == "fake"
         self._watcher: ThreadPoolExecutor | None = None
@@ -195,15 +224,24 @@ class Axis:
     def connect(self, device: torch.device) -> None:
         """Open the connections now, so that a missing peer shows at start and not in the first step."""
         if self._group is not None:
-            dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+            dist.all_reduce(torch.zeros(1, device=CPU if self._is_gloo else device), group=self._group)
+
+    def _call(self, call: Callable[[Seen], Sequence[Any]], *uses: Use) -> list[Work]:
+        """Make a call of the backend; `call` is given what the backend sees of a tensor, and returns a handle for each use."""
+        if self._staging is not None:
+            return self._staging.post(call, uses)
+        return [_work(work) for work in call(lambda tensor: tensor)]
 
     def all_reduce(self, tensor: torch.Tensor, purpose: str, op: ReduceOp = "sum") -> Pending:
         """Reduce `tensor` over the axis, in place."""
         if self._group is None:
             return Pending(tensor)
         posted = self.ledger.post("all_reduce", self.name, purpose, tensor, self.size)
-        work = dist.all_reduce(tensor, _REDUCE_OPS[op], group=self._group, async_op=True)
-        return Pending(tensor, [_work(work)], on_wait=lambda: self.ledger.wait(posted))
+        work = self._call(
+            lambda seen: [dist.all_reduce(seen(tensor), _REDUCE_OPS[op], group=self._group, async_op=True)],
+            Use([tensor], [tensor]),
+        )
+        return Pending(tensor, work, written=(self.ledger, posted))
 
     def all_gather(self, shard: torch.Tensor, purpose: str, out: torch.Tensor | None = None) -> Pending:
         """Concatenate the members' shards [n, ...] along dim 0 to [size * n, ...].
@@ -216,8 +254,11 @@ class Axis:
             out = shard.new_empty((self.size * shard.shape[0], *shard.shape[1:]))
         shard = shard.contiguous()
         posted = self.ledger.post("all_gather", self.name, purpose, shard, self.size)
-        work = _ALL_GATHER(out, shard, group=self._group, async_op=True)
-        return Pending(out, [_work(work)], on_wait=lambda: self.ledger.wait(posted), keep=[shard])
+        whole, part = out, shard
+        work = self._call(
+            lambda seen: [_ALL_GATHER(seen(whole), seen(part), group=self._group, async_op=True)], Use([part], [whole])
+        )
+        return Pending(whole, work, written=(self.ledger, posted), keep=[part])
 
     def reduce_scatter(self, full: torch.Tensor, purpose: str, out: torch.Tensor | None = None) -> Pending:
         """Sum `full` [size * n, ...] over the axis and keep this member's [n, ...] along dim 0.
@@ -233,11 +274,17 @@ class Axis:
         posted = self.ledger.post("reduce_scatter", self.name, purpose, full, self.size)
         if not self._is_gloo:
             shard = full.new_empty(shape) if out is None else out
-            work = _REDUCE_SCATTER(shard, full, group=self._group, async_op=True)
-            return Pending(shard, [_work(work)], on_wait=lambda: self.ledger.wait(posted), keep=[full])
+            work = self._call(
+                lambda seen: [_REDUCE_SCATTER(seen(shard), seen(full), group=self._group, async_op=True)],
+                Use([full], [shard]),
+            )
+            return Pending(shard, work, written=(self.ledger, posted), keep=[full])
 
         chunks = torch.empty_like(full)
-        work = dist.all_to_all_single(chunks, full, group=self._group, async_op=True)
+        work = self._call(
+            lambda seen: [dist.all_to_all_single(seen(chunks), seen(full), group=self._group, async_op=True)],
+            Use([full], [chunks]),
+        )
 
         def sum_in_rank_order() -> torch.Tensor:
             first, second, *rest = chunks.view(self.size, *shape).unbind()
@@ -246,41 +293,51 @@ class Axis:
                 total += part
             return total.to(full.dtype)
 
-        return Pending(full, [_work(work)], sum_in_rank_order, lambda: self.ledger.wait(posted), keep=[full])
+        return Pending(full, work, sum_in_rank_order, (self.ledger, posted), keep=[full])
 
     def broadcast(self, tensor: torch.Tensor, source: int, purpose: str) -> Pending:
         """Copy `tensor` from the member `source` into every member's `tensor`."""
         if self._group is None:
             return Pending(tensor)
         posted = self.ledger.post("broadcast", self.name, purpose, tensor, self.size)
-        work = dist.broadcast(tensor, self.ranks[source], group=self._group, async_op=True)
-        return Pending(tensor, [_work(work)], on_wait=lambda: self.ledger.wait(posted))
+        work = self._call(
+            lambda seen: [dist.broadcast(seen(tensor), self.ranks[source], group=self._group, async_op=True)],
+            Use([tensor] if source == self.index else [], [] if source == self.index else [tensor]),
+        )
+        return Pending(tensor, work, written=(self.ledger, posted))
 
     def exchange(self, messages: Sequence[Message], purpose: str) -> list[Pending]:
         """Post point-to-point messages as one group call; one `Pending` per message, in order."""
         assert self._group is not None, "a one-rank pipeline hands over locally"
-        ops = []
-        for message in messages:
-            function = dist.isend if message.kind == "send" else dist.irecv
-            ops.append(dist.P2POp(function, message.tensor, self.ranks[message.peer], self._group))
+        functions = {"send": dist.isend, "recv": dist.irecv}
+
+        def post_the_group(seen: Seen) -> Sequence[Any]:
+            return dist.batch_isend_irecv(
+                [
+                    dist.P2POp(functions[message.kind], seen(message.tensor), self.ranks[message.peer], self._group)
+                    for message in messages
+                ]
+            )
+
         events = [
             self.ledger.post(message.kind, self.name, purpose, message.tensor, self.size, message.peer, place)
             for place, message in enumerate(messages)
         ]
-        works: list[Work] = list(dist.batch_isend_irecv(ops))
+        uses = [Use([one.tensor]) if one.kind == "send" else Use((), [one.tensor]) for one in messages]
+        works = self._call(post_the_group, *uses)
         if self._is_fake:
             works = [
                 _TakenSend() if message.kind == "send" else work for message, work in zip(messages, works, strict=True)
             ]
         if self._is_gloo:
             works = [
-                _WatchedSend(self._send_watcher(), work) if message.kind == "send" else work  # type: ignore[arg-type]
+                _WatchedSend(self._send_watcher(), work) if message.kind == "send" else work
                 for message, work in zip(messages, works, strict=True)
             ]
         # A backend that coalesces returns one handle for the whole group call, another returns one per message.
         per_message = [works] * len(messages) if len(works) != len(messages) else [[work] for work in works]
         return [
-            Pending(message.tensor, work, on_wait=lambda event=event: self.ledger.wait(event))  # type: ignore[misc]
+            Pending(message.tensor, work, written=(self.ledger, event))
             for message, work, event in zip(messages, per_message, events, strict=True)
         ]
 

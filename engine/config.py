@@ -106,6 +106,9 @@ class DataConfig(Section):
     cache_dir: str | None = Field(None, description="index caches; null: beside each prefix")
     tokenizer: str = Field("bytes", description="`bytes`, or the path of a tokenizers .json")
     synthetic: bool = Field(False, description="random tokens instead of a corpus, a function of (seed, sample id)")
+    skip_samples: list[tuple[int, int]] = Field(
+        default_factory=list, description="training samples to leave out: [[first id, id after the last], ...]"
+    )
 
 
 class TrainConfig(Section):
@@ -169,14 +172,49 @@ class PrecisionConfig(Section):
     moments: Literal["full", "bf16"] = Field(
         "full", description="Adam's two, in the accumulation dtype or rounded to bf16"
     )
+    gradients: Literal["full", "bf16"] = Field(
+        "full",
+        description="what they are added up and reduced in: the accumulation dtype, or bf16 (each sum is rounded)",
+    )
 
 
 class RecomputeConfig(Section):
     """Recompute activations in the backward instead of keeping them."""
 
-    granularity: Literal["none", "selective", "full"] = Field("none", description="selective: attention only")
+    granularity: Literal["none", "selective", "full", "auto"] = Field(
+        "none", description="selective: `modules`; full: whole layers; auto: the cheapest of both that fits `memory_gb`"
+    )
+    modules: list[Literal["attention", "norm", "activation", "rope", "mlp"]] | None = Field(
+        None,
+        description="selective: parts of each layer (null: attention); full, block: parts of the others",
+    )
     method: Literal["uniform", "block"] = Field("uniform", description="full: all layers, or the first N of a chunk")
     num_layers: int = Field(1, gt=0, description="uniform: layers per recomputed group; block: recomputed layers")
+    memory_gb: float | None = Field(
+        None, gt=0, description="auto: the most that a rank may be predicted to hold, in 10^9 bytes"
+    )
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """What is recomputed of each layer that is not recomputed whole."""
+        default = ["attention"] if self.granularity == "selective" else []
+        return frozenset(default if self.modules is None else self.modules)
+
+    def __str__(self) -> str:
+        """In the words of the configuration, without what says nothing."""
+        words: list[str] = [self.granularity]
+        if self.granularity == "full":
+            words.append(f"{self.method} num_layers={self.num_layers}")
+        if self.parts:
+            words.append(f"modules=[{', '.join(sorted(self.parts))}]")
+        return " ".join(words)
+
+
+class OffloadConfig(Section):
+    """Move activations to host memory between forward and backward, while other layers are computed."""
+
+    num_layers: int = Field(0, ge=0, description="the first N layers of each model chunk; 0: none")
+    min_bytes: int = Field(2**20, gt=0, description="smaller tensors stay on the device: a copy has a fixed cost")
 
 
 class KernelsConfig(Section):
@@ -184,6 +222,16 @@ class KernelsConfig(Section):
 
     attention: Literal["sdpa", "flash", "cudnn", "efficient", "explicit"] = Field(
         "sdpa", description="sdpa: torch's choice; flash, cudnn, efficient: that one; explicit: with probabilities"
+    )
+    elementwise: Literal["eager", "compiled"] = Field(
+        "eager",
+        description="norms, RoPE, SwiGLU, dropout, cross-entropy: operator by operator, or fused by torch.compile",
+    )
+    weight_grad: Literal["separate", "fused"] = Field(
+        "separate", description="fused: the GEMM adds to the fp32 main grad itself (CUDA); separate: another pass does"
+    )
+    optimizer: Literal["torch", "compiled"] = Field(
+        "torch", description="torch: its fused AdamW; compiled: the whole update of any form of state in one pass"
     )
 
 
@@ -204,13 +252,26 @@ class ProfileConfig(Section):
     ranks: list[int] = Field(default_factory=lambda: [0], description="which ranks write a trace")
 
 
+class TimelineConfig(Section):
+    """Some steps of all ranks on one axis of time, in the run directory; slows them hardly (`profile` looks closer, and does)."""
+
+    start: int = Field(gt=0, description="first step in it, counted from 1; the first ones warm up")
+    steps: int = Field(2, gt=0, description="how many")
+
+
 class TelemetryConfig(Section):
     """What is written down while training, and where; metrics.jsonl always is."""
 
     log_interval: int = Field(10, gt=0, description="steps between lines on the terminal")
     wandb: WandbConfig | None = Field(None, description="null: off")
     tensorboard: bool = Field(False, description="event files in the run directory")
+    time_split: bool = Field(True, description="measure where the time of a step goes, and name ranks that are slow")
+    timeline: TimelineConfig | None = Field(None, description="null: off")
     profile: ProfileConfig | None = Field(None, description="null: off")
+    nvtx: bool = Field(False, description="name steps, phases and schedule actions for Nsight Systems; needs a GPU")
+    memory_history: bool = Field(
+        False, description="keep CUDA's latest allocations, for the snapshot at out of memory; needs a GPU"
+    )
     sample_tokens: int = Field(0, ge=0, description="tokens of text that the model writes when it is trained")
     peak_tflops: float | None = Field(
         None, gt=0, description="per device, for MFU; null: from a table of GPUs, or no MFU"
@@ -245,18 +306,51 @@ class CheckpointConfig(_InBackground):
         return bool(getattr(self, "async"))
 
 
+class ResilienceConfig(Section):
+    """What a run does about what goes wrong while it trains."""
+
+    on_nonfinite: Literal["stop", "skip", "rollback"] = Field(
+        "stop",
+        description="skip: leave that update out; rollback: to the last checkpoint before it, without its samples",
+    )
+    loss_spike: float | None = Field(
+        None, gt=1, description="a loss above so many times the running median is treated the same; null: none"
+    )
+    max_rollbacks: int = Field(3, gt=0, description="of a run over all its attempts; one more stops it")
+    max_skips_in_a_row: int = Field(
+        10, gt=0, description="updates left out one after the other; one more stops the run"
+    )
+    replica_check_interval: int | None = Field(
+        100, gt=0, description="steps between comparisons of what several ranks hold; null: none"
+    )
+
+
 class RuntimeConfig(Section):
     """Where and as what the run runs."""
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is a GPU")
+    collectives: Literal["auto", "nccl", "gloo"] = Field(
+        "auto", description="auto: nccl between GPUs, else gloo; gloo on GPUs: slow, but ranks may share one"
+    )
+    expandable_segments: bool = Field(
+        True, description="CUDA memory in segments that grow; PYTORCH_ALLOC_CONF, if set, is left alone"
+    )
     ranks_per_node: int | None = Field(None, gt=0, description="null: LOCAL_WORLD_SIZE of the launcher")
     timeout_seconds: float = Field(600.0, gt=0, description="a collective that waits longer ends the job")
+    hang_seconds: float | None = Field(
+        None, gt=0, description="a rank that stands still for so long ends the job; null: half of timeout_seconds"
+    )
     gc_interval: int = Field(
         100, gt=0, description="steps between collections of Python's cyclic garbage; none otherwise"
     )
     deterministic: bool = Field(False, description="deterministic CUDA kernels (the CPU always is)")
     runs_dir: str = Field("runs", description="parent of the run directories")
     name: str | None = Field(None, description="run name; null: the config file's stem")
+
+    @property
+    def hangs_after_seconds(self) -> float:
+        """How long a rank may stand still before it counts as hanging."""
+        return self.timeout_seconds / 2 if self.hang_seconds is None else self.hang_seconds
 
 
 class Config(Section):
@@ -270,9 +364,11 @@ class Config(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     precision: PrecisionConfig = PrecisionConfig()
     recompute: RecomputeConfig = RecomputeConfig()
+    offload: OffloadConfig = OffloadConfig()
     kernels: KernelsConfig = KernelsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+    resilience: ResilienceConfig = ResilienceConfig()
     runtime: RuntimeConfig = RuntimeConfig()
 
 

@@ -18,7 +18,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from engine.config import FORMAT_VERSION, Config, Section
-from engine.config_names import unknown_key
+from engine.config_names import FOREIGN_VALUES, unknown_key
 from engine.config_rules import problems as broken_rules
 from engine.errors import ConfigError
 
@@ -269,7 +269,9 @@ def _type_problems(error: ValidationError, origins: Mapping[str, str]) -> Iterat
             case "literal_error":
                 choices = context["expected"].replace("'", "")
                 names = choices.replace(" or ", ", ").split(", ")
-                near = difflib.get_close_matches(str(detail["input"]), names, n=1, cutoff=0.4)
+                field = ".".join(part for part in detail["loc"] if isinstance(part, str))
+                foreign = FOREIGN_VALUES.get(field, {}).get(str(detail["input"]))
+                near = [foreign] if foreign else difflib.get_close_matches(str(detail["input"]), names, n=1, cutoff=0.4)
                 yield f"{given}: must be {choices}." + (f" Did you mean {near[0]}?" if near else "")
             case "greater_than":
                 yield f"{given}: must be greater than {context['gt']}{_meaning(detail['loc'])}."

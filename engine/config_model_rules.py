@@ -157,13 +157,13 @@ def dropout_on_probabilities(subject: Subject) -> Iterator[Problem]:
 
 def narrow_state_fits(subject: Subject) -> Iterator[Problem]:
     precision, optimizer = subject.config.precision, subject.config.optimizer
-    for key, value in (("masters", "split"), ("moments", "bf16")):
+    for key, value in (("masters", "split"), ("moments", "bf16"), ("gradients", "bf16")):
         if getattr(precision, key) == value and precision.dtype != "bf16":
             yield Problem(
                 f"precision.{key}",
                 value,
-                f"is for weights in bf16, but precision.dtype = {precision.dtype}: there the optimizer's state is as exact as the "
-                "weights",
+                f"is for weights in bf16, but precision.dtype = {precision.dtype}: there gradients and optimizer state are as "
+                "exact as the weights",
                 {f"precision.{key}": ["full"], "precision.dtype": ["bf16"]},
             )
     if precision.moments == "bf16":

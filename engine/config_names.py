@@ -5,7 +5,7 @@ An unknown key is refused with the name that was probably meant:
     tensor-model-parallel-size, model.n_embd, hf's num_key_value_heads      the same thing, named differently
     model.tp, hidden_size at the top level                                  a field of ours in another section
     train.step                                                              the nearest spelling
-    resilience, model.num_experts, precision.fp8                            known, not built yet
+    model.num_experts, precision.fp8                                        known, not built yet
 """
 
 import difflib
@@ -25,6 +25,7 @@ FOREIGN_NAMES = {
     "pipeline_model_parallel_layout": "parallel.layers_per_stage",
     "decoder_first_pipeline_num_layers": "parallel.layers_per_stage",
     "decoder_last_pipeline_num_layers": "parallel.layers_per_stage",
+    "distributed_backend": "runtime.collectives",
     "distributed_timeout_minutes": "runtime.timeout_seconds",
     # Megatron-LM: model
     "encoder_num_layers": "model.num_layers",
@@ -82,7 +83,11 @@ FOREIGN_NAMES = {
     "recompute_granularity": "recompute.granularity",
     "recompute_method": "recompute.method",
     "recompute_num_layers": "recompute.num_layers",
+    "recompute_modules": "recompute.modules",
     "recompute_activations": "recompute.granularity=selective",
+    "fine_grained_activation_offloading": "offload.num_layers",
+    "cpu_offloading": "offload.num_layers",
+    "cpu_offloading_num_layers": "offload.num_layers",
     "bf16": "precision.dtype=bf16",
     "attention_backend": "kernels.attention",
     "use_flash_attn": "kernels.attention=sdpa",
@@ -133,6 +138,15 @@ FOREIGN_NAMES = {
 }
 """Names of Megatron-LM and Hugging Face, with `_` for `-`, and ours: a field, `field=value`, or a field and a remark."""
 
+FOREIGN_VALUES = {
+    "recompute.modules": {
+        "core_attn": "attention",
+        "layernorm": "norm",
+        "moe_act": "activation",
+    },
+}
+"""By field: what Megatron-LM calls a value, and what it is called here."""
+
 RENAMED: dict[str, str] = {}
 """Our own earlier names, whole and dotted, and today's. None yet: 0.1 is the first release."""
 
@@ -146,7 +160,6 @@ ALWAYS_ON = {
 """Switches of others for what is not a choice here."""
 
 NOT_BUILT = {
-    "resilience": "self-healing runs",
     "planner": "the layout planner",
     "fp16": "fp16 with a loss scale",
     "loss_scale": "fp16 with a loss scale",

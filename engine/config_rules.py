@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from itertools import chain
 
 from engine.config import Config, planned_steps
+from engine.config_activation_rules import ACTIVATION_RULES
 from engine.config_checkpoint_rules import CHECKPOINT_RULES
 from engine.config_model_rules import MODEL_RULES
 from engine.config_problems import Problem, Rule, Subject, divisors, find_problems, multiples, numbers
+from engine.config_resilience_rules import RESILIENCE_RULES
 from engine.pipeline.partition import partition
 
 
@@ -252,28 +254,6 @@ def decay_goes_down(subject: Subject) -> Iterator[Problem]:
         )
 
 
-def recompute_fits_chunk(subject: Subject) -> Iterator[Problem]:
-    recompute, parallel = subject.config.recompute, subject.config.parallel
-    if recompute.granularity != "full":
-        if recompute.method != "uniform" or recompute.num_layers != 1:
-            yield Problem(
-                "recompute.granularity",
-                recompute.granularity,
-                "method and num_layers belong to granularity = full: here they would have no effect",
-                {"recompute.granularity": ["full"]},
-                "Or leave them out.",
-            )
-        return
-    per_chunk = max(parallel.layers_per_stage or [-(-subject.config.model.num_layers // (parallel.pp * parallel.vpp))])
-    if recompute.num_layers > per_chunk:
-        yield Problem(
-            "recompute.num_layers",
-            recompute.num_layers,
-            f"must be at most {per_chunk}, the layers of the largest model chunk: there are no more to recompute",
-            {"recompute.num_layers": [per_chunk]},
-        )
-
-
 def corpora_are_named(subject: Subject) -> Iterator[Problem]:
     data = subject.config.data
     if not data.train and not data.synthetic:
@@ -352,22 +332,28 @@ def name_is_a_folder(subject: Subject) -> Iterator[Problem]:
         )
 
 
-def profile_is_in_the_run(subject: Subject) -> Iterator[Problem]:
-    profile, num_steps = subject.config.telemetry.profile, planned_steps(subject.config)
-    if profile is None:
-        return
-    last = profile.start + profile.steps - 1
-    if num_steps is not None and last > num_steps:
+def traced_steps_are_in_the_run(subject: Subject) -> Iterator[Problem]:
+    telemetry, num_steps = subject.config.telemetry, planned_steps(subject.config)
+    for name, traced in (("profile", telemetry.profile), ("timeline", telemetry.timeline)):
+        if traced is None or num_steps is None or traced.start + traced.steps - 1 <= num_steps:
+            continue
+        last = traced.start + traced.steps - 1
         yield Problem(
-            "telemetry.profile.start",
-            profile.start,
-            f"asks for a trace of steps {profile.start} to {last}, but the run has {num_steps}: it would never be whole",
+            f"telemetry.{name}.start",
+            traced.start,
+            f"asks for a trace of steps {traced.start} to {last}, but the run has {num_steps}: it would never be whole",
             {
-                "telemetry.profile.start": [num_steps - profile.steps + 1] if profile.steps <= num_steps else [],
-                "telemetry.profile.steps": [num_steps - profile.start + 1] if profile.start <= num_steps else [],
+                f"telemetry.{name}.start": [num_steps - traced.steps + 1] if traced.steps <= num_steps else [],
+                f"telemetry.{name}.steps": [num_steps - traced.start + 1] if traced.start <= num_steps else [],
                 "train.steps": [last] if subject.config.train.steps is not None else [],
             },
         )
+
+
+def profiled_ranks_are_in_the_run(subject: Subject) -> Iterator[Problem]:
+    profile = subject.config.telemetry.profile
+    if profile is None:
+        return
     world_size, dp = subject.world_size, subject.dp
     if world_size is None and dp is not None:
         world_size = subject.config.parallel.tp * subject.config.parallel.pp * dp
@@ -383,8 +369,39 @@ def profile_is_in_the_run(subject: Subject) -> Iterator[Problem]:
         )
 
 
+def collectives_reach_the_device(subject: Subject) -> Iterator[Problem]:
+    runtime = subject.config.runtime
+    if runtime.collectives == "nccl" and runtime.device == "cpu":
+        yield Problem(
+            "runtime.collectives",
+            "nccl",
+            "moves tensors of GPUs only, but runtime.device = cpu: the first call would fail on every rank",
+            {"runtime.collectives": ["auto", "gloo"], "runtime.device": ["auto", "cuda"]},
+        )
+
+
+def gpu_tools_have_a_gpu(subject: Subject) -> Iterator[Problem]:
+    """What is known before anybody looks at the machine; `launch.preflight.refuse_without_gpu` asks it."""
+    if subject.config.runtime.device == "cpu":
+        for field in asks_for_gpu(subject.config):
+            yield Problem(
+                field,
+                True,
+                "looks at a GPU, but runtime.device = cpu: it would show nothing",
+                {field: [False], "runtime.device": ["auto", "cuda"]},
+            )
+
+
+def asks_for_gpu(config: Config) -> Iterator[str]:
+    """The fields that are on and that only a GPU can answer."""
+    for name in ("nvtx", "memory_history"):
+        if getattr(config.telemetry, name):
+            yield f"telemetry.{name}"
+
+
 RULES: tuple[Rule, ...] = (
     *CHECKPOINT_RULES,
+    *RESILIENCE_RULES,
     *MODEL_RULES,
     layers_fill_stages,
     layers_are_dealt_out,
@@ -397,11 +414,14 @@ RULES: tuple[Rule, ...] = (
     run_has_one_length,
     warmup_ends,
     decay_goes_down,
-    recompute_fits_chunk,
+    *ACTIVATION_RULES,
     corpora_are_named,
     split_has_parts,
     bucket_holds_a_number,
     name_is_a_folder,
-    profile_is_in_the_run,
+    traced_steps_are_in_the_run,
+    profiled_ranks_are_in_the_run,
+    collectives_reach_the_device,
+    gpu_tools_have_a_gpu,
 )
 """In the order in which a reader of the file meets the fields."""

@@ -1,7 +1,8 @@
 """The errors of Triaxis (no torch here).
 
 Each message says four things: what was given, the rule, what would have broken, what to do. `exit_code` tells a user's
-mistake (2) from a run that broke (1), so that a batch script can decide whether trying again makes sense.
+mistake (2) from a run that broke (1) and from a machine that did (5), so that a batch script can decide whether trying again makes
+sense.
 """
 
 from collections.abc import Sequence
@@ -44,6 +45,12 @@ class CheckpointError(TriaxisError):
 
 class OutOfMemoryError(TriaxisError):
     """A rank asked for more memory than there is; the same configuration would do so again."""
+
+
+class ReplicaError(TriaxisError):
+    """Ranks that must hold the same weights do not: memory, a link or a kernel has failed."""
+
+    exit_code = 5
 
 
 class DivergenceError(TriaxisError):

@@ -7,6 +7,7 @@ would not do: `torch.randn` is not prefix-stable and differs by dtype, stride an
 
 import hashlib
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -18,13 +19,21 @@ BLOCK_NUMEL = 1 << 16
 """Elements per generator. Part of what a seed means: changing it changes every model's initial weights."""
 
 
-@torch.no_grad()
 def initialize(parameters: Iterable[ShardedParameter], seed: int) -> None:
-    """Fill bound parameters with their initial values; padding rows are zero."""
-    for parameter in parameters:
-        flat = parameter.value.view(-1)
-        flat.zero_()
-        flat[: parameter.record.box_numel] = initial_box(parameter.record, seed).to(flat.device, flat.dtype)
+    """Fill bound parameters with their initial values; padding rows are zero.
+
+    Parameters are drawn side by side on as many threads as torch has: a generator is serial, and there is one per block.
+    """
+    with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="initial-weights") as threads:
+        for _ in threads.map(lambda parameter: _fill(parameter, seed), parameters):
+            pass  # the map's results are asked for, so that what a thread raised is raised
+
+
+@torch.no_grad()
+def _fill(parameter: ShardedParameter, seed: int) -> None:
+    flat = parameter.value.view(-1)
+    flat.zero_()
+    flat[: parameter.record.box_numel] = initial_box(parameter.record, seed).to(flat.device, flat.dtype)
 
 
 def initial_box(record: ParamRecord, seed: int) -> torch.Tensor:

@@ -2,12 +2,12 @@
 
 Weights and activations use the run's dtype. Sums that must not lose bits (main grads, masters, moments, softmax, norms,
 RoPE tables, cross-entropy, gradient norms, the loss) use its accumulation dtype: fp32 for 16-bit runs, and never less
-than the run's own dtype, so that a float64 run stays float64 throughout.
+than the run's own dtype, so that a float64 run stays float64 throughout. Main grads and optimizer state can be narrowed by name.
 """
 
 from collections.abc import Mapping
-from functools import cache
 from types import MappingProxyType
+from typing import Literal
 
 import torch
 
@@ -26,10 +26,15 @@ STEP_DTYPE = torch.float32
 """What torch's fused optimizers take step counts and skip flags in; whole numbers are exact to 2^24."""
 
 
-@cache
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums of `dtype` values are kept in: promote_types(dtype, float32)."""
-    return torch.promote_types(dtype, torch.float32)
+    """The dtype that sums of `dtype` values are kept in: the wider of it and float32."""
+    # Asked for in every kernel, inside compiled ones too: torch.promote_types is a call into torch, and a cache stops the compiler.
+    return dtype if dtype.itemsize > torch.float32.itemsize else torch.float32
+
+
+def main_grad_dtype(dtype: torch.dtype, choice: Literal["full", "bf16"]) -> torch.dtype:
+    """What gradients are added up and reduced in (`precision.gradients`): the accumulation dtype, or that of the weights."""
+    return accumulation_dtype(dtype) if choice == "full" else dtype
 
 
 def accumulate(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,12 +2,13 @@
 
     executor    runs the schedule; gradients go to main grads, buckets are reduced as they fill
     finish      the owned parts hold whole gradients, scaled by 1 / nominal tokens
-    agree       one small all-reduce over the world: [sum of squares, loss sum, tokens, flags]
+    agree       one small all-reduce over the world: [sum of squares, loss sum, tokens, flags of a save, flags of a stop]
     optimizer   gradients x (nominal / actual tokens) x clip factor; AdamW on the owned parts; all-gathers posted
     read        loss, norm and flags on the host, whenever somebody waits for them (the loop does, a step later)
 
 Nothing before `read` brings a number to the host: norm, clipping and the decision not to update are made on the device, so
-that it never stands idle while the host reads. From a step on whose loss or gradients are not finite, nothing is updated.
+that it never stands idle while the host reads. From a step on whose loss or gradients are not finite, nothing is updated (with
+`resilience.on_nonfinite: skip`, in that step alone).
 
 The loss is the sum of token losses over the unmasked tokens of the GLOBAL batch. The backward scales by the constant
 1 / nominal tokens (global batch x sequence length), so that no rank needs to know the others' masks; what masks
@@ -31,6 +32,8 @@ from engine.pipeline.executor import Executor
 from engine.pipeline.lowering import Program
 from engine.pipeline.partition import StageLayers
 from engine.precision import AGREEMENT_DTYPE
+from engine.saved_tensors import SavedTensors
+from engine.signals import NO_STOP
 from engine.tensor_parallel.parameter import ShardedParameter, WeightGradQueue
 from engine.topology import Topology
 from engine.transfers import HostCopy
@@ -41,6 +44,8 @@ class Chunk(Protocol):
 
     @property
     def queue(self) -> WeightGradQueue: ...
+    @property
+    def saved(self) -> SavedTensors: ...
     def __call__(self, x: torch.Tensor | None, microbatch: Any) -> torch.Tensor: ...
     def logits(self, x: torch.Tensor | None, microbatch: Any) -> torch.Tensor: ...
     def train(self, mode: bool = True) -> nn.Module: ...
@@ -59,42 +64,65 @@ class StepResult:
         loss: per token, in nats.
         grad_norm: global, before clipping.
         num_tokens: counted tokens of the global batch.
-        flags: how many ranks raised each flag.
+        flags: how many ranks raised each flag of a save.
+        stop: how many ranks were asked to stop, by kind (`engine/signals.py`).
+        flaw: why the step has updated nothing; "": it has.
     """
 
     loss: float
     grad_norm: float
     num_tokens: int
     flags: tuple[float, ...]
+    stop: tuple[float, ...] = NO_STOP
+    flaw: str = ""
 
 
 class PendingResult:
     """A step that is posted, its numbers on their way to the host.
 
     Args:
-        numbers: [loss, gradient norm, tokens, loss sum, sum of squares, whether updates have stopped, *flags].
+        numbers: [loss, gradient norm, tokens, loss sum, sum of squares, whether the update was left out, *flags, *stop].
+        loss_limit: what the loss may be at most.
     """
 
-    def __init__(self, numbers: torch.Tensor) -> None:
+    def __init__(self, numbers: torch.Tensor, loss_limit: float = math.inf) -> None:
         self._numbers = HostCopy(numbers)
+        self._loss_limit = loss_limit
+
+    def read(self) -> StepResult:
+        """What all ranks agree on; `flaw` says why nothing was updated, if so."""
+        loss, grad_norm, num_tokens, loss_sum, square_sum, left_out, *flags = self._numbers.wait()
+        flaw = ""
+        if left_out:
+            flaw = f"loss sum {loss_sum} and squared gradient norm {square_sum} over {int(num_tokens)} tokens "
+            if not (math.isfinite(loss_sum) and math.isfinite(square_sum)):
+                flaw += "are not finite"
+            elif loss > self._loss_limit:
+                flaw = f"loss {loss:.4f} over {int(num_tokens)} tokens is above the limit of {self._loss_limit:.4f}"
+            else:
+                flaw += "are finite, but those of a step before were not"
+        of_save, of_stop = flags[: len(NO_FLAGS)], flags[len(NO_FLAGS) :]
+        return StepResult(loss, grad_norm, int(num_tokens), tuple(of_save), tuple(of_stop), flaw)
 
     def wait(self) -> StepResult:
-        """What all ranks agree on.
+        """`read`, for those who cannot go on without the update.
 
         Raises:
             DivergenceError: the loss or the gradient norm of this step or of one before it was not finite; on every rank. No
                 weight has changed since.
         """
-        loss, grad_norm, num_tokens, loss_sum, square_sum, diverged, *flags = self._numbers.wait()
-        if diverged:
-            is_this = not (math.isfinite(loss_sum) and math.isfinite(square_sum))
-            these = "are not finite" if is_this else "are finite, but those of a step before were not"
-            raise DivergenceError(
-                f"loss sum {loss_sum} and squared gradient norm {square_sum} over {int(num_tokens)} tokens {these}: an update "
-                "would destroy the weights. Nothing was changed on any rank. Lower optimizer.lr, lengthen the warm-up, or look at "
-                "the data of the step."
-            )
-        return StepResult(loss, grad_norm, int(num_tokens), tuple(flags))
+        result = self.read()
+        if result.flaw:
+            raise DivergenceError(explain(result.flaw))
+        return result
+
+
+def explain(flaw: str) -> str:
+    """What a step that updated nothing means, and what can be done."""
+    return (
+        f"{flaw}: an update would destroy the weights. Nothing was changed on any rank. Lower optimizer.lr, lengthen the warm-up, "
+        "or look at the data of the step."
+    )
 
 
 @dataclass
@@ -105,7 +133,8 @@ class Engine:
         stages: what each pipeline stage of the model holds, in stage order.
         parameters: by global name, in forward order.
         train_program, forward_program: the lowered schedules of a training step and of a forward-only step.
-        diverged: a bool on the device: loss or gradients were not finite, so nothing is updated any more.
+        diverged: a bool on the device: loss or gradients were not finite, or the loss above its limit, so nothing is updated in
+            this step (`resilience.on_nonfinite: skip`) or any more (else).
     """
 
     config: Config
@@ -143,15 +172,24 @@ class Engine:
         """`forward_backward`, then `update`, and wait for the result."""
         return self.update(self.forward_backward(microbatches), lr).wait()
 
-    def update(self, counts: torch.Tensor, lr: float, flags: Sequence[float] = NO_FLAGS) -> PendingResult:
+    def update(
+        self,
+        counts: torch.Tensor,
+        lr: float,
+        flags: Sequence[float] = NO_FLAGS,
+        stop: Sequence[float] = NO_STOP,
+        loss_limit: float = math.inf,
+    ) -> PendingResult:
         """Post one update of the weights with the reduced gradients; `counts` are this rank's.
 
-        `flags` (as many as `NO_FLAGS`) are summed over the ranks in the same small all-reduce.
+        A loss above `loss_limit` is treated as one that is not finite: nothing is updated.
+        `flags` (as many as `NO_FLAGS`) and `stop` (as `NO_STOP`) are summed over the ranks in the same small all-reduce.
         """
-        assert len(flags) == len(NO_FLAGS), f"{len(flags)} flags: the traffic of a step is a constant"
+        raised = (*flags, *stop)
+        assert len(raised) == len(NO_FLAGS) + len(NO_STOP), f"{len(raised)} flags: the traffic of a step is a constant"
         mine = [self.optimizer.grad_square_sum().to(AGREEMENT_DTYPE).view(1), counts]
-        vector = torch.cat((*mine, counts.new_zeros(len(flags))))
-        for place, flag in enumerate(flags, start=3):
+        vector = torch.cat((*mine, counts.new_zeros(len(raised))))
+        for place, flag in enumerate(raised, start=3):
             if flag:
                 vector[place].fill_(flag)
         agreed = self.topology.axis("world").all_reduce(vector, "step").wait()
@@ -161,11 +199,12 @@ class Engine:
         tokens = num_tokens.clamp(min=1.0)
         scale = self.nominal_tokens / tokens
         grad_norm = square_sum.sqrt() * scale
-        self.diverged |= agreed[:2].isfinite().all().logical_not()
+        is_bad = agreed[:2].isfinite().all().logical_not() | (loss_sum / tokens > loss_limit)
+        self.diverged = is_bad if self.config.resilience.on_nonfinite == "skip" else self.diverged | is_bad
         clipped = clip_factor(grad_norm, self.config.optimizer.clip_grad)
         self.optimizer.step(lr, scale if clipped is None else scale * clipped, skip=self.diverged)
         sums = torch.stack((loss_sum / tokens, grad_norm, num_tokens, loss_sum, square_sum, self.diverged))
-        return PendingResult(torch.cat((sums, agreed[3:])))
+        return PendingResult(torch.cat((sums, agreed[3:])), loss_limit)
 
     def evaluate(self, steps: Iterable[Sequence[Any]]) -> float:
         """Loss per token over some global batches, without dropout; the same on every rank."""

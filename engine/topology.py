@@ -12,7 +12,8 @@ topologies can live in one process. Axes by name:
     kv_replicas   the tp ranks that hold the same key/value head; only where kv heads < tp
     world         everybody
 
-Groups with the same ranks share one process group, except the two pipeline directions.
+Groups with the same ranks share one process group, except the two pipeline directions. Where gloo serves a GPU, each process
+group has its staging (`engine.staging`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from engine.collectives import Axis, Ledger
 from engine.errors import TopologyError
 from engine.rank_grid import AXES, RankGrid
+from engine.staging import Staging
 
 
 def axis_groups(grid: RankGrid, kv_heads: int | None) -> Iterator[tuple[str, Sequence[tuple[int, ...]], str]]:
@@ -46,12 +48,24 @@ class Topology:
         rank: this rank.
         device: where this rank computes.
         kv_heads: key/value heads of the model; with fewer than tp ranks, replicas share a `kv_replicas` axis.
+        staged: carry tensors through host memory; None: where the default group is gloo's and this rank is on a GPU.
+
+    Attributes:
+        staged: whether it does.
 
     Raises:
         TopologyError: the default process group has another size than the grid.
     """
 
-    def __init__(self, grid: RankGrid, rank: int, device: torch.device, *, kv_heads: int | None = None) -> None:
+    def __init__(
+        self,
+        grid: RankGrid,
+        rank: int,
+        device: torch.device,
+        *,
+        kv_heads: int | None = None,
+        staged: bool | None = None,
+    ) -> None:
         if grid.world_size > 1 and dist.get_world_size() != grid.world_size:
             raise TopologyError(
                 f"{dist.get_world_size()} ranks were started, but {grid.sizes} needs {grid.world_size}: some ranks would "
@@ -63,6 +77,10 @@ class Topology:
         self.sizes = grid.sizes
         self.coordinates = grid.coordinates(rank)
         self.ledger = Ledger()
+        if staged is None:
+            staged = grid.world_size > 1 and device.type == "cuda" and dist.get_backend() == "gloo"
+        self.staged = staged
+        self._stagings: dict[dist.ProcessGroup, Staging] = {}
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
         self._axes: dict[str, Axis] = {}
 
@@ -74,7 +92,7 @@ class Topology:
         ranks = next((ranks for ranks in groups if self.rank in ranks), None)
         if ranks is None:
             return
-        group = None
+        group, staging = None, None
         if len(ranks) > 1:
             key = (ranks, channel)
             if key not in self._groups:
@@ -82,7 +100,11 @@ class Topology:
                 assert isinstance(created, dist.ProcessGroup)
                 self._groups[key] = created
             group = self._groups[key]
-        self._axes[name] = Axis(name, ranks, self.rank, group, self.ledger)
+            # One for all axes of a process group: its calls have one order.
+            if self.staged and group not in self._stagings:
+                self._stagings[group] = Staging(self.device)
+            staging = self._stagings.get(group)
+        self._axes[name] = Axis(name, ranks, self.rank, group, self.ledger, staging)
         self._axes[name].connect(self.device)
 
     def axis(self, name: str) -> Axis:
@@ -103,7 +125,10 @@ class Topology:
         """Destroy the groups of this topology (not torch's default group)."""
         for axis in self._axes.values():
             axis.close()
+        for staging in self._stagings.values():
+            staging.close()
         for group in self._groups.values():
             dist.destroy_process_group(group)
+        self._stagings.clear()
         self._groups.clear()
         self._axes.clear()

@@ -24,7 +24,8 @@ from engine.pipeline.executor import Executor
 from engine.pipeline.lowering import lower
 from engine.pipeline.partition import StageLayers, partition
 from engine.pipeline.validate import check
-from engine.precision import DTYPES, accumulation_dtype
+from engine.precision import DTYPES, main_grad_dtype
+from engine.signals import Stop, StopRequest
 from engine.step import Chunk, Engine, PendingResult, StepResult
 from engine.tensor_parallel.parameter import ShardedParameter
 from engine.topology import Topology
@@ -54,6 +55,14 @@ class Observer(Protocol):
     def phase(self, name: str) -> None: ...
 
 
+class StepGuard(Protocol):
+    """Who decides what a step's numbers mean for the run (`engine.resilience.guard`), on every rank alike."""
+
+    def loss_limit(self, step: int) -> float: ...
+    def before_update(self, step: int) -> None: ...
+    def judge(self, step: int, result: StepResult) -> None: ...
+
+
 def build(
     config: Config,
     topology: Topology,
@@ -67,6 +76,7 @@ def build(
     sizes, model = topology.sizes, config.model
     plan = batch_plan(config, sizes.dp)
     dtype = DTYPES[config.precision.dtype]
+    grad_dtype = main_grad_dtype(dtype, config.precision.gradients)
 
     stages = partition(model.num_layers, sizes.pp, sizes.vpp, config.parallel.layers_per_stage)
     name = schedules.resolve(config.schedule.name, sizes.vpp)
@@ -83,10 +93,10 @@ def build(
     layouts = layout_parameters(
         [parameter.record for parameter in parameters.values()],
         dp=topology.axis("dp").size,
-        bucket_numel=config.optimizer.bucket_bytes // accumulation_dtype(dtype).itemsize,
+        bucket_numel=config.optimizer.bucket_bytes // grad_dtype.itemsize,
     )
     replica_axes = {name: axis for name in ("tp", "kv_replicas", "ends") if (axis := topology.maybe_axis(name))}
-    buffers = GradBuffers(layouts, parameters, dtype, topology.device, topology.axis("dp"), replica_axes)
+    buffers = GradBuffers(layouts, parameters, dtype, grad_dtype, topology.device, topology.axis("dp"), replica_axes)
     fill(parameters.values(), config.train.seed)
 
     local_length = model.seq_length // (sizes.tp if config.parallel.sequence_parallel else 1)
@@ -99,7 +109,7 @@ def build(
         chunks=chunks,
         parameters=parameters,
         buffers=buffers,
-        optimizer=DistributedOptimizer(buffers, config.optimizer, config.precision),
+        optimizer=DistributedOptimizer(buffers, config.optimizer, config.precision, config.kernels.optimizer),
         executor=Executor(topology, [chunk.queue for chunk in chunks], activation_shape, dtype),
         train_program=train_program,
         forward_program=forward_program,
@@ -121,11 +131,16 @@ def train(
     open_validation: Callable[[], StepSource] | None,
     observer: Observer,
     checkpoints: Checkpoints,
-) -> None:
-    """Train to the last step. The samples of a step depend on `consumed_samples` alone.
+    stop: StopRequest,
+    guard: StepGuard,
+) -> Stop | None:
+    """Train to the last step, or until all ranks agree to stop; returns why it stopped, None after the last step.
+
+    The samples of a step depend on `consumed_samples` alone.
 
     A step's numbers are read when the next one is posted, so that a GPU always has work; before a validation, a fingerprint or a
-    save they are read at once.
+    save they are read at once. A stop that was agreed in a step comes after the one that is posted by then: it is saved whatever
+    the interval.
 
     Args:
         engine: from `build`.
@@ -133,6 +148,8 @@ def train(
         open_validation: opens the validation batches at their beginning; None: no validation.
         observer: told of every step and validation.
         checkpoints: saves what and when the configuration says.
+        stop: what this rank is asked.
+        guard: judges each step; what it raises ends the loop, on every rank after the same step.
 
     Raises:
         DivergenceError: loss or gradients are not finite; on every rank, before any weight changes.
@@ -142,13 +159,20 @@ def train(
     interval = config.train.eval_interval
     first_step = batches.consumed_samples // plan.samples_per_step
     unread: list[_Posted] = []
+    stops = False
 
-    def read(posted: Sequence[_Posted]) -> None:
-        results = [each.result.wait() for each in posted]
+    def read(*, newest: bool) -> None:
+        results = [posted.result.read() for posted in (unread if newest else unread[:-1])]
+        for result in results:
+            stop.hear(result.stop)
+        if stop.agreed is not None and len(results) < len(unread):
+            results.append(unread[-1].result.read())
         observer.end_step()
-        for each, result in zip(posted, results, strict=True):
+        for each, result in zip(unread, results, strict=False):
+            guard.judge(each.step, result)
             observer.on_step(each.step, result, each.lr)
             checkpoints.agreed(result.flags)
+        del unread[: len(results)]
 
     with GarbageCollection(config.runtime.gc_interval) as garbage:
         for step in range(first_step, plan.num_steps):
@@ -158,20 +182,23 @@ def train(
             counts = engine.forward_backward(microbatches)
             observer.phase("optimizer")
             lr = learning_rate(step, config.optimizer, plan.num_steps)
-            unread.append(_Posted(step, lr, engine.update(counts, lr, checkpoints.flags())))
+            guard.before_update(step)
+            limit = guard.loss_limit(step)
+            unread.append(_Posted(step, lr, engine.update(counts, lr, checkpoints.flags(), stop.flags(), limit)))
             is_last = step + 1 == plan.num_steps
             validates = open_validation is not None and interval is not None and ((step + 1) % interval == 0 or is_last)
-            must_wait = is_last or validates or checkpoints.is_due(step + 1, is_last=is_last)
-            num_read = len(unread) if must_wait else len(unread) - 1
-            read(unread[:num_read])
-            del unread[:num_read]
-            if validates and open_validation is not None:
+            read(newest=is_last or validates or checkpoints.is_due(step + 1, is_last=is_last))
+            stops = stop.agreed is not None and not is_last
+            if validates and open_validation is not None and not stops:
                 observer.phase("validation")
                 with closing(open_validation()) as source:
                     loss = engine.evaluate(source.next_step() for _ in range(config.train.eval_steps))
                 observer.on_validation(step, loss)
             observer.phase("checkpoint")
-            checkpoints.after_step(step + 1, batches.consumed_samples, lr, is_last=is_last)
+            checkpoints.after_step(step + 1, batches.consumed_samples, lr, is_last=is_last or stops)
             garbage.after_step(step + 1)
+            if stops:
+                break
     observer.phase("checkpoint")
     checkpoints.finish()
+    return stop.agreed if stops else None

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 
-def to_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """`values` as a vector on the device; the host goes on at once."""
     is_cuda = device.type == "cuda"
     return torch.tensor(values, dtype=dtype, pin_memory=is_cuda).to(device, non_blocking=True)

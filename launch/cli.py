@@ -3,8 +3,8 @@
     triaxis COMMAND [arguments]      ->  launch/commands/COMMAND.py: NAME, HELP, add_arguments(parser), run(args) -> int
 
 Only the module of the command that was asked for is imported, so `triaxis --help` costs no more than starting Python.
-Exit codes: 0 done; 2 a mistake in what was typed or configured; 1 a run that broke; 130 interrupted. A traceback means
-a bug of ours.
+Exit codes: 0 done; 2 a mistake in what was typed or configured; 1 a run that broke; 75 preempted and saved; 130 interrupted.
+A traceback means a bug of ours.
 """
 
 import argparse
@@ -23,9 +23,12 @@ COMMANDS = {
     "evaluate": "loss and perplexity of a text or corpus under the model of a checkpoint",
     "convert": "bring a model in from Hugging Face or Megatron-Core, or take a checkpoint out",
     "checkpoint": "look into checkpoints: contents, differences, damage, fingerprints",
+    "timeline": "put the ranks' timelines of a run together, for Perfetto",
     "schedule": "print, draw or check a pipeline schedule",
     "verify": "prove that a layout trains the same model as one process, or name what differs",
+    "doctor": "compare all nodes, measure the layout's groups, and name what is out of line",
     "footprint": "what one rank of any layout keeps, sends and computes in a step, without the machines",
+    "report": "turn a run directory into one HTML page",
     "traffic": "run one real step and print the bytes and calls per axis beside what the config predicts",
 }
 """Subcommands in the order of `triaxis --help`, with their one-line summaries."""

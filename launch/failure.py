@@ -1,4 +1,14 @@
-"""Which rank ended a run, and what it wrote last (no torch here).
+"""How a run may end (exit codes), which rank ended it, and what that one wrote last (no torch here).
+
+    0      the last step is made, or the run was finished already
+    1      something broke: starting again goes on from the newest checkpoint
+    2      a mistake in what was typed or configured: starting again would end the same way
+    3      `triaxis doctor` found a node that is out of line
+    4      the run hung: the report says who waits for whom; starting again goes on from the newest checkpoint
+    5      ranks that must hold the same weights do not: a machine is broken; starting again on the same nodes may end the same way
+    75     the requeue code: preempted, saved, to be started again
+    130    a person's Ctrl-C: saved
+    128+n  ended by signal n before or after training, or killed
 
 When one rank dies, torchrun ends the others, and those that were talking to it fail by themselves a moment later. The
 first cause is a rank that torchrun did not end, that was seen dead first (whole seconds), and whose log stopped first.
@@ -8,6 +18,20 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from engine.errors import TriaxisError
+from engine.resilience.hang import hang_report
+from engine.signals import Stop
+
+BROKE = 1
+MISTAKE = TriaxisError.exit_code
+OUT_OF_LINE = 3
+REQUEUE = 75
+"""`EX_TEMPFAIL` of sysexits.h: try again later. No rank ends with it before all have agreed and the state is on the disk."""
+INTERRUPTED = 130
+
+AFTER = {Stop.PREEMPTED: REQUEUE, Stop.INTERRUPTED: INTERRUPTED}
+"""How a run ends that all ranks have agreed to stop."""
 
 LAST_LINES = 20
 LAST_BYTES = 64 * 1024
@@ -27,6 +51,15 @@ class RankFailure:
         if self.exit_code >= 0:
             return f"exit code {self.exit_code}"
         return f"signal {signal.Signals(-self.exit_code).name}"
+
+
+def describe_hang(logs: Path, since_seconds: float) -> str:
+    """The report of the hang that ended the last attempt under `runs/<name>/logs`; its own words where rank 0 has said it all."""
+    attempts = [path for path in logs.parent.glob("hangs/attempt_*") if path.stat().st_mtime >= since_seconds]
+    report = hang_report(max(attempts)) if attempts else None
+    if report is None:
+        return "the run hung, and its ranks were ended; they could not write down who waits for whom."
+    return "" if report["reporter"] == 0 else str(report["text"])
 
 
 def rank_log(logs: Path, rank: int, since_seconds: float) -> Path | None:

@@ -9,13 +9,14 @@
     one task of srun per GPU:           launch/pretrain_gpt.py here, now             the same variables, from SLURM's
 
 Each rank reads the config again from the same words and the same environment. When a rank dies, the others are ended
-and the launcher says which it was.
+and the launcher says which it was. Signals are handed on to the ranks (launch/forward_signals.py).
 """
 
 import importlib
 import logging
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -29,10 +30,13 @@ from engine.config import BatchPlan, Config, batch_plan, parallel_sizes
 from engine.config_load import load_config
 from engine.config_rules import problems
 from engine.data.indexed import bin_path, idx_path
-from engine.errors import ConfigError, TopologyError, TriaxisError
+from engine.errors import ConfigError, TopologyError
 from engine.rank_grid import ParallelSizes
+from engine.resilience.hang import HUNG
 from engine.telemetry.run_dir import run_name
-from launch.failure import RankFailure, describe, first_cause
+from launch.failure import AFTER, MISTAKE, RankFailure, describe, describe_hang, first_cause
+from launch.forward_signals import LEFT_TO_TORCHRUN, ForwardedSignals, NoRanksError
+from launch.preflight import refuse_without_gpu
 from launch.slurm_step import LOOPBACK, is_rank, rank_variables
 from launch.world import World, decide, find_gpus
 
@@ -59,6 +63,8 @@ class Request:
     """Words for the worker that are no part of the configuration."""
     preflight: Callable[[Config, Path], str | None] | None = None
     """Looks before ranks are started; what it returns is said instead of starting."""
+    explained_codes: tuple[int, ...] = ()
+    """Exit codes that all ranks agree on and rank 0 has explained: no rank has failed."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,7 @@ class Plan:
     sizes: ParallelSizes
     batch: BatchPlan
     worker_flags: tuple[str, ...] = ()
+    explained_codes: tuple[int, ...] = ()
 
     @property
     def worker_arguments(self) -> list[str]:
@@ -121,7 +128,17 @@ def make_plan(request: Request, variables: Mapping[str, str]) -> Plan:
     if found := problems(config, world.size, config.runtime.ranks_per_node or world.ranks_per_node):
         raise ConfigError(found, str(path))
     sizes = parallel_sizes(config, world.size)
-    return Plan(config, path, overrides, world, sizes, batch_plan(config, sizes.dp), request.worker_flags)
+    refuse_without_gpu(config, has_gpu=config.runtime.device != "cpu" and gpus.count > 0, note=gpus.note)
+    return Plan(
+        config,
+        path,
+        overrides,
+        world,
+        sizes,
+        batch_plan(config, sizes.dp),
+        request.worker_flags,
+        request.explained_codes,
+    )
 
 
 def torchrun_arguments(plan: Plan, worker: str, variables: Mapping[str, str]) -> list[str]:
@@ -188,32 +205,58 @@ def _prepare_corpus(console: Console, config: Config) -> int:
 
 
 def _run_torchrun(plan: Plan, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """torchrun inside this process, which makes its signals ours and its failures readable."""
+    """torchrun inside this process, which makes its signals ours and its failures readable; returns the exit code."""
     os.environ.update(environment)
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from launch import rendezvous
+
     # It names every process that it ends; the one that matters is described below.
     for noisy in ("multiprocessing.api", "agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic.{noisy}").setLevel(logging.CRITICAL)
     started_seconds = time.time()
+    words = torchrun.parse_args(list(arguments))
+    words.signals_to_handle = LEFT_TO_TORCHRUN
+    rendezvous.use(words)
+    signals = ForwardedSignals()
     try:
-        torchrun.run(torchrun.parse_args(list(arguments)))
+        with signals.listening():
+            torchrun.run(words)
+    except NoRanksError:
+        return _stopped_by(signals.first)
     except SignalException as stopped:
-        _show_cursor()
-        print(f"stopped by {stopped.sigval.name}; all ranks of this node have ended", file=sys.stderr)
-        return 128 + stopped.sigval
+        return _stopped_by(stopped.sigval)
     except ChildFailedError as failed:
         logs = Path(plan.config.runtime.runs_dir) / run_name(plan.config, plan.config_path.stem, os.environ) / "logs"
         failures = [RankFailure(rank, one.exitcode, one.timestamp) for rank, one in failed.failures.items()]
+        codes = (*AFTER.values(), *plan.explained_codes)
+        agreed = [code for code in codes if any(failure.exit_code == code for failure in failures)]
+        if agreed:
+            _show_cursor()
+            return agreed[0]
+        if any(failure.exit_code == HUNG for failure in failures):
+            _show_cursor()
+            print(describe_hang(logs, started_seconds), file=sys.stderr)
+            return HUNG
         cause = first_cause(failures, logs, started_seconds)
+        if signals.first is not None and cause.exit_code in (-signals.first, -signal.SIGKILL):
+            return _stopped_by(signals.first)
         _show_cursor()
         # A user's mistake has been explained by rank 0; that a rank ended with it is no news.
-        if (cause.rank, cause.exit_code) != (0, TriaxisError.exit_code):
+        if (cause.rank, cause.exit_code) != (0, MISTAKE):
             print(describe(cause, logs, started_seconds), file=sys.stderr)
         return cause.exit_code if cause.exit_code > 0 else 128 - cause.exit_code
     return 0
+
+
+def _stopped_by(signal_number: signal.Signals | None) -> int:
+    """Ranks that did not train yet, or were told twice, end without a word of their own."""
+    assert signal_number is not None, "it was a signal that ended them"
+    _show_cursor()
+    print(f"stopped by {signal_number.name}; all ranks of this node have ended", file=sys.stderr)
+    return 128 + signal_number
 
 
 def _show_cursor() -> None:
@@ -222,7 +265,7 @@ def _show_cursor() -> None:
 
 
 def _be_a_rank(request: Request, variables: Mapping[str, str]) -> int:
-    """Run the worker in this task of srun."""
+    """Run the worker in this task of srun, and end with it."""
     ours = rank_variables(variables)
     arguments = [str(request.config_path or DEFAULT_CONFIG), *request.overrides, *request.worker_flags]
     if request.dry_run:
@@ -230,4 +273,8 @@ def _be_a_rank(request: Request, variables: Mapping[str, str]) -> int:
             print("rank 0 of this SLURM step:", *(f"{name}={value}" for name, value in ours.items()))
         return 0
     os.environ.update(ours | thread_variables(variables))
-    return int(importlib.import_module(request.worker).main(arguments))
+    code = int(importlib.import_module(request.worker).main(arguments))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Without the interpreter's teardown: a thread that waits for a dead peer must not keep the rank alive.
+    os._exit(code)

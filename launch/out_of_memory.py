@@ -20,15 +20,18 @@ from engine.step import Engine
 from engine.telemetry.format import in_bytes
 from engine.telemetry.observer import peak_memory_bytes
 from engine.topology import Topology
+from launch.memory_snapshot import MemorySnapshot
 from models.memory import Memory, predicted_memory, savings
 
 KINDS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward of the input", Kind.W: "backward of the weights"}
-MOST_NAMED = 4
+MOST_NAMED = 6
 
 
 @contextmanager
-def explaining_memory(config: Config, topology: Topology, engine: Engine | None = None) -> Iterator[None]:
-    """What is asked of memory in here and cannot be had becomes an error for people.
+def explaining_memory(
+    config: Config, topology: Topology, engine: Engine | None = None, snapshot: MemorySnapshot | None = None
+) -> Iterator[None]:
+    """What is asked of memory in here and cannot be had becomes an error for people, and a snapshot where one can be made.
 
     Raises:
         OutOfMemoryError: instead of the allocator's.
@@ -38,7 +41,9 @@ def explaining_memory(config: Config, topology: Topology, engine: Engine | None 
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise explained(error, config, topology, engine) from error
+        # Before the error goes on: the frames below still hold what they were working on.
+        written = None if snapshot is None else snapshot.write()
+        raise explained(error, config, topology, engine, written) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -48,7 +53,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def explained(error: BaseException, config: Config, topology: Topology, engine: Engine | None) -> OutOfMemoryError:
+def explained(
+    error: BaseException, config: Config, topology: Topology, engine: Engine | None, snapshot: str | None = None
+) -> OutOfMemoryError:
     """The error for people.
 
     Args:
@@ -56,6 +63,7 @@ def explained(error: BaseException, config: Config, topology: Topology, engine: 
         config: of the run; an open `parallel.dp` is taken from the topology.
         topology: of this rank.
         engine: None while it is being built.
+        snapshot: what to say of a snapshot; None: there is none.
     """
     sizes, at = topology.sizes, topology.coordinates
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"dp": sizes.dp})})
@@ -74,14 +82,13 @@ def explained(error: BaseException, config: Config, topology: Topology, engine: 
     found = list(savings(config, at.pp))[:MOST_NAMED]
     if found:
         lines.append("Any of these makes the prediction for this rank smaller:")
-        lines += [
-            f"  {saving.key}={str(saving.value).lower()}: {in_bytes(predicted.total - saving.total)} less"
-            for saving in found
-        ]
+        lines += [f"  {saving}: {in_bytes(predicted.total - saving.total)} less" for saving in found]
     else:
         lines.append(
             "No smaller layout is legal with these ranks: use more of them, a shorter sequence or a smaller model."
         )
+    if snapshot is not None:
+        lines.append(snapshot)
     return OutOfMemoryError("\n".join(lines))
 
 

@@ -1,4 +1,5 @@
 """What can be known before eight processes import torch: is the run finished, is the directory its own, is the corpus there?
+Is there a GPU where something asks for one?
 
 The ranks check the same again (they may stand on other nodes); here it costs a second instead of ten.
 """
@@ -7,7 +8,9 @@ import os
 from pathlib import Path
 
 from engine.config import Config
+from engine.config_rules import asks_for_gpu
 from engine.data.indexed import IndexedTokens
+from engine.errors import ConfigError
 from engine.telemetry.run_dir import RunDirectory, run_name
 
 
@@ -26,3 +29,26 @@ def look_before_training(config: Config, config_path: Path) -> str | None:
         for _, prefix in [*config.data.train, *(config.data.valid or [])]:
             IndexedTokens(prefix)
     return None
+
+
+def refuse_without_gpu(config: Config, *, has_gpu: bool, note: str = "") -> None:
+    """Refuse what only a GPU can answer where the run is on the CPU.
+
+    Args:
+        config: of the run.
+        has_gpu: whether its ranks are on GPUs.
+        note: why not, if there is more to say.
+
+    Raises:
+        ConfigError: all fields that ask for one.
+    """
+    if has_gpu or not (fields := list(asks_for_gpu(config))):
+        return
+    why = note or "torch finds no GPU here"
+    raise ConfigError(
+        [
+            f"{field} = true: it looks at a GPU, and this run is on the CPU ({why}), so there would be nothing to see. "
+            f"Set {field}=false, or start where a CUDA build of torch finds a GPU."
+            for field in fields
+        ]
+    )

@@ -17,39 +17,53 @@ from pathlib import Path
 
 import torch
 
+from engine.checkpoint.layout import describe_layout
 from engine.checkpoint.manager import Checkpoints, RunFacts
 from engine.checkpoint.resume import TOKENIZER, Beginning, begin
-from engine.config import Config
+from engine.config import Config, ProfileConfig
 from engine.data.corpus import entropies
 from engine.data.datasets import Datasets, open_datasets
 from engine.data.loader import Batches
+from engine.data.sampler import NOTHING_SKIPPED
 from engine.data.samples import SampleSource
+from engine.data.skipped import SkippedRanges
 from engine.data.tokenizers import load_tokenizer
-from engine.errors import TriaxisError
-from engine.kernels.attention import chosen
+from engine.errors import CheckpointError, TriaxisError
+from engine.kernels import registry
+from engine.pipeline.lowering import Instruction
+from engine.resilience.guard import Guard
+from engine.resilience.heartbeat import Heartbeat
+from engine.resilience.notices import TroubleNotices
+from engine.resilience.rollback import Rollback, train_through
 from engine.runtime import RankEnvironment
+from engine.signals import Stop, StopRequest
 from engine.step import Engine
-from engine.telemetry.checkpoint_notices import CheckpointNotices, say_beginning
+from engine.telemetry.checkpoint_notices import CheckpointNotices, say_beginning, say_stopped
 from engine.telemetry.hub import Telemetry, open_telemetry
 from engine.telemetry.metrics import Meter
-from engine.telemetry.observer import TrainingObserver
+from engine.telemetry.nvtx import NvtxRanges
+from engine.telemetry.observer import TrainingObserver, peak_memory_of_ranks
 from engine.telemetry.parameters import local_counts, round_counts
-from engine.telemetry.profile import StepProfiler
+from engine.telemetry.profile import StepProfiler, StepWatcher
 from engine.telemetry.rank_log import Streams, rank_log
 from engine.telemetry.run_dir import RunDirectory, run_name
+from engine.telemetry.step_times import StepTimes
 from engine.telemetry.summary import End, Start, show_end, show_start
-from engine.topology import Topology
-from engine.train import build, train
+from engine.train import build
+from launch.failure import AFTER, BROKE, INTERRUPTED, MISTAKE
+from launch.hang_watch import open_hang_watch
 from launch.launcher import FROM_SCRATCH
+from launch.measuring import finish_step_times, open_slow_ranks, open_step_times
+from launch.memory_snapshot import MemorySnapshot, remember_allocations
 from launch.out_of_memory import explaining_memory
 from launch.parent_death import end_with_parent
+from launch.preflight import refuse_without_gpu
 from launch.rank import Rank, join, read_config
 from models.generate import generate
 from models.gpt import attention_shape, build_chunks
+from models.memory import settled
 from models.specs import model_specs
 
-USER_MISTAKE = TriaxisError.exit_code
-INTERRUPTED = 130
 PROMPT_TOKENS = 48
 SAMPLE_TEMPERATURE = 0.8
 
@@ -57,7 +71,7 @@ SAMPLE_TEMPERATURE = 0.8
 def main(argv: Sequence[str]) -> int:
     """Run one rank of `[config.yaml, section.key=value ..., --from-scratch]`.
 
-    The exit code tells a user's mistake (2) from a failure (1).
+    What the exit code means stands in `launch/failure.py`.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
@@ -68,9 +82,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = read_config(words, environment)
         with join(config, environment) as rank:
+            refuse_without_gpu(config, has_gpu=rank.topology.device.type == "cuda")
             directory = _open_directory(rank, Path(words[0]).stem, from_scratch=FROM_SCRATCH in argv and is_first_start)
             if directory is None:
-                return USER_MISTAKE
+                return MISTAKE
             if directory.finished is not None:
                 if rank.number == 0:
                     print(directory.finished_message())
@@ -85,10 +100,10 @@ def main(argv: Sequence[str]) -> int:
         return INTERRUPTED
 
 
-def _logged(run: Callable[[], None]) -> int:
+def _logged(run: Callable[[], int]) -> int:
     """Run it; what goes wrong is printed while the rank's log still listens."""
     try:
-        run()
+        return run()
     except TriaxisError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -97,8 +112,7 @@ def _logged(run: Callable[[], None]) -> int:
         return INTERRUPTED
     except Exception:
         traceback.print_exc()
-        return 1
-    return 0
+        return BROKE
 
 
 def _open_directory(rank: Rank, stem: str, *, from_scratch: bool) -> RunDirectory | None:
@@ -124,16 +138,20 @@ def _open_directory(rank: Rank, stem: str, *, from_scratch: bool) -> RunDirector
     return directory
 
 
-def _train(rank: Rank, directory: RunDirectory, streams: Streams) -> None:
+def _train(rank: Rank, directory: RunDirectory, streams: Streams) -> int:
+    """Build, begin, train; returns the exit code."""
     config, topology = rank.config, rank.topology
+    stop, stopped = StopRequest(rank.number), None
     datasets = open_datasets(
         config.data, config.model.seq_length, config.train.seed, vocab_size=config.model.vocab_size
     )
-    with explaining_memory(config, topology):
+    snapshot = _memory_snapshot(rank, directory)
+    with explaining_memory(config, topology, snapshot=snapshot):
         engine = build(config, topology, build_chunks)
     described = describe(engine)
+    chosen = settled(config, topology.sizes)
     meter = Meter(
-        config,
+        chosen,
         engine.plan,
         layers_per_chunk=described.layers_per_chunk,
         world_size=topology.grid.world_size,
@@ -147,12 +165,20 @@ def _train(rank: Rank, directory: RunDirectory, streams: Streams) -> None:
         streams=streams,
         num_steps=engine.plan.num_steps,
         show_mfu=meter.peak is not None,
-        layout={"sizes": str(topology.sizes), "schedule": described.schedule, "device": described.device},
+        layout={**describe_layout(engine), "sizes": str(topology.sizes), "backend": described.device},
     )
     try:
         counted = count_parameters(engine)
         if telemetry.report is not None:
-            start = Start(config, engine.plan, described.layout, described.device, described.kernels, counted)
+            start = Start(
+                config,
+                engine.plan,
+                described.layout,
+                described.device,
+                described.kernels,
+                counted,
+                recompute=chosen.recompute,
+            )
             show_start(telemetry.report, directory, meter, start)
         data = {"samples": datasets.fingerprint}
         if not config.data.synthetic:
@@ -166,70 +192,160 @@ def _train(rank: Rank, directory: RunDirectory, streams: Streams) -> None:
             lineage=beginning.lineage,
             wandb_id=directory.known_wandb_id,
             shapes={spec.name: spec.shape for spec in model_specs(config.model)},
+            history=beginning.history,
         )
         notices = CheckpointNotices(telemetry, directory)
         with closing(Checkpoints(engine, directory.checkpoints(config), facts, notices)) as checkpoints:
-            _train_and_report(engine, datasets, beginning, checkpoints, directory, telemetry, meter)
+            stop.listen()
+            stopped = _train_and_report(
+                engine, datasets, beginning, facts, checkpoints, directory, telemetry, meter, stop, snapshot
+            )
+    except CheckpointError as error:
+        telemetry.event("failed", error=f"CheckpointError: {error}")
+        if stop.agreed is not Stop.PREEMPTED:
+            raise
+        # Preempted all the same: the next attempt goes on from the newest checkpoint that is complete.
+        print(f"error: {error}", file=sys.stderr)
+        stopped = stop.agreed
     except BaseException as error:
         telemetry.event("failed", error=f"{type(error).__name__}: {error}")
         raise
     finally:
         telemetry.close()
         directory.close()
+    if stopped is None:
+        return 0
+    # Nobody leaves before rank 0 has closed its files: a launcher ends all ranks with the first one that ends with a code.
+    topology.axis("world").agree([0.0], topology.device, "stop")
+    return AFTER[stopped]
 
 
 def _train_and_report(
     engine: Engine,
     datasets: Datasets,
     beginning: Beginning,
+    facts: RunFacts,
     checkpoints: Checkpoints,
     directory: RunDirectory,
     telemetry: Telemetry,
     meter: Meter,
-) -> None:
-    config = engine.config
-    batches = open_batches(engine, datasets.train, beginning.state.consumed_samples)
+    stop: StopRequest,
+    snapshot: MemorySnapshot | None,
+) -> Stop | None:
+    config, history = engine.config, facts.history
     valid = datasets.valid
-    profiler = _profiler(engine, directory, telemetry, beginning.state.step)
-    observer = TrainingObserver(telemetry, meter, engine.topology.device, profiler=profiler)
+    trouble = TroubleNotices(telemetry)
+
+    heartbeat, hang_watch = open_hang_watch(engine, directory, telemetry)
+
+    def reread(consumed_samples: int) -> Batches:
+        return open_batches(engine, datasets.train, consumed_samples, history.skipped)
+
+    def open_training(consumed_samples: int) -> Batches:
+        heartbeat.begin(consumed_samples // engine.plan.samples_per_step)
+        return reread(consumed_samples)
+
+    guard = Guard(engine, history, reread, trouble)
+    rollback = Rollback(engine, directory.checkpoints(config), facts.data, history, trouble)
+    times = open_step_times(engine, directory, beginning.state.step)
+    heartbeat.listen(engine.topology.ledger)
+    watchers = _watchers(engine, directory, telemetry, beginning.state.step, times, heartbeat)
+    observer = TrainingObserver(
+        telemetry,
+        meter,
+        engine.topology.device,
+        watchers=watchers,
+        times=times,
+        slow_ranks=open_slow_ranks(engine, times),
+    )
     started_seconds = time.monotonic()
+    hang_watch.start()
     try:
-        with explaining_memory(config, engine.topology, engine):
-            train(
-                engine, batches, None if valid is None else lambda: open_batches(engine, valid), observer, checkpoints
+        with explaining_memory(config, engine.topology, engine, snapshot):
+            validation = None if valid is None else lambda: open_batches(engine, valid)
+            stopped, consumed_samples = train_through(
+                engine,
+                beginning.state.consumed_samples,
+                open_training,
+                validation,
+                observer,
+                checkpoints,
+                stop,
+                guard,
+                rollback,
             )
+            finish_step_times(times, directory, telemetry)
     finally:
-        batches.close()
-        if profiler is not None:
-            profiler.close()
+        hang_watch.close()
+        for watcher in watchers:
+            watcher.close()
     seconds = time.monotonic() - started_seconds
     telemetry.flush()
+    held = peak_memory_of_ranks(engine.topology)
+    if stopped is not None:
+        step = consumed_samples // engine.plan.samples_per_step
+        say_stopped(telemetry, stopped, step, is_saved=config.checkpoint.interval is not None, peak_memory_bytes=held)
+        return stopped
     steps = engine.plan.num_steps
     prompt, text = _write_text(engine, valid) if valid is not None else ("", None)
     if telemetry.report is not None:
         end = End(steps, seconds, observer.loss, observer.val_loss, corpus_entropies(config), prompt, text)
         show_end(telemetry.report, directory, end)
-        telemetry.event("finished", steps=steps, loss=observer.loss, val_loss=observer.val_loss)
+        telemetry.event("finished", steps=steps, loss=observer.loss, val_loss=observer.val_loss, peak_memory_bytes=held)
         directory.finish(steps=steps, loss=observer.loss, val_loss=observer.val_loss)
+    return None
 
 
-def _profiler(engine: Engine, directory: RunDirectory, telemetry: Telemetry, steps_made: int) -> StepProfiler | None:
-    """The profiler of this rank, listening to its executor; None where it traces nothing."""
-    wanted, rank = engine.config.telemetry.profile, engine.topology.rank
-    if wanted is None or rank not in wanted.ranks:
+def _memory_snapshot(rank: Rank, directory: RunDirectory) -> MemorySnapshot | None:
+    """What this rank writes when it runs out of memory, its history from now on in it if asked for; None on the CPU."""
+    if rank.topology.device.type != "cuda":
         return None
+    has_history = rank.config.telemetry.memory_history
+    if has_history:
+        remember_allocations()
+    return MemorySnapshot(directory.memory_snapshot(rank.number), has_history=has_history)
+
+
+def _watchers(
+    engine: Engine,
+    directory: RunDirectory,
+    telemetry: Telemetry,
+    steps_made: int,
+    times: StepTimes | None,
+    heartbeat: Heartbeat,
+) -> list[StepWatcher]:
+    """Who follows this rank through its steps, listening to its executor too."""
+    watchers: list[StepWatcher] = [heartbeat] if times is None else [heartbeat, times]
+    if engine.config.telemetry.nvtx:
+        watchers.append(NvtxRanges(steps_made))
+    wanted = engine.config.telemetry.profile
+    if wanted is not None and engine.topology.rank in wanted.ranks:
+        watchers.append(_profiler(engine, directory, telemetry, steps_made, wanted))
+
+    def tell_all(instruction: Instruction | None) -> None:
+        for watcher in watchers:
+            watcher.instruction(instruction)
+
+    engine.executor.observer = tell_all
+    return watchers
+
+
+def _profiler(
+    engine: Engine, directory: RunDirectory, telemetry: Telemetry, steps_made: int, wanted: ProfileConfig
+) -> StepProfiler:
+    rank = engine.topology.rank
 
     def written(path: Path) -> None:
         telemetry.event("profiled", path=str(path.relative_to(directory.path)))
         if telemetry.report is not None:
             telemetry.report.say(f"trace of rank {rank}: {path}")
 
-    profiler = StepProfiler(wanted, directory.profile(rank, wanted), engine.topology.device, steps_made, written)
-    engine.executor.observer = profiler.instruction
-    return profiler
+    return StepProfiler(wanted, directory.profile(rank, wanted), engine.topology.device, steps_made, written)
 
 
-def open_batches(engine: Engine, dataset: SampleSource, consumed_samples: int = 0) -> Batches:
+def open_batches(
+    engine: Engine, dataset: SampleSource, consumed_samples: int = 0, skipped: SkippedRanges = NOTHING_SKIPPED
+) -> Batches:
     """This rank's batches of a dataset, from the first sample that is not consumed on."""
     train_config, dp = engine.config.train, engine.topology.axis("dp")
     return Batches(
@@ -240,6 +356,7 @@ def open_batches(engine: Engine, dataset: SampleSource, consumed_samples: int = 
         dp_rank=dp.index,
         consumed_samples=consumed_samples,
         device=engine.topology.device,
+        skipped=skipped,
     )
 
 
@@ -276,7 +393,7 @@ def describe(engine: Engine) -> Description:
     sequence = ", sequence parallel" if config.parallel.sequence_parallel else ""
     if topology.device.type == "cuda":
         device_name = torch.cuda.get_device_name(topology.device)
-        device = f"{device_name}, nccl"
+        device = f"{device_name}, {'gloo through the host' if topology.staged else 'nccl'}"
     else:
         threads = torch.get_num_threads()
         device_name = "cpu"
@@ -286,14 +403,9 @@ def describe(engine: Engine) -> Description:
         schedule=schedule,
         device=device,
         device_name=device_name,
-        kernels=f"attention: {_attention(config, topology)}",
+        kernels=registry.describe(config.kernels, attention_shape(config, topology)),
         layers_per_chunk=tuple(len(stage.layers) for stage in engine.stages),
     )
-
-
-def _attention(config: Config, topology: Topology) -> str:
-    kernel = config.kernels.attention
-    return f"sdpa, of which torch takes {chosen(attention_shape(config, topology))}" if kernel == "sdpa" else kernel
 
 
 def corpus_entropies(config: Config) -> dict[str, float]:

@@ -10,6 +10,7 @@ from engine.config_load import load_config
 from engine.rank_grid import RankGrid
 from engine.runtime import RankEnvironment, Runtime, start
 from engine.topology import Topology
+from models.memory import settled
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +32,16 @@ def read_config(argv: Sequence[str], environment: RankEnvironment) -> Config:
     Raises:
         ConfigError: all problems at once, before any process group exists.
     """
-    return load_config(
+    config = load_config(
         argv[0],
         argv[1:],
         os.environ,
         world_size=environment.world_size,
         ranks_per_node=environment.local_world_size,
     )
+    # What cannot fit is refused here, before anybody connects.
+    settled(config, parallel_sizes(config, environment.world_size))
+    return config
 
 
 @contextmanager

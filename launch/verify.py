@@ -12,6 +12,7 @@ from typing import Any
 
 from engine.config import Config, parallel_sizes
 from engine.config_load import ENVIRONMENT, load_config, to_yaml
+from engine.config_problems import with_value
 from engine.errors import ConfigError
 from engine.pipeline.partition import partition
 from engine.shard_spec import localize
@@ -20,6 +21,7 @@ from engine.verify.records import REFERENCE_STEPS, ParameterFacts, RankReport, S
 from engine.verify.shrink import shrink
 from launch.from_checkpoint import JOB
 from launch.launcher import Request, launch
+from models.memory import settled
 from models.specs import model_specs, stage_specs
 
 WORKER = "launch.verify_rank"
@@ -76,10 +78,12 @@ def trial(path: Path, overrides: tuple[str, ...], *, small: bool, num_steps: int
         ConfigError: all problems at once.
     """
     asked = load_config(path, overrides, os.environ)
+    asked = with_value(asked, "parallel.dp", asked.parallel.dp or 1)
+    # What is chosen by memory is chosen for the sizes that were asked for.
+    asked = settled(asked, parallel_sizes(asked))
     tree = asked.model_dump(mode="json")
     for section, values in (shrink(asked) if small else {}).items():
         tree[section] |= values
-    tree["parallel"]["dp"] = asked.parallel.dp or 1
     tree["data"] = {"synthetic": True}
     tree["train"] |= {"steps": num_steps, "tokens": None, "eval_interval": None}
     optimizer = asked.optimizer
@@ -98,6 +102,7 @@ def trial(path: Path, overrides: tuple[str, ...], *, small: bool, num_steps: int
         "parallel": tree["parallel"] | ONE_PROCESS,
         "schedule": {"name": "auto"},
         "recompute": {"granularity": "none"},
+        "offload": {},
     }
     return Trial(checked(tree), checked(one))
 

@@ -1,7 +1,8 @@
 """How many ranks to start, where, and why (torch is asked only where the machine shows a GPU).
 
     NPROC_PER_NODE given            that many on each node
-    parallel.dp given               tp pp dp ranks; more than there are GPUs is refused, GPUs left over are named
+    parallel.dp given               tp pp dp ranks; more than there are GPUs is refused (unless gloo serves them, and ranks share
+                                    a GPU), GPUs left over are named
     dp open, GPUs                   as many as there are: dp = world / (tp pp), the largest that divides the batch
     dp open, no GPU                 tp pp ranks on the CPU (gloo): one replica
 
@@ -73,6 +74,11 @@ def decide(config: Config, gpus: Gpus, variables: Mapping[str, str]) -> World:
             f"Use runtime.device=auto or cpu to train on the CPU."
         )
     num_gpus = 0 if config.runtime.device == "cpu" else gpus.count
+    if config.runtime.collectives == "nccl" and not num_gpus:
+        raise TopologyError(
+            f"runtime.collectives = nccl: {gpus.note or 'this node shows no GPU'}, and NCCL moves tensors of GPUs only. Use "
+            f"runtime.collectives=auto to train on the CPU."
+        )
 
     if given := _number(variables, "NPROC_PER_NODE"):
         ranks, why = num_nodes * given, "NPROC_PER_NODE"
@@ -92,11 +98,14 @@ def decide(config: Config, gpus: Gpus, variables: Mapping[str, str]) -> World:
         )
     if not num_gpus:
         return World(num_nodes, ranks_per_node, GLOO, f"{why}; {gpus.note or 'no GPU is used'}")
-    if ranks_per_node > num_gpus:
+    may_share = config.runtime.collectives == "gloo"
+    if ranks_per_node > num_gpus and not may_share:
         raise TopologyError(_too_few(config, ranks_per_node, num_gpus))
     idle = num_gpus - ranks_per_node
-    note = f"; {idle} of {num_gpus} GPUs per node stay idle" if idle else ""
-    return World(num_nodes, ranks_per_node, NCCL, why + note)
+    note = f"; {idle} of {num_gpus} GPUs per node stay idle" if idle > 0 else ""
+    if idle < 0:
+        note = f"; {ranks_per_node} ranks share {num_gpus} GPU{'s' if num_gpus > 1 else ''} on each node"
+    return World(num_nodes, ranks_per_node, GLOO if may_share else NCCL, why + note)
 
 
 def _largest_dp(config: Config, most: int, model_ranks: int, num_nodes: int) -> int:
@@ -117,7 +126,9 @@ def _too_few(config: Config, ranks_per_node: int, num_gpus: int) -> str:
         f"in NCCL, and a layout that was asked for is never changed. Choose a smaller one, for example\n"
         f"  {smaller} bash launch/pretrain_gpt.sh ...\n"
         f"or train on the CPU:\n"
-        f"  bash launch/pretrain_gpt.sh ... runtime.device=cpu"
+        f"  bash launch/pretrain_gpt.sh ... runtime.device=cpu\n"
+        f"or let ranks share a GPU, slowly, to try the layout:\n"
+        f"  bash launch/pretrain_gpt.sh ... runtime.collectives=gloo"
     )
 
 

@@ -14,11 +14,14 @@ Kept here otherwise than there:
     fused attention    no scores (5 a s is gone), but the logarithm of each row's sum
     "explicit"         softmax in the accumulation dtype; the causal mask, one for all heads and samples
     RMSNorm            its input and one number per token
-    recomputation      selective: nothing inside attention but q, k, v; full: the input of each group of layers
+    recomputation      selective: what `models/recompute.py` lists is gone; full: the input of each group of layers
+    offload            of the first layers of a chunk only what is small, or held by somebody else
+
+A term is one tensor, and one storage: what is offloaded is chosen by its bytes.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from engine.config import Config
@@ -48,16 +51,18 @@ class Term:
         tensor: what it is.
         paper: bytes per token on this rank in the paper's count; 0 where the paper has no such tensor.
         ours: bytes per token on this rank with this engine's kernels on the CPU; 0 where nothing is kept.
+        part: of the layer that makes it again if it is recomputed (`recompute.modules`); "" where none does.
     """
 
     module: str
     tensor: str
     paper: Fraction
     ours: Fraction
+    part: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class _Sizes:
+class Sizes:
     """Widths on one rank, as fractions: w, acc bytes per element (of the run, of accumulation); `shard`: 1/t of the sequence
     outside of the tensor-parallel region with sequence parallelism, else 1; heads, q, kv, f: on this rank."""
 
@@ -74,7 +79,7 @@ class _Sizes:
     b: int
 
     @classmethod
-    def of(cls, config: Config, sizes: ParallelSizes) -> "_Sizes":
+    def of(cls, config: Config, sizes: ParallelSizes) -> "Sizes":
         model, t = config.model, sizes.tp
         w = BYTES_PER_ELEMENT[config.precision.dtype]
         heads = Fraction(model.num_attention_heads, t)
@@ -96,7 +101,14 @@ class _Sizes:
 
 def block_terms(config: Config, sizes: ParallelSizes) -> list[Term]:
     """What one transformer layer keeps, if it is not recomputed as a whole."""
-    at = _Sizes.of(config, sizes)
+    parts = config.recompute.parts | ({"activation"} if "mlp" in config.recompute.parts else set())
+    terms = _all_terms(config, sizes, is_core_again="attention" in parts)
+    return [replace(term, ours=Fraction(0)) if term.part in parts else term for term in terms]
+
+
+def _all_terms(config: Config, sizes: ParallelSizes, *, is_core_again: bool) -> list[Term]:
+    """The tensors that parts of a layer keep; with attention's core recomputed, its operands are kept as they came."""
+    at = Sizes.of(config, sizes)
     model = config.model
     whole = at.w * at.h * at.shard
     dropped = at.h * at.shard
@@ -104,66 +116,62 @@ def block_terms(config: Config, sizes: ParallelSizes) -> list[Term]:
     dropout = whole if model.hidden_dropout else nothing
     terms = [
         *_norm_terms(config, at, "attention_norm"),
-        Term("attention.qkv", "input", whole, whole),
-        *_attention_terms(config, at),
+        Term("attention.qkv", "input", whole, whole, "norm"),
+        *_attention_terms(config, at, is_core_again=is_core_again),
         Term("attention.proj", "input", at.w * at.q, at.w * at.q),
         Term("attention", "residual dropout", dropped, dropout),
         *_norm_terms(config, at, "mlp_norm"),
-        Term("mlp.up", "input", whole, whole),
+        Term("mlp.up", "input", whole, whole, "norm"),
     ]
     if model.activation == "swiglu":
         # Megatron-LM without fusions keeps silu(gate) too; here it is computed again.
         terms += [
-            Term("mlp", "gate and up", 2 * at.w * at.f, 2 * at.w * at.f),
+            Term("mlp", "gate and up", 2 * at.w * at.f, 2 * at.w * at.f, "mlp"),
             Term("mlp", "silu(gate)", at.w * at.f, nothing),
         ]
     else:
-        terms.append(Term("mlp", "activation input", at.w * at.f, at.w * at.f))
+        terms.append(Term("mlp", "activation input", at.w * at.f, at.w * at.f, "mlp"))
     terms += [
-        Term("mlp.down", "input", at.w * at.f, at.w * at.f),
+        Term("mlp.down", "input", at.w * at.f, at.w * at.f, "activation"),
         Term("mlp", "residual dropout", dropped, dropout),
     ]
     return terms
 
 
-def _norm_terms(config: Config, at: _Sizes, module: str) -> list[Term]:
+def _norm_terms(config: Config, at: Sizes, module: str) -> list[Term]:
     nothing = Fraction(0)
     whole = at.w * at.h * at.shard
+    terms = [Term(module, "input", whole, whole)]
     if config.model.norm == "layernorm":
-        return [
-            Term(module, "input", whole, whole),
-            Term(module, "mean and deviation", nothing, 2 * at.w * at.shard),
-        ]
-    return [
-        Term(module, "input", whole, whole),
-        Term(module, "deviation", nothing, at.acc * at.shard),
-    ]
+        return [*terms, *(Term(module, name, nothing, at.w * at.shard) for name in ("mean", "deviation"))]
+    return [*terms, Term(module, "deviation", nothing, at.acc * at.shard)]
 
 
-def _attention_terms(config: Config, at: _Sizes) -> list[Term]:
+def _attention_terms(config: Config, at: Sizes, *, is_core_again: bool) -> list[Term]:
     """Between the projections. Paper: q, k 4 h; v 2 h; softmax 2 a s, its mask a s, its output 2 a s."""
     model, nothing = config.model, Fraction(0)
     is_fused = config.kernels.attention != "explicit"
-    is_kept = config.recompute.granularity != "selective"
     q, k = at.w * at.q, at.w * at.kv
     # Rotation and QK-norm make new q and k, while v keeps all three alive: they are parts of one product.
     is_new = model.position == "rope" or model.qk_norm
-    if is_fused or not is_kept:
-        new = q + k if is_new else nothing
-        terms = [Term("attention", "q, k and v", q + 2 * k, q + 2 * k), Term("attention", "new q and k", nothing, new)]
+    if is_fused or is_core_again:
+        terms = [Term("attention", "q, k and v", q + 2 * k, q + 2 * k)]
+        for name, num_bytes in (("new q", q), ("new k", k)):
+            terms.append(Term("attention", name, nothing, num_bytes if is_new else nothing, "rope"))
     else:
         # torch copies what it multiplies, with one k and v per query head; of one sample it need not copy q, which then keeps
         # the whole product of which it is a part.
-        copied = 3 * q if is_new or at.b > 1 else 3 * q + 2 * k
-        terms = [Term("attention", "q, k and v", q + 2 * k, copied)]
+        first = q if is_new or at.b > 1 else q + 2 * k
+        terms = [
+            Term("attention", name, paper, copied)
+            for name, paper, copied in (("q", q, first), ("k", k, q), ("v", k, q))
+        ]
     if model.qk_norm:
-        terms.append(Term("attention", "deviations of QK-norm", nothing, at.acc * (at.heads + at.kv_heads)))
+        for name, heads in (("q", at.heads), ("k", at.kv_heads)):
+            terms.append(Term("attention", f"deviations of {name}-norm", nothing, at.acc * heads))
     scores = at.heads * at.s
     if is_fused:
-        terms.append(
-            Term("attention", "logarithm of each row's sum", nothing, at.acc * at.heads if is_kept else nothing)
-        )
-        return terms
+        return [*terms, Term("attention", "logarithm of each row's sum", nothing, at.acc * at.heads, "attention")]
     dropout = at.w * scores if model.attention_dropout else nothing
     each = [
         ("softmax", at.w * scores, at.acc * scores),
@@ -174,12 +182,12 @@ def _attention_terms(config: Config, at: _Sizes) -> list[Term]:
     if at.acc == at.w and not model.attention_dropout:
         each.remove(("probabilities", at.w * scores, at.w * scores))
         each.append(("probabilities (the softmax itself)", at.w * scores, nothing))
-    return terms + [Term("attention", name, paper, ours if is_kept else nothing) for name, paper, ours in each]
+    return terms + [Term("attention", name, paper, ours, "attention") for name, paper, ours in each]
 
 
 def end_terms(config: Config, sizes: ParallelSizes, stage: StageContents) -> list[Term]:
     """What embedding, rotation and head of a stage keep beside its layers (2205.05198, section 4.3)."""
-    at = _Sizes.of(config, sizes)
+    at = Sizes.of(config, sizes)
     model = config.model
     whole = at.w * at.h * at.shard
     terms = []
@@ -191,7 +199,7 @@ def end_terms(config: Config, sizes: ParallelSizes, stage: StageContents) -> lis
             Term("embedding", "dropout", at.h * at.shard, whole if model.hidden_dropout else Fraction(0)),
         )
     if model.position == "rope" and stage.layers and config.recompute.granularity != "full":
-        terms.append(Term("attention", "tables of rotation", Fraction(0), Fraction(2 * at.acc * model.head_size)))
+        terms.append(Term("attention", "tables of rotation", Fraction(0), _tables(config, at)))
     if stage.has_head:
         columns = Fraction(model.padded_vocab_size, sizes.tp)
         # The paper keeps the logits in 32 bits; here they stay in the run's dtype and the softmax is computed again.
@@ -215,57 +223,143 @@ def paper_per_token(terms: Sequence[Term]) -> Fraction:
     return sum((term.paper for term in terms), Fraction(0))
 
 
-def kept_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) -> Fraction:
-    """Bytes that one microbatch keeps on one stage for its backward."""
-    kept = per_token(end_terms(config, sizes, stage))
-    kept += sum((group.kept for group in _groups(config, sizes, len(stage.layers))), Fraction(0))
-    return _tokens(config) * kept
+def kept_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) -> int:
+    """Bytes that one microbatch keeps on one stage's device for its backward."""
+    return _bytes(config, end_terms(config, sizes, stage)) + sum(group.kept for group in _groups(config, sizes, stage))
 
 
-def backward_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) -> Fraction:
+def moved_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) -> int:
+    """Bytes that one microbatch keeps in host memory for its backward."""
+    return sum(group.moved for group in _groups(config, sizes, stage))
+
+
+def forward_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) -> int:
+    """The most bytes that one microbatch keeps on one stage's device while its forward runs.
+
+    What a layer moves to the host stays until the layer above it is done, or the chunk.
+    """
+    groups = _groups(config, sizes, stage)
+    most = kept = _bytes(config, [term for term in end_terms(config, sizes, stage) if term.module not in HEAD_MODULES])
+    below = _NOTHING
+    for group in groups:
+        kept += group.kept
+        most = max(most, kept + group.moved + below.moved)
+        below = group
+    return max(most, kept_bytes(config, sizes, stage) + below.moved)
+
+
+def backward_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) -> int:
     """The most bytes that one microbatch keeps on one stage while its backward runs, what it computes again included.
 
-    The backward goes from the head to the embedding and frees what it has used.
+    The backward goes from the head to the embedding and frees what it has used. When a layer's begins, what it has moved to the
+    host has come back, and what the layer below has moved is on its way.
     """
     ends = end_terms(config, sizes, stage)
     # The mask is the batch's own.
-    head = per_token([term for term in ends if term.module in HEAD_MODULES and term.tensor != LOSS_MASK])
-    groups = _groups(config, sizes, len(stage.layers))
-    most = kept = per_token(ends) + sum((group.kept for group in groups), Fraction(0))
+    head = _bytes(config, [term for term in ends if term.module in HEAD_MODULES and term.tensor != LOSS_MASK])
+    groups = _groups(config, sizes, stage)
+    kept = kept_bytes(config, sizes, stage)
+    most = kept + (groups[-1].moved if groups else 0)
     kept -= head
-    for group in reversed(groups):
-        most = max(most, kept - group.kept + group.whole)
+    for index in reversed(range(len(groups))):
+        group, below = groups[index], groups[index - 1] if index else _NOTHING
+        coming = group.moved + below.moved
+        most = max(most, kept + coming, kept - group.kept + group.whole + below.moved)
         kept -= group.kept
-    return _tokens(config) * most
+    return most
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Layers that are kept or recomputed together, bytes per token: between forward and backward, and in the backward."""
+    """Layers that are kept or recomputed together, in bytes: on the device between forward and backward, in the backward, and in
+    host memory between them."""
 
-    kept: Fraction
-    whole: Fraction
+    kept: int
+    whole: int
+    moved: int = 0
 
 
-def _groups(config: Config, sizes: ParallelSizes, num_layers: int) -> list[_Group]:
+_NOTHING = _Group(0, 0)
+
+
+def _groups(config: Config, sizes: ParallelSizes, stage: StageContents) -> list[_Group]:
     """The layers of a stage in order, as `GPTChunk` groups them."""
-    at, recompute = _Sizes.of(config, sizes), config.recompute
-    layer = per_token(block_terms(config, sizes))
-    if recompute.granularity != "full":
-        return [_Group(num_layers * layer, num_layers * layer)]
-    # One for all layers that need them; a group that is recomputed gets them from outside.
-    tables = Fraction(2 * at.acc * config.model.head_size if config.model.position == "rope" else 0)
+    at, recompute, num_layers = Sizes.of(config, sizes), config.recompute, len(stage.layers)
+    assert recompute.granularity != "auto", "models.memory.settled says what it comes to"
+    terms = block_terms(config, sizes)
+    # A layer that is recomputed whole keeps all that it can while its own backward runs.
+    whole = _bytes(config, _all_terms(config, sizes, is_core_again=False))
+    tables = Term("attention", "tables of rotation", Fraction(0), _tables(config, at))
+    entry = Term(ENTRY[0], ENTRY[1], Fraction(0), at.w * at.h * at.shard)
+    again = recompute.granularity == "full"
+    num_again = 0
+    if again:
+        num_again = num_layers if recompute.method == "uniform" else min(num_layers, recompute.num_layers)
     size = recompute.num_layers if recompute.method == "uniform" else 1
-    num_again = num_layers if recompute.method == "uniform" else min(num_layers, recompute.num_layers)
     groups = []
     for start in range(0, num_again, size):
-        group_layers = min(size, num_again - start)
-        groups.append(_Group(at.w * at.h * at.shard, group_layers * layer + tables))
-    if num_layers > num_again:
-        rest = (num_layers - num_again) * layer + tables
-        groups.append(_Group(rest, rest))
+        moved = _moved(config, [entry], start, stage)
+        # One for all layers that need them; a group that is recomputed gets them from outside.
+        in_backward = min(size, num_again - start) * whole + _bytes(config, [tables])
+        groups.append(_Group(_bytes(config, [entry]) - moved, in_backward, moved))
+    layer = _bytes(config, terms)
+    in_core = _in_attention(config, at, terms, _all_terms(config, sizes, is_core_again=False))
+    for start in range(num_again, num_layers):
+        moved = _moved(config, terms, start, stage)
+        outside = _bytes(config, [tables]) if again and start == num_again else 0
+        groups.append(_Group(outside + layer - moved, outside + max(layer, in_core), moved))
     return groups
 
 
-def _tokens(config: Config) -> int:
-    return config.train.micro_batch_size * config.model.seq_length
+def _in_attention(config: Config, at: Sizes, terms: Sequence[Term], plain: Sequence[Term]) -> int:
+    """Bytes of a layer while the backward computes attention's core again: what comes before it, and what it keeps for itself.
+
+    `terms` are the layer's, `plain` those that it would have if nothing were recomputed.
+    """
+    if "attention" not in config.recompute.parts:
+        return 0
+    before = next(index for index, term in enumerate(terms) if term.module == "attention.proj")
+    inside = [term for term in plain if term.part == "attention"]
+    new_q, new_k = (
+        term for term in _attention_terms(config, at, is_core_again=True) if term.tensor in ("new q", "new k")
+    )
+    is_made_again = "rope" in config.recompute.parts
+    if config.kernels.attention != "explicit":
+        inside += [new_q, new_k] if is_made_again else []
+        inside.append(Term("attention", "output", Fraction(0), at.w * at.q))
+    else:
+        inside += [term for term in plain if term.module == "attention" and term.tensor in ("k", "v")]
+        if at.b > 1:
+            inside += [term for term in plain if term.module == "attention" and term.tensor == "q"]
+        elif is_made_again:
+            inside.append(new_q)
+    return _bytes(config, [*terms[:before], *inside])
+
+
+ENTRY = ("attention_norm", "input")
+"""The tensor with which a layer begins."""
+
+
+def _moved(config: Config, terms: Sequence[Term], layer: int, stage: StageContents) -> int:
+    """Bytes that layer number `layer` of a chunk moves to the host."""
+    if layer >= config.offload.num_layers:
+        return 0
+    total = 0
+    for term in terms:
+        # What comes from another stage is held for its gradient.
+        is_received = layer == 0 and not stage.has_embedding and (term.module, term.tensor) == ENTRY
+        num_bytes = _bytes(config, [term])
+        if num_bytes >= config.offload.min_bytes and not is_received:
+            total += num_bytes
+    return total
+
+
+def _tables(config: Config, at: Sizes) -> Fraction:
+    return Fraction(2 * at.acc * config.model.head_size if config.model.position == "rope" else 0)
+
+
+def _bytes(config: Config, terms: Sequence[Term]) -> int:
+    """What the terms come to in a microbatch."""
+    total = per_token(terms) * config.train.micro_batch_size * config.model.seq_length
+    assert total.denominator == 1, "tensors have whole bytes"
+    return total.numerator

@@ -13,10 +13,11 @@ from torch import nn
 from engine.kernels.attention import attention
 from engine.kernels.elementwise import apply_rope, rms_norm
 from engine.precision import accumulate
-from engine.recompute import recompute
+from engine.saved_tensors import ATTENTION
 from engine.shard_spec import cut
 from engine.tensor_parallel.dropout import DropoutKeys, dropout
 from engine.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from engine.tensor_parallel.parameter import ShardedParameter
 from models.context import BuildContext
 from models.kv_cache import LayerCache
 
@@ -58,20 +59,21 @@ class Attention(nn.Module):
         s, b = q.shape[:2]
         q = q.view(s, b, self.num_heads, self.head_dim)
         k, v = (tensor.view(s, b, self.num_kv_heads, self.head_dim) for tensor in (k, v))
-        if self.q_norm is not None and self.k_norm is not None:
-            q = rms_norm(q, self.q_norm.tracked(), self.context.model.norm_eps)
-            k = rms_norm(k, self.k_norm.tracked(), self.context.model.norm_eps)
-        if rope is not None:
-            q, k = apply_rope(q, rope), apply_rope(k, rope)
+        saved = self.context.saved
+        q = saved.again("rope", lambda q: self._turn(q, self.q_norm, rope), q)
+        k = saved.again("rope", lambda k: self._turn(k, self.k_norm, rope), k)
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
         if cache is not None:
             k, v = cache.extend(k, v)
 
-        if self.context.recompute.granularity == "selective" and torch.is_grad_enabled():
-            mixed = recompute(lambda q, k, v: self._core(q, k, v, keys), q, k, v)
-        else:
-            mixed = self._core(q, k, v, keys)
-        return self.proj(mixed)
+        return self.proj(saved.inside(ATTENTION, lambda q, k, v: self._core(q, k, v, keys), q, k, v))
+
+    def _turn(self, x: torch.Tensor, norm: ShardedParameter | None, rope: torch.Tensor | None) -> torch.Tensor:
+        """QK-norm and rotation of queries or keys [s, b, heads, d]; x itself where the model has neither."""
+        fusion = self.context.kernels.fusion
+        if norm is not None:
+            x = rms_norm(x, norm.tracked(), self.context.model.norm_eps, fusion)
+        return x if rope is None else apply_rope(x, rope, fusion)
 
     def _core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: DropoutKeys) -> torch.Tensor:
         """Scaled dot-product attention: q [b, n, s, d], k, v [b, n_kv, s_k, d] -> [s, b, n * d].
@@ -99,5 +101,6 @@ class Attention(nn.Module):
         if p and self.training:
             head, row, column = (torch.arange(n, device=q.device) for n in (q.shape[1], s, s))
             positions = ((self.first_head + head).view(-1, 1, 1) * s + row.view(-1, 1)) * s + column
-            probabilities = dropout(probabilities, p, keys, f"{self.name}.dropout", positions.unsqueeze(0), batch_dim=0)
+            fusion, site = self.context.kernels.fusion, f"{self.name}.dropout"
+            probabilities = dropout(probabilities, p, keys, site, positions.unsqueeze(0), batch_dim=0, fusion=fusion)
         return probabilities @ v

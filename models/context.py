@@ -5,8 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.config import KernelsConfig, ModelConfig, RecomputeConfig
+from engine.config import ModelConfig, RecomputeConfig
 from engine.kernels.elementwise import layer_norm, rms_norm
+from engine.kernels.registry import Kernels
+from engine.saved_tensors import SavedTensors
 from engine.tensor_parallel.dropout import DropoutKeys, dropout
 from engine.tensor_parallel.mappings import TensorParallelRegion
 from engine.tensor_parallel.parameter import ShardedParameter, WeightGradQueue
@@ -17,19 +19,24 @@ class BuildContext:
     """Everything a module is built from; one per model chunk.
 
     Attributes:
+        recompute: what is recomputed; never `auto`, but what that came to.
+        num_offloaded: layers of each chunk whose saved tensors are moved to the host.
         parameters: this chunk's parameters by global name.
         queue: where weight-gradient GEMMs go.
+        saved: what becomes of tensors that are saved for the backward; one for all chunks of the rank.
         seed: of the run, for dropout.
     """
 
     model: ModelConfig
     recompute: RecomputeConfig
-    kernels: KernelsConfig
+    num_offloaded: int
+    kernels: Kernels
     region: TensorParallelRegion
     dtype: torch.dtype
     seed: int
     parameters: Mapping[str, ShardedParameter]
     queue: WeightGradQueue
+    saved: SavedTensors
 
     def parameter(self, name: str) -> ShardedParameter:
         return self.parameters[name]
@@ -51,21 +58,28 @@ class Norm(torch.nn.Module):
         self.weight = context.parameter(f"{name}.weight")
         self.bias = context.maybe_parameter(f"{name}.bias")
         self.eps = context.model.norm_eps
+        self.fusion = context.kernels.fusion
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.bias is None:
-            return rms_norm(x, self.weight.tracked(), self.eps)
-        return layer_norm(x, self.weight.tracked(), self.bias.tracked(), self.eps)
+            return rms_norm(x, self.weight.tracked(), self.eps, self.fusion)
+        return layer_norm(x, self.weight.tracked(), self.bias.tracked(), self.eps, self.fusion)
 
 
 def hidden_dropout(
-    module: torch.nn.Module, context: BuildContext, x: torch.Tensor, keys: DropoutKeys, site: str
+    module: torch.nn.Module,
+    context: BuildContext,
+    x: torch.Tensor,
+    keys: DropoutKeys,
+    site: str,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Dropout on the residual stream [s(/t), b, h] while `module` trains; positions count through the whole [s, h]."""
+    """Dropout on [s(/t), b, h] while `module` trains, then the residual stream added; positions count through the whole [s, h]."""
     if not (module.training and context.model.hidden_dropout):
-        return x
+        return x if residual is None else residual + x
     h = context.model.hidden_size
     length = x.shape[0] * (context.region.axis.size if context.region.sequence_parallel else 1)
     rows = torch.arange(length, device=x.device)[context.region.shard_of_sequence(length)]
     positions = rows.view(-1, 1, 1) * h + torch.arange(h, device=x.device)
-    return dropout(x, context.model.hidden_dropout, keys, site, positions, batch_dim=1)
+    p, fusion = context.model.hidden_dropout, context.kernels.fusion
+    return dropout(x, p, keys, site, positions, batch_dim=1, fusion=fusion, residual=residual)

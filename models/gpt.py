@@ -9,17 +9,22 @@ stage with the microbatch; nothing is broadcast.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from typing import Protocol, cast
 
 import torch
 from torch import nn
 
 from engine.config import Config
-from engine.kernels.attention import AttentionShape, require
+from engine.host_memory import HostMemory
+from engine.kernels.attention import AttentionShape
 from engine.kernels.elementwise import rope_tables
-from engine.precision import DTYPES
-from engine.recompute import recompute
+from engine.kernels.fusion import EAGER
+from engine.kernels.registry import resolve
+from engine.precision import DTYPES, main_grad_dtype
+from engine.saved_tensors import SavedTensors
 from engine.shard_spec import localize
 from engine.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from engine.tensor_parallel.dropout import DropoutKeys
@@ -31,6 +36,7 @@ from models.attention import Attention
 from models.context import BuildContext, Norm, hidden_dropout
 from models.embedding import Embedding
 from models.kv_cache import KVCache, LayerCache
+from models.memory import settled
 from models.mlp import MLP
 from models.specs import StageContents, stage_specs
 
@@ -61,10 +67,11 @@ class Block(nn.Module):
         self, x: torch.Tensor, rope: torch.Tensor | None, keys: DropoutKeys, cache: LayerCache | None = None
     ) -> torch.Tensor:
         """[s(/t), b, h] -> the same."""
-        branch = self.attention(self.attention_norm(x), rope, keys, cache)
-        x = x + hidden_dropout(self, self.context, branch, keys, f"{self.name}.attention.residual_dropout")
-        branch = self.mlp(self.mlp_norm(x))
-        return x + hidden_dropout(self, self.context, branch, keys, f"{self.name}.mlp.residual_dropout")
+        saved = self.context.saved
+        branch = self.attention(saved.again("norm", self.attention_norm, x), rope, keys, cache)
+        x = hidden_dropout(self, self.context, branch, keys, f"{self.name}.attention.residual_dropout", x)
+        branch = self.mlp(saved.again("norm", self.mlp_norm, x))
+        return hidden_dropout(self, self.context, branch, keys, f"{self.name}.mlp.residual_dropout", x)
 
 
 class TokenLosses(nn.Module):
@@ -76,7 +83,10 @@ class TokenLosses(nn.Module):
 
     def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """logits [s, b, V_padded/t], labels int64 [b, s] -> [s, b], the same on every tp rank."""
-        return vocab_parallel_cross_entropy(logits, labels.t(), self.context.region.axis, self.context.model.vocab_size)
+        context = self.context
+        return vocab_parallel_cross_entropy(
+            logits, labels.t(), context.region.axis, context.model.vocab_size, context.kernels.fusion
+        )
 
 
 class GPTChunk(nn.Module):
@@ -106,13 +116,18 @@ class GPTChunk(nn.Module):
         """Where this chunk's weight-gradient GEMMs go."""
         return self.context.queue
 
+    @property
+    def saved(self) -> SavedTensors:
+        """What becomes of tensors that this chunk saves for its backward."""
+        return self.context.saved
+
     def forward(self, x: torch.Tensor | None, batch: Batch) -> torch.Tensor:
         """Hidden states for the next stage, or on the last stage the sum of the unmasked tokens' losses (a scalar)."""
         hidden = self._hidden(x, batch)
         if self.losses is None:
-            return hidden
+            return self.saved.finish(hidden)
         losses: torch.Tensor = self.losses(self._logits(hidden), batch.labels)
-        return (losses * batch.loss_mask.t()).sum()
+        return self.saved.finish((losses * batch.loss_mask.t()).sum())
 
     def logits(self, x: torch.Tensor | None, batch: Batch) -> torch.Tensor:
         """Hidden states for the next stage, or on the last stage this rank's columns of the logits [s, b, V_padded/t]."""
@@ -122,10 +137,12 @@ class GPTChunk(nn.Module):
     def for_decoding(self) -> "GPTChunk":
         """The same parameters in a chunk without dropout whose activations are whole on every tp rank.
 
-        One token cannot be cut along the sequence; what each rank computes of a matrix is the same either way.
+        One token cannot be cut along the sequence; what each rank computes of a matrix is the same either way. A text that grows
+        is never twice of one shape, so nothing is compiled for it.
         """
         region = replace(self.context.region, sequence_parallel=False)
-        return GPTChunk(replace(self.context, region=region), self.stage).train(False)
+        kernels = replace(self.context.kernels, fusion=EAGER)
+        return GPTChunk(replace(self.context, region=region, kernels=kernels), self.stage).train(False)
 
     def new_cache(self, places: int, device: torch.device) -> KVCache:
         """Empty caches for this chunk's layers and one sequence of at most `places` tokens."""
@@ -154,11 +171,9 @@ class GPTChunk(nn.Module):
         rope = None
         if model.position == "rope":
             rope = rope_tables(batch.position_ids, model.head_size, model.rope_base, self.context.dtype)
-        for blocks, again in self._groups():
-            if again and torch.is_grad_enabled():
-                x = recompute(lambda h, group=blocks: _run(group, h, rope, keys), x)
-            else:
-                x = _run(blocks, x, rope, keys, cache)
+        for group in self._groups():
+            run = partial(_run, group.blocks, rope=rope, keys=keys, cache=cache)
+            x = self.saved.layer(run, x, moves=group.is_moved, whole=group.is_recomputed, shared=rope)
         return x
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -168,21 +183,33 @@ class GPTChunk(nn.Module):
     def _layers(self) -> list[Block]:
         return [cast(Block, block) for block in self.blocks]
 
-    def _groups(self) -> list[tuple[list[Block], bool]]:
-        """The blocks in order, in groups that are recomputed together (True) or kept (False)."""
-        blocks = self._layers()
-        choice = self.context.recompute
-        if choice.granularity != "full":
-            return [(blocks, False)]
-        if choice.method == "block":
-            return [([block], index < choice.num_layers) for index, block in enumerate(blocks)]
-        n = choice.num_layers
-        return [(blocks[start : start + n], True) for start in range(0, len(blocks), n)]
+    def _groups(self) -> list["_Group"]:
+        """The blocks in order: those that are recomputed together, or one that is kept."""
+        blocks, choice = self._layers(), self.context.recompute
+        num_again = 0
+        if choice.granularity == "full":
+            num_again = len(blocks) if choice.method == "uniform" else min(choice.num_layers, len(blocks))
+        size = choice.num_layers if choice.method == "uniform" else 1
+        starts = [*range(0, num_again, size), *range(num_again, len(blocks))]
+        return [
+            _Group(blocks[start:stop], start < num_again, start < self.context.num_offloaded)
+            for start, stop in pairwise([*starts, len(blocks)])
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Blocks whose saved tensors have one fate."""
+
+    blocks: Sequence[Block]
+    is_recomputed: bool
+    is_moved: bool
 
 
 def _run(
     blocks: Sequence[Block],
     x: torch.Tensor,
+    *,
     rope: torch.Tensor | None,
     keys: DropoutKeys,
     cache: KVCache | None = None,
@@ -206,20 +233,30 @@ def build_chunks(
     tp = topology.axis("tp")
     region = TensorParallelRegion(tp, config.parallel.sequence_parallel)
     dtype = DTYPES[config.precision.dtype]
-    require(config.kernels.attention, attention_shape(config, topology))
+    grad_dtype = main_grad_dtype(dtype, config.precision.gradients)
+    kernels = resolve(config.kernels, attention_shape(config, topology), grad_dtype)
     held: dict[str, ShardedParameter] = {}
+    choice = settled(config, topology.sizes).recompute
+    saved = SavedTensors(
+        choice.parts,
+        HostMemory(topology.device) if config.offload.num_layers else None,
+        config.offload.min_bytes,
+        weights=lambda: [parameter.value for parameter in held.values()],
+    )
     chunks = []
     for stage in stages:
         parameters = _stage_parameters(config, region, dtype, stage, held)
         context = BuildContext(
             model=config.model,
-            recompute=config.recompute,
-            kernels=config.kernels,
+            recompute=choice,
+            num_offloaded=config.offload.num_layers,
+            kernels=kernels,
             region=region,
             dtype=dtype,
             seed=config.train.seed,
             parameters=parameters,
-            queue=WeightGradQueue(),
+            queue=WeightGradQueue(kernels.weight_grad),
+            saved=saved,
         )
         chunks.append(GPTChunk(context, stage))
     return chunks, held

@@ -13,7 +13,7 @@ from torch import nn
 
 from engine.checkpoint.directory import Candidate
 from engine.checkpoint.store import Shard, load
-from engine.config import Config
+from engine.config import Config, OffloadConfig, RecomputeConfig
 from engine.errors import CheckpointError
 from engine.pipeline import schedules
 from engine.pipeline.partition import partition
@@ -43,7 +43,9 @@ def load_model(candidate: Candidate, config: Config, topology: Topology) -> Load
     stages = partition(config.model.num_layers, sizes.pp, sizes.vpp, config.parallel.layers_per_stage)
     placement = schedules.build("forward_only", sizes.pp, sizes.vpp, 1).placement
     mine = [stages[placement.stage_of(topology.coordinates.pp, chunk)] for chunk in range(sizes.vpp)]
-    chunks, parameters = build_chunks(config, topology, mine)
+    # Nothing is kept for a backward, so nothing is recomputed or offloaded.
+    forward_only = config.model_copy(update={"recompute": RecomputeConfig(), "offload": OffloadConfig()})
+    chunks, parameters = build_chunks(forward_only, topology, mine)
     refused = ""
     try:
         _refuse_other_tensors(candidate, config)

@@ -12,6 +12,8 @@ class MLP(nn.Module):
     def __init__(self, context: BuildContext, name: str) -> None:
         super().__init__()
         self.activation = context.model.activation
+        self.saved = context.saved
+        self.fusion = context.kernels.fusion
         up = "gate_up" if self.activation == "swiglu" else "up"
         self.up = ColumnParallelLinear(
             [context.parameter(f"{name}.{up}.weight")],
@@ -29,4 +31,8 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(activation(self.activation, self.up(x)))
+        inner = self.saved.again("mlp", self.up, x)
+        return self.down(self.saved.again("activation", self._activation, inner))
+
+    def _activation(self, x: torch.Tensor) -> torch.Tensor:
+        return activation(self.activation, x, self.fusion)

@@ -80,8 +80,8 @@ def expected_traffic(
         _tensor_parallel(tally, config, sizes, stages[stage])
         _pipeline(tally, config, sizes, stage, num_stages)
     _data_parallel(tally, config, sizes, at, [stages[stage] for stage in mine])
-    # Squared gradient norm, loss sum, tokens, and the four flags of a checkpoint under way: seven float64.
-    tally.add("world", "step", "all_reduce", sizes.world_size, 7 * 8)
+    # Squared gradient norm, loss sum, tokens, the four flags of a checkpoint under way, the two of a stop: nine float64.
+    tally.add("world", "step", "all_reduce", sizes.world_size, 9 * 8)
     return tally.volumes()
 
 

@@ -8,6 +8,8 @@ traceback is raised in the test; a rank that hangs is killed at the time limit a
 import multiprocessing
 import os
 import pickle
+import shutil
+import sysconfig
 import tempfile
 import time
 import traceback
@@ -18,10 +20,20 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.preload"])
+
+
+def compiler() -> pytest.MarkDecorator:
+    """For tests in which torch.compile makes kernels for the CPU. Where CI has no compiler, the test fails."""
+    headers = Path(sysconfig.get_paths()["include"], "Python.h")
+    is_missing = shutil.which(os.environ.get("CXX", "g++")) is None or not headers.exists()
+    reason = "torch.compile needs a C++ compiler and Python's headers (apt-get install g++ python3-dev)"
+    return pytest.mark.skipif(is_missing and not os.environ.get("CI"), reason=reason)
 
 
 class RankFailedError(AssertionError):
@@ -29,12 +41,17 @@ class RankFailedError(AssertionError):
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 120.0, device: str = "cpu"
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_seconds: float = 120.0,
+    device: str = "cpu",
+    staged: bool = False,
 ) -> list[Any]:
     """Run `function(rank, *args)` on `world_size` ranks; return the results in rank order.
 
     `function` is a module-level function; arguments and results are pickled (CPU tensors by value). Ranks talk through
-    gloo, or through NCCL with `device="cuda"` (rank r on GPU r).
+    gloo, or through NCCL with `device="cuda"` (rank r on GPU r); `staged`: through gloo there too, on the GPUs that there are.
     """
     with tempfile.TemporaryDirectory(prefix="triaxis-test-") as folder:
         connections: list[Connection] = []
@@ -44,7 +61,7 @@ def run_ranks(
             payload = pickle.dumps((function, args))
             process = _CONTEXT.Process(
                 target=_rank_main,
-                args=(rank, world_size, folder, timeout_seconds, device, payload, theirs),
+                args=(rank, world_size, folder, timeout_seconds, device, staged, payload, theirs),
                 daemon=True,
             )
             process.start()
@@ -83,7 +100,14 @@ def _collect(connections: list[Connection], processes: list[ForkServerProcess], 
 
 
 def _rank_main(
-    rank: int, world_size: int, folder: str, timeout_seconds: float, device: str, payload: bytes, connection: Connection
+    rank: int,
+    world_size: int,
+    folder: str,
+    timeout_seconds: float,
+    device: str,
+    staged: bool,
+    payload: bytes,
+    connection: Connection,
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -92,10 +116,10 @@ def _rank_main(
     try:
         function, args = pickle.loads(payload)
         if device == "cuda":
-            torch.cuda.set_device(rank)
+            torch.cuda.set_device(rank % torch.cuda.device_count() if staged else rank)
         if world_size > 1:
             store = dist.FileStore(str(Path(folder) / "store"), world_size)
-            backend = "nccl" if device == "cuda" else "gloo"
+            backend = "nccl" if device == "cuda" and not staged else "gloo"
             timeout = timedelta(seconds=timeout_seconds)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         message = pickle.dumps((True, function(rank, *args)))

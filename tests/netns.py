@@ -5,7 +5,7 @@
     eth0   10.77.0.1 ================= port0  bridge  port1 ============= eth0   10.77.0.2
 
 Nothing stands in the machine's own namespace and nothing leads out of these: all that a link carries was sent by the
-ranks of one test. IPv6 is off, so an idle link is silent.
+ranks of one test. IPv6 is off, so an idle link is silent. `shape` makes a host's link slow in the direction that leads out.
 
 A rank enters its host after the harness's default group has met on the machine's own network. That group stays there,
 and so do its barriers; the groups that are made afterwards (a `Topology`'s) are connected over eth0.
@@ -15,6 +15,7 @@ import ctypes
 import os
 import secrets
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -40,7 +41,10 @@ measurement of 4 MiB. Hence none of the former, and 300 of the latter (`tcp_max_
 _PATIENCE = "30s"
 """Nor is an answer lost that a busy machine gives late."""
 _NAMESPACES = Path("/run/netns")
-_CLONE_NEWNET = 0x40000000  # from <linux/sched.h>; Python has os.setns and its constants from 3.12 on
+_CLONE_NEWNET = 0x40000000  # from <linux/sched.h>; Python has os.setns, os.unshare and their constants from 3.12 on
+_CLONE_NEWUTS = 0x04000000
+_CLONE_NEWNS = 0x00020000
+_MS_RDONLY, _MS_REC, _MS_PRIVATE = 0x1, 0x4000, 0x40000  # from <sys/mount.h>
 
 
 @contextmanager
@@ -71,17 +75,57 @@ def exists(host: str) -> bool:
 def enter(host: str) -> None:
     """Move the calling thread, and what it starts from now on, to this host; new gloo groups will use its link.
 
+    `socket.gethostname()` is the host's name from now on.
+
     Raises:
         OSError: the kernel refused.
     """
     namespace = os.open(_NAMESPACES / host, os.O_RDONLY)
     try:
-        if ctypes.CDLL(None, use_errno=True).setns(namespace, _CLONE_NEWNET) != 0:
-            code = ctypes.get_errno()
-            raise OSError(code, f"cannot enter the network namespace {host}: {os.strerror(code)}")
+        _system_call("setns", namespace, _CLONE_NEWNET)
+        _system_call("unshare", _CLONE_NEWUTS)
     finally:
         os.close(namespace)
+    socket.sethostname(host)
     os.environ["GLOO_SOCKET_IFNAME"] = LINK
+
+
+def mount_another_disk(folder: Path, *, read_only: bool = False) -> None:
+    """From now on the calling thread finds an empty disk there, and it alone.
+
+    Raises:
+        OSError: the kernel refused.
+    """
+    _system_call("unshare", _CLONE_NEWNS)
+    _system_call("mount", None, b"/", None, _MS_REC | _MS_PRIVATE, None)
+    _system_call("mount", b"none", os.fsencode(folder), b"tmpfs", _MS_RDONLY if read_only else 0, None)
+
+
+def _system_call(name: str, *arguments: int | bytes | None) -> None:
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{name}: {os.strerror(code)}")
+
+
+def shape(host: str, megabits: int) -> None:
+    """Let this host send so many megabits per second over its link, from now on. What it receives is not touched."""
+    # The kernel hands packets of up to 64 KiB to the link: the bucket must hold some. The queue is longer than any TCP window:
+    # a packet that is dropped would be sent again after _PATIENCE.
+    words = ["dev", LINK, "root", "tbf", "rate", f"{megabits}mbit", "burst", "128kb", "limit", "64mb"]
+    _run("tc", "-n", host, "qdisc", "replace", *words)
+
+
+def unshape(host: str) -> None:
+    """Take the limit of `shape` away."""
+    _run("tc", "-n", host, "qdisc", "delete", "dev", LINK, "root")
+
+
+def add_interface(host: str, name: str, address: str) -> None:
+    """Give this host another interface, which leads nowhere."""
+    _ip("-n", host, "link", "add", name, "type", "veth", "peer", "name", f"{name}-peer")
+    for end in (name, f"{name}-peer"):
+        _ip("-n", host, "link", "set", end, "addrgenmode", "none", "up")
+    _ip("-n", host, "address", "add", f"{address}/24", "dev", name)
 
 
 def sent_bytes(interface: str) -> int:
@@ -121,7 +165,11 @@ def _make(made: ExitStack, switch: str, names: list[str]) -> None:
 
 
 def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+    _run("ip", *arguments)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
 
 
 def _give_up(reason: str) -> NoReturn:

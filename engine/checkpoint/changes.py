@@ -22,10 +22,12 @@ _LAYOUT = (
     "parallel",
     "schedule",
     "recompute",
+    "offload",
     "kernels",
     "precision.masters",  # exact in both forms
     "checkpoint",
     "telemetry",
+    "resilience",  # acts when something goes wrong, and then says so
     "runtime",
     "train.micro_batch_size",
     "train.eval_interval",
@@ -41,6 +43,7 @@ _MEANT = (
     "optimizer",
     "precision.dtype",
     "precision.moments",
+    "precision.gradients",
     "train.steps",
     "train.tokens",
     "train.seed",
@@ -48,6 +51,7 @@ _MEANT = (
     "data.valid",
     "data.split",
     "data.synthetic",
+    "data.skip_samples",
     "model.hidden_dropout",
     "model.attention_dropout",
 )
@@ -74,15 +78,14 @@ class Change:
 def changes(there: Mapping[str, Any], config: Config) -> list[Change]:
     """Every field that differs between a saved configuration (as JSON) and `config`, in the order of the fields.
 
-    A field that is missing in a saved section had its default: an older version wrote it, and what is new does nothing by default.
+    A field that was not saved had its default: an older version wrote it, and what is new does nothing by default.
     Any other field that one of the two does not have counts as "absent" there.
     """
     saved = dict(_flat({key: value for key, value in there.items() if key != "format_version"}))
     asked = dict(_flat(config.model_dump(mode="json")))
-    sections = {key.rpartition(".")[0] for key in saved}
     found = []
     for key in [*asked, *(key for key in saved if key not in asked)]:
-        was = saved[key] if key in saved else _default(key) if key.rpartition(".")[0] in sections else ABSENT
+        was = saved[key] if key in saved else _default(key)
         now = asked.get(key, ABSENT)
         if was != now:
             found.append(Change(key, was, now, _verdict(key, config)))

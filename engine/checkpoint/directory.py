@@ -4,6 +4,7 @@
         step_00000900/                  complete: it was renamed to this name when every byte of it was on the disk
         step_00001000/
         latest                          a text file: step_00001000
+        skipped.json                    samples that the run leaves out since it went back (`engine/resilience/history.py`)
         step_00001100.attempt_02/       being written, or left by an attempt that died: swept by the next one
         step_00000900.replaced/         its successor of the same step is being put in its place
         step_00000800.retired/          being removed
@@ -17,12 +18,14 @@ renames put a checkpoint in the place of another of its step; between them, the 
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from engine.data.files import sync_folder, write_atomically
 from engine.errors import CheckpointError
+from engine.resilience.history import SKIPPED
 
 LATEST = "latest"
 _STEP = re.compile(r"step_(\d{8,})")
@@ -103,13 +106,14 @@ class CheckpointDirectory:
         replaced = final.with_name(f"{final.name}.replaced")
         sync_folder(partial)
         if final.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
+            _remove(replaced)
             final.rename(replaced)
         partial.rename(final)
         sync_folder(self.path)
         sync_folder(self.path.parent)  # the first checkpoint has made this folder itself
         write_atomically(self.path / LATEST, [f"{final.name}\n".encode()])
-        shutil.rmtree(replaced, ignore_errors=True)
+        with suppress(OSError):
+            _remove(replaced)
         return final
 
     def sweep(self) -> list[str]:
@@ -119,10 +123,7 @@ class CheckpointDirectory:
                 folder.rename(self.step_folder(step))
         dead = [entry for entry in self._entries() if _PARTIAL.fullmatch(entry.name) or entry.name.endswith(".partial")]
         for entry in dead:
-            if entry.is_dir():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink()
+            _remove(entry)
         return sorted(entry.name for entry in dead)
 
     def retire(self, newest: int, keep_last: int | None, keep_every: int | None) -> list[str]:
@@ -142,16 +143,16 @@ class CheckpointDirectory:
         for step in gone:
             folder = self.step_folder(step)
             doomed = folder.with_name(f"{folder.name}.retired")
-            shutil.rmtree(doomed, ignore_errors=True)
+            _remove(doomed)
             # Under a name that is swept: a kill half-way must not leave a folder that looks whole.
             folder.rename(doomed)
-            shutil.rmtree(doomed)
+            _remove(doomed)
         return [step_name(step) for step in gone]
 
     def set_aside(self) -> Path | None:
         """Move all checkpoints into a folder of their own, for a start from zero; returns it (None: there were none)."""
         names = [entry.name for entry in self._entries()]
-        entries = [self.path / name for name in names if _STEP.fullmatch(name) or name == LATEST]
+        entries = [self.path / name for name in names if _STEP.fullmatch(name) or name in (LATEST, SKIPPED)]
         if not entries:
             return None
         numbers = [int(match[1]) for name in names if (match := _SET_ASIDE.fullmatch(name))]
@@ -164,6 +165,14 @@ class CheckpointDirectory:
 
     def _entries(self) -> list[Path]:
         return list(self.path.iterdir()) if self.path.is_dir() else []
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, a folder with what is in it, or a link and never what it points to; nothing is there: nothing to do."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def find(path: Path) -> Candidate:

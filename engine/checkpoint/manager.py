@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
@@ -40,6 +40,7 @@ from engine.checkpoint.state import fingerprint
 from engine.checkpoint.store import fingerprints
 from engine.checkpoint.writer import RankWriter, Written
 from engine.errors import CheckpointError
+from engine.resilience.history import RunHistory
 from engine.step import NO_FLAGS, Engine
 
 WRITTEN, NOT_WRITTEN = (1.0, 0.0, 0.0, 0.0), (0.0, 1.0, 0.0, 0.0)
@@ -57,6 +58,7 @@ class RunFacts:
         lineage: what the run started from.
         wandb_id: of the run's page, once it is known.
         shapes: logical global shape of every parameter of the model (a rank's engine knows its own alone).
+        history: what went wrong in the run so far; it is changed while the run goes on.
     """
 
     run: str
@@ -65,6 +67,7 @@ class RunFacts:
     lineage: tuple[Ancestor, ...]
     wandb_id: Callable[[], str | None]
     shapes: dict[str, tuple[int, ...]]
+    history: RunHistory = field(default_factory=RunHistory)
 
 
 class Notices(Protocol):
@@ -163,6 +166,10 @@ class Checkpoints:
         every = self._config.interval
         return every is not None and (is_last or step % every == 0)
 
+    def settle(self) -> None:
+        """Wait for the save under way, if there is one; every rank calls it after the same step."""
+        self._drain()
+
     def finish(self) -> None:
         """Wait for the save under way: the run is over.
 
@@ -201,6 +208,9 @@ class Checkpoints:
             },
             data=self._facts.data,
             wandb_id=self._facts.wandb_id(),
+            skipped=self._facts.history.skipped.ranges,
+            num_rollbacks=self._facts.history.num_rollbacks,
+            recent_losses=tuple(self._facts.history.losses),
         )
         self._failure = None
         self._started_seconds = time.monotonic()

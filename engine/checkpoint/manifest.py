@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine.checkpoint.boxes import box_shape, flat_boxes, intersect
 from engine.data.files import write_atomically
+from engine.data.skipped import Ranges
 from engine.errors import CheckpointError
 from engine.optimizer.kinds import STATE_KINDS, StateKind
 from engine.shard_spec import Box
@@ -114,6 +115,9 @@ class TrainingState(_Record):
         loss_scale: None where the dtype needs none.
         data: what the training data were: token counts and hashes by corpus.
         wandb_id: of the run's page.
+        skipped: ranges [first, stop) of sample ids that the run leaves out (`engine/data/skipped.py`).
+        num_rollbacks: how often it went back to a checkpoint by itself.
+        recent_losses: (step, from 0, and its loss) as far as the limit of the next ones depends on them; empty without one.
     """
 
     step: int = Field(ge=0)
@@ -125,6 +129,9 @@ class TrainingState(_Record):
     loss_scale: float | None = None
     data: dict[str, Any]
     wandb_id: str | None = None
+    skipped: Annotated[Ranges, Field(strict=False)] = ()
+    num_rollbacks: int = Field(0, ge=0)
+    recent_losses: Annotated[tuple[tuple[int, float], ...], Field(strict=False)] = ()
 
     @classmethod
     def at_start(cls) -> "TrainingState":

@@ -10,7 +10,7 @@ Rank 0 looks and decides, all ranks load, all agree that everybody has what it n
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from engine.checkpoint.changes import changes, refuse
@@ -19,7 +19,9 @@ from engine.checkpoint.fingerprint import to_text
 from engine.checkpoint.layout import describe_layout, layout_differences
 from engine.checkpoint.manifest import KINDS, Ancestor, Kind, TrainingState, read_manifest
 from engine.checkpoint.state import LoadWhat, fingerprint, restore, saved_numel
+from engine.data.skipped import SkippedRanges
 from engine.errors import CheckpointError
+from engine.resilience.history import RunHistory, read_history
 from engine.step import Engine
 
 TOKENIZER = "tokenizer"
@@ -37,6 +39,7 @@ class Beginning:
         lineage: what the run descends from, for its own checkpoints.
         differences: of the layout and of accepted fields, to be printed.
         passed_over: what is wrong with newer checkpoints that could not be used.
+        history: what went wrong in the run before, and which samples it leaves out.
     """
 
     state: TrainingState
@@ -45,6 +48,7 @@ class Beginning:
     lineage: tuple[Ancestor, ...] = ()
     differences: tuple[str, ...] = ()
     passed_over: tuple[str, ...] = ()
+    history: RunHistory = field(default_factory=RunHistory)
 
 
 def begin(engine: Engine, directory: CheckpointDirectory, *, has_saved: bool, data: dict[str, str]) -> Beginning:
@@ -61,11 +65,42 @@ def begin(engine: Engine, directory: CheckpointDirectory, *, has_saved: bool, da
             of another model, or differs in a field that may not change.
     """
     passed_over: list[str] = []
-    offers = _offers(engine, directory, has_saved, passed_over)
+    beginning = _first_that_loads(engine, _offers(engine, directory, has_saved, passed_over), data, passed_over)
+    if beginning is not None:
+        return beginning
+    return Beginning(TrainingState.at_start(), history=RunHistory(SkippedRanges.of(engine.config.data.skip_samples)))
+
+
+def go_back(engine: Engine, directory: CheckpointDirectory, step: int, data: dict[str, str]) -> Beginning:
+    """Load the run's newest complete checkpoint that was made before step number `step` (from 0); every rank calls it.
+
+    Raises:
+        CheckpointError: on every rank: there is none, or none that can be loaded.
+    """
+    passed_over: list[str] = []
+    offers = (
+        Offer(candidate.folder, "all", True)
+        for candidate in directory.candidates(passed_over)
+        if candidate.manifest.state.step <= step
+    )
+    beginning = _first_that_loads(engine, offers, data, passed_over)
+    if beginning is None:
+        raise CheckpointError(
+            "\n".join(
+                [f"{directory.path} holds no checkpoint of this run from before step {step + 1:,}.", *passed_over]
+            )
+        )
+    return beginning
+
+
+def _first_that_loads(
+    engine: Engine, offers: Iterator["Offer"], data: dict[str, str], passed_over: list[str]
+) -> Beginning | None:
+    """The first of the offers (rank 0's) that is whole; None where there are none."""
     while True:
         offer = _rank_0_decides(engine, lambda: next(offers, None))
         if offer is None:
-            return Beginning(TrainingState.at_start())
+            return None
         reasons, beginning = _load(engine, offer, data)
         if beginning is not None:
             return replace(beginning, passed_over=tuple(passed_over))
@@ -167,7 +202,31 @@ def _beginning(
         differences += layout_differences(manifest.layout, describe_layout(engine))
         differences += [str(change) for change in changes(manifest.config, engine.config) if change.verdict == "meant"]
         differences += _data_differences(candidate, data, engine.config.checkpoint.accept)
-    return Beginning(state, candidate.folder, offer.what, lineage, tuple(differences))
+    return Beginning(
+        state, candidate.folder, offer.what, lineage, tuple(differences), history=_history(engine, offer, state)
+    )
+
+
+def _history(engine: Engine, offer: Offer, state: TrainingState) -> RunHistory:
+    """What went wrong before, with the samples that the configuration leaves out besides.
+
+    Raises:
+        CheckpointError: what is known of it is damaged, or samples are to be left out that were trained on already.
+    """
+    history = RunHistory(SkippedRanges.of(state.skipped), state.num_rollbacks)
+    if offer.is_own:
+        history = read_history(offer.folder.parent, state.skipped, state.num_rollbacks)
+    history.losses = list(state.recent_losses)
+    asked = history.skipped.with_(engine.config.data.skip_samples)
+    if not asked.keeps_past_of(history.skipped, state.consumed_samples):
+        trained = history.skipped.id_at(state.consumed_samples - 1) + 1
+        raise CheckpointError(
+            f"data.skip_samples = {[list(pair) for pair in engine.config.data.skip_samples]} leaves out samples before "
+            f"{trained:,}, and {offer.folder} was trained on those already: all later samples would move. Leave out samples from "
+            f"{trained:,} on, or start from an older checkpoint."
+        )
+    history.skipped = asked
+    return history
 
 
 def _data_differences(candidate: Candidate, data: dict[str, str], accept: Sequence[str]) -> list[str]:
@@ -202,7 +261,7 @@ def _check_whole(engine: Engine, candidate: Candidate, what: LoadWhat) -> None:
             "model, and what is left out would change the function. Give the config that it was trained with."
         )
     saved_dtypes = {piece.dtype for file in manifest.files for piece in file.pieces}
-    if saved_dtypes != {str(engine.buffers.buffers[0].main_grads.dtype).removeprefix("torch.")}:
+    if saved_dtypes != {str(engine.optimizer.owned[0].state.wide).removeprefix("torch.")}:
         return
     saved_moments = manifest.config.get("precision", {}).get("moments", "full")
     rounds = engine.config.precision.moments == "bf16" != saved_moments

@@ -104,11 +104,12 @@ class RankWriter:
 def _host_copies(owned: OwnedBucket) -> dict[Kind, torch.Tensor]:
     """Host memory for a copy of the bucket's state, touched now, so that the first copy does not pay for its pages."""
 
-    live = owned.grads  # as many elements, in the dtype that is saved
+    live, dtype = owned.parameters, owned.state.wide
 
     def host_copy() -> torch.Tensor:
         if live.device.type == "cuda":
-            return torch.empty(live.shape, dtype=live.dtype, pin_memory=True).zero_()
-        return aligned_buffer(live.nbytes)[: live.nbytes].view(live.dtype).zero_()
+            return torch.empty(live.shape, dtype=dtype, pin_memory=True).zero_()
+        num_bytes = live.numel() * dtype.itemsize
+        return aligned_buffer(num_bytes)[:num_bytes].view(dtype).zero_()
 
     return {kind: host_copy() for kind in KINDS}

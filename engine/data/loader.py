@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from engine.data.sampler import step_sample_ids
+from engine.data.sampler import NOTHING_SKIPPED, step_sample_ids
 from engine.data.samples import SampleSource
+from engine.data.skipped import SkippedRanges
 from engine.errors import DataError
 
 
@@ -34,7 +35,7 @@ class MicroBatch:
     position_ids: torch.Tensor
     """int64 [b, s]: 0 .. s - 1 in each row"""
     sample_ids: list[int]
-    """The consumed-sample index of each row."""
+    """The sample id of each row."""
     num_tokens: int
     """How many labels count, known on the host."""
 
@@ -47,6 +48,7 @@ class Batches:
         global_batch_size, micro_batch_size, dp, dp_rank: see `engine/data/sampler.py`.
         consumed_samples: samples of the steps that are already done.
         device: where the tensors of `next_step` are.
+        skipped: sample ids that are left out.
         prefetch_steps: steps read ahead, at least 1; host memory grows with it.
 
     Raises:
@@ -63,6 +65,7 @@ class Batches:
         dp_rank: int,
         consumed_samples: int,
         device: torch.device | str,
+        skipped: SkippedRanges = NOTHING_SKIPPED,
         prefetch_steps: int = 2,
     ) -> None:
         if prefetch_steps < 1:
@@ -71,6 +74,7 @@ class Batches:
         self.dataset = dataset
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.dp, self.dp_rank = dp, dp_rank
+        self.skipped = skipped
         self.device = torch.device(device)
         self.consumed_samples = consumed_samples
         """Samples of the global batch consumed before the step that `next_step` gives next."""
@@ -105,7 +109,9 @@ class Batches:
         self._next_to_read += self.global_batch_size
 
     def _read_step(self, consumed_samples: int) -> list[MicroBatch]:
-        ids = step_sample_ids(consumed_samples, self.global_batch_size, self.micro_batch_size, self.dp, self.dp_rank)
+        ids = step_sample_ids(
+            consumed_samples, self.global_batch_size, self.micro_batch_size, self.dp, self.dp_rank, self.skipped
+        )
         return [self._read_microbatch(sample_ids) for sample_ids in ids]
 
     def _read_microbatch(self, sample_ids: list[int]) -> MicroBatch:

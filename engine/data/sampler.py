@@ -1,4 +1,4 @@
-"""Which samples a rank reads in a step: pure arithmetic on the number of consumed samples (no torch here).
+"""Which samples a rank reads in a step: pure arithmetic on consumed samples and skipped ranges (no torch here).
 
     global batch 8, micro batch 2, dp 2, 24 samples consumed:      ids 24 .. 31 are the step, in every layout
 
@@ -6,15 +6,24 @@
     microbatch 0      24 25        26 27          id = consumed + (j * dp + r) * micro + k
     microbatch 1      28 29        30 31               for row k of microbatch j of dp rank r
 
-Tensor- and pipeline-parallel ranks of one dp rank read the same ids. Nothing else decides what is in a step: dp, the
-micro batch and restarts only deal the same ids out differently.
+Where ranges of ids are left out, the picture is one of positions, each with its id (`engine/data/skipped.py`). Tensor- and
+pipeline-parallel ranks of one dp rank read the same ids. Nothing else decides what is in a step: dp, the micro batch and restarts
+only deal the same ids out differently.
 """
 
+from engine.data.skipped import SkippedRanges
 from engine.errors import DataError
+
+NOTHING_SKIPPED = SkippedRanges()
 
 
 def step_sample_ids(
-    consumed_samples: int, global_batch_size: int, micro_batch_size: int, dp: int, dp_rank: int
+    consumed_samples: int,
+    global_batch_size: int,
+    micro_batch_size: int,
+    dp: int,
+    dp_rank: int,
+    skipped: SkippedRanges = NOTHING_SKIPPED,
 ) -> list[list[int]]:
     """The sample ids of one dp rank in the step that begins after `consumed_samples`.
 
@@ -36,4 +45,4 @@ def step_sample_ids(
         )
     num_microbatches = global_batch_size // (micro_batch_size * dp)
     starts = (consumed_samples + (j * dp + dp_rank) * micro_batch_size for j in range(num_microbatches))
-    return [list(range(start, start + micro_batch_size)) for start in starts]
+    return [skipped.ids(start, micro_batch_size) for start in starts]

@@ -16,7 +16,7 @@ import weakref
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,6 +24,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from engine.saved_tensors import SavedTensors
 
 MemoryKind = Literal["parameters", "gradients", "optimizer", "activations", "logits", "p2p", "temporaries"]
 
@@ -98,11 +100,15 @@ class MemoryWatch(TorchDispatchMode):
         self._node_places: list[str] = []
         self._forwards: Counter[str] = Counter()
         self._is_first = False
+        self._is_outside = False
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        if self._is_outside:
+            self._see_outside(result)
+            return result
         if func.namespace != "prim":  # questions, not work
             key = (self._place, func.name())
             self.step.ops[key] += 1
@@ -115,6 +121,20 @@ class MemoryWatch(TorchDispatchMode):
                 if isinstance(value, torch.Tensor):
                     self.label(value, "p2p")
         return result
+
+    def _see_outside(self, result: Any) -> None:
+        for value in tree_iter(result):
+            if isinstance(value, torch.Tensor):
+                self._know(value.untyped_storage(), 0)
+
+    def _know(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        key = id(storage)
+
+        def freed(_: Any) -> None:
+            gone = self._storages.pop(key)
+            self.live[gone.kind] -= gone.num_bytes
+
+        self._storages[key] = _Storage(num_bytes, "temporaries", weakref.ref(storage, freed))
 
     def label(self, tensor: torch.Tensor, kind: MemoryKind) -> None:
         """Say what the tensor's storage is; from now on it counts as that."""
@@ -142,10 +162,25 @@ class MemoryWatch(TorchDispatchMode):
         self.part = Extremes()
 
     @contextmanager
+    def outside(self) -> Iterator[None]:
+        """What is made in here is no part of the step, and not in the device's memory."""
+        self._is_outside = True
+        try:
+            yield
+        finally:
+            self._is_outside = False
+
+    @contextmanager
     def looking_at(
-        self, modules: Sequence[nn.Module], logits: Sequence[str], places: Mapping[str, str]
+        self,
+        modules: Sequence[nn.Module],
+        saving: Sequence[SavedTensors],
+        logits: Sequence[str],
+        places: Mapping[str, str],
     ) -> Iterator[None]:
         """Name what is saved by the module that was at work, and call it `logits` where the name is one of these.
+
+        What autograd saves is seen by hooks of our own, or told by those whose hooks come before them (`saving`).
 
         `places` groups operators: the name of a chunk's child -> its place. What a chunk does itself counts to the place of
         the child that ran last, or to that of the name "" before all of them.
@@ -162,10 +197,19 @@ class MemoryWatch(TorchDispatchMode):
             self._save(tensor, logits)
             return tensor
 
+        told = [(each, each.observer) for each in saving]
         try:
+            for each in saving:
+                each.observer = lambda tensor: self._save(tensor, logits)
+                if each.host is not None:
+                    each.host.making = self.outside
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 yield
         finally:
+            for each, observer in told:
+                each.observer = observer
+                if each.host is not None:
+                    each.host.making = nullcontext
             for hook in hooks:
                 hook.remove()
 
@@ -214,16 +258,10 @@ class MemoryWatch(TorchDispatchMode):
 
     def _see(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = id(storage)
-        if key in self._storages:
+        if id(storage) in self._storages:
             return
         num_bytes = storage.nbytes()
-
-        def freed(_: Any) -> None:
-            gone = self._storages.pop(key)
-            self.live[gone.kind] -= gone.num_bytes
-
-        self._storages[key] = _Storage(num_bytes, "temporaries", weakref.ref(storage, freed))
+        self._know(storage, num_bytes)
         self._grow("temporaries", num_bytes)
         total = sum(self.live.values())
         for extremes in (self.step, self.part):

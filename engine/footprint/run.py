@@ -21,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from engine.collectives import Event
 from engine.config import Config, batch_plan, parallel_sizes
+from engine.config_problems import with_value
 from engine.data.loader import MicroBatch
 from engine.errors import TopologyError
 from engine.footprint.memory import Extremes, MemoryKind, MemoryWatch, Peak, SavedTensor
@@ -28,7 +29,7 @@ from engine.footprint.parts import PartBook, Recorder, covers, likenesses
 from engine.pipeline import schedules
 from engine.pipeline.lowering import Program, lower
 from engine.pipeline.partition import partition
-from engine.rank_grid import Coordinates, RankGrid
+from engine.rank_grid import Coordinates, ParallelSizes, RankGrid
 from engine.step import Engine
 from engine.topology import Topology
 from engine.train import ModelBuilder, build
@@ -47,6 +48,9 @@ PLACES = {
 """Place of an operator by the chunk's child that needs it; "" is what a chunk does before any of them (RoPE tables)."""
 
 FEWEST_MICROBATCHES = 4
+
+AS_WRITTEN = {"kernels.elementwise": "eager", "kernels.weight_grad": "separate", "kernels.optimizer": "torch"}
+"""Operators are counted as they are written: what a compiler makes of them exists for a device, and here is none."""
 
 CPU = torch.device("cpu")
 
@@ -96,6 +100,8 @@ class Footprints:
     """
 
     def __init__(self, config: Config, build_model: ModelBuilder, *, full: bool = False) -> None:
+        for key, choice in AS_WRITTEN.items():
+            config = with_value(config, key, choice)
         self.config = config
         self.build_model = build_model
         self.sizes = sizes = parallel_sizes(config)
@@ -116,10 +122,7 @@ class Footprints:
             TopologyError: there is no such rank, or this process already belongs to a process group.
             ScheduleError: the microbatches that ran are not alike (see `PartBook.of`).
         """
-        if not 0 <= rank < self.sizes.world_size:
-            raise TopologyError(
-                f"rank {rank} does not exist: {self.sizes} has {self.sizes.world_size:,} ranks, counted from 0. Choose one below."
-            )
+        require_rank(rank, self.sizes)
         at = self.grid.coordinates(rank)
         enough = self.num_microbatches if self.full else self.enough_microbatches(at.pp)
         if enough == self.num_microbatches:
@@ -206,6 +209,14 @@ def footprint(config: Config, rank: int, build_model: ModelBuilder, *, full: boo
     return Footprints(config, build_model, full=full).of(rank)
 
 
+def require_rank(rank: int, sizes: ParallelSizes) -> None:
+    """Raise TopologyError where there is no such rank."""
+    if not 0 <= rank < sizes.world_size:
+        raise TopologyError(
+            f"rank {rank} does not exist: {sizes} has {sizes.world_size:,} ranks, counted from 0. Choose one below."
+        )
+
+
 @contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
     """A default process group whose other ranks do not exist."""
@@ -222,9 +233,10 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 def microbatches(engine: Engine) -> list[MicroBatch]:
     """As many as a step has; all are the same."""
-    shape = (engine.plan.micro_batch_size, engine.config.model.seq_length)
-    ids = torch.zeros(shape, dtype=torch.int64)
-    one = MicroBatch(ids, ids, torch.ones(shape, dtype=torch.bool), ids, list(range(shape[0])), ids.numel())
+    shape, device = (engine.plan.micro_batch_size, engine.config.model.seq_length), engine.topology.device
+    ids = torch.zeros(shape, dtype=torch.int64, device=device)
+    counted = torch.ones(shape, dtype=torch.bool, device=device)
+    one = MicroBatch(ids, ids, counted, ids, list(range(shape[0])), ids.numel())
     return [one] * engine.plan.num_microbatches
 
 
@@ -247,7 +259,8 @@ def watch_step(engine: Engine, batches: Sequence[MicroBatch], watch: MemoryWatch
     recorder = Recorder(watch, topology.ledger, program, at.pp)
     engine.executor.observer = recorder
     watch.phase = "gradients"
-    with watch.looking_at([cast(nn.Module, chunk) for chunk in engine.chunks], HEAD_MODULES, PLACES):
+    modules, saving = [cast(nn.Module, chunk) for chunk in engine.chunks], {chunk.saved for chunk in engine.chunks}
+    with watch.looking_at(modules, list(saving), HEAD_MODULES, PLACES):
         counts = engine.forward_backward(batches)
     engine.executor.observer = None
     recorder.begin_update()

@@ -1,7 +1,10 @@
-"""Norms, activations and rotary embedding: pure functions, computed in the accumulation dtype, returned in the input's.
+"""Norms, activations, rotary embedding, dropout: computed in the accumulation dtype, returned in the input's.
 
-RMSNorm and SwiGLU have their backward written out: what autograd would record of them keeps copies in the accumulation
-dtype and products that are cheap to make again. Both keep their input, which somebody else holds anyway or made for them.
+Each has its backward written out: what autograd would record keeps copies in the accumulation dtype and products that are cheap to
+make again. All keep their inputs, which somebody else holds anyway or made for them, and little else.
+
+`fusion` says how the two functions of each run (`engine/kernels/fusion.py`). LayerNorm, RMSNorm on a GPU and GELU are kernels of
+torch's own where nothing is compiled; GELU always, being one operator.
 """
 
 from typing import Any
@@ -9,47 +12,105 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from engine.kernels.fusion import Fusion
+from engine.mix64 import GOLDEN, mix64_, shift_right
 from engine.precision import accumulate, accumulation_dtype
 
 
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, fusion: Fusion) -> torch.Tensor:
     """LayerNorm over the last dim (1607.06450). x [.., h]; weight, bias [h]."""
+    if fusion.is_compiled:
+        return _LayerNorm.apply(x, weight, bias, eps, fusion)
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+class _LayerNorm(torch.autograd.Function):
+    """y = n w + b with n = (x - mean) r, r = 1 / sqrt(variance + eps). Keeps x, mean and r."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, fusion: Fusion
+    ) -> torch.Tensor:
+        y, mean, r = fusion(_layer_norm)(x, weight, bias, eps)
+        ctx.fusion = fusion
+        ctx.save_for_backward(x, weight, mean, r)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+        grad_x, grad_weight, grad_bias = ctx.fusion(_layer_norm_backward)(*ctx.saved_tensors, grad)
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+def _layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y, and the mean and r of each token."""
+    wide = accumulate(x)
+    mean = wide.mean(-1, keepdim=True)
+    centred = wide - mean
+    r = centred.square().mean(-1, keepdim=True).add(eps).rsqrt()
+    return (centred * r * weight + bias).to(x.dtype), mean, r
+
+
+def _layer_norm_backward(
+    x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, r: torch.Tensor, grad: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dx = r (dy w - mean(dy w) - n mean(dy w n)), dw = sum of dy n over the tokens, db = sum of dy."""
+    n = (accumulate(x) - mean) * r
+    wide = accumulate(grad)
+    grad_weight, grad_bias = (each.flatten(0, -2).sum(0) for each in (wide * n, wide))
+    scaled = wide * weight
+    grad_x = (scaled - scaled.mean(-1, keepdim=True) - n * (scaled * n).mean(-1, keepdim=True)) * r
+    return grad_x.to(x.dtype), grad_weight.to(weight.dtype), grad_bias.to(weight.dtype)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, fusion: Fusion) -> torch.Tensor:
     """RMSNorm over the last dim (1910.07467). x [.., h]; weight [h]. torch has a kernel of it on CUDA alone."""
-    if x.is_cuda:
+    if x.is_cuda and not fusion.is_compiled:
         return F.rms_norm(x, weight.shape, weight, eps)
-    return _RMSNorm.apply(x, weight, eps)
+    return _RMSNorm.apply(x, weight, eps, fusion)
 
 
 class _RMSNorm(torch.autograd.Function):
     """y = n w with n = x r, r = 1 / sqrt(mean(x^2) + eps). Keeps x and r."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        wide = accumulate(x)
-        r = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, fusion: Fusion) -> torch.Tensor:
+        y, r = fusion(_rms_norm)(x, weight, eps)
+        ctx.fusion = fusion
         ctx.save_for_backward(x, weight, r)
-        return (wide * r).mul_(weight).to(x.dtype)
+        return y
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        """dw = sum of dy n over the tokens; dx = r (dy w - n mean(dy w n))."""
-        x, weight, r = ctx.saved_tensors
-        n = accumulate(x) * r
-        products = (n * grad).flatten(0, -2)
-        grad_weight = products.sum(0)
-        mean = products.mv(accumulate(weight)).div_(x.shape[-1]).view(r.shape)
-        grad_x = n.mul_(mean.neg_()).add_(accumulate(grad) * weight).mul_(r)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        grad_x, grad_weight = ctx.fusion(_rms_norm_backward)(*ctx.saved_tensors, grad)
+        return grad_x, grad_weight, None, None
 
 
-def activation(name: str, x: torch.Tensor) -> torch.Tensor:
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """y, and the r of each token."""
+    wide = accumulate(x)
+    r = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (wide * r).mul_(weight).to(x.dtype), r
+
+
+def _rms_norm_backward(
+    x: torch.Tensor, weight: torch.Tensor, r: torch.Tensor, grad: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dx = r (dy w - n mean(dy w n)), dw = sum of dy n over the tokens."""
+    n = accumulate(x) * r
+    products = (n * grad).flatten(0, -2)
+    grad_weight = products.sum(0)
+    mean = products.mv(accumulate(weight)).div_(x.shape[-1]).view(r.shape)
+    grad_x = n.mul_(mean.neg_()).add_(accumulate(grad) * weight).mul_(r)
+    return grad_x.to(x.dtype), grad_weight.to(weight.dtype)
+
+
+def activation(name: str, x: torch.Tensor, fusion: Fusion) -> torch.Tensor:
     """The MLP's nonlinearity. swiglu (2002.05202): x [.., 2f] = [gate | up] -> silu(gate) * up [.., f]; else [.., f]."""
     if name == "swiglu":
-        return _SwiGLU.apply(x)
+        return _SwiGLU.apply(x, fusion)
     return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
@@ -57,20 +118,40 @@ class _SwiGLU(torch.autograd.Function):
     """silu(gate) * up. Keeps its input alone; silu(gate) is computed again."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, fusion: Fusion) -> torch.Tensor:
+        ctx.fusion = fusion
         ctx.save_for_backward(x)
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return fusion(_swiglu)(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (x,) = ctx.saved_tensors
-        gate, up = x.chunk(2, dim=-1)
-        grad_x = torch.empty_like(x)
-        grad_gate, grad_up = grad_x.chunk(2, dim=-1)
-        torch.mul(grad, F.silu(gate), out=grad_up)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
-        return grad_x
+        # The compiler takes no `out` that is a part of a tensor; without it, `cat` would be two passes more.
+        backward = _swiglu_backward if ctx.fusion.is_compiled else _swiglu_backward_in_parts
+        return ctx.fusion(backward)(x, grad), None
+
+
+def _swiglu(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def _swiglu_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """[dy up silu'(gate) | dy silu(gate)] with silu'(g) = sigmoid(g) (1 + g (1 - sigmoid(g)))."""
+    gate, up = (accumulate(each) for each in x.chunk(2, dim=-1))
+    sigmoid = gate.sigmoid()
+    slope = sigmoid * (1 + gate * (1 - sigmoid))
+    return torch.cat((grad * up * slope, grad * gate * sigmoid), dim=-1).to(x.dtype)
+
+
+def _swiglu_backward_in_parts(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """The same, each half written where it belongs."""
+    gate, up = x.chunk(2, dim=-1)
+    grad_x = torch.empty_like(x)
+    grad_gate, grad_up = grad_x.chunk(2, dim=-1)
+    torch.mul(grad, F.silu(gate), out=grad_up)
+    torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+    return grad_x
 
 
 def rope_tables(position_ids: torch.Tensor, head_dim: int, base: float, dtype: torch.dtype) -> torch.Tensor:
@@ -93,8 +174,108 @@ def rope_tables(position_ids: torch.Tensor, head_dim: int, base: float, dtype: t
     return torch.stack((angles.cos(), angles.sin()))
 
 
-def apply_rope(x: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+def apply_rope(x: torch.Tensor, tables: torch.Tensor, fusion: Fusion) -> torch.Tensor:
     """Rotate x [s, b, heads, d] by the tables of `rope_tables`."""
+    return _Rope.apply(x, tables, fusion)
+
+
+class _Rope(torch.autograd.Function):
+    """y = x cos + swap(x) sin, where swap exchanges the halves of a head. Keeps the tables alone, one for all layers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tables: torch.Tensor, fusion: Fusion) -> torch.Tensor:
+        ctx.fusion = fusion
+        ctx.save_for_backward(tables)
+        return fusion(_rope)(x, tables)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (tables,) = ctx.saved_tensors
+        return ctx.fusion(_rope_backward)(grad, tables), None, None
+
+
+def _rope(x: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
     wide = accumulate(x)
-    first, second = wide.chunk(2, dim=-1)
-    return (wide * tables[0] + torch.cat((second, first), dim=-1) * tables[1]).to(x.dtype)
+    return (wide * tables[0] + _swap(wide) * tables[1]).to(x.dtype)
+
+
+def _rope_backward(grad: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+    """dx = dy cos + swap(dy sin): the rotation back."""
+    wide = accumulate(grad)
+    return (wide * tables[0] + _swap(wide * tables[1])).to(grad.dtype)
+
+
+def _swap(x: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((second, first), dim=-1)
+
+
+def keyed_dropout(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    keys: torch.Tensor,
+    positions: torch.Tensor,
+    p: float,
+    fusion: Fusion,
+) -> torch.Tensor:
+    """Zero elements of x with probability p, scale the rest by 1 / (1 - p), and add the residual if there is one.
+
+    Whether an element is kept is a hash of its key and its position: keep = hash >= p 2^32.
+
+    Args:
+        x: any float tensor.
+        residual: of x's shape, or None.
+        keys: int64, broadcastable to x.
+        positions: int64, broadcastable to x.
+        p: 0 < p < 1.
+    """
+    return _KeyedDropout.apply(x, residual, keys, positions, p, fusion)
+
+
+class _KeyedDropout(torch.autograd.Function):
+    """y = x f (+ residual) with f = keep / (1 - p). Keeps f in x's dtype: hashing again costs more than memory does."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        keys: torch.Tensor,
+        positions: torch.Tensor,
+        p: float,
+        fusion: Fusion,
+    ) -> torch.Tensor:
+        if residual is None:
+            y, factor = fusion(_dropped)(x, keys, positions, p)
+        else:
+            y, factor = fusion(_dropped_on)(residual, x, keys, positions, p)
+        ctx.has_residual = residual is not None
+        ctx.save_for_backward(factor)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None, None, None]:
+        (factor,) = ctx.saved_tensors
+        return grad * factor, grad if ctx.has_residual else None, None, None, None, None
+
+
+def _dropped(
+    x: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, p: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x f, and f."""
+    keep = keyed_hash(keys, positions) >= int(p * 2**32)
+    factor = keep.to(accumulation_dtype(x.dtype)).mul_(1.0 / (1.0 - p)).to(x.dtype)
+    return x * factor, factor
+
+
+def _dropped_on(
+    residual: torch.Tensor, x: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, p: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """residual + x f, and f."""
+    dropped, factor = _dropped(x, keys, positions, p)
+    return residual + dropped, factor
+
+
+def keyed_hash(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """A number in [0, 2^32) per element: splitmix64's output at counter key + position * golden, upper half."""
+    return shift_right(mix64_(keys + (positions + 1) * GOLDEN), 32)

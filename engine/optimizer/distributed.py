@@ -3,22 +3,27 @@
 Each data-parallel rank owns an equal part of every bucket (`param_layout.py`) and keeps master weights and both moments there
 (`state.py` says in what form).
 
-A step multiplies the owned main grads by one factor (tokens and clipping), updates the masters in the accumulation dtype, lets the
-parameters follow, and the buckets are all-gathered.
+A step multiplies the owned gradients by one factor (tokens and clipping), updates the masters in the accumulation dtype, lets the
+parameters follow, and the buckets are all-gathered. Two kernels (`kernels.optimizer`):
+
+    torch      torch's fused AdamW; the factor, and every form of state that is not wide, take passes of their own
+    compiled   `_update`, all of it in one pass, of each run of parameters that decay or do not
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch.optim.adamw import adamw
 
 from engine.config import OptimizerConfig, PrecisionConfig
+from engine.kernels.fusion import Fusion
 from engine.optimizer.grad_buffer import Bucket, FlatBuffer, GradBuffers
 from engine.optimizer.kinds import StateKind
 from engine.optimizer.param_layout import Segment
-from engine.optimizer.state import OptimizerState
-from engine.precision import STEP_DTYPE
+from engine.optimizer.state import OptimizerState, read_master, write_master
+from engine.precision import AGREEMENT_DTYPE, STEP_DTYPE
 
 _SUMMED_NUMEL = 2**16
 """Elements that a CPU may sum in fp32: BLAS adds each lane one by one, which would be 2e-6 off at four times as many."""
@@ -67,11 +72,19 @@ class DistributedOptimizer:
         buffers: parameters and main grads. The parameters must hold their initial values: masters start from them.
         config: hyperparameters.
         precision: the form of the state.
+        kernel: see above.
     """
 
-    def __init__(self, buffers: GradBuffers, config: OptimizerConfig, precision: PrecisionConfig) -> None:
+    def __init__(
+        self,
+        buffers: GradBuffers,
+        config: OptimizerConfig,
+        precision: PrecisionConfig,
+        kernel: Literal["torch", "compiled"] = "torch",
+    ) -> None:
         self.buffers = buffers
         self.config = config
+        self._fusion = Fusion("compiled" if kernel == "compiled" else "eager")
         self._num_updates = torch.zeros((), dtype=STEP_DTYPE, device=buffers.device)
         self.owned: list[OwnedBucket] = []
         for buffer in buffers.buffers:
@@ -82,7 +95,7 @@ class DistributedOptimizer:
                     OwnedBucket(
                         buffer=buffer,
                         bucket=bucket,
-                        state=OptimizerState(buffer.parameters[start:stop], buffer.main_grads.dtype, precision),
+                        state=OptimizerState(buffer.parameters[start:stop], precision),
                         segments=tuple(segment for segment in segments if start <= segment.offset < stop),
                     )
                 )
@@ -92,9 +105,10 @@ class DistributedOptimizer:
 
         Replicas are counted by the first of them; padding has gradient zero.
         """
-        counted = [owned.grads for owned in self.owned if owned.buffer.replica_index == 0]
-        total = self.owned[0].grads.new_zeros(())
-        for grads in counted:
+        counted = [owned for owned in self.owned if owned.buffer.replica_index == 0]
+        total = self.owned[0].grads.new_zeros((), dtype=self.owned[0].state.wide)
+        for owned in counted:
+            grads = owned.grads.to(owned.state.wide)
             # No squares are stored. (vector_norm adds all of a bucket one by one there: 1e-3 off at 1.5e7 elements.)
             for piece in grads.split(_SUMMED_NUMEL) if grads.device.type == "cpu" else (grads,):
                 total += torch.dot(piece, piece)
@@ -112,16 +126,13 @@ class DistributedOptimizer:
             grad_scale: a scalar on the device.
             skip: a bool on the device: leave masters, moments and parameters as they are.
         """
+        # Padding has a gradient of zero that nobody writes again: times a factor that is not finite, it would be nan for good.
+        grad_scale = grad_scale.to(self.owned[0].state.wide).masked_fill(skip, 1.0)
         skipped = skip.to(STEP_DTYPE)
-        grad_scale = grad_scale.to(self.owned[0].grads.dtype)
-        for owned in self.owned:
-            owned.grads.mul_(grad_scale)
-            state = owned.state.read_all()
-            for decayed in (True, False):
-                runs = [where for where, decays in owned.runs() if decays == decayed]
-                if runs:
-                    self._update(state, owned.grads, runs, lr, self.config.weight_decay if decayed else 0.0, skipped)
-            owned.state.write(state)
+        if self._fusion.is_compiled:
+            self._update_compiled(lr, grad_scale, skip)
+        else:
+            self._update_by_torch(lr, grad_scale, skipped)
         self._num_updates += 1 - skipped
         self.buffers.gather()
 
@@ -135,7 +146,34 @@ class DistributedOptimizer:
         self.buffers.gather()
         self.buffers.wait_all()
 
-    def _update(
+    def _update_by_torch(self, lr: float, grad_scale: torch.Tensor, skipped: torch.Tensor) -> None:
+        for owned in self.owned:
+            # In place where they are wide: who looks at main grads after a step sees what the update was made of.
+            grads = owned.grads if owned.grads.dtype == owned.state.wide else owned.grads.to(owned.state.wide)
+            grads.mul_(grad_scale)
+            state = owned.state.read_all()
+            for decayed in (True, False):
+                runs = [where for where, decays in owned.runs() if decays == decayed]
+                if runs:
+                    self._adamw(state, grads, runs, lr, self.config.weight_decay if decayed else 0.0, skipped)
+            owned.state.write(state)
+
+    def _update_compiled(self, lr: float, grad_scale: torch.Tensor, skip: torch.Tensor) -> None:
+        beta1, beta2 = self.config.beta1, self.config.beta2
+        # Scalars that change stay tensors: a number that the compiler sees is part of the kernel. 1 - 0.999 needs float64.
+        step = self._num_updates.to(AGREEMENT_DTYPE) + 1
+        bias_1, bias_2 = 1 - torch.pow(beta1, step), 1 - torch.pow(beta2, step)
+        factors = torch.stack((grad_scale.to(step.dtype), lr / bias_1, bias_2.rsqrt(), torch.full_like(step, lr)))
+        factors = factors.to(self.owned[0].state.wide)
+        update = self._fusion(_update, any_length=True)
+        for owned in self.owned:
+            for where, decays in owned.runs():
+                decay = self.config.weight_decay if decays else 0.0
+                update(
+                    *owned.state.part(where), owned.grads[where], factors, skip, beta1, beta2, self.config.eps, decay
+                )
+
+    def _adamw(
         self,
         state: Mapping[StateKind, torch.Tensor],
         grads: torch.Tensor,
@@ -163,3 +201,33 @@ class DistributedOptimizer:
             maximize=False,
             found_inf=skipped,
         )
+
+
+def _update(
+    parameters: torch.Tensor,
+    kept: torch.Tensor | None,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grads: torch.Tensor,
+    factors: torch.Tensor,
+    skip: torch.Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """AdamW (1711.05101, algorithm 2) on flat tensors in the forms in which they are kept, in place; nothing changes where `skip`.
+
+    `factors` are [factor of the gradients, lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), lr].
+    """
+    wide = factors.dtype
+    kept = parameters if kept is None else kept
+    grad_scale, step_size, rescale, lr = factors.unbind()
+    master, mean, square = read_master(parameters, kept), exp_avg.to(wide), exp_avg_sq.to(wide)
+    grad = grads.to(wide) * grad_scale
+    new_mean = mean + (grad - mean) * (1 - beta1)
+    new_square = square * beta2 + grad * grad * (1 - beta2)
+    new = master * (1 - lr * weight_decay) - step_size * new_mean / (new_square.sqrt() * rescale + eps)
+    exp_avg.copy_(torch.where(skip, mean, new_mean))
+    exp_avg_sq.copy_(torch.where(skip, square, new_square))
+    write_master(parameters, kept, torch.where(skip, master, new))

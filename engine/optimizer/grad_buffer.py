@@ -1,7 +1,7 @@
 """Flat parameters and main grads of one rank, reduced and gathered bucket by bucket while compute goes on.
 
-Per buffer (see `param_layout.py`) two flat tensors: parameters in the run's dtype, main grads in its accumulation dtype.
-A step:
+Per buffer (see `param_layout.py`) two flat tensors: parameters in the run's dtype, main grads in its accumulation dtype
+(or narrower, `precision.gradients`). A step:
 
     start(m)          main grads are old; each parameter expects m microbatches x its uses, and writes the first over them
     backward ...      whoever adds a gradient says so (`grad_added`); when the last one of a bucket is in, its
@@ -14,14 +14,13 @@ There is no switch for "the last microbatch": readiness is a count, and a count 
 an error that names the parameter.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from engine.collectives import Axis, Pending
 from engine.optimizer.param_layout import BucketLayout, BufferLayout
-from engine.precision import accumulation_dtype
 from engine.tensor_parallel.parameter import ShardedParameter
 
 
@@ -71,9 +70,13 @@ class GradBuffers:
         layouts: the frozen layout of this rank's parameters.
         parameters: the modules' parameters by name; they are bound to views of the flat tensors.
         dtype: of the weights.
+        grad_dtype: of the main grads.
         device: where the buffers live.
         dp: the axis over which dense gradients are reduced.
         axes: the axes of second sums by name, as far as this rank has them.
+
+    Attributes:
+        observer: told of each gradient that was added, before anybody reduces it.
     """
 
     def __init__(
@@ -81,19 +84,21 @@ class GradBuffers:
         layouts: tuple[BufferLayout, ...],
         parameters: Mapping[str, ShardedParameter],
         dtype: torch.dtype,
+        grad_dtype: torch.dtype,
         device: torch.device,
         dp: Axis,
         axes: Mapping[str, Axis],
     ) -> None:
         self.dp = dp
         self.device = device
+        self.observer: Callable[[ShardedParameter], None] | None = None
         self.buffers: list[FlatBuffer] = []
         self._places: dict[str, _Place] = {}
         for layout in layouts:
             buffer = FlatBuffer(
                 layout=layout,
                 parameters=torch.zeros(layout.numel, dtype=dtype, device=device),
-                main_grads=torch.zeros(layout.numel, dtype=accumulation_dtype(dtype), device=device),
+                main_grads=torch.zeros(layout.numel, dtype=grad_dtype, device=device),
                 buckets=[Bucket(bucket, bucket.owned(dp.size, dp.index)) for bucket in layout.buckets],
                 sum_axis=None if layout.key.sum_over is None else axes[layout.key.sum_over],
                 replica_index=0 if layout.key.replicas is None else axes[layout.key.replicas].index,
@@ -126,6 +131,8 @@ class GradBuffers:
 
     def grad_added(self, parameter: ShardedParameter) -> None:
         """One use of the parameter has added its gradient of one microbatch."""
+        if self.observer is not None:
+            self.observer(parameter)
         place = self._places[parameter.record.name]
         place.missing -= 1
         assert place.missing >= 0, f"{parameter.record.name}: a gradient more than microbatches x uses was added"

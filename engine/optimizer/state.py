@@ -21,6 +21,7 @@ import torch
 
 from engine.config import PrecisionConfig
 from engine.optimizer.kinds import STATE_KINDS, StateKind
+from engine.precision import accumulation_dtype
 
 _HALF_BITS = 16
 
@@ -30,20 +31,21 @@ class OptimizerState:
 
     Args:
         parameters: a view of the flat buffer.
-        wide: the accumulation dtype.
         precision: which form.
+
+    Attributes:
+        wide: the accumulation dtype, in which others read and write.
     """
 
-    def __init__(self, parameters: torch.Tensor, wide: torch.dtype, precision: PrecisionConfig) -> None:
+    def __init__(self, parameters: torch.Tensor, precision: PrecisionConfig) -> None:
         self._parameters = parameters
-        self._wide = wide
-        self._is_split = precision.masters == "split"
-        if self._is_split:
+        self.wide = accumulation_dtype(parameters.dtype)
+        if precision.masters == "split":
             master = torch.zeros_like(parameters, dtype=torch.int16)
         else:
             # `to` gives the view itself where the dtypes agree: then the master is the parameter.
-            master = parameters.to(wide)
-        moments = parameters.dtype if precision.moments == "bf16" else wide
+            master = parameters.to(self.wide)
+        moments = parameters.dtype if precision.moments == "bf16" else self.wide
         self._kept: dict[StateKind, torch.Tensor] = {
             "master": master,
             "exp_avg": torch.zeros_like(parameters, dtype=moments),
@@ -58,15 +60,12 @@ class OptimizerState:
     @property
     def is_wide(self) -> bool:
         """Whether `read` gives the kept tensors themselves, so that what is written to them is kept."""
-        return all(tensor.dtype == self._wide for tensor in self._kept.values())
+        return all(tensor.dtype == self.wide for tensor in self._kept.values())
 
     def read(self, kind: StateKind) -> torch.Tensor:
         """One kind in the accumulation dtype; the kept tensor itself where it is that."""
         kept = self._kept[kind]
-        if kind == "master" and self._is_split:
-            upper = self._parameters.view(torch.int16).to(torch.int32)
-            return (upper << _HALF_BITS).add_(kept).view(self._wide)
-        return kept.to(self._wide)
+        return read_master(self._parameters, kept) if kind == "master" else kept.to(self.wide)
 
     def read_all(self) -> dict[StateKind, torch.Tensor]:
         return {kind: self.read(kind) for kind in STATE_KINDS}
@@ -75,13 +74,35 @@ class OptimizerState:
         """Keep these, of the accumulation dtype; the parameters follow their masters."""
         for kind, value in values.items():
             kept = self._kept[kind]
-            if kind == "master" and self._is_split:
-                bits = value.view(torch.int32)
-                upper = (bits + (1 << (_HALF_BITS - 1))) >> _HALF_BITS
-                self._parameters.view(torch.int16).copy_(upper)
-                kept.copy_(bits - (upper << _HALF_BITS))
-                continue
-            if kept is not value:
+            if kind == "master":
+                write_master(self._parameters, kept, value)
+            elif kept is not value:
                 kept.copy_(value)
-            if kind == "master" and kept is not self._parameters:
-                self._parameters.copy_(kept)
+
+    def part(self, where: slice) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        """Some elements as they are kept: parameters, masters (None where the parameters are the masters) and both moments."""
+        master, exp_avg, exp_avg_sq = (self._kept[kind] for kind in STATE_KINDS)
+        beside = None if master is self._parameters else master[where]
+        return self._parameters[where], beside, exp_avg[where], exp_avg_sq[where]
+
+
+def read_master(parameters: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """The exact weights from bf16 weights and remainders; `kept` itself where it is the master."""
+    if kept.dtype != torch.int16:
+        return kept
+    upper = parameters.view(torch.int16).to(torch.int32)
+    return (upper << _HALF_BITS).add_(kept).view(accumulation_dtype(parameters.dtype))
+
+
+def write_master(parameters: torch.Tensor, kept: torch.Tensor, value: torch.Tensor) -> None:
+    """Keep the exact weights `value`; the parameters follow."""
+    if kept.dtype == torch.int16:
+        bits = value.view(torch.int32)
+        upper = (bits + (1 << (_HALF_BITS - 1))) >> _HALF_BITS
+        parameters.view(torch.int16).copy_(upper)
+        kept.copy_(bits - (upper << _HALF_BITS))
+        return
+    if kept is not value:
+        kept.copy_(value)
+    if kept is not parameters:
+        parameters.copy_(kept)

@@ -1,10 +1,12 @@
 """What is said and written down about checkpoints (`engine.checkpoint.manager.Notices`), on every rank; rank 0 speaks."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from engine.checkpoint.fingerprint import describe
 from engine.checkpoint.manifest import Kind
 from engine.checkpoint.resume import Beginning
+from engine.signals import Stop
 from engine.telemetry.hub import Telemetry
 from engine.telemetry.run_dir import RunDirectory
 
@@ -97,3 +99,26 @@ def say_beginning(telemetry: Telemetry, directory: RunDirectory, beginning: Begi
             "  differs from what was saved, so equal to rounding, not to the bit: " + "; ".join(beginning.differences)
         )
     report.say()
+
+
+def say_stopped(
+    telemetry: Telemetry, stop: Stop, step: int, *, is_saved: bool, peak_memory_bytes: Sequence[int] = ()
+) -> None:
+    """The run ends after step `step` (from 1) because all ranks agreed to.
+
+    Args:
+        telemetry: of this rank.
+        stop: why.
+        step: that was made last.
+        is_saved: whether the run saves at all.
+        peak_memory_bytes: the most that each rank held.
+    """
+    telemetry.event("stopped", step=step, reason=stop.value, peak_memory_bytes=list(peak_memory_bytes))
+    if telemetry.report is None:
+        return
+    rest = (
+        "the same command goes on from there"
+        if is_saved
+        else "nothing is saved (checkpoint.interval=null), so the same command starts at step 0 again"
+    )
+    telemetry.report.say(f"{stop.value}: stopped after step {step:,}; {rest}", "yellow")

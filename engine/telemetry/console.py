@@ -20,7 +20,7 @@ from rich.text import Text
 
 from engine.telemetry.format import duration
 from engine.telemetry.metrics import StepMetrics
-from engine.telemetry.table import Table, cells, columns_of
+from engine.telemetry.table import Table, cells, columns_of, has_line
 
 Rows = Sequence[tuple[str, str]]
 """Labels and values; a value may have several lines."""
@@ -209,12 +209,16 @@ class Report:
         eta_seconds = mean_seconds * (self._num_steps - metrics.step)
         if self._live is not None:
             self._live.show_step(metrics, eta_seconds)
-        if metrics.step == 1 or metrics.step % self._log_interval == 0 or metrics.step == self._num_steps:
+        if has_line(metrics.step, self._log_interval, self._num_steps):
             row = cells(self._since_line, self._num_steps, eta_seconds)
             self._since_line.clear()
             for outlet, table in self._outlets:
                 for line in table.lines(row, outlet.width):
                     outlet.write(line)
+                if metrics.time_split is not None:
+                    indent = " " * (table.first_width + 2)
+                    for text in _wrapped(str(metrics.time_split), outlet.text_width - len(indent)):
+                        outlet.write(Text(indent + text, "dim"))
 
     def validation(self, step: int, loss: float, seconds: float) -> None:
         """The result of a validation after `step` steps."""

@@ -44,19 +44,22 @@ def hardware_flops_per_token(model: ModelConfig, recompute: RecomputeConfig, lay
 
     Args:
         model: sizes.
-        recompute: selective repeats the attention core of every layer; full, uniform: every layer's forward; full, block:
-            the forward of the first `num_layers` layers of every chunk.
+        recompute: never `auto`, but what it came to. full, uniform repeats every layer's forward; full, block: that of the first
+            `num_layers` layers of every chunk; of the other layers, attention's core and the MLP's first GEMM are repeated where
+            they are among the parts (other parts have no GEMM).
         layers_per_chunk: transformer layers of each of the pp x vpp chunks.
     """
     padding = 3 * 2 * (model.padded_vocab_size - model.vocab_size) * model.hidden_size
     core = _core_forward(model, causal=True)
-    again = 0
-    if recompute.granularity == "selective":
-        again = model.num_layers * core
-    elif recompute.granularity == "full":
+    assert recompute.granularity != "auto", "models.memory.settled says what it comes to"
+    whole = 0
+    if recompute.granularity == "full":
         limit = recompute.num_layers if recompute.method == "block" else model.num_layers
-        num_layers = sum(min(layers, limit) for layers in layers_per_chunk)
-        again = num_layers * (2 * _layer_weights(model) + core)
+        whole = sum(min(layers, limit) for layers in layers_per_chunk)
+    first_gemm = 2 * (2 if model.activation == "swiglu" else 1) * model.ffn_size * model.hidden_size
+    in_part = {"attention": core, "mlp": first_gemm}
+    again = whole * (2 * _layer_weights(model) + core)
+    again += (model.num_layers - whole) * sum(in_part.get(part, 0) for part in recompute.parts)
     return model_flops_per_token(model) + padding + again
 
 

@@ -2,7 +2,7 @@
 
     on_step, on_validation  ->  Telemetry  ->  Report       terminal and log, at once
                                            `->  sinks       metrics.jsonl, wandb, TensorBoard; after its validation if one follows
-                                           `->  events.jsonl
+                                           `->  events.jsonl  ->  wandb's alerts
 
 A sink that fails is told no more: that it failed is an event and a line on the terminal, and training goes on. A loss is agreed
 by all ranks, so rank 0 can log; on the others every call returns at once.
@@ -15,12 +15,16 @@ from typing import Any, Protocol
 
 from engine.config import Config
 from engine.telemetry.console import Report
-from engine.telemetry.jsonl import EventKind, EventLog, MetricsLog
+from engine.telemetry.events import EventKind, EventLog
+from engine.telemetry.jsonl import MetricsLog
 from engine.telemetry.metrics import StepMetrics
 from engine.telemetry.rank_log import Streams
+from engine.telemetry.redaction import without_secrets
 from engine.telemetry.run_dir import RunDirectory
 from engine.telemetry.tensorboard_sink import TensorBoardSink, check_installed
 from engine.telemetry.wandb_sink import WandbSink
+
+_LAST_WORDS_SECONDS = 15.0
 
 
 class Sink(Protocol):
@@ -76,6 +80,9 @@ class Telemetry:
         except Exception as error:
             self._events = None
             self._say(f"events.jsonl is switched off: {error}")
+        for sink in tuple(self._sinks):
+            if isinstance(sink, WandbSink):
+                self._guard(sink, sink.send_alerts)
 
     def flush(self) -> None:
         """Hand the last step to the sinks: no validation of it will follow."""
@@ -92,11 +99,20 @@ class Telemetry:
             self.report.close()
         for sink in tuple(self._sinks):
             self._guard(sink, sink.close)
+            if isinstance(sink, WandbSink) and sink.sync_command is not None:
+                self._say(f"wandb kept the run on disk ({sink.why}); to upload it: {sink.sync_command}", "")
         self._sinks.clear()
         self.event("attempt_ended", step=self._last_step)
         if self._events is not None:
             self._events.close()
             self._events = None
+
+    def last_words(self) -> None:
+        """The process is about to be ended by another thread than the loop's, which hangs: wandb would lose what it has not
+        written yet, the alert too. Bounded in time; on ranks that do not log, nothing."""
+        for sink in tuple(self._sinks):
+            if isinstance(sink, WandbSink):
+                self._guard(sink, partial(sink.close, _LAST_WORDS_SECONDS))
 
     def add_sink(self, name: str, open_sink: Callable[[], Sink]) -> Sink | None:
         """Open a sink; one that cannot be opened is an event, and None."""
@@ -119,9 +135,9 @@ class Telemetry:
         self.event("sink_failed", sink=name, error=f"{type(error).__name__}: {error}")
         self._say(f"{name} is switched off, training goes on: {type(error).__name__}: {error}")
 
-    def _say(self, text: str) -> None:
+    def _say(self, text: str, style: str = "yellow") -> None:
         if self.report is not None:
-            self.report.say(text, "yellow")
+            self.report.say(without_secrets(text), style)
 
 
 def open_telemetry(
@@ -165,7 +181,8 @@ def open_telemetry(
     if config.telemetry.wandb is not None:
         sink = telemetry.add_sink(WandbSink.name, lambda: WandbSink(config, directory, layout))
         if isinstance(sink, WandbSink):
-            telemetry.event("wandb", mode=sink.mode, why=sink.why, url=sink.url)
+            telemetry.event("wandb", mode=sink.mode, why=sink.why, url=sink.url, sync_command=sink.sync_command)
+            report.say(f"wandb: {sink.url}" if sink.url is not None else f"wandb is {sink.mode}: {sink.why}")
     if config.telemetry.tensorboard:
         telemetry.add_sink(TensorBoardSink.name, lambda: TensorBoardSink(directory))
     return telemetry

@@ -1,4 +1,4 @@
-"""metrics.jsonl and events.jsonl: one JSON object per line, there as soon as it is written (no torch here).
+"""One JSON object per line, there as soon as it is written: metrics.jsonl, and events.jsonl (no torch here).
 
     {"step": 1, "attempt": 0, ..., "loss": 5.5491, ...}\n
     {"step": 2, "attempt": 0, ..., "loss": 5.4710, ...}\n
@@ -8,34 +8,17 @@ Floats are written with all their digits: reading gives the same float64. JSON k
 written as the strings "nan", "inf", "-inf".
 """
 
+import errno
 import json
 import math
 import os
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from engine.telemetry.metrics import StepMetrics
-
-EventKind = Literal[
-    "attempt_started",
-    "log_healed",
-    "begun",
-    "validation",
-    "checkpoint_saved",
-    "checkpoint_failed",
-    "checkpoints_retired",
-    "checkpoints_swept",
-    "fingerprint",
-    "profiled",
-    "sink_failed",
-    "wandb",
-    "failed",
-    "attempt_ended",
-    "finished",
-]
-"""Kinds of events. Each is a moment of the run; its fields say the rest."""
 
 
 class JsonLines:
@@ -43,20 +26,30 @@ class JsonLines:
 
     Args:
         path: made where it is missing. A last line that is not whole is cut off.
+        heals: false where another process appends too and may be in the middle of a line: a torn end is then left alone, and
+            ended, so that what follows stands on lines of its own.
 
     Attributes:
         num_healed_bytes: how much of a half-written line was cut off.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, heals: bool = True) -> None:
         self.path = path
-        self.num_healed_bytes = heal(path)
-        self._file = path.open("a", encoding="utf-8")
+        self.num_healed_bytes = heal(path) if heals else 0
+        self._file = path.open("ab", buffering=0)
+        if not heals and not _ends_with_newline(path):
+            self._file.write(b"\n")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one object; it has left this process when this returns."""
-        self._file.write(json.dumps(_plain(record), allow_nan=False, ensure_ascii=False) + "\n")
-        self._file.flush()
+        """Append one object in one call; it has left this process when this returns.
+
+        Raises:
+            OSError: it was not written, or not whole (the disk is full).
+        """
+        line = (json.dumps(_plain(record), allow_nan=False, ensure_ascii=False) + "\n").encode()
+        written = self._file.write(line)
+        if written != len(line):
+            raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes of a line were written", str(self.path))
 
     def close(self) -> None:
         self._file.close()
@@ -83,6 +76,48 @@ def heal(path: Path) -> int:
             return len(rest)
         file.write(b"\n")
         return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """What a reader of JSON lines got.
+
+    Attributes:
+        records: the objects, in the order of their lines.
+        num_unreadable: lines that hold no JSON object, a torn end among them.
+        end: byte behind the last whole line: where a later reading goes on.
+    """
+
+    records: Sequence[Mapping[str, Any]]
+    num_unreadable: int
+    end: int
+
+
+def read_records(path: Path, start: int = 0) -> Records:
+    """The objects of a file from byte `start` on, which is the beginning of a line; none where there is no file.
+
+    A last line that was never ended and a line that is no object are counted, not raised: a run that was killed leaves one.
+    """
+    if not path.exists():
+        return Records([], 0, start)
+    with path.open("rb") as file:
+        file.seek(start)
+        *lines, torn = file.read().split(b"\n")
+    records, num_unreadable = [], int(bool(torn))
+    for line in lines:
+        with suppress(ValueError):
+            record = json.loads(line or b"null")
+            if isinstance(record, dict):
+                records.append(record)
+                continue
+        num_unreadable += bool(line)
+    return Records(records, num_unreadable, start + sum(len(line) + 1 for line in lines))
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        return size == 0 or os.pread(file.fileno(), 1, size - 1) == b"\n"
 
 
 def _start_of_last_line(descriptor: int, size: int) -> int:
@@ -118,21 +153,6 @@ class MetricsLog:
 
     def record(self, metrics: StepMetrics) -> None:
         self.lines.write(metrics.to_record())
-
-    def close(self) -> None:
-        self.lines.close()
-
-
-class EventLog:
-    """events.jsonl: what happened, when, in which attempt."""
-
-    def __init__(self, path: Path, attempt: int) -> None:
-        self.lines = JsonLines(path)
-        self._attempt = attempt
-
-    def write(self, kind: EventKind, **fields: Any) -> None:
-        """Append `{unix_time_seconds, attempt, kind, ...fields}`."""
-        self.lines.write({"unix_time_seconds": time.time(), "attempt": self._attempt, "kind": kind, **fields})
 
     def close(self) -> None:
         self.lines.close()

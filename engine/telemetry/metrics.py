@@ -7,14 +7,13 @@ is no part of a step.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from engine.config import BatchPlan, Config
 from engine.telemetry.flops import Peak, hardware_flops_per_token, known_peak, model_flops_per_token
-
-VALIDATION = "validation"
-"""The phase whose time belongs to no step."""
+from engine.telemetry.time_split import TimeSplit
+from engine.telemetry.timers import VALIDATION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +37,8 @@ class StepMetrics:
         mfu, hfu: those two over the device's peak, 0 to 1; None where no peak is known.
         peak_memory_bytes: of the logging rank, since the start: allocated by torch on a GPU, resident on a CPU.
         val_loss: nats per token of the validation that followed this step; None where none did.
+        time_split: where the time of the steps before this one went, on all ranks (`engine.telemetry.step_times`); None but on
+            steps with a line.
     """
 
     step: int
@@ -58,12 +59,15 @@ class StepMetrics:
     hfu: float | None
     peak_memory_bytes: int
     val_loss: float | None = None
+    time_split: TimeSplit | None = None
 
     def to_record(self) -> dict[str, Any]:
-        """As a flat JSON object; `val_loss` only where there was a validation."""
-        record = asdict(self)
-        if self.val_loss is None:
-            del record["val_loss"]
+        """As a JSON object; `val_loss` only where there was a validation, `time_split` (an object) only where one is known."""
+        record = asdict(replace(self, time_split=None))
+        record["time_split"] = None if self.time_split is None else self.time_split.to_record()
+        for optional in ("val_loss", "time_split"):
+            if record[optional] is None:
+                del record[optional]
         return record
 
 

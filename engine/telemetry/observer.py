@@ -10,15 +10,19 @@ import resource
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from engine.step import StepResult
 from engine.telemetry.hub import Telemetry
-from engine.telemetry.metrics import VALIDATION, Meter
-from engine.telemetry.profile import StepProfiler
-from engine.telemetry.timers import Timers
+from engine.telemetry.metrics import Meter
+from engine.telemetry.profile import StepWatcher
+from engine.telemetry.slow_ranks import SlowRanks
+from engine.telemetry.step_times import StepTimes
+from engine.telemetry.timers import VALIDATION, Timers
+from engine.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,9 @@ class TrainingObserver:
         meter: what a step's time means for this model.
         device: whose memory is reported.
         timers: the clock; it runs from now on, so build the observer just before training.
-        profiler: told of the phases, where this rank traces steps.
+        watchers: told of the phases, where this rank's steps are traced or named; `times` among them.
+        times: where the time of the steps goes, on all ranks; None: nobody asks.
+        slow_ranks: compares the ranks, on the logging rank.
 
     Attributes:
         loss: of the last step; None before the first.
@@ -51,7 +57,9 @@ class TrainingObserver:
         meter: Meter,
         device: torch.device,
         timers: Timers | None = None,
-        profiler: StepProfiler | None = None,
+        watchers: Sequence[StepWatcher] = (),
+        times: StepTimes | None = None,
+        slow_ranks: SlowRanks | None = None,
     ) -> None:
         self.loss: float | None = None
         self.val_loss: float | None = None
@@ -59,7 +67,9 @@ class TrainingObserver:
         self._meter = meter
         self._device = device
         self._timers = timers or Timers()
-        self._profiler = profiler
+        self._watchers = tuple(watchers)
+        self._times = times
+        self._slow_ranks = slow_ranks
         self._ended: deque[_Ended] = deque()
 
     def phase(self, name: str) -> None:
@@ -69,31 +79,53 @@ class TrainingObserver:
         if self._telemetry.report is not None:
             self._telemetry.report.phase(VALIDATION if name == VALIDATION else "training")
         self._timers.phase(name)
-        if self._profiler is not None:
-            self._profiler.phase(name)
+        for watcher in self._watchers:
+            watcher.phase(name)
 
     def end_step(self) -> None:
         """The host is through with a step; `on_step` will tell of it, in order."""
         self._ended.append(_Ended(self._timers.end_step(), time.time(), peak_memory_bytes(self._device)))
+        if self._times is not None:
+            self._times.end_step()
 
     def on_step(self, step: int, result: StepResult, lr: float) -> None:
         """Step `step`, counted from 0, has updated the weights."""
         self.loss = result.loss
         ended = self._ended.popleft()
+        split = None if self._times is None else self._times.on_step(step + 1)
         if self._telemetry.report is None:
             return
-        self._telemetry.step(
-            self._meter.measure(
-                step + 1,
-                loss=result.loss,
-                loss_tokens=result.num_tokens,
-                lr=lr,
-                grad_norm=result.grad_norm,
-                spans_seconds=ended.spans_seconds,
-                unix_time_seconds=ended.unix_time_seconds,
-                peak_memory_bytes=ended.peak_memory_bytes,
-            )
+        metrics = self._meter.measure(
+            step + 1,
+            loss=result.loss,
+            loss_tokens=result.num_tokens,
+            lr=lr,
+            grad_norm=result.grad_norm,
+            spans_seconds=ended.spans_seconds,
+            unix_time_seconds=ended.unix_time_seconds,
+            peak_memory_bytes=ended.peak_memory_bytes,
         )
+        self._telemetry.step(replace(metrics, time_split=split))
+        if split is not None and self._slow_ranks is not None:
+            for slow in self._slow_ranks.report(split.usual_compute):
+                self._telemetry.report.say(str(slow), "yellow")
+                self._telemetry.event(
+                    "slow_rank",
+                    step=step + 1,
+                    rank=slow.rank,
+                    message=str(slow),
+                    host=slow.host,
+                    compute_seconds=slow.seconds,
+                    usual_seconds=slow.usual_seconds,
+                )
+
+    def on_rollback(self, step: int) -> None:
+        """The run goes on from a checkpoint with `step` steps: of those that were posted since the last one that was told of,
+        nobody will hear."""
+        self._timers.end_step()
+        self._ended.clear()
+        if self._times is not None:
+            self._times.on_rollback(step)
 
     def on_validation(self, step: int, loss: float) -> None:
         """The validation after step `step`, counted from 0, has ended."""
@@ -107,3 +139,10 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def peak_memory_of_ranks(topology: Topology) -> list[int]:
+    """`peak_memory_bytes` of every rank, in their order; every rank calls it."""
+    mine = [0.0] * topology.grid.world_size
+    mine[topology.rank] = float(peak_memory_bytes(topology.device))
+    return [int(held) for held in topology.axis("world").agree(mine, topology.device, "peak memory")]

@@ -9,6 +9,7 @@ looking at one beside the other, not for reporting.
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -21,6 +22,19 @@ FIRST_PHASE = "data"
 
 POST = "post"
 """Range of a group call; sends and receives of its messages are in it."""
+
+
+def instruction_name(instruction: Instruction) -> str:
+    """`0F3` for an action, `post` for a group call."""
+    return POST if isinstance(instruction, Post) else str(instruction)
+
+
+class StepWatcher(Protocol):
+    """Who follows a rank through its steps: told of the loop's phases, and of the instructions of its executor."""
+
+    def phase(self, name: str) -> None: ...
+    def instruction(self, instruction: Instruction | None) -> None: ...
+    def close(self) -> None: ...
 
 
 class StepProfiler:
@@ -72,7 +86,7 @@ class StepProfiler:
             self._instruction.__exit__(None, None, None)
         self._instruction = None
         if instruction is not None:
-            self._instruction = _entered(POST if isinstance(instruction, Post) else str(instruction))
+            self._instruction = _entered(instruction_name(instruction))
 
     def close(self) -> None:
         """Write the trace if one is open: the last traced step is over, or the run is."""

@@ -53,9 +53,13 @@ def rank_log(path: Path, *, show: bool) -> Iterator[Streams]:
         terminal = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="replace") if show else None
         try:
             if show:
-                # A session of its own: Ctrl-C and the launcher's signals are for the rank; tee ends when the rank has.
+                # A session of its own, and deaf: Ctrl-C and the launcher's signals are for the rank, but SLURM sends them to every
+                # process of a job. tee ends when the rank has; a rank without it could not say that it saves.
                 tee = subprocess.Popen(
-                    ["tee", "-a", str(path)], stdin=subprocess.PIPE, stdout=saved[0], start_new_session=True
+                    ["sh", "-c", 'trap "" TERM INT USR1; exec tee -a "$0"', str(path)],
+                    stdin=subprocess.PIPE,
+                    stdout=saved[0],
+                    start_new_session=True,
                 )
                 assert tee.stdin is not None, "it was asked for a pipe"
                 target = tee.stdin.fileno()

@@ -6,7 +6,11 @@
         events.jsonl              starts, ends, validations, failures of sinks
         logs/attempt_00/rank_00003.log
         profile/attempt_00/rank_00003.steps_10_to_12.json.gz     where telemetry.profile asks for it
+        timeline.json  timeline/attempt_00/rank_00003.json       where telemetry.timeline does: of all ranks, and the row of one
+        memory/attempt_00/rank_00003.pickle                      of a rank that ran out of GPU memory
+        hangs/attempt_00/report.json                             of a run that hung: who waits for whom
         wandb/  wandb_id          one wandb run over all attempts
+        wandb_alerted             up to which byte of events.jsonl people have been alerted
         tensorboard/
         checkpoints/              unless checkpoint.dir says otherwise (`engine/checkpoint/directory.py`)
         saved                     JSON; there once a checkpoint was saved: this run never starts from random weights again
@@ -84,16 +88,13 @@ class RunDirectory:
             from_scratch: begin at step 0 again whatever is there; checkpoints are moved aside, not removed.
 
         Raises:
-            TriaxisError: the name is no folder name; the directory holds steps of a run with another configuration (attempts
-                that never made a step have nothing to protect); or a run that is alive writes there.
+            TriaxisError: the name is no folder name; it, or something in it, is a link to somewhere else; the directory holds
+                steps of a run with another configuration (attempts that never made a step have nothing to protect); or a run that
+                is alive writes there.
         """
-        if name in ("", ".", "..") or "/" in name:
-            raise TriaxisError(
-                f"runtime.name = {name!r} must be the name of one folder, or the run would write outside of {runs_dir}. "
-                f"Leave the slashes away; runtime.runs_dir says where run directories go."
-            )
-        path = Path(runs_dir) / name
+        path = _path_of(runs_dir, name)
         path.mkdir(parents=True, exist_ok=True)
+        _check_links(path)
         locks = [_locked(path)]
         try:
             if _has_results(path) and not from_scratch:
@@ -126,9 +127,9 @@ class RunDirectory:
         """The directory if it holds a finished run of this configuration, else None; nothing is changed.
 
         Raises:
-            TriaxisError: it holds steps of a run with another configuration.
+            TriaxisError: the name is no folder name, or it holds steps of a run with another configuration.
         """
-        path = Path(runs_dir) / name
+        path = _path_of(runs_dir, name)
         if not _has_results(path):
             return None
         _check_same_config(path, config)
@@ -138,7 +139,7 @@ class RunDirectory:
     @classmethod
     def join(cls, runs_dir: str | Path, name: str, attempt: int) -> "RunDirectory":
         """The directory as every other rank sees it, whether or not its node shares the first node's files."""
-        return cls(Path(runs_dir) / name, attempt, None)
+        return cls(_path_of(runs_dir, name), attempt, None)
 
     def checkpoints(self, config: Config) -> CheckpointDirectory:
         """The folder of this run's checkpoints."""
@@ -148,6 +149,18 @@ class RunDirectory:
         """Where the trace of a rank goes in this attempt."""
         steps = f"steps_{profile.start}_to_{profile.start + profile.steps - 1}"
         return self.path / "profile" / f"attempt_{self.attempt:02d}" / f"rank_{rank:05d}.{steps}.json.gz"
+
+    def timeline_row(self, rank: int) -> Path:
+        """Where a rank writes its row of the timeline in this attempt."""
+        return self.path / "timeline" / f"attempt_{self.attempt:02d}" / f"rank_{rank:05d}.json"
+
+    def memory_snapshot(self, rank: int) -> Path:
+        """Where a rank that runs out of GPU memory writes down what its allocator held."""
+        return self.path / "memory" / f"attempt_{self.attempt:02d}" / f"rank_{rank:05d}.pickle"
+
+    def hang(self) -> Path:
+        """Where ranks of this attempt write what they do when the run hangs (`engine/resilience/hang.py`)."""
+        return self.path / "hangs" / f"attempt_{self.attempt:02d}"
 
     def rank_log(self, rank: int) -> Path:
         return self.path / "logs" / f"attempt_{self.attempt:02d}" / f"rank_{rank:05d}.log"
@@ -163,6 +176,10 @@ class RunDirectory:
     @property
     def wandb_id(self) -> Path:
         return self.path / "wandb_id"
+
+    @property
+    def wandb_alerted(self) -> Path:
+        return self.path / "wandb_alerted"
 
     def known_wandb_id(self) -> str | None:
         """The id of the run's page; None where it has none."""
@@ -205,6 +222,41 @@ class RunDirectory:
         for lock in self._locks:
             lock.close()
         self._locks = ()
+
+
+def _path_of(runs_dir: str | Path, name: str) -> Path:
+    """The run directory; the one place where a name becomes a path.
+
+    Raises:
+        TriaxisError: the name is not that of one folder in `runs_dir`.
+    """
+    path = Path(runs_dir) / name
+    if name in ("", ".", "..") or "/" in name or not name.isprintable():
+        raise TriaxisError(
+            f"runtime.name = {name!r} must be the name of one folder, or the run would write outside of {runs_dir}. "
+            f"Leave slashes and control characters away; runtime.runs_dir says where run directories go."
+        )
+    if path.is_symlink():
+        raise TriaxisError(
+            f"{path} is a link to {path.readlink()}, so the run would write outside of {runs_dir}. Set runtime.runs_dir to where "
+            f"run directories are to stand, or move the folder here."
+        )
+    return path
+
+
+def _check_links(path: Path) -> None:
+    """Refuse links out of the run directory: what a run writes stays in the places that its configuration names.
+
+    Raises:
+        TriaxisError: naming the links.
+    """
+    inside = path.resolve()
+    links = [entry for entry in path.iterdir() if entry.is_symlink() and not entry.resolve().is_relative_to(inside)]
+    if links:
+        raise TriaxisError(
+            f"links lead out of the run directory: {', '.join(f'{link} -> {link.readlink()}' for link in sorted(links))}. The run "
+            "would write where its configuration does not say. Remove them; checkpoint.dir and runtime.runs_dir choose other disks."
+        )
 
 
 def _locked(path: Path) -> TextIO:

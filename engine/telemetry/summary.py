@@ -6,10 +6,10 @@ Triaxis: gpt_tiny                               Finished: 300 steps in 3:12
   logs        where to look                       results   where to look
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.config import BatchPlan, Config
+from engine.config import BatchPlan, Config, RecomputeConfig
 from engine.telemetry.console import Report
 from engine.telemetry.flops import CONVENTION
 from engine.telemetry.format import compact, duration
@@ -27,6 +27,7 @@ class Start:
         device: name and number in a line ("NVIDIA H200, nccl", "cpu, gloo, 1 thread per rank").
         kernels: those that were chosen, in a line.
         counted: parameters by module, summed over the ranks (`engine.telemetry.parameters.local_counts`).
+        recompute: what `config.recompute` came to.
     """
 
     config: Config
@@ -35,22 +36,24 @@ class Start:
     device: str
     kernels: str
     counted: Mapping[str, int]
+    recompute: RecomputeConfig
 
 
 def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Start) -> None:
     """The banner: layout, device, batch, parameters, FLOPs, where the logs are."""
     attempt = f", attempt {directory.attempt}" if directory.attempt else ""
-    recompute = start.config.recompute.granularity
     rows = [
         ("layout", start.layout),
         ("device", f"{start.device}, {start.config.precision.dtype}"),
         ("kernels", start.kernels),
         ("batch", str(start.plan)),
+        *_activations(start),
         ("parameters", "\n".join(comparison(start.counted, start.config.model))),
         (
             "FLOPs",
             f"model     {compact(meter.model_flops_per_token)} per token = {CONVENTION}\n"
-            f"hardware  {compact(meter.hardware_flops_per_token)} per token, with the padded vocabulary and recompute: {recompute}",
+            f"hardware  {compact(meter.hardware_flops_per_token)} per token, with the padded vocabulary and recompute: "
+            f"{start.recompute.granularity}",
         ),
         ("peak", _peak(meter)),
         (
@@ -60,6 +63,19 @@ def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Sta
     ]
     report.block(f"Triaxis: {directory.path.name}{attempt}", rows)
     report.say()
+
+
+def _activations(start: Start) -> Iterator[tuple[str, str]]:
+    """What becomes of them, where it is not simply that they are kept."""
+    asked, offload = start.config.recompute, start.config.offload
+    if asked.granularity != "none":
+        why = f" (the cheapest that fits {asked.memory_gb:g} GB)" if asked.granularity == "auto" else ""
+        yield "recompute", f"{start.recompute}{why}"
+    if offload.num_layers:
+        yield (
+            "offload",
+            f"the first {offload.num_layers} layers of each chunk, tensors of {offload.min_bytes:,} bytes and more",
+        )
 
 
 def _peak(meter: Meter) -> str:

@@ -15,6 +15,9 @@ from collections.abc import Callable
 BETWEEN = "other"
 """The phase that runs when nobody has named one."""
 
+VALIDATION = "validation"
+"""The phase whose time belongs to no step."""
+
 
 class Timers:
     """Named spans of host time that leave no gap.

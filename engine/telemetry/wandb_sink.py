@@ -4,19 +4,25 @@
     no key                         offline: nobody is asked for one
     a key                          online; where that fails within its time limit, offline
 
-    train/step  train/loss  train/val_loss ...      every metric is drawn against train/step
-    perf/tokens_per_second  perf/mfu  perf/data_seconds ...
-    memory/peak_gib
+    train/loss  train/val_loss  perf/mfu  optim/lr ...     every metric is drawn against train/step
+    tokens/loss  tokens/val_loss                           the same against train/consumed_tokens: runs of other batch sizes
+    alerts                                                 what events.jsonl has of `events.ALERTS`, whichever rank wrote it
 
 The mode is always said: unset, with a key and without a network, wandb waits for 100 seconds and then fails (0.31). The id
 stands in the run directory, so that the next attempt continues the run; offline attempts make new folders with the same id,
-and `wandb sync` joins them. wandb's own step counter is not used: it starts at 0 in every attempt.
+and `wandb sync` joins them. wandb's own step counter is not used: it starts at 0 in every attempt. A step that is made again
+after a resume is one more point at the same train/step, with its own train/attempt: nothing is overwritten.
+
+wandb's process writes to the disk every 15 seconds or so (0.31): of a job that is killed, that much is in metrics.jsonl alone.
 """
 
 import inspect
 import os
+import re
 import secrets
+import shlex
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -25,12 +31,23 @@ import psutil
 
 from engine.config import Config, WandbConfig
 from engine.data.files import write_atomically
+from engine.errors import TriaxisError
+from engine.telemetry.events import ALERTS, Event, read_events
 from engine.telemetry.metrics import StepMetrics
+from engine.telemetry.redaction import without_secrets
 from engine.telemetry.run_dir import RunDirectory
 from engine.telemetry.sections import sections
 
+AGAINST_TOKENS = ("loss", "val_loss")
+"""Metrics of the section train that are drawn against tokens too."""
+
 _DEFAULTS: Mapping[str, float] = {"init_timeout": 20.0, "finish_timeout": 60.0}
 """Seconds that we let wandb have, unless WANDB_INIT_TIMEOUT, WANDB_FINISH_TIMEOUT say otherwise. Its own: 90 and for ever."""
+
+_MOST_CHARACTERS = 300
+"""Of a detail in an alert."""
+
+_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 _TEARDOWN_SECONDS = 10.0
 _CLOSE_SECONDS = 90.0
@@ -49,6 +66,7 @@ class WandbSink:
         mode: online, offline or disabled, as it came out.
         why: for offline and disabled, the reason.
         url: of the run, where it is online.
+        sync_command: uploads what is only on disk, all attempts in order; None where there is nothing to upload.
 
     Raises:
         Exception: whatever wandb raises when not even offline works.
@@ -62,18 +80,92 @@ class WandbSink:
 
         arguments = _arguments(config.telemetry.wandb, directory)
         arguments["config"] = {**config.model_dump(mode="json"), "layout": dict(layout)}
-        self._run, self.mode, self.why = _start(wandb, _settings(wandb), arguments)
+        with _cache_in(directory):
+            self._run, self.mode, self.why = _start(wandb, _settings(wandb), arguments)
         self.url: str | None = self._run.url if self.mode == "online" else None
+        self.sync_command = _sync_command(arguments["dir"], arguments["id"]) if self.mode == "offline" else None
         self._run.define_metric("train/step")
         self._run.define_metric("*", step_metric="train/step")
+        self._run.define_metric("train/val_loss", step_metric="train/step", summary="min,last")
+        self._run.define_metric("train/consumed_tokens", step_metric="train/step")
+        for name in AGAINST_TOKENS:
+            self._run.define_metric(f"tokens/{name}", step_metric="train/consumed_tokens")
+        self._alerts = _Alerts(self._run, directory)
 
     def record(self, metrics: StepMetrics) -> None:
         """Hands the values to wandb's own process; does not wait for a network."""
-        self._run.log(sections(metrics))
+        values = sections(metrics)
+        against_tokens = {
+            f"tokens/{name}": values[f"train/{name}"] for name in AGAINST_TOKENS if f"train/{name}" in values
+        }
+        self._run.log(values | against_tokens)
+        self._alerts.send()
 
-    def close(self) -> None:
-        with ending_its_process_after(_CLOSE_SECONDS):
+    def send_alerts(self) -> None:
+        """Alert of what has been written to events.jsonl since; any thread may call it."""
+        self._alerts.send()
+
+    def close(self, limit_seconds: float = _CLOSE_SECONDS) -> None:
+        """Send the last alerts and let wandb finish, in bounded time; any thread may call it, before its process ends."""
+        with ending_its_process_after(limit_seconds):
+            self._alerts.send()
             self._run.finish()
+
+
+class _Alerts:
+    """Follows events.jsonl, so that each event is alerted once: those of other ranks, and of an attempt that died, too."""
+
+    def __init__(self, run: Any, directory: RunDirectory) -> None:
+        self._run = run
+        self._events, self._marker = directory.events, directory.wandb_alerted
+        self._name = directory.path.name
+        self._lock = threading.Lock()
+        self._end = int(self._marker.read_text()) if self._marker.exists() else 0
+
+    def send(self) -> None:
+        with self._lock:
+            if not self._events.exists() or self._events.stat().st_size == self._end:
+                return
+            read = read_events(self._events, self._end)
+            told = [event for event in read.events if event.kind in ALERTS]
+            self._end = read.end
+            if told:
+                write_atomically(self._marker, [str(read.end).encode()])
+            for event in told:
+                self._run.alert(
+                    f"{self._name}: {event.kind}"[:63], without_secrets(_in_words(event)), level=ALERTS[event.kind]
+                )
+                if event.details.get("reason") == "preempted":
+                    self._run.mark_preempting()
+
+
+def _in_words(event: Event) -> str:
+    """For a mail or a chat: what happened, where, and when; what is long stands in events.jsonl and the rank's log."""
+    at = f"step {event.step:,}, " if event.step is not None else ""
+    rank = f"rank {event.rank}, " if event.rank is not None else ""
+    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(event.unix_time_seconds))
+    values = {name: str(value) for name, value in event.details.items()}
+    details = ", ".join(f"{name} {value}" for name, value in values.items() if len(value) <= _MOST_CHARACTERS)
+    return f"{'; '.join(part for part in (event.message, details) if part)} ({at}{rank}attempt {event.attempt}, {when})"
+
+
+def _sync_command(folder: str, run_id: str) -> str:
+    """For a shell: the folders of one run are uploaded in the order in which they were made."""
+    return f"wandb sync {shlex.quote(folder)}/wandb/offline-run-*-{shlex.quote(run_id)}"
+
+
+@contextmanager
+def _cache_in(directory: RunDirectory) -> Iterator[None]:
+    """A process of wandb that is started inside keeps its cache and logs in the run directory, not in the user's home."""
+    name = "WANDB_CACHE_DIR"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = str(directory.path.resolve() / "wandb" / "cache")
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 def _start(wandb: Any, settings: Any, arguments: dict[str, Any]) -> tuple[Any, str, str]:
@@ -87,7 +179,7 @@ def _start(wandb: Any, settings: Any, arguments: dict[str, Any]) -> tuple[Any, s
         if _has_key(wandb):
             return wandb.init(mode="online", settings=settings, **arguments), "online", ""
     except Exception as error:
-        why = f"online failed: {(str(error) or type(error).__name__).splitlines()[0]}"
+        why = without_secrets(f"online failed: {(str(error) or type(error).__name__).splitlines()[0]}")
         with suppress(Exception), ending_its_process_after(_TEARDOWN_SECONDS):
             wandb.teardown()  # its process may still hold the id, and would refuse a second init
     return wandb.init(mode="offline", settings=settings, **arguments), "offline", why
@@ -154,7 +246,17 @@ def _arguments(chosen: WandbConfig, directory: RunDirectory) -> dict[str, Any]:
 
 
 def _kept_id(directory: RunDirectory) -> str:
-    """The id of this run directory's wandb run, made at the first attempt."""
+    """The id of this run directory's wandb run, made at the first attempt. It becomes part of folder names.
+
+    Raises:
+        TriaxisError: the file holds something else.
+    """
     if not directory.wandb_id.exists():
         write_atomically(directory.wandb_id, [secrets.token_hex(4).encode()])
-    return directory.wandb_id.read_text().strip()
+    kept = directory.wandb_id.read_text().strip()
+    if not _ID.fullmatch(kept):
+        raise TriaxisError(
+            f"{directory.wandb_id} holds {kept!r}, which is no id of a run: letters, digits, - and _, at most 64. Write the id of "
+            "the run's page into it, or remove it: the next attempt then begins another page."
+        )
+    return kept

@@ -5,8 +5,9 @@
 Three numbers per token cross the tp axis: the largest logit (max, for stability), then the sum of exponentials and the
 target's logit together. Columns past the vocabulary (padding) are left out of the softmax and get gradient zero.
 
-Exponentials are wider than logits and as many, so they are made for some tokens at a time: those of all tokens never exist. The
-backward makes the softmax again from the logits and the logarithm of the sum, [s, b], and writes the gradient over the logits.
+Exponentials are wider than logits and as many. Operator by operator they are made for some tokens at a time, compiled they stay in
+registers: those of all tokens never exist. The backward makes the softmax again from the logits and the logarithm of the sum,
+[s, b], and writes the gradient over the logits.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from engine.collectives import Axis
+from engine.kernels.fusion import EAGER, Fusion
 from engine.precision import accumulate, accumulation_dtype
 
 CHUNK_NUMEL: Mapping[str, int] = MappingProxyType({"cpu": 2**18, "cuda": 2**25})
@@ -23,7 +25,7 @@ CHUNK_NUMEL: Mapping[str, int] = MappingProxyType({"cpu": 2**18, "cuda": 2**25})
 
 
 def vocab_parallel_cross_entropy(
-    logits: torch.Tensor, targets: torch.Tensor, axis: Axis, vocab_size: int
+    logits: torch.Tensor, targets: torch.Tensor, axis: Axis, vocab_size: int, fusion: Fusion = EAGER
 ) -> torch.Tensor:
     """Loss per token.
 
@@ -32,16 +34,19 @@ def vocab_parallel_cross_entropy(
         targets: int64 [s, b], ids below `vocab_size`.
         axis: the tp axis.
         vocab_size: V, without padding.
+        fusion: how the passes over the logits run.
 
     Returns:
         [s, b] in the accumulation dtype; the same on every tp rank.
     """
-    return _VocabParallelCrossEntropy.apply(logits, targets, axis, vocab_size)
+    return _VocabParallelCrossEntropy.apply(logits, targets, axis, vocab_size, fusion)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, axis: Axis, vocab_size: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, axis: Axis, vocab_size: int, fusion: Fusion
+    ) -> torch.Tensor:
         columns = logits.shape[-1]
         first = axis.index * columns
         # Columns of this rank inside the vocabulary; padding stands at the end, so the last ranks may have none.
@@ -59,29 +64,50 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         largest = axis.all_reduce(largest, "cross-entropy max", op="max").wait()
         sums = largest.new_zeros((2, len(largest)))
         if real:
-            for rows in _chunks(z):
-                torch.sum(_exp_of_difference(z[rows], largest[rows]), -1, out=sums[0, rows])
+            if fusion.is_compiled:
+                sums[0] = fusion(_sum_of_exp)(z, largest)
+            else:
+                for rows in _chunks(z):
+                    torch.sum(_exp_of_difference(z[rows], largest[rows]), -1, out=sums[0, rows])
             sums[1] = z.gather(-1, local.unsqueeze(-1)).squeeze(-1).where(held, 0)
         sums = axis.all_reduce(sums, "cross-entropy sums").wait()
         log_sum = sums[0].log() + largest
 
         ctx.save_for_backward(logits, log_sum, local, held)
         ctx.real = real
+        ctx.fusion = fusion
         return (log_sum - sums[1]).view(targets.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         logits, log_sum, local, held = ctx.saved_tensors
         flat = logits.view(-1, logits.shape[-1])
         z = flat[:, : ctx.real]
         grad = grad.reshape(-1, 1)
-        ones = held.to(grad.dtype).neg_().unsqueeze(-1)
-        for rows in _chunks(z) if ctx.real else ():
-            softmax = _exp_of_difference(z[rows], log_sum[rows])
-            softmax.scatter_add_(-1, local[rows].unsqueeze(-1), ones[rows])
-            z[rows] = softmax.mul_(grad[rows])
+        if ctx.real and ctx.fusion.is_compiled:
+            ctx.fusion(_write_gradient)(z, log_sum, local, held, grad)
+        elif ctx.real:
+            ones = held.to(grad.dtype).neg_().unsqueeze(-1)
+            for rows in _chunks(z):
+                softmax = _exp_of_difference(z[rows], log_sum[rows])
+                softmax.scatter_add_(-1, local[rows].unsqueeze(-1), ones[rows])
+                z[rows] = softmax.mul_(grad[rows])
         flat[:, ctx.real :].zero_()
-        return logits, None, None, None
+        return logits, None, None, None, None
+
+
+def _sum_of_exp(z: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    """[tokens] from z [tokens, v] and largest [tokens]."""
+    return _exp_of_difference(z, largest).sum(-1)
+
+
+def _write_gradient(
+    z: torch.Tensor, log_sum: torch.Tensor, local: torch.Tensor, held: torch.Tensor, grad: torch.Tensor
+) -> None:
+    """Over z [tokens, v]: (softmax - [v = target]) grad. Comparing every column costs nothing where one pass is made of it."""
+    columns = torch.arange(z.shape[1], device=z.device)
+    is_target = (columns == local.unsqueeze(-1)) & held.unsqueeze(-1)
+    z.copy_((_exp_of_difference(z, log_sum) - is_target.to(grad.dtype)) * grad)
 
 
 def _chunks(z: torch.Tensor) -> Iterator[slice]:

@@ -3,7 +3,8 @@
     keep(element) = hash(seed, sample id, site, position of the element in the whole activation of that sample) >= p 2^32
 
 A mask therefore does not depend on the layout, the microbatch, the schedule, the device or what ran before: recomputation
-replays it, a resumed run continues it, and a rank that holds a slice draws exactly its slice. The hash is `engine/mix64.py`.
+replays it, a resumed run continues it, and a rank that holds a slice draws exactly its slice. The hash is `engine/mix64.py`, who
+applies it `engine/kernels/elementwise.py`.
 """
 
 from collections.abc import Sequence
@@ -11,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.mix64 import GOLDEN, key64, mix64_, shift_right
-from engine.precision import accumulation_dtype
+from engine.kernels.elementwise import keyed_dropout
+from engine.kernels.fusion import EAGER, Fusion
+from engine.mix64 import key64
 from engine.transfers import to_device
 
 
@@ -29,29 +31,31 @@ class DropoutKeys:
 
 
 def dropout(
-    x: torch.Tensor, p: float, keys: DropoutKeys, site: str, positions: torch.Tensor, batch_dim: int
+    x: torch.Tensor,
+    p: float,
+    keys: DropoutKeys,
+    site: str,
+    positions: torch.Tensor,
+    batch_dim: int,
+    fusion: Fusion = EAGER,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Zero elements with probability p and scale the rest by 1 / (1 - p).
+    """Zero elements with probability p and scale the rest by 1 / (1 - p); then add the residual, if there is one.
 
     Args:
         x: any float tensor.
-        p: drop probability, 0 <= p < 1; 0 returns x.
+        p: drop probability, 0 <= p < 1.
         keys: seed and samples.
         site: name of this dropout.
         positions: int64, broadcastable to x with size 1 in `batch_dim`: where each element stands in the whole
             (unsharded) activation of one sample.
         batch_dim: the dim of x that runs over samples.
+        fusion: how it runs.
+        residual: of x's shape.
     """
     if p == 0.0:
-        return x
+        return x if residual is None else residual + x
     shape = [1] * x.dim()
     shape[batch_dim] = -1
     sample_keys = to_device(keys.site(site), torch.int64, x.device).view(shape)
-    keep = _hash(positions, sample_keys) >= int(p * 2**32)
-    factor = keep.to(accumulation_dtype(x.dtype)).mul_(1.0 / (1.0 - p))
-    return x * factor.to(x.dtype)
-
-
-def _hash(positions: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """A number in [0, 2^32) per element: splitmix64's output at counter key + position * golden, upper half."""
-    return shift_right(mix64_(keys + (positions + 1) * GOLDEN), 32)
+    return keyed_dropout(x, residual, sample_keys, positions, p, fusion)

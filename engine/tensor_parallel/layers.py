@@ -26,9 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from engine.kernels.weight_grad import add
 from engine.precision import accumulate, accumulation_dtype
 from engine.tensor_parallel.mappings import TensorParallelRegion
-from engine.tensor_parallel.parameter import FusedWeights, ShardedParameter, WeightGradQueue, add, add_matmul
+from engine.tensor_parallel.parameter import FusedWeights, ShardedParameter, WeightGradQueue
 
 
 class ColumnParallelLinear(nn.Module):
@@ -65,7 +66,9 @@ class ColumnParallelLinear(nn.Module):
         self.region.axis.ledger.mark("weight_grad", self.name)
         grad, x = grad.flatten(0, 1), x.flatten(0, 1)
         self.weights.add_grads(
-            lambda main_grad, first, stop, over_old: add_matmul(main_grad, grad[:, first:stop], x, over_old=over_old)
+            lambda main_grad, first, stop, over_old: self.queue.add_matmul(
+                main_grad, grad[:, first:stop], x, over_old=over_old
+            )
         )
         if self.biases is not None:
             total = grad.sum(0, dtype=accumulation_dtype(grad.dtype))
@@ -138,7 +141,7 @@ class RowParallelLinear(nn.Module):
         self.region.axis.ledger.mark("weight_grad", self.name)
         grad, x = grad.flatten(0, 1), x.flatten(0, 1)
         self.weights.add_grads(
-            lambda main_grad, first, stop, over_old: add_matmul(main_grad, grad, x, over_old=over_old)
+            lambda main_grad, first, stop, over_old: self.queue.add_matmul(main_grad, grad, x, over_old=over_old)
         )
 
 
@@ -200,10 +203,18 @@ class _VocabParallelLookup(torch.autograd.Function):
         local, held = ctx.saved_tensors
         whole = layer.region.leave_backward(grad, "embedding backward").wait()
         contribution = accumulate(whole) * held.unsqueeze(-1)
-        main_grad = layer.weight.bound_main_grad()
-        if layer.weight.grad_is_old():
+        main_grad, is_old = layer.weight.bound_main_grad(), layer.weight.grad_is_old()
+        # Frequent tokens come thousands of times: where main grads are narrow, their sum must not be.
+        total = (
+            main_grad
+            if main_grad.dtype == contribution.dtype
+            else main_grad.new_zeros(main_grad.shape, dtype=contribution.dtype)
+        )
+        if is_old and total is main_grad:
             main_grad.zero_()
-        main_grad.index_add_(0, local.flatten(), contribution.flatten(0, 1))
+        total.index_add_(0, local.flatten(), contribution.flatten(0, 1))
+        if total is not main_grad:
+            add(main_grad, total, over_old=is_old)
         layer.weight.grad_was_added()
         return None, None, None
 

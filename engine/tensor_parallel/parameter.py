@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from engine.kernels.weight_grad import WeightGradKernel, add, add_matmul
 from engine.shard_spec import ParamRecord
 
 
@@ -107,9 +108,13 @@ class WeightGradQueue:
     """Weight-gradient GEMMs that wait for a later moment.
 
     While `deferring`, `run` keeps the work; `flush` does it, in the order in which it came. Otherwise `run` does it now.
+
+    Args:
+        kernel: what computes them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kernel: WeightGradKernel = "separate") -> None:
+        self.kernel = kernel
         self.deferring = False
         self._work: list[Callable[[], None]] = []
 
@@ -118,6 +123,10 @@ class WeightGradQueue:
             self._work.append(work)
         else:
             work()
+
+    def add_matmul(self, main_grad: torch.Tensor, grad: torch.Tensor, inputs: torch.Tensor, *, over_old: bool) -> None:
+        """main_grad [rows, in] += grad^T [rows, tokens] x inputs [tokens, in] (`over_old`: =), by the queue's kernel."""
+        add_matmul(main_grad, grad, inputs, over_old=over_old, kernel=self.kernel)
 
     def take(self) -> list[Callable[[], None]]:
         """Hand over the kept work, in order, leaving the queue empty."""
@@ -181,19 +190,3 @@ class _MergedViews:
             else:
                 merged.append(view)
         return merged
-
-
-def add(main_grad: torch.Tensor, grad: torch.Tensor, *, over_old: bool) -> None:
-    """main_grad += grad, or main_grad = grad over an old one."""
-    if over_old:
-        main_grad.copy_(grad)
-    else:
-        main_grad.add_(grad)
-
-
-def add_matmul(main_grad: torch.Tensor, grad: torch.Tensor, inputs: torch.Tensor, *, over_old: bool) -> None:
-    """main_grad [rows, in] += grad^T [rows, tokens] x inputs [tokens, in], in the accumulation dtype (`over_old`: =)."""
-    if main_grad.dtype == grad.dtype:
-        main_grad.addmm_(grad.t(), inputs, beta=0 if over_old else 1)
-    else:
-        add(main_grad, grad.t() @ inputs, over_old=over_old)

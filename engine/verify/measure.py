@@ -52,7 +52,7 @@ def leave_the_initial_point(engine: Engine, seed: int) -> None:
         flat = parameter.value.data.view(-1)[: record.box_numel]
         flat += _noise(record, seed).to(flat.device, flat.dtype)
     for owned in engine.optimizer.owned:
-        owned.state.write({"master": owned.parameters.to(owned.grads.dtype)})
+        owned.state.write({"master": owned.parameters.to(owned.state.wide)})
 
 
 def starting_values(record: ParamRecord, seed: int, dtype: torch.dtype) -> torch.Tensor:

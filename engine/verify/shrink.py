@@ -29,6 +29,8 @@ def shrink(config: Config) -> dict[str, dict[str, Any]]:
         "train": _batch(config, data_parallel_size(parallel, None) or 1),
         "optimizer": {"bucket_bytes": BUCKET_BYTES},
         "recompute": {"num_layers": min(config.recompute.num_layers, most_layers)},
+        # Small tensors are moved as large ones are.
+        "offload": {"num_layers": min(config.offload.num_layers, most_layers), "min_bytes": 1},
     }
     if parallel.layers_per_stage is not None:
         changes["parallel"] = {"layers_per_stage": _ranked(parallel.layers_per_stage)}

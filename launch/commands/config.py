@@ -20,6 +20,7 @@ from engine.pipeline import schedules
 from engine.pipeline.partition import partition
 from engine.rank_grid import RankGrid
 from models.interop.hf_config import FAMILIES, from_hugging_face
+from models.memory import settled
 from models.specs import model_specs
 
 NAME = "config"
@@ -95,8 +96,9 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(
         args.path, args.overrides, os.environ, world_size=args.world_size, ranks_per_node=args.ranks_per_node
     )
+    derived = _derived(config, args.world_size, args.ranks_per_node)
     print(f"{args.path}: ok")
-    for name, value in _derived(config, args.world_size, args.ranks_per_node):
+    for name, value in derived:
         print(f"  {name:<11}{value}")
     return 0
 
@@ -125,6 +127,8 @@ def _derived(config: Config, world_size: int | None, ranks_per_node: int | None)
     nodes = "" if per_node is None else f" on {grid.num_nodes:,} x {grid.ranks_per_node}"
     lines.append(("layout", f"{sizes}: {ranks}{nodes}"))
     lines.append(("batch", str(batch_plan(config, sizes.dp))))
+    if config.recompute.granularity != "none":
+        lines.append(("recompute", str(settled(config, sizes).recompute)))
     return lines
 
 

@@ -22,6 +22,8 @@ from engine.telemetry.format import in_bytes
 from launch.commands.verify import layout_overrides
 
 if TYPE_CHECKING:
+    import torch
+
     from engine.footprint.run import Footprint, Footprints
 
 NAME = "footprint"
@@ -30,6 +32,7 @@ EXAMPLES = """examples:
   triaxis footprint --config configs/gpt_tiny.yaml --layout tp=2,pp=2,vpp=2,dp=2,sp=true --rank 5
   triaxis footprint --config configs/gpt_tiny.yaml --layout tp=2,pp=4,dp=64 --rank 511 train.global_batch_size=1024 --json step.json
   triaxis footprint --config configs/gpt_tiny.yaml --layout tp=2,pp=2,dp=1 --replay
+  triaxis footprint --config configs/gpt_tiny.yaml --layout tp=2,pp=2,dp=2 --rank 5 --real
 
 It is the engine's own code in one process: the ranks beside it do not exist, and any layout can be looked at. Bytes are those
 that tensors hold; an allocator rounds up. Kernels are the CPU's, whose attention keeps other small tensors than a GPU's.
@@ -37,13 +40,14 @@ docs/footprint.md says more.
 """
 
 SHOWN_OPS = 4
+REAL_STEPS = 3
 MOST_RANKS_OF_A_WHOLE_REPLAY = 16
 """Up to here each rank runs for itself; in a larger layout a rank stands for those of its stage."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        "triaxis footprint --config config.yaml [section.key=value ...] [--rank N [--rank N ...] | --replay] "
+        "triaxis footprint --config config.yaml [section.key=value ...] [--rank N [--rank N ...] [--real] | --replay] "
         "[--layout tp=..,pp=..] [options]"
     )
     parser.epilog = EXAMPLES
@@ -58,6 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--replay",
         action="store_true",
         help="instead of a rank's tables: replay the calls of all ranks together under NCCL's rules",
+    )
+    parser.add_argument(
+        "--real",
+        action="store_true",
+        help="then run the rank's steps on the GPU (or CPU) that is here: its kernels, allocator and time, without a network",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers here as well")
 
@@ -78,12 +87,19 @@ def run(args: argparse.Namespace) -> int:
             ],
             "the command line",
         )
+    if args.replay and args.real:
+        raise ConfigError(
+            ["--replay with --real: a replay runs nothing on a device, and no time would be shown. Leave one away."],
+            "the command line",
+        )
     # torch is imported where it is needed: `--help` and mistakes are answered at once.
     from engine.footprint.run import Footprints
     from models.gpt import build_chunks
+    from models.memory import settled
 
     begin = time.monotonic()
     footprints = Footprints(config, build_chunks, full=args.full)
+    config = settled(config, footprints.sizes)
     console = Console(highlight=False, soft_wrap=True)
     tree: dict[str, object] = {"layout": str(footprints.sizes)}
     if args.replay:
@@ -94,12 +110,47 @@ def run(args: argparse.Namespace) -> int:
             print(f"one step of rank {rank} of {footprints.sizes.world_size:,} ...", file=sys.stderr)
             found = footprints.of(rank)
             show(console, config, rank, found)
-            ranks.append(as_json(config, rank, found))
+            ranks.append(as_json(config, rank, found) | (_real(console, config, rank, found) if args.real else {}))
         tree["ranks"] = ranks
     print(f"{time.monotonic() - begin:.1f} seconds", file=sys.stderr)
     if args.json is not None:
         args.json.write_text(json.dumps(tree, indent=2) + "\n")
     return 0
+
+
+def _real(console: Console, config: Config, rank: int, counted: "Footprint") -> dict[str, object]:
+    """The rank's steps on a device, beside what was counted."""
+    from engine.footprint.real import real_steps
+    from engine.runtime import choose_device, set_up_allocator
+    from models.gpt import build_chunks
+
+    device = choose_device(config.runtime, 0)
+    if device.type == "cuda":
+        set_up_allocator(config.runtime, os.environ)
+    print(f"{1 + REAL_STEPS} steps of rank {rank} on {device} ...", file=sys.stderr)
+    real = real_steps(config, rank, build_chunks, device, num_steps=REAL_STEPS)
+    table = _table(f"on {_device_name(device)}, as if the network took no time", "what", "measured", "counted above")
+    table.add_row("a step, seconds", f"{min(real.seconds):.4f} to {max(real.seconds):.4f}", "")
+    if real.peak_allocated_bytes is not None and real.peak_reserved_bytes is not None:
+        table.add_row("most in tensors", in_bytes(real.peak_allocated_bytes), in_bytes(counted.peak.total))
+        table.add_row("most held by the allocator", in_bytes(real.peak_reserved_bytes), "")
+    table.add_row("calls sent", f"{len(real.events):,}", f"{len(counted.events):,}")
+    console.print(table)
+    return {
+        "real": {
+            "device": _device_name(device),
+            "step_seconds": real.seconds,
+            "peak_allocated_bytes": real.peak_allocated_bytes,
+            "peak_reserved_bytes": real.peak_reserved_bytes,
+            "calls": len(real.events),
+        }
+    }
+
+
+def _device_name(device: "torch.device") -> str:
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
 
 
 def _replay(console: Console, footprints: "Footprints") -> dict[str, object]:
@@ -185,13 +236,14 @@ def _show_formula(console: Console, config: Config, found: "Footprint") -> None:
 
 
 def _formula_bytes(config: Config, found: "Footprint") -> float:
-    """What a microbatch keeps on the rank's chunks, from the formula."""
+    """What a microbatch saves on the rank's chunks, from the formula; what it moves to the host included."""
     from engine.pipeline.partition import partition
-    from models.activations import kept_bytes
+    from models.activations import kept_bytes, moved_bytes
 
     sizes = parallel_sizes(config)
     stages = partition(config.model.num_layers, sizes.pp, sizes.vpp, config.parallel.layers_per_stage)
-    return float(sum(kept_bytes(config, sizes, stages[stage]) for stage in found.stages))
+    mine = [stages[stage] for stage in found.stages]
+    return float(sum(kept_bytes(config, sizes, stage) + moved_bytes(config, sizes, stage) for stage in mine))
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.errors import ConfigError
-from launch.launcher import FROM_SCRATCH, Request, launch
+from launch import hostfile
+from launch.launcher import DEFAULT_CONFIG, FROM_SCRATCH, Request, launch
 from launch.preflight import look_before_training
 
 NAME = "train"
@@ -19,7 +20,8 @@ EXAMPLES = """examples:
 
 YAML < environment (TP PP VPP DP MICRO_BATCH_SIZE GLOBAL_BATCH_SIZE RUN_NAME) < dotted overrides.
 Ranks: NPROC_PER_NODE, else the GPUs of this node, else tp pp dp of the config on the CPU.
-Several nodes, the same command on each: NNODES NODE_RANK MASTER_ADDR MASTER_PORT, or srun with one task per GPU.
+Several nodes: HOSTFILE=path (`host slots=8` per line) starts them over ssh; srun with one task per GPU; or the same command on each
+with NNODES NODE_RANK MASTER_ADDR MASTER_PORT.
 """
 
 
@@ -45,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Start it; the exit code is the run's."""
     asked = request(args.words, dry_run=args.dry_run)
+    if hostfile.is_asked_for(os.environ):
+        flags = [FROM_SCRATCH] if args.from_scratch else []
+        return hostfile.start(asked.config_path or DEFAULT_CONFIG, asked.overrides, flags, dry_run=args.dry_run)
     if args.from_scratch:
         asked = replace(asked, worker_flags=(FROM_SCRATCH,))
     else:

@@ -32,8 +32,8 @@ NUM_BEFORE, NUM_AFTER = 2, 5
 TOLERANCE = 1e-9
 
 PAIRS = [(one, other) for one in range(len(LAYOUTS)) for other in range(len(LAYOUTS)) if one != other]
-IN_CI = {(one, (one + 3) % len(LAYOUTS)) for one in range(len(LAYOUTS))}
-"""Each layout saves once and is loaded into once."""
+IN_CI = {(one, (one + 3) % len(LAYOUTS)) for one in range(0, len(LAYOUTS), 2)}
+"""Every second layout saves once, and as many others load it."""
 
 
 def case_of(layout: int, model: str) -> Case:

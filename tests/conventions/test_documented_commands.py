@@ -18,9 +18,11 @@ VARIABLES = r"(?:[A-Z_]+=\S+ )*"
 DRY_FORMS = [
     # starts ranks, tests or jobs: the same words with --dry-run
     (re.compile(rf"({VARIABLES}bash (?:launch/pretrain_gpt\.sh|tests/run\.sh)\b.*)"), r"\1 --dry-run"),
-    (re.compile(rf"({VARIABLES}triaxis (?:train|traffic|verify)\b.*)"), r"\1 --dry-run"),
-    (re.compile(r"sbatch (launch/slurm/\S+\.sbatch.*)"), r"bash \1 --dry-run"),
+    (re.compile(rf"({VARIABLES}triaxis (?:train|traffic|verify|doctor)\b.*)"), r"\1 --dry-run"),
+    (re.compile(r"(?:sbatch|bash) (launch/slurm/\S+\.sbatch.*)"), r"bash \1 --dry-run"),
     (re.compile(r"make (\w+)"), r"make --dry-run \1"),
+    # needs a run; tests/launch/test_report.py makes some
+    (re.compile(r"(triaxis report)\b.*"), r"\1 --help"),
     # quick and harmless: as it is
     (re.compile(r"(triaxis (?:config|topology|schedule|prepare|footprint)\b.*)"), r"\1"),
 ]

@@ -225,6 +225,51 @@ BAD: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         {},
         ["recompute.granularity = none", "no effect", "= full"],
     ),
+    "modules without what recomputes them": (
+        ["recompute={granularity: full, modules: [norm]}"],
+        {},
+        ["recompute.modules = [norm]", "no effect", "modules = null", "granularity = selective"],
+    ),
+    "a module twice": (
+        ["recompute={granularity: selective, modules: [norm, norm]}"],
+        {},
+        ["recompute.modules = [norm, norm]", "each module once", "[norm]"],
+    ),
+    "no module": (
+        ["recompute={granularity: selective, modules: []}"],
+        {},
+        ["recompute.modules = []", "nothing would be recomputed", "[attention]", "granularity=none"],
+    ),
+    "an automatic choice without a measure": (
+        ["recompute.granularity=auto"],
+        {},
+        ["recompute.memory_gb = null", "granularity = auto", "Set recompute.memory_gb"],
+    ),
+    "a measure without an automatic choice": (
+        ["recompute={granularity: selective, memory_gb: 70}"],
+        {},
+        ["recompute.memory_gb = 70", "no effect", "granularity = auto", "memory_gb = null"],
+    ),
+    "a rotation that is not there": (
+        ["model.position=learned", "recompute={granularity: selective, modules: [norm, rope]}"],
+        {},
+        ["recompute.modules = [norm, rope]", "nothing to recompute", "modules = [norm]"],
+    ),
+    "copies of what was rotated": (
+        ["kernels.attention=explicit", "recompute={granularity: selective, modules: [rope]}"],
+        {},
+        ["recompute.modules = [rope]", "keeps copies", "attention = sdpa", "modules = [rope, attention]"],
+    ),
+    "an MLP whose input is cut": (
+        ["parallel={tp: 2, sequence_parallel: true}", "recompute={granularity: selective, modules: [norm, mlp]}"],
+        {},
+        ["recompute.modules = [norm, mlp]", "gather", "[norm, activation]", "sequence_parallel = false"],
+    ),
+    "more layers to offload than there are": (
+        ["parallel.pp=3", "offload.num_layers=4"],
+        {},
+        ["offload.num_layers = 4", "at most 3", "num_layers = 3"],
+    ),
     "no corpus": (["data={}"], {}, ["data.train = []", "nothing to learn", "triaxis prepare", "synthetic = true"]),
     "no validation corpus": (["data.valid=[]"], {}, ["data.valid = []", "= null"]),
     "a corpus without weight": (["data.train=[[0.0, a], [1.0, b]]"], {}, ["[[0, a], [1, b]]", "above 0"]),
@@ -241,6 +286,26 @@ BAD: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         ["eval_interval = 5", "no document", "split = [0.98, 0.02, 0]"],
     ),
     "a bucket for nothing": (["optimizer.bucket_bytes=3"], {}, ["bucket_bytes = 3", "main grad", "= 4 or 67108864"]),
+    "no checkpoint to go back to": (
+        ["resilience.on_nonfinite=rollback"],
+        {},
+        ["on_nonfinite = rollback", "interval = null", "on_nonfinite = stop or skip", "checkpoint.interval = 100"],
+    ),
+    "a hang after the timeout": (
+        ["runtime.hang_seconds=600"],
+        {},
+        [
+            "hang_seconds = 600",
+            "below runtime.timeout_seconds = 600",
+            "hang_seconds = 300 or null",
+            "timeout_seconds = 1200",
+        ],
+    ),
+    "skipped samples that are none": (
+        ["data.skip_samples=[[8, 16], [4, 4]]"],
+        {},
+        ["data.skip_samples = [[8, 16], [4, 4]]", "[4, 4] names no sample", "skip_samples = [[8, 16]]"],
+    ),
     "a name with a slash": (["runtime.name=../x"], {}, ["runtime.name = ../x", "folder", "name = x"]),
     "an empty name": (['runtime.name=" "'], {}, ["runtime.name", "folder"]),
     "split masters of exact weights": (
@@ -265,9 +330,24 @@ BAD: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
             "train.steps = 11",
         ],
     ),
+    "a timeline past the end": (
+        ["telemetry.timeline={start: 10, steps: 2}"],
+        {},
+        ["timeline.start = 10", "steps 10 to 11", "the run has 10", "timeline.start = 9", "timeline.steps = 1"],
+    ),
     "a trace by nobody": (
         ["telemetry.profile={start: 1, ranks: [1, 8, -1]}"],
         {"world_size": 8},
         ["profile.ranks = [1, 8, -1]", "0 to 7", "8, -1", "ranks = [1]", "profile = null"],
+    ),
+    "NCCL on the CPU": (
+        ["runtime.collectives=nccl", "runtime.device=cpu"],
+        {},
+        ["runtime.collectives = nccl", "GPUs only", "collectives = auto or gloo", "device = auto or cuda"],
+    ),
+    "ranges of a GPU on the CPU": (
+        ["telemetry.nvtx=true", "runtime.device=cpu"],
+        {},
+        ["telemetry.nvtx = true", "looks at a GPU", "nvtx = false", "device = auto or cuda"],
     ),
 }

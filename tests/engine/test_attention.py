@@ -26,23 +26,34 @@ def textbook(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return scores.masked_fill(future, -torch.inf).softmax(-1) @ v
 
 
-def compare(kernel: str, kv_heads: int, queries: int, dtype: torch.dtype, device: torch.device, near: float) -> None:
+def compare(
+    kernel: str,
+    kv_heads: int,
+    queries: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    near: float,
+    *,
+    keys: int = S,
+    head_dim: int = D,
+) -> None:
+    """Against the textbook in float64 on the CPU, forward and backward."""
     generator = torch.Generator().manual_seed(3)
 
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
 
-    given = [drawn(2, 4, queries, D), drawn(2, kv_heads, S, D), drawn(2, kv_heads, S, D)]
-    grad = drawn(2, 4, queries, D)
+    given = [drawn(2, heads, length, head_dim) for heads, length in ((4, queries), (kv_heads, keys), (kv_heads, keys))]
+    grad = drawn(2, 4, queries, head_dim)
     inputs = [tensor.clone().requires_grad_() for tensor in given]
-    exact = [tensor.double().requires_grad_() for tensor in given]
+    exact = [tensor.cpu().double().requires_grad_() for tensor in given]
     found = attention(kernel, *inputs, is_causal=queries > 1)
     wanted = textbook(*exact)
     found.backward(grad)
-    wanted.backward(grad.double())
+    wanted.backward(grad.cpu().double())
     for a, b in [(found, wanted), *((one.grad, other.grad) for one, other in zip(inputs, exact, strict=True))]:
         assert a is not None and b is not None
-        assert float((a.double() - b).norm() / b.norm()) < near
+        assert float((a.cpu().double() - b).norm() / b.norm()) < near
 
 
 @pytest.mark.parametrize("queries", [S, 1], ids=["a sequence", "its last token"])
@@ -54,15 +65,25 @@ def test_kernels_equal_the_textbook(kernel: str, kv_heads: int, queries: int) ->
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("keys", "head_dim"), [(S, D), (200, 64), (256, 128)])
 @pytest.mark.parametrize("kv_heads", [4, 1])
 @pytest.mark.parametrize("kernel", ["sdpa", *BACKENDS])
-def test_kernels_of_a_gpu_equal_the_textbook(kernel: str, kv_heads: int) -> None:
+def test_kernels_of_a_gpu_equal_the_textbook(kernel: str, kv_heads: int, keys: int, head_dim: int) -> None:
     device = torch.device("cuda")
     try:
-        require(kernel, AttentionShape(4, kv_heads, D, torch.bfloat16, device))
+        require(kernel, AttentionShape(4, kv_heads, head_dim, torch.bfloat16, device))
     except ConfigError as error:
         pytest.skip(str(error))
-    compare(kernel, kv_heads, S, torch.bfloat16, device, 1e-2)
+    compare(kernel, kv_heads, keys, torch.bfloat16, device, 1e-2, keys=keys, head_dim=head_dim)
+
+
+@pytest.mark.gpu
+def test_what_torch_chooses_on_a_gpu_is_in_the_dtype_of_the_run() -> None:
+    """float64 has no fused kernel there: the parity tests on GPUs run torch's own formula, to rounding."""
+    device = torch.device("cuda")
+    compare("sdpa", 2, S, torch.float64, device, 1e-13)
+    compare("sdpa", 2, S, torch.float32, device, 1e-5)
+    assert chosen(AttentionShape(4, 2, D, torch.float64, device)) == "math"
 
 
 def shape(**given: int) -> AttentionShape:

@@ -33,51 +33,63 @@ class CountCalls(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def every_verb(rank: int) -> dict[str, Any]:
-    topology = Topology(RankGrid(ParallelSizes(tp=4)), rank, CPU)
+def every_verb(rank: int, device: str = "cpu", staged: bool = False, size: int = 4) -> dict[str, Any]:
+    where = torch.device(device, 0)
+    topology = Topology(RankGrid(ParallelSizes(tp=size)), rank, where, staged=staged)
     axis = topology.axis("tp")
     topology.ledger.reset()
-    with CountCalls() as calls:
+    with CountCalls() as calls, where:
         mine = torch.arange(3.0) + 10 * rank
         results: dict[str, Any] = {
             "sum": axis.all_reduce(mine.clone(), "test").wait(),
             "max": axis.all_reduce(mine.clone(), "test", op="max").wait(),
             "gather": axis.all_gather(mine, "test").wait(),
-            "scatter": axis.reduce_scatter(torch.arange(8.0) * (rank + 1), "test").wait(),
-            "broadcast": axis.broadcast(mine.clone(), 2, "test").wait(),
-            "agree": axis.agree([1.0, rank], CPU, "test"),
+            "scatter": axis.reduce_scatter(torch.arange(2.0 * size) * (rank + 1), "test").wait(),
+            "broadcast": axis.broadcast(mine.clone(), size - 2, "test").wait(),
+            "agree": axis.agree([1.0, rank], where, "test"),
         }
-        flat = torch.arange(8.0) * (rank + 1)
+        flat = torch.arange(2.0 * size) * (rank + 1)
         axis.reduce_scatter(flat, "test", out=flat[2 * rank : 2 * rank + 2]).wait()
         results["scatter in place"] = flat
-        own = torch.zeros(8)
+        own = torch.zeros(2 * size)
         own[2 * rank : 2 * rank + 2] = rank + 1.0
         results["gather in place"] = axis.all_gather(own[2 * rank : 2 * rank + 2], "test", out=own).wait()
         received = torch.empty(2)
-        right, left = (rank + 1) % 4, (rank - 1) % 4
+        right, left = (rank + 1) % size, (rank - 1) % size
         pending = axis.exchange(
             [Message("send", torch.full((2,), float(rank)), right), Message("recv", received, left)], "x"
         )
         results["exchange"] = [one.wait() for one in pending][1]
+    assert all(value.device.type == where.type for value in results.values() if isinstance(value, torch.Tensor))
+    results = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in results.items()}
     results["c10d"] = calls.names
     results["ledger"] = [(event.phase, event.op, event.numel) for event in topology.ledger.events]
     return results
 
 
-def test_every_verb_on_four_ranks() -> None:
-    for rank, got in enumerate(run_ranks(every_verb, 4)):
-        assert got["sum"].tolist() == [60.0, 64.0, 68.0]
-        assert got["max"].tolist() == [30.0, 31.0, 32.0]
-        assert got["gather"].tolist() == [10.0 * r + i for r in range(4) for i in range(3)]
-        assert got["scatter"].tolist() == [10.0 * i for i in (2 * rank, 2 * rank + 1)]
-        assert got["broadcast"].tolist() == [20.0, 21.0, 22.0]
-        assert got["agree"] == [4.0, 6.0]
-        expected = [float(i * (rank + 1)) for i in range(8)]
-        expected[2 * rank : 2 * rank + 2] = [10.0 * i for i in (2 * rank, 2 * rank + 1)]
+def check_every_verb(found: list[dict[str, Any]]) -> None:
+    """What each rank's verbs must give, over as many ranks as there are."""
+    size = len(found)
+    times = sum(range(1, size + 1))
+    for rank, got in enumerate(found):
+        mine = (2 * rank, 2 * rank + 1)
+        assert got["sum"].tolist() == [sum(10.0 * r + i for r in range(size)) for i in range(3)]
+        assert got["max"].tolist() == [10.0 * (size - 1) + i for i in range(3)]
+        assert got["gather"].tolist() == [10.0 * r + i for r in range(size) for i in range(3)]
+        assert got["scatter"].tolist() == [float(times * i) for i in mine]
+        assert got["broadcast"].tolist() == [10.0 * (size - 2) + i for i in range(3)]
+        assert got["agree"] == [size, sum(range(size))]
+        expected = [float(i * (rank + 1)) for i in range(2 * size)]
+        expected[2 * rank : 2 * rank + 2] = [float(times * i) for i in mine]
         assert got["scatter in place"].tolist() == expected
-        assert got["gather in place"].tolist() == [1, 1, 2, 2, 3, 3, 4, 4]
-        assert got["exchange"].tolist() == [(rank - 1) % 4] * 2
+        assert got["gather in place"].tolist() == [1.0 + r for r in range(size) for _ in range(2)]
+        assert got["exchange"].tolist() == [(rank - 1) % size] * 2
 
+
+def test_every_verb_on_four_ranks() -> None:
+    found = run_ranks(every_verb, 4)
+    check_every_verb(found)
+    for got in found:
         posted = [(op, numel) for phase, op, numel in got["ledger"] if phase == "post"]
         assert posted == [
             ("all_reduce", 3),

@@ -1,20 +1,38 @@
-"""Kernels with a backward of their own, against autograd through torch's functions."""
+"""Kernels with a backward of their own, against autograd through torch's functions: operator by operator, and compiled."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.kernels.elementwise import activation, rms_norm
+from engine.kernels.elementwise import (
+    activation,
+    apply_rope,
+    keyed_dropout,
+    keyed_hash,
+    layer_norm,
+    rms_norm,
+    rope_tables,
+)
+from engine.kernels.fusion import EAGER, Fusion
+from tests.harness import compiler
 
 EPS = 1e-5
 
 Function = Callable[..., torch.Tensor]
+Kernel = Callable[..., torch.Tensor]
+"""A function whose last argument is the fusion."""
+
+TABLES = rope_tables(torch.arange(6).expand(3, 6), 8, 1e4, torch.float64)
+KEYS = torch.tensor([5, -7, 11]).view(1, 3, 1)
+POSITIONS = torch.arange(6).view(-1, 1, 1) * 16 + torch.arange(16)
+FACTOR = (keyed_hash(KEYS, POSITIONS) >= int(0.3 * 2**32)).double() / 0.7
 
 
-def swiglu(x: torch.Tensor) -> torch.Tensor:
-    return activation("swiglu", x)
+def swiglu(x: torch.Tensor, fusion: Fusion) -> torch.Tensor:
+    return activation("swiglu", x, fusion)
 
 
 def plain_swiglu(x: torch.Tensor) -> torch.Tensor:
@@ -22,24 +40,75 @@ def plain_swiglu(x: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return rms_norm(x, weight, EPS)
+def norm(x: torch.Tensor, weight: torch.Tensor, fusion: Fusion) -> torch.Tensor:
+    return rms_norm(x, weight, EPS, fusion)
 
 
 def plain_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.rms_norm(x, weight.shape, weight, EPS)
 
 
+def centred_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, fusion: Fusion) -> torch.Tensor:
+    return layer_norm(x, weight, bias, EPS, fusion)
+
+
+def plain_centred_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias, EPS)
+
+
+def rope(x: torch.Tensor, fusion: Fusion) -> torch.Tensor:
+    wide = x.dtype if x.dtype == torch.float64 else torch.float32
+    return apply_rope(x, TABLES.to(x.device, wide), fusion)
+
+
+def plain_rope(x: torch.Tensor) -> torch.Tensor:
+    """Pairs (i, i + d/2) as complex numbers, times exp(i angle)."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    angles = torch.arange(6.0, dtype=torch.float64).view(-1, 1, 1, 1) * 1e4 ** -(
+        torch.arange(4.0, dtype=torch.float64) / 4
+    )
+    turn = torch.polar(torch.ones_like(angles), angles).to(x.device)
+    turned = torch.complex(*wide.chunk(2, dim=-1)) * turn
+    return torch.cat((turned.real, turned.imag), dim=-1).to(x.dtype)
+
+
+def dropped(x: torch.Tensor, fusion: Fusion) -> torch.Tensor:
+    return keyed_dropout(x, None, KEYS.to(x.device), POSITIONS.to(x.device), 0.3, fusion)
+
+
+def plain_dropped(x: torch.Tensor) -> torch.Tensor:
+    return x * FACTOR.to(x.device, x.dtype)
+
+
+def dropped_on(x: torch.Tensor, residual: torch.Tensor, fusion: Fusion) -> torch.Tensor:
+    return keyed_dropout(x, residual, KEYS.to(x.device), POSITIONS.to(x.device), 0.3, fusion)
+
+
+def plain_dropped_on(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    return residual + plain_dropped(x)
+
+
 KERNELS = [
     pytest.param(swiglu, plain_swiglu, [(6, 3, 16)], id="swiglu"),
     pytest.param(norm, plain_norm, [(6, 3, 16), (16,)], id="rms_norm"),
     pytest.param(norm, plain_norm, [(5, 1, 4, 8), (8,)], id="rms_norm of heads"),
+    pytest.param(centred_norm, plain_centred_norm, [(6, 3, 16), (16,), (16,)], id="layer_norm"),
+    pytest.param(rope, plain_rope, [(6, 3, 4, 8)], id="rope"),
+    pytest.param(dropped, plain_dropped, [(6, 3, 16)], id="dropout"),
+    pytest.param(dropped_on, plain_dropped_on, [(6, 3, 16), (6, 3, 16)], id="dropout on a residual"),
+]
+FORMS = [  # compiling takes seconds
+    pytest.param("eager"),
+    pytest.param("compiled", marks=compiler()),
 ]
 
+of_kernels = pytest.mark.parametrize(("ours", "plain", "shapes"), KERNELS)
+in_forms = pytest.mark.parametrize("form", FORMS)
 
-def inputs(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[torch.Tensor]:
+
+def inputs(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: str = "cpu") -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
-    made = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    made = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(device) for shape in shapes]
     # Tokens come transposed: samples first in memory, with whatever stride a dimension of size 1 has.
     made[0] = made[0].transpose(0, 1).contiguous().transpose(0, 1)
     return [value.requires_grad_() for value in made]
@@ -48,36 +117,65 @@ def inputs(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[torch.Tens
 def run(function: Function, given: list[torch.Tensor]) -> list[torch.Tensor]:
     """Output and gradients for a gradient of the output that is the same for every function."""
     output = function(*given)
-    grad = torch.linspace(-1, 2, output.numel(), dtype=torch.float64).view(output.shape).to(output.dtype)
+    grad = torch.linspace(-1, 2, output.numel(), dtype=torch.float64).view(output.shape).to(output)
     return [output.detach(), *torch.autograd.grad(output, given, grad)]
 
 
-@pytest.mark.parametrize(("ours", "plain", "shapes"), KERNELS)
-def test_output_and_gradients_are_those_of_plain_torch(
-    ours: Function, plain: Function, shapes: list[tuple[int, ...]]
-) -> None:
-    given = inputs(shapes, torch.float64)
-    for one, other in zip(run(ours, given), run(plain, given), strict=True):
+def is_exact(ours: Kernel, plain: Function, shapes: list[tuple[int, ...]], form: str, device: str) -> None:
+    """In float64 to rounding."""
+    given = inputs(shapes, torch.float64, device)
+    for one, other in zip(run(partial(ours, fusion=Fusion(form)), given), run(plain, given), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize(("ours", "plain", "shapes"), KERNELS)
-def test_in_bf16_no_further_from_the_truth_than_plain_torch(
-    ours: Function, plain: Function, shapes: list[tuple[int, ...]]
-) -> None:
-    given = inputs(shapes, torch.bfloat16)
+def is_near(ours: Kernel, plain: Function, shapes: list[tuple[int, ...]], form: str, device: str) -> None:
+    """In bf16 no further from the truth than torch is."""
+    given = inputs(shapes, torch.bfloat16, device)
     exact = run(plain, [value.detach().double().requires_grad_() for value in given])
-    for mine, torchs, true in zip(run(ours, given), run(plain, given), exact, strict=True):
+    for mine, torchs, true in zip(
+        run(partial(ours, fusion=Fusion(form)), given), run(plain, given), exact, strict=True
+    ):
         assert mine.dtype == torch.bfloat16
         assert (mine - true).norm() <= 1.05 * (torchs - true).norm()
 
 
+@in_forms
+@of_kernels
+def test_outputs_and_gradients_are_those_of_plain_torch(
+    ours: Kernel, plain: Function, shapes: list[tuple[int, ...]], form: str
+) -> None:
+    is_exact(ours, plain, shapes, form, "cpu")
+
+
+@pytest.mark.parametrize("form", ["eager", pytest.param("compiled", marks=[compiler(), pytest.mark.slow])])
+@of_kernels
+def test_in_bf16_no_further_from_the_truth_than_plain_torch(
+    ours: Kernel, plain: Function, shapes: list[tuple[int, ...]], form: str
+) -> None:
+    is_near(ours, plain, shapes, form, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["eager", "compiled"])
+@of_kernels
+def test_those_of_a_gpu_are_those_of_plain_torch(
+    ours: Kernel, plain: Function, shapes: list[tuple[int, ...]], form: str
+) -> None:
+    is_exact(ours, plain, shapes, form, "cuda")
+    is_near(ours, plain, shapes, form, "cuda")
+
+
 @pytest.mark.parametrize(
     ("function", "shapes", "kept"),
-    [(swiglu, [(6, 3, 16)], 6 * 3 * 16), (norm, [(6, 3, 16), (16,)], 6 * 3 * 16 + 16 + 6 * 3)],
-    ids=["swiglu", "rms_norm"],
+    [
+        (swiglu, [(6, 3, 16)], 6 * 3 * 16),
+        (norm, [(6, 3, 16), (16,)], 6 * 3 * 16 + 16 + 6 * 3),
+        (rope, [(6, 3, 4, 8)], 2 * 6 * 3 * 8),
+        (dropped_on, [(6, 3, 16), (6, 3, 16)], 6 * 3 * 16),
+    ],
+    ids=["swiglu", "rms_norm", "rope: its tables", "dropout: its factor"],
 )
-def test_kept_for_the_backward_is_the_input(function: Function, shapes: list[tuple[int, ...]], kept: int) -> None:
+def test_kept_for_the_backward_is_the_input(function: Kernel, shapes: list[tuple[int, ...]], kept: int) -> None:
     saved: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,5 +183,5 @@ def test_kept_for_the_backward_is_the_input(function: Function, shapes: list[tup
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        function(*inputs(shapes, torch.bfloat16))
+        function(*inputs(shapes, torch.bfloat16), EAGER)
     assert sum(tensor.numel() for tensor in saved) == kept

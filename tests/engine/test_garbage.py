@@ -81,7 +81,10 @@ def tensors_in_cycles(rank: int, case: Case) -> int:
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "case",
-    [Case("gpt_dropout", recompute=("selective", "uniform", 1)), Case("llama", pp=2, recompute=("full", "uniform", 1))],
+    [
+        Case("gpt_dropout", recompute=("selective", "uniform", 1), modules=("norm", "activation", "mlp"), offload=3),
+        Case("llama", pp=2, recompute=("full", "uniform", 1)),
+    ],
     ids=str,
 )
 def test_a_step_leaves_no_tensor_that_only_the_collector_frees(case: Case) -> None:

@@ -1,9 +1,13 @@
 """Initial weights depend on (seed, name), never on the cut."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 
-from engine.initial_weights import BLOCK_NUMEL, initial_box
+from engine.initial_weights import BLOCK_NUMEL, initial_box, initialize
 from engine.shard_spec import Init, ParamSpec, localize
+from engine.tensor_parallel.parameter import ShardedParameter
 
 SPEC = ParamSpec("layers.0.attention.kv.weight", (2, 4, 40, 301), Init("normal", 0.02), tp_dim=1)
 
@@ -38,3 +42,31 @@ def test_constant_initialisers() -> None:
     zeros = ParamSpec("final_norm.bias", (7,), Init("zeros"))
     assert torch.equal(whole(ones, 0), torch.ones(7))
     assert torch.equal(whole(zeros, 0), torch.zeros(7))
+
+
+def test_threads_change_nothing_and_their_errors_are_raised() -> None:
+    drawn = []
+    for num_threads in (1, 3):
+        known = torch.get_num_threads()
+        torch.set_num_threads(num_threads)
+        try:
+            drawn.append(_filled(9))
+        finally:
+            torch.set_num_threads(known)
+    assert all(torch.equal(one, other) for one, other in zip(*drawn, strict=True))
+
+    too_short = ShardedParameter(localize(SPEC, tp=1, tp_index=0, sequence_parallel=False), torch.float32)
+    too_short.value = torch.nn.Parameter(torch.zeros(5))
+    with pytest.raises(RuntimeError, match="size"):
+        initialize([too_short], 0)
+
+
+def _filled(count: int) -> list[torch.Tensor]:
+    parameters = []
+    for index in range(count):
+        spec = replace(SPEC, name=f"layers.{index}.attention.kv.weight")
+        parameter = ShardedParameter(localize(spec, tp=1, tp_index=0, sequence_parallel=False), torch.float32)
+        parameter.value = torch.nn.Parameter(torch.full(parameter.record.local_shape, torch.nan))
+        parameters.append(parameter)
+    initialize(parameters, 3)
+    return [parameter.value.data for parameter in parameters]

@@ -7,6 +7,7 @@ import pytest
 from engine.checkpoint.manager import Checkpoints
 from engine.config import Config, batch_plan
 from engine.errors import DivergenceError
+from engine.signals import NO_STOP, Stop, StopRequest
 from engine.step import NO_FLAGS, Engine, StepResult
 from engine.train import train
 
@@ -19,43 +20,68 @@ CONFIG: dict[str, Any] = {
 
 
 class Result:
-    def __init__(self, log: Log, step: int, diverges: bool) -> None:
-        self.log, self.step, self.diverges = log, step, diverges
+    def __init__(self, log: Log, step: int, diverges: bool, stop: tuple[float, ...]) -> None:
+        self.log, self.step, self.diverges, self.stop = log, step, diverges, stop
 
-    def wait(self) -> StepResult:
+    def read(self) -> StepResult:
         self.log.append(("read", self.step))
-        if self.diverges:
-            raise DivergenceError("not finite")
-        return StepResult(loss=float(self.step), grad_norm=1.0, num_tokens=8, flags=NO_FLAGS)
+        flaw = "not finite" if self.diverges else ""
+        return StepResult(float(self.step), 1.0, num_tokens=8, flags=NO_FLAGS, stop=self.stop, flaw=flaw)
 
 
 class Loop:
-    """Engine, batches, observer and checkpoints of one run, all writing to one log; steps count from 0."""
+    """Engine, batches, observer and guard of one run, all writing to one log; steps count from 0."""
 
-    def __init__(self, config: Config, saves_every: int | None = None, diverges_at: int | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        saves_every: int | None = None,
+        diverges_at: int | None = None,
+        asked_at: int | None = None,
+    ) -> None:
         self.config, self.plan = config, batch_plan(config, 1)
         self.saves_every, self.diverges_at = saves_every, diverges_at
+        self.asked_at, self.request, self.ended = asked_at, StopRequest(), None
         self.log: Log = []
         self.consumed_samples = 0
         self.step = -1
 
     def run(self) -> Log:
         validation = (lambda: self) if self.config.train.eval_interval else None
-        train(cast(Engine, self), self, validation, self, cast(Checkpoints, self))
+        self.ended = train(cast(Engine, self), self, validation, self, cast(Checkpoints, self), self.request, self)
         return self.log
 
     # The engine
 
     def forward_backward(self, microbatches: Any) -> None:
         self.step += 1
+        if self.step == self.asked_at:
+            self.request.ask(Stop.PREEMPTED)
 
-    def update(self, counts: None, lr: float, flags: tuple[float, ...]) -> Result:
+    def update(
+        self, counts: None, lr: float, flags: tuple[float, ...], stop: tuple[float, ...], limit: float
+    ) -> Result:
+        assert limit == 100.0 + self.step and self.log[-1] == ("check", self.step)
+        assert (stop == NO_STOP) == (self.asked_at is None or self.step < self.asked_at)
         self.log.append(("post", self.step))
-        return Result(self.log, self.step, self.step == self.diverges_at)
+        return Result(self.log, self.step, self.step == self.diverges_at, stop)
 
     def evaluate(self, steps: Any) -> float:
         self.log.append(("validate", self.step))
         return 1.0
+
+    # The guard
+
+    def loss_limit(self, step: int) -> float:
+        return 100.0 + step
+
+    def before_update(self, step: int) -> None:
+        self.log.append(("check", step))
+
+    def judge(self, step: int, result: StepResult) -> None:
+        self.log.append(("judge", step))
+        if result.flaw:
+            raise DivergenceError(result.flaw)
 
     # Batches
 
@@ -137,4 +163,35 @@ def test_a_step_that_is_not_finite_is_never_saved_and_stops_the_run() -> None:
     loop = Loop(config(), diverges_at=2)
     with pytest.raises(DivergenceError):
         loop.run()
-    assert loop.log[-2:] == [("post", 3), ("read", 2)], "the step after it is posted already, and updates nothing"
+    assert loop.log[-3:] == [("read", 2), ("end", 3), ("judge", 2)], (
+        "the step after it is posted already, and updates nothing"
+    )
+
+
+@pytest.mark.parametrize(
+    ("loop", "last"),
+    [
+        # The flag travels with step 2 and is read when step 3 is posted: that one is finished and saved.
+        (Loop(config(), asked_at=2), 3),
+        (Loop(config(), saves_every=50, asked_at=0), 1),
+        # Where a step is read at once, it is the last: the validation that was due is left out, a save is not made twice.
+        (Loop(config(eval_interval=3), asked_at=2), 2),
+        (Loop(config(), saves_every=3, asked_at=2), 2),
+    ],
+)
+def test_a_stop_finishes_the_step_that_is_posted_and_saves_it(loop: Loop, last: int) -> None:
+    loop.saves_every = loop.saves_every or 50
+    log = loop.run()
+    assert loop.ended is Stop.PREEMPTED
+    for what in ("post", "read", "tell", "end"):
+        assert [step for word, step in log if word == what] == list(range(last + 1)), what
+    assert [entry for entry in log if entry[0] in ("save", "validate")] == [("save", last)]
+    assert log[-1] == ("save", last)
+
+
+@pytest.mark.parametrize("asked_at", [4, 5])
+def test_a_stop_in_the_last_steps_lets_the_run_finish(asked_at: int) -> None:
+    loop = Loop(config(eval_interval=6), saves_every=6, asked_at=asked_at)
+    log = loop.run()
+    assert loop.ended is None
+    assert log[-2:] == [("validate", 5), ("save", 5)]

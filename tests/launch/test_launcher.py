@@ -162,6 +162,34 @@ def test_stopping_the_launcher_stops_the_ranks(tmp_path, stop):
         assert all_end(ranks, within_seconds=5)
 
 
+@pytest.mark.parametrize(
+    ("number", "exit_code"),
+    [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)],
+    ids=lambda one: str(one),
+)
+def test_a_signal_is_handed_to_all_ranks_who_save(tmp_path, number, exit_code):
+    with job(tmp_path, "save") as started:
+        ranks = started.wait_for_ranks()
+        started.process.send_signal(number)
+        ended, _, err = started.finish()
+        assert ended == exit_code, err
+        assert all("saved" in started.log(rank) for rank in range(4))
+        assert "so the job was stopped" not in err, "no rank has failed"
+        assert all_end(ranks, within_seconds=5)
+
+
+def test_ctrl_c_twice_does_not_wait_for_a_save(tmp_path):
+    with job(tmp_path, "save") as started:
+        ranks = started.wait_for_ranks()
+        started.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        started.process.send_signal(signal.SIGINT)
+        ended, _, err = started.finish()
+        assert ended == 130, err
+        assert not any("saved" in started.log(rank) for rank in range(4))
+        assert all_end(ranks, within_seconds=5)
+
+
 def test_ranks_do_not_outlive_a_launcher_that_was_killed(tmp_path):
     with job(tmp_path, "sleep") as started:
         ranks = started.wait_for_ranks()

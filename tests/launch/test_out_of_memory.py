@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine.errors import OutOfMemoryError
+from launch.memory_snapshot import HISTORY_ENTRIES, MemorySnapshot, remember_allocations
 from launch.out_of_memory import explaining_memory
 from tests.harness import run_ranks
 from tests.launch.command_line import PRETRAIN, ROOT, records, run
@@ -40,7 +41,7 @@ def test_a_run_that_needs_too_much_ends_with_a_table(tmp_path: Path) -> None:
     assert any(event["kind"] == "failed" and event["error"].startswith("OutOfMemoryError") for event in events)
 
 
-def out_of_memory_in_a_backward(rank: int, case: Case, error: str) -> str:
+def out_of_memory_in_a_backward(rank: int, case: Case, error: str, folder: str | None = None) -> str:
     engine, batches = build_rank(rank, case)
     observed = engine.executor
 
@@ -51,8 +52,12 @@ def out_of_memory_in_a_backward(rank: int, case: Case, error: str) -> str:
             )
 
     observed.observer = fail
+    snapshot = None
+    if folder is not None:
+        path = Path(folder) / "memory" / "rank.pickle"
+        snapshot = MemorySnapshot(path, has_history=False, dump=lambda where: Path(where).write_text("blocks"))
     try:
-        with explaining_memory(engine.config, engine.topology, engine):
+        with explaining_memory(engine.config, engine.topology, engine, snapshot):
             engine.train_step(batches.next_step(), 1e-3)
     except (OutOfMemoryError, RuntimeError) as raised:
         return f"{type(raised).__name__}: {raised}"
@@ -67,3 +72,56 @@ def test_the_words_of_a_gpu_are_understood_and_other_errors_left_alone() -> None
     assert "at 0B1, backward of microbatch 1 on chunk 0: an allocation of 2.50 GiB failed." in text
     (text,) = run_ranks(out_of_memory_in_a_backward, 1, Case("llama"), "other")
     assert text.startswith("RuntimeError: Tried")
+
+
+def test_a_snapshot_is_written_and_named(tmp_path: Path) -> None:
+    (text,) = run_ranks(out_of_memory_in_a_backward, 1, Case("llama"), "cuda", str(tmp_path))
+    written = tmp_path / "memory" / "rank.pickle"
+    assert written.read_text() == "blocks"
+    assert str(written) in text.splitlines()[-1] and "telemetry.memory_history=true" in text.splitlines()[-1]
+    (text,) = run_ranks(out_of_memory_in_a_backward, 1, Case("llama"), "other", str(tmp_path / "another"))
+    assert text.startswith("RuntimeError") and not (tmp_path / "another").exists()
+
+
+def full_disk(path: str) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_snapshot_that_cannot_be_written_hides_nothing(tmp_path: Path) -> None:
+    said = MemorySnapshot(tmp_path / "rank.pickle", has_history=True, dump=full_disk).write()
+    assert "could not be written" in said and "No space left" in said
+
+
+def test_a_history_is_bounded(tmp_path: Path) -> None:
+    asked: list[dict[str, object]] = []
+    remember_allocations(lambda **given: asked.append(given))
+    assert [given["max_entries"] for given in asked] == [HISTORY_ENTRIES]
+    said = MemorySnapshot(tmp_path / "rank.pickle", has_history=True, dump=lambda where: None).write()
+    assert said.endswith("memory_viz).")
+
+
+# On a card ---------------------------------------------------------------------------------------------------------------
+
+
+def out_of_a_card(rank: int, folder: str) -> tuple[str, list[int], bool]:
+    """(what is said, sizes of the live blocks in the snapshot, whether it knows who asked) when a GPU has no more."""
+    import pickle
+
+    remember_allocations()
+    kept = torch.ones(3, 1 << 20, device="cuda")
+    path = Path(folder) / "rank.pickle"
+    said = ""
+    try:
+        torch.empty(1 << 50, device="cuda", dtype=torch.uint8)
+    except torch.OutOfMemoryError:
+        said = MemorySnapshot(path, has_history=True).write()
+    found = pickle.loads(path.read_bytes())
+    blocks = [block for segment in found["segments"] for block in segment["blocks"] if "active" in block["state"]]
+    frames = [frame["filename"] for block in blocks for frame in block.get("frames", ())]
+    return said, [block["size"] for block in blocks], kept.is_cuda and any(__file__ in name for name in frames)
+
+
+@pytest.mark.gpu
+def test_the_snapshot_of_a_card_has_its_blocks_and_who_asked_for_them(tmp_path: Path) -> None:
+    ((said, sizes, knows),) = run_ranks(out_of_a_card, 1, str(tmp_path))
+    assert str(tmp_path) in said and 3 * 4 * (1 << 20) in sizes and knows

@@ -6,9 +6,11 @@ import pytest
 
 from engine.config import Config
 from engine.config_load import load_config
-from engine.errors import DataError, TriaxisError
+from engine.errors import ConfigError, DataError, TriaxisError
 from engine.telemetry.run_dir import RunDirectory
-from launch.preflight import look_before_training
+from launch import launcher
+from launch.preflight import look_before_training, refuse_without_gpu
+from launch.world import Gpus
 
 TINY = Path(__file__).resolve().parents[2] / "configs" / "gpt_tiny.yaml"
 
@@ -40,3 +42,23 @@ def test_a_finished_run_says_so_and_another_config_is_refused(tmp_path: Path) ->
     assert "finished (steps 240, loss 1.5000)" in message
     with pytest.raises(TriaxisError, match=r"train\.seed: 1234 there, 5 here"):
         look_before_training(config(tmp_path, "data.synthetic=true", "train.seed=5"), TINY)
+
+
+def test_what_looks_at_a_gpu_is_refused_without_one(tmp_path: Path) -> None:
+    asking = config(tmp_path, "telemetry.nvtx=true", "telemetry.memory_history=true")
+    refuse_without_gpu(asking, has_gpu=True)
+    refuse_without_gpu(config(tmp_path), has_gpu=False)
+    with pytest.raises(ConfigError) as refused:
+        refuse_without_gpu(asking, has_gpu=False, note="torch 2.13 is a CPU build")
+    assert len(refused.value.problems) == 2
+    assert "telemetry.nvtx = true" in str(refused.value) and "2.13 is a CPU build" in str(refused.value)
+    assert "telemetry.memory_history=false" in str(refused.value)
+
+
+def test_the_launcher_refuses_it_before_a_rank_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = launcher.Request(TINY, ("telemetry.nvtx=true", "data.synthetic=true"))
+    monkeypatch.setattr(launcher, "find_gpus", lambda: Gpus(0, "there is a GPU, but torch is a CPU build"))
+    with pytest.raises(ConfigError, match=r"telemetry\.nvtx = true.*a CPU build.*telemetry\.nvtx=false"):
+        launcher.make_plan(request, {})
+    monkeypatch.setattr(launcher, "find_gpus", lambda: Gpus(8))
+    assert launcher.make_plan(request, {}).config.telemetry.nvtx

@@ -121,12 +121,17 @@ def test_ranks_that_do_not_fit_the_layout():
     assert rows(pretrain("parallel.dp=null", NPROC_PER_NODE="4"))["layout"] == "tp=2 pp=2 vpp=2 dp=1"
 
 
-def test_the_batch_script_prints_its_srun_line():
-    words = ["configs/gpt_tiny.yaml", "train.steps=20", "data.tokenizer=a b", "--dry-run"]
-    shown = run("launch/slurm/pretrain_gpt.sbatch", *words)
-    assert shown.returncode == 0, shown.stderr
-    line = f"srun --kill-on-bad-exit=1 bash {ROOT}/launch/pretrain_gpt.sh configs/gpt_tiny.yaml train.steps=20"
-    assert shown.stdout.strip() == line + " data.tokenizer=a\\ b"
+def test_the_batch_script_says_what_it_would_do():
+    words = ["configs/gpt_tiny.yaml", "train.steps=30", "data.tokenizer=a b", "--dry-run"]
+    said = rows(run("launch/slurm/pretrain_gpt.sbatch", *words))
+    line = f"srun --kill-on-bad-exit=1 bash {ROOT}/launch/pretrain_gpt.sh configs/gpt_tiny.yaml train.steps=30"
+    assert said["step"] == line + " 'data.tokenizer=a b'"
+    assert said["run"].startswith("runs/gpt_tiny-$SLURM_JOB_ID/")
+    assert said["again"].startswith("scontrol requeue $SLURM_JOB_ID")
+    assert "sbatch --dependency=afterany:$SLURM_JOB_ID" in said["refused"]
+    refused = run("launch/slurm/pretrain_gpt.sbatch", "configs/gpt_tiny.yaml", "train.step=3", "--dry-run")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "train.steps" in refused.stderr
 
 
 def test_the_batch_script_starts_srun_from_the_checkout(tmp_path):
@@ -134,15 +139,31 @@ def test_the_batch_script_starts_srun_from_the_checkout(tmp_path):
     copy = tmp_path / "spool" / "slurm_script"
     copy.parent.mkdir()
     copy.write_text((ROOT / "launch" / "slurm" / "pretrain_gpt.sbatch").read_text())
-    srun = tmp_path / "srun"
-    srun.write_text('#!/bin/sh\nprintf "<%s>" "$@"\nexit 7\n')
-    srun.chmod(0o755)
-    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "5", "SLURM_CPUS_PER_TASK": "6"}
+    for name, does in (("srun", 'printf "<%s>" "$@"\nprintf "<$SITE>"\nexit 0'), ("scontrol", "echo node1")):
+        program = tmp_path / name
+        program.write_text(f"#!/bin/sh\n{does}\n")
+        program.chmod(0o755)
+    site = tmp_path / "site.sh"
+    site.write_text('export SITE=$TRIAXIS_MODULES\nmodule() { SITE="$SITE $*"; }\n')
+    (tmp_path / "my.yaml").write_text((ROOT / "configs" / "gpt_tiny.yaml").read_text().replace("data/", "nowhere/"))
+    variables = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "5",
+        "SLURM_CPUS_PER_TASK": "6",
+        "SLURM_JOB_NODELIST": "node1",
+        "SLURM_TASKS_PER_NODE": "8",
+        "TRIAXIS_SITE": str(site),
+        "TRIAXIS_MODULES": "cuda python",
+    }
+    words = ["my.yaml", "data.synthetic=true", "optimizer.lr=1e-3"]
     for name in ("SLURM_SUBMIT_DIR", "TRIAXIS_ROOT"):
-        shown = run(str(copy), "my.yaml", "a.b=c d", cwd=tmp_path, **variables, **{name: str(ROOT)})
-        assert shown.returncode == 7, "srun's exit code is the job's"
+        shown = run(str(copy), *words, cwd=tmp_path, **variables, **{name: str(ROOT)})
+        assert shown.returncode == 0, shown.stderr
         script = f"{ROOT}/launch/pretrain_gpt.sh"
-        assert shown.stdout == f"<--kill-on-bad-exit=1><--cpus-per-task=6><bash><{script}><my.yaml><a.b=c d>"
+        given = ["--kill-on-bad-exit=1", "--cpus-per-task=6", "bash", script, *words, "cuda python load cuda python"]
+        assert shown.stdout == "".join(f"<{word}>" for word in given)
+    wrong = run(str(copy), *words, cwd=tmp_path, **variables | {"SLURM_TASKS_PER_NODE": "4"}, TRIAXIS_ROOT=str(ROOT))
+    assert (wrong.returncode, wrong.stdout) == (2, ""), "a layout that does not fit the job starts no task"
     bare = run(str(copy), cwd=tmp_path, **variables | {"TRIAXIS_PYTHON": "/nowhere/python"}, SLURM_SUBMIT_DIR=str(ROOT))
     assert (bare.returncode, bare.stdout) == (2, ""), "no task is started without an environment"
     assert "/nowhere/python cannot be started" in bare.stderr
@@ -151,7 +172,20 @@ def test_the_batch_script_starts_srun_from_the_checkout(tmp_path):
     assert "TRIAXIS_ROOT" in lost.stderr
     outside = run("launch/slurm/pretrain_gpt.sbatch", "my.yaml")
     assert outside.returncode == 2
-    assert "submit it with sbatch" in outside.stderr
+    assert "no SLURM job around it" in outside.stderr
+
+
+def test_a_hostfile_says_what_each_host_would_be_told(tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("node0 slots=4\nnode1 slots=4\n")
+    shown = pretrain("configs/gpt_tiny.yaml", HOSTFILE=str(hosts), WANDB_API_KEY="a-secret")
+    assert shown.returncode == 0, shown.stderr
+    assert "NNODES=2 NODE_RANK=1 NPROC_PER_NODE=4 MASTER_ADDR=node0 MASTER_PORT=29500" in shown.stdout
+    assert "WANDB_API_KEY" in shown.stdout and "a-secret" not in shown.stdout
+    hosts.write_text("node0 slots=3\nnode1 slots=3\n")
+    refused = pretrain("configs/gpt_tiny.yaml", HOSTFILE=str(hosts))
+    assert refused.returncode == 2
+    assert "6" in refused.stderr and "HOSTFILE" in refused.stderr
 
 
 def test_the_test_command_says_what_it_would_run():

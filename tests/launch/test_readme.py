@@ -7,7 +7,7 @@ import pytest
 
 from tests.documented import ROOT, commands, make_workplace, section
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]  # two minutes; what the commands do is tested apart
 
 
 def test_checkpoints_and_resuming_as_the_readme_says(tmp_path: Path) -> None:

@@ -86,3 +86,18 @@ def feasible(num_gpus: int, num_nodes: int, batch: int) -> bool:
     return any(
         batch % dp == 0 and 4 * dp % num_nodes == 0 and 4 * dp // num_nodes <= num_gpus for dp in range(1, batch + 1)
     )
+
+
+def test_ranks_that_gloo_serves_may_share_a_gpu():
+    shared = config("parallel.dp=2", "runtime.collectives=gloo")
+    world = decide(shared, Gpus(1), {})
+    assert (world.size, world.backend) == (8, GLOO)
+    assert world.reason.endswith("8 ranks share 1 GPU on each node")
+    assert "share" not in decide(shared, Gpus(8), {}).reason
+    with pytest.raises(TopologyError, match=r"runtime\.collectives=gloo"):
+        decide(config("parallel.dp=2"), Gpus(1), {})
+
+
+def test_nccl_without_a_gpu_is_refused_before_a_rank_is_started():
+    with pytest.raises(TopologyError, match=r"a CPU build.*runtime\.collectives=auto"):
+        decide(config("runtime.collectives=nccl"), Gpus(0, "torch is a CPU build"), {})

@@ -1,6 +1,7 @@
-"""A rank that opens its log as the trainer does and then does as TOY says: finish | sleep | die R | raise R | deaf R.
+"""A rank that opens its log as the trainer does and then does as TOY says: finish | sleep | save | die R | raise R | deaf R.
 
-`deaf R`: all but rank R ignore SIGTERM, as a rank that waits in a collective would.
+`save`: a signal asks it to stop, it writes that it has saved, and ends with the code for it. `deaf R`: all but rank R ignore
+SIGTERM, as a rank that waits in a collective would.
 """
 
 import os
@@ -9,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+from engine.signals import Stop, StopRequest
+from launch.failure import AFTER
 from launch.parent_death import end_with_parent
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -22,6 +25,10 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if action == "deaf" and rank != int(culprit):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    request = StopRequest(rank)
+    if action == "save":
+        request.listen()
 
     folder = Path(os.environ["TOY_FOLDER"])
     log = folder / "logs" / "attempt_00" / f"rank_{rank:05d}.log"
@@ -39,7 +46,14 @@ def main(argv: list[str]) -> int:
         if action == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         return 2
-    time.sleep(120)
+    for _ in range(1200):
+        time.sleep(0.1)
+        preempted, interrupted = request.flags()
+        if preempted or interrupted:
+            time.sleep(0.5)
+            with log.open("a") as file:
+                file.write("saved\n")
+            return AFTER[Stop.INTERRUPTED if interrupted else Stop.PREEMPTED]
     return 0
 
 

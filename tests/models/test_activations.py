@@ -8,7 +8,7 @@ import pytest
 from engine.config import Config, parallel_sizes
 from engine.footprint.run import Footprint, Footprints
 from engine.pipeline.partition import partition
-from models.activations import block_terms, kept_bytes, paper_per_token
+from models.activations import block_terms, kept_bytes, moved_bytes, paper_per_token
 from models.gpt import build_chunks
 from tests.harness import run_ranks
 
@@ -36,6 +36,7 @@ def config_of(model: dict[str, Any], *, tp: int, sp: bool = False, **choices: An
             "optimizer": {"lr": 1e-3},
             "precision": {"dtype": choices.get("dtype", "bf16")},
             "recompute": choices.get("recompute", {}),
+            "offload": choices.get("offload", {}),
             "kernels": {"attention": choices.get("attention", "sdpa")},
         }
     )
@@ -56,6 +57,13 @@ def test_fused_attention_keeps_the_scores_no_more() -> None:
     assert paper_per_token(block_terms(config, parallel_sizes(config))) == 34 * 512
 
 
+CHEAP = ["norm", "rope", "activation"]
+
+
+def parts(*modules: str) -> dict[str, Any]:
+    return {"granularity": "selective", "modules": list(modules)}
+
+
 CI = {
     "the paper's block, tp": config_of(GPT, tp=4, attention="explicit"),
     "the paper's block, tp, sp": config_of(GPT, tp=4, sp=True, attention="explicit"),
@@ -64,8 +72,12 @@ CI = {
     "one layer of two again": config_of(
         LLAMA, tp=2, recompute={"granularity": "full", "method": "block", "num_layers": 1}
     ),
+    "all parts again": config_of({**LLAMA, "qk_norm": True}, tp=2, recompute=parts(*CHEAP, "mlp", "attention")),
 }
 SLOW = {
+    "cheap parts again, one layer on the host": config_of(
+        LLAMA, tp=2, sp=True, recompute=parts(*CHEAP), offload={"num_layers": 1, "min_bytes": 2**15}
+    ),
     "the paper's block": config_of(GPT, tp=1, attention="explicit"),
     "one sample": config_of(GPT, tp=2, attention="explicit", b=1),
     "one sample, llama": config_of(LLAMA, tp=2, attention="explicit", b=1),
@@ -76,6 +88,19 @@ SLOW = {
     "explicit llama": config_of(LLAMA, tp=2, attention="explicit"),
     "qk-norm": config_of({**LLAMA, "qk_norm": True}, tp=2),
     "selective": config_of(GPT, tp=2, attention="explicit", recompute={"granularity": "selective"}),
+    "explicit, parts again": config_of(LLAMA, tp=2, attention="explicit", recompute=parts(*CHEAP, "attention")),
+    "explicit, one sample, parts again": config_of(
+        LLAMA, tp=1, b=1, attention="explicit", recompute=parts(*CHEAP, "attention")
+    ),
+    "the paper's block, parts again": config_of(
+        GPT, tp=4, sp=True, attention="explicit", recompute=parts("norm", "activation", "attention")
+    ),
+    "one layer whole, parts of the other": config_of(
+        LLAMA, tp=2, recompute={"granularity": "full", "method": "block", "num_layers": 1, "modules": CHEAP}
+    ),
+    "the paper's block on the host": config_of(
+        GPT, tp=2, sp=True, attention="explicit", offload={"num_layers": 2, "min_bytes": 1}
+    ),
     "both layers again": config_of(LLAMA, tp=2, sp=True, recompute={"granularity": "full", "num_layers": 2}),
 }
 
@@ -95,4 +120,5 @@ def test_autograd_keeps_what_the_formula_says(configs: dict[str, Config]) -> Non
         for stage, footprint in zip(stages, found[name], strict=True):
             measured = sum(one.num_bytes for one in footprint.saved)
             # Every kept tensor has a term, so this is not an estimate.
-            assert measured == kept_bytes(config, sizes, stage), f"{name}, stage {footprint.stages}"
+            expected = kept_bytes(config, sizes, stage) + moved_bytes(config, sizes, stage)
+            assert measured == expected, f"{name}, stage {footprint.stages}"

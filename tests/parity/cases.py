@@ -94,6 +94,10 @@ class Case:
     global_batch_size: int = 8
     micro_batch_size: int = 1
     recompute: tuple[str, str, int] = ("none", "uniform", 1)
+    modules: tuple[str, ...] | None = None
+    """Parts of a layer that are recomputed."""
+    offload: int = 0
+    """Layers of each chunk whose activations are moved to host memory."""
     layers_per_stage: tuple[int, ...] | None = None
     dtype: str = "float64"
     bucket_bytes: int = 4096
@@ -102,6 +106,11 @@ class Case:
     """A kernel; None: the one that the model needs."""
     narrow: bool = False
     """Masters split and moments in bf16."""
+    bf16_gradients: bool = False
+    compiled: bool = False
+    """Elementwise functions and the optimizer by torch.compile."""
+    staged: bool = False
+    """Carry what is sent through other memory (`engine.staging`); on GPUs, over gloo, ranks share those that there are."""
 
     @property
     def world_size(self) -> int:
@@ -112,13 +121,23 @@ class Case:
         parts += ["sp"] if self.sequence_parallel else []
         parts += [self.schedule] if self.schedule != "auto" else []
         parts += ["-".join(map(str, self.recompute))] if self.recompute[0] != "none" else []
+        parts += ["-".join(self.modules)] if self.modules else []
+        parts += [f"offload{self.offload}"] if self.offload else []
         parts += [f"b{self.global_batch_size}x{self.micro_batch_size}"]
         parts += ["uneven"] if self.layers_per_stage else []
         parts += [self.dtype] if self.dtype != "float64" else []
         parts += [self.device] if self.device != "cpu" else []
         parts += [self.attention] if self.attention else []
         parts += ["narrow"] if self.narrow else []
+        parts += ["bf16_gradients"] if self.bf16_gradients else []
+        parts += ["compiled"] if self.compiled else []
+        parts += ["staged"] if self.staged else []
         return "-".join(parts)
+
+    def device_of(self, rank: int) -> torch.device:
+        if self.device != "cuda":
+            return torch.device(self.device)
+        return torch.device("cuda", rank % torch.cuda.device_count() if self.staged else rank)
 
     def config(self) -> Config:
         granularity, method, num_layers = self.recompute
@@ -143,9 +162,18 @@ class Case:
                 },
                 "optimizer": {"lr": 1e-2, "clip_grad": 0.5, "bucket_bytes": self.bucket_bytes, "warmup_steps": 2},
                 "schedule": {"name": self.schedule},
-                "precision": {"dtype": self.dtype} | ({"masters": "split", "moments": "bf16"} if self.narrow else {}),
-                "recompute": {"granularity": granularity, "method": method, "num_layers": num_layers},
-                "kernels": {"attention": self.attention or ("explicit" if model.get("attention_dropout") else "sdpa")},
+                "precision": {"dtype": self.dtype, "gradients": "bf16" if self.bf16_gradients else "full"}
+                | ({"masters": "split", "moments": "bf16"} if self.narrow else {}),
+                "recompute": {
+                    "granularity": granularity,
+                    "method": method,
+                    "num_layers": num_layers,
+                    "modules": self.modules,
+                },
+                # Everything is moved, however small.
+                "offload": {"num_layers": self.offload, "min_bytes": 1},
+                "kernels": {"attention": self.attention or ("explicit" if model.get("attention_dropout") else "sdpa")}
+                | ({"elementwise": "compiled", "optimizer": "compiled"} if self.compiled else {}),
             }
         )
 
@@ -197,7 +225,7 @@ def load_weights(engine: Engine, weights: Mapping[str, torch.Tensor]) -> None:
         box = weights[name][tuple(slice(*bounds) for bounds in record.box)].reshape(-1)
         parameter.value.data.view(-1)[: record.box_numel] = box.to(parameter.value.device, parameter.value.dtype)
     for owned in engine.optimizer.owned:
-        owned.state.write({"master": owned.parameters.to(owned.grads.dtype)})
+        owned.state.write({"master": owned.parameters.to(owned.state.wide)})
 
 
 def owned_pieces(engine: Engine, which: str) -> list[Piece]:
@@ -230,8 +258,9 @@ def run_case(rank: int, case: Case, weights: Mapping[str, torch.Tensor], num_ste
     topology = Topology(
         RankGrid(sizes),
         rank,
-        torch.device(case.device, rank if case.device == "cuda" else 0),
+        case.device_of(rank),
         kv_heads=config.model.kv_heads,
+        staged=case.staged,
     )
     engine = build(config, topology, build_chunks)
     load_weights(engine, {name: weight.detach() for name, weight in weights.items()})

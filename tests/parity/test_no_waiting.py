@@ -57,7 +57,7 @@ def reads_of_a_step(rank: int, case: Case, plant: bool) -> list[str]:
     [
         Case("gpt_dropout", pp=2, dp=2, recompute=("selective", "uniform", 1)),
         Case("qwen", tp=2, pp=2, vpp=2, sequence_parallel=True, dtype="bf16"),
-        Case("llama", recompute=("full", "uniform", 2)),
+        Case("llama", recompute=("full", "block", 2), modules=("norm", "rope", "activation"), offload=4),
     ],
     ids=str,
 )

@@ -1,14 +1,19 @@
 """A layout is only a matter of speed: loss, every gradient and the weights after five steps equal the oracle's."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 
-from tests.harness import run_ranks
+from tests.harness import compiler, run_ranks
 from tests.parity.cases import Case, OracleResult, assemble, run_case, run_oracle, weights_of
 
 NUM_STEPS = 5
+
+SELECTIVE = ("selective", "uniform", 1)
+CHEAP = ("norm", "activation")
+ALL_PARTS = ("norm", "rope", "activation", "mlp", "attention")
 
 COVERING = [
     Case("gpt"),
@@ -22,22 +27,32 @@ COVERING = [
     Case("gpt", vpp=2, schedule="interleaved"),
     Case("gpt", pp=4, schedule="gpipe", global_batch_size=6),
     Case("llama", pp=8),
-    Case("llama", tp=8),
-    Case("llama", tp=4, dp=2, sequence_parallel=True),
     Case("mqa_rope_bias", tp=4, pp=2, sequence_parallel=True),
     Case("mqa_rope_bias", tp=2, dp=2, micro_batch_size=2),
     Case("qwen", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True),
     Case("qwen", tp=8, sequence_parallel=True),
-    Case("gpt", pp=4, vpp=2, dp=2, global_batch_size=10),
     Case("gpt", pp=2, vpp=4, dp=2, global_batch_size=6),
     Case("gpt_untied", pp=4, layers_per_stage=(1, 3, 2, 2)),
     Case("llama", pp=2, vpp=2, tp=2, layers_per_stage=(2, 1, 3, 2), recompute=("full", "uniform", 2)),
-    Case("qwen", tp=2, pp=2, dp=2, sequence_parallel=True, recompute=("full", "block", 1)),
     Case("gpt", tp=2, pp=2, dp=2, recompute=("selective", "uniform", 1), bucket_bytes=1),
     Case("gpt_dropout", tp=2, pp=2, dp=2, sequence_parallel=True, recompute=("full", "uniform", 1)),
-    Case("gpt_dropout", tp=4, pp=2, vpp=2, recompute=("selective", "uniform", 1)),
     Case("gpt_dropout", dp=2, micro_batch_size=2),
+    Case("qwen", tp=2, pp=2, vpp=2, recompute=SELECTIVE, modules=ALL_PARTS, offload=1),
+    Case("gpt_dropout", tp=2, pp=2, sequence_parallel=True, recompute=SELECTIVE, modules=CHEAP, offload=4),
+    Case("llama", pp=2, recompute=("full", "block", 2), modules=("norm", "rope", "activation"), offload=3),
+    Case("llama", tp=2, sequence_parallel=True, staged=True),
+    Case("gpt", tp=2, pp=2, staged=True),
+    Case("gpt", pp=2, dp=2, vpp=2, staged=True),
 ]
+
+COVERING_TOO = [
+    Case("llama", tp=8),
+    Case("llama", tp=4, dp=2, sequence_parallel=True),
+    Case("gpt", pp=4, vpp=2, dp=2, global_batch_size=10),
+    Case("qwen", tp=2, pp=2, dp=2, sequence_parallel=True, recompute=("full", "block", 1)),
+    Case("gpt_dropout", tp=4, pp=2, vpp=2, recompute=("selective", "uniform", 1)),
+]
+"""Of eight ranks, and each thing in them is in a case above as well."""
 
 
 def full_product() -> list[Case]:
@@ -70,7 +85,7 @@ def oracle(model: str, global_batch_size: int, num_steps: int) -> OracleResult:
 def compare(case: Case, num_steps: int = NUM_STEPS) -> None:
     expected = oracle(case.model, case.global_batch_size, num_steps)
     weights = weights_of(case.model)
-    results = run_ranks(run_case, case.world_size, case, weights, num_steps, device=case.device)
+    results = run_ranks(run_case, case.world_size, case, weights, num_steps, device=case.device, staged=case.staged)
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
 
     tokens = sum(result.num_tokens for result in results)
@@ -99,9 +114,32 @@ def test_covering_layouts_equal_the_oracle(case: Case) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.parametrize("case", COVERING_TOO, ids=str)
+def test_more_covering_layouts_equal_the_oracle(case: Case) -> None:
+    compare(case)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
 @pytest.mark.parametrize("case", full_product(), ids=str)
 def test_every_layout_of_at_most_8_ranks_equals_the_oracle(case: Case) -> None:
     compare(case, num_steps=1)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@compiler()
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("gpt", pp=2, compiled=True),
+        Case("qwen", tp=2, pp=2, vpp=2, sequence_parallel=True, recompute=("full", "uniform", 1), compiled=True),
+        Case("gpt_dropout", tp=2, recompute=("selective", "uniform", 1), compiled=True),
+    ],
+    ids=str,
+)
+def test_compiled_kernels_equal_the_oracle(case: Case) -> None:
+    compare(case)
 
 
 @pytest.mark.gpu
@@ -109,8 +147,12 @@ def test_every_layout_of_at_most_8_ranks_equals_the_oracle(case: Case) -> None:
     "case",
     [
         Case("gpt", device="cuda"),
+        Case("qwen", device="cuda", compiled=True),
+        Case("gpt_dropout", recompute=("selective", "uniform", 1), device="cuda", compiled=True),
         Case("qwen", vpp=2, recompute=("full", "uniform", 1), device="cuda"),
         Case("gpt_dropout", recompute=("selective", "uniform", 1), device="cuda"),
+        Case("qwen", vpp=2, recompute=SELECTIVE, modules=ALL_PARTS, offload=3, device="cuda"),
+        Case("gpt_dropout", recompute=("full", "uniform", 2), offload=8, device="cuda"),
         Case("llama", tp=2, sequence_parallel=True, device="cuda"),
         Case("gpt", pp=2, vpp=2, device="cuda"),
         Case("qwen", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True, device="cuda"),
@@ -121,3 +163,29 @@ def test_gpus_equal_the_oracle(case: Case) -> None:
     if torch.cuda.device_count() < case.world_size:
         pytest.skip(f"needs {case.world_size} GPUs; this machine shows {torch.cuda.device_count()}")
     compare(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("gpt", dp=2, device="cuda", staged=True),
+        Case("llama", tp=2, sequence_parallel=True, device="cuda", staged=True),
+        Case("gpt", tp=2, pp=2, device="cuda", staged=True),
+        Case("gpt", pp=2, vpp=2, dp=2, device="cuda", staged=True),
+        Case("gpt_dropout", tp=2, dp=2, recompute=("selective", "uniform", 1), device="cuda", staged=True),
+        Case("mqa_rope_bias", tp=4, device="cuda", staged=True),
+        Case("qwen", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True, device="cuda", staged=True),
+    ],
+    ids=str,
+)
+def test_ranks_that_share_a_gpu_equal_the_oracle(case: Case) -> None:
+    """Over gloo, through pinned memory: the streams and the allocator are those of a real run, the wires are not."""
+    compare(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("case", COVERING, ids=str)
+def test_covering_layouts_on_shared_gpus_equal_the_oracle(case: Case) -> None:
+    compare(replace(case, device="cuda", staged=True))

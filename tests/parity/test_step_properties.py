@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ C10D_NAMES = {
 def build_rank(rank: int, case: Case) -> tuple[Engine, Batches]:
     config = case.config()
     grid = RankGrid(ParallelSizes(tp=case.tp, pp=case.pp, dp=case.dp, vpp=case.vpp))
-    topology = Topology(grid, rank, torch.device(case.device), kv_heads=config.model.kv_heads)
+    topology = Topology(grid, rank, case.device_of(rank), kv_heads=config.model.kv_heads, staged=case.staged)
     engine = build(config, topology, build_chunks)
     batches = Batches(
         dataset(config),
@@ -59,6 +60,16 @@ TRAFFIC = [
     Case("gpt_untied", tp=2, pp=4, recompute=("full", "block", 1), layers_per_stage=(1, 3, 2, 2)),
     Case("mqa_rope_bias", tp=4, dp=2, bucket_bytes=1, micro_batch_size=2),
     Case("gpt", pp=2, vpp=2, dp=4),
+    Case(
+        "qwen",
+        tp=2,
+        pp=2,
+        dp=2,
+        sequence_parallel=True,
+        recompute=("selective", "uniform", 1),
+        modules=("norm", "rope", "activation", "attention"),
+        offload=2,
+    ),
 ]
 
 
@@ -273,12 +284,17 @@ def gradients_of_a_step(rank: int, case: Case) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("model", ["gpt_dropout", "qwen"])
-def test_recomputation_changes_no_bit(model: str) -> None:
+def test_recomputation_and_offload_change_no_bit(model: str) -> None:
     kept = run_ranks(gradients_of_a_step, 2, Case(model, tp=2, sequence_parallel=True, dtype="fp32"))
-    for recompute in (("selective", "uniform", 1), ("full", "uniform", 3), ("full", "block", 2)):
-        again = run_ranks(
-            gradients_of_a_step, 2, Case(model, tp=2, sequence_parallel=True, dtype="fp32", recompute=recompute)
-        )
+    parts = ("norm", "activation", "attention")
+    for recompute, modules, offload in (
+        (("selective", "uniform", 1), None, 0),
+        (("selective", "uniform", 1), parts, 3),
+        (("full", "uniform", 3), None, 0),
+        (("full", "block", 2), parts, 0),
+    ):
+        case = Case(model, tp=2, sequence_parallel=True, dtype="fp32", recompute=recompute)
+        again = run_ranks(gradients_of_a_step, 2, replace(case, modules=modules, offload=offload))
         for rank in range(2):
             assert all(torch.equal(a, b) for a, b in zip(kept[rank], again[rank], strict=True)), recompute
 

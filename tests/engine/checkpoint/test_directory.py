@@ -105,6 +105,19 @@ def test_sweep_removes_what_the_dead_left(directory: CheckpointDirectory) -> Non
     assert names(directory) == ["latest", "notes.txt", "step_00000001", "step_00000003.backup"]
 
 
+def test_a_link_is_removed_and_what_it_points_to_stays(directory: CheckpointDirectory, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "mine").write_text("kept")
+    commit(directory, 1)
+    for name in ("step_00000002.attempt_00", "step_00000000.retired", "step_00000000"):
+        (directory.path / name).symlink_to(elsewhere)
+    assert directory.sweep() == ["step_00000000.retired", "step_00000002.attempt_00"]
+    assert directory.retire(1, keep_last=1, keep_every=None) == ["step_00000000"]
+    assert names(directory) == ["latest", "step_00000001"]
+    assert (elsewhere / "mine").read_text() == "kept"
+
+
 def test_sweep_gives_back_what_was_replaced_by_nothing(directory: CheckpointDirectory) -> None:
     folder = commit(directory, 1)
     folder.rename(folder.with_name("step_00000001.replaced"))

@@ -24,6 +24,15 @@ CASES = (
     Case("gpt", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True, dtype="bf16"),
     Case("qwen", tp=4, pp=1, dp=2, dtype="bf16", recompute=("full", "uniform", 1)),
     Case("llama", tp=2, pp=4, layers_per_stage=(1, 3, 2, 2), dtype="fp32"),
+    Case(
+        "qwen",
+        tp=2,
+        pp=2,
+        dtype="bf16",
+        recompute=("selective", "uniform", 1),
+        modules=("norm", "rope", "activation", "mlp"),
+        offload=2,
+    ),
 )
 
 

@@ -1,5 +1,7 @@
 """The forms of the optimizer's state: what is exact is exact to the bit, what is rounded is rounded once a step."""
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -21,7 +23,7 @@ NARROW = PrecisionConfig(dtype="bf16", masters="split", moments="bf16")
 
 def made(precision: PrecisionConfig, weights: torch.Tensor) -> tuple[torch.Tensor, OptimizerState]:
     parameters = weights.to(torch.bfloat16)
-    return parameters, OptimizerState(parameters, torch.float32, precision)
+    return parameters, OptimizerState(parameters, precision)
 
 
 def bits_of(values: torch.Tensor) -> torch.Tensor:
@@ -111,7 +113,7 @@ def test_bytes_per_parameter() -> None:
         _, state = made(precision, torch.zeros(64))
         assert sum(tensor.nbytes for tensor in state.tensors) == 64 * expected
     exact = torch.zeros(64)
-    state = OptimizerState(exact, torch.float32, PrecisionConfig(dtype="fp32"))
+    state = OptimizerState(exact, PrecisionConfig(dtype="fp32"))
     assert sum(tensor.nbytes for tensor in state.tensors) == 64 * 8 and state.read("master") is exact
 
 
@@ -141,3 +143,36 @@ def test_layouts_agree_with_narrow_state_as_they_do_without() -> None:
         for index, flat in enumerate(whole):
             joined = torch.cat([rank[index] for rank in parts])[: len(flat)]
             assert float((joined - flat[: len(joined)]).norm() / flat.norm()) < 1e-3, narrow
+
+
+def reduced_gradients(rank: int, case: Case) -> list[torch.Tensor]:
+    engine, batches = build_rank(rank, case)
+    engine.forward_backward(batches.next_step())
+    batches.close()
+    assert all(
+        buffer.main_grads.dtype == (torch.bfloat16 if case.bf16_gradients else torch.float32)
+        for buffer in engine.buffers.buffers
+    )
+    sent = [event for event in engine.topology.ledger.posted if event.purpose == "gradients"]
+    assert {event.dtype for event in sent} <= {engine.buffers.buffers[0].main_grads.dtype} and bool(sent) == (
+        case.dp > 1
+    )
+    # Norms are summed in fp32 whatever gradients are kept in.
+    square_sum = engine.optimizer.grad_square_sum()
+    assert square_sum.dtype == torch.float32
+    exact = sum(float(owned.grads.double().square().sum()) for owned in engine.optimizer.owned)
+    assert float(square_sum) == pytest.approx(exact, rel=1e-5)
+    return [owned.grads.double() for owned in engine.optimizer.owned]
+
+
+@pytest.mark.distributed
+def test_gradients_in_bf16_are_those_of_fp32_rounded_at_each_sum() -> None:
+    case = Case("llama_wide", dtype="bf16", bucket_bytes=2**24, micro_batch_size=2)
+    exact = run_ranks(reduced_gradients, 1, case)[0]
+    whole = run_ranks(reduced_gradients, 1, replace(case, bf16_gradients=True))[0]
+    parts = run_ranks(reduced_gradients, 2, replace(case, bf16_gradients=True, dp=2))
+    for index, wanted in enumerate(exact):
+        joined = torch.cat([rank[index] for rank in parts])[: len(wanted)]
+        for found in (whole[index], joined):
+            # Four microbatches: each sum is rounded to 8 bits.
+            assert 1e-5 < float((found - wanted[: len(found)]).norm() / wanted.norm()) < 1e-2

@@ -21,6 +21,7 @@ from engine.telemetry.format import compact, duration, gibibytes, significant
 from engine.telemetry.metrics import StepMetrics
 from engine.telemetry.summary import ladder
 from engine.telemetry.table import columns_of, fitting
+from engine.telemetry.time_split import PARTS, TimeSplit
 
 MakeMetrics = Callable[..., StepMetrics]
 
@@ -110,6 +111,18 @@ def test_a_line_has_its_steps_loss_and_the_mean_speed_since_the_line_before(make
     assert cells[0] == "10/30" and cells[1] == "5.0000"
     assert cells[4] == "900", "9 steps of 1800 tokens in 18 seconds"
     assert "2.000" in cells
+
+
+def test_under_a_line_stands_where_the_time_went(make_metrics: MakeMetrics) -> None:
+    file = io.StringIO()
+    lines = report(file)
+    parts = {**dict.fromkeys(PARTS, 0.0), "compute": 6.0, "bubble": 2.0, "exposed_tp": 1.5, "data": 0.5, "other": 0.01}
+    split = TimeSplit(2, 9, (parts, parts), (1.5, 1.5), (6.0, 6.0))
+    for step in range(1, 11):
+        lines.step(make_metrics(step=step, time_split=split if step == 10 else None))
+    _, first, tenth, below = file.getvalue().splitlines()
+    assert first.split()[0] == "1/30" and tenth.split()[0] == "10/30"
+    assert below == "         compute 60%  tp 15%  bubble 20% (schedule 15%)  data 5%"
 
 
 def test_the_eta_forgets_a_slow_first_step(make_metrics: MakeMetrics) -> None:

@@ -14,8 +14,8 @@ from engine.errors import TriaxisError
 from engine.step import NO_FLAGS, StepResult
 from engine.telemetry import hub
 from engine.telemetry.console import Report
+from engine.telemetry.events import EventLog
 from engine.telemetry.hub import Telemetry, open_telemetry
-from engine.telemetry.jsonl import EventLog
 from engine.telemetry.metrics import Meter, StepMetrics
 from engine.telemetry.observer import TrainingObserver, peak_memory_bytes
 from engine.telemetry.rank_log import Streams

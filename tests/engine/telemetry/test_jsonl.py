@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.telemetry.jsonl import EventLog, JsonLines, MetricsLog, heal
+from engine.telemetry.events import EventLog
+from engine.telemetry.jsonl import JsonLines, MetricsLog, heal
 from engine.telemetry.metrics import StepMetrics
 
 
@@ -26,6 +27,7 @@ def test_a_line_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> None:
     lines.close()
 
 
+@settings(deadline=None)
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_floats_come_back_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, value: float) -> None:
     path = tmp_path_factory.getbasetemp() / "floats.jsonl"

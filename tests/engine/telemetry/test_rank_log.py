@@ -72,6 +72,24 @@ with rank_log(path, show=show):
         assert ("Segmentation fault" in done.stdout) == show
 
 
+def test_signals_for_all_processes_of_a_job_leave_rank_0_its_voice(tmp_path: Path) -> None:
+    """SLURM sends SIGTERM to every process of a job, so to tee as well; the rank itself goes on to save."""
+    body = """
+import signal, time
+import psutil
+with rank_log(path, show=show):
+    tee = psutil.Process().children()[0]
+    while tee.name() != "tee":
+        time.sleep(0.01)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        tee.send_signal(number)
+    time.sleep(0.2)
+    print("saved")
+"""
+    done, log = execute(tmp_path, True, body)
+    assert (done.returncode, done.stdout, log) == (0, "saved\n", "saved\n"), done.stderr
+
+
 def test_a_second_attempt_appends_and_a_child_that_stays_does_not_hold_the_rank(tmp_path: Path) -> None:
     body = """
 with rank_log(path, show=show):

@@ -183,8 +183,32 @@ def test_a_file_system_without_locks_still_trains(
             start(make_config(), tmp_path)
 
 
-@pytest.mark.parametrize("name", ["", "..", "a/b", "/tmp/x"])
+@pytest.mark.parametrize("name", ["", "..", "a/b", "/tmp/x", "a\0b", "a\nb"])
 def test_a_name_is_one_folder(make_config: MakeConfig, tmp_path: Path, name: str) -> None:
+    for open_it in (RunDirectory.create, RunDirectory.look):
+        with pytest.raises(TriaxisError, match="name of one folder"):
+            open_it(make_config(), tmp_path, name)
     with pytest.raises(TriaxisError, match="name of one folder"):
-        RunDirectory.create(make_config(), tmp_path, name)
+        RunDirectory.join(tmp_path, name, 0)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_does_not_write_through_links_to_other_places(make_config: MakeConfig, tmp_path: Path) -> None:
+    runs, elsewhere = tmp_path / "runs", tmp_path / "elsewhere"
+    runs.mkdir()
+    elsewhere.mkdir()
+    (runs / "demo").symlink_to(elsewhere)
+    with pytest.raises(TriaxisError, match="is a link to"):
+        start(make_config(), runs)
+    (runs / "demo").unlink()
+    for name in ("checkpoints", "metrics.jsonl", "logs"):
+        (runs / "demo").mkdir(exist_ok=True)
+        (runs / "demo" / name).symlink_to(elsewhere / name)
+        with pytest.raises(TriaxisError, match=f"lead out of the run directory: .*{name} -> "):
+            start(make_config(), runs)
+        (runs / "demo" / name).unlink()
+    assert list(elsewhere.iterdir()) == []
+    (tmp_path / "other_disk").symlink_to(runs)  # where runs stand is the configuration's to say, and it may be a link
+    (runs / "demo" / "notes").mkdir()
+    (runs / "demo" / "newest_notes").symlink_to("notes")
+    assert start(make_config(), tmp_path / "other_disk").attempt == 0

@@ -1,10 +1,12 @@
 """wandb and TensorBoard, written and read back; wandb without key or network never stops a run."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +15,14 @@ from typing import Any
 import pytest
 
 from engine.config import Config
+from engine.errors import TriaxisError
+from engine.telemetry.events import EventLog
+from engine.telemetry.hub import Telemetry
 from engine.telemetry.metrics import StepMetrics
 from engine.telemetry.run_dir import RunDirectory
 from engine.telemetry.sections import sections
 from engine.telemetry.tensorboard_sink import TensorBoardSink
+from engine.telemetry.time_split import PARTS, TimeSplit
 from engine.telemetry.wandb_sink import WandbSink, ending_its_process_after
 
 MakeConfig = Callable[..., Config]
@@ -25,10 +31,15 @@ WANDB = {"wandb": {"project": "triaxis-tests", "tags": ["a", "b"]}}
 
 
 def test_sections_name_everything_that_is_known(make_metrics: MakeMetrics) -> None:
-    values = sections(make_metrics(step=3, mfu=0.5, val_loss=2.0))
+    split = TimeSplit(1, 3, (dict.fromkeys(PARTS, 0.125),), (0.05,), (0.125,))
+    values = sections(make_metrics(step=3, mfu=0.5, val_loss=2.0, time_split=split))
     assert values["train/step"] == 3 and values["train/val_loss"] == 2.0 and values["perf/mfu"] == 0.5
     assert values["perf/data_seconds"] == 0.5 and values["memory/peak_gib"] == 1.0
-    assert {name.split("/")[0] for name in values} == {"train", "perf", "memory"}
+    assert values["optim/lr"] == 1e-3 and values["data/loss_tokens"] == 128
+    assert values["pipeline/bubble_fraction"] == values["comm/exposed_tp_fraction"] == pytest.approx(1 / len(PARTS))
+    assert {name.split("/")[0] for name in values} == {
+        *("train", "perf", "time", "memory", "comm", "pipeline", "optim", "data")
+    }
     assert {"train/val_loss", "perf/mfu", "perf/hfu"}.isdisjoint(sections(make_metrics()))
 
 
@@ -73,6 +84,7 @@ def test_without_a_key_the_run_is_offline_and_whole(
     assert (sink.mode, sink.why, sink.url) == ("offline", "no API key", None)
     sink.record(make_metrics(step=1))
     sink.record(make_metrics(step=2, loss=1.5, val_loss=2.5))
+    EventLog(run.events, 0).write("non_finite", step=2, message="loss is nan")
     sink.close()
 
     (folder,) = (run.path / "wandb").glob("offline-run-*")
@@ -83,9 +95,12 @@ def test_without_a_key_the_run_is_offline_and_whole(
     assert (first["project"], first["run_id"], first["display_name"]) == ("triaxis-tests", kept_id, "demo")
     assert first["config"]["update"]["layout"] == {"dp": 4, "tp": 2}
     assert first["config"]["update"]["model"]["hidden_size"] == 32
+    assert sink.sync_command == f"wandb sync {run.path}/wandb/offline-run-*-{kept_id}"
     history = [json.dumps(record["history"]) for record in written if record["type"] == "history"]
     assert len(history) == 2 and "val_loss" not in history[0] and "val_loss" in history[1]
     assert any("train/step" in json.dumps(record) for record in written if record["type"] == "metric")
+    (alert,) = [record["alert"] for record in written if record["type"] == "alert"]
+    assert (alert["title"], alert["level"]) == ("demo: non_finite", "ERROR")
 
 
 class FakeWandb:
@@ -111,9 +126,39 @@ class FakeWandb:
             raise RuntimeError("the id is in use")
         self._is_used = True
         self.inits.append(arguments)
+        self.cache_dir = os.environ.get("WANDB_CACHE_DIR")
         if arguments["mode"] == "online" and not self._online_works:
             raise TimeoutError("no network\nwith details")
-        return SimpleNamespace(url="https://wandb/run", define_metric=lambda *_, **__: None)
+        return FakeRun()
+
+
+class FakeRun:
+    """What it was told."""
+
+    url = "https://wandb/run"
+
+    def __init__(self) -> None:
+        self.axes: dict[str, str | None] = {}
+        self.history: list[dict[str, float]] = []
+        self.alerts: list[tuple[str, str, str]] = []
+        self.num_preempted = 0
+        self.is_finished = False
+
+    def define_metric(self, name: str, step_metric: str | None = None, summary: str | None = None) -> None:
+        self.axes[name] = step_metric
+
+    def log(self, values: dict[str, float]) -> None:
+        self.history.append(values)
+
+    def alert(self, title: str, text: str, level: str) -> None:
+        assert len(title) < 64, "wandb's limit"
+        self.alerts.append((title, text, level))
+
+    def mark_preempting(self) -> None:
+        self.num_preempted += 1
+
+    def finish(self) -> None:
+        self.is_finished = True
 
 
 def open_fake(
@@ -158,6 +203,93 @@ def test_a_network_that_fails_is_offline_with_the_reason(
     assert fake.inits[0]["id"] == init["id"]
 
 
+def test_losses_are_drawn_against_steps_and_tokens_and_no_replayed_step_is_lost(
+    make_config: MakeConfig,
+    run: RunDirectory,
+    make_metrics: MakeMetrics,
+    monkeypatch: pytest.MonkeyPatch,
+    bare_wandb: None,
+) -> None:
+    sink, _ = open_fake(FakeWandb(key=True, online_works=True), make_config(telemetry=WANDB), run, monkeypatch)
+    told: Any = sink._run
+    assert told.axes["*"] == told.axes["train/val_loss"] == "train/step"
+    assert told.axes["tokens/loss"] == told.axes["tokens/val_loss"] == "train/consumed_tokens"
+    for step, attempt in ((1, 0), (2, 0), (2, 1), (3, 1)):
+        sink.record(make_metrics(step=step, attempt=attempt, loss=3.0 / step))
+    assert [(each["train/step"], each["train/attempt"]) for each in told.history] == [(1, 0), (2, 0), (2, 1), (3, 1)]
+    assert [each["tokens/loss"] for each in told.history] == [3.0, 1.5, 1.5, 1.0]
+    assert "tokens/val_loss" not in told.history[0]
+
+
+def test_trouble_is_alerted_once_whichever_rank_and_attempt_wrote_it(
+    make_config: MakeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    bare_wandb: None,
+    make_metrics: MakeMetrics,
+) -> None:
+    config, key = make_config(telemetry=WANDB), "k" * 40
+    monkeypatch.setenv("WANDB_API_KEY", key)
+    run = RunDirectory.create(config, tmp_path, "demo")
+    sink, _ = open_fake(FakeWandb(key=True, online_works=True), config, run, monkeypatch)
+    told: Any = sink._run
+    mine, other = EventLog(run.events, 0), EventLog(run.events, 0, rank=3)
+    mine.write("validation", step=5, val_loss=2.0)
+    mine.write("non_finite", step=6, message=f"loss is nan, says {key}", loss=float("nan"))
+    sink.send_alerts()
+    sink.send_alerts()
+    assert [(title, level) for title, _, level in told.alerts] == [("demo: non_finite", "ERROR")]
+    assert "loss is nan" in told.alerts[0][1] and "step 6, attempt 0" in told.alerts[0][1]
+    assert key not in told.alerts[0][1]
+    mine.write("stopped", step=7, reason="preempted")
+    sink.record(make_metrics())
+    assert (told.alerts[-1][0], told.num_preempted) == ("demo: stopped", 1)
+    other.write("hang", step=8, message="waits for all_reduce")  # and the job is killed
+    run.close()
+
+    run = RunDirectory.create(config, tmp_path, "demo")
+    sink, _ = open_fake(FakeWandb(key=True, online_works=True), config, run, monkeypatch)
+    sink.record(make_metrics(attempt=1))
+    sink.close()
+    later: Any = sink._run
+    assert [(title, level) for title, _, level in later.alerts] == [("demo: hang", "ERROR")]
+    assert "waits for all_reduce (step 8, rank 3, attempt 0, " in later.alerts[0][1]
+
+
+def test_a_run_that_hangs_alerts_and_finishes_before_it_is_ended(
+    make_config: MakeConfig, run: RunDirectory, monkeypatch: pytest.MonkeyPatch, bare_wandb: None
+) -> None:
+    sink, _ = open_fake(FakeWandb(key=True, online_works=True), make_config(telemetry=WANDB), run, monkeypatch)
+    told: Any = sink._run
+    telemetry = Telemetry(None, EventLog(run.events, 0), [sink])
+    EventLog(run.events, 0, rank=0).write("hang", step=8, message="rank 3 waits", report="long\n" * 100)
+    thread = threading.Thread(target=telemetry.last_words)
+    thread.start()
+    thread.join()
+    ((title, text, level),) = told.alerts
+    assert (title, level, told.is_finished) == ("demo: hang", "ERROR", True)
+    assert "rank 3 waits" in text and len(text) < 200, "a mail, not the whole report"
+
+
+def test_wandbs_own_cache_stays_in_the_run_directory(
+    make_config: MakeConfig, run: RunDirectory, monkeypatch: pytest.MonkeyPatch, bare_wandb: None
+) -> None:
+    fake = FakeWandb(key=True, online_works=True)
+    open_fake(fake, make_config(telemetry=WANDB), run, monkeypatch)
+    assert fake.cache_dir == str(run.path / "wandb" / "cache") and "WANDB_CACHE_DIR" not in os.environ
+    monkeypatch.setenv("WANDB_CACHE_DIR", "/theirs")
+    open_fake(fake := FakeWandb(key=True, online_works=True), make_config(telemetry=WANDB), run, monkeypatch)
+    assert fake.cache_dir == "/theirs"
+
+
+def test_an_id_that_would_leave_the_folder_is_refused(
+    make_config: MakeConfig, run: RunDirectory, monkeypatch: pytest.MonkeyPatch, bare_wandb: None
+) -> None:
+    run.wandb_id.write_text("../../elsewhere")
+    with pytest.raises(TriaxisError, match="no id of a run"):
+        open_fake(FakeWandb(key=True, online_works=True), make_config(telemetry=WANDB), run, monkeypatch)
+
+
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
@@ -193,6 +325,7 @@ def test_limits_that_the_user_set_are_left_to_wandb(
 
 
 @pytest.mark.slow
+@pytest.mark.distributed
 def test_the_real_wandb_without_a_network_goes_offline_in_bounded_time(
     make_config: MakeConfig,
     run: RunDirectory,
@@ -201,7 +334,8 @@ def test_the_real_wandb_without_a_network_goes_offline_in_bounded_time(
     wandb_process: None,
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # refuses: nobody listens there
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "5")
     sink = WandbSink(make_config(telemetry=WANDB), run, {})
     assert sink.mode == "offline" and sink.why.startswith("online failed")
     sink.record(make_metrics())

@@ -30,7 +30,13 @@ def start_rows(
     plan = batch_plan(config, 2)
     meter = Meter(config, plan, layers_per_chunk=[2], world_size=4, device_name=device_name, attempt=0)
     start = start or Start(
-        config, plan, "tp=2 dp=2: 4 ranks", "cpu, gloo", "attention: flash", num_parameters(config.model)
+        config,
+        plan,
+        "tp=2 dp=2: 4 ranks",
+        "cpu, gloo",
+        "attention: flash",
+        num_parameters(config.model),
+        recompute=config.recompute,
     )
     show_start(Report(30, 10, terminal=screen, log=None, show_mfu=False), run, meter, start)
     return rows(screen)
@@ -60,7 +66,7 @@ def test_a_known_peak_comes_with_its_source_and_the_convention(
 
 def test_a_model_that_lost_a_layer_is_not_hidden(make_config: Callable[..., Config], run: RunDirectory) -> None:
     config = make_config()
-    start = Start(config, batch_plan(config, 2), "", "cpu", "", num_parameters(config.model))
+    start = Start(config, batch_plan(config, 2), "", "cpu", "", num_parameters(config.model), config.recompute)
     lost = replace(start, counted={**start.counted, "mlp": start.counted["mlp"] // 2})
     said = start_rows(config, run, lost)["parameters"]
     assert "not what was asked for" in said and f"mlp: {lost.counted['mlp']:,} counted" in said

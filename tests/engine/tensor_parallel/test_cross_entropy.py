@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine.tensor_parallel.cross_entropy as subject
 from engine.collectives import Axis, Ledger
+from engine.kernels.fusion import EAGER, Fusion
 from engine.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from tests.harness import run_ranks
+from tests.harness import compiler, run_ranks
 
 S, B, VOCAB, COLUMNS = 5, 3, 19, 8
 """On three ranks the third holds 3 columns of the vocabulary and 5 of padding, on four the last holds padding alone."""
@@ -40,10 +41,12 @@ def truth(size: int, scale: float, dtype: torch.dtype) -> tuple[torch.Tensor, to
     return losses.detach(), whole.grad
 
 
-def one_rank(axis: Axis, logits: torch.Tensor, targets: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
+def one_rank(
+    axis: Axis, logits: torch.Tensor, targets: torch.Tensor, grad: torch.Tensor, fusion: Fusion = EAGER
+) -> list[torch.Tensor]:
     """[losses, gradient of this rank's columns]."""
     leaf = logits.chunk(axis.size, dim=-1)[axis.index].clone().requires_grad_()
-    losses = vocab_parallel_cross_entropy(leaf.clone(), targets, axis, VOCAB)
+    losses = vocab_parallel_cross_entropy(leaf.clone(), targets, axis, VOCAB, fusion)
     losses.backward(grad.to(losses.dtype))
     assert leaf.grad is not None
     return [losses.detach(), leaf.grad]
@@ -89,6 +92,30 @@ def test_chunks_change_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
     torch.testing.assert_close(found[0][0].double(), losses, rtol=30 * eps, atol=30 * eps)
     # The gradient is rounded once, to the dtype of the logits.
     torch.testing.assert_close(found[0][1].double(), grad, rtol=torch.finfo(dtype).eps, atol=30 * eps)
+
+
+def compiled_equals_torch(dtype: torch.dtype, device: str) -> None:
+    """One rank with all columns, 5 of them padding."""
+    logits, targets, grad = (tensor.to(device) for tensor in given(3, dtype=dtype))
+    losses, grad_logits = (
+        found.cpu().double() for found in one_rank(alone(), logits, targets, grad, Fusion("compiled"))
+    )
+    wanted_losses, wanted_grad = truth(3, 3.0, dtype)
+    eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    torch.testing.assert_close(losses, wanted_losses, rtol=30 * eps, atol=30 * eps)
+    torch.testing.assert_close(grad_logits, wanted_grad, rtol=torch.finfo(dtype).eps, atol=30 * eps)
+
+
+@compiler()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_compiled_passes_equal_torch(dtype: torch.dtype) -> None:
+    compiled_equals_torch(dtype, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_compiled_passes_of_a_gpu_equal_torch(dtype: torch.dtype) -> None:
+    compiled_equals_torch(dtype, "cuda")
 
 
 class Largest(TorchDispatchMode):

@@ -1,0 +1,58 @@
+"""What NVIDIA's tools print, as tables (no torch here).
+
+TOPOLOGY's answer  ->  links(text): GPU number -> GPU number -> NV18, PIX, SYS, ...
+QUERY's answer     ->  uuids(text): GPU number -> UUID
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+
+TOPOLOGY = ("nvidia-smi", "topo", "-m")
+QUERY = ("nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader")
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+_GPU = re.compile(r"GPU(\d+)")
+
+
+def uuids(text: str) -> dict[int, str]:
+    """The node's GPUs, their UUIDs without the prefix `GPU-`, as torch has them; lines of another form are none."""
+    found = {}
+    for line in text.splitlines():
+        number, _, uuid = (word.strip() for word in line.partition(","))
+        if number.isdigit() and uuid.startswith("GPU-"):
+            found[int(number)] = uuid.removeprefix("GPU-")
+    return found
+
+
+def links(text: str) -> dict[int, dict[int, str]]:
+    """How each pair of GPUs is joined; empty where the text has no matrix."""
+    columns: list[int] | None = None
+    found: dict[int, dict[int, str]] = {}
+    for line in _ESCAPES.sub("", text).splitlines():
+        words = line.split()
+        if not words or not (first := _GPU.fullmatch(words[0])):
+            continue
+        if columns is None:
+            # Columns of network cards and affinities follow those of the GPUs.
+            columns = [int(match[1]) for word in words if (match := _GPU.fullmatch(word))]
+            continue
+        number = int(first[1])
+        cells = zip(columns, words[1:], strict=False)
+        found[number] = {column: link for column, link in cells if column != number}
+    return found
+
+
+def by_uuid(matrix: Mapping[int, Mapping[int, str]], uuid: Mapping[int, str]) -> dict[str, dict[str, str]]:
+    """The matrix with UUIDs in the place of numbers, which CUDA_VISIBLE_DEVICES changes."""
+    return {
+        uuid[row]: {uuid[column]: link for column, link in cells.items() if column in uuid}
+        for row, cells in matrix.items()
+        if row in uuid
+    }
+
+
+def summary(matrix: Mapping[int, Mapping[int, str]]) -> str:
+    """`28 x NV18`: what a node has, so that it can be compared with other nodes."""
+    counted = Counter(link for row, cells in matrix.items() for column, link in cells.items() if row < column)
+    return ", ".join(f"{count} x {link}" for link, count in sorted(counted.items())) or "none"

@@ -1,0 +1,21 @@
+"""Who sends to whom, and when, so that each path is measured by itself (no torch here)."""
+
+
+def node_paths(ranks_per_node: int, world_size: int) -> list[list[tuple[int, int]]]:
+    """Phases in which each rank sends to, and receives from, its counterpart on the next node and the one before."""
+    num_nodes = world_size // ranks_per_node
+    steps = [1, -1] if num_nodes > 2 else [1]
+    phases = []
+    for step in steps:
+        hops = [(node, (node + step) % num_nodes) for node in range(num_nodes)]
+        # An odd ring has a last hop whose ends are both in the other phases.
+        last = [hops.pop()] if num_nodes % 2 else []
+        for part in (hops[::2], hops[1::2], last):
+            pairs = [
+                (one * ranks_per_node + local, other * ranks_per_node + local)
+                for one, other in part
+                for local in range(ranks_per_node)
+            ]
+            if pairs:
+                phases.append(pairs)
+    return phases if num_nodes > 1 else []

@@ -1,0 +1,164 @@
+"""Which network interface leads to the other ranks; sockets that listen there and nowhere else (no torch here).
+
+The cluster interface of a node is the one over which it reaches MASTER_ADDR. A run of one node meets at 127.0.0.1, so all of
+it stays on the loopback.
+
+    MASTER_ADDR ->  address to talk from   the kernel's route; no packet is sent
+                ->  interface              gloo's and NCCL's sockets (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME where unset)
+                ->  listening socket       the store's, on rank 0's node: torch's own would listen on every interface
+
+Nobody is asked for a password at these ports, and who can reach the store can end or mislead the run.
+"""
+
+import ipaddress
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import psutil
+
+from engine.errors import TopologyError
+
+GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
+NCCL_VARIABLE = "NCCL_SOCKET_IFNAME"
+
+_INSIDE = ("docker", "veth", "virbr", "br-", "cni")
+"""Beginnings of the names of interfaces that lead to containers and virtual machines of this node, not to other nodes."""
+
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """One interface of this node.
+
+    Attributes:
+        name: such as eth0.
+        address: that one of its addresses that is used.
+        store_host: where this node finds rank 0's store.
+    """
+
+    name: str
+    address: str
+    store_host: str
+
+
+def cluster_interface(master_addr: str, *, several_nodes: bool, variables: Mapping[str, str]) -> Interface:
+    """The interface over which this node reaches the other ranks.
+
+    Args:
+        master_addr: where the ranks meet, a name or an address.
+        several_nodes: whether ranks stand on other nodes too. Then a name that means a loopback address here means another one
+            there: many machines write their own name into /etc/hosts as 127.0.1.1. The user's choice of an interface counts,
+            then the only one there is. (A loopback address itself says that all "nodes" are this machine.)
+        variables: the environment.
+
+    Raises:
+        TopologyError: the name does not resolve, there is no route, or several interfaces could be meant.
+    """
+    addresses = _addresses()
+    source = _route(master_addr)
+    is_loopback = ipaddress.ip_address(source).is_loopback
+    if several_nodes and is_loopback and source != master_addr:
+        return _chosen(master_addr, addresses, variables)
+    for name, own in addresses.items():
+        if source in own or (is_loopback and _is_loopback(own)):
+            return Interface(name, source, master_addr)
+    raise TopologyError(
+        f"MASTER_ADDR={master_addr} is reached from {source}, and no interface of this node has that address; the groups would "
+        f"not know where to listen. Set MASTER_ADDR to an address of rank 0's node on the cluster's network."
+    )
+
+
+def interface_variables(interface: Interface, variables: Mapping[str, str]) -> dict[str, str]:
+    """What gloo and NCCL have to be told, where the user told them nothing. (`=`: NCCL takes a bare name as a beginning.)"""
+    wanted = {GLOO_VARIABLE: interface.name, NCCL_VARIABLE: f"={interface.name}"}
+    return {name: value for name, value in wanted.items() if not variables.get(name)}
+
+
+def listening_socket(interface: Interface, port: int) -> socket.socket:
+    """A socket that listens at this address only. Whoever takes its file descriptor closes it.
+
+    Args:
+        interface: with the address.
+        port: 0: a free one.
+
+    Raises:
+        TopologyError: the port is taken.
+    """
+    family = socket.AF_INET6 if ":" in interface.address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    # A port that the last attempt of this run left in TIME_WAIT is free.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((interface.address, port))
+        listener.listen(socket.SOMAXCONN)
+    except OSError as error:
+        listener.close()
+        raise TopologyError(
+            f"rank 0 cannot listen at {interface.address} port {port} ({interface.name}): {error.strerror}. The other ranks would "
+            f"wait there in vain. Another run may use the port: set MASTER_PORT to a free one."
+        ) from error
+    return listener
+
+
+def _route(host: str) -> str:
+    """The address from which this node talks to `host`; for an address of its own, that address."""
+    try:
+        found = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)
+    except socket.gaierror as error:
+        raise TopologyError(
+            f"MASTER_ADDR={host} does not resolve on {socket.gethostname()}: {error.strerror}. Its ranks would wait alone until "
+            f"the timeout. Give a name that all nodes know, or an address."
+        ) from error
+    found = [one for family in _FAMILIES for one in found if one[0] == family]
+    problem = "it has no IP address"
+    for family, _, _, _, address in found:
+        if ipaddress.ip_address(address[0]).is_loopback:
+            return str(address[0])
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+            except OSError as error:
+                problem = str(error.strerror)
+    raise TopologyError(
+        f"MASTER_ADDR={host} cannot be reached from {socket.gethostname()}: {problem}. Its ranks would wait alone until the "
+        f"timeout. Give an address on a network that all nodes are on."
+    )
+
+
+def _addresses() -> dict[str, list[str]]:
+    """IP addresses of each interface that is up."""
+    states = psutil.net_if_stats()
+    return {
+        name: [one.address.partition("%")[0] for one in own if one.family in _FAMILIES]
+        for name, own in psutil.net_if_addrs().items()
+        if name in states and states[name].isup
+    }
+
+
+def _is_loopback(addresses: list[str]) -> bool:
+    return any(ipaddress.ip_address(address).is_loopback for address in addresses)
+
+
+def _chosen(master_addr: str, addresses: Mapping[str, list[str]], variables: Mapping[str, str]) -> Interface:
+    """Where MASTER_ADDR is a loopback address on a node that others have to reach."""
+    named = [variables.get(name, "").removeprefix("=") for name in (GLOO_VARIABLE, NCCL_VARIABLE)]
+    outward = {
+        name: own
+        for name, own in addresses.items()
+        if own and not _is_loopback(own) and (name in named or not name.startswith(_INSIDE))
+    }
+    for name in named:
+        if name in outward:
+            return Interface(name, outward[name][0], store_host=outward[name][0])
+    if len(outward) == 1:
+        ((name, own),) = outward.items()
+        return Interface(name, own[0], store_host=own[0])
+    candidates = ", ".join(f"{name} ({own[0]})" for name, own in outward.items()) or "none"
+    raise TopologyError(
+        f"MASTER_ADDR={master_addr} is a loopback address on {socket.gethostname()}, and other nodes have to reach it; of its "
+        f"interfaces ({candidates}) none can be told to be the cluster's. Set MASTER_ADDR to the address itself, or name the "
+        f"interface in {GLOO_VARIABLE} and {NCCL_VARIABLE}."
+    )

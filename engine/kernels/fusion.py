@@ -1,0 +1,88 @@
+"""Elementwise functions operator by operator (`eager`), or each as few kernels that torch.compile makes of it (`compiled`).
+
+    eager      every operator reads its inputs from memory and writes its output there
+    compiled   what one function computes stays in registers: an RMSNorm is two passes over memory instead of six
+
+Functions that are fused are pure (they may write to temporaries of their own), know nothing of autograd and call nobody else's
+communication: forward and backward of a kernel are two of them. The compiler sees them alone, never a model.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from engine.errors import ConfigError
+
+Form = Literal["eager", "compiled"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Fusion:
+    """How elementwise functions run.
+
+    Args:
+        form: see above.
+    """
+
+    def __init__(self, form: Form) -> None:
+        self.form = form
+        self._compiled: dict[tuple[Callable[..., Any], bool], Callable[..., Any]] = {}
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.form == "compiled"
+
+    def __call__(self, function: Function, *, any_length: bool = False) -> Function:
+        """`function` itself, or what the compiler made of it.
+
+        A kernel is made for each shape that comes (few: a run's microbatches are alike); with `any_length` one for all.
+        """
+        if not self.is_compiled:
+            return function
+        key = (function, any_length)
+        if key not in self._compiled:
+            self._compiled[key] = _compiled(function, any_length)
+        return self._compiled[key]  # type: ignore[return-value]
+
+
+EAGER = Fusion("eager")
+"""Operator by operator: for shapes that change with every call (a text that grows), which a compiler would not keep up with."""
+
+
+def require_compiler(device: torch.device) -> None:
+    """Compile a small function for `device`.
+
+    Raises:
+        ConfigError: there is no compiler for it here.
+    """
+    try:
+        result = Fusion("compiled")(_trial)(torch.ones(8, device=device))
+    except Exception as error:  # what a missing compiler raises differs by version and by what is missing
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        needed = "" if device.type == "cpu" else "triton (pip install triton), "
+        raise ConfigError(
+            [
+                f"kernels.elementwise or kernels.optimizer is `compiled`, and torch.compile makes no kernel for {device.type} "
+                f"here (torch says: {reason.rstrip('.')}). It needs {needed}a C++ compiler and Python's headers "
+                "(apt-get install g++ python3-dev). kernels.elementwise=eager and kernels.optimizer=torch run anywhere, more "
+                "slowly on a GPU."
+            ]
+        ) from error
+    assert result.tolist() == [3.0] * 8, "the compiler made something else of x + 2"
+
+
+def _trial(x: torch.Tensor) -> torch.Tensor:
+    return x + 2
+
+
+def _compiled(function: Callable[..., Any], any_length: bool) -> Callable[..., Any]:
+    # With `fullgraph` a part that cannot be compiled, and a shape too many, are errors, not slow paths that nobody sees.
+    made = torch.compile(function, fullgraph=True, dynamic=any_length)
+
+    def call(*arguments: Any) -> Any:
+        # A weight and a leaf are compiled for like any other tensor: who needs a gradient is not the compiler's business.
+        return made(*[value.detach() if isinstance(value, torch.Tensor) else value for value in arguments])
+
+    return call

@@ -1,0 +1,65 @@
+"""How a weight's gradient gets into its main grad, dW += dY^T X.
+
+    separate   a GEMM in the run's dtype into a tensor of its own, which is then added: the main grad is read and written once more
+    fused      the GEMM itself adds to the main grad, in the accumulation dtype (cuBLAS can, with 16-bit inputs and a 32-bit output)
+
+Where the main grad has the run's dtype, both are the GEMM that adds.
+"""
+
+from typing import Literal
+
+import torch
+
+from engine.errors import ConfigError
+
+WeightGradKernel = Literal["separate", "fused"]
+
+
+def add(main_grad: torch.Tensor, grad: torch.Tensor, *, over_old: bool) -> None:
+    """main_grad += grad, or main_grad = grad over an old one."""
+    if over_old:
+        main_grad.copy_(grad)
+    else:
+        main_grad.add_(grad)
+
+
+def add_matmul(
+    main_grad: torch.Tensor,
+    grad: torch.Tensor,
+    inputs: torch.Tensor,
+    *,
+    over_old: bool,
+    kernel: WeightGradKernel = "separate",
+) -> None:
+    """main_grad [rows, in] += grad^T [rows, tokens] x inputs [tokens, in] (`over_old`: =)."""
+    beta = 0 if over_old else 1
+    if main_grad.dtype == grad.dtype:
+        main_grad.addmm_(grad.t(), inputs, beta=beta)
+    elif kernel == "fused":
+        torch.ops.aten.addmm.dtype_out(main_grad, grad.t(), inputs, main_grad.dtype, beta=beta, out=main_grad)
+    else:
+        add(main_grad, grad.t() @ inputs, over_old=over_old)
+
+
+def require_weight_grad(
+    kernel: WeightGradKernel, dtype: torch.dtype, main_grad_dtype: torch.dtype, device: torch.device
+) -> None:
+    """Try the kernel on a small matrix.
+
+    Raises:
+        ConfigError: it does not run here.
+    """
+    grad, inputs = (torch.ones(16, 16, dtype=dtype, device=device) for _ in range(2))
+    main_grad = torch.ones(16, 16, dtype=main_grad_dtype, device=device)
+    try:
+        add_matmul(main_grad, grad, inputs, over_old=False, kernel=kernel)
+    except (RuntimeError, NotImplementedError) as error:
+        names = [str(each).removeprefix("torch.") for each in (dtype, main_grad_dtype)]
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ConfigError(
+            [
+                f"kernels.weight_grad = {kernel} does not run here, with a GEMM of {names[0]} that adds to {names[1]} on "
+                f"{device.type} (torch says: {reason[:160]}). Another kernel would have other speed and other bits than what was "
+                "asked for. kernels.weight_grad=separate runs anywhere."
+            ]
+        ) from error

@@ -1,0 +1,148 @@
+"""Judges each step by its numbers: goes on, leaves its update out, goes back to a checkpoint, or stops the run.
+
+    a loss or gradient that is not finite, or a loss above its limit      resilience.on_nonfinite
+        stop        nothing is updated from that step on; the error says which rank and module came first
+        skip        nothing is updated in that step; its samples stay consumed
+        rollback    `engine/resilience/rollback.py`
+    replicas that differ                                                  always stops
+
+All ranks read the same numbers of the same step at the same point of the loop, so all of them decide alike.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from typing import Any, Protocol
+
+from engine.errors import DivergenceError, ReplicaError
+from engine.resilience.history import RunHistory
+from engine.resilience.nonfinite import Finding, locate
+from engine.resilience.replicas import ReplicaCheck
+from engine.step import Engine, StepResult, explain
+from engine.telemetry.events import EventKind
+
+
+class Notices(Protocol):
+    """Who is told; called on every rank, with the same words on all."""
+
+    def on_trouble(self, kind: EventKind, step: int, message: str, **details: Any) -> None: ...
+
+
+class OneStep(Protocol):
+    """The batches of a step, read again."""
+
+    def next_step(self) -> Sequence[Any]: ...
+    def close(self) -> None: ...
+
+
+class GoBack(Exception):  # noqa: N818 - a decision, no error
+    """The run is to go back to before step number `step` (from 0), and to leave its samples out; on every rank at once."""
+
+    def __init__(self, step: int, why: str) -> None:
+        super().__init__(why)
+        self.step = step
+        self.why = why
+
+
+class Guard:
+    """Watches the steps of one run, on every rank.
+
+    Args:
+        engine: that makes them.
+        history: of the run.
+        open_batches: opens this rank's batches at a number of consumed samples, to make a step again.
+        notices: who is told.
+    """
+
+    def __init__(
+        self, engine: Engine, history: RunHistory, open_batches: Callable[[int], OneStep], notices: Notices
+    ) -> None:
+        self._engine = engine
+        self._config = engine.config.resilience
+        self._history = history
+        self._open_batches = open_batches
+        self._notices = notices
+        self._replicas = ReplicaCheck(engine)
+        self._num_skips_in_a_row = 0
+        self._last_alike: int | None = None
+
+    def loss_limit(self, step: int) -> float:
+        """What the loss of step number `step` (from 0) may be at most."""
+        return self._history.loss_limit(step, self._config.loss_spike)
+
+    def before_update(self, step: int) -> None:
+        """The gradients of a step are in, and the weights are still those that made them."""
+        every = self._config.replica_check_interval
+        if every is not None and (step + 1) % every == 0:
+            self._replicas.post(step)
+
+    def judge(self, step: int, result: StepResult) -> None:
+        """The numbers of a step are there; steps come in order.
+
+        Raises:
+            DivergenceError: the run cannot go on.
+            GoBack: it is to go on from a checkpoint.
+            ReplicaError: ranks that should hold the same weights do not.
+        """
+        self._check_replicas(step)
+        if not result.flaw:
+            self._num_skips_in_a_row = 0
+            if self._config.loss_spike is not None:
+                self._history.remember(step, result.loss)
+            return
+        first, stop = self.samples(step)
+        is_finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
+        finding = None if is_finite else self._locate(step)
+        where = f"step {step + 1:,} on samples {first:,} to {stop - 1:,}"
+        seen = "" if finding is None else f" {finding}."
+        message, error = f"{where}: {result.flaw}.{seen}", f"{where}: {explain(result.flaw)}{seen}"
+        kind: EventKind = "loss_spike" if finding is None else "non_finite"
+        details = _details(result, (first, stop), finding)
+        policy = self._config.on_nonfinite
+        self._num_skips_in_a_row += 1
+        if policy == "skip" and self._num_skips_in_a_row <= self._config.max_skips_in_a_row:
+            self._notices.on_trouble(kind, step, f"{message} Its update is left out.", policy=policy, **details)
+            return
+        self._notices.on_trouble(kind, step, message, policy=policy, **details)
+        if policy == "rollback":
+            raise GoBack(step, error)
+        if policy == "skip":
+            raise DivergenceError(
+                f"{error} {self._config.max_skips_in_a_row} updates in a row were left out "
+                "(resilience.max_skips_in_a_row): the weights themselves are no good any more. Go on from an older checkpoint."
+            )
+        raise DivergenceError(error)
+
+    def samples(self, step: int) -> tuple[int, int]:
+        """The range [first, stop) of sample ids that the samples of a step lie in."""
+        size = self._engine.plan.samples_per_step
+        return self._history.skipped.span(step * size, size)
+
+    def _locate(self, step: int) -> Finding:
+        with closing(self._open_batches(step * self._engine.plan.samples_per_step)) as source:
+            return locate(self._engine, source.next_step())
+
+    def _check_replicas(self, step: int) -> None:
+        found = self._replicas.read(step)
+        if found is None:
+            return
+        if not found:
+            self._last_alike = step + 1
+            return
+        before = "no comparison came before it"
+        if self._last_alike is not None:
+            before = f"in step {self._last_alike:,} they were the same"
+        message = f"step {step + 1:,}: " + "; ".join(found)
+        self._notices.on_trouble("replicas_differ", step, f"{message}.", differences=found)
+        raise ReplicaError(
+            f"{message}. These weights must be the same bit by bit; {before}. Memory, a link or a kernel of a rank that is named "
+            "has failed, and its gradients are in everybody's weights since then. Take its node out, and go on from a checkpoint "
+            "from before (write its name into checkpoints/latest)."
+        )
+
+
+def _details(result: StepResult, samples: tuple[int, int], finding: Finding | None) -> dict[str, Any]:
+    details: dict[str, Any] = {"loss": result.loss, "grad_norm": result.grad_norm, "samples": list(samples)}
+    if finding is not None:
+        details |= {"first_rank": finding.rank, "first": finding.what, "first_samples": list(finding.sample_ids)}
+    return details

@@ -1,0 +1,234 @@
+"""What a rank is doing right now, in shared memory of its node, so that others can read it when it cannot speak (no torch here).
+
+    executor, training loop, ledger  ->  Heartbeat  ->  320 bytes in /dev/shm  ->  any process of the node, at any time
+
+A beat is a few stores into mapped memory: no system call, no clock, no lock. Whoever reads notices that nothing has changed. It
+reads no sequence of states, so half of a write does no harm.
+
+    words (int64)    0 layout  1 rank  2 pid  3 attempt  4 beats  5 step  6 position  7 peer  8 begun  9 started
+    texts            128.. phase   160.. op   192.. axis   224.. purpose, each padded with zeros to its end
+
+`step` counts from 1. `position` counts the instructions that were begun in this walk through the rank's program; 0: it walks none.
+"""
+
+import hashlib
+import mmap
+import os
+import struct
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from engine.pipeline.lowering import Instruction
+
+LAYOUT = 0x0154_5249_4158_0001
+"""The first word of the file: what it is, and which layout of the words."""
+
+SIZE = 320
+_BEATS, _STEP, _POSITION, _PEER, _BEGUN = 4, 5, 6, 7, 8
+_NUM_WORDS = 10
+_TEXTS = {"phase": 128, "op": 160, "axis": 192, "purpose": 224}
+_TEXT_BYTES = {"phase": 32, "op": 32, "axis": 32, "purpose": 96}
+
+FIRST_PHASE = "data"
+"""The phase with which a step begins (`engine.train.train`)."""
+
+NO_PEER = -1
+
+
+class Call(Protocol):
+    """A call that is waited for (`engine.collectives.Event`)."""
+
+    @property
+    def op(self) -> str: ...
+    @property
+    def axis(self) -> str: ...
+    @property
+    def purpose(self) -> str: ...
+    @property
+    def peer(self) -> int: ...
+
+
+class Clock(Protocol):
+    """Another one who is told of waits (`engine.collectives.WaitClock`)."""
+
+    def wait_begins(self, posted: Call) -> None: ...
+    def wait_ends(self) -> None: ...
+
+
+class Ledger(Protocol):
+    """Who tells of waits (`engine.collectives.Ledger`)."""
+
+    clock: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What a rank was doing.
+
+    Attributes:
+        beats: how often it has gone on to something else; equal numbers mean that it stands still.
+        step: counts from 1; 0 before the first.
+        phase: of the training loop; "" before the first.
+        position: instructions of its program that were begun; 0: it walks none.
+        op, axis, purpose: of the call that it waits for; "" where it waits for none.
+        peer: index on the axis of the other end of a send or receive; NO_PEER for a collective.
+        begun: steps that this process has begun.
+        started: when this process was started, by the system's clock: with `pid`, which process it is.
+    """
+
+    rank: int
+    pid: int
+    attempt: int
+    beats: int
+    step: int
+    phase: str
+    position: int
+    op: str
+    axis: str
+    purpose: str
+    peer: int
+    begun: int
+    started: int
+
+
+def folder_of(run: Path) -> Path:
+    """Where the ranks of a run that are on this node keep their heartbeats: memory, where the system has a place for it."""
+    place = Path("/dev/shm")
+    if not os.access(place, os.W_OK):
+        place = Path(tempfile.gettempdir())
+    name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
+    return place / f"triaxis-{os.getuid()}-{name}"
+
+
+def file_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank:05d}"
+
+
+class Heartbeat:
+    """This rank's own; follows its steps (a `StepWatcher`) and its waits (a `WaitClock`).
+
+    Args:
+        path: of the file, from `file_of`; replaced where an earlier attempt has left one.
+        rank: this rank.
+        attempt: of the run.
+    """
+
+    def __init__(self, path: Path, rank: int, attempt: int) -> None:
+        pid = os.getpid()
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.unlink(missing_ok=True)
+        self.path = path
+        with path.open("w+b") as file:
+            file.truncate(SIZE)
+            self._map = mmap.mmap(file.fileno(), SIZE)
+        self._words = memoryview(self._map)[: 8 * _NUM_WORDS].cast("q")
+        for place, value in enumerate((LAYOUT, rank, pid, attempt, 0, 0, 0, NO_PEER, 0, started_at(pid))):
+            self._words[place] = value
+        self._texts: dict[tuple[str, str], bytes] = {}
+        self._other: Clock | None = None
+
+    def listen(self, ledger: Ledger) -> None:
+        """Hear of a ledger's waits, before the one who heard of them until now."""
+        self._other, ledger.clock = ledger.clock, self
+
+    def phase(self, name: str) -> None:
+        """The loop goes on to the phase `name`; a step begins with its first phase."""
+        if name == FIRST_PHASE:
+            self._words[_STEP] += 1
+            self._words[_BEGUN] += 1
+        self._words[_POSITION] = 0
+        self._write("phase", name)
+        self._words[_BEATS] += 1
+
+    def begin(self, step: int) -> None:
+        """The run begins after `step` steps, or goes back there."""
+        self._words[_STEP] = step
+
+    def instruction(self, instruction: Instruction | None) -> None:
+        """An observer of an executor: the rank begins an instruction of its program, or has ended the last."""
+        words = self._words
+        words[_POSITION] = 0 if instruction is None else words[_POSITION] + 1
+        words[_BEATS] += 1
+
+    def wait_begins(self, posted: Call) -> None:
+        """The rank stands still until this call has ended."""
+        self._words[_PEER] = posted.peer
+        self._write("axis", posted.axis)
+        self._write("purpose", posted.purpose)
+        self._write("op", posted.op)
+        self._words[_BEATS] += 1
+        if self._other is not None:
+            self._other.wait_begins(posted)
+
+    def wait_ends(self) -> None:
+        """It goes on."""
+        self._write("op", "")
+        self._words[_BEATS] += 1
+        if self._other is not None:
+            self._other.wait_ends()
+
+    def read(self) -> Beat:
+        """This rank's own, as another process would read it."""
+        return _parse(self._map[:])
+
+    def close(self) -> None:
+        """Leave nothing behind; may be called twice."""
+        self.path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self.path.parent.rmdir()  # the last rank of the node can
+
+    def _write(self, what: str, text: str) -> None:
+        content = self._texts.get((what, text))
+        if content is None:
+            size = _TEXT_BYTES[what]
+            content = self._texts[what, text] = text.encode()[: size - 1].ljust(size, b"\0")
+        start = _TEXTS[what]
+        self._map[start : start + len(content)] = content
+
+
+def read_beat(path: Path) -> Beat | None:
+    """What the rank of this node whose file this is was doing; None where there is no such file, or it is not one of ours."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    if len(content) != SIZE or struct.unpack_from("q", content)[0] != LAYOUT:
+        return None
+    return _parse(content)
+
+
+def started_at(pid: int) -> int:
+    """When a process was started, in milliseconds since the epoch; 0 where there is none that this one may look at."""
+    try:
+        return round(psutil.Process(pid).create_time() * 1000)
+    except psutil.Error:
+        return 0
+
+
+def _parse(content: bytes) -> Beat:
+    _, rank, pid, attempt, beats, step, position, peer, begun, started = struct.unpack_from(f"{_NUM_WORDS}q", content)
+    texts = {
+        what: content[start : start + _TEXT_BYTES[what]].partition(b"\0")[0].decode(errors="replace")
+        for what, start in _TEXTS.items()
+    }
+    waits = bool(texts["op"])
+    return Beat(
+        rank=rank,
+        pid=pid,
+        attempt=attempt,
+        beats=beats,
+        step=step,
+        phase=texts["phase"],
+        position=position,
+        op=texts["op"],
+        axis=texts["axis"] if waits else "",
+        purpose=texts["purpose"] if waits else "",
+        peer=peer if waits else NO_PEER,
+        begun=begun,
+        started=started,
+    )

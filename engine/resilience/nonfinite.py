@@ -1,0 +1,185 @@
+"""Where a value that is not finite came from: the step is made again under hooks, and all ranks agree on the earliest.
+
+A step that is not finite has changed no weight, dropout masks are hashes of sample ids and nothing else is random, so the same
+microbatches give the same values again. While they do, each rank looks at
+
+    weights                          before anything runs
+    outputs of modules, forward      in the order of execution; inner modules before those that contain them
+    gradients, backward              those that arrive at outputs of modules, and main grads as they are added to
+
+and the earliest over all ranks is named: weights first, then by microbatch, forward before backward, along the model, then by the
+rank. (A value that one tp rank makes reaches the others one collective later, a stage's the next stage: they are later in this
+order. Other data-parallel ranks never see it before the gradients are summed.)
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from engine.pipeline.actions import Action, Kind
+from engine.step import Engine
+from engine.tensor_parallel.parameter import ShardedParameter
+
+_BEFORE, _DURING = 0, 1
+_FORWARD, _BACKWARD = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """One value that was looked at: its place in the order of the module's docstring, and whether it is finite (on the device)."""
+
+    order: tuple[int, ...]
+    what: str
+    sample_ids: Sequence[int]
+    is_finite: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The first value that is not finite.
+
+    Attributes:
+        rank: that produced it; None where no rank sees one.
+        what: "the output of layers.2.mlp (stage 0) in the forward of microbatch 3", say; where nobody sees one, what that means.
+        sample_ids: of the microbatch; empty where it is none's.
+    """
+
+    rank: int | None
+    what: str
+    sample_ids: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        if self.rank is None:
+            return self.what
+        samples = f" (samples {', '.join(map(str, self.sample_ids))})" if self.sample_ids else ""
+        return f"First on rank {self.rank}: {self.what}{samples}"
+
+
+def locate(engine: Engine, microbatches: Sequence[Any]) -> Finding:
+    """Make a step's forward and backward again and name the first value that is not finite; every rank calls it.
+
+    Main grads are overwritten, nothing is updated.
+
+    Args:
+        engine: with the weights of the step, or as near to them as there are.
+        microbatches: this rank's of the step.
+
+    Returns:
+        The same on every rank.
+    """
+    watch = _Watch(engine, microbatches)
+    with watch.open():
+        engine.forward_backward(microbatches)
+    first = watch.first()
+    world = engine.topology.axis("world")
+    mine = "" if first is None else json.dumps([first.order, first.what, list(first.sample_ids)])
+    found = []
+    for rank, text in enumerate(world.tell(mine, engine.topology.device, "non-finite")):
+        if text:
+            order, what, sample_ids = json.loads(text)
+            found.append((tuple(order), rank, Finding(rank, what, tuple(sample_ids))))
+    if found:
+        return min(found, key=lambda entry: entry[:2])[2]
+    return Finding(
+        None,
+        "Made again, every output and gradient on every rank is finite: the sum over ranks overflows, or what went wrong does not "
+        "happen twice (a fault of the hardware, or kernels that are not deterministic)",
+    )
+
+
+class _Watch:
+    """Looks at one rank's values of one step; nothing is read from the device before `first`."""
+
+    def __init__(self, engine: Engine, microbatches: Sequence[Any]) -> None:
+        self._engine = engine
+        self._microbatches = microbatches
+        self._seen: list[_Seen] = []
+
+    def first(self) -> _Seen | None:
+        """The earliest value that is not finite."""
+        if not self._seen:
+            return None
+        finite = torch.stack([seen.is_finite for seen in self._seen]).tolist()
+        bad = [seen for seen, is_finite in zip(self._seen, finite, strict=True) if not is_finite]
+        return min(bad, key=lambda seen: seen.order, default=None)
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        engine = self._engine
+        engine.buffers.wait_all()
+        for number, (name, parameter) in enumerate(engine.parameters.items()):
+            self._look(parameter.value, (_BEFORE, number), f"the weight {name}, before the step", ())
+        hooks = []
+        for number, chunk in enumerate(engine.chunks):
+            for path, module in cast(nn.Module, chunk).named_modules():
+                title = module_title(cast(nn.Module, chunk), path)
+                hooks.append(module.register_forward_hook(self._after_forward(number, title)))
+        engine.buffers.observer = self._grad_added
+        try:
+            yield
+        finally:
+            engine.buffers.observer = None
+            for hook in hooks:
+                hook.remove()
+
+    def _after_forward(self, chunk: int, module: str) -> Callable[[nn.Module, Any, Any], None]:
+        def look(_: nn.Module, arguments: Any, output: Any) -> None:
+            action = self._action()
+            if not isinstance(output, torch.Tensor) or not output.is_floating_point() or action is None:
+                return
+            if action.kind is Kind.F:
+                stage = self._stage(chunk)
+                order = (_DURING, action.microbatch, _FORWARD, stage, len(self._seen))
+                words = f"the output of {module} (stage {stage}) in the forward of microbatch {action.microbatch}"
+                self._look(output, order, words, self._sample_ids(action))
+            if output.requires_grad:
+                # Recomputed layers come by here in their backward, and only then with gradients.
+                output.register_hook(lambda grad: self._grad_arrived(grad, f"the output of {module}", chunk))
+
+        return look
+
+    def _grad_arrived(self, grad: torch.Tensor, where: str, chunk: int) -> None:
+        action = self._action()
+        if action is not None:
+            stage = self._stage(chunk)
+            words = f"the gradient of {where} (stage {stage}) in the backward of microbatch {action.microbatch}"
+            self._look(grad, self._backward_order(action, stage), words, self._sample_ids(action))
+
+    def _grad_added(self, parameter: ShardedParameter) -> None:
+        action = self._action()
+        if action is not None:
+            words = f"the gradient of {parameter.record.name} in the backward of microbatch {action.microbatch}"
+            order = self._backward_order(action, self._stage(action.chunk))
+            self._look(parameter.bound_main_grad(), order, words, self._sample_ids(action))
+
+    def _backward_order(self, action: Action, stage: int) -> tuple[int, ...]:
+        return (_DURING, action.microbatch, _BACKWARD, -stage, len(self._seen))
+
+    def _look(self, value: torch.Tensor, order: tuple[int, ...], what: str, sample_ids: Sequence[int]) -> None:
+        self._seen.append(_Seen(order, what, sample_ids, value.detach().isfinite().all()))
+
+    def _action(self) -> Action | None:
+        running = self._engine.executor.running
+        return running if isinstance(running, Action) else None
+
+    def _stage(self, chunk: int) -> int:
+        engine = self._engine
+        return engine.train_program.schedule.placement.stage_of(engine.topology.coordinates.pp, chunk)
+
+    def _sample_ids(self, action: Action) -> Sequence[int]:
+        return list(getattr(self._microbatches[action.microbatch], "sample_ids", ()))
+
+
+def module_title(chunk: nn.Module, path: str) -> str:
+    """`layers.5.mlp`, of the module at `blocks.1.mlp`: the outermost module on the way that has a name knows its global one."""
+    parts = path.split(".") if path else []
+    for depth in range(1, len(parts) + 1):
+        name = getattr(chunk.get_submodule(".".join(parts[:depth])), "name", None)
+        if isinstance(name, str):
+            return ".".join([name, *parts[depth:]])
+    return path or "the whole chunk"

@@ -1,0 +1,149 @@
+"""Silent corruption: ranks that hold the same weights compare a fingerprint of them, and a difference is named.
+
+    who holds the same                                          compared over
+    every weight, on all data-parallel ranks                    dp
+    norms, row-parallel biases, learned positions               tp
+    key/value weights, where kv heads < tp                      kv_replicas
+    tied embedding                                              ends (first and last stage)
+
+Every K steps, when the gradients are in and before the update: what is compared is what the forward and the backward have used.
+(An update writes all weights anew from their owners, so a wrong copy is seen before it or never.) A fingerprint is the sum of a
+weight's bits as integers, modulo 2^64: one flipped bit changes it for certain. All ranks of an axis take the maximum of
+[sums, ~sums] in one small all-reduce; where the two halves disagree, so do the ranks. Nothing is read from the device before the
+step's numbers are.
+
+Not covered: main grads, activations, and what ZeRO-1 holds once, that is master weights and moments (in fp32 and float64 the
+owner's weights are the masters). A fault there spreads to all replicas alike; it shows where several owners hold the same (norms
+over tp).
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.collectives import Axis
+from engine.step import Engine
+from engine.transfers import HostCopy, to_device
+
+PURPOSE = "replicas"
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_SHOWN = 8
+"""Weights named of one group of ranks; a text between ranks is short."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The weights of this rank that the members of one axis hold alike."""
+
+    axis: Axis
+    names: tuple[str, ...]
+    places: torch.Tensor
+    """int64 [weights]: among all weights of this rank."""
+
+
+class ReplicaCheck:
+    """Compares this rank's weights with those of its replicas; every rank makes the same calls.
+
+    Args:
+        engine: whose weights are compared.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._groups = list(_groups(engine))
+        self._posted: dict[int, tuple[torch.Tensor, HostCopy]] = {}
+
+    def post(self, step: int) -> None:
+        """Compare the weights as they are in a step; waits for no device."""
+        engine = self._engine
+        engine.buffers.wait_all()
+        sums = torch.stack([_sum_of_bits(parameter.value) for parameter in engine.parameters.values()])
+        differing = torch.zeros(1, dtype=torch.int64, device=sums.device)
+        for group in self._groups:
+            mine = sums[group.places]
+            highest = group.axis.all_reduce(torch.cat((mine, ~mine)), PURPOSE, op="max").wait()
+            differing += (highest[: len(mine)] != ~highest[len(mine) :]).sum()
+        self._posted[step] = sums, HostCopy(engine.topology.axis("world").all_reduce(differing, PURPOSE).wait())
+
+    def read(self, step: int) -> list[str] | None:
+        """What the comparison in a step has found, the same on every rank: a sentence per difference; None if there was none."""
+        if step not in self._posted:
+            return None
+        sums, differing = self._posted.pop(step)
+        (num_differing,) = differing.wait()
+        if not num_differing:
+            return []
+        world, device = self._engine.topology.axis("world"), self._engine.topology.device
+        found = [sentence for group in self._groups for sentence in _differences(group, sums)]
+        told = world.tell("\n".join(found), device, PURPOSE)
+        # Where several see the same, the ones that know who is wrong come first.
+        return sorted({line for text in told for line in text.splitlines()}, key=lambda line: ("differ" in line, line))
+
+
+def _groups(engine: Engine) -> Iterator[Group]:
+    topology, names = engine.topology, list(engine.parameters)
+    for name in ("dp", "tp", "kv_replicas", "ends"):
+        axis = topology.maybe_axis(name)
+        if axis is None or axis.size == 1:
+            continue
+        held = [
+            place
+            for place, parameter in enumerate(engine.parameters.values())
+            if name == "dp" or parameter.record.replicas == name
+        ]
+        if held:
+            places = to_device(held, torch.int64, topology.device)
+            yield Group(axis, tuple(names[place] for place in held), places)
+
+
+def _sum_of_bits(weight: torch.Tensor) -> torch.Tensor:
+    """int64 scalar: of 64-bit words where the weight consists of whole ones, as all but odd sizes do, else of its elements.
+
+    Replicas lie at the same place of equal buffers, so all of them do the same.
+    """
+    flat = weight.detach().view(-1)
+    per_word = 8 // flat.element_size()
+    if flat.numel() % per_word == 0 and flat.storage_offset() % per_word == 0:
+        return flat.view(torch.int64).sum()
+    return flat.view(_BITS[flat.element_size()]).sum(dtype=torch.int64)
+
+
+def _differences(group: Group, sums: torch.Tensor) -> list[str]:
+    """Who differs in what; [] on all members but the first, who speaks for the group."""
+    axis = group.axis
+    everybody = axis.all_gather(sums[group.places].view(1, -1), PURPOSE).wait().tolist()
+    if axis.index:
+        return []
+    odd: dict[tuple[int, ...], list[str]] = {}
+    for name, *values in zip(group.names, *everybody, strict=True):
+        if len(set(values)) > 1:
+            odd.setdefault(_odd_ranks(axis.ranks, values), []).append(name)
+    return [_sentence(axis, ranks, names) for ranks, names in odd.items()]
+
+
+def _odd_ranks(ranks: Sequence[int], values: Sequence[int]) -> tuple[int, ...]:
+    """Those that differ from most; () where there is no majority."""
+    value, count = Counter(values).most_common(1)[0]
+    return (
+        tuple(rank for rank, one in zip(ranks, values, strict=True) if one != value) if 2 * count > len(ranks) else ()
+    )
+
+
+def _sentence(axis: Axis, odd: Sequence[int], names: Sequence[str]) -> str:
+    weights = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    if not odd:
+        return (
+            f"ranks {_list(axis.ranks)} ({axis.name} replicas) differ in {weights}, and no majority says who is wrong"
+        )
+    others = [rank for rank in axis.ranks if rank not in odd]
+    who = f"rank {odd[0]} holds" if len(odd) == 1 else f"ranks {_list(odd)} hold"
+    return f"{who} another {weights} than ranks {_list(others)} ({axis.name} replicas)"
+
+
+def _list(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_SHOWN]))
+    return shown + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")

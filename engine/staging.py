@@ -1,0 +1,144 @@
+"""Calls of a backend that reads host memory alone, on tensors that are elsewhere: copied out, called, copied back.
+
+With gloo, several ranks can share one GPU (NCCL refuses two ranks on one device), so a single card runs the true kernels, streams
+and allocator of a whole layout. A call passes three places:
+
+    post      the side stream waits for what the current stream has made; what is read is copied to pinned memory behind it
+    worker    a thread of the process group waits for these copies, then makes the calls, in the order in which they were posted
+    wait      the host waits for the backend; what was written is copied back on the current stream
+
+The order of calls is that of posts on every rank, as NCCL asks for and gloo matches them by. The worker waits for this rank's GPU
+only, never for a peer, so two process groups cannot hold each other up. Unlike with NCCL, `wait` stops the host.
+
+On the CPU there is no stream, and the worker makes the copies itself, late, as a busy GPU would: whoever changes a tensor between
+post and wait sends the wrong numbers there too. The tests use that.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+CPU = torch.device("cpu")
+
+Seen = Callable[[torch.Tensor], torch.Tensor]
+"""What the backend is given in place of a tensor."""
+
+
+class Work(Protocol):
+    """What a backend's handle must be able to do."""
+
+    def wait(self) -> Any: ...
+    def is_completed(self) -> bool: ...
+
+
+class Use(NamedTuple):
+    """The tensors that stand behind one handle of a call. One that is reduced in place is read and written."""
+
+    read: Sequence[torch.Tensor] = ()
+    written: Sequence[torch.Tensor] = ()
+
+
+class StagedWork:
+    """One handle of a call that the worker makes, or has made."""
+
+    def __init__(
+        self,
+        posted: Future[Sequence[Work]],
+        place: int,
+        written: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        self._posted = posted
+        self._place = place
+        self._written = written
+
+    def wait(self) -> None:
+        """Wait for the backend, and copy back (tensor, stand-in) on the current stream."""
+        self._posted.result()[self._place].wait()
+        with torch.no_grad():
+            for tensor, stand_in in self._written:
+                # A pinned stand-in may go at once: the allocator keeps it until the copy is made.
+                tensor.copy_(stand_in, non_blocking=True)
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once, by an error too."""
+        if not self._posted.done():
+            return False
+        return self._posted.exception() is not None or self._posted.result()[self._place].is_completed()
+
+
+class Staging:
+    """The copies and the worker of one process group.
+
+    Args:
+        device: of the tensors.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
+        self._device = device
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def post(self, call: Callable[[Seen], Sequence[Work]], uses: Sequence[Use]) -> list[Work]:
+        """Make `call` on stand-ins, after all calls that were posted before.
+
+        Args:
+            call: calls the backend; returns as many handles as there are uses.
+            uses: what each handle reads and writes. Nobody may change what is read, or look at what is written, before its `wait`.
+
+        Returns:
+            A handle for each use.
+        """
+        stand_ins: dict[int, torch.Tensor] = {}
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for use in uses:
+            for tensor in use.read:
+                if id(tensor) not in stand_ins:
+                    stand_ins[id(tensor)] = self._room(tensor)
+                    copies.append((stand_ins[id(tensor)], tensor))
+            for tensor in use.written:
+                if id(tensor) not in stand_ins:
+                    stand_ins[id(tensor)] = self._room(tensor)
+        ready = self._copying(copies)
+
+        def make_the_call() -> Sequence[Work]:
+            ready()
+            works = call(lambda tensor: stand_ins[id(tensor)])
+            assert len(works) == len(uses), f"{len(works)} handles for {len(uses)} uses"
+            return works
+
+        posted = self._worker.submit(make_the_call)
+        return [
+            StagedWork(posted, place, [(tensor, stand_ins[id(tensor)]) for tensor in use.written])
+            for place, use in enumerate(uses)
+        ]
+
+    def close(self) -> None:
+        """End the worker; what it has not called yet is never called."""
+        self._worker.shutdown(wait=True, cancel_futures=True)
+
+    def _room(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=CPU, pin_memory=self._side is not None)
+
+    def _copying(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+        """Begin the copies (stand-in, tensor); what is returned waits for them."""
+        if self._side is None:
+            return lambda: _copy(copies)
+        if not copies:
+            return lambda: None
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
+            _copy(copies)
+            done = torch.cuda.Event()
+            done.record(self._side)
+        for _, tensor in copies:
+            # Its owner may let go of it before the copy is made.
+            tensor.record_stream(self._side)
+        return done.synchronize
+
+
+@torch.no_grad()
+def _copy(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for stand_in, tensor in copies:
+        stand_in.copy_(tensor, non_blocking=True)

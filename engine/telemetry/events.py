@@ -1,0 +1,188 @@
+"""events.jsonl: what happened in a run, told by any rank, over all attempts (no torch here).
+
+    {"unix_time_seconds": 1.76e9, "attempt": 0, "kind": "validation", "step": 50, "val_loss": 2.31, "seconds": 1.9}\n
+    {"unix_time_seconds": 1.76e9, "attempt": 0, "kind": "hang", "step": 61, "rank": 3, "message": "...", "op": "all_reduce"}\n
+    {"unix_time_seconds": 1.76e9, "att                          <- killed here: readers leave it out, the next attempt cuts it
+
+A record is flat: `unix_time_seconds`, `attempt`, `kind`, then `step`, `rank` and `message` where there is one, then the details
+of its kind under their own names. Floats that are not finite are the strings "nan", "inf", "-inf" (`engine.telemetry.jsonl`).
+
+To write one:
+
+    telemetry.event("non_finite", step=7, message="loss is nan: the update was left out", loss=loss)    rank 0, in the loop
+    EventLog(directory.events, directory.attempt, rank=3).write("hang", step=7, message="...", op=op)   any rank, any thread
+
+A line leaves the process in one append, so the lines of several ranks and threads do not mix (on one node; two nodes that append to
+one file over NFS may overwrite each other's line, which readers leave out). Rank 0's log cuts off a torn last line, the others only
+begin a new one. A new kind is one more word in `EventKind`, and in `ALERTS` where somebody should be told at once; `triaxis report`
+shows all of them: `message` first, then the details.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from engine.telemetry.jsonl import JsonLines, read_records
+from engine.telemetry.redaction import without_secrets
+
+EventKind = Literal[
+    "attempt_started",
+    "log_healed",
+    "begun",
+    "validation",
+    "checkpoint_saved",
+    "checkpoint_failed",
+    "checkpoints_retired",
+    "checkpoints_swept",
+    "fingerprint",
+    "profiled",
+    "sink_failed",
+    "wandb",
+    "non_finite",
+    "loss_spike",
+    "rolled_back",
+    "replicas_differ",
+    "slow_rank",
+    "hang",
+    "stopped",
+    "failed",
+    "attempt_ended",
+    "finished",
+]
+"""Kinds of events. Each is a moment of the run; its fields say the rest."""
+
+ALERTS: Mapping[str, Literal["ERROR", "WARN"]] = {
+    "non_finite": "ERROR",
+    "replicas_differ": "ERROR",
+    "hang": "ERROR",
+    "failed": "ERROR",
+    "loss_spike": "WARN",
+    "rolled_back": "WARN",
+    "checkpoint_failed": "WARN",
+    "sink_failed": "WARN",
+    "slow_rank": "WARN",
+    "stopped": "WARN",
+}
+"""Kinds that a person is to be told of, and how bad they are: wandb sends an alert, the report shows them in colour."""
+
+_TYPES: Mapping[str, Any] = {
+    "unix_time_seconds": float | int,
+    "attempt": int,
+    "kind": str,
+    "step": int | None,
+    "rank": int | None,
+    "message": str | None,
+}
+"""The fields that every kind may have, as they are read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One moment of a run.
+
+    Attributes:
+        unix_time_seconds: when it was written.
+        attempt: how often this run had been started before.
+        kind: one of `EventKind`; from a file of another version possibly another word.
+        step: counts from 1; None where it belongs to no step.
+        rank: that told it, or that it is about; None where it is about the whole run.
+        message: for people, what happened and what follows; "" where the details say it all.
+        details: the fields of its kind; JSON values.
+    """
+
+    unix_time_seconds: float
+    attempt: int
+    kind: str
+    step: int | None = None
+    rank: int | None = None
+    message: str = ""
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_record(self) -> dict[str, Any]:
+        """The flat JSON object."""
+        assert not set(self.details) & set(_TYPES), f"{sorted(self.details)}: a detail has the name of a field"
+        own = {name: getattr(self, name) for name in _TYPES}
+        return {**{name: value for name, value in own.items() if value not in (None, "")}, **self.details}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> "Event":
+        """The event that a line holds.
+
+        Raises:
+            ValueError: it is none: a field is missing or has the wrong type.
+        """
+        for name, types in _TYPES.items():
+            if not isinstance(record.get(name), types):
+                raise ValueError(f"{name} = {record.get(name)!r} is not of type {types}")
+        own = {name: record[name] for name in _TYPES if record.get(name) is not None}
+        return cls(**own, details={name: value for name, value in record.items() if name not in _TYPES})
+
+
+class EventLog:
+    """Appends to events.jsonl.
+
+    Args:
+        path: of the file, `RunDirectory.events`; made where it is missing.
+        attempt: of this process.
+        rank: of this process; None on rank 0, whose events are about the whole run. Only that one cuts off a torn last line.
+    """
+
+    def __init__(self, path: Path, attempt: int, rank: int | None = None) -> None:
+        self.lines = JsonLines(path, heals=rank is None)
+        self._attempt = attempt
+        self._rank = rank
+
+    def write(
+        self, kind: EventKind, *, step: int | None = None, rank: int | None = None, message: str = "", **details: Any
+    ) -> None:
+        """Append an event of now; it has left this process when this returns.
+
+        Args:
+            kind: what happened.
+            step: counts from 1.
+            rank: that it is about, where that is not the one that writes.
+            message: for people.
+            details: JSON values, floats that are not finite too.
+        """
+        event = Event(
+            unix_time_seconds=time.time(),
+            attempt=self._attempt,
+            kind=kind,
+            step=step,
+            rank=self._rank if rank is None else rank,
+            message=without_secrets(message),
+            details={name: without_secrets(it) if isinstance(it, str) else it for name, it in details.items()},
+        )
+        self.lines.write(event.to_record())
+
+    def close(self) -> None:
+        self.lines.close()
+
+
+@dataclass(frozen=True, slots=True)
+class EventsRead:
+    """What a reader got.
+
+    Attributes:
+        events: in the order of their lines.
+        num_unreadable: lines, and a torn end, that hold no event.
+        end: bytes up to which the file was read: where the next `read_events` goes on. A torn end is not passed.
+    """
+
+    events: Sequence[Event]
+    num_unreadable: int
+    end: int
+
+
+def read_events(path: Path, start: int = 0) -> EventsRead:
+    """The events of a file from byte `start` on, which is the beginning of a line; none where there is no file."""
+    read = read_records(path, start)
+    events, num_unreadable = [], read.num_unreadable
+    for record in read.records:
+        try:
+            events.append(Event.from_record(record))
+        except ValueError:
+            num_unreadable += 1
+    return EventsRead(events, num_unreadable, read.end)

@@ -1,0 +1,71 @@
+"""Ranks that compute longer than those with the same work (no torch here).
+
+    stage 0   rank 0  41 ms    rank 1  40 ms    rank 4  58 ms    rank 5  41 ms        rank 4: 42 % over the median of the others
+    stage 1   rank 2  35 ms    rank 3  35 ms    rank 6  36 ms    rank 7  35 ms
+
+Ranks of one pipeline stage hold equal parts of the same layers and see as many tokens, so they compute equally long. Time in
+which a rank waits is no computing: a slow rank makes the others wait, and only its own number grows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+SLOWER_BY = 0.3
+"""How much longer than the median of the others, as a part of it, makes a rank slow."""
+
+IN_A_ROW = 3
+"""How many reports in a row it must be: one alone may be a neighbour's job, or a collection of garbage."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlowRank:
+    """A rank that was slow in `IN_A_ROW` reports.
+
+    Attributes:
+        rank, host: who it is.
+        seconds: that it computes in its median step of the last report.
+        usual_seconds: the median of the other ranks of its stage.
+    """
+
+    rank: int
+    host: str
+    seconds: float
+    usual_seconds: float
+
+    def __str__(self) -> str:
+        more = self.seconds / self.usual_seconds - 1
+        return (
+            f"rank {self.rank} on {self.host} is slow: it computes {self.seconds * 1e3:,.0f} ms a step, the other ranks of its "
+            f"stage {self.usual_seconds * 1e3:,.0f} ms ({more:.0%} more, in {IN_A_ROW} reports in a row)"
+        )
+
+
+class SlowRanks:
+    """Compares reports; names a rank once when it has become slow, and again only if it was not in between.
+
+    Args:
+        stage_ranks: the pipeline coordinate of each rank.
+        hosts: the name of each rank's machine.
+    """
+
+    def __init__(self, stage_ranks: Sequence[int], hosts: Sequence[str]) -> None:
+        self._hosts = hosts
+        self._peers = [
+            [peer for peer, stage in enumerate(stage_ranks) if stage == mine and peer != rank]
+            for rank, mine in enumerate(stage_ranks)
+        ]
+        self._in_a_row = [0] * len(stage_ranks)
+
+    def report(self, compute_seconds: Sequence[float]) -> list[SlowRank]:
+        """Those that have become slow with this report, from the seconds that each rank computes in its median step."""
+        named = []
+        for rank, seconds in enumerate(compute_seconds):
+            others = [compute_seconds[peer] for peer in self._peers[rank]]
+            if not others or seconds <= (1 + SLOWER_BY) * median(others):
+                self._in_a_row[rank] = 0
+                continue
+            self._in_a_row[rank] += 1
+            if self._in_a_row[rank] == IN_A_ROW:
+                named.append(SlowRank(rank, self._hosts[rank], seconds, median(others)))
+        return named

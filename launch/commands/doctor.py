@@ -1,0 +1,86 @@
+"""`triaxis doctor`: are the nodes alike, joined as the layout needs, and equally fast? Names the one that is not."""
+
+import argparse
+import importlib
+import os
+from pathlib import Path
+
+from engine.errors import ConfigError
+from launch.commands.train import request
+from launch.failure import OUT_OF_LINE
+from launch.launcher import DEFAULT_CONFIG, Request, launch
+from launch.slurm_step import is_rank
+
+NAME = "doctor"
+HELP = "Compare versions, links, clocks and folders of all nodes, and measure the bandwidth of the layout's groups."
+WORKER = "launch.doctor_rank"
+EXAMPLES = f"""examples:
+  triaxis doctor
+  triaxis doctor configs/gpt_tiny.yaml --json doctor.json
+  srun --ntasks-per-node=8 triaxis doctor configs/llama3_8b.yaml
+  torchrun --nnodes 2 --nproc-per-node 8 ... --module launch.cli doctor configs/llama3_8b.yaml
+
+Without a config: this node alone, in one process. With one: the ranks that training would start, on the nodes that it would
+take, under the same launchers and variables. Exit code 0: nothing is out of line (there may be warnings); {OUT_OF_LINE}: a node
+is; 2: the configuration is wrong; 1: a rank broke.
+"""
+
+ONE_PROCESS = (
+    "parallel.tp=1",
+    "parallel.pp=1",
+    "parallel.vpp=1",
+    "parallel.dp=1",
+    "parallel.sequence_parallel=false",
+    "parallel.layers_per_stage=null",
+    "schedule.name=auto",
+    "data.synthetic=true",
+)
+"""The default config as one rank, for the facts of this node."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "triaxis doctor [config.yaml] [section.key=value ...] [--json FILE] [--dry-run]"
+    parser.epilog = EXAMPLES
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="config.yaml section.key=value",
+        help="the run whose nodes are looked at; without a config, this node alone",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="rank 0 writes all facts, rates and findings here")
+    parser.add_argument("--dry-run", action="store_true", help="print the launch line; start nothing")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start the ranks, or be one; the exit code is theirs.
+
+    Raises:
+        ConfigError: several ranks and no config.
+    """
+    asked = request(args.words, dry_run=args.dry_run)
+    is_one_of_several = "RANK" in os.environ or is_rank(os.environ)
+    if asked.config_path is None:
+        if is_one_of_several:
+            raise ConfigError(
+                [
+                    "several ranks were started, and no config says which of them form groups: there would be nothing to "
+                    "measure. Name the run's config: triaxis doctor config.yaml"
+                ],
+                "the command line",
+            )
+        asked = Request(DEFAULT_CONFIG, (*ONE_PROCESS, *asked.overrides), asked.dry_run)
+    flags = () if args.json is None else (f"--json={args.json}",)
+    if "RANK" in os.environ:
+        return int(importlib.import_module(WORKER).main([str(asked.config_path), *asked.overrides, *flags]))
+    explained = (OUT_OF_LINE,)
+    return launch(
+        Request(
+            asked.config_path,
+            asked.overrides,
+            asked.dry_run,
+            worker=WORKER,
+            worker_flags=flags,
+            explained_codes=explained,
+        ),
+        os.environ,
+    )

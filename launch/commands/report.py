@@ -1,0 +1,41 @@
+"""`triaxis report`: a run directory as one self-contained HTML page."""
+
+import argparse
+import time
+from pathlib import Path
+
+from engine.data.files import write_atomically
+from engine.errors import TriaxisError
+from launch.report.page import render
+from launch.report.record import read_run
+
+NAME = "report"
+HELP = (
+    "Turn a run directory into one HTML page: loss, throughput, times, memory, schedule, checkpoints, events, config."
+)
+EXAMPLES = """examples:
+  triaxis report runs/gpt_tiny
+  triaxis report runs/gpt_tiny --out gpt_tiny.html
+
+The page needs no network and no other file, and may be made while the run runs. docs/report.md says what is on it.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLES
+    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="a run directory, such as runs/gpt_tiny")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where the page goes (default: RUN_DIR/report.html)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the page, whole or not at all; TriaxisError if there is no run or no place for it."""
+    page = render(read_run(args.run), time.time())
+    out = args.out or args.run / "report.html"
+    try:
+        write_atomically(out, [page.encode()])
+    except OSError as error:
+        raise TriaxisError(
+            f"the page cannot be written to {out}: {error.strerror or error}. Give another place with --out FILE."
+        ) from None
+    print(f"{out}: {len(page.encode()) / 1e3:,.0f} kB; open it in a browser")
+    return 0

@@ -1,0 +1,103 @@
+"""Signals that reach a launcher are for its ranks, which finish their step and save (`engine/signals.py`).
+
+    SIGTERM, SIGUSR1, SIGINT    handed to every rank of this node; then it waits for them, for LONGEST_SAVE_SECONDS at most
+    SIGINT again                handed on too; a rank that is still there after AT_ONCE_SECONDS is killed
+
+torchrun's own way would end the ranks 30 seconds after the signal, saved or not.
+"""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import psutil
+
+from engine.signals import ASKS_FOR
+
+LONGEST_SAVE_SECONDS = 1800.0
+"""A rank that has not ended by then never will: its disk or a peer hangs."""
+
+AT_ONCE_SECONDS = 5.0
+
+LEFT_TO_TORCHRUN = "SIGHUP,SIGQUIT"
+"""The signals at which torchrun itself still ends its ranks."""
+
+
+class NoRanksError(Exception):
+    """A signal came before there were ranks: there is nothing to save."""
+
+
+class ForwardedSignals:
+    """What the launcher was told while its ranks ran.
+
+    Attributes:
+        first: the first signal; None: none came.
+    """
+
+    def __init__(self) -> None:
+        self.first: signal.Signals | None = None
+        self._killer: threading.Timer | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator["ForwardedSignals"]:
+        """Hand signals on while the block runs.
+
+        Raises:
+            NoRanksError: inside the block, when a signal comes before the first rank was started.
+        """
+        before = {number: signal.signal(number, self._heard) for number in ASKS_FOR}
+        try:
+            yield self
+        finally:
+            if self._killer is not None:
+                self._killer.cancel()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        again = self.first is signal.SIGINT and number == signal.SIGINT
+        if self.first is None:
+            self.first = signal.Signals(number)
+        found = ranks()
+        if not found:
+            raise NoRanksError
+        for rank in found:
+            _send(rank, number)
+        if again or self._killer is None:
+            self._kill_after(AT_ONCE_SECONDS if again else LONGEST_SAVE_SECONDS)
+
+    def _kill_after(self, seconds: float) -> None:
+        if self._killer is not None:
+            self._killer.cancel()
+        self._killer = threading.Timer(seconds, _kill_ranks, [seconds])
+        self._killer.daemon = True
+        self._killer.start()
+
+
+def ranks() -> list[psutil.Process]:
+    """The live ranks that this process has started."""
+    found = []
+    for child in psutil.Process().children():
+        try:
+            if child.status() != psutil.STATUS_ZOMBIE and "RANK" in child.environ():
+                found.append(child)
+        except psutil.Error:
+            continue  # it has just ended
+    return found
+
+
+def _send(rank: psutil.Process, number: int) -> None:
+    try:
+        rank.send_signal(number)
+    except psutil.NoSuchProcess:
+        return
+
+
+def _kill_ranks(seconds: float) -> None:
+    os.write(sys.stderr.fileno(), f"ranks that have not ended within {seconds:g} seconds are killed\n".encode())
+    for rank in ranks():
+        _send(rank, signal.SIGKILL)

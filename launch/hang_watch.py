@@ -1,0 +1,36 @@
+"""A rank's heartbeat and the thread that watches it, put together for a training run (`engine/resilience/hang.py`)."""
+
+import sys
+
+from engine.resilience.hang import HangLimits, HangWatch
+from engine.resilience.heartbeat import Heartbeat, file_of, folder_of
+from engine.resilience.waits import Scene
+from engine.runtime import write_flight_record
+from engine.step import Engine
+from engine.telemetry.events import EventLog
+from engine.telemetry.hub import Telemetry
+from engine.telemetry.run_dir import RunDirectory
+from engine.topology import axis_groups
+
+
+def open_hang_watch(engine: Engine, directory: RunDirectory, telemetry: Telemetry) -> tuple[Heartbeat, HangWatch]:
+    """The heartbeat of this rank, and the watch over it, which is to be started."""
+    topology, rank = engine.topology, engine.topology.rank
+    heartbeat = Heartbeat(file_of(folder_of(directory.path), rank), rank, directory.attempt)
+    scene = Scene(
+        topology.grid,
+        {name: groups for name, groups, _ in axis_groups(topology.grid, engine.config.model.kv_heads)},
+        engine.train_program,
+        engine.forward_program,
+    )
+
+    def tell(step: int, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+        log = EventLog(directory.events, directory.attempt, rank=rank)
+        log.write("hang", step=step, message=text.splitlines()[1].strip(), report=text)
+        log.close()
+        telemetry.last_words()
+
+    runtime = engine.config.runtime
+    limits = HangLimits.after(runtime.hangs_after_seconds, runtime.timeout_seconds)
+    return heartbeat, HangWatch(heartbeat, scene, directory.hang(), limits, tell, write_flight_record)

@@ -1,0 +1,275 @@
+"""Charts as inline SVG: lines, stacked columns, bars, a schedule (no torch, no drawing library).
+
+Colours come from the page's CSS (`--c0` .. `--c8`, light or dark as the reader's system is), so a chart holds classes and no
+colours, except for the schedule's, which are those of `triaxis schedule`. Every text passes through `escape`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from engine.pipeline.actions import Action, Kind
+from engine.pipeline.simulate import Timeline
+from engine.pipeline.text import KIND_NAMES, ink, shade
+from engine.telemetry.format import significant
+
+Point = tuple[float, float]
+
+WIDTH, HEIGHT = 1110, 300
+"""Of a chart as wide as the page, in pixels of a screen that shows all of the page's width."""
+SMALL_WIDTH, SMALL_HEIGHT = 540, 220
+"""Of one of two side by side."""
+LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 40
+MOST_POINTS = 1500
+"""Of a line; a longer one keeps the smallest and the largest of each group of neighbours, so that no spike is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A curve.
+
+    Attributes:
+        name: in the legend.
+        points: (x, y), x ascending; a y that is not finite is a gap.
+        style: CSS class: c0 .. c8 for the colour, `broad`, `dashed`, `dots` (no line) beside it.
+    """
+
+    name: str
+    points: Sequence[Point]
+    style: str
+
+
+def ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """At most `most` round numbers from `low` to `high`: multiples of 1, 2 or 5 times a power of ten."""
+    if not high > low:
+        return [low]
+    rough = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    first = math.ceil(low / step - 1e-9)
+    return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
+    """At most about `most` of the points: of each group of neighbours the smallest and the largest y, and every gap."""
+    if len(points) <= most:
+        return list(points)
+    size = math.ceil(2 * len(points) / most)
+    kept: list[Point] = []
+    for start in range(0, len(points), size):
+        group = points[start : start + size]
+        finite = [place for place, (_, y) in enumerate(group) if math.isfinite(y)]
+        places = {min(finite, key=lambda i: group[i][1]), max(finite, key=lambda i: group[i][1])} if finite else set()
+        gap = next((place for place, (_, y) in enumerate(group) if not math.isfinite(y)), None)
+        kept += [group[place] for place in sorted(places | ({gap} if gap is not None else set()))]
+    return kept
+
+
+class _Frame:
+    """Axes: from numbers to places on the picture, and the grid behind what is drawn."""
+
+    def __init__(self, x_range: Point, y_range: Point, *, small: bool = False) -> None:
+        self.x_range, self.y_range = x_range, y_range
+        self.width, self.height = (SMALL_WIDTH, SMALL_HEIGHT) if small else (WIDTH, HEIGHT)
+
+    def x(self, value: float) -> float:
+        low, high = self.x_range
+        return round(LEFT + (value - low) / (high - low or 1) * (self.width - LEFT - RIGHT), 1)
+
+    def y(self, value: float) -> float:
+        low, high = self.y_range
+        return round(self.height - BOTTOM - (value - low) / (high - low or 1) * (self.height - TOP - BOTTOM), 1)
+
+    def svg(self, label: str, inside: Sequence[str]) -> str:
+        parts = [f'<svg viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{escape(label)}">']
+        for value in ticks(*self.y_range, most=5):
+            y = self.y(value)
+            parts.append(f'<line class="grid" x1="{LEFT}" x2="{self.width - RIGHT}" y1="{y}" y2="{y}"/>')
+            parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 4}" text-anchor="end">{tick(value)}</text>')
+        bottom = self.height - BOTTOM
+        for value in ticks(*self.x_range, most=8):
+            x = self.x(value)
+            parts.append(f'<line class="axis" x1="{x}" x2="{x}" y1="{bottom}" y2="{bottom + 4}"/>')
+            parts.append(f'<text class="tick" x="{x}" y="{bottom + 17}" text-anchor="middle">{tick(value)}</text>')
+        parts.append(f'<line class="axis" x1="{LEFT}" x2="{self.width - RIGHT}" y1="{bottom}" y2="{bottom}"/>')
+        parts.append(
+            f'<text class="tick" x="{(LEFT + self.width - RIGHT) / 2}" y="{self.height - 5}" text-anchor="middle">step</text>'
+        )
+        return "".join([*parts, *inside, "</svg>"])
+
+
+def tick(value: float) -> str:
+    """A round number without digits that say nothing: 12,000, 0.25, 3e-05."""
+    if value == 0:
+        return "0"
+    if 1e-3 <= abs(value) < 1e7:
+        return f"{value:,.6g}" if abs(value) < 1e5 else f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def line_chart(
+    label: str,
+    lines: Sequence[Line],
+    *,
+    marks: Sequence[tuple[float, str]] = (),
+    from_zero: bool = False,
+    small: bool = False,
+) -> str:
+    """Curves over a common axis, with a legend above where there are several.
+
+    Args:
+        label: what it shows, for readers that cannot see it.
+        lines: at least one finite point among them.
+        marks: (x, text) of vertical lines.
+        from_zero: whether the y axis begins at 0.
+        small: half as wide as the page.
+    """
+    finite = [(x, y) for line in lines for x, y in line.points if math.isfinite(y)]
+    xs = [x for line in lines for x, _ in line.points]
+    low, high = min(y for _, y in finite), max(y for _, y in finite)
+    room = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
+    y_range = (0.0, high + room) if from_zero and low >= 0 else (low - room, high + room)
+    frame = _Frame((min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1), y_range, small=small)
+    inside = []
+    for x, text in marks:
+        place = frame.x(x)
+        inside.append(f'<g class="mark"><title>{escape(text)}</title>')
+        inside.append(f'<line x1="{place}" x2="{place}" y1="{TOP}" y2="{frame.height - BOTTOM}"/></g>')
+    for line in lines:
+        inside.append(_curve(frame, line))
+    legend = _legend(list({(line.style, line.name): None for line in lines})) if len(lines) > 1 else ""
+    return legend + frame.svg(label, inside)
+
+
+def _curve(frame: _Frame, line: Line) -> str:
+    points = thinned(line.points)
+    finite = [point for point in points if math.isfinite(point[1])]
+    if "dots" in line.style or len(finite) == 1:
+        return "".join(
+            f'<circle class="{line.style}" cx="{frame.x(x)}" cy="{frame.y(y)}" r="3.2">'
+            f"<title>{escape(line.name)}: {significant(y)} at {tick(x)}</title></circle>"
+            for x, y in finite
+        )
+    runs: list[list[str]] = [[]]
+    lost = []
+    for x, y in points:
+        if math.isfinite(y):
+            runs[-1].append(f"{frame.x(x)},{frame.y(y)}")
+        else:
+            runs.append([])
+            lost.append(
+                f'<text class="lost" x="{frame.x(x)}" y="{TOP + 10}" text-anchor="middle">×<title>{escape(line.name)} '
+                f"is {y} at {tick(x)}</title></text>"
+            )
+    drawn = [f'<polyline class="{line.style}" points="{" ".join(run)}"/>' for run in runs if run]
+    return "".join([*drawn, *lost])
+
+
+def _legend(entries: Sequence[tuple[str, str]]) -> str:
+    keys = "".join(f'<span><i class="{style}"></i>{escape(name)}</span>' for style, name in entries)
+    return f'<p class="legend">{keys}</p>'
+
+
+def stacked_chart(label: str, names: Sequence[str], columns: Sequence[tuple[float, float, Sequence[float]]]) -> str:
+    """Columns of parts on top of each other.
+
+    Args:
+        label: what it shows.
+        names: of the parts, from the bottom up; the first has colour c0.
+        columns: (first x, last x, a value per part), x ascending; the ends belong to the column.
+    """
+    highest = max(sum(values) for _, _, values in columns)
+    frame = _Frame((columns[0][0] - 0.5, columns[-1][1] + 0.5), (0.0, highest * 1.04 or 1.0))
+    inside = []
+    for first, last, values in columns:
+        left, right = frame.x(first - 0.5), frame.x(last + 0.5)
+        below = 0.0
+        for number, (name, value) in enumerate(zip(names, values, strict=True)):
+            if value <= 0:
+                continue
+            top, bottom = frame.y(below + value), frame.y(below)
+            at = tick(first) if first == last else f"{tick(first)} to {tick(last)}"
+            inside.append(
+                f'<rect class="c{number % 9}" x="{left}" y="{top}" width="{max(right - left - 0.4, 0.4):.1f}" '
+                f'height="{max(bottom - top, 0):.1f}"><title>{escape(name)}: {significant(value)} s, step {at}</title></rect>'
+            )
+            below += value
+    return _legend([(f"c{number % 9}", name) for number, name in enumerate(names)]) + frame.svg(label, inside)
+
+
+def bar_chart(label: str, rows: Sequence[tuple[str, Sequence[tuple[str, str, float, str]]]]) -> str:
+    """Horizontal bars, some per row.
+
+    Args:
+        label: what it shows.
+        rows: (name, bars); a bar is (style, what it is, length, its number with a unit).
+    """
+    bar, gap, left, right = 12, 9, 86, 110
+    height = sum(len(bars) * bar + gap for _, bars in rows) + gap
+    highest = max((length for _, bars in rows for _, _, length, _ in bars), default=1.0) or 1.0
+    parts = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}">']
+    y = gap
+    for name, bars in rows:
+        middle = y + len(bars) * bar / 2 + 4
+        parts.append(f'<text class="tick" x="{left - 8}" y="{middle}" text-anchor="end">{escape(name)}</text>')
+        for style, what, length, number in bars:
+            width = max(length / highest * (WIDTH - left - right), 0.5)
+            parts.append(
+                f'<rect class="{style}" x="{left}" y="{y + 1}" width="{width:.1f}" height="{bar - 2}" rx="1.5">'
+                f"<title>{escape(name)}, {escape(what)}: {escape(number)}</title></rect>"
+                f'<text class="tick" x="{left + width + 6:.1f}" y="{y + bar - 2}">{escape(number)}</text>'
+            )
+            y += bar
+        y += gap
+    keys = {(style, what): None for _, bars in rows for style, what, _, _ in bars}
+    return _legend(list(keys)) + "".join([*parts, "</svg>"])
+
+
+def share_bar(label: str, parts: Mapping[str, float]) -> str:
+    """One bar to 100 %: colours c0, c1, ... in the order of `parts`."""
+    whole = sum(parts.values()) or 1.0
+    drawn, left = [], 0.0
+    for number, (name, value) in enumerate(parts.items()):
+        width = value / whole * WIDTH
+        drawn.append(
+            f'<rect class="c{number % 9}" x="{left:.1f}" y="0" width="{max(width - 0.8, 0):.1f}" height="22">'
+            f"<title>{escape(name)}: {value / whole:.1%}</title></rect>"
+        )
+        left += width
+    return f'<svg viewBox="0 0 {WIDTH} 22" role="img" aria-label="{escape(label)}">{"".join(drawn)}</svg>'
+
+
+def schedule_picture(timeline: Timeline) -> str:
+    """A bar per action, a row per pipeline rank, time to the right, as `triaxis schedule print --form png` draws it."""
+    row, left = 26, 62
+    ranks = timeline.intervals
+    height = len(ranks) * row + 8
+    scale = (WIDTH - left - RIGHT) / timeline.span
+    parts = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="the schedule, a row per pipeline rank">']
+    used: set[Action] = set()
+    for rank, intervals in enumerate(ranks):
+        y = rank * row + 4
+        parts.append(f'<text class="tick" x="{left - 8}" y="{y + 16}" text-anchor="end">pp {rank}</text>')
+        parts.append(f'<rect class="idle" x="{left}" y="{y}" width="{WIDTH - left - RIGHT}" height="{row - 4}"/>')
+        for interval in intervals:
+            action = interval.action
+            x, width = left + interval.start * scale, (interval.end - interval.start) * scale
+            name = KIND_NAMES[action.kind]
+            chunk = f", chunk {action.chunk}" if timeline.schedule.placement.vpp > 1 else ""
+            used.add(Action(action.kind, action.chunk, 0))
+            parts.append(
+                f'<rect fill="{shade(action)}" x="{x:.2f}" y="{y}" width="{max(width - 0.6, 0.2):.2f}" height="{row - 4}">'
+                f"<title>{name} of microbatch {action.microbatch}{chunk}</title></rect>"
+            )
+            if width >= 6.5 * len(str(action.microbatch)) + 2:
+                parts.append(
+                    f'<text class="action" fill="{ink(action)}" x="{x + width / 2:.2f}" y="{y + 15}" text-anchor="middle">'
+                    f"{action.microbatch}</text>"
+                )
+    swatches = []
+    for action in sorted(used, key=lambda each: (list(Kind).index(each.kind), each.chunk)):
+        chunk = f", chunk {action.chunk}" if timeline.schedule.placement.vpp > 1 else ""
+        swatches.append(f'<span><i style="background:{shade(action)}"></i>{KIND_NAMES[action.kind]}{chunk}</span>')
+    legend = f'<p class="legend">{"".join(swatches)}<span><i class="idle"></i>idle</span></p>'
+    return legend + "".join([*parts, "</svg>"])

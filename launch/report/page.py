@@ -1,0 +1,243 @@
+"""The page: one HTML file without scripts, with its CSS and pictures inside. What comes from files is escaped, all of it."""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from engine.config import planned_steps
+from engine.telemetry.events import ALERTS, Event
+from engine.telemetry.format import compact, duration, in_bytes, significant
+from engine.telemetry.redaction import without_secrets
+from launch.report import parts
+from launch.report.record import RunRecord, number
+from launch.report.style import CSS
+
+MOST_EVENTS = 400
+"""In the table; of more, all that tell of trouble and the last ones are shown."""
+
+MOST_CHARACTERS = 50_000
+"""Of one detail of an event, such as the report of a hang."""
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+"""For the browser: it loads nothing and runs nothing, whatever text a file held."""
+
+STATES = {"finished": "good", "failed": "bad", "hung": "bad"}
+"""Colours of a run's end; every other is a warning."""
+
+
+def render(run: RunRecord, now: float) -> str:
+    """The page of a run.
+
+    Args:
+        run: from `read_run`.
+        now: Unix time, for the line that says when it was made.
+    """
+    name = run.path.resolve().name
+    sections = {
+        "loss": ("Loss, nats per token", parts.loss(run) + parts.small_charts(run)),
+        "throughput": ("Throughput", parts.throughput(run)),
+        "time": ("Where the time goes", parts.times(run)),
+        "memory": ("Memory per rank", parts.memory(run)),
+        "schedule": ("Pipeline schedule and bubble", parts.schedule(run)),
+        "checkpoints": ("Checkpoints", _checkpoints(run)),
+        "attempts": ("Attempts", _attempts(run)),
+        "events": ("Events", _events(run.events)),
+        "versions": ("Layout and versions", _layout(run)),
+        "config": ("Configuration", _config(run)),
+    }
+    links = "".join(f'<a href="#{key}">{escape(title)}</a>' for key, (title, _) in sections.items())
+    body = "".join(
+        f'<section id="{key}"><h2>{escape(title)}</h2>{inside}</section>' for key, (title, inside) in sections.items()
+    )
+    state = f'<span class="state {STATES.get(run.state, "warn")}">{escape(run.state)}</span>'
+    page = (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(name)}: Triaxis run</title><style>{CSS}</style></head><body><main>"
+        f"<header><h1>{escape(name)}{state}</h1><nav>{links}</nav></header>{_tiles(run)}{_unreadable(run)}{body}"
+        f"<footer>Made by triaxis report from {escape(str(run.path))} on {_when(now)}.</footer></main></body></html>\n"
+    )
+    return without_secrets(page)
+
+
+def _tiles(run: RunRecord) -> str:
+    """The numbers that are asked for first."""
+    last = run.steps[-1] if run.steps else {}
+    step = number(last, "step")
+    planned = None if run.config is None else planned_steps(run.config)
+    validation = [y for _, y in parts.series(run.steps, "val_loss") if math.isfinite(y)]
+    tokens = sorted(y for _, y in parts.series(run.steps, "tokens_per_second") if math.isfinite(y))
+    mfu = sorted(y for _, y in parts.series(run.steps, "mfu") if math.isfinite(y))
+    seconds = parts.median_seconds(run)
+    tiles = [
+        ("steps", "none" if math.isnan(step) else f"{step:,.0f}" + (f" of {planned:,}" if planned else "")),
+        ("training loss, of the last step", parts.last(parts.series(run.steps, "loss"))),
+        ("validation loss, the best", f"{min(validation):.4f}" if validation else "not measured"),
+        ("tokens seen", _or_unknown(number(last, "consumed_tokens"), compact)),
+        ("tokens per second, median", compact(tokens[len(tokens) // 2]) if tokens else "unknown"),
+        ("MFU, median", f"{mfu[len(mfu) // 2]:.1%}" if mfu else "no peak known"),
+        ("step time, median", _or_unknown(seconds, lambda value: f"{significant(value)} s")),
+        ("time in steps, all attempts", duration(parts.trained_seconds(run))),
+        ("attempts", str(len(run.attempts))),
+        ("layout", str(parts.sizes_of(run) or "unknown")),
+    ]
+    shown = (f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for name, value in tiles)
+    return f'<div class="tiles">{"".join(shown)}</div>'
+
+
+def _or_unknown(value: float, show: Any) -> str:
+    return str(show(value)) if math.isfinite(value) else "unknown"
+
+
+def _unreadable(run: RunRecord) -> str:
+    if not run.num_unreadable:
+        return ""
+    lines = (
+        "line of metrics.jsonl or events.jsonl is"
+        if run.num_unreadable == 1
+        else "lines of metrics.jsonl or events.jsonl are"
+    )
+    return (
+        f'<p class="warn">{run.num_unreadable:,} {lines} not whole and left out: a run that is killed may leave one; the next '
+        "attempt cuts it off.</p>"
+    )
+
+
+def _checkpoints(run: RunRecord) -> str:
+    if not run.checkpoints:
+        return parts.MISSING.format("None is on the disk.")
+    rows = "".join(
+        f'<tr><td class="when"><code>{escape(saved.name)}</code></td><td class="n">{saved.step:,}</td>'
+        f'<td class="n">{"unknown" if saved.num_bytes is None else in_bytes(saved.num_bytes)}</td>'
+        f'<td class="when">{escape(saved.written_at)}</td><td class="text bad">{escape(saved.note)}</td></tr>'
+        for saved in run.checkpoints
+    )
+    whole = sum(saved.num_bytes or 0 for saved in run.checkpoints)
+    return (
+        f'<p class="soft">{len(run.checkpoints):,} on the disk, {in_bytes(whole)} together.</p><div class="wide tall"><table><tr>'
+        f'<th>folder</th><th class="n">step</th><th class="n">size</th><th>written</th><th></th></tr>{rows}</table></div>'
+    )
+
+
+def _attempts(run: RunRecord) -> str:
+    if not run.attempts:
+        return parts.MISSING.format("None is written down.")
+    rows = "".join(
+        f'<tr><td>{attempt.number}</td><td class="when">{"" if attempt.started is None else _when(attempt.started)}</td>'
+        f"<td>{_range(attempt.first_step, attempt.last_step)}</td>"
+        f'<td class="{STATES.get(attempt.end, "warn")}">{escape(attempt.end)}</td></tr>'
+        for attempt in run.attempts
+    )
+    return (
+        '<div class="wide"><table><tr><th>attempt</th><th>started</th><th>steps</th><th>end</th></tr>'
+        f"{rows}</table></div>"
+    )
+
+
+def _range(first: int | None, last: int | None) -> str:
+    return "none" if first is None or last is None else f"{first:,} to {last:,}"
+
+
+def _events(events: Sequence[Event]) -> str:
+    if not events:
+        return parts.MISSING.format("events.jsonl holds none.")
+    shown = list(events)
+    if len(events) > MOST_EVENTS:
+        late = len(events) - MOST_EVENTS
+        shown = [event for place, event in enumerate(events) if place >= late or event.kind in ALERTS]
+    rows = "".join(
+        f'<tr><td class="when">{_when(event.unix_time_seconds)}</td><td class="n">{event.attempt}</td>'
+        f'<td class="n">{"" if event.step is None else f"{event.step:,}"}</td>'
+        f'<td class="n">{"" if event.rank is None else event.rank}</td>'
+        f'<td class="kind {_colour(event.kind)}">{escape(event.kind)}</td><td class="text">{_told(event)}</td></tr>'
+        for event in shown
+    )
+    counts = ", ".join(f"{count:,} {kind}" for kind, count in Counter(event.kind for event in events).most_common())
+    left_out = (
+        f" {len(events) - len(shown):,} older ones without trouble are left out." if len(shown) < len(events) else ""
+    )
+    return (
+        f'<p class="soft">{escape(counts)}.{left_out}</p><div class="wide tall"><table><tr><th>time</th><th class="n">attempt</th>'
+        f'<th class="n">step</th><th class="n">rank</th><th>kind</th><th>what happened</th></tr>{rows}</table></div>'
+    )
+
+
+def _colour(kind: str) -> str:
+    return {"ERROR": "bad", "WARN": "warn"}.get(ALERTS.get(kind, ""), "good" if kind == "finished" else "")
+
+
+def _told(event: Event) -> str:
+    """Its message and details, without those that have a section of their own; long ones are folded."""
+    details = {
+        name.replace("_", " "): _value(value)
+        for name, value in event.details.items()
+        if value not in (None, "", [], {}) and name not in ("layout", "peak_memory_bytes")
+    }
+    short = "; ".join(f"{name} {text}" for name, text in details.items() if not _is_long(text))
+    folded = "".join(
+        f"<details><summary>{escape(name)}</summary><pre>{escape(text[:MOST_CHARACTERS])}</pre></details>"
+        for name, text in details.items()
+        if _is_long(text)
+    )
+    separator = "<br>" if event.message and short else ""
+    return f'{escape(event.message)}{separator}<span class="soft">{escape(short)}</span>{folded}'
+
+
+def _is_long(text: str) -> bool:
+    return len(text) > 300 or "\n" in text
+
+
+def _value(value: Any) -> str:
+    """As a person reads it."""
+    if isinstance(value, float):
+        return significant(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return str(value)
+
+
+def _layout(run: RunRecord) -> str:
+    if not run.layout:
+        return parts.MISSING.format("No attempt wrote its layout down.")
+    versions = run.layout.get("versions")
+    rows = [*(versions.items() if isinstance(versions, Mapping) else []), *run.layout.items()]
+    table = "".join(
+        f'<tr><td>{escape(str(name).replace("_", " "))}</td><td class="text">{escape(_plain(value))}</td></tr>'
+        for name, value in rows
+        if name != "versions"
+    )
+    changed = [
+        f"attempt {later.number}: {name} {_plain(earlier.layout.get(name))} -> {_plain(value)}"
+        for earlier, later in zip(run.attempts, run.attempts[1:], strict=False)
+        for name, value in later.layout.items()
+        if earlier.layout and earlier.layout.get(name) != value
+    ]
+    notes = "".join(f'<p class="warn">{escape(change)}</p>' for change in changed)
+    return f'<div class="wide"><table>{table}</table></div>{notes}'
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_plain(inner)}" for name, inner in value.items())
+    if isinstance(value, list):
+        return " ".join(_plain(inner) for inner in value)
+    if value is None or isinstance(value, bool):
+        return {True: "yes", False: "no", None: "none"}[value]
+    return str(value)
+
+
+def _config(run: RunRecord) -> str:
+    problem = f'<p class="warn">{escape(run.config_problem)}</p>' if run.config_problem else ""
+    text = f'<pre class="tall">{escape(run.config_text)}</pre>' if run.config_text else ""
+    return problem + text
+
+
+def _when(unix_time_seconds: float) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(unix_time_seconds))
+    except (OverflowError, OSError, ValueError):
+        return "unknown"

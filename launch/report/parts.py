@@ -1,0 +1,354 @@
+"""The parts of the page that show numbers over steps or ranks: each returns HTML, or says what is missing and why."""
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from engine.config import Config, batch_plan, parallel_sizes
+from engine.errors import TriaxisError
+from engine.pipeline import schedules
+from engine.pipeline.actions import Schedule
+from engine.pipeline.simulate import Costs, Timeline, simulate
+from engine.rank_grid import ParallelSizes, RankGrid
+from engine.telemetry.format import in_bytes
+from engine.telemetry.time_split import PARTS
+from launch.report.charts import Line, bar_chart, line_chart, schedule_picture, share_bar, stacked_chart
+from launch.report.record import RunRecord, number
+from models.memory import Memory, predicted_memory
+
+MOST_COLUMNS = 150
+"""Of the chart of times: longer runs show means of several steps."""
+MOST_RANKS = 64
+"""With a bar of their own; of more ranks, the largest of each pipeline stage is shown."""
+MOST_ACTIONS = 4000
+"""In the picture of a schedule; of more, the first microbatches are drawn."""
+BACKWARD_COST = 2
+"""Of a forward, in the picture of the schedule: two matrix products for each one of the forward."""
+
+MISSING = '<p class="missing">{}</p>'
+
+PART_NAMES = {
+    "compute": "compute",
+    "exposed_tp": "waiting for tensor-parallel calls",
+    "bubble": "pipeline bubble",
+    "exposed_pp": "waiting for transfers between stages",
+    "exposed_dp": "waiting for data-parallel calls",
+    "optimizer": "optimizer",
+    "data": "data",
+    "checkpoint": "checkpoint",
+    "other": "other",
+}
+
+
+def series(records: Sequence[Mapping[str, object]], *keys: str) -> list[tuple[float, float]]:
+    """(step, value) of every record that has the value; NaN and infinities stay, as gaps of the curve."""
+    return [(number(each, "step"), number(each, *keys)) for each in records if _has(each, *keys)]
+
+
+def _has(record: Mapping[str, object], *keys: str) -> bool:
+    value: object = record
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value is not None
+
+
+def starts(run: RunRecord) -> list[tuple[float, str]]:
+    """Where attempts after the first one began, for vertical lines."""
+    return [
+        (float(attempt.first_step), f"attempt {attempt.number} begins with step {attempt.first_step:,}")
+        for attempt in run.attempts[1:]
+        if attempt.first_step is not None
+    ]
+
+
+def loss(run: RunRecord) -> str:
+    """Training and validation loss, with the steps that were made twice."""
+    # Broad and below, so that both can be seen where a step that was made again has the same loss to the bit.
+    lines = [
+        Line("made again or lost, after a resume or rollback", series(each, "loss"), "c1 broad")
+        for each in run.replaced
+    ]
+    lines.append(Line("training loss", series(run.steps, "loss"), "c0"))
+    if validation := [point for point in series(run.steps, "val_loss") if math.isfinite(point[1])]:
+        lines.append(Line("validation loss", validation, "c2 dots"))
+    lines = [line for line in lines if line.points]
+    if not any(math.isfinite(y) for line in lines for _, y in line.points):
+        return MISSING.format(
+            "No step has a loss that is a number yet." if run.steps else "No step is written down yet."
+        )
+    chart = line_chart("loss over steps", lines, marks=starts(run))
+    notes = [f"{_steps_of(group)}" for group in run.replaced]
+    if notes:
+        more = f" and {len(notes) - 8} more" if len(notes) > 8 else ""
+        chart += f'<p class="soft">Steps that were made again or lost: {"; ".join(notes[:8])}{more}.</p>'
+    lost = [x for x, y in series(run.steps, "loss") if not math.isfinite(y)]
+    if lost:
+        chart += (
+            f'<p class="bad">The loss of {len(lost):,} steps is not finite; the first is step {lost[0]:,.0f} (×).</p>'
+        )
+    return chart
+
+
+def _steps_of(group: Sequence[Mapping[str, object]]) -> str:
+    first, last = group[0]["step"], group[-1]["step"]
+    attempts = sorted({int(number(each, "attempt")) for each in group if _has(each, "attempt")})
+    return f"{first:,} to {last:,} (attempt {', '.join(map(str, attempts))})"
+
+
+def small_charts(run: RunRecord) -> str:
+    """Learning rate and gradient norm, side by side."""
+    charts = []
+    for title, key, style in (("Learning rate", "lr", "c4"), ("Gradient norm, before clipping", "grad_norm", "c1")):
+        points = series(run.steps, key)
+        if any(math.isfinite(y) for _, y in points):
+            drawn = line_chart(title, [Line(title, points, style)], marks=starts(run), from_zero=True, small=True)
+        else:
+            drawn = MISSING.format("Not written down.")
+        charts.append(f"<div><h3>{escape(title)}</h3>{drawn}</div>")
+    return f'<div class="pair">{"".join(charts)}</div>'
+
+
+def throughput(run: RunRecord) -> str:
+    """Tokens per second of the job, and what part of the hardware's peak that is."""
+    tokens = series(run.steps, "tokens_per_second")
+    if not any(math.isfinite(y) for _, y in tokens):
+        return MISSING.format("No step is written down yet.")
+    charts = [("Tokens per second, all ranks", [Line("tokens/s", tokens, "c0")])]
+    flops = [
+        Line("model FLOPs", series(run.steps, "model_tflops_per_device"), "c2"),
+        Line("hardware FLOPs (with recompute)", series(run.steps, "hardware_tflops_per_device"), "c1 dashed"),
+    ]
+    if any(math.isfinite(y) for line in flops for _, y in line.points):
+        charts.append(("TFLOP/s per device", [line for line in flops if line.points]))
+    mfu = [Line("MFU", [(x, 100 * y) for x, y in series(run.steps, "mfu")], "c4")]
+    mfu.append(Line("HFU", [(x, 100 * y) for x, y in series(run.steps, "hfu")], "c1 dashed"))
+    if all(line.points for line in mfu):
+        charts.append(("Of the device's peak, %", mfu))
+    drawn = "".join(
+        f"<div><h3>{escape(title)}</h3>{line_chart(title, lines, marks=starts(run), from_zero=True, small=True)}</div>"
+        for title, lines in charts
+    )
+    without = "" if len(charts) == 3 else '<p class="soft">No peak is known for this device, so there is no MFU.</p>'
+    return f'<div class="pair">{drawn}</div>{without}'
+
+
+def times(run: RunRecord) -> str:
+    """Where a step's time goes: on all ranks where that was measured, else the phases of the logging rank's host."""
+    split = [each for each in run.steps if number(each, "time_split", "step_seconds") > 0]
+    if split:
+        names = [part for part in PARTS if any(number(each, "time_split", f"{part}_seconds") > 0 for each in split)]
+        rows = [[_zero(number(each, "time_split", f"{part}_seconds")) for part in names] for each in split]
+        said = "Seconds per step, the mean over all ranks and over the steps between two lines of the log; it adds up to the step."
+        labels = [PART_NAMES[part] for part in names]
+        columns = [
+            (number(each, "time_split", "first_step"), number(each, "time_split", "last_step"), row)
+            for each, row in zip(split, rows, strict=True)
+        ]
+    else:
+        phases = [each for each in run.steps if isinstance(each.get("spans_seconds"), Mapping)]
+        if not phases:
+            return MISSING.format("No times are written down.")
+        labels = list(dict.fromkeys(str(name) for each in phases for name in each["spans_seconds"]))
+        rows = [[_zero(number(each, "spans_seconds", name)) for name in labels] for each in phases]
+        said = (
+            "Phases of the logging rank's host, in seconds per step. What its forward and backward wait for is not told apart: "
+            "no step of this run has a time split."
+        )
+        labels = [name.replace("_", " ") for name in labels]
+        columns = [(number(each, "step"), number(each, "step"), row) for each, row in zip(phases, rows, strict=True)]
+    means = {name: sum(row[place] for row in rows) / len(rows) for place, name in enumerate(labels)}
+    whole = sum(means.values()) or 1.0
+    table = "".join(
+        f'<tr><td><i class="key c{place % 9}"></i>{escape(name)}</td><td class="n">{1e3 * seconds:,.2f} ms</td>'
+        f'<td class="n">{seconds / whole:.1%}</td></tr>'
+        for place, (name, seconds) in enumerate(means.items())
+    )
+    return (
+        f'<p class="soft">{escape(said)}</p>{share_bar("shares of a step", means)}'
+        f'<table><tr><th>part</th><th class="n">per step</th><th class="n">share</th></tr>{table}</table>'
+        f"<h3>Seconds per step</h3>{stacked_chart('seconds per step, by part', labels, _merged(columns))}"
+    )
+
+
+def _zero(value: float) -> float:
+    return value if math.isfinite(value) else 0.0
+
+
+def _merged(columns: Sequence[tuple[float, float, Sequence[float]]]) -> list[tuple[float, float, Sequence[float]]]:
+    """At most `MOST_COLUMNS`: means of neighbours."""
+    size = -(-len(columns) // MOST_COLUMNS)
+    groups = [columns[start : start + size] for start in range(0, len(columns), size)]
+    return [
+        (
+            group[0][0],
+            group[-1][1],
+            [sum(values) / len(group) for values in zip(*(each for _, _, each in group), strict=True)],
+        )
+        for group in groups
+    ]
+
+
+def sizes_of(run: RunRecord) -> ParallelSizes | None:
+    """The sizes that the run had; of a run whose config leaves dp open, from what it wrote down."""
+    if run.config is None:
+        return None
+    world_size = run.layout.get("world_size")
+    try:
+        return parallel_sizes(run.config, world_size if isinstance(world_size, int) else None)
+    except TriaxisError:
+        return None
+
+
+def memory(run: RunRecord) -> str:
+    """The most that each rank held, beside what the formula of the configuration says."""
+    sizes = sizes_of(run)
+    predicted = {} if sizes is None or run.config is None else _predicted(run.config, sizes)
+    measured = _measured_memory(run, sizes)
+    if not predicted and not measured:
+        return MISSING.format("Neither measured nor predicted: no step and no configuration of this version is there.")
+    on_cpu = str(run.layout.get("device", "")).startswith("cpu")
+    notes = []
+    if measured:
+        what = (
+            "all that the process had in RAM, Python and torch themselves included: on a CPU that is far more than the tensors"
+            if on_cpu
+            else "the most that torch's allocator had handed out"
+        )
+        notes.append(f"Measured: {what}.")
+    if predicted:
+        notes.append(
+            "Predicted: parameters, gradients, optimizer state and kept activations, from the configuration alone."
+        )
+    if len(measured) == 1 and sizes is not None and sizes.world_size > 1:
+        notes.append(
+            "Only the logging rank's memory is known: the others tell theirs when an attempt ends in good order."
+        )
+    grid = None if sizes is None else RankGrid(sizes, allow_tp_across_nodes=True)
+    stages = {} if grid is None else {rank: grid.coordinates(rank).pp for rank in range(grid.world_size)}
+    rows = [(f"rank {rank}", stages.get(rank), measured.get(rank)) for rank in sorted(stages or measured)]
+    if len(rows) > MOST_RANKS:
+        rows = [(f"pp {pp}", pp, _largest(measured, [r for r, s in stages.items() if s == pp])) for pp in predicted]
+        notes.append(f"Of {len(stages):,} ranks, each bar is the largest of a pipeline stage.")
+    bars = [
+        (
+            name,
+            [
+                *([("c0", "measured", float(held), in_bytes(held))] if held is not None else []),
+                *(
+                    [("c1", "predicted", float(predicted[pp].total), in_bytes(predicted[pp].total))]
+                    if pp is not None and pp in predicted
+                    else []
+                ),
+            ],
+        )
+        for name, pp, held in rows
+    ]
+    bars = [(name, own) for name, own in bars if own]
+    return (
+        f'<p class="soft">{escape(" ".join(notes))}</p>{bar_chart("memory per rank", bars)}{_memory_table(predicted)}'
+    )
+
+
+def _largest(measured: Mapping[int, int], ranks: Sequence[int]) -> int | None:
+    return max((measured[rank] for rank in ranks if rank in measured), default=None)
+
+
+def _predicted(config: Config, sizes: ParallelSizes) -> dict[int, Memory]:
+    try:
+        return {pp: predicted_memory(config, sizes, pp) for pp in range(sizes.pp)}
+    except TriaxisError:
+        return {}
+
+
+def _measured_memory(run: RunRecord, sizes: ParallelSizes | None) -> dict[int, int]:
+    """Bytes by rank, from the last attempt that said so; else rank 0's, from the last step."""
+    for event in reversed(run.events):
+        held = event.details.get("peak_memory_bytes")
+        if isinstance(held, list) and held and (sizes is None or len(held) == sizes.world_size):
+            return {rank: int(each) for rank, each in enumerate(held) if isinstance(each, int | float)}
+    peak = number(run.steps[-1], "peak_memory_bytes") if run.steps else math.nan
+    return {0: int(peak)} if math.isfinite(peak) else {}
+
+
+def _memory_table(predicted: Mapping[int, Memory]) -> str:
+    if not predicted:
+        return ""
+    names = ("parameters", "gradients", "optimizer", "activations", "total")
+    head = "".join(f'<th class="n">{name}</th>' for name in names)
+    rows = "".join(
+        f"<tr><td>pp {pp}</td>"
+        + "".join(f'<td class="n">{in_bytes(getattr(held, name))}</td>' for name in names)
+        + "</tr>"
+        for pp, held in predicted.items()
+    )
+    return f'<h3>Predicted, by kind</h3><div class="wide"><table><tr><th>ranks of</th>{head}</tr>{rows}</table></div>'
+
+
+def schedule(run: RunRecord) -> str:
+    """The picture of the run's schedule, and its bubble beside the measured one."""
+    sizes = sizes_of(run)
+    if run.config is None or sizes is None:
+        return MISSING.format("Not known without a configuration of this version and the number of ranks.")
+    try:
+        num_microbatches = batch_plan(run.config, sizes.dp).num_microbatches
+        name = schedules.resolve(run.config.schedule.name, sizes.vpp)
+        whole = _timeline(schedules.build(name, sizes.pp, sizes.vpp, num_microbatches))
+        drawn = whole
+        if num_microbatches * sizes.pp * sizes.vpp * 2 > MOST_ACTIONS:
+            shown = max(MOST_ACTIONS // (sizes.pp * sizes.vpp * 2) // sizes.pp, 1) * sizes.pp
+            drawn = _timeline(schedules.build(name, sizes.pp, sizes.vpp, min(shown, num_microbatches)))
+    except TriaxisError as error:
+        return MISSING.format(escape(str(error)))
+    rows = [
+        (
+            "by the schedule alone",
+            f"{whole.largest_bubble_fraction:.1%}",
+            f"of the pipeline's span, on the rank that idles most; a backward takes {BACKWARD_COST} forwards, transfers nothing",
+        )
+    ]
+    split = [each for each in run.steps if _has(each, "time_split", "bubble_seconds")]
+    for what, key, meaning in (
+        ("by the schedule, with measured durations", "schedule_bubble_seconds", "of the step, the mean over all ranks"),
+        ("measured", "bubble_seconds", "of the step, the mean over all ranks"),
+    ):
+        step_seconds = sum(number(each, "time_split", "step_seconds") for each in split)
+        if split and step_seconds > 0:
+            share = sum(number(each, "time_split", key) for each in split) / step_seconds
+            rows.append((what, f"{share:.1%}", meaning))
+    table = "".join(
+        f'<tr><td>{escape(what)}</td><td class="n">{share}</td><td class="soft">{escape(of)}</td></tr>'
+        for what, share, of in rows
+    )
+    said = (
+        f"{whole.schedule.name}: pp {sizes.pp}, vpp {sizes.vpp}, {num_microbatches:,} microbatches per step in each of "
+        f"{sizes.dp:,} pipelines. Numbers in the picture are microbatches; time goes to the right."
+    )
+    if drawn is not whole:
+        said += f" The picture shows a step of {drawn.schedule.num_microbatches:,}."
+    missing = "" if len(rows) > 1 else '<p class="missing">No step of this run has a measured bubble.</p>'
+    return (
+        f'<p class="soft">{escape(said)}</p>{schedule_picture(drawn)}'
+        f'<h3>Bubble</h3><div class="wide"><table>{table}</table></div>{missing}'
+    )
+
+
+def _timeline(of: Schedule) -> Timeline:
+    half = BACKWARD_COST / 2
+    return simulate(of, Costs.uniform(of.placement.num_stages, 1, half, half))
+
+
+def median_seconds(run: RunRecord) -> float:
+    """Of the steps of the run's history; NaN without any."""
+    known = sorted(y for _, y in series(run.steps, "step_time_seconds") if math.isfinite(y))
+    return known[len(known) // 2] if known else math.nan
+
+
+def trained_seconds(run: RunRecord) -> float:
+    """Time in steps, over all attempts, steps that were made twice counted twice."""
+    made = [*run.steps, *(each for group in run.replaced for each in group)]
+    return sum(_zero(number(each, "step_time_seconds")) for each in made)
+
+
+def last(points: Sequence[tuple[float, float]]) -> str:
+    """The value at the end: "2.0748"; it may be no number."""
+    return f"{points[-1][1]:.4f}" if points else "unknown"

@@ -1,0 +1,241 @@
+"""What the files of a run directory say, read with patience: a run may be under way, killed, or from before a file existed.
+
+    config.yaml      ->  config, config_text          metrics.jsonl  ->  steps, replaced   (a torn last line is counted)
+    events.jsonl     ->  events, attempts             checkpoints/   ->  checkpoints
+    finished         ->  results
+
+Nothing is written, and no lock is taken: a page may be made while the run runs.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.checkpoint.directory import CheckpointDirectory
+from engine.checkpoint.manifest import parse_manifest
+from engine.config import Config
+from engine.config_load import load_config
+from engine.errors import CheckpointError, TriaxisError
+from engine.telemetry.events import Event, read_events
+from engine.telemetry.jsonl import read_records
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStep:
+    """A checkpoint on disk.
+
+    Attributes:
+        name: of its folder.
+        step: optimizer steps made.
+        num_bytes: of its tensor files, as its manifest says; None where it has none that can be read.
+        written_at: as its manifest says.
+        note: what is wrong with it, or "".
+    """
+
+    name: str
+    step: int
+    num_bytes: int | None
+    written_at: str
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One start of the run.
+
+    Attributes:
+        number: from 0.
+        started: Unix time of its first event; None where nothing is known.
+        first_step, last_step: that it made; None where it made none.
+        end: how it ended, in words.
+        layout: what it wrote down about itself when it started.
+    """
+
+    number: int
+    started: float | None
+    first_step: int | None
+    last_step: int | None
+    end: str
+    layout: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run, as far as it is written down.
+
+    Attributes:
+        path: the run directory.
+        config: None where config.yaml is missing or is not of this version; `config_problem` says so.
+        config_text: config.yaml as it stands.
+        config_problem: why there is no `config`, or "".
+        steps: records of metrics.jsonl, one per step, ascending: each as it was made last.
+        replaced: those of steps that were made again, or lost, by a resume or a rollback: a group, ascending, for each.
+        events: of all attempts.
+        attempts: by number.
+        checkpoints: by step.
+        results: what `finished` says; None where the run is not done.
+        num_unreadable: lines of metrics.jsonl and events.jsonl that hold no record.
+    """
+
+    path: Path
+    config: Config | None
+    config_text: str
+    config_problem: str
+    steps: Sequence[Mapping[str, Any]]
+    replaced: Sequence[Sequence[Mapping[str, Any]]]
+    events: Sequence[Event]
+    attempts: Sequence[Attempt]
+    checkpoints: Sequence[SavedStep]
+    results: Mapping[str, Any] | None
+    num_unreadable: int
+
+    @property
+    def layout(self) -> Mapping[str, Any]:
+        """What the last attempt that said so wrote down about itself."""
+        return next((attempt.layout for attempt in reversed(self.attempts) if attempt.layout), {})
+
+    @property
+    def state(self) -> str:
+        """In a word or two: finished, or how the last attempt ended."""
+        if self.results is not None:
+            return "finished"
+        return self.attempts[-1].end if self.attempts else "not started"
+
+
+def read_run(path: Path) -> RunRecord:
+    """Read a run directory.
+
+    Raises:
+        TriaxisError: it is none.
+    """
+    if not any((path / name).is_file() for name in ("config.yaml", "metrics.jsonl", "events.jsonl")):
+        raise TriaxisError(
+            f"{path} is no run directory: it has neither config.yaml nor metrics.jsonl nor events.jsonl, so there is nothing to "
+            "report. Give the folder of a run, as in: triaxis report runs/gpt_tiny"
+        )
+    config, config_text, problem = _read_config(path / "config.yaml")
+    metrics, events = read_records(path / "metrics.jsonl"), read_events(path / "events.jsonl")
+    records = [each for each in metrics.records if isinstance(each.get("step"), int)]
+    steps, replaced = _latest(records)
+    results = _read_json(path / "finished")
+    return RunRecord(
+        path=path,
+        config=config,
+        config_text=config_text,
+        config_problem=problem,
+        steps=steps,
+        replaced=replaced,
+        events=events.events,
+        attempts=_attempts(records, events.events),
+        checkpoints=_checkpoints(path, config),
+        results=results,
+        num_unreadable=metrics.num_unreadable + events.num_unreadable + len(metrics.records) - len(records),
+    )
+
+
+def number(record: Mapping[str, Any], *keys: str) -> float:
+    """A number of a record, at `keys` one inside the other; NaN where there is none. "nan" and "inf" are how JSON spells them."""
+    value: Any = record
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    try:
+        return math.nan if value is None or isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def _read_config(path: Path) -> tuple[Config | None, str, str]:
+    if not path.is_file():
+        return None, "", "there is no config.yaml"
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        return load_config(path), text, ""
+    except TriaxisError as error:
+        return None, text, f"config.yaml is not one of this version of Triaxis: {str(error).splitlines()[0]}"
+
+
+def _read_json(path: Path) -> Mapping[str, Any] | None:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _attempt_of(record: Mapping[str, Any]) -> int:
+    attempt = record.get("attempt")
+    return attempt if isinstance(attempt, int) else 0
+
+
+def _latest(
+    records: Sequence[Mapping[str, Any]],
+) -> tuple[list[Mapping[str, Any]], list[list[Mapping[str, Any]]]]:
+    """The steps of the run's history, and what no longer belongs to it.
+
+    A step that follows a later one in the file begins a resume or a rollback: what was made from there on is made again.
+    """
+    history: list[Mapping[str, Any]] = []
+    replaced: list[list[Mapping[str, Any]]] = []
+    for record in records:
+        gone = []
+        while history and history[-1]["step"] >= record["step"]:
+            gone.append(history.pop())
+        if gone:
+            replaced.append(gone[::-1])
+        history.append(record)
+    return history, replaced
+
+
+def _attempts(records: Sequence[Mapping[str, Any]], events: Sequence[Event]) -> list[Attempt]:
+    made: dict[int, list[int]] = {}
+    for record in records:
+        made.setdefault(_attempt_of(record), []).append(record["step"])
+    found = []
+    numbers = sorted(made.keys() | {event.attempt for event in events})
+    for attempt in numbers:
+        own = [event for event in events if event.attempt == attempt]
+        layout = next((event.details.get("layout") for event in own if event.kind == "attempt_started"), None)
+        steps = made.get(attempt)
+        found.append(
+            Attempt(
+                number=attempt,
+                started=own[0].unix_time_seconds if own else None,
+                first_step=steps[0] if steps else None,
+                last_step=steps[-1] if steps else None,
+                end=_end(own, has_successor=attempt != numbers[-1]),
+                layout=layout if isinstance(layout, dict) else {},
+            )
+        )
+    return found
+
+
+def _end(events: Sequence[Event], *, has_successor: bool) -> str:
+    """How an attempt ended, from what it said last."""
+    kinds = {event.kind: event for event in events}
+    if "finished" in kinds:
+        return "finished"
+    if "stopped" in kinds:
+        return str(kinds["stopped"].details.get("reason", "stopped"))
+    if "failed" in kinds:
+        return "failed"
+    if "hang" in kinds and "attempt_ended" not in kinds:
+        return "hung"
+    if "attempt_ended" in kinds:
+        return "ended"
+    return "killed: no end is written" if has_successor else "killed, or running still: no end is written"
+
+
+def _checkpoints(path: Path, config: Config | None) -> list[SavedStep]:
+    folder = Path(config.checkpoint.dir) if config is not None and config.checkpoint.dir else path / "checkpoints"
+    found = []
+    for step, saved in CheckpointDirectory(folder).steps().items():
+        try:
+            manifest = parse_manifest(saved)
+        except CheckpointError as error:
+            found.append(SavedStep(saved.name, step, None, "", str(error).splitlines()[0]))
+        else:
+            found.append(SavedStep(saved.name, step, manifest.num_bytes, manifest.written_at, ""))
+    return found

@@ -1,0 +1,64 @@
+"""The page's CSS: one column of cards, light or dark as the reader's system is; nothing is loaded from anywhere."""
+
+CSS = """
+:root { color-scheme: light dark; --page: #f4f5f7; --card: #ffffff; --ink: #1b1f24; --soft: #5b6470; --rule: #d9dde3;
+  --grid: #e7eaee; --idle: #eceef1; --good: #1a7f4b; --warn: #a15c00; --bad: #c0262d;
+  --c0: #2f6fb0; --c1: #d9822b; --c2: #3f8f4f; --c3: #b0413e; --c4: #7a5ca8; --c5: #8c6d4f; --c6: #c0699f; --c7: #8a8f98;
+  --c8: #2f9aa0; }
+@media (prefers-color-scheme: dark) { :root { --page: #14171b; --card: #1d2127; --ink: #e4e7eb; --soft: #9aa4b1; --rule: #353b44;
+  --grid: #2a3038; --idle: #2a3038; --good: #5cc48b; --warn: #e3a34a; --bad: #ff7b7f;
+  --c0: #6aa9e6; --c1: #f0a45c; --c2: #72c182; --c3: #e5807c; --c4: #b39be0; --c5: #c2a282; --c6: #e79cca; --c7: #a3abb6;
+  --c8: #63c7cc; } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, "Segoe UI", Helvetica, Arial, sans-serif; }
+main { max-width: 1180px; margin: 0 auto; padding: 28px 20px 60px; }
+h1 { font-size: 26px; margin: 0; overflow-wrap: anywhere; }
+h2 { font-size: 17px; margin: 0 0 4px; }
+p { margin: 4px 0 8px; }
+.soft { color: var(--soft); }
+.state { display: inline-block; font-size: 14px; font-weight: 600; padding: 1px 10px; border-radius: 12px; border: 1px solid;
+  vertical-align: 4px; margin-left: 8px; }
+.good { color: var(--good); } .warn { color: var(--warn); } .bad { color: var(--bad); }
+nav { margin: 8px 0 0; font-size: 14px; display: flex; flex-wrap: wrap; gap: 0 14px; }
+nav a { color: var(--c0); text-decoration: none; }
+nav a:hover { text-decoration: underline; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(190px, 1fr)); gap: 10px; margin: 18px 0; }
+.tile { background: var(--card); border: 1px solid var(--rule); border-radius: 8px; padding: 9px 13px; }
+.tile b { display: block; font-size: 18px; font-weight: 600; font-variant-numeric: tabular-nums; }
+.tile span { color: var(--soft); font-size: 13px; }
+section { background: var(--card); border: 1px solid var(--rule); border-radius: 8px; padding: 16px 18px; margin: 14px 0; }
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(430px, 1fr)); gap: 6px 22px; }
+.pair h3, section h3 { font-size: 14px; margin: 10px 0 0; font-weight: 600; }
+svg { display: block; width: 100%; height: auto; }
+svg text { font: 11.5px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: var(--soft);
+  font-variant-numeric: tabular-nums; }
+svg text.action { font-size: 11px; fill: unset; } svg text.lost { fill: var(--bad); font-size: 15px; }
+svg .grid { stroke: var(--grid); } svg .axis { stroke: var(--rule); } .idle { fill: var(--idle); background: var(--idle); }
+svg .mark line { stroke: var(--soft); stroke-dasharray: 2 4; }
+svg polyline { fill: none; stroke-width: 1.7; stroke-linejoin: round; }
+svg polyline.broad { stroke-width: 7; opacity: 0.4; } svg polyline.dashed { stroke-dasharray: 5 4; }
+.legend { font-size: 13px; color: var(--soft); margin: 6px 0 2px; }
+.legend span { margin-right: 16px; white-space: nowrap; } .legend i { display: inline-block; width: 12px; height: 12px;
+  border-radius: 3px; margin-right: 6px; vertical-align: -1px; } .legend i.dots { border-radius: 6px; }
+.legend i.broad { height: 7px; opacity: 0.5; vertical-align: 2px; }
+.legend i.dashed { height: 3px; vertical-align: 3px; }
+.wide { overflow-x: auto; } .tall { max-height: 520px; overflow: auto; }
+table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
+th { text-align: left; font-weight: 600; color: var(--soft); }
+th, td { padding: 4px 14px 4px 0; border-bottom: 1px solid var(--grid);
+  vertical-align: top; } td.n, th.n { text-align: right; } td.text { overflow-wrap: anywhere; min-width: 260px; }
+td.when, td.kind { white-space: nowrap; } tr:last-child td { border-bottom: 0; }
+td i.key { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 8px; }
+pre { margin: 8px 0 0; font: 13px/1.45 ui-monospace, "Cascadia Mono", "DejaVu Sans Mono", monospace; overflow-x: auto; }
+code { font: 13px ui-monospace, "Cascadia Mono", "DejaVu Sans Mono", monospace; overflow-wrap: anywhere; }
+summary { color: var(--soft); cursor: pointer; }
+.missing { color: var(--soft); font-style: italic; }
+footer { color: var(--soft); font-size: 13px; margin-top: 22px; }
+@media (max-width: 700px) { section { overflow-x: auto; } section > svg { min-width: 640px; } }
+@media (max-width: 520px) { .pair { grid-template-columns: 1fr; } main { padding: 18px 10px 40px; } }
+@media print { body { background: #fff; } .tall { max-height: none; } section { break-inside: avoid; } }
+""" + "".join(
+    f".c{number} {{ stroke: none; fill: var(--c{number}); background: var(--c{number}); }} "
+    f"svg polyline.c{number} {{ stroke: var(--c{number}); fill: none; }}\n"
+    for number in range(9)
+)

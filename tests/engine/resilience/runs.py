@@ -1,0 +1,188 @@
+"""Runs of the parity tests' models through the real training loop, with what goes wrong planted in them."""
+
+import math
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from engine.checkpoint.directory import CheckpointDirectory
+from engine.checkpoint.manager import Checkpoints, RunFacts
+from engine.checkpoint.manifest import Kind
+from engine.checkpoint.resume import begin
+from engine.config import Config
+from engine.data.loader import Batches
+from engine.errors import TriaxisError
+from engine.rank_grid import ParallelSizes, RankGrid
+from engine.resilience.guard import Guard
+from engine.resilience.history import RunHistory
+from engine.resilience.rollback import Rollback, train_through
+from engine.signals import StopRequest
+from engine.step import Engine, StepResult
+from engine.topology import Topology
+from engine.train import build
+from models.gpt import build_chunks
+from models.specs import model_specs
+from tests.checkpoint.runs import Silent, fingerprint_of
+from tests.parity.cases import Case, dataset
+
+DATA = {"samples": "same"}
+
+
+@dataclass(frozen=True)
+class Plant:
+    """A fault that belongs to the data: on one rank, at one module, in every microbatch with one of the samples.
+
+    Attributes:
+        module: as the chunk names it: "blocks.1.mlp"; "" is the chunk itself.
+        factor: of the output; in the backward, of the gradient that arrives at it.
+    """
+
+    rank: int
+    module: str
+    sample_ids: tuple[int, ...]
+    factor: float = math.nan
+    in_backward: bool = False
+
+    def into(self, engine: Engine) -> None:
+        """Plant it; on other ranks nothing is done."""
+        if engine.topology.rank != self.rank:
+            return
+        chunk = cast(nn.Module, engine.chunks[0])
+        current: list[list[int]] = [[]]
+
+        def begins(_: nn.Module, arguments: Any) -> None:
+            current[0] = arguments[1].sample_ids
+
+        def spoils(_: nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor | None:
+            if not set(current[0]) & set(self.sample_ids):
+                return None
+            if self.in_backward:
+                output.register_hook(lambda grad: grad * self.factor)
+                return None
+            return output * self.factor
+
+        chunk.register_forward_pre_hook(begins)
+        chunk.get_submodule(self.module).register_forward_hook(spoils)
+
+
+@dataclass
+class Trace:
+    """What one rank saw.
+
+    Attributes:
+        told: (step from 0, loss) in the order in which they were told; steps that are made again come again.
+        events: (kind, step from 0, message, details).
+        fingerprint: of the state at the end.
+        num_updates: that the moments have seen at the end.
+        history: of the run at the end.
+        error: that ended it; "": none did.
+        ledger_purposes: of the calls of the last step.
+    """
+
+    told: list[tuple[int, float]] = field(default_factory=list)
+    events: list[tuple[str, int, str, dict[str, Any]]] = field(default_factory=list)
+    fingerprint: dict[Kind, str] = field(default_factory=dict)
+    num_updates: int = 0
+    history: RunHistory = field(default_factory=RunHistory)
+    error: str = ""
+    exit_code: int = 0
+
+    # The observer
+
+    def end_step(self) -> None: ...
+    def phase(self, name: str) -> None: ...
+    def on_rollback(self, step: int) -> None: ...
+    def on_validation(self, step: int, loss: float) -> None: ...
+
+    def on_step(self, step: int, result: StepResult, lr: float) -> None:
+        self.told.append((step, result.loss))
+
+    # The notices
+
+    def on_trouble(self, kind: str, step: int, message: str, **details: Any) -> None:
+        self.events.append((kind, step, message, details))
+
+
+def config_of(case: Case, sections: dict[str, dict[str, Any]]) -> Config:
+    """The case's configuration with fields of some sections changed."""
+    tree = case.config().model_dump()
+    return Config.model_validate(tree | {name: tree[name] | fields for name, fields in sections.items()})
+
+
+def engine_of(rank: int, config: Config, case: Case) -> Engine:
+    sizes = ParallelSizes(tp=case.tp, pp=case.pp, dp=case.dp, vpp=case.vpp)
+    topology = Topology(RankGrid(sizes), rank, torch.device("cpu"), kv_heads=config.model.kv_heads)
+    return build(config, topology, build_chunks)
+
+
+def open_batches(engine: Engine, history: RunHistory) -> Callable[[int], Batches]:
+    def at(consumed_samples: int) -> Batches:
+        return Batches(
+            dataset(engine.config),
+            global_batch_size=engine.plan.global_batch_size,
+            micro_batch_size=engine.plan.micro_batch_size,
+            dp=engine.topology.axis("dp").size,
+            dp_rank=engine.topology.axis("dp").index,
+            consumed_samples=consumed_samples,
+            device="cpu",
+            skipped=history.skipped,
+        )
+
+    return at
+
+
+def run(
+    rank: int,
+    case: Case,
+    folder: str,
+    sections: dict[str, dict[str, Any]],
+    plant: Plant | None = None,
+    attempt: int = 0,
+    change: Callable[[Engine, int], None] | None = None,
+) -> Trace:
+    """One rank: begin from what `folder` holds and train to the end, with a fault in it.
+
+    `change` is called before the update of each step (from 0), with the gradients in.
+    """
+    config = config_of(case, sections)
+    engine = engine_of(rank, config, case)
+    if plant is not None:
+        plant.into(engine)
+    directory = CheckpointDirectory(Path(folder))
+    beginning = begin(engine, directory, has_saved=False, data=DATA)
+    history, trace = beginning.history, Trace(history=beginning.history)
+    shapes = {spec.name: spec.shape for spec in model_specs(config.model)}
+    facts = RunFacts("test", attempt, DATA, beginning.lineage, lambda: None, shapes, history)
+    guard = Guard(engine, history, open_batches(engine, history), trace)
+    if change is not None:
+        checked, changed = guard.before_update, change
+
+        def change_and_check(step: int) -> None:
+            changed(engine, step)
+            checked(step)
+
+        guard.before_update = change_and_check  # type: ignore[method-assign]
+    with closing(Checkpoints(engine, directory, facts, Silent())) as checkpoints:
+        try:
+            train_through(
+                engine,
+                beginning.state.consumed_samples,
+                open_batches(engine, history),
+                None,
+                trace,
+                checkpoints,
+                StopRequest(),
+                guard,
+                Rollback(engine, directory, DATA, history, trace),
+            )
+        except TriaxisError as error:
+            trace.error, trace.exit_code = str(error), error.exit_code
+    trace.fingerprint = fingerprint_of(engine)
+    trace.num_updates = engine.optimizer.num_updates
+    engine.topology.close()
+    return trace

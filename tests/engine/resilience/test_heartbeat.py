@@ -1,0 +1,164 @@
+"""What a heartbeat says to another process, that it costs microseconds, and when a watch takes it for a hang."""
+
+import io
+import json
+import threading
+import time
+from contextlib import redirect_stderr
+from pathlib import Path
+
+import pytest
+
+from engine import runtime
+from engine.collectives import Event, Ledger
+from engine.pipeline import schedules
+from engine.pipeline.actions import Action
+from engine.pipeline.lowering import lower
+from engine.rank_grid import ParallelSizes, RankGrid
+from engine.resilience.hang import HUNG, HangLimits, HangWatch, hang_report, may_hang
+from engine.resilience.heartbeat import NO_PEER, SIZE, Heartbeat, file_of, folder_of, read_beat
+from engine.resilience.waits import Scene
+
+CALL = Event("post", 3, "recv", "pp_forward", "activations", None, 8, 2, peer=1)
+PROGRAM = lower(schedules.build("1f1b", 1, 1, 1))
+ALONE = Scene(RankGrid(ParallelSizes()), {"world": [(0,)]}, PROGRAM, PROGRAM)
+
+
+@pytest.fixture
+def heartbeat(tmp_path: Path) -> Heartbeat:
+    return Heartbeat(file_of(tmp_path / "beats", 0), rank=0, attempt=2)
+
+
+def test_another_process_reads_what_the_rank_does(heartbeat: Heartbeat) -> None:
+    heartbeat.begin(411)
+    heartbeat.phase("data")
+    heartbeat.phase("forward_backward")
+    heartbeat.instruction(Action.parse("0F0"))
+    heartbeat.instruction(Action.parse("0F1"))
+    ledger = Ledger()
+    heartbeat.listen(ledger)
+    ledger.wait_begins(CALL)
+    beat = read_beat(heartbeat.path)
+    assert beat is not None and beat == heartbeat.read()
+    assert (beat.rank, beat.attempt, beat.step, beat.phase, beat.position) == (0, 2, 412, "forward_backward", 2)
+    assert beat.begun == 1
+    assert (beat.op, beat.axis, beat.purpose, beat.peer) == ("recv", "pp_forward", "activations", 1)
+    ledger.wait_ends(CALL)
+    heartbeat.instruction(None)
+    after = heartbeat.read()
+    assert (after.op, after.peer, after.position) == ("", NO_PEER, 0) and after.beats > beat.beats
+    heartbeat.close()
+    assert read_beat(heartbeat.path) is None
+
+
+def test_a_ledger_keeps_the_clock_that_it_had(heartbeat: Heartbeat) -> None:
+    told: list[object] = []
+
+    class Clock:
+        def wait_begins(self, posted: object) -> None:
+            told.append(posted)
+
+        def wait_ends(self) -> None:
+            told.append(None)
+
+    ledger = Ledger()
+    ledger.clock = Clock()
+    heartbeat.listen(ledger)
+    ledger.wait_begins(CALL)
+    ledger.wait_ends(CALL)
+    assert told == [CALL, None]
+
+
+def test_a_file_of_somebody_else_is_none_of_ours(tmp_path: Path) -> None:
+    for content in (b"", b"\0" * SIZE, b"x" * 17):
+        (tmp_path / "file").write_bytes(content)
+        assert read_beat(tmp_path / "file") is None
+    assert folder_of(tmp_path) == folder_of(tmp_path / ".." / tmp_path.name) != folder_of(tmp_path / "other")
+
+
+def test_a_beat_is_a_matter_of_microseconds(heartbeat: Heartbeat) -> None:
+    """Against a loop that does nothing of the kind: a bound that a file write or a system call per beat would break."""
+    action, num_beats = Action.parse("0F0"), 2000
+    best_seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        for _ in range(num_beats):
+            heartbeat.instruction(action)
+            heartbeat.wait_begins(CALL)
+            heartbeat.wait_ends()
+        best_seconds.append((time.perf_counter() - started) / num_beats)
+    assert min(best_seconds) < 50e-6
+
+
+def test_standing_still_counts_where_it_says_something(heartbeat: Heartbeat) -> None:
+    assert not may_hang(heartbeat.read()), "before the first step"
+    heartbeat.phase("data")
+    assert may_hang(heartbeat.read())
+    heartbeat.phase("checkpoint")
+    assert not may_hang(heartbeat.read()), "its own disk is slow"
+    heartbeat.wait_begins(CALL)
+    assert may_hang(heartbeat.read())
+
+
+LIMITS = HangLimits(still_seconds=60.0, first_seconds=0.2, look_seconds=0.02, grace_seconds=0.3)
+
+
+def test_limits_follow_from_the_one_that_is_given() -> None:
+    for seconds in (1.0, 300.0, 3600.0):
+        limits = HangLimits.after(seconds, 2 * seconds)
+        assert seconds < limits.first_seconds < 2 * seconds
+        assert limits.look_seconds <= 5.0 and limits.end_seconds <= 2 * seconds + 30.0
+
+
+def test_a_lone_rank_that_stands_still_says_so_and_leaves(heartbeat: Heartbeat, tmp_path: Path) -> None:
+    left, told = threading.Event(), []
+
+    def leave(code: int) -> None:
+        told.append(code)
+        left.set()
+        threading.Event().wait()  # as a process that is gone: nothing comes after it
+
+    heartbeat.phase("data")
+    watch = HangWatch(heartbeat, ALONE, tmp_path / "hang", LIMITS, lambda step, text: told.append(text), leave=leave)
+    watch.start()
+    assert left.wait(30.0)
+    text, code = told
+    assert code == HUNG and text.startswith("the run hangs in step 1: nothing has moved for 0 seconds.")
+    assert "rank 0 (pp 0, dp 0, tp 0) is reading the data of step 1" in text
+    report = hang_report(tmp_path / "hang")
+    assert report is not None and (report["reporter"], report["text"]) == (0, text)
+    assert json.loads((tmp_path / "hang" / "rank_00000.answers.json").read_text())["beat"]["phase"] == "data"
+    assert not heartbeat.path.exists()
+
+
+def test_a_rank_that_goes_on_takes_its_words_back(heartbeat: Heartbeat, tmp_path: Path) -> None:
+    two = Scene(RankGrid(ParallelSizes(dp=2)), {"world": [(0, 1)]}, PROGRAM, PROGRAM)
+    folder, limits = tmp_path / "hang", HangLimits(0.2, 60.0, 0.02, 60.0)
+    heartbeat.phase("data")
+    heartbeat.phase("data")
+    watch = HangWatch(heartbeat, two, folder, limits, lambda step, text: None, leave=lambda code: None)
+    said = io.StringIO()
+    with redirect_stderr(said):
+        watch.start()
+        _until(lambda: (folder / "rank_00000.answers.json").exists())
+        heartbeat.phase("forward_backward")
+        _until(lambda: not (folder / "rank_00000.answers.json").exists())
+        _until(lambda: "went on" in said.getvalue())
+    watch.close()
+    assert hang_report(folder) is None
+
+
+def _until(is_true: object, within_seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + within_seconds
+    while not is_true():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_what_the_backend_remembers_is_written_where_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime.write_flight_record(tmp_path / "none.json")
+    monkeypatch.setattr(runtime.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(runtime.dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(runtime._c10d, "_dump_nccl_trace_json", lambda: b"{}", raising=False)
+    runtime.write_flight_record(tmp_path / "some.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["some.json"]

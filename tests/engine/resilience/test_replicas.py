@@ -1,0 +1,110 @@
+"""Replicas that differ by one bit are named; replicas that are alike never are; a comparison costs what it says."""
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.collectives import Event
+from engine.resilience.history import RunHistory
+from engine.resilience.replicas import PURPOSE, ReplicaCheck
+from engine.step import Engine
+from tests.engine.resilience.runs import Trace, config_of, engine_of, open_batches, run
+from tests.harness import run_ranks
+from tests.parity.cases import Case
+
+pytestmark = pytest.mark.distributed
+
+EVERYTHING = Case("mqa_rope_bias", tp=2, pp=2, dp=2, sequence_parallel=True, dtype="bf16")
+"""Replicas over all four axes: kv heads < tp, tied ends, norms, dp."""
+
+
+def flip(weight: torch.Tensor) -> None:
+    """The lowest bit of the second element."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
+    weight.detach().view(-1)[1:2].view(bits).bitwise_xor_(1)
+
+
+class FlipsOneBit:
+    """Changes one weight on one rank before the update of a step (from 0)."""
+
+    def __init__(self, rank: int, name: str, at_step: int) -> None:
+        self.rank, self.name, self.at_step = rank, name, at_step
+
+    def __call__(self, engine: Engine, step: int) -> None:
+        if step == self.at_step and engine.topology.rank == self.rank:
+            flip(engine.parameters[self.name].value)
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "words"),
+    [
+        (
+            Case("gpt", dp=4, dtype="bf16"),
+            FlipsOneBit(2, "layers.3.mlp.up.weight", 3),
+            "rank 2 holds another layers.3.mlp.up.weight than ranks 0, 1, 3 (dp replicas)",
+        ),
+        (
+            Case("llama", tp=2),
+            FlipsOneBit(1, "layers.1.mlp.norm.weight", 3),
+            "ranks 0, 1 (tp replicas) differ in layers.1.mlp.norm.weight, and no majority says who is wrong",
+        ),
+    ],
+    ids=["a copy on dp4", "a norm on tp2"],
+)
+def test_one_flipped_bit_is_named_and_stops_the_run(
+    case: Case, change: FlipsOneBit, words: str, tmp_path: Path
+) -> None:
+    checks = {"train": {"steps": 8, "micro_batch_size": 1}, "resilience": {"replica_check_interval": 2}}
+    traces: list[Trace] = run_ranks(run, case.world_size, case, str(tmp_path), checks, None, 0, change)
+    for trace in traces:
+        assert f"step 4: {words}" in trace.error
+        assert "in step 2 they were the same" in trace.error and trace.exit_code == 5
+        [(kind, step, message, details)] = trace.events
+        assert (kind, step, details["differences"]) == ("replicas_differ", 3, [words]) and words in message
+
+
+WRONG = ("embedding.word.weight", "layers.7.attention.kv.weight")
+
+
+def comparisons(rank: int, case: Case) -> tuple[list[list[str] | None], list[Event]]:
+    """What comparisons find in steps after which all is alike, then with each of WRONG changed on the last rank; calls of one."""
+    engine = engine_of(rank, config_of(case, {}), case)
+    check, found = ReplicaCheck(engine), []
+    with closing(open_batches(engine, RunHistory())(0)) as batches:
+        for step in range(2):
+            counts = engine.forward_backward(batches.next_step())
+            before = len(engine.topology.ledger.posted)
+            check.post(step)
+            calls = engine.topology.ledger.posted[before:]
+            engine.update(counts, 1e-2).wait()
+            found.append(check.read(step))
+    engine.buffers.wait_all()
+    for step, name in enumerate(WRONG, start=2):
+        for _ in range(2):  # and back
+            if rank == case.world_size - 1:
+                flip(engine.parameters[name].value)
+            check.post(step)
+            found.append(check.read(step))
+    assert check.read(0) is None, "that comparison has been read"
+    return found, calls
+
+
+def test_every_kind_of_replica_is_compared_and_raises_no_alarm_where_all_are_alike() -> None:
+    for (first, second, *changed), calls in run_ranks(comparisons, 8, EVERYTHING):
+        assert first == second == []
+        for name, sentences, after in zip(WRONG, changed[::2], changed[1::2], strict=True):
+            assert after == []
+            assert sentences and all("7" in sentence and name in sentence for sentence in sentences)
+            axes = {sentence.partition("(")[2].partition(" ")[0] for sentence in sentences}
+            assert axes == {"dp", "ends" if name.startswith("embedding") else "kv_replicas"}
+
+        # Two words a weight and axis, and one over the world.
+        assert all(call.purpose == PURPOSE for call in calls)
+        by_axis = {call.axis: call for call in calls}
+        assert len(by_axis) == len(calls) and {call.op for call in calls} == {"all_reduce"}
+        assert set(by_axis) == {"dp", "tp", "kv_replicas", "ends", "world"}
+        assert by_axis["world"].numel == 1 and by_axis["ends"].numel == 2
+        assert by_axis["dp"].numel > by_axis["tp"].numel > by_axis["kv_replicas"].numel > 2
+        assert sum(call.numel for call in calls) * 8 < 2_000, "bytes"

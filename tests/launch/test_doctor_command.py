@@ -1,0 +1,175 @@
+"""`triaxis doctor`: what it measures of a config, how it is started, how it ends."""
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from engine.config import Config
+from engine.config_load import load_config
+from engine.doctor.judge import judge
+from engine.doctor.records import Clock, Examination, GroupRate, Needs, NetworkFacts, RankFacts, RootFacts
+from engine.errors import ConfigError
+from engine.pipeline.partition import partition
+from engine.rank_grid import Coordinates, ParallelSizes, RankGrid
+from launch.commands import doctor
+from launch.doctor_plan import AXES, data_files, folders, message_sizes, needs
+from launch.doctor_report import show, write_json
+from launch.failure import OUT_OF_LINE
+from models.specs import model_specs
+from models.traffic import expected_traffic, wire_bytes
+from tests.launch.command_line import TRIAXIS, run
+
+TINY = Path(__file__).resolve().parents[2] / "configs" / "gpt_tiny.yaml"
+
+
+def config(*overrides: str) -> Config:
+    return load_config(TINY, list(overrides))
+
+
+@pytest.mark.parametrize("sp", ["true", "false"])
+def test_messages_are_those_of_the_run(sp: str) -> None:
+    asked = config(f"parallel.sequence_parallel={sp}")
+    sizes = ParallelSizes(tp=2, pp=2, vpp=2, dp=2)
+    found = message_sizes(asked, sizes)
+    ops = {"true": {"all_gather", "reduce_scatter", "all_reduce"}, "false": {"all_reduce"}}[sp]
+    assert {one.op for one in found if one.axis == "tp"} == ops
+    assert {one.op for one in found if one.axis == "dp"} == {"all_gather", "reduce_scatter"}
+    assert [AXES.index(one.axis) for one in found] == sorted(AXES.index(one.axis) for one in found)
+    stages = partition(asked.model.num_layers, 2, 2)
+    for one in found:
+        volumes = [
+            volume
+            for pp in range(sizes.pp)
+            for flow, volume in expected_traffic(asked, sizes, Coordinates(pp=pp, dp=0, cp=0, tp=0), stages).items()
+            if (flow.axis, flow.op) == (one.axis, one.op)
+        ]
+        largest = max(volumes, key=lambda volume: volume.wire_bytes)
+        assert one.calls == largest.calls
+        assert wire_bytes(one.op, 2, one.num_bytes) * one.calls == pytest.approx(largest.wire_bytes, rel=1e-3)
+
+
+def test_one_rank_sends_nothing() -> None:
+    assert message_sizes(config("parallel.tp=1", "parallel.pp=1", "parallel.vpp=1"), ParallelSizes()) == []
+
+
+def test_folders_and_files_of_a_run() -> None:
+    asked = config("checkpoint.interval=5", "checkpoint.dir=/saves", "data.cache_dir=/cache", "runtime.runs_dir=here")
+    assert {key: str(path) for key, path in folders(asked).items()} == {
+        "runtime.runs_dir": "here",
+        "checkpoint.dir": "/saves",
+        "data.cache_dir": "/cache",
+    }
+    assert [path.suffix for path in data_files(asked)] == [".bin", ".idx"]
+    wanted = needs(asked, "gloo")
+    assert wanted.saved_to == "checkpoint.dir"
+    assert wanted.shared == ("runtime.runs_dir", "checkpoint.dir")
+    element = torch.finfo(torch.float32).bits // 8
+    assert wanted.save_bytes == 3 * element * sum(spec.numel for spec in model_specs(asked.model))
+    assert data_files(config("data.synthetic=true")) == []
+
+
+def words(*given: str) -> Namespace:
+    return Namespace(words=list(given), json=None, dry_run=True)
+
+
+def test_without_a_config_one_process_looks_at_this_node(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.run(words()) == 0
+    out = capsys.readouterr().out
+    assert "--nproc-per-node=1 " in out
+    assert "--module launch.doctor_rank" in out
+
+
+def test_several_ranks_without_a_config_have_nothing_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match="no config says which of them form groups"):
+        doctor.run(words())
+
+
+def test_tasks_of_srun_are_its_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    step = {
+        "SLURM_PROCID": "0",
+        "SLURM_STEP_NUM_TASKS": "8",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_TASKS_PER_NODE": "8",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "0",
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_NODELIST": "gpu7",
+    }
+    for name, value in step.items():
+        monkeypatch.setenv(name, value)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    assert doctor.run(words(str(TINY))) == 0
+    assert "rank 0 of this SLURM step: RANK=0 WORLD_SIZE=8" in capsys.readouterr().out
+
+
+def example(clock: Clock) -> tuple[RankGrid, Examination]:
+    facts = tuple(
+        RankFacts(
+            rank=rank,
+            node=rank,
+            host=f"gpu{rank}",
+            equal={"torch": "2.13"},
+            alike={},
+            network=NetworkFacts("ib0", f"10.0.0.{rank}", 200_000, ("ib0", 200_000), ()),
+            roots=(RootFacts("runtime.runs_dir", "runs", True, True, "", 5 * 10**12),),
+            clock=Clock(0.0, 0.0) if rank == 0 else clock,
+        )
+        for rank in range(2)
+    )
+    groups = (GroupRate("dp", "reduce_scatter", 2**26, 12, (0, 1), 2e-3, 16.8e9),)
+    paths = tuple(GroupRate("world", "send", 2**22, 0, pair, 1e-4, 42e9) for pair in ((0, 1), (1, 0)))
+    return RankGrid(ParallelSizes(dp=2), 1), Examination(Needs("nccl"), facts, groups, paths, ((0,), (1,)))
+
+
+def test_the_report_names_nodes_rates_and_what_to_do(tmp_path: Path) -> None:
+    grid, seen = example(Clock(-77.0, 0.001))
+    console = Console(width=120, record=True, file=(tmp_path / "out").open("w"))
+    show(console, grid, seen, judge(seen))
+    text = console.export_text()
+    assert "gpu1" in text
+    assert "reduce-scatter" in text
+    assert "16.80" in text
+    assert "FAIL clocks" in text
+    assert "chrony" in text
+    assert text.rstrip().endswith("out of line: gpu1")
+    write_json(tmp_path / "doctor.json", grid, seen, judge(seen))
+    tree = json.loads((tmp_path / "doctor.json").read_text())
+    assert tree["verdict"] == "FAIL"
+    assert [one["host"] for one in tree["ranks"]] == ["gpu0", "gpu1"]
+    assert tree["groups"][0]["bytes_per_second"] == 16.8e9
+    assert [one["check"] for one in tree["findings"] if one["level"] == "FAIL"] == ["clocks"]
+
+
+SMALL = (str(TINY), "parallel.tp=2", "parallel.pp=1", "parallel.vpp=1", "parallel.dp=1")
+
+
+def findings_in(path: Path) -> dict[str, dict[str, str]]:
+    return {one["check"]: one for one in json.loads(path.read_text())["findings"]}
+
+
+@pytest.mark.distributed
+def test_what_is_out_of_line_is_the_exit_code_and_no_failure_of_a_rank(tmp_path: Path) -> None:
+    """The corpus of the config is not there."""
+    ended = run(tmp_path, *TRIAXIS, "doctor", *SMALL, "--json", "doctor.json")
+    assert ended.exit_code == OUT_OF_LINE, ended
+    assert "FAIL data" in ended.out
+    assert "ended with exit code" not in ended.err
+    found = findings_in(tmp_path / "doctor.json")
+    assert found["listeners"]["level"] == "OK", "our launcher listens on the loopback"
+    assert "bandwidth" in found
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_torchrun_that_was_started_by_hand_listens_on_every_interface(tmp_path: Path) -> None:
+    torchrun = [TRIAXIS[0], "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--module"]
+    words = [*SMALL, "data.synthetic=true", "--json", "doctor.json"]
+    ended = run(tmp_path, *torchrun, "launch.cli", "doctor", *words)
+    assert ended.exit_code == 0, ended
+    assert findings_in(tmp_path / "doctor.json")["listeners"]["level"] == "WARN"

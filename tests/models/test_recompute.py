@@ -1,0 +1,135 @@
+"""What recomputing costs, in which order it is chosen, and the choice that `auto` makes."""
+
+import re
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from engine.config import Config, RecomputeConfig, parallel_sizes
+from engine.config_load import load_config
+from engine.config_problems import with_value
+from engine.config_rules import problems
+from engine.errors import ConfigError
+from models.activations import block_terms, per_token
+from models.memory import GB, predicted_memory, settled
+from models.recompute import FLOPS_PER_BYTE, candidates, prices, worthwhile_parts
+from tests.documented import ROOT
+from tests.models.test_activations import GPT, LLAMA, config_of, parts
+
+
+def llama_8b(*choices: str) -> Config:
+    layout = ("parallel.tp=1", "parallel.dp=1", "parallel.sequence_parallel=false")
+    return load_config(ROOT / "configs" / "llama3_8b.yaml", [*layout, *choices], {})
+
+
+def auto(config: Config, memory_gb: float) -> Config:
+    return with_value(config, "recompute", RecomputeConfig(granularity="auto", memory_gb=memory_gb))
+
+
+def most(config: Config) -> float:
+    """What the fullest pipeline rank is predicted to hold, in GB."""
+    sizes = parallel_sizes(config)
+    return max(predicted_memory(config, sizes, pp).total for pp in range(sizes.pp)) / GB
+
+
+def test_prices_of_a_layer_of_llama_3_8b() -> None:
+    """By hand: h 4096, MLP 14336, 32 heads of 128, 8 of keys and values; 2 bytes per element, 4 per element of a table."""
+    config = llama_8b()
+    found = {price.part: price for price in prices(config, parallel_sizes(config))}
+    assert found["norm"].saved == 2 * 2 * 4096 and found["norm"].per_byte == 2
+    assert found["rope"].saved == 2 * (4096 + 1024)
+    assert found["rope"].per_byte == pytest.approx(2 + 2 * 4 * 128 / (2 * 5120))
+    assert found["activation"].saved == 2 * 14336 and found["activation"].per_byte == 3
+    gemm = 2 * 4096 * 2 * 14336
+    assert found["mlp"].saved == 2 * 2 * 14336
+    assert found["mlp"].per_byte == pytest.approx(((2 * (4096 + 2 * 14336)) + gemm / FLOPS_PER_BYTE) / (4 * 14336))
+    assert found["attention"].saved == 4 * 32, "the fused kernel keeps a number per head"
+    assert list(found) == ["norm", "rope", "activation", "mlp", "attention"]
+    # Not for a number per head: a whole layer gives bytes back for less.
+    assert worthwhile_parts(config, parallel_sizes(config)) == ["norm", "rope", "activation", "mlp"]
+
+
+def test_what_explicit_attention_keeps_is_worth_its_recomputation() -> None:
+    config = config_of(GPT, tp=2, attention="explicit")
+    assert "attention" in worthwhile_parts(config, parallel_sizes(config))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        config_of(LLAMA, tp=2, sp=True),
+        config_of({**LLAMA, "qk_norm": True}, tp=2),
+        config_of(GPT, tp=2, attention="explicit"),
+        config_of(LLAMA, tp=1, attention="explicit", b=1),
+        config_of({"position": "learned"}, tp=4, dtype="fp32"),
+    ],
+    ids=["llama, sp", "qk-norm", "the paper's block", "explicit", "fp32"],
+)
+def test_candidates_are_legal_and_each_keeps_less(config: Config) -> None:
+    sizes = parallel_sizes(config)
+    tried = [with_value(config, "recompute", choice) for choice in candidates(config, sizes)]
+    assert all(problems(each, sizes.world_size) == [] for each in tried)
+    assert tried[0].recompute == RecomputeConfig()
+    assert tried[-1].recompute.num_layers == 2, "all layers of every chunk"
+    layers = [per_token(block_terms(each, sizes)) for each in tried if each.recompute.granularity != "full"]
+    assert all(less < more for more, less in pairwise(layers))
+    # What a price says is saved is what the terms say.
+    for price in prices(config, sizes):
+        again = with_value(config, "recompute", RecomputeConfig.model_validate(parts(price.part)))
+        inner = next(each.saved for each in prices(config, sizes) if each.part == "activation")
+        expected = price.saved + (inner if price.part == "mlp" else 0)
+        assert layers[0] - per_token(block_terms(again, sizes)) == expected, price.part
+
+
+@pytest.mark.parametrize(
+    ("memory_gb", "expected"),
+    [(140, "none"), (132, "selective modules=[norm, rope]"), (125, "selective modules=[activation, norm, rope]")],
+)
+def test_auto_takes_the_first_that_fits(memory_gb: float, expected: str) -> None:
+    config = auto(llama_8b("precision.masters=split", "precision.moments=bf16"), memory_gb)
+    chosen = settled(config, parallel_sizes(config))
+    assert str(chosen.recompute) == expected
+    assert most(config) == most(chosen) <= memory_gb
+    assert config.recompute.granularity == "auto", "a config is data"
+
+
+def test_whole_layers_are_the_last_resort() -> None:
+    config = llama_8b("precision.masters=split", "precision.moments=bf16")
+    chosen = settled(auto(config, 105), parallel_sizes(config)).recompute
+    assert (chosen.granularity, chosen.method) == ("full", "block") and 1 <= chosen.num_layers < 32
+    fewer = chosen.model_copy(update={"num_layers": chosen.num_layers - 1})
+    if fewer.num_layers:
+        assert most(with_value(config, "recompute", fewer)) > 105
+    assert problems(with_value(config, "recompute", chosen), 1) == []
+
+
+def test_every_pipeline_rank_comes_to_the_same_choice() -> None:
+    """The first rank keeps most microbatches; its choice is everybody's."""
+    config = config_of(LLAMA, tp=2)
+    config = with_value(with_value(config, "model.num_layers", 16), "train.global_batch_size", 32)
+    sizes = parallel_sizes(config)
+    totals = [predicted_memory(config, sizes, pp).total for pp in range(2)]
+    assert totals[0] > totals[1]
+    chosen = settled(auto(config, (totals[1] + 1) / GB), sizes)
+    assert chosen.recompute.granularity != "none"
+    assert [predicted_memory(auto(config, (totals[1] + 1) / GB), sizes, pp) for pp in range(2)] == [
+        predicted_memory(chosen, sizes, pp) for pp in range(2)
+    ]
+
+
+def test_what_cannot_fit_is_refused_with_the_predictions() -> None:
+    config = auto(llama_8b(), 80)
+    with pytest.raises(ConfigError) as refused:
+        settled(config, parallel_sizes(config))
+    text = str(refused.value)
+    assert "recompute.memory_gb = 80" in text and "186 GB with none" in text
+    least = float(re.findall(r"([\d.]+) GB with full", text)[-1])
+    assert 144.5 < least < 160
+    assert "precision.masters=split" in text and "offload.num_layers" in text
+
+
+@pytest.mark.parametrize("recompute", [{}, {"granularity": "selective"}, {"granularity": "full"}])
+def test_a_choice_that_is_made_stays(recompute: dict[str, Any]) -> None:
+    config = config_of(LLAMA, tp=2, recompute=recompute)
+    assert settled(config, parallel_sizes(config)) is config
