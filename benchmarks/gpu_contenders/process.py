@@ -1,0 +1,166 @@
+"""One process: the ceiling, a contender's run, the ceiling again, one row.
+
+    python -m benchmarks.gpu_contenders.process JOB RESULTS        JOB: `records.Job` as JSON
+
+Whatever goes wrong becomes a row too, with its reason; but out of memory where a smaller microbatch is still to be tried only
+ends the process, with the exit code DID_NOT_FIT.
+"""
+
+import gc
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_contenders.ceiling import matmul_ceiling, synchronize
+from benchmarks.gpu_contenders.contenders import CONTENDERS
+from benchmarks.gpu_contenders.records import (
+    COMMAND_VARIABLE,
+    COMMIT_VARIABLE,
+    DID_NOT_FIT,
+    NO_DEVICE,
+    Job,
+    append,
+    failed,
+    measured,
+)
+from engine.precision import DTYPES
+from launch.out_of_memory import is_out_of_memory
+from launch.parent_death import end_with_parent
+
+PACKAGES = ("triton", "transformers", "megatron-core", "transformer-engine", "torchtitan", "nvidia-cudnn-cu13", "numpy")
+
+
+def measure(job: Job) -> dict[str, Any]:
+    """The row of a job, from this process.
+
+    Raises:
+        Exception: whatever stops the contender.
+    """
+    device, dtype = torch.device(job.device), DTYPES[job.dtype]
+    if device.type == "cpu":
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    started = time.perf_counter()
+    ceilings = {"before": matmul_ceiling(job.ceiling_size, dtype, device, job.ceiling_seconds)}
+    forget(device)
+    with tempfile.TemporaryDirectory() as folder:
+        run = CONTENDERS[job.contender].run(job, Path(folder))
+    synchronize(device)
+    forget(device)
+    ceilings["after"] = matmul_ceiling(job.ceiling_size, dtype, device, job.ceiling_seconds)
+    return measured(job, run, ceilings, about() | {"process_seconds": time.perf_counter() - started})
+
+
+def forget(device: torch.device) -> None:
+    """Give back what nobody holds any more, and forget the peak."""
+    if "torch._dynamo" in sys.modules:  # asked for without need it would be imported, for seconds
+        torch._dynamo.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def about() -> dict[str, Any]:
+    """When, where and with what."""
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": os.environ.get(COMMAND_VARIABLE) or shlex.join(sys.orig_argv),
+        "commit": os.environ.get(COMMIT_VARIABLE) or None,
+        "machine": machine(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__} | installed(),
+        "environment": {name: value for name, value in os.environ.items() if name.startswith(("PYTORCH_", "NCCL_"))},
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Processor and GPU, and the state that the GPU is in now."""
+    cpuinfo = Path("/proc/cpuinfo")
+    names = [line for line in cpuinfo.read_text().splitlines() if "model name" in line] if cpuinfo.exists() else []
+    known: dict[str, Any] = {
+        "cpu": names[0].split(":", 1)[1].strip() if names else platform.machine(),
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
+    }
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        known |= {
+            "gpu": properties.name,
+            "gpu_memory_bytes": properties.total_memory,
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "gpu_state": gpu_state(),
+        }
+    return known
+
+
+def gpu_state() -> str | None:
+    """Driver, clock, temperature and power limit, as nvidia-smi says; None where it does not."""
+    query = "driver_version,clocks.sm,temperature.gpu,power.draw,power.limit"
+    try:
+        said = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return f"{query}: {said.stdout.strip()}"
+
+
+def installed() -> dict[str, str]:
+    """Versions of the packages that contenders come from."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def did_not_fit(error: BaseException) -> bool:
+    """Whether a smaller microbatch may help."""
+    text = str(error)
+    return is_out_of_memory(error) or "CUDA error: out of memory" in text or "CUBLAS_STATUS_ALLOC_FAILED" in text
+
+
+def main(argv: Sequence[str]) -> int:
+    end_with_parent()
+    job, results = Job.from_json(argv[0]), Path(argv[1])
+    if job.device == "cuda" and not torch.cuda.is_available():
+        return NO_DEVICE
+    try:
+        row = measure(job)
+    except Exception as error:
+        traceback.print_exc()
+        if did_not_fit(error):
+            if not job.is_last_try:
+                return DID_NOT_FIT
+            job = replace(job, tried=(*job.tried, job.micro_batch_size))
+        reason = str(error).strip() or traceback.format_exc().splitlines()[-1]
+        row = failed(job, f"{type(error).__name__}: {reason}", about())
+    append(results, row)
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Without the interpreter's teardown: contenders leave process groups and threads that need not end well.
+    os._exit(code)

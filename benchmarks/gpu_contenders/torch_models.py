@@ -1,0 +1,239 @@
+"""Contenders in plain PyTorch: a model of somebody's, autograd, fused AdamW, a loop as a good engineer would write it.
+
+    masters      bf16 weights; each microbatch's gradients go to fp32 ones at once; AdamW on fp32 masters, copied back
+    autocast     fp32 weights, their own masters; autograd casts them for each microbatch and adds fp32 gradients up
+
+The vocabulary is padded as ours is. Attention is torch's, cuDNN's kernel first on CUDA: the fastest on Hopper.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.gpu_contenders.records import Job, Run
+from benchmarks.gpu_contenders.shapes import resolve, write_config
+from benchmarks.gpu_contenders.timed_loop import peak_memory_bytes, train, write_corpus
+from benchmarks.plain_gpt import PlainGPT, adds_to
+from engine.config import Config, ModelConfig, RecomputeConfig
+from engine.data.loader import MicroBatch
+from engine.precision import DTYPES, accumulation_dtype
+
+LossOf = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(tokens, labels, position ids), int64 [b, s] each -> the mean loss of a microbatch."""
+
+ATTENTION_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+
+
+def run(job: Job, folder: Path, *, model: str, masters: bool, compiled: bool) -> Run:
+    """Train `model`: plain, transformers or torchtitan."""
+    device = torch.device(job.device)
+    path = write_config(
+        folder,
+        job.sizes,
+        corpus=write_corpus(folder, job),
+        micro_batch_size=job.micro_batch_size,
+        num_steps=job.warm_up + job.steps + 1,
+        dtype=job.dtype,
+        device=job.device,
+    )
+    config = resolve(path, [])
+    dtype = DTYPES[job.dtype]
+    torch.manual_seed(1)
+    with torch.device(device):
+        module, loss_of = MODELS[model](padded(config.model), compiled)
+    held = dtype if masters else accumulation_dtype(dtype)
+    for parameter in module.parameters():
+        # Not `module.to`: it would cut the imaginary part off a complex table of rotations.
+        parameter.data = parameter.data.to(held)
+    order = sdpa_kernel(ATTENTION_ORDER, set_priority=True) if device.type == "cuda" else nullcontext()
+    with order:
+        trainer = TorchTrainer(module, loss_of, config, None if held == dtype else dtype)
+        seconds, losses = train(trainer, config, job, folder)
+    return Run(
+        step_seconds=seconds,
+        first_loss=losses[0],
+        last_loss=losses[-1],
+        peak_memory_bytes=peak_memory_bytes(device),
+        recompute=RecomputeConfig(),
+        settings={
+            "parameters": sum(parameter.numel() for parameter in module.parameters()),
+            "weights": str(held).removeprefix("torch."),
+            "masters": str(accumulation_dtype(dtype)).removeprefix("torch."),
+            "compiled": compiled,
+            "attention": "torch's, cuDNN first" if device.type == "cuda" else "torch's",
+        },
+    )
+
+
+def padded(model: ModelConfig) -> ModelConfig:
+    """The same model with the padding in its vocabulary."""
+    return model.model_copy(update={"vocab_size": model.padded_vocab_size})
+
+
+def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of logits [b, s, V] in the accumulation dtype."""
+    wide = logits.flatten(0, 1).to(accumulation_dtype(logits.dtype))
+    return F.cross_entropy(wide, labels.flatten())
+
+
+def plain(model: ModelConfig, compiled: bool) -> tuple[nn.Module, LossOf]:
+    module = PlainGPT(model)
+    for name, parameter in module.named_parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=model.init_std)
+        elif name.endswith("bias"):
+            nn.init.zeros_(parameter)
+
+    def loss_of(tokens: torch.Tensor, labels: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return mean_loss(module(tokens, position_ids), labels)
+
+    return module, torch.compile(loss_of, dynamic=False) if compiled else loss_of
+
+
+def transformers_model(model: ModelConfig, compiled: bool) -> tuple[nn.Module, LossOf]:
+    """Llama for RoPE, GPT-2 for learned positions."""
+    import transformers
+
+    shared: dict[str, Any] = {"vocab_size": model.vocab_size, "use_cache": False, "attn_implementation": "sdpa"}
+    module: nn.Module
+    if model.position == "rope":
+        module = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                **shared,
+                hidden_size=model.hidden_size,
+                intermediate_size=model.ffn_size,
+                num_hidden_layers=model.num_layers,
+                num_attention_heads=model.num_attention_heads,
+                num_key_value_heads=model.kv_heads,
+                max_position_embeddings=model.seq_length,
+                rms_norm_eps=model.norm_eps,
+                rope_parameters={"rope_type": "default", "rope_theta": model.rope_base},
+                tie_word_embeddings=model.tie_embeddings,
+            )
+        )
+    else:
+        module = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                **shared,
+                n_embd=model.hidden_size,
+                n_layer=model.num_layers,
+                n_head=model.num_attention_heads,
+                n_positions=model.seq_length,
+                n_inner=model.ffn_size,
+                activation_function="gelu_new",
+                layer_norm_epsilon=model.norm_eps,
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+            )
+        )
+    module.train()
+
+    def loss_of(tokens: torch.Tensor, labels: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        # Given positions it would look for packed documents and make a mask, with which fused causal attention is not taken.
+        return mean_loss(module(input_ids=tokens).logits, labels)
+
+    return module, torch.compile(loss_of, dynamic=False) if compiled else loss_of
+
+
+def torchtitan_model(model: ModelConfig, compiled: bool) -> tuple[nn.Module, LossOf]:
+    """Its Llama 3 (0.2), each block compiled by itself as its `apply_compile` does."""
+    from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+
+    module = Transformer(
+        TransformerModelArgs(
+            dim=model.hidden_size,
+            n_layers=model.num_layers,
+            n_heads=model.num_attention_heads,
+            n_kv_heads=model.kv_heads,
+            vocab_size=model.vocab_size,
+            # It rounds 8/3 of the width, times the multiplier, up: less than the width that is wanted becomes that.
+            multiple_of=model.ffn_size,
+            ffn_dim_multiplier=0.9 * model.ffn_size / (8 * model.hidden_size / 3),
+            norm_eps=model.norm_eps,
+            rope_theta=model.rope_base,
+            max_seq_len=model.seq_length,
+        )
+    )
+    module.init_weights()
+    loss = torch.compile(mean_loss, dynamic=False) if compiled else mean_loss
+    if compiled:
+        for name, block in module.layers.named_children():
+            module.layers.register_module(name, torch.compile(block, fullgraph=True))
+
+    def loss_of(tokens: torch.Tensor, labels: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return loss(module(tokens), labels)
+
+    return module, loss_of
+
+
+MODELS: dict[str, Callable[[ModelConfig, bool], tuple[nn.Module, LossOf]]] = {
+    "plain": plain,
+    "transformers": transformers_model,
+    "torchtitan": torchtitan_model,
+}
+
+
+class TorchTrainer:
+    """A trainer (`timed_loop.Trainer`).
+
+    Args:
+        module: whose parameters are trained, in the dtype that they are held in.
+        loss_of: of a microbatch.
+        config: optimizer and clipping.
+        autocast: the dtype to compute in; None: that of the parameters.
+    """
+
+    def __init__(self, module: nn.Module, loss_of: LossOf, config: Config, autocast: torch.dtype | None) -> None:
+        self.loss_of, self.config, self.autocast_dtype = loss_of, config, autocast
+        self.parameters: list[torch.Tensor] = list(module.parameters())
+        held = self.parameters[0].dtype
+        self.device_type = self.parameters[0].device.type
+        wide = accumulation_dtype(held)
+        self.has_masters = wide != held
+        self.masters = [p.detach().to(wide).requires_grad_() if self.has_masters else p for p in self.parameters]
+        if self.has_masters:
+            for parameter, master in zip(self.parameters, self.masters, strict=True):
+                parameter.register_post_accumulate_grad_hook(adds_to(master))
+        options = config.optimizer
+        matrices = [p for p in self.masters if p.dim() > 1]
+        vectors = [p for p in self.masters if p.dim() <= 1]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            lr=options.lr,
+            betas=(options.beta1, options.beta2),
+            eps=options.eps,
+            fused=True,
+        )
+
+    @contextmanager
+    def _precision(self) -> Iterator[None]:
+        context: AbstractContextManager[object] = nullcontext()
+        if self.autocast_dtype is not None:
+            context = torch.autocast(self.device_type, self.autocast_dtype)
+        with context:
+            yield
+
+    def step(self, microbatches: Sequence[MicroBatch]) -> torch.Tensor:
+        """One optimizer step; every token counts."""
+        total: torch.Tensor | None = None
+        for microbatch in microbatches:
+            with self._precision():
+                loss = self.loss_of(microbatch.tokens, microbatch.labels, microbatch.position_ids)
+            loss = loss / len(microbatches)
+            loss.backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        torch.nn.utils.clip_grad_norm_(self.masters, self.config.optimizer.clip_grad or torch.inf)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.has_masters:
+            with torch.no_grad():
+                torch._foreach_copy_(self.parameters, self.masters)
+        assert total is not None, "a step has a microbatch"
+        return total

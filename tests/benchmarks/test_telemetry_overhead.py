@@ -1,0 +1,22 @@
+"""The benchmark of measuring runs, and counts the marks of a step (counted, never timed)."""
+
+import pytest
+
+from benchmarks import telemetry_overhead
+
+ONE_RANK = [f"parallel.{size}=1" for size in ("tp", "pp", "vpp", "dp")]
+TOY = ["model.num_layers=1", "model.seq_length=16", "model.hidden_size=32", "train.global_batch_size=8"]
+
+
+def test_one_rank_without_a_launcher(capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = [*ONE_RANK, "parallel.sequence_parallel=false", *TOY, "telemetry.log_interval=2"]
+    result = telemetry_overhead.main(["configs/gpt_tiny.yaml", *overrides, "--rounds", "3"])
+    printed = capsys.readouterr().out
+    # Where a step ends: one mark for the phase between steps, one for the end, one for the next beginning. Then three phases, two
+    # forwards, two backwards and the end of the program. One rank waits for nothing.
+    assert result.marks_per_step == 3 + 3 + 5
+    assert 0.0 < result.seconds_per_mark < 1e-3 and result.plain_seconds > 0.0
+    assert result.counted == result.marks_per_step * result.seconds_per_mark / result.plain_cpu_seconds
+    assert f"{1 + result.counted:.5f}" in printed and str(result.wall_ratio) in printed
+    assert result.cpu_ratio.low <= result.cpu_ratio.median <= result.cpu_ratio.high
+    assert str(result.control_cpu_ratio) in printed
