@@ -78,17 +78,21 @@ class Change:
 def changes(there: Mapping[str, Any], config: Config) -> list[Change]:
     """Every field that differs between a saved configuration (as JSON) and `config`, in the order of the fields.
 
-    A field that was not saved had its default: an older version wrote it, and what is new does nothing by default.
-    Any other field that one of the two does not have counts as "absent" there.
+    A field that is missing in a saved section, or a section that is a matter of speed, had its default: an older version wrote it,
+    and what is new does nothing by default. Any other field that one of the two does not have counts as "absent" there: an import
+    may know no data.
     """
     saved = dict(_flat({key: value for key, value in there.items() if key != "format_version"}))
     asked = dict(_flat(config.model_dump(mode="json")))
+    sections = {key.rpartition(".")[0] for key in saved}
     found = []
     for key in [*asked, *(key for key in saved if key not in asked)]:
-        was = saved[key] if key in saved else _default(key)
+        verdict = _verdict(key, config)
+        has_default = verdict == "layout" or key.rpartition(".")[0] in sections
+        was = saved[key] if key in saved else _default(key) if has_default else ABSENT
         now = asked.get(key, ABSENT)
         if was != now:
-            found.append(Change(key, was, now, _verdict(key, config)))
+            found.append(Change(key, was, now, verdict))
     return found
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from engine.checkpoint.changes import changes, refuse
+from engine.checkpoint.changes import ABSENT, changes, refuse
 from engine.checkpoint.directory import Candidate, CheckpointDirectory, find
 from engine.checkpoint.fingerprint import to_text
 from engine.checkpoint.layout import describe_layout, layout_differences
@@ -142,7 +142,7 @@ def _offers(engine: Engine, directory: CheckpointDirectory, has_saved: bool, pas
     else:
         # Only where both have a field if no run of ours wrote it (then it has a layout): an import may know its model alone, and
         # `restore` says when it has no moments.
-        found = [change for change in found if candidate.manifest.layout or change.there != "absent"]
+        found = [change for change in found if candidate.manifest.layout or change.there != ABSENT]
     refuse(found, config.checkpoint.accept, str(candidate.folder))
     yield Offer(candidate.folder, config.checkpoint.load_what, False)
 

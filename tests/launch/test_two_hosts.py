@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.config import Config
+from engine.config import Config, TelemetryConfig
 from engine.config_load import load_config
 from engine.data.loader import Batches
 from engine.data.synthetic import SyntheticDataset
@@ -21,6 +21,9 @@ from engine.doctor.judge import judge
 from engine.doctor.records import Examination, Finding, Level
 from engine.pipeline.partition import partition
 from engine.rank_grid import ParallelSizes, RankGrid
+from engine.telemetry.clocks import HostClock
+from engine.telemetry.step_times import StepTimes
+from engine.telemetry.time_split import TimeSplit
 from engine.topology import Topology
 from engine.train import build
 from launch.doctor_rank import examine
@@ -56,6 +59,18 @@ def config_of(sizes: ParallelSizes, seq_length: int = 128) -> Config:
     return load_config(TINY, [*overrides, *model, *train, "parallel.sequence_parallel=true"])
 
 
+def batches_of(config: Config, topology: Topology) -> Batches:
+    return Batches(
+        SyntheticDataset(config.train.seed, config.model.vocab_size, config.model.seq_length),
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        dp=topology.sizes.dp,
+        dp_rank=topology.coordinates.dp,
+        consumed_samples=0,
+        device=CPU,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One training step on one rank: bytes that its host sent meanwhile per interface, by round, and seconds of the last."""
@@ -70,15 +85,7 @@ def train_steps(rank: int, hosts: Sequence[str], sizes: ParallelSizes, num_steps
     netns.enter(hosts[grid.node(rank)])
     topology = Topology(grid, rank, CPU, kv_heads=config.model.kv_heads)
     engine = build(config, topology, build_chunks)
-    batches = Batches(
-        SyntheticDataset(config.train.seed, config.model.vocab_size, config.model.seq_length),
-        global_batch_size=config.train.global_batch_size,
-        micro_batch_size=config.train.micro_batch_size,
-        dp=sizes.dp,
-        dp_rank=topology.coordinates.dp,
-        consumed_samples=0,
-        device=CPU,
-    )
+    batches = batches_of(config, topology)
     engine.train_step(batches.next_step(), 1e-3)
     sent: dict[str, list[int]] = {netns.LINK: [], netns.INSIDE: []}
     seconds = 0.0
@@ -163,6 +170,68 @@ def test_a_step_waits_for_a_slow_link(hosts: list[str]) -> None:
     finally:
         netns.unshape(hosts[1])
     assert min(step.seconds for step in steps) >= 0.5 * theory(sizes, 1)[netns.LINK] * 8 / (megabits * 1e6)
+
+
+NUM_SPLIT_STEPS = 4
+
+
+def split_steps(rank: int, hosts: Sequence[str], sizes: ParallelSizes) -> list[TimeSplit]:
+    """Run on a rank: where the time of each step but the first and the last went; rank 0 hears of it."""
+    grid, config = RankGrid(sizes, RANKS_PER_HOST), config_of(sizes)
+    netns.enter(hosts[grid.node(rank)])
+    topology = Topology(grid, rank, CPU, kv_heads=config.model.kv_heads)
+    engine = build(config, topology, build_chunks)
+    batches = batches_of(config, topology)
+    schedule = engine.train_program.schedule
+    every_step = TelemetryConfig(log_interval=1)
+    times = StepTimes(every_step, topology, schedule, num_steps=NUM_SPLIT_STEPS, steps_made=0, clock=HostClock())
+    engine.executor.observer = times.instruction
+    splits = []
+    for step in range(1, NUM_SPLIT_STEPS + 1):
+        times.phase("data")
+        microbatches = batches.next_step()
+        times.phase("forward_backward")
+        counts = engine.forward_backward(microbatches)
+        times.phase("optimizer")
+        engine.update(counts, 1e-3).wait()
+        times.end_step()
+        split = times.on_step(step)
+        splits += [] if split is None else [split]
+    times.finish()
+    times.close()
+    batches.close()
+    return splits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "part"),
+    [
+        pytest.param(ParallelSizes(tp=2, dp=2), "exposed_dp", id="replicas"),
+        pytest.param(ParallelSizes(tp=2, pp=2), "exposed_pp", id="a pipeline"),
+    ],
+)
+def test_a_slow_link_is_exposed_time_of_the_axis_that_crosses_it(
+    hosts: list[str], sizes: ParallelSizes, part: str
+) -> None:
+    """Both hosts send over a link so slow that nothing hides it."""
+    megabits = 20
+    found = {}
+    for is_slow in (False, True):
+        try:
+            for host in hosts[:2] if is_slow else ():
+                netns.shape(host, megabits)
+            splits, *_ = run_ranks(split_steps, sizes.world_size, hosts, sizes)
+        finally:
+            for host in hosts[:2] if is_slow else ():
+                netns.unshape(host)
+        found[is_slow] = min(splits, key=lambda split: split.step_seconds).seconds
+    on_the_link = theory(sizes, 1)[netns.LINK] * 8 / (megabits * 1e6)
+    grown = {
+        name: found[True][name] - found[False][name] for name in ("exposed_tp", "exposed_dp", "exposed_pp", "bubble")
+    }
+    assert grown[part] >= 0.5 * on_the_link, (grown, on_the_link)
+    assert max(grown, key=grown.__getitem__) == part, (grown, on_the_link)
 
 
 def examined(rank: int, hosts: Sequence[str], sizes: ParallelSizes, folder: Path) -> tuple[Examination, list[Finding]]:
