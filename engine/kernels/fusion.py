@@ -1,7 +1,7 @@
 """Elementwise functions operator by operator (`eager`), or each as few kernels that torch.compile makes of it (`compiled`).
 
     eager      every operator reads its inputs from memory and writes its output there
-    compiled   what one function computes stays in registers: an RMSNorm is two passes over memory instead of six
+    compiled   what one function computes stays in registers, so memory is passed over once or twice, not once per operator
 
 Functions that are fused are pure (they may write to temporaries of their own), know nothing of autograd and call nobody else's
 communication: forward and backward of a kernel are two of them. The compiler sees them alone, never a model.
