@@ -17,7 +17,6 @@ Other threads of the rank (gloo's, the sends' watchers) run beside the main one;
 
 import argparse
 import cProfile
-import os
 import pstats
 import sys
 import time
@@ -26,20 +25,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.rank_steps import LEARNING_RATE, parser_of, ready, timed
 from engine.collectives import Ledger, Pending
-from engine.data.loader import Batches, MicroBatch
-from engine.data.synthetic import SyntheticDataset
-from engine.runtime import RankEnvironment
+from engine.data.loader import MicroBatch
 from engine.step import Engine
-from engine.train import build
-from launch.rank import Rank, join, read_config
-from models.gpt import build_chunks
+from launch.rank import Rank
 
 WARM_UP_STEPS = 3
 
@@ -90,14 +87,10 @@ def timed_waits(ledger: Ledger) -> Iterator[Waits]:
 def measure(engine: Engine, next_step: Callable[[], list[MicroBatch]], num_steps: int) -> StepTimes:
     """Run `num_steps` steps without a profiler."""
     with timed_waits(engine.topology.ledger) as waits:
-        wall, main, process = time.perf_counter(), time.thread_time(), time.process_time()
-        for _ in range(num_steps):
-            engine.train_step(next_step(), lr=1e-3)
-        wall = (time.perf_counter() - wall) / num_steps
-        main = (time.thread_time() - main) / num_steps
-        process = (time.process_time() - process) / num_steps
+        steps = [timed(lambda: engine.train_step(next_step(), LEARNING_RATE)) for _ in range(num_steps)]
+    main, process = fmean(step.main_thread for step in steps), fmean(step.process for step in steps)
     (everybody,) = engine.topology.axis("world").agree([process], engine.topology.device, "profile")
-    return StepTimes(wall, main, process - main, everybody, waits, num_steps)
+    return StepTimes(fmean(step.wall for step in steps), main, process - main, everybody, waits, num_steps)
 
 
 def profile(engine: Engine, next_step: Callable[[], list[MicroBatch]], num_steps: int) -> pstats.Stats:
@@ -106,7 +99,7 @@ def profile(engine: Engine, next_step: Callable[[], list[MicroBatch]], num_steps
     for _ in range(num_steps):
         microbatches = next_step()
         profiler.enable()
-        engine.train_step(microbatches, lr=1e-3)
+        engine.train_step(microbatches, LEARNING_RATE)
         profiler.disable()
     return pstats.Stats(profiler)
 
@@ -171,12 +164,7 @@ def show(rank: Rank, times: StepTimes, stats: pstats.Stats, num_profiled: int, t
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="torchrun --nproc-per-node N -m benchmarks.step_profile",
-        description="Where one rank's step goes, on random tokens.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("config", nargs="+", help="config.yaml, then section.key=value")
+    parser = parser_of("step_profile", "Where one rank's step goes, on random tokens.")
     parser.add_argument("--steps", type=int, default=20, help="steps that are timed")
     parser.add_argument("--profiled", type=int, default=5, help="further steps under the profiler")
     parser.add_argument("--rank", type=int, default=0, help="whose step is shown")
@@ -186,26 +174,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> None:
     options = parse(argv)
-    environment = RankEnvironment.from_variables(os.environ)
-    config = read_config(options.config, environment)
-    with join(config, environment) as rank:
-        engine = build(config, rank.topology, build_chunks)
-        batches = Batches(
-            SyntheticDataset(config.train.seed, config.model.vocab_size, config.model.seq_length),
-            global_batch_size=config.train.global_batch_size,
-            micro_batch_size=config.train.micro_batch_size,
-            dp=rank.topology.sizes.dp,
-            dp_rank=rank.topology.coordinates.dp,
-            consumed_samples=0,
-            device=rank.topology.device,
-        )
+    with ready(options.config) as stepping:
         for _ in range(WARM_UP_STEPS):
-            engine.train_step(batches.next_step(), lr=1e-3)
-        times = measure(engine, batches.next_step, options.steps)
-        stats = profile(engine, batches.next_step, options.profiled)
-        batches.close()
-        if rank.number == options.rank:
-            show(rank, times, stats, options.profiled, options.top, Console())
+            stepping.engine.train_step(stepping.next_step(), LEARNING_RATE)
+        times = measure(stepping.engine, stepping.next_step, options.steps)
+        stats = profile(stepping.engine, stepping.next_step, options.profiled)
+        if stepping.rank.number == options.rank:
+            show(stepping.rank, times, stats, options.profiled, options.top, Console())
 
 
 if __name__ == "__main__":

@@ -4,46 +4,47 @@
     round 2   plain, control, measured       the control is plain as well: its ratio says what the machine lets one see
     result    median of the ratios, with the interval that holds it with 95 % probability
 
+Rounds are made until the time is up, so that a run takes about a minute; an interval needs six of them.
+
 Machines are rarely quiet enough to see half a percent in a ratio, so the cost is counted too: marks in a step, times what a mark
-costs to make and to add up (CPU seconds, in a loop), over the CPU seconds of a plain step of one rank. What is CPU time here is
-less than the time of a step that waits, so the share of the time is smaller. The exchange before a line is in the ratios only.
+costs to make and to add up (CPU seconds, in a loop), and on the first rank what putting the ranks' numbers together costs per step
+(a replay of the pipelines), over the CPU seconds of a plain step of one rank. What is CPU time here is less than the time of a step
+that waits, so the share of the time is smaller. The exchange before a line is in the ratios only.
 
     OMP_NUM_THREADS=1 python -m benchmarks.telemetry_overhead configs/gpt_tiny.yaml parallel.tp=1 parallel.pp=1 parallel.vpp=1 \\
         parallel.dp=1 parallel.sequence_parallel=false
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.telemetry_overhead configs/gpt_tiny.yaml parallel.pp=1 \\
-        parallel.vpp=1 parallel.dp=1 train.global_batch_size=8 --rounds 100
+        parallel.vpp=1 parallel.dp=1 train.global_batch_size=8
 """
 
 import argparse
-import os
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.engine_overhead import Interval, median_interval
+from benchmarks.rank_steps import LEARNING_RATE, Stepping, parser_of, ready, timed
 from engine.collectives import Ledger
 from engine.config import TelemetryConfig
-from engine.data.loader import Batches
-from engine.data.synthetic import SyntheticDataset
 from engine.garbage import GarbageCollection
-from engine.runtime import RankEnvironment
-from engine.step import Engine
+from engine.pipeline.actions import Action, Kind, Schedule
+from engine.rank_grid import RankGrid
+from engine.telemetry.attribution import Attribution, num_actions
 from engine.telemetry.clocks import HostClock
 from engine.telemetry.marks import Marks
 from engine.telemetry.step_times import StepTimes
-from engine.telemetry.time_split import Tally
-from engine.train import build
-from launch.rank import join, read_config
-from models.gpt import build_chunks
+from engine.telemetry.time_split import STEP_NUMBERS, USUAL, Tally
 
-LEARNING_RATE = 1e-3
 WARM_UP_ROUNDS = 2
+MIN_ROUNDS = 6
+"""Of fewer ratios not even the smallest and the largest hold the true median with 95 % probability."""
 NEVER = 10**9
 
 
@@ -68,17 +69,20 @@ class Result:
     control_cpu_ratio: Interval
     plain_seconds: float
     plain_cpu_seconds: float
+    num_rounds: int
     marks_per_step: float
     seconds_per_mark: float
+    attribution_seconds: float
 
     @property
     def counted(self) -> float:
-        """CPU seconds of a step's marks over those of a plain step."""
-        return self.marks_per_step * self.seconds_per_mark / self.plain_cpu_seconds
+        """CPU seconds of a step's marks, and of its share in the attribution, over those of a plain step: on the first rank."""
+        return (self.marks_per_step * self.seconds_per_mark + self.attribution_seconds) / self.plain_cpu_seconds
 
 
-def compare(engine: Engine, batches: Batches, num_rounds: int, log_interval: int) -> Result:
-    """Make `num_rounds` rounds of three steps; every rank calls it."""
+def compare(stepping: Stepping, most_rounds: int, seconds: float, log_interval: int) -> Result:
+    """Make rounds of three steps, for so many seconds or so many rounds; every rank calls it."""
+    engine, batches = stepping.engine, stepping.batches
     topology, clock = engine.topology, CountingClock()
     times = StepTimes(
         TelemetryConfig(log_interval=log_interval),
@@ -112,22 +116,23 @@ def compare(engine: Engine, batches: Batches, num_rounds: int, log_interval: int
     sides = (measured_step, plain_step, plain_step)
     wall: list[list[float]] = [[], [], []]
     cpu: list[list[float]] = [[], [], []]
-    first_marks = 0
-    for number in range(-WARM_UP_ROUNDS, num_rounds):
+    world = topology.axis("world")
+    first_marks, began, number, late_ranks = 0, time.perf_counter(), -WARM_UP_ROUNDS, 0.0
+    while number < min(most_rounds, MIN_ROUNDS) or (number < most_rounds and not late_ranks):
         if number == 0:
             first_marks = clock.num_marks
         for place in range(len(sides)):
             side = (place + number) % len(sides)
             # Together, so that no rank's step begins with the wait for another's last one.
-            topology.axis("world").agree([0.0], topology.device, "benchmark")
-            wall_start, cpu_start = time.perf_counter(), time.process_time()
-            sides[side]()
-            wall_seconds, cpu_seconds = time.perf_counter() - wall_start, time.process_time() - cpu_start
-            (all_cpu_seconds,) = topology.axis("world").agree([cpu_seconds], topology.device, "benchmark")
+            world.agree([0.0], topology.device, "benchmark")
+            step = timed(sides[side])
+            (all_cpu_seconds,) = world.agree([step.process], topology.device, "benchmark")
             if number >= 0:
-                wall[side].append(wall_seconds)
+                wall[side].append(step.wall)
                 cpu[side].append(all_cpu_seconds)
-    marks_per_step = (clock.num_marks - first_marks) / num_rounds
+        number += 1
+        (late_ranks,) = world.agree([float(time.perf_counter() - began > seconds)], topology.device, "benchmark")
+    marks_per_step = (clock.num_marks - first_marks) / number
     times.finish()
 
     def ratio(seconds: list[list[float]], side: int) -> Interval:
@@ -140,8 +145,10 @@ def compare(engine: Engine, batches: Batches, num_rounds: int, log_interval: int
         control_cpu_ratio=ratio(cpu, 2),
         plain_seconds=statistics.median(wall[1]),
         plain_cpu_seconds=statistics.median(cpu[1]) / topology.grid.world_size,
+        num_rounds=number,
         marks_per_step=marks_per_step,
         seconds_per_mark=seconds_per_mark(),
+        attribution_seconds=attribution_seconds(engine.train_program.schedule, topology.grid, log_interval),
     )
 
 
@@ -153,6 +160,7 @@ def seconds_per_mark(num_marks: int = 5_000) -> float:
     for _ in range(5):
         marks, tally = Marks(clock, lambda step: True, 0), Tally()
         marks.phase("forward_backward")
+        marks.instruction(Action(Kind.F, 0, 0))
         start = time.thread_time()
         for _ in range(num_marks // 2):
             marks.wait_begins(posted)
@@ -165,50 +173,54 @@ def seconds_per_mark(num_marks: int = 5_000) -> float:
     return best
 
 
+def attribution_seconds(schedule: Schedule, grid: RankGrid, num_steps: int) -> float:
+    """CPU seconds per step to tell the waits of all ranks apart, `num_steps` at a time; the best of 5."""
+    attribution = Attribution(schedule, [grid.coordinates(rank) for rank in range(grid.world_size)])
+    per_step = len(STEP_NUMBERS) + 2 * num_actions(schedule) if num_actions(schedule) else 0
+    rows = np.zeros((grid.world_size, USUAL + 1 + num_steps * per_step))
+    best = float("inf")
+    for _ in range(5):
+        start = time.thread_time()
+        attribution.work_out(rows, 1, num_steps)
+        best = min(best, (time.thread_time() - start) / num_steps)
+    return best
+
+
 def show(result: Result, console: Console) -> None:
-    table = Table(caption="medians with 95 % intervals; counted: marks x CPU time of one / plain step")
+    table = Table(caption=f"medians of {result.num_rounds} with 95 % intervals; counted on the first rank, in CPU time")
     for heading in ("", "measured / plain", "control / plain", "a plain step"):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     milliseconds = f"{result.plain_seconds * 1e3:.1f} ms"
     table.add_row("wall time", str(result.wall_ratio), str(result.control_wall_ratio), milliseconds)
     milliseconds = f"{result.plain_cpu_seconds * 1e3:.1f} ms a rank"
     table.add_row("CPU time", str(result.cpu_ratio), str(result.control_cpu_ratio), milliseconds)
-    cost = f"{result.marks_per_step:.0f} x {result.seconds_per_mark * 1e6:.2f} µs"
-    table.add_row("counted", f"{1 + result.counted:.5f}", "", cost)
+    table.add_section()
+    table.add_row("marks", "", "", f"{result.marks_per_step:.0f} x {result.seconds_per_mark * 1e6:.2f} µs")
+    table.add_row("attribution", "", "", f"{result.attribution_seconds * 1e6:.0f} µs")
+    table.add_row("counted", f"{1 + result.counted:.5f}", "", "")
     console.print(table)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="torchrun --nproc-per-node N -m benchmarks.telemetry_overhead",
-        description="Steps with and without the measuring of their times, in interleaved rounds, on random tokens.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    parser = parser_of(
+        "telemetry_overhead",
+        "Steps with and without the measuring of their times, in interleaved rounds, on random tokens.",
     )
-    parser.add_argument("config", nargs="+", help="config.yaml, then section.key=value")
-    parser.add_argument("--rounds", type=int, default=40, help="rounds of three timed steps")
+    parser.add_argument("--rounds", type=int, default=100, help="rounds of three timed steps, at most")
+    parser.add_argument(
+        "--seconds", type=float, default=40.0, help="after which no round begins, once there are enough"
+    )
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str]) -> Result:
     options = parse(argv)
-    environment = RankEnvironment.from_variables(os.environ)
-    config = read_config(options.config, environment)
-    with join(config, environment) as rank:
-        engine = build(config, rank.topology, build_chunks)
-        batches = Batches(
-            SyntheticDataset(config.train.seed, config.model.vocab_size, config.model.seq_length),
-            global_batch_size=config.train.global_batch_size,
-            micro_batch_size=config.train.micro_batch_size,
-            dp=rank.topology.sizes.dp,
-            dp_rank=rank.topology.coordinates.dp,
-            consumed_samples=0,
-            device=rank.topology.device,
-        )
+    with ready(options.config) as stepping:
+        config = stepping.rank.config
         # As in training: marks are objects, and would make Python collect its garbage more often in the middle of a step.
         with GarbageCollection(config.runtime.gc_interval):
-            result = compare(engine, batches, options.rounds, config.telemetry.log_interval)
-        batches.close()
-        if rank.number == 0:
+            result = compare(stepping, options.rounds, options.seconds, config.telemetry.log_interval)
+        if stepping.rank.number == 0:
             show(result, Console())
     return result
 

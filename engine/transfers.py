@@ -32,8 +32,12 @@ class HostCopy:
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 
-    def wait(self) -> list[float]:
-        """The numbers; waits for the device where they have not arrived yet."""
+    def arrived(self) -> torch.Tensor:
+        """The vector on the host; waits for the device where it has not arrived yet."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return [float(value) for value in self._values.tolist()]
+        return self._values
+
+    def wait(self) -> list[float]:
+        """The same as numbers."""
+        return [float(value) for value in self.arrived().tolist()]

@@ -90,15 +90,16 @@ def enter(host: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = LINK
 
 
-def mount_another_disk(folder: Path, *, read_only: bool = False) -> None:
-    """From now on the calling thread finds an empty disk there, and it alone.
+def mount_another_disk(folder: Path, *, read_only: bool = False, num_bytes: int | None = None) -> None:
+    """From now on the calling thread, and what it starts, finds an empty disk there, and they alone; its size may be given.
 
     Raises:
         OSError: the kernel refused.
     """
     _system_call("unshare", _CLONE_NEWNS)
     _system_call("mount", None, b"/", None, _MS_REC | _MS_PRIVATE, None)
-    _system_call("mount", b"none", os.fsencode(folder), b"tmpfs", _MS_RDONLY if read_only else 0, None)
+    options = None if num_bytes is None else f"size={num_bytes}".encode()
+    _system_call("mount", b"none", os.fsencode(folder), b"tmpfs", _MS_RDONLY if read_only else 0, options)
 
 
 def _system_call(name: str, *arguments: int | bytes | None) -> None:
@@ -118,6 +119,21 @@ def shape(host: str, megabits: int) -> None:
 def unshape(host: str) -> None:
     """Take the limit of `shape` away."""
     _run("tc", "-n", host, "qdisc", "delete", "dev", LINK, "root")
+
+
+def cut(host: str) -> None:
+    """Take this host's port of the switch down: nothing reaches it and nothing leaves it, and no connection is told so."""
+    _set_port(host, "down")
+
+
+def mend(host: str) -> None:
+    """Take the port up again."""
+    _set_port(host, "up")
+
+
+def _set_port(host: str, state: str) -> None:
+    prefix, _, index = host.rpartition("-host")
+    _ip("-n", f"{prefix}-switch", "link", "set", f"port{index}", state)
 
 
 def add_interface(host: str, name: str, address: str) -> None:

@@ -6,26 +6,30 @@
            |                       tell    |   2 to 9
            warms up
 
-Telling is one all-gather of some twenty numbers per rank (world, "telemetry"), posted when the numbers of the step before a line
-are read, and waited for when those of the line are: it is under way during a whole step, and no step waits for it. That is why a
-line shows where the time of the steps before it went. The first step of an attempt warms up and is in no split. On a GPU only the
-step before a line is marked; the timeline's steps are marked everywhere.
+Telling is one all-gather (world, "telemetry") of twelve numbers per rank, and with a pipeline of two for each of its actions in
+each step. It is posted when the numbers of the step before a line are read, and waited for when those of the line are: it is
+under way during a whole step, and no step waits for it. That is why a line shows where the time of the steps before it went. The
+first step of an attempt warms up and is in no split. On a GPU only the step before a line is marked; the timeline's steps are
+marked everywhere.
 """
 
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from engine.collectives import Axis
 from engine.config import TelemetryConfig
 from engine.pipeline.actions import Schedule
 from engine.pipeline.lowering import Instruction
 from engine.precision import AGREEMENT_DTYPE
+from engine.telemetry.attribution import Attribution, num_actions
 from engine.telemetry.clock_offsets import measure_offset
 from engine.telemetry.clocks import HostClock, StreamClock
 from engine.telemetry.marks import MarkedStep, Marks
 from engine.telemetry.table import has_line
-from engine.telemetry.time_split import Tally, TimeSplit, work_out
+from engine.telemetry.time_split import Tally, TimeSplit
 from engine.telemetry.timeline import Timeline
 from engine.telemetry.timers import BETWEEN
 from engine.topology import Topology
@@ -62,7 +66,7 @@ class StepTimes:
         self._config = config
         self._topology = topology
         self._world: Axis = topology.axis("world")
-        self._schedule = schedule
+        self._num_actions = num_actions(schedule)
         self._num_steps = num_steps
         self._first_step = steps_made + 1
         self._clock = clock
@@ -71,8 +75,10 @@ class StepTimes:
         self._anchor: tuple[Any, float] | None = None
         self._step = steps_made
         self._tally = Tally()
-        self._told: tuple[Callable[[], list[float]], Tally] | None = None
-        self.stage_ranks = [topology.grid.coordinates(rank).pp for rank in range(topology.grid.world_size)]
+        self._told: tuple[Callable[[], torch.Tensor], Tally] | None = None
+        places = [topology.grid.coordinates(rank) for rank in range(topology.grid.world_size)]
+        self.stage_ranks = [place.pp for place in places]
+        self._attribution = Attribution(schedule, places) if self._world.index == 0 else None
         self._compare_clocks()
         self._marks = Marks(clock, self._wants, steps_made)
         topology.ledger.clock = self._marks
@@ -161,15 +167,15 @@ class StepTimes:
 
     def _tell(self) -> None:
         """Post what this rank's steps were like since the last time."""
-        numbers = self._tally.numbers(self._schedule.placement.vpp)
+        numbers = self._tally.numbers(self._num_actions)
         device = self._topology.device
         pending = self._world.all_gather(to_device(numbers, AGREEMENT_DTYPE, device), PURPOSE)
         if device.type == "cpu" or self._topology.staged:
             # A wait would stop the host.
-            self._told = (lambda: HostCopy(pending.wait()).wait()), self._tally
+            self._told = (lambda: HostCopy(pending.wait()).arrived()), self._tally
         else:
             # The copy must stand before the next step on the stream.
-            self._told = HostCopy(pending.wait()).wait, self._tally
+            self._told = HostCopy(pending.wait()).arrived, self._tally
         self._tally = Tally()
 
     def _hear(self) -> TimeSplit | None:
@@ -178,8 +184,7 @@ class StepTimes:
             return None
         (read, tally), self._told = self._told, None
         numbers = read()
-        if self._world.index != 0:
+        if self._attribution is None:
             return None
-        width = len(numbers) // self._world.size
-        rows = [numbers[rank * width : (rank + 1) * width] for rank in range(self._world.size)]
-        return work_out(rows, self.stage_ranks, self._schedule, tally.steps[0], tally.steps[-1])
+        rows = numbers.view(self._world.size, -1).numpy()
+        return self._attribution.work_out(rows, tally.steps[0], tally.steps[-1])

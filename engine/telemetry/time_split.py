@@ -1,33 +1,27 @@
-"""Where the time of a step goes, to 100 %: the marks of every rank, added up and told apart (no torch here).
+"""Where the time of a step goes, to 100 %: what each rank did, added up, and the parts that all ranks' make (no torch here).
 
     compute        actions of the schedule, less what is waited for in them
     exposed_tp     waits for tensor-parallel calls, the cross-entropy's too
-    bubble         waits for another stage: for an input, and at the end of the step until the slowest stage is through
-    exposed_pp     posting of transfers, and waits until the last sends have left
+    bubble         waits for another stage that a pipeline has whose messages take no time
+    exposed_pp     what the pipeline's messages cost: posting, waits beyond the bubble, waits until the last sends have left
     exposed_dp     waits for gradients to be reduced (sums of replicated parameters too), and for parameters to be gathered
     optimizer      norm, clipping, update; posting of the gathers
     data           reading and copying the next global batch
     checkpoint     what saving stops
     other          everything else: reading and writing down numbers, Python between two actions, the step's agreement
 
-`bubble` is measured. Beside it stands the schedule's: what the simulator says of the same schedule with the measured durations of
-its forwards and backwards per stage, every transfer free. What is measured beyond it is transfers that came too late, and actions
-that did not always take the same time.
-
-The end of a step. All ranks meet in its small all-reduce (first and last stage of tied embeddings already before). A rank whose
-stage is through early waits there. It waits for other stages as long as their pipeline ran longer than its own, and not longer than
-it waited more than the rank that waited least; that is bubble. The rest is `other`.
+A rank knows that it waited for another stage, but not why: bubble and exposed_pp are told apart where the times of all ranks
+are (`engine.telemetry.attribution`). `Tally` is what a rank tells, `TimeSplit` what comes out.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean, median
 from typing import Any, Literal, get_args
 
-from engine.pipeline.actions import Action, Kind, Schedule
+from engine.pipeline.actions import Action
 from engine.pipeline.lowering import Post
-from engine.pipeline.simulate import Costs, Timeline, simulate
 from engine.telemetry.marks import Doing, Waited
 from engine.telemetry.timers import VALIDATION
 
@@ -45,20 +39,17 @@ Part = Literal[
 PARTS: tuple[Part, ...] = get_args(Part)
 """In the order in which they are shown."""
 
-_INPUT, _END = "input_wait", "end_wait"
-_KNOWN = tuple(part for part in PARTS if part != "bubble")
-_SPANS = (*_KNOWN, _INPUT, _END)
-"""What a rank can tell by itself; the bubble takes all ranks."""
+INPUT_WAIT, ENDS_WAIT, END_WAIT = "input_wait", "ends_wait", "end_wait"
+SPANS = (*(part for part in PARTS if part != "bubble"), INPUT_WAIT, ENDS_WAIT, END_WAIT)
+"""What a rank can tell by itself; the bubble takes all ranks. First and last stage meet at the ends (tied embeddings), all ranks at
+the end of the step."""
 
-_USUAL, _PIPELINE, _ACTIONS = range(len(_SPANS), len(_SPANS) + 3)
-"""Where in `Tally.numbers` the median of compute stands, the length of the pipeline, and the first duration of an action."""
-
-_KINDS = ((Kind.F,), (Kind.B, Kind.I), (Kind.W,))
-"""Actions whose durations are told apart, as the simulator's costs are: a schedule has B, or I and W."""
+USUAL = len(SPANS)
+"""Where in `Tally.numbers` the median of compute stands; from the next place on are the steps, each as `PipelineStep.numbers`."""
 
 
 def span_of(doing: Doing) -> str | None:
-    """Which of `_SPANS` what a rank does belongs to; None: to no step."""
+    """Which of `SPANS` what a rank does belongs to; None: to no step."""
     phase, instruction, wait = doing
     if phase == VALIDATION:
         return None
@@ -75,10 +66,48 @@ def span_of(doing: Doing) -> str | None:
 
 def _span_of_wait(wait: Waited) -> str:
     if wait.axis in ("pp_forward", "pp_backward"):
-        return _INPUT if wait.op == "recv" else "exposed_pp"
-    if wait.axis in ("world", "ends"):
-        return _END
+        return INPUT_WAIT if wait.op == "recv" else "exposed_pp"
+    if wait.axis == "ends":
+        return ENDS_WAIT
+    if wait.axis == "world":
+        return END_WAIT
     return "exposed_tp" if wait.axis == "tp" and wait.purpose != "second sum" else "exposed_dp"
+
+
+@dataclass(slots=True)
+class PipelineStep:
+    """One rank's way through the pipeline in one step, in seconds; moments are on the scale of the step's marks.
+
+    Attributes:
+        begin: when its first instruction began.
+        through: when its last one was done.
+        met: when it left the step's last meeting of all ranks.
+        end_wait: how long it waited there.
+        ends_wait: and before, for the sum over first and last stage.
+        tp_wait: how long it waited for tensor-parallel calls.
+        waits: of each action in order, for its input.
+        durations: of each action in order, waits for its input left out, others not.
+    """
+
+    begin: float
+    through: float
+    met: float
+    end_wait: float = 0.0
+    ends_wait: float = 0.0
+    tp_wait: float = 0.0
+    waits: list[float] = field(default_factory=list)
+    durations: list[float] = field(default_factory=list)
+
+    def numbers(self, num_actions: int) -> list[float]:
+        """`STEP_NUMBERS`, then `waits` and `durations`, each filled up to `num_actions`; `begin` and `through` count from `met`."""
+        assert len(self.waits) <= num_actions, f"{len(self.waits)} actions of a schedule of {num_actions}"
+        none = [0.0] * (num_actions - len(self.waits))
+        moments = [self.begin - self.met, self.through - self.met]
+        return [*moments, self.end_wait, self.ends_wait, self.tp_wait, *self.waits, *none, *self.durations, *none]
+
+
+STEP_NUMBERS = ("begin", "through", "end_wait", "ends_wait", "tp_wait")
+"""What stands before the actions in `PipelineStep.numbers`."""
 
 
 class Tally:
@@ -86,43 +115,54 @@ class Tally:
 
     def __init__(self) -> None:
         self.steps: list[int] = []
-        self._seconds = dict.fromkeys(_SPANS, 0.0)
-        self._pipeline_seconds = 0.0
+        self._seconds = dict.fromkeys(SPANS, 0.0)
         self._compute_seconds: list[float] = []
-        self._actions: dict[tuple[int, Kind], list[float]] = {}
+        self._pipeline: list[PipelineStep] = []
 
     def add(self, step: int, doings: Sequence[Doing], times: Sequence[float]) -> None:
         """One step: what was done between `times[i]` and `times[i + 1]`, in seconds."""
         self.steps.append(step)
         computed = self._seconds["compute"]
-        before = None
+        way = PipelineStep(times[-1], times[-1], times[-1])
+        has_begun, before = False, None
         for place, doing in enumerate(doings):
-            seconds = times[place + 1] - times[place]
+            start, stop = times[place], times[place + 1]
             span = span_of(doing)
             if span is None:
                 continue
+            seconds = stop - start
             self._seconds[span] += seconds
+            if span == END_WAIT:
+                way.end_wait += seconds
+                way.met = stop
+            elif span == ENDS_WAIT:
+                way.ends_wait += seconds
             instruction = doing.instruction
             if instruction is None:
                 continue
-            self._pipeline_seconds += seconds
-            if isinstance(instruction, Action) and span != _INPUT:
-                total = self._actions.setdefault((instruction.chunk, instruction.kind), [0.0, 0.0])
-                total[0] += seconds
-                total[1] += instruction is not before
-                before = instruction
+            if not has_begun:
+                has_begun, way.begin = True, start
+            way.through = stop
+            if span == "exposed_tp":
+                way.tp_wait += seconds
+            if isinstance(instruction, Action):
+                if instruction is not before:
+                    way.waits.append(0.0)
+                    way.durations.append(0.0)
+                    before = instruction
+                (way.waits if span == INPUT_WAIT else way.durations)[-1] += seconds
         self._compute_seconds.append(self._seconds["compute"] - computed)
+        self._pipeline.append(way)
 
-    def numbers(self, vpp: int) -> list[float]:
-        """Means per step and per action, and the median of what was computed in a step; as many for every rank."""
-        spans = [self._seconds[span] / len(self.steps) for span in _SPANS]
-        actions = []
-        for chunk in range(vpp):
-            for kinds in _KINDS:
-                totals = [self._actions.get((chunk, kind), (0.0, 0.0)) for kind in kinds]
-                count = sum(total[1] for total in totals)
-                actions.append(sum(total[0] for total in totals) / count if count else 0.0)
-        return [*spans, median(self._compute_seconds), self._pipeline_seconds / len(self.steps), *actions]
+    def numbers(self, num_actions: int) -> list[float]:
+        """Means per step, the median of what was computed in a step, and the steps; as many for every rank.
+
+        Args:
+            num_actions: of the rank that has most in a step; 0: there is no pipeline, and steps are not told.
+        """
+        spans = [self._seconds[span] / len(self.steps) for span in SPANS]
+        steps = [number for way in self._pipeline for number in way.numbers(num_actions)] if num_actions else []
+        return [*spans, median(self._compute_seconds), *steps]
 
 
 @dataclass(frozen=True)
@@ -132,7 +172,7 @@ class TimeSplit:
     Attributes:
         first_step, last_step: that were measured, counted from 1.
         ranks: seconds by part, a mapping per rank; each adds up to that rank's step.
-        schedule_bubbles: seconds per rank that the schedule itself waits, with the measured durations of its actions.
+        schedule_bubbles: seconds per rank that the schedule waits, with the mean durations of each stage's actions.
         usual_compute: seconds per rank that it computes in the median step: one that was held up does not change it.
     """
 
@@ -186,48 +226,3 @@ class TimeSplit:
             if share >= 0.005 or beside:
                 words.append(f"{name} {share:.0%}{beside}")
         return "  ".join(words)
-
-
-def work_out(
-    rows: Sequence[Sequence[float]], stage_ranks: Sequence[int], schedule: Schedule, first_step: int, last_step: int
-) -> TimeSplit:
-    """The split of some steps, from what every rank told.
-
-    Args:
-        rows: `Tally.numbers`, a row per rank.
-        stage_ranks: the pipeline coordinate of each rank.
-        schedule: that they ran.
-        first_step, last_step: that were measured.
-    """
-    spans = [dict(zip(_SPANS, row, strict=False)) for row in rows]
-    pp = schedule.placement.pp
-    drains = [0.0] * len(rows)
-    schedule_bubbles = drains
-    if pp > 1:
-        pipelines = [row[_PIPELINE] for row in rows]
-        shortest = min(span[_END] for span in spans)
-        drains = [min(span[_END] - shortest, max(pipelines) - own) for span, own in zip(spans, pipelines, strict=True)]
-        ideal = _simulated(rows, stage_ranks, schedule)
-        schedule_bubbles = [ideal.span - ideal.busy(rank) for rank in stage_ranks]
-    ranks = []
-    for span, drain in zip(spans, drains, strict=True):
-        parts: dict[Part, float] = {part: span[part] if part != "bubble" else span[_INPUT] + drain for part in PARTS}
-        parts["other"] += span[_END] - drain
-        ranks.append(parts)
-    usual = tuple(row[_USUAL] for row in rows)
-    return TimeSplit(first_step, last_step, tuple(ranks), tuple(schedule_bubbles), usual)
-
-
-def _simulated(rows: Sequence[Sequence[float]], stage_ranks: Sequence[int], schedule: Schedule) -> Timeline:
-    """The schedule with the mean durations of each stage's actions, over the ranks that hold it."""
-    placement = schedule.placement
-
-    def mean(stage: int, kind: int) -> float:
-        place = _ACTIONS + placement.chunk_of(stage) * len(_KINDS) + kind
-        rank = placement.rank_of(stage)
-        return fmean(row[place] for row, each in zip(rows, stage_ranks, strict=True) if each == rank)
-
-    forward, backward, weight_grad = (
-        [mean(stage, kind) for stage in range(placement.num_stages)] for kind in range(len(_KINDS))
-    )
-    return simulate(schedule, Costs(forward, backward, weight_grad))

@@ -310,6 +310,11 @@ def schedule(run: RunRecord) -> str:
     for what, key, meaning in (
         ("by the schedule, with measured durations", "schedule_bubble_seconds", "of the step, the mean over all ranks"),
         ("measured", "bubble_seconds", "of the step, the mean over all ranks"),
+        (
+            "beside it, what messages cost",
+            "exposed_pp_seconds",
+            "of the step; more where a link between stages is slow",
+        ),
     ):
         step_seconds = sum(number(each, "time_split", "step_seconds") for each in split)
         if split and step_seconds > 0:

@@ -16,7 +16,15 @@ def test_one_rank_without_a_launcher(capsys: pytest.CaptureFixture[str]) -> None
     # forwards, two backwards and the end of the program. One rank waits for nothing.
     assert result.marks_per_step == 3 + 3 + 5
     assert 0.0 < result.seconds_per_mark < 1e-3 and result.plain_seconds > 0.0
-    assert result.counted == result.marks_per_step * result.seconds_per_mark / result.plain_cpu_seconds
+    counted_seconds = result.marks_per_step * result.seconds_per_mark + result.attribution_seconds
+    assert 0.0 < result.attribution_seconds < 0.1 and result.counted == counted_seconds / result.plain_cpu_seconds
+    assert result.num_rounds == 3
     assert f"{1 + result.counted:.5f}" in printed and str(result.wall_ratio) in printed
     assert result.cpu_ratio.low <= result.cpu_ratio.median <= result.cpu_ratio.high
     assert str(result.control_cpu_ratio) in printed
+
+
+def test_no_round_begins_when_the_time_is_up_but_an_interval_needs_some() -> None:
+    overrides = [*ONE_RANK, "parallel.sequence_parallel=false", *TOY]
+    result = telemetry_overhead.main(["configs/gpt_tiny.yaml", *overrides, "--rounds", "1000", "--seconds", "0"])
+    assert result.num_rounds == telemetry_overhead.MIN_ROUNDS == 6

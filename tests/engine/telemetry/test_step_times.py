@@ -230,11 +230,11 @@ def test_the_parts_sum_to_the_step_on_every_rank(gpt: tuple[Path, Sequence[Measu
 
 
 def test_the_ranks_tell_each_other_in_one_call_before_a_line(gpt: tuple[Path, Sequence[Measured]]) -> None:
-    """For steps 2, 3, 4 each: ten spans, median compute, length of the pipeline, three durations of two chunks: 18 numbers."""
+    """For steps 2, 3, 4 each: 11 spans, median compute; five numbers of the step, wait and duration of each of 16 actions."""
     _, ranks = gpt
     for rank in ranks:
         told = [(call.op, call.axis, call.purpose, call.numel, call.group_size) for call in rank.calls]
-        assert told == [("all_gather", "world", PURPOSE, 18, 8)] * 3
+        assert told == [("all_gather", "world", PURPOSE, 12 + 5 + 2 * 16, 8)] * 3
 
 
 def test_a_row_of_the_timeline_holds_the_actions_of_its_rank_in_their_order(

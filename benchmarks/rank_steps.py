@@ -1,0 +1,79 @@
+"""What benchmarks of a rank's step share: an engine that is built from a config, batches of random tokens, a timed step."""
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from engine.data.loader import Batches, MicroBatch
+from engine.data.synthetic import SyntheticDataset
+from engine.runtime import RankEnvironment
+from engine.step import Engine
+from engine.train import build
+from launch.rank import Rank, join, read_config
+from models.gpt import build_chunks
+
+LEARNING_RATE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Stepping:
+    """One rank, ready to make steps."""
+
+    rank: Rank
+    engine: Engine
+    batches: Batches
+
+    def next_step(self) -> list[MicroBatch]:
+        return self.batches.next_step()
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """What a step took: wall time, CPU time of the main thread, CPU time of all threads of this process."""
+
+    wall: float
+    main_thread: float
+    process: float
+
+
+def timed(step: Callable[[], object]) -> Seconds:
+    """Make a step."""
+    wall, main, process = time.perf_counter(), time.thread_time(), time.process_time()
+    step()
+    return Seconds(time.perf_counter() - wall, time.thread_time() - main, time.process_time() - process)
+
+
+def parser_of(module: str, description: str) -> argparse.ArgumentParser:
+    """For the command line of a benchmark that `torchrun` starts, with the config as its first words."""
+    parser = argparse.ArgumentParser(
+        prog=f"torchrun --nproc-per-node N -m benchmarks.{module}",
+        description=description,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("config", nargs="+", help="config.yaml, then section.key=value")
+    return parser
+
+
+@contextmanager
+def ready(words: Sequence[str]) -> Iterator[Stepping]:
+    """Join the other ranks and build the engine of `[config.yaml, section.key=value ...]`."""
+    environment = RankEnvironment.from_variables(os.environ)
+    config = read_config(words, environment)
+    with join(config, environment) as rank:
+        engine = build(config, rank.topology, build_chunks)
+        batches = Batches(
+            SyntheticDataset(config.train.seed, config.model.vocab_size, config.model.seq_length),
+            global_batch_size=config.train.global_batch_size,
+            micro_batch_size=config.train.micro_batch_size,
+            dp=rank.topology.sizes.dp,
+            dp_rank=rank.topology.coordinates.dp,
+            consumed_samples=0,
+            device=rank.topology.device,
+        )
+        try:
+            yield Stepping(rank, engine, batches)
+        finally:
+            batches.close()
