@@ -22,6 +22,11 @@ from engine.config_names import FOREIGN_VALUES, unknown_key
 from engine.config_rules import problems as broken_rules
 from engine.errors import ConfigError
 
+try:
+    from yaml import CSafeLoader as SafeLoader
+except ImportError:  # PyYAML without libyaml: the same, ten times slower
+    from yaml import SafeLoader  # type: ignore[assignment]
+
 ENVIRONMENT = {
     "TP": "parallel.tp",
     "PP": "parallel.pp",
@@ -98,7 +103,7 @@ def load_config(
     return config
 
 
-class _UniqueKeys(yaml.SafeLoader):
+class _UniqueKeys(SafeLoader):
     """YAML in which a key that stands twice in one mapping is an error: the first value would be lost without a word."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from engine.backward import run_backward
+
 
 def recompute(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
     """`function(*tensors)`, whose saved activations are these tensors alone."""
@@ -33,5 +35,5 @@ class _Recompute(torch.autograd.Function):
         ]
         with torch.enable_grad():
             output = ctx.function(*inputs)
-        torch.autograd.backward(output, grad)
+        run_backward(output, grad)
         return None, *(tensor.grad for tensor in inputs)

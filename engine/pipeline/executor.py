@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from engine.backward import run_backward
 from engine.pipeline.actions import Action, Kind
 from engine.pipeline.lowering import Instruction, Post, Program
 from engine.pipeline.p2p import HandOver, Transport
@@ -157,7 +158,7 @@ class _Run:
             grad = self.transport.take(HandOver("backward", stage, microbatch))
         queue = self.queues[chunk]
         queue.deferring = action.kind is Kind.I
-        torch.autograd.backward((kept.edge,), (grad,))
+        run_backward(kept.edge, grad)
         if action.kind is Kind.I:
             queue.deferring = False
             self.deferred[chunk, microbatch] = queue.take()
