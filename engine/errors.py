@@ -1,8 +1,8 @@
 """The errors of Triaxis (no torch here).
 
 Each message says four things: what was given, the rule, what would have broken, what to do. `exit_code` tells a user's
-mistake (2) from a run that broke (1) and from a machine that did (5), so that a batch script can decide whether trying again makes
-sense.
+mistake (2), a machine that broke (5) and numbers that went wrong (6) from a run that broke (1), so that a batch script can decide
+whether trying again makes sense.
 """
 
 from collections.abc import Sequence
@@ -54,6 +54,9 @@ class ReplicaError(TriaxisError):
 
 
 class DivergenceError(TriaxisError):
-    """The run cannot go on: ranks disagree, or the loss is not finite."""
+    """Loss or gradients are not finite, or the loss jumps, and no policy is left: the same steps would give the same numbers.
 
-    exit_code = 1
+    Raised on every rank after the same step.
+    """
+
+    exit_code = 6

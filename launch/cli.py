@@ -3,7 +3,8 @@
     triaxis COMMAND [arguments]      ->  launch/commands/COMMAND.py: NAME, HELP, add_arguments(parser), run(args) -> int
 
 Only the module of the command that was asked for is imported, so `triaxis --help` costs no more than starting Python.
-Exit codes: 0 done; 2 a mistake in what was typed or configured; 1 a run that broke; 75 preempted and saved; 130 interrupted.
+Exit codes: 0 done; 2 a mistake in what was typed or configured; 1 a run that broke; 75 preempted and saved; 130 interrupted; the
+others stand in launch/failure.py.
 A traceback means a bug of ours.
 """
 

@@ -6,6 +6,7 @@
     3      `triaxis doctor` found a node that is out of line
     4      the run hung: the report says who waits for whom; starting again goes on from the newest checkpoint
     5      ranks that must hold the same weights do not: a machine is broken; starting again on the same nodes may end the same way
+    6      the numbers went wrong on all ranks (not finite, a loss that jumps): starting again would end the same way
     75     the requeue code: preempted, saved, to be started again
     130    a person's Ctrl-C: saved
     128+n  ended by signal n before or after training, or killed
@@ -19,13 +20,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.errors import TriaxisError
+from engine.errors import DivergenceError, TriaxisError
 from engine.resilience.hang import hang_report
 from engine.signals import Stop
 
 BROKE = 1
 MISTAKE = TriaxisError.exit_code
 OUT_OF_LINE = 3
+DIVERGED = DivergenceError.exit_code
+"""All ranks end with it after the same step, and rank 0 has said why: no rank has failed."""
 REQUEUE = 75
 """`EX_TEMPFAIL` of sysexits.h: try again later. No rank ends with it before all have agreed and the state is on the disk."""
 INTERRUPTED = 130
@@ -53,13 +56,17 @@ class RankFailure:
         return f"signal {signal.Signals(-self.exit_code).name}"
 
 
-def describe_hang(logs: Path, since_seconds: float) -> str:
-    """The report of the hang that ended the last attempt under `runs/<name>/logs`; its own words where rank 0 has said it all."""
+def describe_hang(failures: Iterable[RankFailure], logs: Path, since_seconds: float) -> str:
+    """The report of the hang that ended the last attempt under `runs/<name>/logs`; "" where it stands on the terminal already.
+
+    `failures` are those of this node's ranks: what rank 0 says is shown by its own launcher only.
+    """
     attempts = [path for path in logs.parent.glob("hangs/attempt_*") if path.stat().st_mtime >= since_seconds]
     report = hang_report(max(attempts)) if attempts else None
     if report is None:
         return "the run hung, and its ranks were ended; they could not write down who waits for whom."
-    return "" if report["reporter"] == 0 else str(report["text"])
+    is_shown = report["reporter"] == 0 and any(failure.rank == 0 for failure in failures)
+    return "" if is_shown else str(report["text"])
 
 
 def rank_log(logs: Path, rank: int, since_seconds: float) -> Path | None:

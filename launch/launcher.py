@@ -238,7 +238,7 @@ def _run_torchrun(plan: Plan, arguments: Sequence[str], environment: Mapping[str
             return agreed[0]
         if any(failure.exit_code == HUNG for failure in failures):
             _show_cursor()
-            print(describe_hang(logs, started_seconds), file=sys.stderr)
+            print(describe_hang(failures, logs, started_seconds), file=sys.stderr)
             return HUNG
         cause = first_cause(failures, logs, started_seconds)
         if signals.first is not None and cause.exit_code in (-signals.first, -signal.SIGKILL):

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import torch
 
+from engine.telemetry.run_dir import RunDirectory
+from launch.rank import Rank
+
 HISTORY_ENTRIES = 100_000
 """How many of the latest allocations and frees `telemetry.memory_history` keeps: some hundred MB of host memory at most."""
 
@@ -44,3 +47,13 @@ class MemorySnapshot:
         if self._has_history:
             return said
         return f"{said} With telemetry.memory_history=true it also says who asked for each block."
+
+
+def open_memory_snapshot(rank: Rank, directory: RunDirectory) -> MemorySnapshot | None:
+    """What this rank writes when it runs out of memory, its history from now on in it if asked for; None on the CPU."""
+    if rank.topology.device.type != "cuda":
+        return None
+    has_history = rank.config.telemetry.memory_history
+    if has_history:
+        remember_allocations()
+    return MemorySnapshot(directory.memory_snapshot(rank.number), has_history=has_history)

@@ -3,7 +3,11 @@
     python -m torch.distributed.run --nproc-per-node 8 --module launch.pretrain_gpt configs/gpt_tiny.yaml train.steps=20
 
 `launch/pretrain_gpt.sh` starts it; so does srun with one task per GPU. The only place that knows engine, models and
-telemetry at once.
+telemetry at once:
+
+    main                config -> process group -> run directory -> this rank's log     rank.py, rank_directory.py
+    _train              datasets, engine, telemetry, banner, what to begin with         engine/train.py, run_facts.py
+    _train_and_report   guard, heartbeat and watchers around the loop; the end          step_watchers.py, sample_text.py
 """
 
 import os
@@ -12,27 +16,16 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from engine.checkpoint.layout import describe_layout
 from engine.checkpoint.manager import Checkpoints, RunFacts
 from engine.checkpoint.resume import TOKENIZER, Beginning, begin
-from engine.config import Config, ProfileConfig
-from engine.data.corpus import entropies
 from engine.data.datasets import Datasets, open_datasets
 from engine.data.loader import Batches
-from engine.data.sampler import NOTHING_SKIPPED
-from engine.data.samples import SampleSource
-from engine.data.skipped import SkippedRanges
 from engine.data.tokenizers import load_tokenizer
 from engine.errors import CheckpointError, TriaxisError
-from engine.kernels import registry
-from engine.pipeline.lowering import Instruction
 from engine.resilience.guard import Guard
-from engine.resilience.heartbeat import Heartbeat
 from engine.resilience.notices import TroubleNotices
 from engine.resilience.rollback import Rollback, train_through
 from engine.runtime import RankEnvironment
@@ -41,31 +34,28 @@ from engine.step import Engine
 from engine.telemetry.checkpoint_notices import CheckpointNotices, say_beginning, say_stopped
 from engine.telemetry.hub import Telemetry, open_telemetry
 from engine.telemetry.metrics import Meter
-from engine.telemetry.nvtx import NvtxRanges
 from engine.telemetry.observer import TrainingObserver, peak_memory_of_ranks
-from engine.telemetry.parameters import local_counts, round_counts
-from engine.telemetry.profile import StepProfiler, StepWatcher
 from engine.telemetry.rank_log import Streams, rank_log
-from engine.telemetry.run_dir import RunDirectory, run_name
-from engine.telemetry.step_times import StepTimes
+from engine.telemetry.run_dir import RunDirectory
 from engine.telemetry.summary import End, Start, show_end, show_start
 from engine.train import build
+from launch.batches import open_batches
 from launch.failure import AFTER, BROKE, INTERRUPTED, MISTAKE
 from launch.hang_watch import open_hang_watch
 from launch.launcher import FROM_SCRATCH
 from launch.measuring import finish_step_times, open_slow_ranks, open_step_times
-from launch.memory_snapshot import MemorySnapshot, remember_allocations
+from launch.memory_snapshot import MemorySnapshot, open_memory_snapshot
 from launch.out_of_memory import explaining_memory
 from launch.parent_death import end_with_parent
 from launch.preflight import refuse_without_gpu
 from launch.rank import Rank, join, read_config
-from models.generate import generate
-from models.gpt import attention_shape, build_chunks
+from launch.rank_directory import open_directory
+from launch.run_facts import corpus_entropies, count_parameters, describe
+from launch.sample_text import write_sample
+from launch.step_watchers import open_watchers
+from models.gpt import build_chunks
 from models.memory import settled
 from models.specs import model_specs
-
-PROMPT_TOKENS = 48
-SAMPLE_TEMPERATURE = 0.8
 
 
 def main(argv: Sequence[str]) -> int:
@@ -83,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
         config = read_config(words, environment)
         with join(config, environment) as rank:
             refuse_without_gpu(config, has_gpu=rank.topology.device.type == "cuda")
-            directory = _open_directory(rank, Path(words[0]).stem, from_scratch=FROM_SCRATCH in argv and is_first_start)
+            directory = open_directory(rank, Path(words[0]).stem, from_scratch=FROM_SCRATCH in argv and is_first_start)
             if directory is None:
                 return MISTAKE
             if directory.finished is not None:
@@ -115,29 +105,6 @@ def _logged(run: Callable[[], int]) -> int:
         return BROKE
 
 
-def _open_directory(rank: Rank, stem: str, *, from_scratch: bool) -> RunDirectory | None:
-    """The run directory: rank 0 decides, the others follow; None on the others if it could not."""
-    config, world = rank.config, rank.topology.axis("world")
-    name = run_name(config, stem, os.environ)
-    directory, error = None, None
-    attempt_or_refused, finished = 0.0, 0.0
-    if rank.number == 0:
-        try:
-            directory = RunDirectory.create(config, config.runtime.runs_dir, name, from_scratch=from_scratch)
-            attempt_or_refused, finished = float(directory.attempt), float(directory.finished is not None)
-        except TriaxisError as refused:
-            error, attempt_or_refused = refused, -1.0
-    attempt_or_refused, finished = world.agree([attempt_or_refused, finished], rank.topology.device, "run directory")
-    if error is not None:
-        raise error
-    if attempt_or_refused < 0:
-        return None
-    if directory is None:
-        directory = RunDirectory.join(config.runtime.runs_dir, name, int(attempt_or_refused))
-        directory.finished = {} if finished else None
-    return directory
-
-
 def _train(rank: Rank, directory: RunDirectory, streams: Streams) -> int:
     """Build, begin, train; returns the exit code."""
     config, topology = rank.config, rank.topology
@@ -145,7 +112,7 @@ def _train(rank: Rank, directory: RunDirectory, streams: Streams) -> int:
     datasets = open_datasets(
         config.data, config.model.seq_length, config.train.seed, vocab_size=config.model.vocab_size
     )
-    snapshot = _memory_snapshot(rank, directory)
+    snapshot = open_memory_snapshot(rank, directory)
     with explaining_memory(config, topology, snapshot=snapshot):
         engine = build(config, topology, build_chunks)
     described = describe(engine)
@@ -249,7 +216,7 @@ def _train_and_report(
     rollback = Rollback(engine, directory.checkpoints(config), facts.data, history, trouble)
     times = open_step_times(engine, directory, beginning.state.step)
     heartbeat.listen(engine.topology.ledger)
-    watchers = _watchers(engine, directory, telemetry, beginning.state.step, times, heartbeat)
+    watchers = open_watchers(engine, directory, telemetry, beginning.state.step, times, heartbeat)
     observer = TrainingObserver(
         telemetry,
         meter,
@@ -287,146 +254,13 @@ def _train_and_report(
         say_stopped(telemetry, stopped, step, is_saved=config.checkpoint.interval is not None, peak_memory_bytes=held)
         return stopped
     steps = engine.plan.num_steps
-    prompt, text = _write_text(engine, valid) if valid is not None else ("", None)
+    prompt, text = write_sample(engine, valid) if valid is not None else ("", None)
     if telemetry.report is not None:
         end = End(steps, seconds, observer.loss, observer.val_loss, corpus_entropies(config), prompt, text)
         show_end(telemetry.report, directory, end)
         telemetry.event("finished", steps=steps, loss=observer.loss, val_loss=observer.val_loss, peak_memory_bytes=held)
         directory.finish(steps=steps, loss=observer.loss, val_loss=observer.val_loss)
     return None
-
-
-def _memory_snapshot(rank: Rank, directory: RunDirectory) -> MemorySnapshot | None:
-    """What this rank writes when it runs out of memory, its history from now on in it if asked for; None on the CPU."""
-    if rank.topology.device.type != "cuda":
-        return None
-    has_history = rank.config.telemetry.memory_history
-    if has_history:
-        remember_allocations()
-    return MemorySnapshot(directory.memory_snapshot(rank.number), has_history=has_history)
-
-
-def _watchers(
-    engine: Engine,
-    directory: RunDirectory,
-    telemetry: Telemetry,
-    steps_made: int,
-    times: StepTimes | None,
-    heartbeat: Heartbeat,
-) -> list[StepWatcher]:
-    """Who follows this rank through its steps, listening to its executor too."""
-    watchers: list[StepWatcher] = [heartbeat] if times is None else [heartbeat, times]
-    if engine.config.telemetry.nvtx:
-        watchers.append(NvtxRanges(steps_made))
-    wanted = engine.config.telemetry.profile
-    if wanted is not None and engine.topology.rank in wanted.ranks:
-        watchers.append(_profiler(engine, directory, telemetry, steps_made, wanted))
-
-    def tell_all(instruction: Instruction | None) -> None:
-        for watcher in watchers:
-            watcher.instruction(instruction)
-
-    engine.executor.observer = tell_all
-    return watchers
-
-
-def _profiler(
-    engine: Engine, directory: RunDirectory, telemetry: Telemetry, steps_made: int, wanted: ProfileConfig
-) -> StepProfiler:
-    rank = engine.topology.rank
-
-    def written(path: Path) -> None:
-        telemetry.event("profiled", path=str(path.relative_to(directory.path)))
-        if telemetry.report is not None:
-            telemetry.report.say(f"trace of rank {rank}: {path}")
-
-    return StepProfiler(wanted, directory.profile(rank, wanted), engine.topology.device, steps_made, written)
-
-
-def open_batches(
-    engine: Engine, dataset: SampleSource, consumed_samples: int = 0, skipped: SkippedRanges = NOTHING_SKIPPED
-) -> Batches:
-    """This rank's batches of a dataset, from the first sample that is not consumed on."""
-    train_config, dp = engine.config.train, engine.topology.axis("dp")
-    return Batches(
-        dataset,
-        global_batch_size=train_config.global_batch_size,
-        micro_batch_size=train_config.micro_batch_size,
-        dp=dp.size,
-        dp_rank=dp.index,
-        consumed_samples=consumed_samples,
-        device=engine.topology.device,
-        skipped=skipped,
-    )
-
-
-def count_parameters(engine: Engine) -> dict[str, int]:
-    """Parameters by module, counted on all ranks."""
-    topology = engine.topology
-    axes = {name: topology.maybe_axis(name) for name in ("tp", "kv_replicas", "ends")}
-    shares = local_counts(
-        [parameter.record for parameter in engine.parameters.values()],
-        topology.axis("dp").size,
-        {name: axis.size for name, axis in axes.items() if axis is not None},
-    )
-    sums = topology.axis("world").agree(list(shares.values()), topology.device, "parameter count")
-    return round_counts(dict(zip(shares, sums, strict=True)))
-
-
-@dataclass(frozen=True, slots=True)
-class Description:
-    """The run in words, for the banner."""
-
-    layout: str
-    schedule: str
-    device: str
-    device_name: str
-    kernels: str
-    layers_per_chunk: tuple[int, ...]
-
-
-def describe(engine: Engine) -> Description:
-    """Layout, schedule and device of a built engine."""
-    topology, config = engine.topology, engine.config
-    grid, schedule = topology.grid, engine.train_program.schedule.name
-    nodes = "1 node" if grid.num_nodes == 1 else f"{grid.num_nodes} nodes"
-    sequence = ", sequence parallel" if config.parallel.sequence_parallel else ""
-    if topology.device.type == "cuda":
-        device_name = torch.cuda.get_device_name(topology.device)
-        device = f"{device_name}, {'gloo through the host' if topology.staged else 'nccl'}"
-    else:
-        threads = torch.get_num_threads()
-        device_name = "cpu"
-        device = f"cpu, gloo, {threads} thread{'s' if threads > 1 else ''} per rank"
-    return Description(
-        layout=f"{topology.sizes}: {grid.world_size} ranks on {nodes}, {schedule}{sequence}",
-        schedule=schedule,
-        device=device,
-        device_name=device_name,
-        kernels=registry.describe(config.kernels, attention_shape(config, topology)),
-        layers_per_chunk=tuple(len(stage.layers) for stage in engine.stages),
-    )
-
-
-def corpus_entropies(config: Config) -> dict[str, float]:
-    """What simpler models of the training corpus reach, in nats per token; the first corpus stands for a blend."""
-    if config.data.synthetic:
-        return {}
-    measured = entropies(config.data.train[0][1], config.model.vocab_size)
-    return {"uniform": measured.uniform, "unigram entropy": measured.unigram, "bigram entropy": measured.bigram}
-
-
-def _write_text(engine: Engine, valid: SampleSource) -> tuple[str, str | None]:
-    """A beginning from the validation data, and how the model goes on; every rank takes part."""
-    config = engine.config
-    if config.telemetry.sample_tokens == 0 or config.data.synthetic:
-        return "", None
-    prompt = [int(token) for token in valid[0].tokens[:PROMPT_TOKENS]]
-    tokens = generate(
-        engine, prompt, config.telemetry.sample_tokens, temperature=SAMPLE_TEMPERATURE, seed=config.train.seed
-    )
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    return tokenizer.decode(prompt), tokenizer.decode(tokens)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ class Outcome(Enum):
     STOPPED = "stopped"  # told to stop before it trained, or too late to save
     FAILED = "failed"  # a rank or a node died
     MISTAKE = "mistake"
+    DIVERGED = "diverged"  # all ranks agreed that the numbers are wrong
     INTERRUPTED = "interrupted"
 
 

@@ -3,8 +3,8 @@
     launch/slurm/pretrain_gpt.sbatch  ->  this, once per allocation, on its first node (no torch here)
         |  config        checked before any task starts; a finished run ends the job
         |  srun          one task per GPU; SIGUSR1 before the time limit is handed to all ranks, who save (engine/signals.py)
-        |  judge         finished | preempted | stopped | failed | mistake | interrupted       (launch/slurm_report.py)
-        |  slurm.json    who failed where, whether there was progress                           (launch/slurm_history.py)
+        |  judge         finished | preempted | stopped | failed | mistake | diverged | interrupted   (launch/slurm_report.py)
+        |  slurm.json    who failed where, whether there was progress                                (launch/slurm_history.py)
         v
     scontrol requeue     or, where the site refuses that, sbatch --dependency=afterany of the same script
 
@@ -33,7 +33,7 @@ from engine.config_rules import problems
 from engine.errors import ConfigError, TopologyError, TriaxisError
 from engine.telemetry.run_dir import RunDirectory, run_name
 from launch.commands.train import request
-from launch.failure import BROKE, INTERRUPTED, MISTAKE
+from launch.failure import BROKE, DIVERGED, INTERRUPTED, MISTAKE
 from launch.launcher import DEFAULT_CONFIG, FROM_SCRATCH
 from launch.preflight import look_before_training
 from launch.slurm_history import ATTEMPTS_WITHOUT_PROGRESS, FAILURES_TO_EXCLUDE, History, Outcome
@@ -41,6 +41,9 @@ from launch.slurm_report import StepReport
 from launch.slurm_step import LOOPBACK, tasks_per_node
 
 DRY_RUN = "--dry-run"
+
+FINAL = {Outcome.MISTAKE: MISTAKE, Outcome.DIVERGED: DIVERGED, Outcome.INTERRUPTED: INTERRUPTED}
+"""Ends after which nobody starts the job again, and its exit codes."""
 
 LONGEST_END_SECONDS = 90.0
 """How long srun may take to end the other tasks after a bad end; it waits in vain for a node that is dead."""
@@ -230,6 +233,8 @@ def judge(exit_code: int, report: StepReport, told: signal.Signals | None) -> Ou
         return Outcome.FINISHED
     if report.was_mistaken:
         return Outcome.MISTAKE
+    if report.has_diverged:
+        return Outcome.DIVERGED
     return Outcome.FAILED if told is None else Outcome.STOPPED
 
 
@@ -395,8 +400,13 @@ def _run(root: Path, script: str, words: Sequence[str]) -> int:
     say(
         f"attempt {len(history.attempts)} {outcome.value}{suspicion}; newest checkpoint: step {history.attempts[-1].to_step}"
     )
-    if outcome in (Outcome.MISTAKE, Outcome.INTERRUPTED):
-        return MISTAKE if outcome is Outcome.MISTAKE else INTERRUPTED
+    if outcome is Outcome.DIVERGED:
+        say(
+            "loss or gradients went wrong on all ranks, and starting again would give the same numbers. Change what is said above, "
+            f"and submit again with RUN_NAME={name}: it goes on from the newest checkpoint"
+        )
+    if outcome in FINAL:
+        return FINAL[outcome]
     if history.without_progress >= ATTEMPTS_WITHOUT_PROGRESS:
         say(
             f"{ATTEMPTS_WITHOUT_PROGRESS} attempts in a row ended without a newer checkpoint, so this one is the last: starting "

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from launch.failure import INTERRUPTED, MISTAKE, REQUEUE
+from launch.failure import DIVERGED, INTERRUPTED, MISTAKE, REQUEUE
 
 _TASKS = re.compile(r"srun: error: (?P<nodes>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.+)")
 _EXITED = re.compile(r"Exited with exit code (\d+)")
@@ -56,6 +56,11 @@ class StepReport:
     @property
     def was_mistaken(self) -> bool:
         return MISTAKE in self.exit_codes.values()
+
+    @property
+    def has_diverged(self) -> bool:
+        """All ranks come to it after the same step: one is enough."""
+        return DIVERGED in self.exit_codes.values()
 
     def read(self, line: str) -> None:
         """One line of srun's standard error; most of them say nothing about tasks."""

@@ -99,7 +99,8 @@ class Report:
         if circle:
             return "ranks wait for each other in a circle: " + ", ".join(self._waiting(rank) for rank in circle)
         if any(each.beat is not None and each.beat.op for each in self._words):
-            return "every rank is in the same call as its peers and it does not end: a link or the backend has failed"
+            broken = "every rank is in the same call as its peers and it does not end: a link or the backend has failed"
+            return "; ".join([broken, *self._calls_between_nodes()])
         return "no rank waits for another on its host: the devices do not come to an end (NCCL's flight record knows where)"
 
     def text(self) -> str:
@@ -154,6 +155,18 @@ class Report:
             and (beat.op, beat.axis, beat.purpose, beat.step) == (call.op, call.axis, call.purpose, call.step)
         )
 
+    def _calls_between_nodes(self) -> list[str]:
+        """`the all_reduce over world (step) is between node 0 (ranks 0, 1) and node 1 (ranks 2, 3)`, of each call once."""
+        grid, told = self._scene.grid, dict[str, None]()
+        for beat in (each.beat for each in self._words if each.beat is not None and each.beat.op):
+            nodes: dict[int, list[int]] = {}
+            for rank in self._group(beat.rank, beat.axis):
+                nodes.setdefault(grid.node(rank), []).append(rank)
+            if len(nodes) > 1:
+                shown = [f"node {node} (ranks {_list(ranks)})" for node, ranks in list(nodes.items())[:_SHOWN]]
+                told[f"the {beat.op} over {beat.axis} ({beat.purpose}) is between {' and '.join(shown)}"] = None
+        return list(told)[:_SHOWN]
+
     def _group(self, rank: int, axis: str) -> tuple[int, ...]:
         return next((group for group in self._scene.groups.get(axis, ()) if rank in group), ())
 
@@ -172,8 +185,7 @@ class Report:
             return f"{self.name(rank)} waits for {what} from rank {targets[0]}"
         if beat.op == "send":
             return f"{self.name(rank)} waits until rank {targets[0]} takes its {beat.purpose}"
-        shown = ", ".join(map(str, targets[:_SHOWN])) + (" .." if len(targets) > _SHOWN else "")
-        ranks = f"rank {shown}" if len(targets) == 1 else f"ranks {shown}"
+        ranks = f"rank {targets[0]}" if len(targets) == 1 else f"ranks {_list(targets)}"
         where = self._where(self._words[rank]).removeprefix("is ")
         return f"{self.name(rank)} waits for {ranks} in the {beat.op} over {beat.axis} ({beat.purpose}), {where}"
 
@@ -221,6 +233,10 @@ class Report:
                 path.append(rank)
                 targets = self._targets[rank]
         return []
+
+
+def _list(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:_SHOWN])) + (" .." if len(ranks) > _SHOWN else "")
 
 
 def _place(beat: Beat | None) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from engine.errors import ConfigError
 from launch import hostfile
+from launch.failure import DIVERGED
 from launch.launcher import DEFAULT_CONFIG, FROM_SCRATCH, Request, launch
 from launch.preflight import look_before_training
 
@@ -50,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
     if hostfile.is_asked_for(os.environ):
         flags = [FROM_SCRATCH] if args.from_scratch else []
         return hostfile.start(asked.config_path or DEFAULT_CONFIG, asked.overrides, flags, dry_run=args.dry_run)
+    asked = replace(asked, explained_codes=(DIVERGED,))
     if args.from_scratch:
         asked = replace(asked, worker_flags=(FROM_SCRATCH,))
     else:

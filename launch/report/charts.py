@@ -96,7 +96,13 @@ class _Frame:
         parts.append(
             f'<text class="tick" x="{(LEFT + self.width - RIGHT) / 2}" y="{self.height - 5}" text-anchor="middle">step</text>'
         )
-        return "".join([*parts, *inside, "</svg>"])
+        drawn = "".join([*parts, *inside, "</svg>"])
+        return drawn if self.width < WIDTH else _scrolling(drawn)
+
+
+def _scrolling(svg: str) -> str:
+    """As wide as the page; on a narrow screen it stays large enough to read, and moves sideways by itself."""
+    return f'<div class="wide">{svg}</div>'
 
 
 def tick(value: float) -> str:
@@ -223,7 +229,7 @@ def bar_chart(label: str, rows: Sequence[tuple[str, Sequence[tuple[str, str, flo
             y += bar
         y += gap
     keys = {(style, what): None for _, bars in rows for style, what, _, _ in bars}
-    return _legend(list(keys)) + "".join([*parts, "</svg>"])
+    return _legend(list(keys)) + _scrolling("".join([*parts, "</svg>"]))
 
 
 def share_bar(label: str, parts: Mapping[str, float]) -> str:
@@ -272,4 +278,4 @@ def schedule_picture(timeline: Timeline) -> str:
         chunk = f", chunk {action.chunk}" if timeline.schedule.placement.vpp > 1 else ""
         swatches.append(f'<span><i style="background:{shade(action)}"></i>{KIND_NAMES[action.kind]}{chunk}</span>')
     legend = f'<p class="legend">{"".join(swatches)}<span><i class="idle"></i>idle</span></p>'
-    return legend + "".join([*parts, "</svg>"])
+    return legend + _scrolling("".join([*parts, "</svg>"]))

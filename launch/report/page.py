@@ -4,6 +4,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from html import escape
 from typing import Any
 
@@ -20,6 +21,10 @@ MOST_EVENTS = 400
 
 MOST_CHARACTERS = 50_000
 """Of one detail of an event, such as the report of a hang."""
+
+LONG_VALUE = 15
+"""Characters that fit into a tile in the large size."""
+_LONG = ' class="long"'
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 """For the browser: it loads nothing and runs nothing, whatever text a file held."""
@@ -85,7 +90,10 @@ def _tiles(run: RunRecord) -> str:
         ("attempts", str(len(run.attempts))),
         ("layout", str(parts.sizes_of(run) or "unknown")),
     ]
-    shown = (f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for name, value in tiles)
+    shown = (
+        f'<div class="tile"><b{_LONG if len(value) > LONG_VALUE else ""}>{escape(value)}</b><span>{escape(name)}</span></div>'
+        for name, value in tiles
+    )
     return f'<div class="tiles">{"".join(shown)}</div>'
 
 
@@ -113,7 +121,7 @@ def _checkpoints(run: RunRecord) -> str:
     rows = "".join(
         f'<tr><td class="when"><code>{escape(saved.name)}</code></td><td class="n">{saved.step:,}</td>'
         f'<td class="n">{"unknown" if saved.num_bytes is None else in_bytes(saved.num_bytes)}</td>'
-        f'<td class="when">{escape(saved.written_at)}</td><td class="text bad">{escape(saved.note)}</td></tr>'
+        f'<td class="when">{escape(_written(saved.written_at))}</td><td class="text bad">{escape(saved.note)}</td></tr>'
         for saved in run.checkpoints
     )
     whole = sum(saved.num_bytes or 0 for saved in run.checkpoints)
@@ -234,6 +242,15 @@ def _config(run: RunRecord) -> str:
     problem = f'<p class="warn">{escape(run.config_problem)}</p>' if run.config_problem else ""
     text = f'<pre class="tall">{escape(run.config_text)}</pre>' if run.config_text else ""
     return problem + text
+
+
+def _written(iso_time: str) -> str:
+    """A manifest's time as all other times of the page; what is none is shown as it is."""
+    try:
+        written = datetime.fromisoformat(iso_time)
+    except ValueError:
+        return iso_time
+    return iso_time if written.tzinfo is None else _when(written.timestamp())
 
 
 def _when(unix_time_seconds: float) -> str:

@@ -24,12 +24,14 @@ nav a { color: var(--c0); text-decoration: none; }
 nav a:hover { text-decoration: underline; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(190px, 1fr)); gap: 10px; margin: 18px 0; }
 .tile { background: var(--card); border: 1px solid var(--rule); border-radius: 8px; padding: 9px 13px; }
-.tile b { display: block; font-size: 18px; font-weight: 600; font-variant-numeric: tabular-nums; }
+.tile b { display: block; font-size: 18px; line-height: 27px; font-weight: 600; font-variant-numeric: tabular-nums; }
+.tile b.long { font-size: 13.5px; }
 .tile span { color: var(--soft); font-size: 13px; }
 section { background: var(--card); border: 1px solid var(--rule); border-radius: 8px; padding: 16px 18px; margin: 14px 0; }
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(430px, 1fr)); gap: 6px 22px; }
+.pair > div { display: flex; flex-direction: column; justify-content: space-between; }
 .pair h3, section h3 { font-size: 14px; margin: 10px 0 0; font-weight: 600; }
-svg { display: block; width: 100%; height: auto; }
+svg { display: block; width: 100%; height: auto; } svg + table { margin-top: 8px; }
 svg text { font: 11.5px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: var(--soft);
   font-variant-numeric: tabular-nums; }
 svg text.action { font-size: 11px; fill: unset; } svg text.lost { fill: var(--bad); font-size: 15px; }
@@ -46,7 +48,8 @@ svg polyline.broad { stroke-width: 7; opacity: 0.4; } svg polyline.dashed { stro
 table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
 th { text-align: left; font-weight: 600; color: var(--soft); }
 th, td { padding: 4px 14px 4px 0; border-bottom: 1px solid var(--grid);
-  vertical-align: top; } td.n, th.n { text-align: right; } td.text { overflow-wrap: anywhere; min-width: 260px; }
+  vertical-align: top; } td.n, th.n { text-align: right; white-space: nowrap; }
+td.text { overflow-wrap: anywhere; min-width: 260px; }
 td.when, td.kind { white-space: nowrap; } tr:last-child td { border-bottom: 0; }
 td i.key { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 8px; }
 pre { margin: 8px 0 0; font: 13px/1.45 ui-monospace, "Cascadia Mono", "DejaVu Sans Mono", monospace; overflow-x: auto; }
@@ -54,8 +57,9 @@ code { font: 13px ui-monospace, "Cascadia Mono", "DejaVu Sans Mono", monospace; 
 summary { color: var(--soft); cursor: pointer; }
 .missing { color: var(--soft); font-style: italic; }
 footer { color: var(--soft); font-size: 13px; margin-top: 22px; }
-@media (max-width: 700px) { section { overflow-x: auto; } section > svg { min-width: 640px; } }
-@media (max-width: 520px) { .pair { grid-template-columns: 1fr; } main { padding: 18px 10px 40px; } }
+@media (max-width: 700px) { .wide > svg { min-width: 760px; } .wide > svg text.tick { font-size: 14px; } }
+@media (max-width: 520px) { .pair { grid-template-columns: 1fr; } .pair svg text.tick { font-size: 15px; }
+  main { padding: 18px 10px 40px; } section { padding: 12px; } }
 @media print { body { background: #fff; } .tall { max-height: none; } section { break-inside: avoid; } }
 """ + "".join(
     f".c{number} {{ stroke: none; fill: var(--c{number}); background: var(--c{number}); }} "

@@ -85,7 +85,7 @@ def fake_command(error: BaseException) -> SimpleNamespace:
     ("error", "exit_code"),
     [
         (ConfigError(["parallel.tp = 3: no [/] good"]), 2),
-        (DivergenceError("the loss is not finite"), 1),
+        (DivergenceError("the loss is not finite"), 6),
         (KeyboardInterrupt(), 130),
     ],
 )

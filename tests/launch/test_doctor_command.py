@@ -1,6 +1,9 @@
 """`triaxis doctor`: what it measures of a config, how it is started, how it ends."""
 
 import json
+import os
+import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -21,7 +24,9 @@ from launch.doctor_report import show, write_json
 from launch.failure import OUT_OF_LINE
 from models.specs import model_specs
 from models.traffic import expected_traffic, wire_bytes
-from tests.launch.command_line import TRIAXIS, run
+from tests import netns
+from tests.launch.command_line import OTHER_LAUNCHERS, OTHER_RUNS, ROOT, TRIAXIS, run
+from tests.slurm import cluster
 
 TINY = Path(__file__).resolve().parents[2] / "configs" / "gpt_tiny.yaml"
 
@@ -173,3 +178,59 @@ def test_a_torchrun_that_was_started_by_hand_listens_on_every_interface(tmp_path
     ended = run(tmp_path, *torchrun, "launch.cli", "doctor", *words)
     assert ended.exit_code == 0, ended
     assert findings_in(tmp_path / "doctor.json")["listeners"]["level"] == "WARN"
+
+
+ON_ITS_HOST = """
+import os, socket, sys
+from pathlib import Path
+from tests import netns
+
+number = int(os.environ["SLURM_NODEID"])
+netns.enter(sys.argv[1 + number])
+socket.sethostname(os.environ["SLURMD_NODENAME"])
+if number == 1:
+    netns.mount_another_disk(Path("runs"))
+os.execv(sys.executable, [sys.executable, *sys.argv[3:]])
+"""
+"""A task of SLURM goes to its node's network; words: host of node 0, host of node 1, what Python gets. On the second node, `runs`
+is a disk of its own."""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_under_srun_the_node_that_is_out_of_line_is_named(tmp_path: Path) -> None:
+    """A real SLURM; each of its nodes has a name and a network address of its own."""
+    (tmp_path / "runs").mkdir()
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(OTHER_LAUNCHERS) and name not in OTHER_RUNS
+    }
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    doctor_words = ["doctor", str(TINY), "parallel.tp=2", "parallel.pp=1", "parallel.vpp=1", "parallel.dp=2"]
+    doctor_words += ["data.synthetic=true", "--json", "doctor.json"]
+    with netns.hosts(2) as hosts, cluster(Path(f"/tmp/triaxis-slurm-{os.getpid()}")) as slurm:
+        ended = subprocess.run(
+            [
+                *("srun", "--nodes=2", "--ntasks-per-node=2", f"--chdir={tmp_path}"),
+                *(sys.executable, "-c", ON_ITS_HOST, *hosts, *TRIAXIS[1:], *doctor_words),
+            ],
+            env=environment | {"SLURM_CONF": str(slurm.conf), "MASTER_ADDR": "10.77.0.1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert ended.returncode == OUT_OF_LINE, (ended.stdout, ended.stderr, slurm.logs())
+    tree = json.loads((tmp_path / "doctor.json").read_text())
+    assert [one["host"] for one in tree["ranks"]] == ["node1", "node1", "node2", "node2"]
+    found = {one["check"]: one for one in tree["findings"]}
+    assert (found["folders"]["level"], found["folders"]["hosts"]) == ("FAIL", ["node2"])
+    assert {check: found[check]["level"] for check in ("places", "versions", "interfaces", "clocks")} == {
+        "places": "OK",
+        "versions": "OK",
+        "interfaces": "OK",
+        "clocks": "OK",
+    }
+    assert found["folders"]["text"] == f"runtime.runs_dir = {tmp_path}/runs is not the same folder as on node1"
+    said = " ".join(ended.stdout.split())
+    assert "FAIL folders" in said and "node2" in said.rsplit("out of line:", 1)[1]

@@ -1,12 +1,14 @@
 """Which rank is named when several have failed, and what is shown of its log."""
 
+import json
 import os
 import signal
 from pathlib import Path
 
 import pytest
 
-from launch.failure import LAST_LINES, RankFailure, describe, first_cause, rank_log
+from engine.resilience.hang import HUNG, REPORT
+from launch.failure import LAST_LINES, RankFailure, describe, describe_hang, first_cause, rank_log
 
 START_SECONDS = 1_000_000.0
 
@@ -61,3 +63,20 @@ def test_the_end_of_the_log_is_shown(tmp_path):
     assert str(log) in text
     assert text.splitlines()[1:] == [f"  | line {n}" for n in range(100 - LAST_LINES, 100)]
     assert "rank 3 ended with exit code 2" in describe(failure(3, 2), tmp_path, START_SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("reporter", "ranks_here", "is_said"),
+    [
+        (0, (0, 1), False),  # rank 0 has said it, on the terminal of this launcher
+        (0, (2, 3), True),  # it has said it, on the other node's
+        (1, (0, 1), True),  # only rank 0 is shown, and it was stopped
+    ],
+)
+def test_every_launcher_says_why_the_run_hangs_once(reporter, ranks_here, is_said, tmp_path):
+    report = tmp_path / "hangs" / "attempt_00" / REPORT
+    report.parent.mkdir(parents=True)
+    report.write_text(json.dumps({"reporter": reporter, "text": "rank 2 waits for rank 0"}))
+    failures = [failure(rank, HUNG) for rank in ranks_here]
+    said = describe_hang(failures, tmp_path / "logs", START_SECONDS)
+    assert said == ("rank 2 waits for rank 0" if is_said else "")

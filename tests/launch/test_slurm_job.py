@@ -2,15 +2,20 @@
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from engine.errors import TopologyError
+from engine.resilience.hang import HUNG
+from launch.failure import DIVERGED, MISTAKE
 from launch.slurm_history import History, Outcome
-from launch.slurm_job import Again, Job, Step, is_out_of_time, judge, step_variables, step_words, submit_words
+from launch.slurm_job import Again, Job, Step, is_out_of_time, judge, main, step_variables, step_words, submit_words
 from launch.slurm_report import StepReport
+from tests.launch.command_line import OTHER_LAUNCHERS, OTHER_RUNS
 
+TINY = Path(__file__).resolve().parents[2] / "configs" / "gpt_tiny.yaml"
 JOB = Job("31", 1, ("node1", "node2"), (4, 4))
 ROOT = Path("/checkout")
 
@@ -36,6 +41,12 @@ KILLED_RANK = """
     srun: error: node1: tasks 0-3: Exited with exit code 1
     srun: error: node2: tasks 4,6-7: Killed
 """
+DIVERGED_RANK = """
+    srun: error: node2: task 5: Exited with exit code 6
+    srun: launch/slurm: _step_signal: Terminating StepId=2.0
+    srun: error: node1: tasks 0-3: Exited with exit code 6
+    srun: error: node2: tasks 4,6-7: Killed
+"""
 DEAD_NODE = """
     srun: error: node1: task 1: Exited with exit code 1
     srun: launch/slurm: _step_signal: Terminating StepId=2.0
@@ -56,6 +67,8 @@ ALL_AT_ONCE = "srun: error: node[1-2]: tasks 0-7: Exited with exit code 1"
         (137, PREEMPTED, signal.SIGTERM, Outcome.PREEMPTED, None),
         (75, "srun: error: node1: task 0: Exited with exit code 75", None, Outcome.PREEMPTED, None),
         (2, "srun: error: node1: tasks 0-3: Exited with exit code 2", None, Outcome.MISTAKE, None),
+        (6, "srun: error: node1: tasks 0-3: Exited with exit code 6", None, Outcome.DIVERGED, None),
+        (137, DIVERGED_RANK, None, Outcome.DIVERGED, None),
         (130, "srun: error: node1: tasks 0-3: Exited with exit code 130", None, Outcome.INTERRUPTED, None),
         (143, "srun: error: node1: tasks 0-3: Terminated", signal.SIGTERM, Outcome.STOPPED, None),
         (137, KILLED_RANK, None, Outcome.FAILED, ["node2"]),
@@ -259,6 +272,45 @@ def test_srun_that_does_not_end_after_a_dead_rank_is_killed(slurm: Path, capfd, 
     assert step.run([str(srun)], dict(os.environ)) == -signal.SIGKILL
     assert step.report.suspects() == ["node2"], "no word was heard of its tasks"
     assert "it is killed" in capfd.readouterr().out
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """The batch job's signal handlers end with the test."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome", "exit_code", "is_requeued"),
+    [
+        (1, Outcome.FAILED, 0, True),
+        (MISTAKE, Outcome.MISTAKE, MISTAKE, False),
+        (HUNG, Outcome.FAILED, 0, True),
+        (DIVERGED, Outcome.DIVERGED, DIVERGED, False),
+    ],
+)
+@pytest.mark.usefixtures("handlers")
+def test_only_what_may_end_better_is_started_again(
+    code: int, outcome: Outcome, exit_code: int, is_requeued: bool, slurm: Path, tmp_path: Path, monkeypatch
+) -> None:
+    (slurm / "scontrol_show").write_text("node1\nnode2\n")
+    (slurm / "scontrol_requeue").write_text("")
+    (slurm / "srun").write_text(
+        f'#!/bin/sh\necho "srun: error: node1: tasks 0-3: Exited with exit code {code}" >&2\nexit {code}\n'
+    )
+    (slurm / "srun").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith(OTHER_LAUNCHERS) or name in OTHER_RUNS]:
+        monkeypatch.delenv(name)
+    for name, value in (("JOB_ID", "31"), ("JOB_NODELIST", "node[1-2]"), ("TASKS_PER_NODE", "4(x2)")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("RUN_NAME", "small")
+    assert main(["script", str(TINY), "data.synthetic=true"]) == exit_code
+    assert ("scontrol requeue 31" in (slurm / "told").read_text()) is is_requeued
+    assert History(tmp_path / "runs" / "small").attempts[-1].outcome == outcome.value
 
 
 def test_the_signal_before_the_time_limit_is_handed_to_srun(slurm: Path) -> None:

@@ -14,8 +14,8 @@ from engine.resilience.waits import LastWords, Report, Scene
 NUM_MICROBATCHES = 8
 
 
-def scene(tp: int, pp: int, dp: int) -> Scene:
-    grid = RankGrid(ParallelSizes(tp=tp, pp=pp, dp=dp))
+def scene(tp: int, pp: int, dp: int, ranks_per_node: int | None = None) -> Scene:
+    grid = RankGrid(ParallelSizes(tp=tp, pp=pp, dp=dp), ranks_per_node)
     pipelines = grid.groups("pp")
     groups = {"world": [tuple(range(grid.world_size))], "tp": grid.groups("tp"), "dp": grid.groups("dp", "cp")}
     programs = [lower(schedules.build(name, pp, 1, NUM_MICROBATCHES)) for name in ("1f1b", "forward_only")]
@@ -99,8 +99,19 @@ def test_where_all_are_in_one_call_the_call_is_to_blame() -> None:
     call = ("all_reduce", "tp", "mlp.down")
     words = [LastWords(rank, beat(rank, "forward_backward", call), True, 300.0) for rank in range(2)]
     headline, lines, culprits = report(where, words)
-    assert culprits == [] and "a link or the backend has failed" in headline
+    assert culprits == [] and headline.endswith("a link or the backend has failed")
     assert all("in the all_reduce over tp (mlp.down) with its peers" in line for line in lines)
+
+
+def test_a_call_between_nodes_names_the_nodes_whose_link_may_have_failed() -> None:
+    where = scene(tp=1, pp=2, dp=2, ranks_per_node=2)
+    call = ("all_reduce", "world", "step")
+    words = [LastWords(rank, beat(rank, "optimizer", call), True, 300.0) for rank in range(4)]
+    headline, _, culprits = report(where, words)
+    assert culprits == []
+    assert headline.endswith(
+        "a link or the backend has failed; the all_reduce over world (step) is between node 0 (ranks 0, 1) and node 1 (ranks 2, 3)"
+    )
 
 
 def test_where_only_devices_wait_the_rank_behind_is_named() -> None:
