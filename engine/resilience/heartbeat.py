@@ -14,6 +14,7 @@ reads no sequence of states, so half of a write does no harm.
 import hashlib
 import mmap
 import os
+import stat
 import struct
 import tempfile
 from contextlib import suppress
@@ -23,6 +24,7 @@ from typing import Any, Protocol
 
 import psutil
 
+from engine.errors import TriaxisError
 from engine.pipeline.lowering import Instruction
 
 LAYOUT = 0x0154_5249_4158_0001
@@ -109,6 +111,17 @@ def file_of(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank:05d}"
 
 
+def _must_be_ours(folder: Path) -> None:
+    """/dev/shm is open to all users of a node, and the folder's name can be guessed."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise TriaxisError(
+            f"{folder} is a link, or another user owns it or may write to it (owner {found.st_uid}, mode {found.st_mode:o}). "
+            "Ranks keep their heartbeats there, and whoever can change them decides what a hang report says and which "
+            "processes it ends. Remove it, and start again."
+        )
+
+
 class Heartbeat:
     """This rank's own; follows its steps (a `StepWatcher`) and its waits (a `WaitClock`).
 
@@ -116,11 +129,15 @@ class Heartbeat:
         path: of the file, from `file_of`; replaced where an earlier attempt has left one.
         rank: this rank.
         attempt: of the run.
+
+    Raises:
+        TriaxisError: the file's folder is not this user's alone.
     """
 
     def __init__(self, path: Path, rank: int, attempt: int) -> None:
         pid = os.getpid()
         path.parent.mkdir(mode=0o700, exist_ok=True)
+        _must_be_ours(path.parent)
         path.unlink(missing_ok=True)
         self.path = path
         with path.open("w+b") as file:

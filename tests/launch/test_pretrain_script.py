@@ -1,11 +1,16 @@
 """The scripts that people type: what they resolve, print, refuse and hand on, seen through --dry-run."""
 
+import io
 import os
 import subprocess
 import sys
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
+from unittest import mock
 
 import pytest
+
+from launch import cli
 
 pytestmark = pytest.mark.distributed
 
@@ -25,14 +30,16 @@ NAMES = (
 )
 
 
+def environment() -> dict[str, str]:
+    """Ours, without the variables of other runs."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(PREFIXES) and name not in NAMES}
+    return ours | {"TRIAXIS_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+
+
 def run(script: str, *words: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(PREFIXES) and name not in NAMES
-    }
-    environment |= {"TRIAXIS_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
         ["bash", str(ROOT / script), *words],
-        env=environment | variables,
+        env=environment() | variables,
         cwd=cwd,
         capture_output=True,
         text=True,
@@ -42,7 +49,12 @@ def run(script: str, *words: str, cwd: Path = ROOT, **variables: str) -> subproc
 
 
 def pretrain(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return run("launch/pretrain_gpt.sh", *words, "--dry-run", **variables)
+    """What launch/pretrain_gpt.sh hands these words to, in this process."""
+    given = ["train", *words, "--dry-run"]
+    here = mock.patch.dict(os.environ, environment() | variables, clear=True)
+    with here, chdir(ROOT), redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        exit_code = cli.main(given)
+    return subprocess.CompletedProcess(given, exit_code, out.getvalue(), err.getvalue())
 
 
 def rows(shown: subprocess.CompletedProcess[str]) -> dict[str, str]:
@@ -135,10 +147,12 @@ def test_the_batch_script_says_what_it_would_do():
 
 
 def test_the_batch_script_starts_srun_from_the_checkout(tmp_path):
-    """As SLURM does: a copy of the script, somewhere else, with its variables; srun is one that tells what it was given."""
+    """As SLURM does: a copy of either script, somewhere else, with its variables; srun is one that tells what it was given."""
     copy = tmp_path / "spool" / "slurm_script"
     copy.parent.mkdir()
     copy.write_text((ROOT / "launch" / "slurm" / "pretrain_gpt.sbatch").read_text())
+    other = copy.with_name("slurm_script_of_another_job")
+    other.write_text((ROOT / "launch" / "pretrain_gpt.sh").read_text())
     for name, does in (("srun", 'printf "<%s>" "$@"\nprintf "<$SITE>"\nexit 0'), ("scontrol", "echo node1")):
         program = tmp_path / name
         program.write_text(f"#!/bin/sh\n{does}\n")
@@ -156,8 +170,8 @@ def test_the_batch_script_starts_srun_from_the_checkout(tmp_path):
         "TRIAXIS_MODULES": "cuda python",
     }
     words = ["my.yaml", "data.synthetic=true", "optimizer.lr=1e-3"]
-    for name in ("SLURM_SUBMIT_DIR", "TRIAXIS_ROOT"):
-        shown = run(str(copy), *words, cwd=tmp_path, **variables, **{name: str(ROOT)})
+    for name, submitted in (("SLURM_SUBMIT_DIR", copy), ("TRIAXIS_ROOT", copy), ("SLURM_SUBMIT_DIR", other)):
+        shown = run(str(submitted), *words, cwd=tmp_path, **variables, **{name: str(ROOT)})
         assert shown.returncode == 0, shown.stderr
         script = f"{ROOT}/launch/pretrain_gpt.sh"
         given = ["--kill-on-bad-exit=1", "--cpus-per-task=6", "bash", script, *words, "cuda python load cuda python"]
@@ -167,9 +181,10 @@ def test_the_batch_script_starts_srun_from_the_checkout(tmp_path):
     bare = run(str(copy), cwd=tmp_path, **variables | {"TRIAXIS_PYTHON": "/nowhere/python"}, SLURM_SUBMIT_DIR=str(ROOT))
     assert (bare.returncode, bare.stdout) == (2, ""), "no task is started without an environment"
     assert "/nowhere/python cannot be started" in bare.stderr
-    lost = run(str(copy), "my.yaml", cwd=tmp_path, **variables, SLURM_SUBMIT_DIR=str(tmp_path))
-    assert lost.returncode == 2
-    assert "TRIAXIS_ROOT" in lost.stderr
+    for submitted in (copy, other):
+        lost = run(str(submitted), "my.yaml", cwd=tmp_path, **variables, SLURM_SUBMIT_DIR=str(tmp_path))
+        assert lost.returncode == 2
+        assert "TRIAXIS_ROOT" in lost.stderr
     outside = run("launch/slurm/pretrain_gpt.sbatch", "my.yaml")
     assert outside.returncode == 2
     assert "no SLURM job around it" in outside.stderr

@@ -11,6 +11,7 @@ import pytest
 
 from engine import runtime
 from engine.collectives import Event, Ledger
+from engine.errors import TriaxisError
 from engine.pipeline import schedules
 from engine.pipeline.actions import Action
 from engine.pipeline.lowering import lower
@@ -74,6 +75,20 @@ def test_a_file_of_somebody_else_is_none_of_ours(tmp_path: Path) -> None:
         (tmp_path / "file").write_bytes(content)
         assert read_beat(tmp_path / "file") is None
     assert folder_of(tmp_path) == folder_of(tmp_path / ".." / tmp_path.name) != folder_of(tmp_path / "other")
+
+
+def test_heartbeats_are_not_kept_where_others_may_write(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    link = tmp_path / "link"
+    link.symlink_to(elsewhere)
+    for folder in (open_to_all, link):
+        with pytest.raises(TriaxisError, match=f"{folder} is a link, or another user"):
+            Heartbeat(file_of(folder, 0), rank=0, attempt=0)
+    assert not list(elsewhere.iterdir())
 
 
 def test_a_beat_is_a_matter_of_microseconds(heartbeat: Heartbeat) -> None:
