@@ -1,0 +1,151 @@
+"""What people read: a line for each fault as it comes, a summary, and the page docs/soak.md."""
+
+import os
+import platform
+import textwrap
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from tests.soak.faults import WORDS, Kind
+from tests.soak.judge import most_lost
+from tests.soak.scene import (
+    LAYERS_PER_STAGE,
+    LOG_INTERVAL,
+    PACE_SECONDS,
+    SAVE_INTERVAL,
+    SIZES,
+    STEPS_AFTER_THE_LAST_FAULT,
+    Settings,
+)
+from tests.soak.supervisor import Verdict
+
+HEADINGS = ("#", "fault", "where", "step", "told by", "after", "ended", "bound", "exit codes", "lost", "verdict")
+WIDTHS = (2, 9, 38, 5, 23, 8, 7, 8, 7, 7, 7)
+
+RIGHT, WRONG = "right", "WRONG"
+
+
+def cells(verdict: Verdict) -> tuple[str, ...]:
+    """One fault, as the columns of `HEADINGS`."""
+    fault, expected, seen = verdict.fault, verdict.expected, verdict.seen
+    codes = "goes on" if seen.exit_codes is None else " ".join("-" if it is None else str(it) for it in seen.exit_codes)
+    unit = expected.bound.unit
+    after = "-"
+    if seen.source:
+        after = f"{seen.after:.1f} s" if unit == "s" else f"{seen.after:.0f} {unit}"
+    lost = "?" if seen.lost is None else f"{seen.lost} of {expected.most_lost}"
+    return (
+        str(fault.number),
+        fault.kind.value,
+        fault.where,
+        str(seen.step),
+        seen.source or "nobody",
+        after,
+        "-" if seen.ended_after is None else f"{seen.ended_after:.1f} s",
+        str(expected.bound),
+        codes,
+        lost,
+        WRONG if verdict.problems else RIGHT,
+    )
+
+
+def line(columns: Sequence[str]) -> str:
+    return "  ".join(f"{text:<{width}}" for text, width in zip(columns, WIDTHS, strict=True)).rstrip()
+
+
+def lines(verdict: Verdict) -> str:
+    """One fault for the terminal; what is wrong stands below."""
+    return "\n".join([line(cells(verdict)), *(f"      {problem}" for problem in verdict.problems)])
+
+
+def summary(verdicts: Sequence[Verdict], is_same: bool | None, steps: int, seconds: float) -> list[str]:
+    """What it came to; `is_same`: the final weights are those of the undisturbed run (None: that was not reached)."""
+    num_right = sum(not verdict.problems for verdict in verdicts)
+    lost = [verdict.seen.lost or 0 for verdict in verdicts]
+    weights = {
+        True: f"After {steps} steps the weights and moments are, bit by bit, those of a run that nobody disturbed.",
+        False: f"After {steps} steps the weights or moments are NOT those of a run that nobody disturbed.",
+        None: "The run did not come to its last step, so its weights were compared with nothing.",
+    }[is_same]
+    return [
+        f"{num_right} of {len(verdicts)} faults came out right, in {seconds / 60:.0f} minutes.",
+        f"Steps made again: {sum(lost)} in all, {max(lost, default=0)} at most after one fault.",
+        weights,
+    ]
+
+
+def page(verdicts: Sequence[Verdict], told: Sequence[str], command: str, settings: Settings) -> str:
+    """docs/soak.md."""
+    limits = settings.limits
+    bounds = {verdict.fault.kind: verdict.expected.bound for verdict in verdicts}
+    what = [
+        f"| `{kind.value}` | {WORDS[kind]} | {bounds[kind]} | {bounds[kind].reason} |"
+        for kind in Kind
+        if kind in bounds
+    ]
+    rows = [f"| {' | '.join(cells(verdict))} |" for verdict in verdicts]
+    wrong = [f"- {verdict.fault.number}: {problem}" for verdict in verdicts for problem in verdict.problems]
+    machine = (
+        f"{os.cpu_count()} cores, {platform.system()} on {platform.machine()}, Python {platform.python_version()}, "
+        f"torch {version('torch')}, gloo"
+    )
+    parts = [
+        "# The soak",
+        _wrapped(
+            """One run, disturbed again and again: each fault has to be noticed, named, and survived or ended in bounded time; in
+            the end the run has to be the one that nobody disturbed. This page is written by the command itself:"""
+        ),
+        f"```\n{command}\n```",
+        *told,
+        f"Machine: {machine}.",
+        "## What is done",
+        _wrapped(
+            f"""Four ranks on two hosts (network namespaces of one machine, each with its own launcher, joined by a link):
+            pp={SIZES.pp} across the link, dp={SIZES.dp} inside, {SIZES.pp * LAYERS_PER_STAGE} small layers in fp32, a checkpoint
+            every {SAVE_INTERVAL} steps, a line every {LOG_INTERVAL}, `runtime.hang_seconds={settings.hang_seconds:g}`,
+            `resilience.on_nonfinite=rollback`, replicas compared in every step. Each forward is slowed down by
+            {PACE_SECONDS * 1e3:.0f} ms, so that a slow rank stands out on a busy machine. Attempts save in the background and not,
+            in turns."""
+        ),
+        _wrapped(
+            """A supervisor plays the scheduler: it starts `triaxis train` on both hosts, strikes when metrics.jsonl says that the
+            drawn step is made, and when the run has ended it gives the same command again. Kind, rank, step and details of a fault
+            follow from the seed. NaN, flipped bit and slowness come from a module that Python loads into the ranks of a soak; the
+            product has no hook for them."""
+        ),
+        "A fault is right if",
+        _listed(
+            "it was told within its bound, with the right rank, host, module, weight, samples or step, and no other;",
+            "all launchers ended with the documented exit codes within the bound and no process outlived them; or the run went on;",
+            f"""no more steps were lost than a checkpoint interval, {most_lost(in_background=False)}, or, where saves are written in
+            the background, {most_lost(in_background=True)}: those that were made during a save count too. None after a preemption;
+            after a NaN, those between the checkpoint that was loaded and the flagged step;""",
+            "a rollback went to a checkpoint from before the flagged step, and its samples stand in skipped.json.",
+        ),
+        _wrapped(
+            f"""After the last fault the run is preempted once more and goes on for {STEPS_AFTER_THE_LAST_FAULT} steps. Then the
+            same steps are made from the start in one undisturbed attempt, with the left-out samples in `data.skip_samples`, and
+            both fingerprints (weights and both moments) must be equal."""
+        ),
+        "| kind | what is done | bound | where the bound comes from |\n|---|---|---|---|\n" + "\n".join(what),
+        f"The end of a hang: hang_seconds + two looks + three times the grace = {limits.end_seconds:.1f} s.",
+        "## What came of it",
+        f"| {' | '.join(HEADINGS)} |\n|{'---|' * len(HEADINGS)}\n" + "\n".join(rows),
+        _wrapped(
+            """"after" is the time from the fault to the words that name it; of a full disk, from the step whose save was due.
+            "ended" is the time to the end of the last launcher; the bound is for both. Exit codes are those of the launchers of
+            host 0 and host 1; -9 is a launcher that the soak killed."""
+        ),
+    ]
+    if wrong:
+        parts += ["What was wrong:", "\n".join(wrong)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    words = " ".join(text.split())
+    return textwrap.fill(words, 130, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _listed(*texts: str) -> str:
+    return "\n".join(_wrapped(f"- {text}", indent="  ") for text in texts)
