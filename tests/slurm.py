@@ -39,7 +39,7 @@ class Cluster:
     Args:
         folder: of its files, short: munge's socket has to fit in 108 bytes.
         num_nodes: node1, node2, ...
-        port: of slurmctld; the nodes have those after it.
+        port: of slurmctld, 20000 or more; the nodes have those after it.
     """
 
     def __init__(self, folder: Path, num_nodes: int, port: int) -> None:
@@ -178,8 +178,11 @@ class Cluster:
         last = len(self.nodes)
         ports = f"{self._port + 1}-{self._port + last}" if last > 1 else f"{self._port + 1}"
         numbers = f"[1-{last}]" if last > 1 else "1"
+        # The ranks of a job meet at port 15000 + its number: another one in each cluster of this machine, and no daemon's.
+        first_job = 1 + self._port % 5_000
         return f"""\
 ClusterName=test
+FirstJobId={first_job}
 SlurmctldHost={socket.gethostname().partition(".")[0]}(127.0.0.1)
 SlurmctldPort={self._port}
 SlurmUser=root

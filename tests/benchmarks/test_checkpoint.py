@@ -1,4 +1,7 @@
-"""The benchmark of checkpoints runs, measures what it says, and leaves nothing behind (counted, never timed)."""
+"""The benchmark of checkpoints runs, measures what it says, and leaves nothing behind (counted, never timed).
+
+One small rank without a launcher; in the slow tier two ranks of the size that a command has.
+"""
 
 import os
 import re
@@ -8,12 +11,32 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import checkpoint
 from tests.launch.command_line import ROOT
 
-pytestmark = pytest.mark.distributed
+WRITING, READING = ["dd write", "our save", "dcp save"], ["dd read", "our load", "our begin", "dcp load"]
 
 
-def test_a_toy_run(tmp_path: Path) -> None:
+def check(said: str, stopping: list[str], size: str) -> None:
+    rows = re.findall(r"│ (\w+(?: \w+)?) +│ +([\d.]+) │ +([\d.]+) │ +([\d.]*) │", said)
+    assert [name for name, *_ in rows] == [*WRITING, *READING, *stopping]
+    assert [name for name, _, _, ratio in rows if not ratio] == ["dd write", "dd read", "copy"]
+    assert f"{size}, medians of 2 rounds" in said
+
+
+def test_one_small_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "HIDDEN", 128)
+    monkeypatch.setenv("COLUMNS", "120")
+    folder = tmp_path / "disk"
+    assert checkpoint.main(["--gib", "0.001", "--rounds", "2", "--folder", str(folder)]) == 0
+    # Nothing blocks a rank that saves alone with torch's, so it is not measured.
+    check(capsys.readouterr().out, ["copy", "our stop"], "0.00 GiB in 1 files")
+    assert not folder.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_ranks(tmp_path: Path) -> None:
     folder = tmp_path / "disk"
     words = ["-m", "benchmarks.checkpoint", "--gib", "0.01", "--rounds", "2", "--folder", str(folder)]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -27,11 +50,6 @@ def test_a_toy_run(tmp_path: Path) -> None:
         check=False,
     )
     assert said.returncode == 0, said.stderr
-    rows = re.findall(r"│ (\w+(?: \w+)?) +│ +([\d.]+) │ +([\d.]+) │ +([\d.]*) │", said.stdout)
-    names = [name for name, *_ in rows]
-    writing, reading = ["dd write", "our save", "dcp save"], ["dd read", "our load", "our begin", "dcp load"]
-    assert names == [*writing, *reading, "copy", "our stop", "dcp stop"]
-    assert [name for name, _, _, ratio in rows if not ratio] == ["dd write", "dd read", "copy"]
     # One layer of h = 1024 and a byte vocabulary, 12 bytes a parameter.
-    assert "0.15 GiB in 2 files, medians of 2 rounds" in said.stdout
+    check(said.stdout, ["copy", "our stop", "dcp stop"], "0.15 GiB in 2 files")
     assert not folder.exists()

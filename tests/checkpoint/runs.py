@@ -1,5 +1,6 @@
 """Short runs of the parity tests' models with the real checkpoint manager: train, save, be gone, begin again."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,14 +56,14 @@ class Trace:
         began: the step that the run went on from.
         losses: of each step made, exact.
         sample_ids: that this rank read, step by step.
-        fingerprints: after the beginning and after each step.
+        fingerprints: by the steps that were made when the state was looked at.
         passed_over: what was said of checkpoints that could not be used.
     """
 
     began: int
     losses: list[float] = field(default_factory=list)
     sample_ids: list[list[int]] = field(default_factory=list)
-    fingerprints: list[dict[Kind, str]] = field(default_factory=list)
+    fingerprints: dict[int, dict[Kind, str]] = field(default_factory=dict)
     passed_over: tuple[str, ...] = ()
 
 
@@ -80,15 +81,24 @@ def facts_of(config: Config, attempt: int = 0, lineage: tuple[Ancestor, ...] = (
 
 
 def run(
-    rank: int, case: Case, folder: str, until: int, attempt: int, checkpoint: dict[str, Any], look: bool = True
+    rank: int,
+    case: Case,
+    folder: str,
+    until: int,
+    attempt: int,
+    checkpoint: dict[str, Any],
+    look_at: Collection[int] = (),
 ) -> Trace:
-    """One rank: begin from what `folder` holds, train to step `until`, saving as `checkpoint` (a config section) says."""
+    """One rank: begin from what `folder` holds, train to step `until`, saving as `checkpoint` (a config section) says.
+
+    `look_at`: numbers of steps made; the state is fingerprinted then.
+    """
     engine = engine_of(rank, case, checkpoint)
     directory = CheckpointDirectory(Path(folder))
     beginning = begin(engine, directory, has_saved=False, data={"samples": "same"})
     trace = Trace(beginning.state.step, passed_over=beginning.passed_over)
-    if look:
-        trace.fingerprints.append(fingerprint_of(engine))
+    if trace.began in look_at:
+        trace.fingerprints[trace.began] = fingerprint_of(engine)
     checkpoints = Checkpoints(engine, directory, facts_of(engine.config, attempt, beginning.lineage), Silent())
     batches = Batches(
         dataset(engine.config),
@@ -107,8 +117,8 @@ def run(
         trace.losses.append(result.loss)
         trace.sample_ids.append([sample for microbatch in microbatches for sample in microbatch.sample_ids])
         checkpoints.after_step(step + 1, batches.consumed_samples, lr, is_last=step + 1 == until)
-        if look:
-            trace.fingerprints.append(fingerprint_of(engine))
+        if step + 1 in look_at:
+            trace.fingerprints[step + 1] = fingerprint_of(engine)
     checkpoints.finish()
     checkpoints.close()
     batches.close()

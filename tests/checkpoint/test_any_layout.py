@@ -17,27 +17,35 @@ LAYOUTS = (
     {"micro_batch_size": 12},
     {"dp": 3, "micro_batch_size": 4},
     {"tp": 4, "sequence_parallel": True, "micro_batch_size": 12},
-    {"pp": 2, "vpp": 2, "dp": 2, "layers_per_stage": (3, 1, 3, 1), "micro_batch_size": 4},
+    {"pp": 2, "vpp": 2, "dp": 2, "layers_per_stage": (2, 1, 2, 1), "micro_batch_size": 4},
     {"tp": 2, "pp": 2, "dp": 2, "bucket_bytes": 700, "micro_batch_size": 6},
     {"tp": 8, "micro_batch_size": 24},
     {"dp": 8, "bucket_bytes": 3000, "micro_batch_size": 1},
-    {"pp": 4, "schedule": "gpipe", "layers_per_stage": (1, 3, 3, 1), "micro_batch_size": 8},
-    {"tp": 2, "pp": 4, "sequence_parallel": True, "recompute": ("full", "uniform", 1), "micro_batch_size": 8},
+    {"pp": 4, "schedule": "gpipe", "layers_per_stage": (1, 2, 2, 1), "micro_batch_size": 8},
+    {
+        "tp": 2,
+        "pp": 4,
+        "sequence_parallel": True,
+        "layers_per_stage": (2, 1, 1, 2),
+        "recompute": ("full", "uniform", 1),
+        "micro_batch_size": 8,
+    },
     {"tp": 2, "dp": 3, "micro_batch_size": 8, "bucket_bytes": 100_000},
 )
 """Uneven stages, tied embeddings across stages, replicated kv heads (tp above 1), dp that does not divide a bucket's contents."""
 
 MODELS = ("mqa_rope_bias", "qwen")
-NUM_BEFORE, NUM_AFTER = 2, 5
+NUM_BEFORE, NUM_AFTER = 2, 2
+"""The loss of the second step after a load depends on all that was loaded: weights, both moments, lr and step."""
 TOLERANCE = 1e-9
 
 PAIRS = [(one, other) for one in range(len(LAYOUTS)) for other in range(len(LAYOUTS)) if one != other]
 IN_CI = {(one, (one + 3) % len(LAYOUTS)) for one in range(0, len(LAYOUTS), 2)}
-"""Every second layout saves once, and as many others load it."""
+"""Every second layout saves once, and as many others load it; both models are among them."""
 
 
 def case_of(layout: int, model: str) -> Case:
-    return Case(model, global_batch_size=24, **LAYOUTS[layout])
+    return Case(model, num_layers=6, global_batch_size=24, **LAYOUTS[layout])
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +60,7 @@ def saved(folder: Path, layout: int, model: str) -> Trace:
     case = case_of(layout, model)
     section = {"interval": NUM_BEFORE, "keep_last": None}
     name = str(folder / f"{model}-{layout}")
-    trace: Trace = run_ranks(run, case.world_size, case, name, NUM_BEFORE + NUM_AFTER, 0, section)[0]
+    trace: Trace = run_ranks(run, case.world_size, case, name, NUM_BEFORE + NUM_AFTER, 0, section, (NUM_BEFORE,))[0]
     # `latest` names the end; what the others are to load is the middle.
     (Path(name) / "latest").write_text("step_00000002\n")
     return trace
@@ -63,14 +71,14 @@ def saved(folder: Path, layout: int, model: str) -> Trace:
     [pytest.param(*pair, marks=() if pair in IN_CI else pytest.mark.slow, id=f"{pair[0]}-{pair[1]}") for pair in PAIRS],
 )
 def test_any_layout_loads_what_any_other_saved(folder: Path, one: int, other: int) -> None:
-    model = MODELS[(one + other) % 2]
+    model = MODELS[(one // 2 + other) % 2]
     straight = saved(folder, one, model)
     case = case_of(other, model)
     traces: list[Trace] = run_ranks(
-        run, case.world_size, case, str(folder / f"{model}-{one}"), NUM_BEFORE + NUM_AFTER, 1, {}
+        run, case.world_size, case, str(folder / f"{model}-{one}"), NUM_BEFORE + NUM_AFTER, 1, {}, (NUM_BEFORE,)
     )
     assert {trace.began for trace in traces} == {NUM_BEFORE}
-    assert traces[0].fingerprints[0] == straight.fingerprints[NUM_BEFORE], "the state is the same to the bit"
+    assert traces[0].fingerprints == straight.fingerprints, "the state is the same to the bit"
     for trace in traces:
         assert trace.losses == pytest.approx(straight.losses[NUM_BEFORE:], rel=TOLERANCE, abs=0)
     for step in range(NUM_AFTER):

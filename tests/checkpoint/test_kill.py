@@ -39,7 +39,7 @@ def _until_killed(rank: int, folder: str, attempt: int, delay_seconds: float) ->
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=kill, daemon=True).start()
-    run(rank, CASE, folder, ENDLESS, attempt, SECTION, look=False)
+    run(rank, CASE, folder, ENDLESS, attempt, SECTION)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +60,6 @@ def test_a_kill_during_a_save_loses_nothing_that_was_saved(num_kills: int, seed:
         assert not damaged, "what bears a finished name is complete"
         assert candidate.manifest.state.step > newest, "an attempt goes on from where the last one was"
         newest = candidate.manifest.state.step
-        (trace,) = run_ranks(run, 1, Case("gpt", global_batch_size=2), str(tmp_path), newest, attempt, {})
-        assert trace.began == newest and trace.fingerprints == [candidate.manifest.fingerprint]
+        (trace,) = run_ranks(run, 1, Case("gpt", global_batch_size=2), str(tmp_path), newest, attempt, {}, (newest,))
+        assert trace.began == newest and trace.fingerprints == {newest: candidate.manifest.fingerprint}
     assert half_written, "no kill came during a save: the test shows nothing"

@@ -198,6 +198,7 @@ def test_a_missing_ensurepip_gives_the_apt_line(checkout, monkeypatch):
     assert not checkout.venv.exists()
 
 
+@pytest.mark.slow  # a second environment
 @pytest.mark.distributed
 def test_a_torch_that_is_there_is_kept(checkout, tmp_path, monkeypatch):
     """The container's own build, seen from a virtual environment that has it: shared, and pinned for pip."""

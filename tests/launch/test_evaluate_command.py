@@ -11,7 +11,7 @@ import torch
 
 from engine.data.indexed import IndexedWriter
 from engine.data.tokenizers import load_tokenizer
-from tests.launch.command_line import TRIAXIS, run
+from tests.launch.forked_ranks import fork_ranks_of
 from tests.launch.small_checkpoint import END_OF_DOCUMENT, GPT, LLAMA, Saved, save, say
 from tests.oracle import oracle_loss_sum
 
@@ -90,16 +90,16 @@ def test_a_short_text_and_the_beginning_of_a_text(llama, tmp_path, text, evaluat
 
 
 @pytest.mark.distributed
-def test_every_layout_has_the_loss_of_one_process(llama, text, evaluate, tmp_path):
+def test_every_layout_has_the_loss_of_one_process(llama, text, evaluate, monkeypatch):
+    """Real ranks of a command that reads a checkpoint: tests/launch/test_generate_command.py."""
     alone = evaluate(llama, "--text", text)
+    fork_ranks_of(monkeypatch, "launch.from_checkpoint")
     layouts = (
         ("--pp", "2", "--dp", "2", "--batch-size", "1"),
         ("--tp", "2", "--batch-size", "3", "parallel.sequence_parallel=true"),
     )
     for layout in layouts:
-        said = run(tmp_path, *TRIAXIS, "evaluate", str(llama.folder), "--text", str(text), "--json", *layout)
-        assert said.exit_code == 0, said.err
-        result = json.loads(said.out)
+        result = evaluate(llama, "--text", text, *layout)
         assert result["loss"] == pytest.approx(alone["loss"], rel=1e-12), layout
         assert result["tokens"] == alone["tokens"]
 

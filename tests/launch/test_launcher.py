@@ -1,8 +1,12 @@
-"""Ranks started for real, with a toy in the trainer's place: they get the right words, and none outlives its job."""
+"""Ranks started for real, with a toy in the trainer's place: they get the right words, and none outlives its job.
 
+The launcher is a process of its own, forked from the server of `tests/harness.py`: there torch is imported already. Its ranks
+are started by torchrun, as always.
+"""
+
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -11,14 +15,10 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+import tests.harness  # noqa: F401  # says what the fork server imports
 
-START = """\
-import os, sys
-from pathlib import Path
-from launch.launcher import Request, launch
-sys.exit(launch(Request(Path(sys.argv[1]), tuple(sys.argv[2:]), worker="toy_worker"), os.environ))
-"""
+ROOT = Path(__file__).resolve().parents[2]
+CONTEXT = multiprocessing.get_context("forkserver")
 
 LAUNCHERS = (
     "SLURM_",
@@ -36,6 +36,20 @@ LAUNCHERS = (
 )
 
 
+def start(folder: Path, words: list[str], environment: dict[str, str]) -> None:
+    """The launcher: what it says goes to two files in its folder."""
+    for number, name in ((1, "out"), (2, "err")):
+        file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, number)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = environment["PYTHONPATH"].split(":")
+    from launch.launcher import Request, launch
+
+    sys.exit(launch(Request(Path(words[0]), tuple(words[1:]), worker="toy_worker"), os.environ))
+
+
 class Job:
     """A launcher with its ranks in a temporary folder."""
 
@@ -50,18 +64,17 @@ class Job:
         }
         words = [str(ROOT / "configs" / "gpt_tiny.yaml"), "runtime.name=toy", f"runtime.runs_dir={folder}", *overrides]
         words += ["parallel.tp=2", "parallel.pp=1", "parallel.vpp=1", "parallel.dp=2"]
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", START, *words],
-            env=environment | variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=folder,
-        )
+        self.process = CONTEXT.Process(target=start, args=(folder, words, environment | variables))
+        self.process.start()
 
     def finish(self) -> tuple[int, str, str]:
-        out, err = self.process.communicate(timeout=60)
-        return self.process.returncode, out, err
+        self.process.join(60)
+        assert self.process.exitcode is not None, "it did not end"
+        return self.process.exitcode, (self.folder / "out").read_text(), (self.folder / "err").read_text()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
 
     def wait_for_ranks(self) -> list[int]:
         """The process ids of the ranks, once all of them have started."""
@@ -87,7 +100,7 @@ def job(folder: Path, toy: str, *overrides: str, **variables: str) -> Iterator[J
         yield started
     finally:
         started.process.kill()
-        started.process.wait()
+        started.process.join()
 
 
 def is_alive(process_id: int) -> bool:
@@ -154,7 +167,7 @@ def test_ranks_that_do_not_listen_are_killed_and_not_blamed(tmp_path):
 def test_stopping_the_launcher_stops_the_ranks(tmp_path, stop):
     with job(tmp_path, "sleep") as started:
         ranks = started.wait_for_ranks()
-        started.process.send_signal(stop)
+        started.send_signal(stop)
         exit_code, _, err = started.finish()
         assert exit_code == 128 + stop, err
         assert f"stopped by {stop.name}" in err
@@ -170,7 +183,7 @@ def test_stopping_the_launcher_stops_the_ranks(tmp_path, stop):
 def test_a_signal_is_handed_to_all_ranks_who_save(tmp_path, number, exit_code):
     with job(tmp_path, "save") as started:
         ranks = started.wait_for_ranks()
-        started.process.send_signal(number)
+        started.send_signal(number)
         ended, _, err = started.finish()
         assert ended == exit_code, err
         assert all("saved" in started.log(rank) for rank in range(4))
@@ -181,9 +194,9 @@ def test_a_signal_is_handed_to_all_ranks_who_save(tmp_path, number, exit_code):
 def test_ctrl_c_twice_does_not_wait_for_a_save(tmp_path):
     with job(tmp_path, "save") as started:
         ranks = started.wait_for_ranks()
-        started.process.send_signal(signal.SIGINT)
+        started.send_signal(signal.SIGINT)
         time.sleep(0.3)
-        started.process.send_signal(signal.SIGINT)
+        started.send_signal(signal.SIGINT)
         ended, _, err = started.finish()
         assert ended == 130, err
         assert not any("saved" in started.log(rank) for rank in range(4))

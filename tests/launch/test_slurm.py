@@ -3,13 +3,15 @@ step, and its weights are those of a run that nobody disturbed.
 
 A rank is stopped (SIGSTOP) where something is to happen, so that it happens at that step however fast the machine is. SLURM
 continues it: SIGCONT comes before SIGTERM.
+
+One test is in the CI tier, and is short: nearly all of its time are two starts of eight ranks.
 """
 
 import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,13 @@ from tests.launch.command_line import OTHER_LAUNCHERS, OTHER_RUNS, ROOT, records
 from tests.launch.undisturbed import CONFIG, NUM_STEPS, saved_fingerprint, undisturbed_fingerprint
 from tests.slurm import Cluster, cluster
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 
 SECRET = "a-key-that-no-log-may-show"
+
+SHORT_STEPS = 20
+SHORT = (f"train.steps={SHORT_STEPS}", "checkpoint.interval=1000")
+"""Words for a run in which nothing is saved but at a stop and after the last step."""
 
 
 class Run:
@@ -32,9 +38,12 @@ class Run:
         slurm: where it runs.
         folder: from which it is submitted.
         options: of sbatch.
+        overrides: of the config.
     """
 
-    def __init__(self, slurm: Cluster, folder: Path, *options: str, **variables: str) -> None:
+    def __init__(
+        self, slurm: Cluster, folder: Path, *options: str, overrides: Sequence[str] = (), **variables: str
+    ) -> None:
         self.slurm = slurm
         self.folder = folder
         self.output = folder / "job.out"
@@ -60,7 +69,7 @@ class Run:
             script.replace("#SBATCH --gpus-per-node=8\n", "").replace("#SBATCH --cpus-per-task=8\n", "")
         )
         resources = ("--nodes=2", "--ntasks-per-node=4", f"--output={self.output}", f"--chdir={folder}", *options)
-        self.number = slurm.submit(*resources, str(self.script), "small.yaml", **variables)
+        self.number = slurm.submit(*resources, str(self.script), "small.yaml", *overrides, **variables)
 
     @property
     def path(self) -> Path:
@@ -75,7 +84,7 @@ class Run:
         return self.output.read_text() if self.output.exists() else "nothing yet"
 
     def hold(
-        self, attempt: int, num_steps: int, saved: int | None = None, within_seconds: float = 180.0
+        self, attempt: int, num_steps: int, saved: int | None = None, within_seconds: float = 300.0
     ) -> psutil.Process:
         """Stop rank 5 (on the second node) once this attempt has made so many steps, and `saved` is complete; returns it."""
 
@@ -102,7 +111,7 @@ class Run:
         rank.send_signal(signal.SIGSTOP)
         return rank
 
-    def wait_for(self, state: str, within_seconds: float = 180.0) -> dict[str, str]:
+    def wait_for(self, state: str, within_seconds: float = 300.0) -> dict[str, str]:
         """The job's fields, once it is in this state."""
 
         def is_so() -> dict[str, str] | None:
@@ -117,9 +126,9 @@ class Run:
     def history(self) -> list[dict[str, Any]]:
         return json.loads((self.path / "slurm.json").read_text())
 
-    def fingerprint(self) -> dict[str, str]:
-        """Of the newest checkpoint."""
-        return saved_fingerprint(self.path)
+    def fingerprint(self, num_steps: int) -> dict[str, str]:
+        """Of the newest checkpoint, which must be that of the last step."""
+        return saved_fingerprint(self.path, num_steps)
 
 
 @pytest.fixture(scope="module")
@@ -145,33 +154,33 @@ def preempt(run: Run) -> None:
     run.slurm.wait_until(lambda: int(run.slurm.job(run.number)["Restarts"]) > before, 60.0, "the preemption")
 
 
-def is_whole(run: Run, undisturbed: dict[str, str]) -> None:
+def is_whole(run: Run, undisturbed: dict[str, str], num_steps: int = NUM_STEPS) -> None:
     """No step is missing, one made twice is the same twice, the last save is an undisturbed run's; no secret is written down."""
     losses: dict[int, set[float]] = {}
     for record in run.steps:
         losses.setdefault(record["step"], set()).add(record["loss"])
-    assert list(losses) == list(range(1, NUM_STEPS + 1))
+    assert list(losses) == list(range(1, num_steps + 1))
     assert all(len(values) == 1 for values in losses.values())
-    assert run.fingerprint() == undisturbed
+    assert run.fingerprint(num_steps) == undisturbed
     for file in (run.output, *run.path.rglob("*")):
         assert not (file.is_file() and SECRET.encode() in file.read_bytes()), file
 
 
-def test_a_preempted_job_saves_comes_back_and_ends_as_if_nothing_had_been(
-    slurm: Cluster, tmp_path: Path, undisturbed: dict[str, str]
-) -> None:
-    run = Run(slurm, tmp_path)
-    run.hold(attempt=0, num_steps=3)
+def test_a_preempted_job_saves_comes_back_and_ends_as_if_nothing_had_been(slurm: Cluster, tmp_path: Path) -> None:
+    run = Run(slurm, tmp_path, overrides=SHORT)
+    run.hold(attempt=0, num_steps=2)
     preempt(run)
+    # SLURM lets a requeued job wait until its old credentials are no longer good; meanwhile, the same without trouble.
+    undisturbed = undisturbed_fingerprint(tmp_path / "small.yaml", world_size=8, ranks_per_node=4, overrides=SHORT)
     assert run.wait_for("COMPLETED")["Restarts"] == "1"
-    is_whole(run, undisturbed)
-    assert len(run.steps) == NUM_STEPS, "none made twice"
+    is_whole(run, undisturbed, SHORT_STEPS)
+    assert len(run.steps) == SHORT_STEPS, "none made twice"
     said = run.said()
     assert "SIGTERM: all ranks finish their step, save and stop" in said
     assert "SLURM requeues this job itself" in said
     first, second = run.history()
     assert (first["outcome"], second["outcome"]) == ("preempted", "finished")
-    assert first["to_step"] == second["from_step"] < NUM_STEPS
+    assert 0 < first["to_step"] == second["from_step"] < SHORT_STEPS
     assert f"resuming after step {first['to_step']} " in said
     for attempt in ("attempt_00", "attempt_01"):
         assert len(list((run.path / "logs" / attempt).iterdir())) == 8

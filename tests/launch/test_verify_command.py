@@ -17,6 +17,7 @@ from launch.cli import main
 from launch.verify import CLIP, Trial, VerificationError
 from launch.verify_oracle import OracleTrial
 from tests.launch.command_line import ROOT
+from tests.launch.forked_ranks import fork_ranks_of
 
 CONFIG = ["verify", "--config", str(ROOT / "configs" / "gpt_tiny.yaml")]
 
@@ -175,7 +176,10 @@ def oracle_says(monkeypatch: pytest.MonkeyPatch, *verdicts: Verdict) -> list[Ora
 
 
 @pytest.mark.distributed
-def test_an_oracle_in_a_process_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_oracle_in_a_process_of_its_own(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_ranks_of(monkeypatch, "launch.verify")
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed: pip install 'triaxis[hf]'")
     path = tmp_path / "certificate.json"

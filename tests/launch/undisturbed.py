@@ -1,5 +1,6 @@
 """A small run, and what it comes to when nobody disturbs it: what interrupted ones are held against."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from engine.optimizer.lr import learning_rate
 from engine.rank_grid import RankGrid
 from engine.topology import Topology
 from engine.train import build
-from launch.pretrain_gpt import open_batches
+from launch.batches import open_batches
 from models.gpt import build_chunks
 from tests.harness import run_ranks
 
@@ -32,20 +33,22 @@ telemetry: {{sample_tokens: 0}}
 """
 
 
-def undisturbed_fingerprint(config_path: Path, world_size: int, ranks_per_node: int) -> dict[str, str]:
+def undisturbed_fingerprint(
+    config_path: Path, world_size: int, ranks_per_node: int, overrides: Sequence[str] = ()
+) -> dict[str, str]:
     """Of the state after the last step, made by one group of ranks without a launcher and without a file."""
-    return run_ranks(_train, world_size, str(config_path), world_size, ranks_per_node)[0]
+    return run_ranks(_train, world_size, str(config_path), world_size, ranks_per_node, tuple(overrides))[0]
 
 
-def saved_fingerprint(run: Path) -> dict[str, str]:
+def saved_fingerprint(run: Path, num_steps: int = NUM_STEPS) -> dict[str, str]:
     """Of the newest checkpoint in a run directory, which must be that of the last step."""
     folder = CheckpointDirectory(run / "checkpoints").latest()
-    assert folder is not None and folder.name == f"step_{NUM_STEPS:08d}", folder
+    assert folder is not None and folder.name == f"step_{num_steps:08d}", folder
     return dict(read_manifest(folder).fingerprint)
 
 
-def _train(rank: int, path: str, world_size: int, ranks_per_node: int) -> dict[str, str]:
-    config = load_config(Path(path), (), {}, world_size=world_size, ranks_per_node=ranks_per_node)
+def _train(rank: int, path: str, world_size: int, ranks_per_node: int, overrides: tuple[str, ...]) -> dict[str, str]:
+    config = load_config(Path(path), overrides, {}, world_size=world_size, ranks_per_node=ranks_per_node)
     grid = RankGrid(parallel_sizes(config, world_size), ranks_per_node)
     topology = Topology(grid, rank, torch.device("cpu"), kv_heads=config.model.kv_heads)
     engine = build(config, topology, build_chunks)
@@ -53,8 +56,9 @@ def _train(rank: int, path: str, world_size: int, ranks_per_node: int) -> dict[s
         config.data, config.model.seq_length, config.train.seed, vocab_size=config.model.vocab_size
     )
     batches = open_batches(engine, datasets.train)
-    for step in range(NUM_STEPS):
-        engine.train_step(batches.next_step(), learning_rate(step, config.optimizer, NUM_STEPS))
+    num_steps = engine.plan.num_steps
+    for step in range(num_steps):
+        engine.train_step(batches.next_step(), learning_rate(step, config.optimizer, num_steps))
     values = {kind: to_text(value) for kind, value in fingerprint(engine).items()}
     batches.close()
     topology.close()

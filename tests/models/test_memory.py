@@ -1,4 +1,8 @@
-"""The memory of a rank from its configuration, against what its step holds."""
+"""The memory of a rank from its configuration, against what its step holds.
+
+The CI tier measures each kind of thing that a step may do with its activations once; the slow tier adds combinations, and the
+configurations of `test_activations.py`.
+"""
 
 from typing import Any
 
@@ -31,9 +35,6 @@ MANY = {
         parallel={"vpp": 2, "dp": 2},
         train={"global_batch_size": 32},
     ),
-    "groups of layers again": deeper(
-        config_of(LLAMA, tp=2, recompute=AGAIN), model={"num_layers": 8}, train={"global_batch_size": 16}
-    ),
     "an uneven group": deeper(
         config_of(LLAMA, tp=2, recompute=AGAIN), model={"num_layers": 6}, train={"global_batch_size": 8}
     ),
@@ -51,6 +52,9 @@ MANY = {
 }
 
 MANY_SLOW = {
+    "groups of layers again": deeper(
+        config_of(LLAMA, tp=2, recompute=AGAIN), model={"num_layers": 8}, train={"global_batch_size": 16}
+    ),
     "large tensors on the host, all layers": deeper(
         config_of(LLAMA, tp=2, offload={"num_layers": 4, "min_bytes": 100_000}),
         model={"num_layers": 8},

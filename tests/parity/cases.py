@@ -98,6 +98,8 @@ class Case:
     """Parts of a layer that are recomputed."""
     offload: int = 0
     """Layers of each chunk whose activations are moved to host memory."""
+    num_layers: int | None = None
+    """Another depth than the model's."""
     layers_per_stage: tuple[int, ...] | None = None
     dtype: str = "float64"
     bucket_bytes: int = 4096
@@ -124,6 +126,7 @@ class Case:
         parts += ["-".join(self.modules)] if self.modules else []
         parts += [f"offload{self.offload}"] if self.offload else []
         parts += [f"b{self.global_batch_size}x{self.micro_batch_size}"]
+        parts += [f"layers{self.num_layers}"] if self.num_layers else []
         parts += ["uneven"] if self.layers_per_stage else []
         parts += [self.dtype] if self.dtype != "float64" else []
         parts += [self.device] if self.device != "cpu" else []
@@ -141,7 +144,7 @@ class Case:
 
     def config(self) -> Config:
         granularity, method, num_layers = self.recompute
-        model = MODELS[self.model]
+        model = MODELS[self.model] | ({"num_layers": self.num_layers} if self.num_layers else {})
         return Config.model_validate(
             {
                 "model": model,
@@ -182,9 +185,9 @@ def dataset(config: Config) -> SyntheticDataset:
     return SyntheticDataset(11, config.model.vocab_size, config.model.seq_length, mask_fraction=0.3)
 
 
-def weights_of(model: str) -> dict[str, torch.Tensor]:
+def weights_of(model: str, num_layers: int | None = None) -> dict[str, torch.Tensor]:
     """Float64 weights off the initial point, by name."""
-    specs = model_specs(Case(model).config().model)
+    specs = model_specs(Case(model, num_layers=num_layers).config().model)
     return oracle_weights({spec.name: spec.shape for spec in specs}, seed=5)
 
 
@@ -242,7 +245,7 @@ def owned_pieces(engine: Engine, which: str) -> list[Piece]:
 
 @dataclass
 class RankResult:
-    """What one rank saw: first-step loss sum and tokens, reduced gradients, results of the steps, masters after them."""
+    """What one rank saw: loss sum, tokens and reduced gradients of the first step; loss and norm by step; masters at the end."""
 
     loss_sum: float
     num_tokens: int
@@ -252,7 +255,7 @@ class RankResult:
 
 
 def run_case(rank: int, case: Case, weights: Mapping[str, torch.Tensor], num_steps: int) -> RankResult:
-    """One rank of a layout: gradients of the first global batch, then `num_steps` updates from the same start."""
+    """One rank of a layout: gradients of the first global batch, and `num_steps` updates, the first with them."""
     config = case.config()
     sizes = ParallelSizes(tp=case.tp, pp=case.pp, dp=case.dp, vpp=case.vpp)
     topology = Topology(
@@ -265,25 +268,23 @@ def run_case(rank: int, case: Case, weights: Mapping[str, torch.Tensor], num_ste
     engine = build(config, topology, build_chunks)
     load_weights(engine, {name: weight.detach() for name, weight in weights.items()})
 
-    def open_batches() -> Batches:
-        return Batches(
-            dataset(config),
-            global_batch_size=case.global_batch_size,
-            micro_batch_size=case.micro_batch_size,
-            dp=case.dp,
-            dp_rank=topology.coordinates.dp,
-            consumed_samples=0,
-            device=topology.device,
-        )
-
-    batches = open_batches()
-    loss_sum, num_tokens = engine.forward_backward(batches.next_step()).tolist()
+    batches = Batches(
+        dataset(config),
+        global_batch_size=case.global_batch_size,
+        micro_batch_size=case.micro_batch_size,
+        dp=case.dp,
+        dp_rank=topology.coordinates.dp,
+        consumed_samples=0,
+        device=topology.device,
+    )
+    counts = engine.forward_backward(batches.next_step())
+    loss_sum, num_tokens = counts.tolist()
     grads = owned_pieces(engine, "grads")
-    batches.close()
     steps = []
-    batches = open_batches()
     for step in range(num_steps):
-        result = engine.train_step(batches.next_step(), lr=1e-2 / (step + 1))
+        if step > 0:
+            counts = engine.forward_backward(batches.next_step())
+        result = engine.update(counts, lr=1e-2 / (step + 1)).wait()
         steps.append((result.loss, result.grad_norm))
     batches.close()
     engine.buffers.wait_all()

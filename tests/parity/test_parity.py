@@ -1,7 +1,14 @@
-"""A layout is only a matter of speed: loss, every gradient and the weights after five steps equal the oracle's."""
+"""A layout is only a matter of speed: loss, every gradient and the weights after five steps equal the oracle's.
+
+The CI tier has a covering set of small cases: every axis alone and all of them together on eight ranks, every schedule, uneven
+stages, sequence parallelism, replicated kv heads, tied and untied embeddings, dropout, every kind of recomputation, offload,
+transfers through other memory; loss masks are in all of them. The slow tier adds the product of the axes at the models' full
+depth, more cases of eight ranks, and compiled kernels.
+"""
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -11,39 +18,47 @@ from tests.parity.cases import Case, OracleResult, assemble, run_case, run_oracl
 
 NUM_STEPS = 5
 
+SMALL: dict[str, Any] = {"num_layers": 2, "global_batch_size": 4}
+SMALL_STAGES: dict[str, Any] = {"num_layers": 4, "global_batch_size": 4}
+
 SELECTIVE = ("selective", "uniform", 1)
+FULL_BY_TWO = ("full", "uniform", 2)
 CHEAP = ("norm", "activation")
+CHEAP_WITH_ROPE = ("norm", "rope", "activation")
 ALL_PARTS = ("norm", "rope", "activation", "mlp", "attention")
 
 COVERING = [
-    Case("gpt"),
-    Case("llama"),
-    Case("qwen"),
-    Case("gpt_untied", tp=2),
-    Case("gpt", tp=2, sequence_parallel=True),
-    Case("gpt", pp=2),
-    Case("gpt", dp=4),
-    Case("gpt", pp=2, vpp=2),
-    Case("gpt", vpp=2, schedule="interleaved"),
-    Case("gpt", pp=4, schedule="gpipe", global_batch_size=6),
+    Case("gpt", **SMALL),
+    Case("llama", **SMALL),
+    Case("qwen", **SMALL),
+    Case("gpt_untied", tp=2, **SMALL),
+    Case("gpt", tp=2, sequence_parallel=True, **SMALL),
+    Case("gpt", pp=2, num_layers=4, global_batch_size=4),
+    Case("gpt", dp=4, num_layers=2),
+    Case("gpt", pp=2, vpp=2, num_layers=4, global_batch_size=4),
+    Case("gpt", vpp=2, schedule="interleaved", num_layers=4, global_batch_size=4),
+    Case("gpt", pp=4, schedule="gpipe", num_layers=4, global_batch_size=6),
     Case("llama", pp=8),
-    Case("mqa_rope_bias", tp=4, pp=2, sequence_parallel=True),
-    Case("mqa_rope_bias", tp=2, dp=2, micro_batch_size=2),
-    Case("qwen", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True),
-    Case("qwen", tp=8, sequence_parallel=True),
+    Case("mqa_rope_bias", tp=4, pp=2, sequence_parallel=True, **SMALL),
+    Case("mqa_rope_bias", tp=2, dp=2, micro_batch_size=2, num_layers=2),
+    Case("qwen", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True, num_layers=4),
+    Case("qwen", tp=8, sequence_parallel=True, num_layers=2, global_batch_size=2),
     Case("gpt", pp=2, vpp=4, dp=2, global_batch_size=6),
-    Case("gpt_untied", pp=4, layers_per_stage=(1, 3, 2, 2)),
-    Case("llama", pp=2, vpp=2, tp=2, layers_per_stage=(2, 1, 3, 2), recompute=("full", "uniform", 2)),
-    Case("gpt", tp=2, pp=2, dp=2, recompute=("selective", "uniform", 1), bucket_bytes=1),
-    Case("gpt_dropout", tp=2, pp=2, dp=2, sequence_parallel=True, recompute=("full", "uniform", 1)),
-    Case("gpt_dropout", dp=2, micro_batch_size=2),
-    Case("qwen", tp=2, pp=2, vpp=2, recompute=SELECTIVE, modules=ALL_PARTS, offload=1),
-    Case("gpt_dropout", tp=2, pp=2, sequence_parallel=True, recompute=SELECTIVE, modules=CHEAP, offload=4),
-    Case("llama", pp=2, recompute=("full", "block", 2), modules=("norm", "rope", "activation"), offload=3),
-    Case("llama", tp=2, sequence_parallel=True, staged=True),
-    Case("gpt", tp=2, pp=2, staged=True),
-    Case("gpt", pp=2, dp=2, vpp=2, staged=True),
+    Case("gpt_untied", pp=4, layers_per_stage=(1, 3, 2, 2), global_batch_size=6),
+    Case("llama", pp=2, vpp=2, tp=2, layers_per_stage=(2, 1, 3, 2), recompute=FULL_BY_TWO, global_batch_size=4),
+    Case("gpt", tp=2, pp=2, dp=2, recompute=SELECTIVE, bucket_bytes=1, num_layers=4),
+    Case("gpt_dropout", tp=2, pp=2, dp=2, sequence_parallel=True, recompute=("full", "uniform", 1), num_layers=4),
+    Case("gpt_dropout", dp=2, micro_batch_size=2, num_layers=2),
+    Case("qwen", tp=2, pp=2, vpp=2, recompute=SELECTIVE, modules=ALL_PARTS, offload=1, global_batch_size=4),
+    Case(
+        "gpt_dropout", tp=2, pp=2, sequence_parallel=True, recompute=SELECTIVE, modules=CHEAP, offload=2, **SMALL_STAGES
+    ),
+    Case("llama", pp=2, recompute=("full", "block", 2), modules=CHEAP_WITH_ROPE, offload=3, global_batch_size=4),
+    Case("llama", tp=2, sequence_parallel=True, staged=True, **SMALL),
+    Case("gpt", tp=2, pp=2, staged=True, **SMALL_STAGES),
+    Case("gpt", pp=2, dp=2, vpp=2, staged=True, num_layers=4),
 ]
+"""As deep and with as many microbatches as there is something to go wrong in."""
 
 COVERING_TOO = [
     Case("llama", tp=8),
@@ -77,14 +92,14 @@ def full_product() -> list[Case]:
 
 
 @cache
-def oracle(model: str, global_batch_size: int, num_steps: int) -> OracleResult:
-    case = Case(model, global_batch_size=global_batch_size)
-    return run_oracle(case, weights_of(model), num_steps)
+def oracle(model: str, num_layers: int | None, global_batch_size: int, num_steps: int) -> OracleResult:
+    case = Case(model, num_layers=num_layers, global_batch_size=global_batch_size)
+    return run_oracle(case, weights_of(model, num_layers), num_steps)
 
 
 def compare(case: Case, num_steps: int = NUM_STEPS) -> None:
-    expected = oracle(case.model, case.global_batch_size, num_steps)
-    weights = weights_of(case.model)
+    expected = oracle(case.model, case.num_layers, case.global_batch_size, num_steps)
+    weights = weights_of(case.model, case.num_layers)
     results = run_ranks(run_case, case.world_size, case, weights, num_steps, device=case.device, staged=case.staged)
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
 

@@ -54,12 +54,20 @@ def build_rank(rank: int, case: Case) -> tuple[Engine, Batches]:
 # Traffic ---------------------------------------------------------------------------------------------------------------
 
 TRAFFIC = [
-    Case("gpt", tp=2, pp=2, dp=2),
-    Case("llama", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True, dtype="bf16"),
-    Case("qwen", tp=8, sequence_parallel=True, recompute=("full", "uniform", 2), dtype="fp32", global_batch_size=2),
-    Case("gpt_untied", tp=2, pp=4, recompute=("full", "block", 1), layers_per_stage=(1, 3, 2, 2)),
-    Case("mqa_rope_bias", tp=4, dp=2, bucket_bytes=1, micro_batch_size=2),
-    Case("gpt", pp=2, vpp=2, dp=4),
+    Case("gpt", tp=2, pp=2, dp=2, num_layers=6, global_batch_size=6),
+    Case("llama", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True, dtype="bf16", num_layers=4, global_batch_size=6),
+    Case(
+        "qwen",
+        tp=8,
+        sequence_parallel=True,
+        recompute=("full", "uniform", 2),
+        dtype="fp32",
+        num_layers=3,
+        global_batch_size=2,
+    ),
+    Case("gpt_untied", tp=2, pp=4, recompute=("full", "block", 1), layers_per_stage=(1, 3, 2, 2), global_batch_size=3),
+    Case("mqa_rope_bias", tp=4, dp=2, bucket_bytes=1, micro_batch_size=2, num_layers=3),
+    Case("gpt", pp=2, vpp=2, dp=4, num_layers=4),
     Case(
         "qwen",
         tp=2,
@@ -68,9 +76,12 @@ TRAFFIC = [
         sequence_parallel=True,
         recompute=("selective", "uniform", 1),
         modules=("norm", "rope", "activation", "attention"),
+        num_layers=6,
         offload=2,
+        global_batch_size=6,
     ),
 ]
+"""Few layers and microbatches, but in most cases numbers of their own: a formula with one size for another is seen."""
 
 
 def traffic_of_a_step(rank: int, case: Case, plant: bool) -> tuple[dict[Flow, Volume], dict[Flow, Volume], int, int]:
@@ -129,20 +140,27 @@ def find(events: list[Event], phase: str, purpose: str, op: str | None = None) -
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_weight_gradients_run_under_the_input_gradients_reduction(sequence_parallel: bool) -> None:
-    case = Case("gpt", tp=2, sequence_parallel=sequence_parallel)
+    num_layers, num_microbatches = 3, 4
+    case = Case(
+        "gpt",
+        tp=2,
+        sequence_parallel=sequence_parallel,
+        num_layers=num_layers,
+        global_batch_size=num_microbatches,
+    )
     for events in run_ranks(events_of_a_step, 2, case):
-        for layer in range(8):
+        for layer in range(num_layers):
             for name in (f"layers.{layer}.attention.qkv", f"layers.{layer}.mlp.up"):
                 op = "reduce_scatter" if sequence_parallel else "all_reduce"
                 posts = find(events, "post", f"{name} backward", op)
                 waits = find(events, "wait", f"{name} backward", op)
                 gemms = find(events, "mark", name)
-                assert len(posts) == len(waits) == len(gemms) == 8, "one per microbatch"
+                assert len(posts) == len(waits) == len(gemms) == num_microbatches
                 assert all(post < gemm < wait for post, gemm, wait in zip(posts, gemms, waits, strict=True))
 
 
 def test_a_buckets_reduction_is_posted_under_the_backward_of_the_layers_below() -> None:
-    case = Case("gpt", dp=2, bucket_bytes=1)
+    case = Case("gpt", dp=2, bucket_bytes=1, global_batch_size=4)
     for events in run_ranks(events_of_a_step, 2, case):
         reductions = find(events, "post", "gradients")
         last_gemm = {layer: find(events, "mark", f"layers.{layer}.attention.qkv")[-1] for layer in range(8)}
@@ -235,11 +253,11 @@ def bound(case: Case, pp_rank: int) -> int:
 @pytest.mark.parametrize(
     "case",
     [
-        Case("gpt_untied", pp=4),
-        Case("gpt_untied", pp=4, global_batch_size=2),
-        Case("gpt_untied", pp=2, vpp=2),
+        Case("gpt_untied", pp=4, num_layers=4),
+        Case("gpt_untied", pp=4, num_layers=4, global_batch_size=2),
+        Case("gpt_untied", pp=2, vpp=2, num_layers=4),
         Case("gpt_untied", pp=4, vpp=2),
-        Case("gpt_untied", pp=4, schedule="gpipe"),
+        Case("gpt_untied", pp=4, schedule="gpipe", num_layers=4),
     ],
     ids=str,
 )
@@ -270,7 +288,7 @@ def most_outputs_alive(rank: int, case: Case) -> int:
 
 
 def test_a_stages_output_is_freed_when_it_is_sent() -> None:
-    first, _ = run_ranks(most_outputs_alive, 2, Case("gpt_untied", pp=2, global_batch_size=16))
+    first, _ = run_ranks(most_outputs_alive, 2, Case("gpt_untied", pp=2, num_layers=2, global_batch_size=16))
     # Two microbatches are in flight, and sends whose completion has just not been seen yet may hold some more; 15 would be
     # alive if they were kept until the end.
     assert first <= 8
@@ -285,7 +303,8 @@ def gradients_of_a_step(rank: int, case: Case) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("model", ["gpt_dropout", "qwen"])
 def test_recomputation_and_offload_change_no_bit(model: str) -> None:
-    kept = run_ranks(gradients_of_a_step, 2, Case(model, tp=2, sequence_parallel=True, dtype="fp32"))
+    plain = Case(model, tp=2, sequence_parallel=True, dtype="fp32", num_layers=4, global_batch_size=2)
+    kept = run_ranks(gradients_of_a_step, 2, plain)
     parts = ("norm", "activation", "attention")
     for recompute, modules, offload in (
         (("selective", "uniform", 1), None, 0),
@@ -293,8 +312,8 @@ def test_recomputation_and_offload_change_no_bit(model: str) -> None:
         (("full", "uniform", 3), None, 0),
         (("full", "block", 2), parts, 0),
     ):
-        case = Case(model, tp=2, sequence_parallel=True, dtype="fp32", recompute=recompute)
-        again = run_ranks(gradients_of_a_step, 2, replace(case, modules=modules, offload=offload))
+        case = replace(plain, recompute=recompute, modules=modules, offload=offload)
+        again = run_ranks(gradients_of_a_step, 2, case)
         for rank in range(2):
             assert all(torch.equal(a, b) for a, b in zip(kept[rank], again[rank], strict=True)), recompute
 

@@ -44,7 +44,7 @@ def asked(oracle: str, name: str, *, layout: Sequence[str] | None = None, dtype:
     tree = {
         "model": MODELS[name],
         "data": {"synthetic": True},
-        "train": {"steps": 1, "global_batch_size": 8},
+        "train": {"steps": 1, "global_batch_size": 4},
         "optimizer": {"bucket_bytes": 4096},
     }
     with tempfile.TemporaryDirectory(prefix="triaxis-test-") as folder:
@@ -62,12 +62,25 @@ def run_oracle(rank: int, name: str, config: Config, folder: str, plant: Plant |
     process.run(name, config, Path(folder))
 
 
-def verdicts(one: OracleTrial, plant: Plant | None = None, layout_plant: Plant | None = None) -> dict[str, Verdict]:
-    """By layout, our one process first; bugs are in the oracle, or in the ranks of layouts."""
+def verdicts(
+    one: OracleTrial, references: Path, plant: Plant | None = None, layout_plant: Plant | None = None
+) -> dict[str, Verdict]:
+    """By layout, our one process first; bugs are in the oracle, or in the ranks of layouts.
+
+    `references`: a folder for what oracles write; one without a bug is run once.
+    """
+    reference = one.trials[0].reference
+
+    def refer(where: str) -> None:
+        run_ranks(run_oracle, 1, one.oracle, reference, where, plant)
+
     found = {}
     with tempfile.TemporaryDirectory(prefix="triaxis-test-") as name:
         folder = Path(name)
-        run_ranks(run_oracle, 1, one.oracle, one.trials[0].reference, name, plant)
+        if plant is None:
+            trials.written_once(references, one.oracle + reference.model_dump_json(), refer, folder)
+        else:
+            refer(name)
         for trial in one.trials:
             sizes = parallel_sizes(trial.config)
             bug = layout_plant if found else None

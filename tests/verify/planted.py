@@ -18,7 +18,7 @@ from models.attention import Attention
 from models.gpt import GPTChunk
 from tests.parity.cases import Case
 
-FULL = Case("gpt", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True)
+FULL = Case("gpt", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True, num_layers=4)
 
 
 @dataclass(frozen=True)
@@ -180,8 +180,8 @@ def a_bucket_is_reduced_before_its_last_microbatch() -> None:
 def padded_vocabulary_is_in_the_softmax() -> None:
     cross_entropy = models.gpt.vocab_parallel_cross_entropy
 
-    def padded(logits: torch.Tensor, labels: torch.Tensor, axis: Axis, vocab_size: int) -> torch.Tensor:
-        return cross_entropy(logits, labels, axis, logits.shape[-1] * axis.size)
+    def padded(logits: torch.Tensor, labels: torch.Tensor, axis: Axis, vocab_size: int, *rest: Any) -> torch.Tensor:
+        return cross_entropy(logits, labels, axis, logits.shape[-1] * axis.size, *rest)
 
     models.gpt.vocab_parallel_cross_entropy = padded
 
@@ -264,9 +264,9 @@ def anything(name: str) -> bool:
     return True
 
 
-DROPOUT = Case("gpt_dropout", tp=2, dp=2)
-KV = Case("llama", tp=4, dp=2, sequence_parallel=True)
-QK = Case("qwen", tp=2, pp=2, dp=2, sequence_parallel=True)
+DROPOUT = Case("gpt_dropout", tp=2, dp=2, num_layers=2)
+KV = Case("llama", tp=4, dp=2, sequence_parallel=True, num_layers=2)
+QK = Case("qwen", tp=2, pp=2, dp=2, sequence_parallel=True, num_layers=2)
 DEEP = Case("gpt", pp=2, vpp=4, dp=2, global_batch_size=6)
 
 BUGS = (
@@ -289,9 +289,9 @@ BUGS = (
     Bug(loss_is_scaled_twice, FULL, "gradient", anything, None, "the loss is scaled twice"),
     Bug(
         last_stage_takes_microbatches_in_another_order,
-        Case("gpt", pp=4),
+        Case("gpt", pp=4, num_layers=4),
         "output",
-        lambda name: name == "layers.6.attention",
+        lambda name: name == "layers.3.attention",
         "pp",
         "another order",
     ),
@@ -327,7 +327,7 @@ BUGS = (
     Bug(rope_counts_from_each_shard, QK, "output", lambda name: name == "layers.0.attention", "tp", "RoPE"),
     Bug(
         one_all_gather_after_the_step_is_stale,
-        Case("gpt", tp=2, dp=2, bucket_bytes=2**20),
+        Case("gpt", tp=2, dp=2, bucket_bytes=2**20, num_layers=2),
         "parameter",
         anything,
         "dp",
@@ -335,7 +335,7 @@ BUGS = (
     ),
     Bug(
         qk_norm_gradients_are_not_summed,
-        Case("qwen", tp=2, dp=2),
+        Case("qwen", tp=2, dp=2, num_layers=2),
         "gradient",
         lambda name: name.endswith(("q_norm.weight", "k_norm.weight")),
         "tp",

@@ -5,6 +5,7 @@ Bugs of our one process are planted in the oracle: a difference is the same from
 """
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 
@@ -29,9 +30,17 @@ def needs(oracle: str) -> None:
         pytest.skip(f"{oracle} is not installed: pip install '{ORACLES[oracle][0]}'")
 
 
-def assert_equal(oracle: str, name: str, *, layout: tuple[str, ...] | None, dtype: str, num_layouts: int) -> None:
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for what oracles write."""
+    return tmp_path_factory.mktemp("oracles")
+
+
+def assert_equal(
+    references: Path, oracle: str, name: str, *, layout: tuple[str, ...] | None, dtype: str, num_layouts: int
+) -> None:
     needs(oracle)
-    found = verdicts(asked(oracle, name, layout=layout, dtype=dtype))
+    found = verdicts(asked(oracle, name, layout=layout, dtype=dtype), references)
     assert len(found) == num_layouts
     for sizes, verdict in found.items():
         assert verdict.equal, f"{sizes}: {verdict.differences[:3]}"
@@ -40,19 +49,19 @@ def assert_equal(oracle: str, name: str, *, layout: tuple[str, ...] | None, dtyp
 
 
 @pytest.mark.parametrize("dtype", ["float64", pytest.param("fp32", marks=pytest.mark.slow)])
-def test_gpt_in_tensor_and_pipeline_parallel_trains_as_in_megatron_core(dtype: str) -> None:
-    assert_equal("megatron-core", "gpt2", layout=TP2_PP2, dtype=dtype, num_layouts=2)
+def test_gpt_in_tensor_and_pipeline_parallel_trains_as_in_megatron_core(dtype: str, references: Path) -> None:
+    assert_equal(references, "megatron-core", "gpt2", layout=TP2_PP2, dtype=dtype, num_layouts=2)
 
 
-def test_llama_with_sequence_parallelism_trains_as_in_transformers() -> None:
-    assert_equal("transformers", "llama", layout=TP2_SP, dtype="float64", num_layouts=2)
+def test_llama_with_sequence_parallelism_trains_as_in_transformers(references: Path) -> None:
+    assert_equal(references, "transformers", "llama", layout=TP2_SP, dtype="float64", num_layouts=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float64", "fp32"])
 @pytest.mark.parametrize(("oracle", "name"), CASES, ids=[f"{oracle}-{name}" for oracle, name in CASES])
-def test_every_family_in_every_way_of_cutting(oracle: str, name: str, dtype: str) -> None:
-    assert_equal(oracle, name, layout=None, dtype=dtype, num_layouts=4)
+def test_every_family_in_every_way_of_cutting(oracle: str, name: str, dtype: str, references: Path) -> None:
+    assert_equal(references, oracle, name, layout=None, dtype=dtype, num_layouts=4)
 
 
 # Differences -------------------------------------------------------------------------------------------------------------
@@ -126,9 +135,9 @@ def query_heads_in_another_order() -> None:
         getattr(value, "__name__", None) if callable(value) else value if isinstance(value, str) else None
     ),
 )
-def test_a_difference_is_seen_and_named(oracle, name, plant, what, parameters, factor) -> None:
+def test_a_difference_is_seen_and_named(oracle, name, plant, what, parameters, factor, references) -> None:
     needs(oracle)
-    (verdict,) = verdicts(asked(oracle, name, layout=ONE), plant).values()
+    (verdict,) = verdicts(asked(oracle, name, layout=ONE), references, plant).values()
     assert not verdict.equal and verdict.cause is not None
     assert verdict.cause.axis is None and "no layout is to blame" in verdict.cause.text
     assert {one.what for one in verdict.differences} == {what}
@@ -155,9 +164,9 @@ def test_a_difference_is_seen_and_named(oracle, name, plant, what, parameters, f
     ],
     ids=["norm gradients", "rope"],
 )
-def test_a_bug_of_the_layout_is_told_from_one_of_the_model(plant, what, axis, text) -> None:
+def test_a_bug_of_the_layout_is_told_from_one_of_the_model(plant, what, axis, text, references) -> None:
     needs("transformers")
-    one, layout = verdicts(asked("transformers", "llama", layout=TP2_SP), layout_plant=plant).values()
+    one, layout = verdicts(asked("transformers", "llama", layout=TP2_SP), references, layout_plant=plant).values()
     assert one.equal and not layout.equal and layout.cause is not None
     assert {difference.what for difference in layout.differences} == {what}
     if what == "gradient":

@@ -15,6 +15,12 @@ pytestmark = pytest.mark.distributed
 NUM_STEPS = 2
 
 
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for what one process writes, once for all layouts that are compared with it."""
+    return tmp_path_factory.mktemp("references")
+
+
 def trial_of(case: Case, dtype: str) -> Trial:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "case.yaml"
@@ -33,9 +39,9 @@ IN_CI = {"gradient": 0, "output": 3, "master": 7, "gradient norm": 8, "parameter
         for number, bug in enumerate(BUGS)
     ],
 )
-def test_a_planted_bug_is_named(number: int) -> None:
+def test_a_planted_bug_is_named(number: int, references: Path) -> None:
     bug: Bug = BUGS[number]
-    verdict = run(trial_of(bug.case, bug.dtype), bug.plant)
+    verdict = run(trial_of(bug.case, bug.dtype), references, bug.plant)
     assert not verdict.equal and verdict.cause is not None
     first, *_ = verdict.differences
     assert first.what == bug.what, verdict
@@ -58,6 +64,6 @@ def test_ci_has_a_bug_of_each_kind() -> None:
         for case, dtype in sorted({(bug.case, bug.dtype) for bug in BUGS}, key=str)
     ],
 )
-def test_without_the_bug_nothing_differs(case: Case, dtype: str) -> None:
-    verdict = run(trial_of(case, dtype))
+def test_without_the_bug_nothing_differs(case: Case, dtype: str, references: Path) -> None:
+    verdict = run(trial_of(case, dtype), references)
     assert verdict.equal, verdict.differences[:3]

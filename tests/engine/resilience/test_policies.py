@@ -24,8 +24,13 @@ BAD = Plant(rank=2, module="blocks.1.mlp", sample_ids=(BAD_STEP * BATCH + 5,))
 """Rank 2 is tp rank 0 of the second stage of SPLIT, whose chunk begins with layer 4."""
 
 
-def steps(num_steps: int = NUM_STEPS) -> dict[str, int]:
-    return {"steps": num_steps, "micro_batch_size": 1}
+def steps(num_steps: int = NUM_STEPS, micro_batch_size: int = 1) -> dict[str, int]:
+    return {"steps": num_steps, "micro_batch_size": micro_batch_size}
+
+
+def few(num_steps: int = NUM_STEPS) -> dict[str, int]:
+    """Steps of few microbatches, where it does not matter which of them is bad."""
+    return steps(num_steps, micro_batch_size=4)
 
 
 # Skip --------------------------------------------------------------------------------------------------------------------
@@ -60,9 +65,9 @@ def test_a_skipped_update_is_as_if_it_had_been_left_out(tmp_path: Path) -> None:
 
 def test_a_run_that_only_skips_comes_to_an_end(tmp_path: Path) -> None:
     everything = Plant(rank=0, module="", sample_ids=tuple(range(BATCH, 100 * BATCH)))
-    sections = {"train": steps(), "resilience": {"on_nonfinite": "skip", "max_skips_in_a_row": 2}}
+    sections = {"train": few(), "resilience": {"on_nonfinite": "skip", "max_skips_in_a_row": 2}}
     (trace,) = run_ranks(run, 1, Case("llama"), str(tmp_path), sections, everything)
-    assert "2 updates in a row were left out" in trace.error and trace.exit_code == 1
+    assert "2 updates in a row were left out" in trace.error and trace.exit_code == 6
     assert [step for _, step, _, _ in trace.events] == [1, 2, 3] and trace.num_updates == 1
 
 
@@ -74,7 +79,7 @@ def test_a_stop_names_the_first_rank_and_module(tmp_path: Path) -> None:
     words = "the gradient of the output of layers.2.attention (stage 0) in the backward of microbatch 6 (samples 30)"
     traces: list[Trace] = run_ranks(run, 4, SPLIT, str(tmp_path), {"train": steps()}, plant)
     for trace in traces:
-        assert "step 4 on samples 24 to 31: loss sum" in trace.error and trace.exit_code == 1
+        assert "step 4 on samples 24 to 31: loss sum" in trace.error and trace.exit_code == 6
         assert f"First on rank 1: {words}." in trace.error
         assert [(kind, step) for kind, step, _, _ in trace.events] == [("non_finite", BAD_STEP)]
         assert trace.num_updates == BAD_STEP, "the step that was posted after it has updated nothing"
@@ -90,10 +95,10 @@ OF_REPLICATED = Plant(rank=1, module="blocks.1.mlp", sample_ids=(BAD_STEP * BATC
 def test_after_a_rollback_the_run_is_the_one_that_never_had_the_samples(tmp_path: Path) -> None:
     skipped = (BAD_STEP * BATCH, (BAD_STEP + 1) * BATCH)
     always = {"optimizer": {"decay_steps": 50}, "resilience": ROLLBACK}
-    first, cut = always | {"train": steps(), "checkpoint": SAVING}, tmp_path / "back"
+    first, cut = always | {"train": few(), "checkpoint": SAVING}, tmp_path / "back"
     traces: list[Trace] = run_ranks(run, 2, REPLICATED, str(cut), first, OF_REPLICATED)
-    longer = first | {"train": steps(8)}
-    told = always | {"train": steps(8), "data": {"skip_samples": [skipped]}, "resilience": {}}
+    longer = first | {"train": few(8)}
+    told = always | {"train": few(8), "data": {"skip_samples": [skipped]}, "resilience": {}}
     straight: list[Trace] = run_ranks(run, 2, REPLICATED, str(tmp_path / "straight"), told, OF_REPLICATED)
     undisturbed = dict(straight[0].told)
     for trace in traces:
@@ -124,9 +129,9 @@ def test_after_a_rollback_the_run_is_the_one_that_never_had_the_samples(tmp_path
 
 def test_too_many_rollbacks_stop_the_run(tmp_path: Path) -> None:
     twice = Plant(rank=0, module="blocks.0", sample_ids=(BAD_STEP * BATCH, (BAD_STEP + 2) * BATCH))
-    sections = {"train": steps(), "checkpoint": SAVING, "resilience": ROLLBACK}
+    sections = {"train": few(), "checkpoint": SAVING, "resilience": ROLLBACK}
     (trace,) = run_ranks(run, 1, Case("llama"), str(tmp_path), sections, twice)
-    assert "has gone back 1 times already (resilience.max_rollbacks = 1)" in trace.error and trace.exit_code == 1
+    assert "has gone back 1 times already (resilience.max_rollbacks = 1)" in trace.error and trace.exit_code == 6
     assert [kind for kind, *_ in trace.events] == ["non_finite", "rolled_back", "non_finite"]
     # The second time on other samples, by their ids.
     assert trace.events[2][3]["samples"] == [(BAD_STEP + 2) * BATCH, (BAD_STEP + 3) * BATCH]
@@ -134,17 +139,17 @@ def test_too_many_rollbacks_stop_the_run(tmp_path: Path) -> None:
 
 def test_before_the_first_checkpoint_there_is_nowhere_to_go(tmp_path: Path) -> None:
     early = Plant(rank=0, module="blocks.0", sample_ids=(BATCH,))
-    sections = {"train": steps(), "checkpoint": SAVING, "resilience": ROLLBACK}
+    sections = {"train": few(), "checkpoint": SAVING, "resilience": ROLLBACK}
     (trace,) = run_ranks(run, 1, Case("llama"), str(tmp_path), sections, early)
     assert "holds no checkpoint of this run from before step 2" in trace.error
 
 
 def test_what_was_trained_on_cannot_be_left_out_any_more(tmp_path: Path) -> None:
     case, saving = Case("llama"), {"interval": 2}
-    run_ranks(run, 1, case, str(tmp_path), {"train": steps(2), "optimizer": {"decay_steps": 50}, "checkpoint": saving})
+    run_ranks(run, 1, case, str(tmp_path), {"train": few(2), "optimizer": {"decay_steps": 50}, "checkpoint": saving})
     for skipped, refusal in (((2 * BATCH - 1, 2 * BATCH), "from 16 on"), ((2 * BATCH, 3 * BATCH), "")):
         sections = {
-            "train": steps(3),
+            "train": few(3),
             "optimizer": {"decay_steps": 50},
             "checkpoint": saving | {"accept": ["data.skip_samples"]},
             "data": {"skip_samples": [skipped]},
@@ -166,7 +171,7 @@ def test_a_loss_above_its_limit_is_left_out_whenever_the_run_saves(tmp_path: Pat
     ends = []
     for number, interval in enumerate((None, 3)):
         saving = {"interval": interval, "async": False}
-        sections = {"train": steps(14), "resilience": {"on_nonfinite": "skip", "loss_spike": 1.5}, "checkpoint": saving}
+        sections = {"train": few(14), "resilience": {"on_nonfinite": "skip", "loss_spike": 1.5}, "checkpoint": saving}
         (trace,) = run_ranks(run, 1, Case("llama"), str(tmp_path / str(number)), sections, spike)
         [(kind, step, message, _)] = trace.events
         assert (kind, step) == ("loss_spike", 11) and "is above the limit of" in message

@@ -1,0 +1,51 @@
+"""A command's ranks, forked from the server of `tests/harness.py` where torchrun would start them: the same workers, at once.
+
+Each command that starts ranks has a test that really starts them; its other layouts need no launcher.
+"""
+
+import importlib
+import io
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import redirect_stderr, redirect_stdout
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from engine.config_load import ENVIRONMENT
+from engine.runtime import Runtime
+from launch.launcher import Request, make_plan
+from tests.harness import run_ranks
+
+
+def fork_ranks_of(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    """From now on `module` calls this in place of `launch.launcher.launch`; what rank 0 prints is printed here."""
+    stdout = sys.stdout
+
+    def launch(request: Request, variables: Mapping[str, str]) -> int:
+        plan = make_plan(request, variables)
+        ended = run_ranks(work, plan.world.size, request.worker, plan.worker_arguments)
+        _, out, err = ended[0]
+        stdout.write(out)
+        sys.stderr.write(err)
+        return max(code for code, *_ in ended)
+
+    monkeypatch.setattr(f"{module}.launch", launch)
+
+
+def work(rank: int, module: str, words: list[str]) -> tuple[int, str, str]:
+    """One rank: its exit code and what it said. The harness has joined the process group."""
+    import launch.rank
+
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    for name in ENVIRONMENT:
+        os.environ.pop(name, None)
+    places = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update({name: str(number) for name, number in places.items()})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
+    launch.rank.start = lambda environment, config: Runtime(environment, torch.device("cpu"))
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        code = importlib.import_module(module).main(words)
+    return code, out.getvalue(), err.getvalue()
