@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable
 from itertools import product
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -58,7 +59,7 @@ IN_CI = (0, 5)
     "number",
     [pytest.param(number, marks=() if number in IN_CI else pytest.mark.slow) for number in range(len(TRIALS))],
 )
-def test_no_false_alarm(number: int) -> None:
+def test_no_false_alarm(number: int, references: Path) -> None:
     row, asked = TRIALS[number]
-    verdict = run(asked)
+    verdict = run(asked, references)
     assert verdict.equal, (row, verdict.differences[:3], verdict.cause)

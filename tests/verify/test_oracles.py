@@ -30,12 +30,6 @@ def needs(oracle: str) -> None:
         pytest.skip(f"{oracle} is not installed: pip install '{ORACLES[oracle][0]}'")
 
 
-@pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for what oracles write."""
-    return tmp_path_factory.mktemp("oracles")
-
-
 def assert_equal(
     references: Path, oracle: str, name: str, *, layout: tuple[str, ...] | None, dtype: str, num_layouts: int
 ) -> None:

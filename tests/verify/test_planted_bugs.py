@@ -15,12 +15,6 @@ pytestmark = pytest.mark.distributed
 NUM_STEPS = 2
 
 
-@pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for what one process writes, once for all layouts that are compared with it."""
-    return tmp_path_factory.mktemp("references")
-
-
 def trial_of(case: Case, dtype: str) -> Trial:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "case.yaml"
