@@ -31,6 +31,12 @@ class TopologyError(TriaxisError):
     """The ranks, nodes or groups that were asked for do not exist or do not fit."""
 
 
+class PortTakenError(TopologyError):
+    """Somebody else listens where the ranks were to meet; later, or at another port, they can."""
+
+    exit_code = 1
+
+
 class ScheduleError(TriaxisError):
     """A pipeline schedule that is incomplete, out of order, or would deadlock."""
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from engine.errors import TopologyError
+from engine.errors import PortTakenError, TopologyError
 
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 NCCL_VARIABLE = "NCCL_SOCKET_IFNAME"
@@ -84,7 +84,7 @@ def listening_socket(interface: Interface, port: int) -> socket.socket:
         port: 0: a free one.
 
     Raises:
-        TopologyError: the port is taken.
+        PortTakenError: somebody else listens there.
     """
     family = socket.AF_INET6 if ":" in interface.address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -95,7 +95,7 @@ def listening_socket(interface: Interface, port: int) -> socket.socket:
         listener.listen(socket.SOMAXCONN)
     except OSError as error:
         listener.close()
-        raise TopologyError(
+        raise PortTakenError(
             f"rank 0 cannot listen at {interface.address} port {port} ({interface.name}): {error.strerror}. The other ranks would "
             f"wait there in vain. Another run may use the port: set MASTER_PORT to a free one."
         ) from error

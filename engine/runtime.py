@@ -143,7 +143,7 @@ def open_store(interface: Interface, port: int, timeout: timedelta, *, is_server
         is_server: this process has the store, and listens at the interface's address only.
 
     Raises:
-        TopologyError: the port is taken.
+        PortTakenError: somebody else listens there.
     """
     if not is_server:
         return dist.TCPStore(interface.store_host, port, is_master=False, multi_tenant=True, timeout=timeout)

@@ -1,7 +1,7 @@
 """A task of `srun` as a rank: what SLURM says in its variables, in torchrun's words (no torch here).
 
     srun --ntasks=16 --ntasks-per-node=8          SLURM_PROCID 11 of 16, SLURM_LOCALID 3 on node 1
-      ->  RANK=11 WORLD_SIZE=16 LOCAL_RANK=3 LOCAL_WORLD_SIZE=8 MASTER_ADDR=<first host> MASTER_PORT=<from the job id>
+      ->  RANK=11 WORLD_SIZE=16 LOCAL_RANK=3 LOCAL_WORLD_SIZE=8 MASTER_ADDR=<first host> MASTER_PORT=<from job and restart>
 
 One task is one rank, so no torchrun stands between: `scancel`, time limits and `--kill-on-bad-exit` reach the rank itself.
 """
@@ -16,6 +16,8 @@ from engine.errors import TopologyError
 FIRST_PORT = 15_000
 NUM_PORTS = 15_000
 """Below 32768, where Linux hands out ports to outgoing connections."""
+PORTS_APART = 97
+"""From one attempt of a job to the next: a port that somebody has taken ends one attempt, not the job."""
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -49,7 +51,7 @@ def rank_variables(variables: Mapping[str, str]) -> dict[str, str]:
             "LOCAL_RANK": variables["SLURM_LOCALID"],
             "LOCAL_WORLD_SIZE": str(local_sizes[int(variables["SLURM_NODEID"])]),
             "MASTER_ADDR": _master_address(variables, num_nodes),
-            "MASTER_PORT": variables.get("MASTER_PORT") or str(FIRST_PORT + int(variables["SLURM_JOB_ID"]) % NUM_PORTS),
+            "MASTER_PORT": variables.get("MASTER_PORT") or str(_port(variables)),
         }
     except (KeyError, ValueError, IndexError) as error:
         raise TopologyError(
@@ -71,6 +73,11 @@ def tasks_per_node(text: str) -> list[int]:
             raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={text!r}")
         sizes += [int(match[1])] * int(match[2] or 1)
     return sizes
+
+
+def _port(variables: Mapping[str, str]) -> int:
+    attempt = int(variables.get("SLURM_RESTART_COUNT") or 0)
+    return FIRST_PORT + (int(variables["SLURM_JOB_ID"]) + PORTS_APART * attempt) % NUM_PORTS
 
 
 def _master_address(variables: Mapping[str, str], num_nodes: int) -> str:

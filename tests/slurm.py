@@ -178,8 +178,9 @@ class Cluster:
         last = len(self.nodes)
         ports = f"{self._port + 1}-{self._port + last}" if last > 1 else f"{self._port + 1}"
         numbers = f"[1-{last}]" if last > 1 else "1"
-        # The ranks of a job meet at port 15000 + its number: another one in each cluster of this machine, and no daemon's.
-        first_job = 1 + self._port % 5_000
+        # The ranks of a job meet at port 15000 + its number + 97 per restart: another one in each cluster of this machine, and no
+        # daemon's.
+        first_job = 1 + self._port % 4_000
         return f"""\
 ClusterName=test
 FirstJobId={first_job}

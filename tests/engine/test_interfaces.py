@@ -14,7 +14,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from engine.config import RuntimeConfig
-from engine.errors import TopologyError
+from engine.errors import PortTakenError, TopologyError
 from engine.interfaces import (
     GLOO_VARIABLE,
     NCCL_VARIABLE,
@@ -95,7 +95,7 @@ def test_a_port_that_is_taken_is_said() -> None:
     interface = Interface(LOOPBACK_NAME, "127.0.0.1", "127.0.0.1")
     with listening_socket(interface, 0) as first:
         port = first.getsockname()[1]
-        with pytest.raises(TopologyError, match=rf"cannot listen at 127\.0\.0\.1 port {port}.*MASTER_PORT"):
+        with pytest.raises(PortTakenError, match=rf"cannot listen at 127\.0\.0\.1 port {port}.*MASTER_PORT"):
             listening_socket(interface, port)
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import TopologyError
-from launch.slurm_step import FIRST_PORT, NUM_PORTS, is_rank, rank_variables, tasks_per_node
+from launch.slurm_step import FIRST_PORT, NUM_PORTS, PORTS_APART, is_rank, rank_variables, tasks_per_node
 
 STEP = {
     "SLURM_PROCID": "11",
@@ -37,6 +37,11 @@ def test_every_variable(scontrol):
         "MASTER_ADDR": "gpu07",
         "MASTER_PORT": str(FIRST_PORT + 123456 % NUM_PORTS),
     }
+
+
+def test_the_next_attempt_meets_at_another_port(scontrol):
+    first, second = (rank_variables(STEP | scontrol | {"SLURM_RESTART_COUNT": count})["MASTER_PORT"] for count in "01")
+    assert int(second) == int(first) + PORTS_APART
 
 
 def test_one_node_needs_no_scontrol():
