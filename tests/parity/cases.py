@@ -254,20 +254,12 @@ class RankResult:
     masters: list[Piece]
 
 
-def run_case(rank: int, case: Case, weights: Mapping[str, torch.Tensor], num_steps: int) -> RankResult:
-    """One rank of a layout: gradients of the first global batch, and `num_steps` updates, the first with them."""
+def build_rank(rank: int, case: Case) -> tuple[Engine, Batches]:
+    """One rank of a layout, with the weights that its seed gives, and its part of the batches."""
     config = case.config()
-    sizes = ParallelSizes(tp=case.tp, pp=case.pp, dp=case.dp, vpp=case.vpp)
-    topology = Topology(
-        RankGrid(sizes),
-        rank,
-        case.device_of(rank),
-        kv_heads=config.model.kv_heads,
-        staged=case.staged,
-    )
+    grid = RankGrid(ParallelSizes(tp=case.tp, pp=case.pp, dp=case.dp, vpp=case.vpp))
+    topology = Topology(grid, rank, case.device_of(rank), kv_heads=config.model.kv_heads, staged=case.staged)
     engine = build(config, topology, build_chunks)
-    load_weights(engine, {name: weight.detach() for name, weight in weights.items()})
-
     batches = Batches(
         dataset(config),
         global_batch_size=case.global_batch_size,
@@ -277,6 +269,13 @@ def run_case(rank: int, case: Case, weights: Mapping[str, torch.Tensor], num_ste
         consumed_samples=0,
         device=topology.device,
     )
+    return engine, batches
+
+
+def run_case(rank: int, case: Case, weights: Mapping[str, torch.Tensor], num_steps: int) -> RankResult:
+    """One rank of a layout: gradients of the first global batch, and `num_steps` updates, the first with them."""
+    engine, batches = build_rank(rank, case)
+    load_weights(engine, {name: weight.detach() for name, weight in weights.items()})
     counts = engine.forward_backward(batches.next_step())
     loss_sum, num_tokens = counts.tolist()
     grads = owned_pieces(engine, "grads")

@@ -12,8 +12,7 @@ from engine.checkpoint.state import fingerprint
 from engine.errors import DivergenceError
 from engine.step import Engine
 from tests.harness import run_ranks
-from tests.parity.cases import Case
-from tests.parity.test_step_properties import build_rank
+from tests.parity.cases import Case, build_rank
 
 pytestmark = pytest.mark.distributed
 

@@ -11,16 +11,11 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from engine.collectives import Event
-from engine.data.loader import Batches
-from engine.rank_grid import ParallelSizes, RankGrid
-from engine.step import Engine
-from engine.topology import Topology
-from engine.train import build
-from models.gpt import Block, build_chunks
+from models.gpt import Block
 from models.traffic import Flow, Volume, expected_traffic, measured_traffic
 from tests.engine.test_collectives import CountCalls
 from tests.harness import run_ranks
-from tests.parity.cases import Case, assemble, dataset, owned_pieces, run_case, weights_of
+from tests.parity.cases import Case, assemble, build_rank, owned_pieces, run_case, weights_of
 
 pytestmark = pytest.mark.distributed
 
@@ -32,23 +27,6 @@ C10D_NAMES = {
     "send": "send",
     "recv": "recv_",
 }
-
-
-def build_rank(rank: int, case: Case) -> tuple[Engine, Batches]:
-    config = case.config()
-    grid = RankGrid(ParallelSizes(tp=case.tp, pp=case.pp, dp=case.dp, vpp=case.vpp))
-    topology = Topology(grid, rank, case.device_of(rank), kv_heads=config.model.kv_heads, staged=case.staged)
-    engine = build(config, topology, build_chunks)
-    batches = Batches(
-        dataset(config),
-        global_batch_size=case.global_batch_size,
-        micro_batch_size=case.micro_batch_size,
-        dp=case.dp,
-        dp_rank=topology.coordinates.dp,
-        consumed_samples=0,
-        device=topology.device,
-    )
-    return engine, batches
 
 
 # Traffic ---------------------------------------------------------------------------------------------------------------
