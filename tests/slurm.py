@@ -86,8 +86,9 @@ class Cluster:
         """As a power cut would: its slurmd, its step managers and their tasks, at once."""
         doomed = {psutil.Process(self._pid_of(f"slurmd.{node}"))}
         for task in self.processes():
-            if task.environ().get("SLURMD_NODENAME") == node:
-                doomed |= {task, *(parent for parent in task.parents() if "slurmstepd" in parent.name())}
+            with _gone_already():
+                if task.environ().get("SLURMD_NODENAME") == node:
+                    doomed |= {task, *(parent for parent in task.parents() if "slurmstepd" in parent.name())}
         for process in sorted(doomed, key=lambda process: "slurm" not in process.name()):
             _end(process, signal.SIGKILL)
 
@@ -114,6 +115,14 @@ class Cluster:
                 if process.environ().get("SLURM_CONF") == str(self.conf) and "SLURM_JOB_ID" in process.environ():
                     found.append(process)
         return found
+
+    def task(self, number: int, word: str) -> psutil.Process | None:
+        """The process of a step's task that has this word on its command line; None: there is none (yet, or any more)."""
+        for process in self.processes():
+            with _gone_already():
+                if process.environ().get("SLURM_PROCID") == str(number) and word in process.cmdline():
+                    return process
+        return None
 
     def step_managers(self) -> list[psutil.Process]:
         """Every live slurmstepd of this cluster; they outlive slurmd. Their environment is gone, but their log is open."""

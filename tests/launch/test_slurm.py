@@ -88,18 +88,15 @@ class Run:
     ) -> psutil.Process:
         """Stop rank 5 (on the second node) once this attempt has made so many steps, and `saved` is complete; returns it."""
 
+        logs = self.path / "logs" / f"attempt_{attempt:02d}"
+
         def is_there() -> psutil.Process | None:
-            log = self.path / "logs" / f"attempt_{attempt:02d}" / "rank_00005.log"
-            ranks = (
-                [one for one in self.slurm.processes() if one.environ().get("SLURM_PROCID") == "5"]
-                if log.exists()
-                else []
-            )
-            return next((one for one in ranks if "launch.cli" in one.cmdline()), None)
+            if not all((logs / f"rank_{rank:05d}.log").exists() for rank in (0, 5)):
+                return None
+            return self.slurm.task(5, "launch.cli")
 
         def has_come_so_far() -> bool:
-            log = self.path / "logs" / f"attempt_{attempt:02d}" / "rank_00000.log"
-            assert "Traceback" not in log.read_text(), "rank 0 has failed"
+            assert "Traceback" not in (logs / "rank_00000.log").read_text(), "rank 0 has failed"
             is_saved = saved is None or (self.path / "checkpoints" / f"step_{saved:08d}").is_dir()
             return is_saved and sum(record["attempt"] == attempt for record in self.steps) >= num_steps
 
