@@ -225,7 +225,8 @@ def slowed_by_the_link(hosts: list[str], sizes: ParallelSizes, megabits: int) ->
     ("sizes", "megabits", "axis", "part"),
     [
         pytest.param(ParallelSizes(tp=2, dp=2), 8, "dp", "exposed_dp", id="between replicas"),
-        pytest.param(ParallelSizes(tp=2, pp=2), 2, "pp_backward", "exposed_pp", id="between stages"),
+        # So slow that what a busy machine computes beside it hides little of it.
+        pytest.param(ParallelSizes(tp=2, pp=2), 1, "pp_backward", "exposed_pp", id="between stages"),
     ],
 )
 def test_a_slow_link_is_exposed_time_of_the_axis_that_crosses_it(
