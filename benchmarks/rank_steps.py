@@ -12,6 +12,7 @@ from engine.data.synthetic import SyntheticDataset
 from engine.runtime import RankEnvironment
 from engine.step import Engine
 from engine.train import build
+from launch.batches import open_batches
 from launch.rank import Rank, join, read_config
 from models.gpt import build_chunks
 
@@ -64,15 +65,8 @@ def ready(words: Sequence[str]) -> Iterator[Stepping]:
     config = read_config(words, environment)
     with join(config, environment) as rank:
         engine = build(config, rank.topology, build_chunks)
-        batches = Batches(
-            SyntheticDataset(config.train.seed, config.model.vocab_size, config.model.seq_length),
-            global_batch_size=config.train.global_batch_size,
-            micro_batch_size=config.train.micro_batch_size,
-            dp=rank.topology.sizes.dp,
-            dp_rank=rank.topology.coordinates.dp,
-            consumed_samples=0,
-            device=rank.topology.device,
-        )
+        model = config.model
+        batches = open_batches(engine, SyntheticDataset(config.train.seed, model.vocab_size, model.seq_length))
         try:
             yield Stepping(rank, engine, batches)
         finally:
