@@ -18,7 +18,7 @@ contracts:
 	$(PYTHON) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 fast:
-	$(PYTHON) -m pytest -q -m "not slow and not gpu and not distributed"
+	$(PYTHON) -m pytest -q -n logical --maxprocesses 8 --dist loadfile -m "not slow and not gpu and not distributed"
 
 format:
 	$(PYTHON) -m ruff check --fix .
