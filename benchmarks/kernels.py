@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -33,10 +34,13 @@ from engine.optimizer.grad_buffer import GradBuffers
 from engine.optimizer.param_layout import layout_parameters
 from engine.precision import DTYPES, accumulation_dtype, main_grad_dtype
 from engine.shard_spec import Init, ParamSpec, localize
+from engine.tensor_parallel.chunked_head import chunked_head_losses
 from engine.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from engine.tensor_parallel.parameter import ShardedParameter
+from engine.tensor_parallel.layers import ColumnParallelLinear
+from engine.tensor_parallel.mappings import TensorParallelRegion
+from engine.tensor_parallel.parameter import ShardedParameter, WeightGradQueue
 
-Call = Callable[[], object]
+Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,7 @@ def kernels(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Iterator[
         return vocab_parallel_cross_entropy(logits * 1, targets, axis, sizes.vocab, fusion)
 
     yield "cross-entropy, and a copy", both(losses, logits)
+    yield "head and cross-entropy", head_and_losses(sizes, drawn(t, 1, h), targets)
 
     grad, inputs = drawn(t, sizes.ffn).detach(), drawn(t, h).detach()
     wide = accumulation_dtype(dtype)
@@ -111,6 +116,25 @@ def kernels(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Iterator[
 
     for name, precision in state_forms(dtype).items():
         yield name, {form: optimizer_step(sizes, precision, dtype, device, form) for form in ("torch", "compiled")}
+
+
+def head_and_losses(sizes: Sizes, x: torch.Tensor, targets: torch.Tensor) -> dict[str, Call]:
+    """With logits of all tokens, and of a quarter at a time (`recompute.head_tokens`); both add the weight's gradient."""
+    parameter, buffers = in_buffers("head.weight", (sizes.vocab, sizes.hidden), PrecisionConfig(), x.dtype, x.device)
+    axis = Axis("tp", [0], 0, None, Ledger())
+    head = ColumnParallelLinear([parameter], [], TensorParallelRegion(axis, False), WeightGradQueue(), "head")
+
+    def call(losses: Call) -> None:
+        x.grad = None
+        buffers.start(num_microbatches=1)
+        losses().sum().backward()
+        buffers.finish()
+
+    forms = {
+        "whole": lambda: vocab_parallel_cross_entropy(head(x), targets, axis, sizes.vocab),
+        "in quarters": lambda: chunked_head_losses(x, targets, head, sizes.vocab, -(-sizes.tokens // 4)),
+    }
+    return {form: (lambda losses=losses: call(losses)) for form, losses in forms.items()}
 
 
 def state_forms(dtype: torch.dtype) -> dict[str, PrecisionConfig]:
@@ -126,16 +150,25 @@ def optimizer_step(
     sizes: Sizes, precision: PrecisionConfig, dtype: torch.dtype, device: torch.device, form: str
 ) -> Call:
     """One update of one flat shard."""
-    spec = ParamSpec(name="weight", shape=(sizes.shard // sizes.hidden, sizes.hidden), init=Init("normal", 0.02))
-    record = localize(spec, tp=1, tp_index=0, sequence_parallel=False)
-    parameter = ShardedParameter(record, dtype)
-    alone = Axis("dp", [0], 0, None, Ledger())
-    layouts = layout_parameters([record], dp=1, bucket_numel=sizes.shard)
-    grad_dtype = main_grad_dtype(dtype, precision.gradients)
-    buffers = GradBuffers(layouts, {"weight": parameter}, dtype, grad_dtype, device, alone, {"tp": alone})
+    shape = (sizes.shard // sizes.hidden, sizes.hidden)
+    _, buffers = in_buffers("weight", shape, precision, dtype, device)
     optimizer = DistributedOptimizer(buffers, OptimizerConfig(), precision, form)  # type: ignore[arg-type]
     one, no = torch.ones((), device=device), torch.zeros((), dtype=torch.bool, device=device)
     return lambda: optimizer.step(1e-4, one, no)
+
+
+def in_buffers(
+    name: str, shape: tuple[int, int], precision: PrecisionConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[ShardedParameter, GradBuffers]:
+    """One parameter, bound to flat buffers of its own."""
+    spec = ParamSpec(name, shape, Init("normal", 0.02))
+    record = localize(spec, tp=1, tp_index=0, sequence_parallel=False)
+    parameter = ShardedParameter(record, dtype)
+    alone = Axis("dp", [0], 0, None, Ledger())
+    layouts = layout_parameters([record], dp=1, bucket_numel=spec.numel)
+    grad_dtype = main_grad_dtype(dtype, precision.gradients)
+    buffers = GradBuffers(layouts, {name: parameter}, dtype, grad_dtype, device, alone, {"tp": alone})
+    return parameter, buffers
 
 
 def compare(name: str, calls: dict[str, Call], rounds: int, device: torch.device) -> Row:

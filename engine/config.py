@@ -193,6 +193,16 @@ class RecomputeConfig(Section):
     memory_gb: float | None = Field(
         None, gt=0, description="auto: the most that a rank may be predicted to hold, in 10^9 bytes"
     )
+    head_tokens: int | None = Field(
+        None,
+        gt=0,
+        description="tokens whose logits exist at a time, made again in the backward; null: all, kept for it",
+    )
+
+    @property
+    def is_any(self) -> bool:
+        """Whether anything is recomputed."""
+        return self.granularity != "none" or self.head_tokens is not None
 
     @property
     def parts(self) -> frozenset[str]:
@@ -201,12 +211,14 @@ class RecomputeConfig(Section):
         return frozenset(default if self.modules is None else self.modules)
 
     def __str__(self) -> str:
-        """In the words of the configuration, without what says nothing."""
+        """In the words of the configuration, without what says nothing; "none" where nothing is recomputed."""
         words: list[str] = [self.granularity]
         if self.granularity == "full":
             words.append(f"{self.method} num_layers={self.num_layers}")
         if self.parts:
             words.append(f"modules=[{', '.join(sorted(self.parts))}]")
+        if self.head_tokens is not None:
+            words = [*words[self.granularity == "none" :], f"head_tokens={self.head_tokens}"]
         return " ".join(words)
 
 

@@ -15,6 +15,7 @@ Kept here otherwise than there:
     "explicit"         softmax in the accumulation dtype; the causal mask, one for all heads and samples
     RMSNorm            its input and one number per token
     recomputation      selective: what `models/recompute.py` lists is gone; full: the input of each group of layers
+    head_tokens        no logits; those of some tokens while the head is at work
     offload            of the first layers of a chunk only what is small, or held by somebody else
 
 A term is one tensor, and one storage: what is offloaded is chosen by its bytes.
@@ -203,10 +204,11 @@ def end_terms(config: Config, sizes: ParallelSizes, stage: StageContents) -> lis
     if stage.has_head:
         columns = Fraction(model.padded_vocab_size, sizes.tp)
         # The paper keeps the logits in 32 bits; here they stay in the run's dtype and the softmax is computed again.
+        logits = at.w * columns if config.recompute.head_tokens is None else Fraction(0)
         terms += [
             *_norm_terms(config, at, "final_norm"),
             Term("head", "input", whole, whole),
-            Term("losses", "logits", 4 * columns, at.w * columns),
+            Term("losses", "logits", 4 * columns, logits),
             Term("losses", "sums, targets and which are held", Fraction(0), Fraction(at.acc + INDEX_BYTES + 1)),
             Term("losses", LOSS_MASK, Fraction(0), Fraction(1)),
         ]
@@ -245,7 +247,7 @@ def forward_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) ->
         kept += group.kept
         most = max(most, kept + group.moved + below.moved)
         below = group
-    return max(most, kept_bytes(config, sizes, stage) + below.moved)
+    return max(most, kept_bytes(config, sizes, stage) + below.moved + _logits_at_a_time(config, sizes, stage))
 
 
 def backward_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) -> int:
@@ -259,7 +261,7 @@ def backward_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) -
     head = _bytes(config, [term for term in ends if term.module in HEAD_MODULES and term.tensor != LOSS_MASK])
     groups = _groups(config, sizes, stage)
     kept = kept_bytes(config, sizes, stage)
-    most = kept + (groups[-1].moved if groups else 0)
+    most = kept + (groups[-1].moved if groups else 0) + _logits_at_a_time(config, sizes, stage)
     kept -= head
     for index in reversed(range(len(groups))):
         group, below = groups[index], groups[index - 1] if index else _NOTHING
@@ -352,6 +354,15 @@ def _moved(config: Config, terms: Sequence[Term], layer: int, stage: StageConten
         if num_bytes >= config.offload.min_bytes and not is_received:
             total += num_bytes
     return total
+
+
+def _logits_at_a_time(config: Config, sizes: ParallelSizes, stage: StageContents) -> int:
+    """Bytes of the logits that exist while the head is at work and are not kept."""
+    head_tokens = config.recompute.head_tokens
+    if head_tokens is None or not stage.has_head:
+        return 0
+    tokens = min(head_tokens, config.train.micro_batch_size * config.model.seq_length)
+    return tokens * BYTES_PER_ELEMENT[config.precision.dtype] * config.model.padded_vocab_size // sizes.tp
 
 
 def _tables(config: Config, at: Sizes) -> Fraction:

@@ -26,6 +26,7 @@ from engine.kernels.registry import resolve
 from engine.precision import DTYPES, main_grad_dtype
 from engine.saved_tensors import SavedTensors
 from engine.shard_spec import localize
+from engine.tensor_parallel.chunked_head import chunked_head_losses
 from engine.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from engine.tensor_parallel.dropout import DropoutKeys
 from engine.tensor_parallel.layers import ColumnParallelLinear
@@ -75,18 +76,20 @@ class Block(nn.Module):
 
 
 class TokenLosses(nn.Module):
-    """Cross-entropy of each token from this rank's columns of the logits."""
+    """The head and the cross-entropy of each token, from this rank's columns of the logits."""
 
     def __init__(self, context: BuildContext) -> None:
         super().__init__()
         self.context = context
 
-    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """logits [s, b, V_padded/t], labels int64 [b, s] -> [s, b], the same on every tp rank."""
-        context = self.context
-        return vocab_parallel_cross_entropy(
-            logits, labels.t(), context.region.axis, context.model.vocab_size, context.kernels.fusion
-        )
+    def forward(self, x: torch.Tensor, head: ColumnParallelLinear, labels: torch.Tensor) -> torch.Tensor:
+        """x [s(/t), b, h] that the head reads, labels int64 [b, s] -> [s, b], the same on every tp rank."""
+        context, targets = self.context, labels.t()
+        vocab_size, fusion = context.model.vocab_size, context.kernels.fusion
+        at_a_time = context.recompute.head_tokens
+        if at_a_time is not None:
+            return chunked_head_losses(x, targets, head, vocab_size, at_a_time, fusion)
+        return vocab_parallel_cross_entropy(head(x), targets, context.region.axis, vocab_size, fusion)
 
 
 class GPTChunk(nn.Module):
@@ -126,7 +129,8 @@ class GPTChunk(nn.Module):
         hidden = self._hidden(x, batch)
         if self.losses is None:
             return self.saved.finish(hidden)
-        losses: torch.Tensor = self.losses(self._logits(hidden), batch.labels)
+        assert self.final_norm is not None
+        losses: torch.Tensor = self.losses(self.final_norm(hidden), self.head, batch.labels)
         return self.saved.finish((losses * batch.loss_mask.t()).sum())
 
     def logits(self, x: torch.Tensor | None, batch: Batch) -> torch.Tensor:

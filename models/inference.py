@@ -13,7 +13,7 @@ from torch import nn
 
 from engine.checkpoint.directory import Candidate
 from engine.checkpoint.store import Shard, load
-from engine.config import Config, OffloadConfig, RecomputeConfig
+from engine.config import Config, OffloadConfig
 from engine.errors import CheckpointError
 from engine.pipeline import schedules
 from engine.pipeline.partition import partition
@@ -21,6 +21,7 @@ from engine.precision import DTYPES
 from engine.tensor_parallel.parameter import ShardedParameter
 from engine.topology import Topology
 from models.gpt import GPTChunk, build_chunks
+from models.recompute import choice_for_layers
 from models.specs import model_specs
 
 
@@ -43,8 +44,10 @@ def load_model(candidate: Candidate, config: Config, topology: Topology) -> Load
     stages = partition(config.model.num_layers, sizes.pp, sizes.vpp, config.parallel.layers_per_stage)
     placement = schedules.build("forward_only", sizes.pp, sizes.vpp, 1).placement
     mine = [stages[placement.stage_of(topology.coordinates.pp, chunk)] for chunk in range(sizes.vpp)]
-    # Nothing is kept for a backward, so nothing is recomputed or offloaded.
-    forward_only = config.model_copy(update={"recompute": RecomputeConfig(), "offload": OffloadConfig()})
+    # Nothing is kept for a backward, so nothing is recomputed or offloaded; logits still exist for some tokens at a time.
+    forward_only = config.model_copy(
+        update={"recompute": choice_for_layers(config.recompute), "offload": OffloadConfig()}
+    )
     chunks, parameters = build_chunks(forward_only, topology, mine)
     refused = ""
     try:

@@ -31,10 +31,13 @@ from models.activations import (
     kept_bytes,
     moved_bytes,
 )
-from models.recompute import ATTENTION, MLP, candidates, worthwhile_parts
+from models.recompute import ATTENTION, MLP, candidates, choice_for_layers, worthwhile_parts
 from models.specs import stage_specs
 
 GB = 10**9
+
+HEAD_TOKENS = 1024
+"""Tokens whose logits are worth having at a time: enough for the head's GEMMs, and few beside a long sequence's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +189,8 @@ class Saving:
         """As it is typed on a command line."""
         if isinstance(self.value, RecomputeConfig):
             modules = "null" if self.value.modules is None else f"[{', '.join(self.value.modules)}]"
-            return f"'{self.key}={{granularity: {self.value.granularity}, modules: {modules}}}'"
+            head = "" if self.value.head_tokens is None else f", head_tokens: {self.value.head_tokens}"
+            return f"'{self.key}={{granularity: {self.value.granularity}, modules: {modules}{head}}}'"
         return f"{self.key}={str(self.value).lower()}"
 
 
@@ -221,14 +225,16 @@ def _candidates(config: Config, sizes: ParallelSizes) -> Iterator[tuple[str, obj
             # A part that is recomputed already stays so.
             modules = sorted(recompute.parts | set(chosen))
             if set(modules) != recompute.parts and (chosen is elementwise or len(chosen) > len(elementwise)):
-                yield "recompute", RecomputeConfig.model_validate({"granularity": "selective", "modules": modules})
+                yield "recompute", choice_for_layers(recompute, granularity="selective", modules=modules)
     if sizes.tp > 1 and not config.parallel.sequence_parallel:
         yield "parallel.sequence_parallel", True
+    if recompute.head_tokens is None:
+        yield "recompute.head_tokens", HEAD_TOKENS
     yield from _more_offloaded(config, sizes)
     if config.train.micro_batch_size > 1:
         yield "train.micro_batch_size", config.train.micro_batch_size // 2
     if recompute.granularity in ("none", "selective"):
-        yield "recompute", RecomputeConfig(granularity="full")
+        yield "recompute", choice_for_layers(recompute, granularity="full")
     yield "parallel.tp", sizes.tp * 2
     yield "parallel.pp", sizes.pp * 2
 

@@ -135,15 +135,20 @@ def _whole_layer(config: Config, sizes: ParallelSizes) -> Fraction:
     return moved + sum(moved for moved, _ in work) + (flops + sum(flops for _, flops in work)) / FLOPS_PER_BYTE
 
 
+def choice_for_layers(recompute: RecomputeConfig, **choice: object) -> RecomputeConfig:
+    """Another choice of what is recomputed of the layers, that of the head as it was."""
+    return RecomputeConfig.model_validate({**choice, "head_tokens": recompute.head_tokens})
+
+
 def candidates(config: Config, sizes: ParallelSizes) -> Iterator[RecomputeConfig]:
     """What `recompute.granularity = auto` tries, in order: nothing, then ever more parts of every layer, the cheapest first, and
     at last more and more whole layers of every chunk, the other layers with their parts."""
-    yield RecomputeConfig()
+    yield choice_for_layers(config.recompute)
     parts = worthwhile_parts(config, sizes)
     for count in range(1, len(parts) + 1):
-        yield RecomputeConfig.model_validate({"granularity": "selective", "modules": parts[:count]})
+        yield choice_for_layers(config.recompute, granularity="selective", modules=parts[:count])
     stages = partition(config.model.num_layers, sizes.pp, sizes.vpp, config.parallel.layers_per_stage)
     for num_layers in range(1, max(len(stage.layers) for stage in stages) + 1):
-        yield RecomputeConfig.model_validate(
-            {"granularity": "full", "method": "block", "num_layers": num_layers, "modules": parts}
+        yield choice_for_layers(
+            config.recompute, granularity="full", method="block", num_layers=num_layers, modules=parts
         )

@@ -46,7 +46,7 @@ def hardware_flops_per_token(model: ModelConfig, recompute: RecomputeConfig, lay
         model: sizes.
         recompute: never `auto`, but what it came to. full, uniform repeats every layer's forward; full, block: that of the first
             `num_layers` layers of every chunk; of the other layers, attention's core and the MLP's first GEMM are repeated where
-            they are among the parts (other parts have no GEMM).
+            they are among the parts (other parts have no GEMM). With `head_tokens`, the head's forward is repeated too.
         layers_per_chunk: transformer layers of each of the pp x vpp chunks.
     """
     padding = 3 * 2 * (model.padded_vocab_size - model.vocab_size) * model.hidden_size
@@ -60,6 +60,8 @@ def hardware_flops_per_token(model: ModelConfig, recompute: RecomputeConfig, lay
     in_part = {"attention": core, "mlp": first_gemm}
     again = whole * (2 * _layer_weights(model) + core)
     again += (model.num_layers - whole) * sum(in_part.get(part, 0) for part in recompute.parts)
+    if recompute.head_tokens is not None:
+        again += 2 * model.padded_vocab_size * model.hidden_size
     return model_flops_per_token(model) + padding + again
 
 

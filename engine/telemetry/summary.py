@@ -53,7 +53,7 @@ def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Sta
             "FLOPs",
             f"model     {compact(meter.model_flops_per_token)} per token = {CONVENTION}\n"
             f"hardware  {compact(meter.hardware_flops_per_token)} per token, with the padded vocabulary and recompute: "
-            f"{start.recompute.granularity}",
+            f"{start.recompute}",
         ),
         ("peak", _peak(meter)),
         (
@@ -68,7 +68,7 @@ def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Sta
 def _activations(start: Start) -> Iterator[tuple[str, str]]:
     """What becomes of them, where it is not simply that they are kept."""
     asked, offload = start.config.recompute, start.config.offload
-    if asked.granularity != "none":
+    if asked.is_any:
         why = f" (the cheapest that fits {asked.memory_gb:g} GB)" if asked.granularity == "auto" else ""
         yield "recompute", f"{start.recompute}{why}"
     if offload.num_layers:

@@ -7,10 +7,11 @@ target's logit together. Columns past the vocabulary (padding) are left out of t
 
 Exponentials are wider than logits and as many. Operator by operator they are made for some tokens at a time, compiled they stay in
 registers: those of all tokens never exist. The backward makes the softmax again from the logits and the logarithm of the sum,
-[s, b], and writes the gradient over the logits.
+[s, b], and writes the gradient over the logits. `engine.tensor_parallel.chunked_head` keeps no logits either.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -47,34 +48,14 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: torch.Tensor, targets: torch.Tensor, axis: Axis, vocab_size: int, fusion: Fusion
     ) -> torch.Tensor:
-        columns = logits.shape[-1]
-        first = axis.index * columns
-        # Columns of this rank inside the vocabulary; padding stands at the end, so the last ranks may have none.
-        real = min(max(vocab_size - first, 0), columns)
-        z = logits.view(-1, columns)[:, :real]
-        local = targets.reshape(-1) - first
-        held = (local >= 0) & (local < real)
-        local = local.where(held, 0)
-
-        if real:
-            largest = accumulate(z.amax(-1))
-        else:
-            wide = accumulation_dtype(logits.dtype)
-            largest = z.new_full(local.shape, torch.finfo(wide).min, dtype=wide)
-        largest = axis.all_reduce(largest, "cross-entropy max", op="max").wait()
-        sums = largest.new_zeros((2, len(largest)))
-        if real:
-            if fusion.is_compiled:
-                sums[0] = fusion(_sum_of_exp)(z, largest)
-            else:
-                for rows in _chunks(z):
-                    torch.sum(_exp_of_difference(z[rows], largest[rows]), -1, out=sums[0, rows])
-            sums[1] = z.gather(-1, local.unsqueeze(-1)).squeeze(-1).where(held, 0)
-        sums = axis.all_reduce(sums, "cross-entropy sums").wait()
+        flat = logits.view(-1, logits.shape[-1])
+        at = TargetsHere.of(targets, axis, flat.shape[1], vocab_size)
+        largest = axis.all_reduce(at.largest(flat), "cross-entropy max", op="max").wait()
+        sums = axis.all_reduce(at.sums(flat, largest, fusion), "cross-entropy sums").wait()
         log_sum = sums[0].log() + largest
 
-        ctx.save_for_backward(logits, log_sum, local, held)
-        ctx.real = real
+        ctx.save_for_backward(logits, log_sum, at.local, at.held)
+        ctx.real = at.real
         ctx.fusion = fusion
         return (log_sum - sums[1]).view(targets.shape)
 
@@ -82,18 +63,69 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         logits, log_sum, local, held = ctx.saved_tensors
         flat = logits.view(-1, logits.shape[-1])
-        z = flat[:, : ctx.real]
-        grad = grad.reshape(-1, 1)
-        if ctx.real and ctx.fusion.is_compiled:
-            ctx.fusion(_write_gradient)(z, log_sum, local, held, grad)
-        elif ctx.real:
-            ones = held.to(grad.dtype).neg_().unsqueeze(-1)
+        TargetsHere(local, held, ctx.real).write_gradient(flat, log_sum, grad.flatten(), ctx.fusion)
+        return logits, None, None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class TargetsHere:
+    """Targets as this rank's columns see them; what it computes of some tokens' logits [tokens, columns].
+
+    Attributes:
+        local: int64 [tokens], the target's column; 0 where another rank has it.
+        held: bool [tokens], whether this rank has it.
+        real: columns of this rank inside the vocabulary. Padding stands at the end, so the last ranks may have none.
+    """
+
+    local: torch.Tensor
+    held: torch.Tensor
+    real: int
+
+    @classmethod
+    def of(cls, targets: torch.Tensor, axis: Axis, columns: int, vocab_size: int) -> "TargetsHere":
+        """From ids of any shape, flattened; `columns` are each rank's, with padding."""
+        first = axis.index * columns
+        real = min(max(vocab_size - first, 0), columns)
+        local = targets.reshape(-1) - first
+        held = (local >= 0) & (local < real)
+        return cls(local.where(held, 0), held, real)
+
+    def __getitem__(self, rows: slice) -> "TargetsHere":
+        """Of some of the tokens."""
+        return TargetsHere(self.local[rows], self.held[rows], self.real)
+
+    def largest(self, logits: torch.Tensor) -> torch.Tensor:
+        """[tokens] in the accumulation dtype: the largest logit of each; on a rank of padding the least number there is."""
+        if self.real:
+            return accumulate(logits[:, : self.real].amax(-1))
+        wide = accumulation_dtype(logits.dtype)
+        return logits.new_full(self.local.shape, torch.finfo(wide).min, dtype=wide)
+
+    def sums(self, logits: torch.Tensor, largest: torch.Tensor, fusion: Fusion) -> torch.Tensor:
+        """[2, tokens], this rank's part of: the sum of exp(z - largest), the target's logit."""
+        sums = largest.new_zeros((2, len(largest)))
+        if self.real:
+            z = logits[:, : self.real]
+            if fusion.is_compiled:
+                sums[0] = fusion(_sum_of_exp)(z, largest)
+            else:
+                for rows in _chunks(z):
+                    torch.sum(_exp_of_difference(z[rows], largest[rows]), -1, out=sums[0, rows])
+            sums[1] = z.gather(-1, self.local.unsqueeze(-1)).squeeze(-1).where(self.held, 0)
+        return sums
+
+    def write_gradient(self, logits: torch.Tensor, log_sum: torch.Tensor, grad: torch.Tensor, fusion: Fusion) -> None:
+        """Write the gradient over `logits`; log_sum [tokens], and the losses' gradients [tokens]."""
+        z, grad = logits[:, : self.real], grad.unsqueeze(-1)
+        if self.real and fusion.is_compiled:
+            fusion(_write_gradient)(z, log_sum, self.local, self.held, grad)
+        elif self.real:
+            ones = self.held.to(grad.dtype).neg_().unsqueeze(-1)
             for rows in _chunks(z):
                 softmax = _exp_of_difference(z[rows], log_sum[rows])
-                softmax.scatter_add_(-1, local[rows].unsqueeze(-1), ones[rows])
+                softmax.scatter_add_(-1, self.local[rows].unsqueeze(-1), ones[rows])
                 z[rows] = softmax.mul_(grad[rows])
-        flat[:, ctx.real :].zero_()
-        return logits, None, None, None, None
+        logits[:, self.real :].zero_()
 
 
 def _sum_of_exp(z: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:

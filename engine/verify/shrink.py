@@ -20,15 +20,21 @@ def shrink(config: Config) -> dict[str, dict[str, Any]]:
 
     Kept: tp, pp, vpp, dp and the schedule; kv heads below tp or a multiple of it; grouped, multi-query or plain heads; hidden
     size equal to heads x head size or not; even or uneven stages, in their order; a padded vocabulary or an exact one;
-    microbatches modulo pp, and whether they are fewer than stages.
+    microbatches modulo pp, and whether they are fewer than stages; the part of a microbatch whose logits exist at a time.
     """
     parallel = config.parallel
     model, most_layers = _model(config.model, parallel)
+    batch = _batch(config, data_parallel_size(parallel, None) or 1)
+    recompute: dict[str, Any] = {"num_layers": min(config.recompute.num_layers, most_layers)}
+    if config.recompute.head_tokens is not None:
+        before = config.train.micro_batch_size * config.model.seq_length
+        tokens = batch["micro_batch_size"] * model["seq_length"]
+        recompute["head_tokens"] = max(1, min(config.recompute.head_tokens, before) * tokens // before)
     changes: dict[str, dict[str, Any]] = {
         "model": model,
-        "train": _batch(config, data_parallel_size(parallel, None) or 1),
+        "train": batch,
         "optimizer": {"bucket_bytes": BUCKET_BYTES},
-        "recompute": {"num_layers": min(config.recompute.num_layers, most_layers)},
+        "recompute": recompute,
         # Small tensors are moved as large ones are.
         "offload": {"num_layers": min(config.offload.num_layers, most_layers), "min_bytes": 1},
     }

@@ -127,7 +127,7 @@ def _derived(config: Config, world_size: int | None, ranks_per_node: int | None)
     nodes = "" if per_node is None else f" on {grid.num_nodes:,} x {grid.ranks_per_node}"
     lines.append(("layout", f"{sizes}: {ranks}{nodes}"))
     lines.append(("batch", str(batch_plan(config, sizes.dp))))
-    if config.recompute.granularity != "none":
+    if config.recompute.is_any:
         lines.append(("recompute", str(settled(config, sizes).recompute)))
     return lines
 

@@ -28,6 +28,7 @@ def test_forms_are_timed_in_turn(only: str, tmp_path: Path, capsys: pytest.Captu
             ("eager", "compiled"),
             ("torch", "compiled"),
             ("separate",),
+            ("whole", "in quarters"),
         )
 
 

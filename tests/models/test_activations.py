@@ -73,6 +73,7 @@ CI = {
         LLAMA, tp=2, recompute={"granularity": "full", "method": "block", "num_layers": 1}
     ),
     "all parts again": config_of({**LLAMA, "qk_norm": True}, tp=2, recompute=parts(*CHEAP, "mlp", "attention")),
+    "the head in pieces": config_of(LLAMA, tp=2, sp=True, recompute={"head_tokens": 100}),
 }
 SLOW = {
     "cheap parts again, one layer on the host": config_of(

@@ -106,6 +106,8 @@ class Case:
     device: str = "cpu"
     attention: str | None = None
     """A kernel; None: the one that the model needs."""
+    head_tokens: int | None = None
+    """Tokens whose logits exist at a time."""
     narrow: bool = False
     """Masters split and moments in bf16."""
     bf16_gradients: bool = False
@@ -131,6 +133,7 @@ class Case:
         parts += [self.dtype] if self.dtype != "float64" else []
         parts += [self.device] if self.device != "cpu" else []
         parts += [self.attention] if self.attention else []
+        parts += [f"head{self.head_tokens}"] if self.head_tokens else []
         parts += ["narrow"] if self.narrow else []
         parts += ["bf16_gradients"] if self.bf16_gradients else []
         parts += ["compiled"] if self.compiled else []
@@ -172,6 +175,7 @@ class Case:
                     "method": method,
                     "num_layers": num_layers,
                     "modules": self.modules,
+                    "head_tokens": self.head_tokens,
                 },
                 # Everything is moved, however small.
                 "offload": {"num_layers": self.offload, "min_bytes": 1},

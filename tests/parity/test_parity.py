@@ -1,9 +1,9 @@
 """A layout is only a matter of speed: loss, every gradient and the weights after five steps equal the oracle's.
 
 The CI tier has a covering set of small cases: every axis alone and all of them together on eight ranks, every schedule, uneven
-stages, sequence parallelism, replicated kv heads, tied and untied embeddings, dropout, every kind of recomputation, offload,
-transfers through other memory; loss masks are in all of them. The slow tier adds the product of the axes at the models' full
-depth, more cases of eight ranks, and compiled kernels.
+stages, sequence parallelism, replicated kv heads, tied and untied embeddings, dropout, every kind of recomputation,
+heads in pieces, offload, transfers through other memory; loss masks are in all of them. The slow tier adds the product of the
+axes at the models' full depth, more cases of eight ranks, and compiled kernels.
 """
 
 from dataclasses import replace
@@ -57,6 +57,9 @@ COVERING = [
     Case("llama", tp=2, sequence_parallel=True, staged=True, **SMALL),
     Case("gpt", tp=2, pp=2, staged=True, **SMALL_STAGES),
     Case("gpt", pp=2, dp=2, vpp=2, staged=True, num_layers=4),
+    Case("llama", head_tokens=5, **SMALL),
+    Case("gpt", tp=2, dp=2, micro_batch_size=2, head_tokens=7, num_layers=2),
+    Case("mqa_rope_bias", tp=4, pp=2, sequence_parallel=True, head_tokens=1, **SMALL),
 ]
 """As deep and with as many microbatches as there is something to go wrong in."""
 

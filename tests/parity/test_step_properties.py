@@ -137,6 +137,18 @@ def test_weight_gradients_run_under_the_input_gradients_reduction(sequence_paral
                 assert all(post < gemm < wait for post, gemm, wait in zip(posts, gemms, waits, strict=True))
 
 
+def test_a_head_in_pieces_sends_what_a_whole_one_does_its_last_under_a_weight_gradient() -> None:
+    whole = Case("gpt", tp=2, sequence_parallel=True, num_layers=1, global_batch_size=2)
+    posts = {}
+    for head_tokens in (None, 3):
+        for events in run_ranks(events_of_a_step, 2, replace(whole, head_tokens=head_tokens)):
+            sent = [(event.axis, event.op, event.purpose, event.numel) for event in events if event.phase == "post"]
+            assert posts.setdefault("all", sent) == sent
+            places = [find(events, phase, "head backward") for phase in ("post", "wait")]
+            for post, gemm, wait in zip(places[0], find(events, "mark", "head"), places[1], strict=True):
+                assert post < gemm < wait
+
+
 def test_a_buckets_reduction_is_posted_under_the_backward_of_the_layers_below() -> None:
     case = Case("gpt", dp=2, bucket_bytes=1, global_batch_size=4)
     for events in run_ranks(events_of_a_step, 2, case):

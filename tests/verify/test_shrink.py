@@ -51,6 +51,7 @@ def configs(draw: st.DrawFn) -> Config:
                 "sequence_parallel": tp > 1 and draw(st.booleans()),
                 "layers_per_stage": layers_per_stage,
             },
+            "recompute": {"head_tokens": draw(st.none() | st.integers(1, 20000))},
         }
     )
 
@@ -68,7 +69,9 @@ def relations(config: Config) -> dict[str, object]:
     counts = [
         len(stage.layers) for stage in partition(model.num_layers, parallel.pp, parallel.vpp, parallel.layers_per_stage)
     ]
+    head_tokens = config.recompute.head_tokens
     return {
+        "logits of all tokens": head_tokens and head_tokens >= train.micro_batch_size * model.seq_length,
         "replicated heads": max(1, parallel.tp // model.kv_heads),
         "grouped": model.num_attention_heads > model.kv_heads,
         "square": model.hidden_size == model.num_attention_heads * model.head_size,

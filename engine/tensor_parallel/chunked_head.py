@@ -1,0 +1,117 @@
+"""The head and its cross-entropy, some tokens at a time: the logits of all tokens never exist, and none is kept.
+
+    whole     logits = X W^T [s b, V/t] are made once and kept for the backward            (`ColumnParallelLinear`, then
+              `vocab_parallel_cross_entropy`)
+    chunked   those of n tokens are made, used and forgotten, and made again in the backward: one GEMM of the head more
+
+With a vocabulary of 128,256 and 8,192 tokens the logits are 2.1 GB in bf16, as much as all 32 layers of Llama-3-8B keep with
+full recomputation; those of 1,024 tokens are 263 MB.
+
+What is sent is the same, in as many messages: rank i adds up exp(z - m_i) to S_i, m_i being the largest logit of its own columns;
+when the largest of all, m, is known, sum_i exp(m_i - m) S_i is the sum over the vocabulary.
+
+Backward, so that communication runs under a GEMM where there is one left:
+    1. all-gather X (sequence parallelism keeps only the shard of X), wait for it
+    2. of each n tokens: logits again, their gradient dY over them, dX = dY W; dW += dY^T X
+    3. before the last dW: post f's backward on dX, and wait for it after
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from engine.collectives import Pending
+from engine.kernels.fusion import EAGER, Fusion
+from engine.tensor_parallel.cross_entropy import TargetsHere
+from engine.tensor_parallel.layers import ColumnParallelLinear
+
+
+def chunked_head_losses(
+    x: torch.Tensor,
+    targets: torch.Tensor,
+    head: ColumnParallelLinear,
+    vocab_size: int,
+    tokens_at_a_time: int,
+    fusion: Fusion = EAGER,
+) -> torch.Tensor:
+    """Loss per token, from what the head reads.
+
+    The weight's gradient is added in the backward itself: a schedule that defers weight gradients does not find it in its queue,
+    because the logits' gradients that it needs would have to be kept.
+
+    Args:
+        x: [s(/t), b, h], the head's input.
+        targets: int64 [s, b], ids below `vocab_size`.
+        head: one weight [V_padded / t, h] without bias.
+        vocab_size: V, without padding.
+        tokens_at_a_time: n, of the s b.
+        fusion: how the passes over the logits run.
+
+    Returns:
+        [s, b] in the accumulation dtype; the same on every tp rank.
+    """
+    return _ChunkedHead.apply(x, targets, head, vocab_size, tokens_at_a_time, fusion)
+
+
+class _ChunkedHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        targets: torch.Tensor,
+        head: ColumnParallelLinear,
+        vocab_size: int,
+        tokens_at_a_time: int,
+        fusion: Fusion,
+    ) -> torch.Tensor:
+        x = x.contiguous()
+        axis = head.region.axis
+        inputs = head.region.enter(x, f"{head.name} forward").wait().flatten(0, 1)
+        (matrix,) = head.weights.matrices()
+        at = TargetsHere.of(targets, axis, matrix.shape[0], vocab_size)
+        pieces = _pieces(len(inputs), tokens_at_a_time)
+        of_pieces = []
+        for rows in pieces:
+            logits = F.linear(inputs[rows], matrix)
+            here = at[rows].largest(logits)
+            of_pieces.append((here, at[rows].sums(logits, here, fusion)))
+        mine = torch.cat([here for here, _ in of_pieces])
+        sums = torch.cat([sums for _, sums in of_pieces], dim=1)
+        largest = axis.all_reduce(mine.clone(), "cross-entropy max", op="max").wait()
+        sums[0] *= (mine - largest).exp_()
+        sums = axis.all_reduce(sums, "cross-entropy sums").wait()
+        log_sum = sums[0].log() + largest
+
+        ctx.save_for_backward(x, log_sum, at.local, at.held)
+        ctx.head, ctx.real, ctx.pieces, ctx.fusion = head, at.real, pieces, fusion
+        return (log_sum - sums[1]).view(targets.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
+        head: ColumnParallelLinear = ctx.head
+        x, log_sum, local, held = ctx.saved_tensors
+        at, grad = TargetsHere(local, held, ctx.real), grad.flatten()
+        whole = head.region.enter(x, f"{head.name} regather").wait()
+        inputs, grad_inputs = whole.flatten(0, 1), torch.empty_like(whole)
+        (matrix,) = head.weights.matrices()
+        reduced: list[Pending] = []
+
+        def add_grads(main_grad: torch.Tensor, first: int, stop: int, over_old: bool) -> None:
+            for rows in ctx.pieces:
+                logits = F.linear(inputs[rows], matrix)
+                at[rows].write_gradient(logits, log_sum[rows], grad[rows], ctx.fusion)
+                torch.mm(logits, matrix, out=grad_inputs.flatten(0, 1)[rows])
+                if rows is ctx.pieces[-1]:
+                    reduced.append(head.region.enter_backward(grad_inputs, f"{head.name} backward"))
+                    head.region.axis.ledger.mark("weight_grad", head.name)
+                is_over_old = over_old and rows is ctx.pieces[0]
+                head.queue.add_matmul(main_grad, logits, inputs[rows], over_old=is_over_old)
+
+        head.weights.add_grads(add_grads)
+        return reduced[0].wait(), None, None, None, None, None
+
+
+def _pieces(num_tokens: int, at_a_time: int) -> list[slice]:
+    """Tokens in turn."""
+    return [slice(start, min(start + at_a_time, num_tokens)) for start in range(0, num_tokens, at_a_time)]

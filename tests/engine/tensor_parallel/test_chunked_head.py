@@ -1,0 +1,164 @@
+"""A head whose logits exist for some tokens at a time, against the whole one, on one rank (several: tests/parity)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.collectives import Axis, Ledger
+from engine.kernels.fusion import EAGER, Fusion
+from engine.shard_spec import Init, ParamSpec, localize
+from engine.tensor_parallel.chunked_head import chunked_head_losses
+from engine.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from engine.tensor_parallel.layers import ColumnParallelLinear
+from engine.tensor_parallel.mappings import TensorParallelRegion
+from engine.tensor_parallel.parameter import ShardedParameter, WeightGradQueue
+from tests.harness import compiler
+
+S, B, H, VOCAB, COLUMNS = 5, 3, 2, 19, 24
+TOKENS = S * B
+
+
+@dataclass
+class Sink:
+    """Whether the main grad holds last step's gradient, and how many gradients it was told of."""
+
+    is_old: bool
+    added: list[str] = field(default_factory=list)
+
+    def grad_added(self, parameter: ShardedParameter) -> None:
+        self.added.append(parameter.record.name)
+
+    def grad_is_old(self, parameter: ShardedParameter) -> bool:
+        return self.is_old
+
+    def weight_needed(self, parameter: ShardedParameter) -> None: ...
+
+
+@dataclass
+class Run:
+    """One forward and backward: losses [s, b], gradient of x [s, b, h], main grad [columns, h] and who was told."""
+
+    losses: torch.Tensor
+    grad: torch.Tensor
+    main_grad: torch.Tensor
+    added: list[str]
+
+
+def run(
+    at_a_time: int | None,
+    dtype: torch.dtype = torch.float64,
+    *,
+    is_old: bool = False,
+    fusion: Fusion = EAGER,
+    device: str = "cpu",
+) -> Run:
+    """With the head in pieces, or (None) whole; the main grad begins with ones."""
+    generator = torch.Generator().manual_seed(3)
+    x, weight, grad = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+        for shape in ((S, B, H), (COLUMNS, H), (S, B))
+    )
+    targets = torch.randint(VOCAB, (B, S), generator=generator).t().to(device)
+    wide = torch.promote_types(dtype, torch.float32)
+    spec = ParamSpec("head.weight", (COLUMNS, H), Init("zeros"), tp_dim=0)
+    parameter = ShardedParameter(localize(spec, tp=1, tp_index=0, sequence_parallel=False), dtype)
+    sink = Sink(is_old)
+    main_grad = torch.ones(COLUMNS, H, dtype=wide, device=device)
+    parameter.bind(weight, main_grad, sink)
+    axis = Axis("tp", [0], 0, None, Ledger())
+    head = ColumnParallelLinear([parameter], [], TensorParallelRegion(axis, False), WeightGradQueue(), "head")
+    leaf = x.requires_grad_()
+    if at_a_time is None:
+        losses = vocab_parallel_cross_entropy(head(leaf), targets, axis, VOCAB, fusion)
+    else:
+        losses = chunked_head_losses(leaf, targets, head, VOCAB, at_a_time, fusion)
+    losses.backward(grad.to(losses.dtype))
+    assert leaf.grad is not None
+    return Run(losses.detach(), leaf.grad, main_grad, sink.added)
+
+
+def by_torch(*, is_old: bool) -> Run:
+    """In float64, without a line of ours."""
+    generator = torch.Generator().manual_seed(3)
+    x, weight, grad = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((S, B, H), (COLUMNS, H), (S, B))
+    )
+    targets = torch.randint(VOCAB, (B, S), generator=generator).t()
+    x.requires_grad_()
+    weight.requires_grad_()
+    logits = (x @ weight.t())[..., :VOCAB]
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(S, B)
+    losses.backward(grad)
+    assert x.grad is not None and weight.grad is not None
+    return Run(losses.detach(), x.grad, weight.grad + (not is_old), ["head.weight"])
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize("at_a_time", [1, 4, TOKENS, 100])
+def test_pieces_equal_torch(at_a_time: int, is_old: bool) -> None:
+    found, wanted = run(at_a_time, is_old=is_old), by_torch(is_old=is_old)
+    for name in ("losses", "grad", "main_grad"):
+        torch.testing.assert_close(getattr(found, name), getattr(wanted, name), rtol=1e-13, atol=1e-13)
+    assert found.added == wanted.added, "one gradient, however many pieces"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_narrow_pieces_are_as_near_as_a_narrow_whole(dtype: torch.dtype) -> None:
+    pieces, whole = run(4, dtype), run(None, dtype)
+    eps = torch.finfo(dtype).eps
+    for name in ("losses", "grad", "main_grad"):
+        # The logits are rounded alike; sums over pieces are rounded once more per piece.
+        torch.testing.assert_close(getattr(pieces, name), getattr(whole, name), rtol=4 * eps, atol=8 * eps)
+
+
+def compiled_pieces_equal_torch(device: str) -> None:
+    found, wanted = run(4, fusion=Fusion("compiled"), device=device), by_torch(is_old=False)
+    for name in ("losses", "grad", "main_grad"):
+        torch.testing.assert_close(getattr(found, name).cpu(), getattr(wanted, name), rtol=1e-13, atol=1e-13)
+
+
+@compiler()
+def test_compiled_pieces_equal_torch() -> None:
+    compiled_pieces_equal_torch("cpu")
+
+
+@pytest.mark.gpu
+def test_compiled_pieces_of_a_gpu_equal_torch() -> None:
+    compiled_pieces_equal_torch("cuda")
+
+
+class Logits(TorchDispatchMode):
+    """The most rows of a tensor that is as wide as the vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.shape[-1:] in ((COLUMNS,), (VOCAB,)):
+            self.most = max(self.most, result.numel() // result.shape[-1])
+        return result
+
+
+def test_logits_of_all_tokens_never_exist_and_none_is_kept() -> None:
+    kept: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.untyped_storage().nbytes())
+        return tensor
+
+    with Logits() as logits, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run(4)
+    assert logits.most == 4
+    assert max(kept) == TOKENS * H * 8, "the head's input is the largest"
+    with Logits() as logits:
+        run(None)
+    assert logits.most == TOKENS, "a whole head's are seen"
