@@ -141,13 +141,12 @@ def test_what_only_the_first_rank_of_a_node_says_is_compared_among_those() -> No
 
 
 @settings(deadline=None, max_examples=60)
-@given(
-    at=NODES, part=st.floats(0.01, 0.45), scale=st.floats(1e3, 1e12), noise=st.lists(st.floats(0.9, 1.1), min_size=9)
-)
+@given(at=NODES, part=st.floats(0.01, 0.4), scale=st.floats(1e3, 1e12), noise=st.lists(st.floats(0.9, 1.1), min_size=9))
 def test_a_slow_group_names_its_host_whatever_the_unit(
     at: tuple[int, int], part: float, scale: float, noise: list[float]
 ) -> None:
     num_nodes, odd = at
+    # At most 0.4 x 1.1, of a median that is at least 0.9: less than half.
     rates = [scale * noise[node] * (part if node == odd else 1.0) for node in range(num_nodes)]
     seen = replace(cluster(num_nodes), groups=groups_of(rates))
     assert named(seen, "bandwidth") == {f"host{odd}"}
