@@ -49,6 +49,15 @@ class Run:
     added: list[str]
 
 
+def given() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [s, b, h], the weight [columns, h], the losses' gradients [s, b], all in float64, and targets [s, b], not contiguous."""
+    generator = torch.Generator().manual_seed(3)
+    x, weight, grad = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((S, B, H), (COLUMNS, H), (S, B))
+    )
+    return x, weight, grad, torch.randint(VOCAB, (B, S), generator=generator).t()
+
+
 def run(
     at_a_time: int | None,
     dtype: torch.dtype = torch.float64,
@@ -58,12 +67,8 @@ def run(
     device: str = "cpu",
 ) -> Run:
     """With the head in pieces, or (None) whole; the main grad begins with ones."""
-    generator = torch.Generator().manual_seed(3)
-    x, weight, grad = (
-        torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
-        for shape in ((S, B, H), (COLUMNS, H), (S, B))
-    )
-    targets = torch.randint(VOCAB, (B, S), generator=generator).t().to(device)
+    *floats, targets = (tensor.to(device) for tensor in given())
+    leaf, weight, grad = (tensor.to(dtype) for tensor in floats)
     wide = torch.promote_types(dtype, torch.float32)
     spec = ParamSpec("head.weight", (COLUMNS, H), Init("zeros"), tp_dim=0)
     parameter = ShardedParameter(localize(spec, tp=1, tp_index=0, sequence_parallel=False), dtype)
@@ -72,7 +77,7 @@ def run(
     parameter.bind(weight, main_grad, sink)
     axis = Axis("tp", [0], 0, None, Ledger())
     head = ColumnParallelLinear([parameter], [], TensorParallelRegion(axis, False), WeightGradQueue(), "head")
-    leaf = x.requires_grad_()
+    leaf.requires_grad_()
     if at_a_time is None:
         losses = vocab_parallel_cross_entropy(head(leaf), targets, axis, VOCAB, fusion)
     else:
@@ -84,11 +89,7 @@ def run(
 
 def by_torch(*, is_old: bool) -> Run:
     """In float64, without a line of ours."""
-    generator = torch.Generator().manual_seed(3)
-    x, weight, grad = (
-        torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((S, B, H), (COLUMNS, H), (S, B))
-    )
-    targets = torch.randint(VOCAB, (B, S), generator=generator).t()
+    x, weight, grad, targets = given()
     x.requires_grad_()
     weight.requires_grad_()
     logits = (x @ weight.t())[..., :VOCAB]
