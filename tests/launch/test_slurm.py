@@ -194,8 +194,8 @@ def test_three_preemptions_and_a_dead_node_in_one_job(
         preempt(run)
     dead = run.hold(attempt=2, num_steps=3).environ()["SLURMD_NODENAME"]
     slurm.kill_node(dead)
-    # The node stays away. To one that is back in less than a minute slurmctld (22.05) still sends what it owed it, the end of this
-    # job's step 0 there, and that is the number of the step which runs there by now.
+    # The node stays away. To one that is back in less than a minute slurmctld (22.05) sends, of itself, the end of this job's step
+    # 0: most likely meant for the attempt that was lost there, but the step which runs there by then has the same number.
     run.hold(attempt=3, num_steps=3)
     preempt(run)
     assert int(run.wait_for("COMPLETED")["Restarts"]) == 4
