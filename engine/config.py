@@ -212,14 +212,16 @@ class RecomputeConfig(Section):
 
     def __str__(self) -> str:
         """In the words of the configuration, without what says nothing; "none" where nothing is recomputed."""
-        words: list[str] = [self.granularity]
+        words: list[str] = []
+        if self.granularity != "none":
+            words.append(self.granularity)
         if self.granularity == "full":
             words.append(f"{self.method} num_layers={self.num_layers}")
         if self.parts:
             words.append(f"modules=[{', '.join(sorted(self.parts))}]")
         if self.head_tokens is not None:
-            words = [*words[self.granularity == "none" :], f"head_tokens={self.head_tokens}"]
-        return " ".join(words)
+            words.append(f"head_tokens={self.head_tokens}")
+        return " ".join(words) or "none"
 
 
 class OffloadConfig(Section):

@@ -13,7 +13,7 @@ from engine.config_load import load_config
 from engine.config_problems import with_value
 from engine.config_rules import problems
 from engine.footprint.run import Footprint
-from models.memory import predicted_memory, savings
+from models.memory import predicted_memory, savings, settled
 from tests.documented import ROOT
 from tests.harness import run_ranks
 from tests.models.test_activations import CI, GPT, LLAMA, SLOW, config_of, ends_of_all, parts
@@ -202,6 +202,18 @@ def test_savings_are_legal_and_save_what_they_say() -> None:
             changed = with_value(changed, "parallel.dp", 2)
         assert problems(changed, 16) == []
         assert predicted_memory(changed, parallel_sizes(changed), 0).total == saving.total
+
+
+def test_a_head_in_pieces_is_offered_where_the_head_is_and_stays_what_it_was() -> None:
+    config = deeper(config_of(LLAMA, tp=2), model={"seq_length": 2048})
+    assert [saving.key for saving in savings(config, 0)].count("recompute.head_tokens") == 0
+    (offered,) = [saving for saving in savings(config, 1) if saving.key == "recompute.head_tokens"]
+    assert str(offered) == "recompute.head_tokens=1024"
+    pieces = deeper(config, recompute={"head_tokens": 100})
+    others = [saving for saving in savings(pieces, 1) if saving.key == "recompute"]
+    assert others and all("head_tokens: 100" in str(saving) for saving in others)
+    auto = deeper(pieces, recompute={"granularity": "auto", "memory_gb": 1000.0})
+    assert settled(auto, parallel_sizes(auto)).recompute == pieces.recompute
 
 
 def test_what_is_not_legal_is_not_offered() -> None:

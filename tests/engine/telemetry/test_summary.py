@@ -4,6 +4,8 @@ import io
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
+
 from engine.config import Config, batch_plan
 from engine.telemetry.console import Report
 from engine.telemetry.metrics import Meter
@@ -55,6 +57,16 @@ def test_the_banner_says_what_runs_and_where_it_is_written(
     assert "causal" in said["FLOPs"] and "recompute: selective" in said["FLOPs"]
     assert "telemetry.peak_tflops=..." in said["peak"]
     assert str(run.path) in said["results"]
+
+
+@pytest.mark.parametrize(
+    ("granularity", "shown"), [("none", "head_tokens=8"), ("selective", "selective modules=[attention] head_tokens=8")]
+)
+def test_the_banner_names_a_head_in_pieces(
+    make_config: Callable[..., Config], run: RunDirectory, granularity: str, shown: str
+) -> None:
+    said = start_rows(make_config(recompute={"granularity": granularity, "head_tokens": 8}), run)
+    assert said["recompute"] == shown and said["FLOPs"].endswith(f"recompute: {shown}")
 
 
 def test_a_known_peak_comes_with_its_source_and_the_convention(
