@@ -87,7 +87,7 @@ def compare(stepping: Stepping, most_rounds: int, seconds: float, log_interval: 
     times = StepTimes(
         TelemetryConfig(log_interval=log_interval),
         topology,
-        engine.train_program.schedule,
+        engine.schedule,
         num_steps=NEVER,
         steps_made=0,
         clock=clock,
@@ -148,7 +148,7 @@ def compare(stepping: Stepping, most_rounds: int, seconds: float, log_interval: 
         num_rounds=number,
         marks_per_step=marks_per_step,
         seconds_per_mark=seconds_per_mark(),
-        attribution_seconds=attribution_seconds(engine.train_program.schedule, topology.grid, log_interval),
+        attribution_seconds=attribution_seconds(engine.schedule, topology.grid, log_interval),
     )
 
 

@@ -13,6 +13,8 @@ Backends differ in six things, and this file is where that is known:
   all-to-all and summed here in rank order, in the accumulation dtype; the order does not depend on how buckets are cut.
 - torch 2.13 renamed `reduce_scatter_tensor` and `all_gather_into_tensor` to `*_single`.
 - the first p2p call of an NCCL group must involve the whole group, so `Axis.connect` reduces one element beforehand.
+- NCCL opens the connection of a pair in the first group call that names it, and holds the host until the peer is in the mirrored
+  call; so `Axis.connect_ring` exchanges one element with both ring neighbours, each way.
 - gloo cannot say whether a send has completed without waiting for it, so a thread of the axis waits; NCCL can be asked.
 - torch's fake backend (a footprint's) has nobody to send to, and its handles say for ever that they are under way.
 - gloo reads host memory alone: tensors of a GPU are carried there and back (`engine.staging`).
@@ -219,12 +221,42 @@ class Axis:
         self._staging = staging
         self._is_gloo = group is not None and dist.get_backend(group) == "gloo"
         self._is_fake = group is not None and dist.get_backend(group) == "fake"
+        self._is_nccl = group is not None and dist.get_backend(group) == "nccl"
         self._watcher: ThreadPoolExecutor | None = None
 
     def connect(self, device: torch.device) -> None:
         """Open the connections now, so that a missing peer shows at start and not in the first step."""
         if self._group is not None:
             dist.all_reduce(torch.zeros(1, device=CPU if self._is_gloo else device), group=self._group)
+            self._synchronize(device)
+
+    def connect_ring(self, device: torch.device) -> None:
+        """Open the point-to-point connections to both ring neighbours, each way, in one group call.
+
+        All members call it, with no message under way. The call is mirrored: each pair opens the same connections at both ends.
+        With two members the neighbours are one peer, which is named twice, in the same order on both.
+        """
+        if self._group is None:
+            return
+        following, preceding = ((self.index + step) % self.size for step in (1, -1))
+        ends = [("send", following), ("recv", preceding), ("send", preceding), ("recv", following)]
+        elements = torch.zeros(len(ends), 1, device=CPU if self._is_gloo else device)
+        functions = {"send": dist.isend, "recv": dist.irecv}
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(functions[kind], element, self.ranks[peer], self._group)
+                for (kind, peer), element in zip(ends, elements.unbind(), strict=True)
+            ]
+        )
+        # A send of the fake backend never ends, because nobody takes it.
+        for work in () if self._is_fake else works:
+            work.wait()
+        self._synchronize(device)
+
+    def _synchronize(self, device: torch.device) -> None:
+        """Wait until the device has done what was posted; other backends have, when their calls return."""
+        if self._is_nccl:
+            torch.cuda.synchronize(device)
 
     def _call(self, call: Callable[[Seen], Sequence[Any]], *uses: Use) -> list[Work]:
         """Make a call of the backend; `call` is given what the backend sees of a tensor, and returns a handle for each use."""

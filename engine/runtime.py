@@ -133,6 +133,13 @@ def _to_the_allocator(settings: str) -> None:
         torch.cuda.memory._set_allocator_settings(settings)
 
 
+def allocator_retries(device: torch.device) -> int:
+    """Return how often torch's allocator has had to free its cache and ask the device again; 0 on the CPU, which has none."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
+
+
 def open_store(interface: Interface, port: int, timeout: timedelta, *, is_server: bool) -> dist.TCPStore:
     """The store where ranks or launchers meet.
 

@@ -5,7 +5,7 @@ topologies can live in one process. Axes by name:
 
     tp            the peers that share each matrix
     dp            dense gradients are summed here: the data-parallel (and context-parallel) ranks
-    pp            all stages of this pipeline (small collectives)
+    pp            all stages of this pipeline (small collectives); connected by its first user, generation
     pp_forward    activations; a communicator of its own, so that the two directions never wait for each other
     pp_backward   gradients of activations
     ends          first and last stage: the two holders of a tied embedding; only on those stages
@@ -14,9 +14,13 @@ topologies can live in one process. Axes by name:
 
 Groups with the same ranks share one process group, except the two pipeline directions. Where gloo serves a GPU, each process
 group has its staging (`engine.staging`).
+
+All connections that a step uses are opened here, so that no call of a step holds the host while it connects.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,6 +44,52 @@ def axis_groups(grid: RankGrid, kv_heads: int | None) -> Iterator[tuple[str, Seq
         yield "kv_replicas", grid.tp_blocks(grid.sizes.tp // kv_heads), ""
 
 
+class StreamUse(NamedTuple):
+    """How NCCL may use a GPU for one group.
+
+    Attributes:
+        is_urgent: its kernels start before those of the computation that were launched earlier.
+        max_ctas: thread blocks, one per SM, that a call may take; None: as many as NCCL likes.
+    """
+
+    is_urgent: bool
+    max_ctas: int | None
+
+
+STREAM_USE: Mapping[str, StreamUse] = {
+    # The computation waits for these, and posts them beside GEMMs that would hold them up.
+    "tp": StreamUse(is_urgent=True, max_ctas=None),
+    # An early receive stays on its SMs until the peer sends.
+    "pp_forward": StreamUse(is_urgent=True, max_ctas=4),
+    "pp_backward": StreamUse(is_urgent=True, max_ctas=4),
+    # Buckets have the rest of a backward to arrive.
+    "dp": StreamUse(is_urgent=False, max_ctas=16),
+}
+"""By axis, first the one whose use wins where axes share a group; all others are left to NCCL. (Not measured on a GPU yet.)"""
+
+
+def stream_use(axes: Sequence[str]) -> StreamUse:
+    """Return the use of a group that some axes share."""
+    return next((use for name, use in STREAM_USE.items() if name in axes), StreamUse(is_urgent=False, max_ctas=None))
+
+
+def group_options(axes: Sequence[str], timeout: timedelta | None) -> Any:
+    """Return NCCL's options of a group that some axes share; None where another backend is used, which has none of these."""
+    if dist.get_backend() != "nccl":
+        return None
+    return nccl_options(stream_use(axes), timeout, dist.ProcessGroupNCCL.Options)
+
+
+def nccl_options(use: StreamUse, timeout: timedelta | None, make: Any) -> Any:
+    """Fill in an options object of torch's NCCL backend, which `make` builds; the timeout is a field of it too."""
+    options = make(is_high_priority_stream=use.is_urgent)
+    if use.max_ctas is not None:
+        options.config.max_ctas = use.max_ctas
+    if timeout is not None:
+        options._timeout = timeout
+    return options
+
+
 class Topology:
     """The groups of one rank.
 
@@ -49,6 +99,7 @@ class Topology:
         device: where this rank computes.
         kv_heads: key/value heads of the model; with fewer than tp ranks, replicas share a `kv_replicas` axis.
         staged: carry tensors through host memory; None: where the default group is gloo's and this rank is on a GPU.
+        timeout: after which a call of any of the groups fails; None: torch's own for the backend.
 
     Attributes:
         staged: whether it does.
@@ -65,6 +116,7 @@ class Topology:
         *,
         kv_heads: int | None = None,
         staged: bool | None = None,
+        timeout: timedelta | None = None,
     ) -> None:
         if grid.world_size > 1 and dist.get_world_size() != grid.world_size:
             raise TopologyError(
@@ -84,19 +136,32 @@ class Topology:
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
         self._axes: dict[str, Axis] = {}
 
+        mine: list[tuple[str, tuple[int, ...], str]] = []
         for name, groups, channel in axis_groups(grid, kv_heads):
-            self._add(name, groups, channel)
+            ranks = next((ranks for ranks in groups if rank in ranks), None)
+            if ranks is not None:
+                mine.append((name, ranks, channel))
+        sharers: dict[tuple[tuple[int, ...], str], list[str]] = {}
+        for name, ranks, channel in mine:
+            sharers.setdefault((ranks, channel), []).append(name)
+        for name, ranks, channel in mine:
+            self._add(name, ranks, channel, sharers[ranks, channel], timeout)
 
-    def _add(self, name: str, groups: Sequence[tuple[int, ...]], channel: str) -> None:
-        """Create this rank's group of the axis; every rank walks the axes in the same order."""
-        ranks = next((ranks for ranks in groups if self.rank in ranks), None)
-        if ranks is None:
-            return
+    def _add(
+        self, name: str, ranks: tuple[int, ...], channel: str, sharers: Sequence[str], timeout: timedelta | None
+    ) -> None:
+        """Create this rank's group of the axis, which all `sharers` use; every rank walks the axes in the same order."""
         group, staging = None, None
         if len(ranks) > 1:
             key = (ranks, channel)
             if key not in self._groups:
-                created = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name)
+                created = dist.new_group(
+                    list(ranks),
+                    timeout=timeout,
+                    pg_options=group_options(sharers, timeout),
+                    use_local_synchronization=True,
+                    group_desc=name,
+                )
                 assert isinstance(created, dist.ProcessGroup)
                 self._groups[key] = created
             group = self._groups[key]
@@ -105,7 +170,10 @@ class Topology:
                 self._stagings[group] = Staging(self.device)
             staging = self._stagings.get(group)
         self._axes[name] = Axis(name, ranks, self.rank, group, self.ledger, staging)
-        self._axes[name].connect(self.device)
+        if name != "pp":
+            self._axes[name].connect(self.device)
+        if channel:
+            self._axes[name].connect_ring(self.device)
 
     def axis(self, name: str) -> Axis:
         """The axis of this name; raises TopologyError where this rank has none."""

@@ -9,6 +9,7 @@ place in the topology.
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from engine.checkpoint.manager import Checkpoints
@@ -21,10 +22,10 @@ from engine.optimizer.lr import learning_rate
 from engine.optimizer.param_layout import layout_parameters
 from engine.pipeline import schedules
 from engine.pipeline.executor import Executor
-from engine.pipeline.lowering import lower
 from engine.pipeline.partition import StageLayers, partition
-from engine.pipeline.validate import check
+from engine.pipeline.programs import Programs
 from engine.precision import DTYPES, main_grad_dtype
+from engine.runtime import allocator_retries
 from engine.signals import Stop, StopRequest
 from engine.step import Chunk, Engine, PendingResult, StepResult
 from engine.tensor_parallel.parameter import ShardedParameter
@@ -52,6 +53,7 @@ class Observer(Protocol):
     def end_step(self) -> None: ...
     def on_step(self, step: int, result: StepResult, lr: float) -> None: ...
     def on_validation(self, step: int, loss: float) -> None: ...
+    def on_allocator_retry(self, step: int, num_ranks: int) -> None: ...
     def phase(self, name: str) -> None: ...
 
 
@@ -82,9 +84,6 @@ def build(
     name = schedules.resolve(config.schedule.name, sizes.vpp)
     train_schedule = schedules.build(name, sizes.pp, sizes.vpp, plan.num_microbatches)
     forward_schedule = schedules.build("forward_only", sizes.pp, sizes.vpp, plan.num_microbatches)
-    train_program, forward_program = lower(train_schedule), lower(forward_schedule)
-    check(train_program)
-    check(forward_program)
 
     placement = train_schedule.placement
     mine = [stages[placement.stage_of(topology.coordinates.pp, chunk)] for chunk in range(sizes.vpp)]
@@ -111,8 +110,9 @@ def build(
         buffers=buffers,
         optimizer=DistributedOptimizer(buffers, config.optimizer, config.precision, config.kernels.optimizer),
         executor=Executor(topology, [chunk.queue for chunk in chunks], activation_shape, dtype),
-        train_program=train_program,
-        forward_program=forward_program,
+        train_programs=Programs(train_schedule),
+        forward_programs=Programs(forward_schedule),
+        count_retries=partial(allocator_retries, topology.device),
     )
 
 
@@ -172,6 +172,8 @@ def train(
             guard.judge(each.step, result)
             observer.on_step(each.step, result, each.lr)
             checkpoints.agreed(result.flags)
+            if result.num_retried and engine.receive_late():
+                observer.on_allocator_retry(each.step, result.num_retried)
         del unread[: len(results)]
 
     with GarbageCollection(config.runtime.gc_interval) as garbage:

@@ -20,8 +20,8 @@ def open_hang_watch(engine: Engine, directory: RunDirectory, telemetry: Telemetr
     scene = Scene(
         topology.grid,
         {name: groups for name, groups, _ in axis_groups(topology.grid, engine.config.model.kv_heads)},
-        engine.train_program,
-        engine.forward_program,
+        engine.schedule,
+        engine.forward_programs.schedule,
     )
 
     def tell(step: int, text: str) -> None:

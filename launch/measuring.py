@@ -21,7 +21,7 @@ def open_step_times(engine: Engine, directory: RunDirectory, steps_made: int) ->
     config, topology = engine.config.telemetry, engine.topology
     if not config.time_split and config.timeline is None:
         return None
-    schedule, timeline = engine.train_program.schedule, None
+    schedule, timeline = engine.schedule, None
     if config.timeline is not None:
         row = Row(
             topology.rank,

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 from engine.config import Config, parallel_sizes
 from engine.config_load import load_config
@@ -53,7 +54,13 @@ def join(config: Config, environment: RankEnvironment) -> Iterator[Rank]:
         config.runtime.ranks_per_node or environment.local_world_size,
         allow_tp_across_nodes=config.parallel.allow_tp_across_nodes,
     )
-    topology = Topology(grid, environment.rank, runtime.device, kv_heads=config.model.kv_heads)
+    topology = Topology(
+        grid,
+        environment.rank,
+        runtime.device,
+        kv_heads=config.model.kv_heads,
+        timeout=timedelta(seconds=config.runtime.timeout_seconds),
+    )
     try:
         yield Rank(config, runtime, topology)
     finally:

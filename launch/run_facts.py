@@ -40,7 +40,7 @@ class Description:
 def describe(engine: Engine) -> Description:
     """Layout, schedule and device of a built engine."""
     topology, config = engine.topology, engine.config
-    grid, schedule = topology.grid, engine.train_program.schedule.name
+    grid, schedule = topology.grid, engine.schedule.name
     nodes = "1 node" if grid.num_nodes == 1 else f"{grid.num_nodes} nodes"
     sequence = ", sequence parallel" if config.parallel.sequence_parallel else ""
     if topology.device.type == "cuda":

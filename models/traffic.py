@@ -80,8 +80,8 @@ def expected_traffic(
         _tensor_parallel(tally, config, sizes, stages[stage])
         _pipeline(tally, config, sizes, stage, num_stages)
     _data_parallel(tally, config, sizes, at, [stages[stage] for stage in mine])
-    # Squared gradient norm, loss sum, tokens, the four flags of a checkpoint under way, the two of a stop: nine float64.
-    tally.add("world", "step", "all_reduce", sizes.world_size, 9 * 8)
+    # Ten float64: squared gradient norm, loss sum, tokens, four flags of a checkpoint, two of a stop, one of the allocator.
+    tally.add("world", "step", "all_reduce", sizes.world_size, 10 * 8)
     return tally.volumes()
 
 

@@ -22,7 +22,7 @@ def describe_layout(engine: Engine) -> dict[str, Any]:
         **{name: getattr(sizes, name) for name in ("tp", "pp", "vpp", "dp", "cp", "ep")},
         "sequence_parallel": config.parallel.sequence_parallel,
         "layers_per_stage": [len(stage.layers) for stage in engine.stages],
-        "schedule": engine.train_program.schedule.name,
+        "schedule": engine.schedule.name,
         "micro_batch_size": config.train.micro_batch_size,
         "bucket_bytes": config.optimizer.bucket_bytes,
         "recompute": config.recompute.model_dump(mode="json"),

@@ -12,8 +12,8 @@ not end.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.pipeline.actions import Action, Kind
-from engine.pipeline.lowering import Program, feeding_transfer
+from engine.pipeline.actions import Action, Kind, Schedule
+from engine.pipeline.lowering import feeding_transfer
 from engine.rank_grid import RankGrid
 from engine.resilience.heartbeat import NO_PEER, Beat
 
@@ -49,13 +49,13 @@ class Scene:
     Attributes:
         grid: of the ranks.
         groups: by axis, its groups of ranks (`engine.topology.axis_groups`).
-        train_program, forward_program: what ranks walk through in a step and in a validation.
+        train_schedule, forward_schedule: the actions of a step and of a validation.
     """
 
     grid: RankGrid
     groups: Mapping[str, Sequence[tuple[int, ...]]]
-    train_program: Program
-    forward_program: Program
+    train_schedule: Schedule
+    forward_schedule: Schedule
 
 
 class Report:
@@ -176,10 +176,9 @@ class Report:
         assert beat is not None, "who waits was seen"
         targets = self._targets[rank]
         if beat.op == "recv":
-            action = self._instruction(beat)
-            schedule = self._program(beat).schedule
+            action = self._action(beat)
             pp = self._scene.grid.coordinates(rank).pp
-            transfer = feeding_transfer(schedule, pp, action) if isinstance(action, Action) else None
+            transfer = None if action is None else feeding_transfer(self._schedule(beat), pp, action)
             passed = "forward" if beat.axis == "pp_forward" else "backward"
             what = beat.purpose if transfer is None else f"the {passed} of microbatch {transfer.microbatch}"
             return f"{self.name(rank)} waits for {what} from rank {targets[0]}"
@@ -205,7 +204,7 @@ class Report:
             return "was not seen"
         if beat.phase == "data":
             return f"is reading the data of step {beat.step:,}"
-        if beat.phase == "forward_backward" and isinstance(action := self._instruction(beat), Action):
+        if beat.phase == "forward_backward" and (action := self._action(beat)) is not None:
             chunk = f", chunk {action.chunk}," if self._scene.grid.sizes.vpp > 1 else ""
             return f"is in the {_KINDS[action.kind]} of microbatch {action.microbatch}{chunk} of step {beat.step:,}"
         if beat.phase == "forward_backward":
@@ -214,13 +213,13 @@ class Report:
             return f"is in the {beat.phase} after step {beat.step:,}"
         return f"is in the {beat.phase} of step {beat.step:,}" if beat.phase else "is not in a step yet"
 
-    def _program(self, beat: Beat) -> Program:
-        return self._scene.forward_program if beat.phase == "validation" else self._scene.train_program
+    def _schedule(self, beat: Beat) -> Schedule:
+        return self._scene.forward_schedule if beat.phase == "validation" else self._scene.train_schedule
 
-    def _instruction(self, beat: Beat) -> object:
-        """The instruction of its program that a rank is in; None: in none."""
-        instructions = self._program(beat).instructions[self._scene.grid.coordinates(beat.rank).pp]
-        return instructions[beat.position - 1] if 0 < beat.position <= len(instructions) else None
+    def _action(self, beat: Beat) -> Action | None:
+        """Return the action of its schedule that a rank is in; None: in none."""
+        actions = self._schedule(beat).actions[self._scene.grid.coordinates(beat.rank).pp]
+        return actions[beat.position - 1] if 0 < beat.position <= len(actions) else None
 
     def _circle(self) -> list[int]:
         """Ranks of which each waits for the next, and the last for the first; [] if there are none."""

@@ -45,6 +45,7 @@ EventKind = Literal[
     "rolled_back",
     "replicas_differ",
     "slow_rank",
+    "allocator_retry",
     "hang",
     "stopped",
     "failed",

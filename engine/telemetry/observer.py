@@ -127,6 +127,17 @@ class TrainingObserver:
         if self._times is not None:
             self._times.on_rollback(step)
 
+    def on_allocator_retry(self, step: int, num_ranks: int) -> None:
+        """Record that memory ran short in step `step`, counted from 0: the next steps run with late receives."""
+        ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+        message = (
+            f"the allocator of {ranks} had to free memory and ask again: the next steps post each receive right before its use, so "
+            "that no device waits for another meanwhile. They are slower; a layout or recompute choice that holds less avoids it"
+        )
+        self._telemetry.event("allocator_retry", step=step + 1, num_ranks=num_ranks, message=message)
+        if self._telemetry.report is not None:
+            self._telemetry.report.say(message, "yellow")
+
     def on_validation(self, step: int, loss: float) -> None:
         """The validation after step `step`, counted from 0, has ended."""
         self.val_loss = loss

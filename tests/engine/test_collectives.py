@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -193,6 +194,35 @@ def pipeline_groups(rank: int) -> bool:
 
 def test_the_two_directions_of_a_pipeline_have_groups_of_their_own() -> None:
     assert all(run_ranks(pipeline_groups, 2))
+
+
+def calls_at_start(rank: int, size: int) -> tuple[list[str], list[str]]:
+    """List torch's calls while a pipeline's topology is made, and those of the first use of its `pp` group."""
+    with CountCalls() as at_start:
+        topology = Topology(RankGrid(ParallelSizes(pp=size)), rank, CPU)
+    with CountCalls() as at_first_use:
+        topology.axis("pp").connect(CPU)
+    return at_start.names, at_first_use.names
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_connection_of_a_step_is_opened_at_start(size: int) -> None:
+    """On both pipeline groups a group call with both ring neighbours, each way; `pp` is left to its first user."""
+    for rank, (at_start, at_first_use) in enumerate(run_ranks(calls_at_start, size, size)):
+        # Reductions of one element: world, the two directions, and the tied ends. `dp` and `tp` are of one rank here.
+        num_reductions = 4 if rank in (0, size - 1) else 3
+        assert sorted(at_start) == ["allreduce_"] * num_reductions + ["recv_"] * 4 + ["send"] * 4
+        assert at_first_use == ["allreduce_"]
+
+
+def timeouts_of_groups(rank: int, seconds: int) -> set[float]:
+    topology = Topology(RankGrid(ParallelSizes(tp=2, pp=2)), rank, CPU, kv_heads=1, timeout=timedelta(seconds=seconds))
+    assert len(topology._groups) >= 5
+    return {group._get_backend(CPU).options._timeout.total_seconds() for group in topology._groups.values()}
+
+
+def test_the_timeout_reaches_every_group() -> None:
+    assert run_ranks(timeouts_of_groups, 4, 77) == [{77.0}] * 4
 
 
 def fails_on_rank_two(rank: int) -> int:

@@ -14,15 +14,15 @@ from engine.collectives import Event, Ledger
 from engine.errors import TriaxisError
 from engine.pipeline import schedules
 from engine.pipeline.actions import Action
-from engine.pipeline.lowering import lower
+from engine.pipeline.lowering import Post
 from engine.rank_grid import ParallelSizes, RankGrid
 from engine.resilience.hang import HUNG, HangLimits, HangWatch, hang_report, may_hang
 from engine.resilience.heartbeat import NO_PEER, SIZE, Heartbeat, file_of, folder_of, read_beat
 from engine.resilience.waits import Scene
 
 CALL = Event("post", 3, "recv", "pp_forward", "activations", None, 8, 2, peer=1)
-PROGRAM = lower(schedules.build("1f1b", 1, 1, 1))
-ALONE = Scene(RankGrid(ParallelSizes()), {"world": [(0,)]}, PROGRAM, PROGRAM)
+SCHEDULE = schedules.build("1f1b", 1, 1, 1)
+ALONE = Scene(RankGrid(ParallelSizes()), {"world": [(0,)]}, SCHEDULE, SCHEDULE)
 
 
 @pytest.fixture
@@ -35,6 +35,8 @@ def test_another_process_reads_what_the_rank_does(heartbeat: Heartbeat) -> None:
     heartbeat.phase("data")
     heartbeat.phase("forward_backward")
     heartbeat.instruction(Action.parse("0F0"))
+    heartbeat.instruction(Post("forward", ()))
+    assert heartbeat.read().position == 0, "a post is no action of the schedule"
     heartbeat.instruction(Action.parse("0F1"))
     ledger = Ledger()
     heartbeat.listen(ledger)
@@ -147,7 +149,7 @@ def test_a_lone_rank_that_stands_still_says_so_and_leaves(heartbeat: Heartbeat, 
 
 
 def test_a_rank_that_goes_on_takes_its_words_back(heartbeat: Heartbeat, tmp_path: Path) -> None:
-    two = Scene(RankGrid(ParallelSizes(dp=2)), {"world": [(0, 1)]}, PROGRAM, PROGRAM)
+    two = Scene(RankGrid(ParallelSizes(dp=2)), {"world": [(0, 1)]}, SCHEDULE, SCHEDULE)
     folder, limits = tmp_path / "hang", HangLimits(0.2, 60.0, 0.02, 60.0)
     heartbeat.phase("data")
     heartbeat.phase("data")

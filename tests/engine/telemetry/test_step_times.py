@@ -162,7 +162,7 @@ def train_a_gpt(rank: int, run: str) -> Measured:
     skew = 1000.0 * rank
     offset = measure_offset(world, CPU, clock=lambda: time.perf_counter() + skew)
     (first, *_) = world.all_gather(torch.tensor([offset.origin_seconds - skew], dtype=torch.float64), "test").wait()
-    schedule = engine.train_program.schedule
+    schedule = engine.schedule
     row = Row(rank, GPT.world_size, str(topology.coordinates), topology.coordinates.pp, schedule.placement)
     timeline = Timeline(TRACED, row, Path(run) / "timeline" / "attempt_00" / f"rank_{rank:05d}.json")
     times = StepTimes(
