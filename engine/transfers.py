@@ -27,7 +27,7 @@ class HostCopy:
         self._values = vector
         self._arrived: torch.cuda.Event | None = None
         if vector.is_cuda:
-            # From torch's allocator: its rounding to powers of two costs bytes here, and it keeps the memory until the copy is made.
+            # From torch's allocator: rounding to a power of two costs bytes here, and it keeps the memory until the copy is made.
             self._values = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
             self._values.copy_(vector, non_blocking=True)
             self._arrived = torch.cuda.Event()
