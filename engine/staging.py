@@ -14,13 +14,18 @@ On the CPU there is no stream, and the worker makes the copies itself, late, as 
 post and wait sends the wrong numbers there too. The tests use that.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from engine.pinned_memory import PageLock, PinnedPool, Purpose, page_lock_of
+
 CPU = torch.device("cpu")
+
+PURPOSE = Purpose("messages of ranks that share a GPU", "start fewer ranks on the node")
 
 Seen = Callable[[torch.Tensor], torch.Tensor]
 """What the backend is given in place of a tensor."""
@@ -40,6 +45,34 @@ class Use(NamedTuple):
     written: Sequence[torch.Tensor] = ()
 
 
+class _Rooms:
+    """Host memory of one call's stand-ins; it goes back to the pool when all handles of the call are over.
+
+    Args:
+        pool: it comes from.
+        vectors: of the pool.
+        num_handles: of the call.
+    """
+
+    def __init__(self, pool: PinnedPool, vectors: Sequence[torch.Tensor], num_handles: int) -> None:
+        self._pool = pool
+        self._vectors = vectors
+        self._num_open = num_handles
+        self._events: list[torch.cuda.Event] = []
+        # Handles of one call may be waited for in several threads.
+        self._guard = threading.Lock()
+
+    def over(self, event: torch.cuda.Event | None) -> None:
+        """One handle is over, and what it has posted on a stream is done at `event`."""
+        with self._guard:
+            self._events += [] if event is None else [event]
+            self._num_open -= 1
+            is_last = self._num_open == 0
+        if is_last:
+            for vector in self._vectors:
+                self._pool.give(vector, self._events)
+
+
 class StagedWork:
     """One handle of a call that the worker makes, or has made."""
 
@@ -48,18 +81,25 @@ class StagedWork:
         posted: Future[Sequence[Work]],
         place: int,
         written: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        rooms: _Rooms,
     ) -> None:
         self._posted = posted
         self._place = place
         self._written = written
+        self._rooms: _Rooms | None = rooms
 
     def wait(self) -> None:
-        """Wait for the backend, and copy back (tensor, stand-in) on the current stream."""
+        """Wait for the backend, and copy back (tensor, stand-in) on the current stream. A second wait copies nothing."""
         self._posted.result()[self._place].wait()
+        rooms, self._rooms = self._rooms, None
+        if rooms is None:
+            return
         with torch.no_grad():
             for tensor, stand_in in self._written:
-                # A pinned stand-in may go at once: the allocator keeps it until the copy is made.
                 tensor.copy_(stand_in, non_blocking=True)
+        device = next((tensor.device for tensor, _ in self._written if tensor.is_cuda), None)
+        event = None if device is None else torch.cuda.current_stream(device).record_event()
+        rooms.over(event)
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once, by an error too."""
@@ -73,10 +113,12 @@ class Staging:
 
     Args:
         device: of the tensors.
+        page_lock: locks the host memory of stand-ins; None: the device's.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, page_lock: PageLock | None = None) -> None:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
+        self._pool = PinnedPool(page_lock or page_lock_of(device), PURPOSE)
         self._device = device
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -90,16 +132,11 @@ class Staging:
         Returns:
             A handle for each use.
         """
-        stand_ins: dict[int, torch.Tensor] = {}
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for use in uses:
-            for tensor in use.read:
-                if id(tensor) not in stand_ins:
-                    stand_ins[id(tensor)] = self._room(tensor)
-                    copies.append((stand_ins[id(tensor)], tensor))
-            for tensor in use.written:
-                if id(tensor) not in stand_ins:
-                    stand_ins[id(tensor)] = self._room(tensor)
+        tensors = {id(tensor): tensor for use in uses for tensor in (*use.read, *use.written)}
+        vectors = {key: self._pool.take(tensor.numel(), tensor.dtype) for key, tensor in tensors.items()}
+        stand_ins = {key: vectors[key].view(tensor.shape) for key, tensor in tensors.items()}
+        read = {id(tensor): tensor for use in uses for tensor in use.read}
+        copies = [(stand_ins[key], tensor) for key, tensor in read.items()]
         ready = self._copying(copies)
 
         def make_the_call() -> Sequence[Work]:
@@ -109,17 +146,16 @@ class Staging:
             return works
 
         posted = self._worker.submit(make_the_call)
+        rooms = _Rooms(self._pool, list(vectors.values()), len(uses))
         return [
-            StagedWork(posted, place, [(tensor, stand_ins[id(tensor)]) for tensor in use.written])
+            StagedWork(posted, place, [(tensor, stand_ins[id(tensor)]) for tensor in use.written], rooms)
             for place, use in enumerate(uses)
         ]
 
     def close(self) -> None:
-        """End the worker; what it has not called yet is never called."""
+        """End the worker, and unlock the host memory; what it has not called yet is never called."""
         self._worker.shutdown(wait=True, cancel_futures=True)
-
-    def _room(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=CPU, pin_memory=self._side is not None)
+        self._pool.close()
 
     def _copying(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
         """Begin the copies (stand-in, tensor); what is returned waits for them."""

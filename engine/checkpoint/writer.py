@@ -1,7 +1,10 @@
 """One rank's writer: a copy of the state in host memory, and a thread that brings it to the disk.
 
     training      | step | copy | step | step | step ...            the copy is all that training waits for
-    this thread            `------- write, hash, fsync -------> result, asked for with the step's flags
+    this thread            `--- widen, write, hash, fsync ---> result, asked for with the step's flags
+
+The copy has the form in which the state is kept (`engine/optimizer/state.py`), so narrow state takes fewer bytes of the host and of
+its link to the GPU. The thread widens one piece at a time; files hold the accumulation dtype in any case.
 
 The thread issues no collective and touches no tensor that training uses. A failed write is tried again a few times, each time
 from the beginning, and every failure is told.
@@ -15,12 +18,18 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint.direct import aligned_buffer
 from engine.checkpoint.manifest import KINDS, DataFile, Kind
 from engine.checkpoint.state import saved_buckets, shards
 from engine.checkpoint.store import Shard, write_file
 from engine.data.files import write_atomically
-from engine.optimizer.distributed import DistributedOptimizer, OwnedBucket
+from engine.optimizer.distributed import DistributedOptimizer
+from engine.optimizer.state import StoredState
+from engine.pinned_memory import PageLock, PinnedBuffer, Purpose, page_lock_of
+
+PURPOSE = Purpose(
+    "a checkpoint's copy of the state",
+    "set checkpoint.async=false: no copy is kept then, and training waits until a checkpoint is on the disk",
+)
 
 RETRY_PAUSES_SECONDS = (1.0, 4.0)
 """Pauses before the second and third attempt to write: a full disk or a file system that hiccups may recover."""
@@ -43,41 +52,59 @@ class RankWriter:
         in_background: keep a copy in host memory to write from (bytes of the state again); else training must not go on
             until `result` is there, and the file is written from the live state.
         on_retry: called in the thread with the error of an attempt that is tried again.
+        page_lock: locks the host memory; None: the device's.
+
+    Raises:
+        OutOfMemoryError: there is no host memory for the copy.
     """
 
     def __init__(
-        self, optimizer: DistributedOptimizer, rank: int, in_background: bool, on_retry: Callable[[OSError], None]
+        self,
+        optimizer: DistributedOptimizer,
+        rank: int,
+        in_background: bool,
+        on_retry: Callable[[OSError], None],
+        page_lock: PageLock | None = None,
     ) -> None:
         self._buckets = saved_buckets(optimizer)
         self._name = f"rank_{rank:05d}"
         self._on_retry = on_retry
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        # The live state can be written from where it is only if it is kept in the form that is saved.
-        must_copy = in_background or not all(owned.state.is_wide for owned in self._buckets)
-        self._copies = [_host_copies(owned) for owned in self._buckets] if must_copy else None
+        self._device = optimizer.buffers.device
+        live = [{kind: owned.state.stored(kind) for kind in KINDS} for owned in self._buckets]
+        self._sources: Sequence[dict[Kind, StoredState]] = live
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if in_background:
+            tensors = [tensor for by_kind in live for stored in by_kind.values() for tensor in stored.tensors]
+            # Locked as long as this object lives, and not unlocked by `close`: that waits for the device, and where a rank has
+            # failed the device may wait for a peer.
+            self._memory = PinnedBuffer(
+                [(tensor.numel(), tensor.dtype) for tensor in tensors], page_lock or page_lock_of(self._device), PURPOSE
+            )
+            self._copies = list(zip(self._memory.vectors, tensors, strict=True))
+            vectors = iter(self._memory.vectors)
+            self._sources = [
+                {kind: stored.over([next(vectors) for _ in stored.tensors]) for kind, stored in by_kind.items()}
+                for by_kind in live
+            ]
 
     def save(self, folder: Path) -> Future[Written]:
         """Copy the state and start to write it as `folder`/rank_<n>.safetensors; returns when the copy is made."""
-        if self._copies is None:
-            sources: Sequence[dict[Kind, torch.Tensor]] = [owned.state.read_all() for owned in self._buckets]
-        else:
-            sources = self._copies
-            for owned, copies in zip(self._buckets, sources, strict=True):
-                for kind in KINDS:
-                    copies[kind].copy_(owned.state.read(kind), non_blocking=True)
-            if any(owned.grads.device.type == "cuda" for owned in self._buckets):
-                torch.cuda.current_stream().synchronize()
-        return self._thread.submit(self._write, folder, sources)
+        for copy, live in self._copies:
+            copy.copy_(live, non_blocking=True)
+        if self._copies and self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return self._thread.submit(self._write, folder)
 
     def close(self) -> None:
         """Let go of the thread when what it writes is written."""
         self._thread.shutdown(wait=True)
 
-    def _write(self, folder: Path, sources: Sequence[dict[Kind, torch.Tensor]]) -> Written:
+    def _write(self, folder: Path) -> Written:
         started = time.monotonic()
         for pause_seconds in (*RETRY_PAUSES_SECONDS, None):
             try:
-                file = self._write_once(folder, sources)
+                file = self._write_once(folder)
                 return Written(file, time.monotonic() - started)
             except OSError as error:
                 # What is there of the file is of no use, and on a full disk it is in the way.
@@ -88,28 +115,14 @@ class RankWriter:
                 time.sleep(pause_seconds)
         raise AssertionError("the last attempt returns or raises")
 
-    def _write_once(self, folder: Path, sources: Sequence[dict[Kind, torch.Tensor]]) -> DataFile:
+    def _write_once(self, folder: Path) -> DataFile:
         folder.mkdir(parents=True, exist_ok=True)
-        file = write_file(folder / f"{self._name}.safetensors", list(self._shards(sources)))
+        file = write_file(folder / f"{self._name}.safetensors", list(self._shards()))
         # What rank 0 needs to write the manifest; it is removed when the manifest is there.
         write_atomically(folder / f"{self._name}.json", [file.model_dump_json().encode()])
         return file
 
-    def _shards(self, sources: Sequence[dict[Kind, torch.Tensor]]) -> Iterator[Shard]:
+    def _shards(self) -> Iterator[Shard[StoredState]]:
         for kind in KINDS:
-            for owned, flats in zip(self._buckets, sources, strict=True):
-                yield from shards(owned, flats[kind], kind)
-
-
-def _host_copies(owned: OwnedBucket) -> dict[Kind, torch.Tensor]:
-    """Host memory for a copy of the bucket's state, touched now, so that the first copy does not pay for its pages."""
-
-    live, dtype = owned.parameters, owned.state.wide
-
-    def host_copy() -> torch.Tensor:
-        if live.device.type == "cuda":
-            return torch.empty(live.shape, dtype=dtype, pin_memory=True).zero_()
-        num_bytes = live.numel() * dtype.itemsize
-        return aligned_buffer(num_bytes)[:num_bytes].view(dtype).zero_()
-
-    return {kind: host_copy() for kind in KINDS}
+            for owned, by_kind in zip(self._buckets, self._sources, strict=True):
+                yield from shards(owned, by_kind[kind], kind)

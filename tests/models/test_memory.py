@@ -115,7 +115,7 @@ def buffers_of_a_step(rank: int, case: Case) -> tuple[int, int]:
     batches.close()
     host = engine.chunks[0].saved.host
     assert host is not None
-    held = sum(buffer.nbytes for buffers in host._free.values() for buffer in buffers)
+    held = host.pool.num_bytes
     topology = engine.topology
     return held, predicted_memory(engine.config, topology.sizes, topology.coordinates.pp).host
 
