@@ -91,7 +91,7 @@ class HostMemory:
         page_lock: locks the buffers; None: the device's.
 
     Attributes:
-        making: entered while a buffer is made, for who counts a step's memory (a later step makes none).
+        making: entered while a buffer is taken, for who counts a step's memory (a later step makes none).
         pool: of the buffers.
     """
 

@@ -9,14 +9,18 @@ Here memory is mapped first, then its pages are locked where they are (cudaHostR
 
 On a CPU the same memory stays pageable: a `PageLock` is the one step that depends on the device. torch's allocator defers the
 reuse of its memory until copies under way are done. It knows nothing of this memory, so its users say when it is free.
+
+Pages stay locked until `close`, or to the end of the process. They are not unlocked when a buffer is collected, because unlocking
+waits for the device: where a rank has failed, its device may wait for a peer that is gone, and the rank would never end.
 """
 
+import atexit
 import mmap
 import resource
 import threading
-import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -106,17 +110,31 @@ class CudaPageLock:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
+        self._keepers: dict[int, partial[None]] = {}
 
     def lock(self, memory: torch.Tensor) -> None:
-        code = self._driver.register(memory.data_ptr(), memory.nbytes)
+        """Lock the pages, and keep them mapped until `unlock` or the end of the process.
+
+        If they were unmapped before, other memory would get their addresses, and the device would copy to the pages of old.
+        """
+        address = memory.data_ptr()
+        code = self._driver.register(address, memory.nbytes)
         if code:
             raise OSError(f"cudaHostRegister: {self._driver.error_text(code)} ({code})")
+        self._keepers[address] = partial(_keep, memory)
+        atexit.register(self._keepers[address])
 
     def unlock(self, memory: torch.Tensor) -> None:
         """Unlock the pages after all copies of the device are done: one that is under way would write to freed memory."""
+        address = memory.data_ptr()
         self._driver.synchronize()
-        code = self._driver.unregister(memory.data_ptr())
+        code = self._driver.unregister(address)
         assert not code, f"cudaHostUnregister: {self._driver.error_text(code)} ({code})"
+        atexit.unregister(self._keepers.pop(address))
+
+
+def _keep(memory: torch.Tensor) -> None:
+    """Do nothing: being registered to be called keeps the argument alive."""
 
 
 def page_lock_of(device: torch.device) -> PageLock:
@@ -148,7 +166,7 @@ def aligned_buffer(num_bytes: int) -> torch.Tensor:
 
 
 class PinnedBuffer:
-    """One mapping of host memory, page-locked, cut into vectors. It is unlocked when the buffer is closed or collected.
+    """One mapping of host memory, page-locked, cut into vectors.
 
     Args:
         sizes: of the vectors.
@@ -179,18 +197,19 @@ class PinnedBuffer:
             page_lock.lock(memory)
         except OSError as error:
             raise OutOfMemoryError(_not_locked(self.num_bytes, purpose, error)) from error
-        # It holds the memory too, so that pages are never unmapped while they are locked.
-        self._unlock = weakref.finalize(self, page_lock.unlock, memory)
-        # The end of the process unlocks everything, and the device may be gone by then.
-        self._unlock.atexit = False
+        self._page_lock = page_lock
+        self._memory = memory
+        self._is_locked = True
         self.vectors = [
             memory[start : start + numel * dtype.itemsize].view(dtype)
             for start, (numel, dtype) in zip(starts, sizes, strict=True)
         ]
 
     def close(self) -> None:
-        """Unlock the pages. The vectors stay usable, as pageable memory."""
-        self._unlock()
+        """Unlock the pages after waiting for the device. The vectors stay usable, as pageable memory."""
+        if self._is_locked:
+            self._page_lock.unlock(self._memory)
+            self._is_locked = False
 
 
 class PinnedPool:
@@ -246,7 +265,7 @@ class PinnedPool:
         return sum(len(vectors) for vectors in self._free.values())
 
     def close(self) -> None:
-        """Unlock all vectors; none may be taken any more."""
+        """Unlock all vectors after waiting for the device; none may be taken any more."""
         for buffer in self._buffers:
             buffer.close()
         self._free.clear()

@@ -76,13 +76,12 @@ class RankWriter:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         if in_background:
             tensors = [tensor for by_kind in live for stored in by_kind.values() for tensor in stored.tensors]
-            # Locked as long as this object lives, and not unlocked by `close`: that waits for the device, and where a rank has
-            # failed the device may wait for a peer.
-            self._memory = PinnedBuffer(
+            # Never closed, for `close` of this object is called after errors too.
+            memory = PinnedBuffer(
                 [(tensor.numel(), tensor.dtype) for tensor in tensors], page_lock or page_lock_of(self._device), PURPOSE
             )
-            self._copies = list(zip(self._memory.vectors, tensors, strict=True))
-            vectors = iter(self._memory.vectors)
+            self._copies = list(zip(memory.vectors, tensors, strict=True))
+            vectors = iter(memory.vectors)
             self._sources = [
                 {kind: stored.over([next(vectors) for _ in stored.tensors]) for kind, stored in by_kind.items()}
                 for by_kind in live
