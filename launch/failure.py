@@ -41,6 +41,13 @@ LAST_BYTES = 64 * 1024
 """As much of a log is read; a long run's log is large."""
 
 
+def code_of(error: BaseException) -> int:
+    """Exit code of a rank that an exception ends."""
+    if isinstance(error, TriaxisError):
+        return error.exit_code
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else BROKE
+
+
 @dataclass(frozen=True, slots=True)
 class RankFailure:
     """How one rank ended: `exit_code` is negative for a signal, `seen_seconds` since the epoch."""

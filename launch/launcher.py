@@ -34,6 +34,7 @@ from engine.errors import ConfigError, TopologyError
 from engine.rank_grid import ParallelSizes
 from engine.resilience.hang import HUNG
 from engine.telemetry.run_dir import run_name
+from launch.ending import run_rank
 from launch.failure import AFTER, MISTAKE, RankFailure, describe, describe_hang, first_cause
 from launch.forward_signals import LEFT_TO_TORCHRUN, ForwardedSignals, NoRanksError
 from launch.preflight import refuse_without_gpu
@@ -268,13 +269,9 @@ def _be_a_rank(request: Request, variables: Mapping[str, str]) -> int:
     """Run the worker in this task of srun, and end with it."""
     ours = rank_variables(variables)
     arguments = [str(request.config_path or DEFAULT_CONFIG), *request.overrides, *request.worker_flags]
-    if request.dry_run:
-        if ours["RANK"] == "0":
-            print("rank 0 of this SLURM step:", *(f"{name}={value}" for name, value in ours.items()))
-        return 0
-    os.environ.update(ours | thread_variables(variables))
-    code = int(importlib.import_module(request.worker).main(arguments))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Without the interpreter's teardown: a thread that waits for a dead peer must not keep the rank alive.
-    os._exit(code)
+    if not request.dry_run:
+        os.environ.update(ours | thread_variables(variables))
+        run_rank(importlib.import_module(request.worker).main, arguments)
+    if ours["RANK"] == "0":
+        print("rank 0 of this SLURM step:", *(f"{name}={value}" for name, value in ours.items()))
+    return 0

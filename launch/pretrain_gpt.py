@@ -40,7 +40,8 @@ from engine.telemetry.run_dir import RunDirectory
 from engine.telemetry.summary import End, Start, show_end, show_start
 from engine.train import build
 from launch.batches import open_batches
-from launch.failure import AFTER, BROKE, INTERRUPTED, MISTAKE
+from launch.ending import ends_soon, run_rank
+from launch.failure import AFTER, INTERRUPTED, MISTAKE, code_of
 from launch.hang_watch import open_hang_watch
 from launch.launcher import FROM_SCRATCH
 from launch.measuring import finish_step_times, open_slow_ranks, open_step_times
@@ -96,13 +97,13 @@ def _logged(run: Callable[[], int]) -> int:
         return run()
     except TriaxisError as error:
         print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
+        return code_of(error)
+    except KeyboardInterrupt as error:
         print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except Exception:
+        return code_of(error)
+    except Exception as error:
         traceback.print_exc()
-        return BROKE
+        return code_of(error)
 
 
 def _train(rank: Rank, directory: RunDirectory, streams: Streams) -> int:
@@ -113,7 +114,7 @@ def _train(rank: Rank, directory: RunDirectory, streams: Streams) -> int:
         config.data, config.model.seq_length, config.train.seed, vocab_size=config.model.vocab_size
     )
     snapshot = open_memory_snapshot(rank, directory)
-    with explaining_memory(config, topology, snapshot=snapshot):
+    with ends_soon(), explaining_memory(config, topology, snapshot=snapshot):
         engine = build(config, topology, build_chunks)
     described = describe(engine)
     chosen = settled(config, topology.sizes)
@@ -228,7 +229,7 @@ def _train_and_report(
     started_seconds = time.monotonic()
     hang_watch.start()
     try:
-        with explaining_memory(config, engine.topology, engine, snapshot):
+        with ends_soon(agreed=(CheckpointError,)), explaining_memory(config, engine.topology, engine, snapshot):
             validation = None if valid is None else lambda: open_batches(engine, valid)
             stopped, consumed_samples = train_through(
                 engine,
@@ -264,8 +265,4 @@ def _train_and_report(
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Without the interpreter's teardown: a thread that waits for a dead peer must not keep the rank alive.
-    os._exit(code)
+    run_rank(main, sys.argv[1:])

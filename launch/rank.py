@@ -47,7 +47,11 @@ def read_config(argv: Sequence[str], environment: RankEnvironment) -> Config:
 
 @contextmanager
 def join(config: Config, environment: RankEnvironment) -> Iterator[Rank]:
-    """Join the process group and build the topology; leave both at the end."""
+    """Join the process group and build the topology; leave both after success.
+
+    After an exception nothing is left in order, because destroying a NCCL communicator waits for sends and receives that no peer
+    will meet any more: the process has to end (`launch.ending.run_rank`).
+    """
     runtime = start(environment, config.runtime)
     grid = RankGrid(
         parallel_sizes(config, environment.world_size),
@@ -61,8 +65,6 @@ def join(config: Config, environment: RankEnvironment) -> Iterator[Rank]:
         kv_heads=config.model.kv_heads,
         timeout=timedelta(seconds=config.runtime.timeout_seconds),
     )
-    try:
-        yield Rank(config, runtime, topology)
-    finally:
-        topology.close()
-        runtime.close()
+    yield Rank(config, runtime, topology)
+    topology.close()
+    runtime.close()

@@ -37,6 +37,7 @@ from benchmarks.gpu_contenders.records import (
     measured,
 )
 from engine.precision import DTYPES
+from launch.ending import run_rank
 from launch.out_of_memory import is_out_of_memory
 from launch.parent_death import end_with_parent
 
@@ -159,8 +160,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Without the interpreter's teardown: contenders leave process groups and threads that need not end well.
-    os._exit(code)
+    run_rank(main, sys.argv[1:])
