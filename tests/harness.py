@@ -47,11 +47,13 @@ def run_ranks(
     timeout_seconds: float = 120.0,
     device: str = "cpu",
     staged: bool = False,
+    backend: str | None = None,
 ) -> list[Any]:
     """Run `function(rank, *args)` on `world_size` ranks; return the results in rank order.
 
     `function` is a module-level function; arguments and results are pickled (CPU tensors by value). Ranks talk through
     gloo, or through NCCL with `device="cuda"` (rank r on GPU r); `staged`: through gloo there too, on the GPUs that there are.
+    `backend`: `tests.fake_nccl.NAME` in their place. `timeout_seconds` is the default group's timeout too.
     """
     with tempfile.TemporaryDirectory(prefix="triaxis-test-") as folder:
         connections: list[Connection] = []
@@ -61,7 +63,7 @@ def run_ranks(
             payload = pickle.dumps((function, args))
             process = _CONTEXT.Process(
                 target=_rank_main,
-                args=(rank, world_size, folder, timeout_seconds, device, staged, payload, theirs),
+                args=(rank, world_size, folder, timeout_seconds, device, staged, backend, payload, theirs),
                 daemon=True,
             )
             process.start()
@@ -106,11 +108,14 @@ def _rank_main(
     timeout_seconds: float,
     device: str,
     staged: bool,
+    backend: str | None,
     payload: bytes,
     connection: Connection,
 ) -> None:
     import torch
     import torch.distributed as dist
+
+    from tests import fake_nccl
 
     torch.set_num_threads(1)
     try:
@@ -119,7 +124,10 @@ def _rank_main(
             torch.cuda.set_device(rank % torch.cuda.device_count() if staged else rank)
         if world_size > 1:
             store = dist.FileStore(str(Path(folder) / "store"), world_size)
-            backend = "nccl" if device == "cuda" and not staged else "gloo"
+            if backend is None:
+                backend = "nccl" if device == "cuda" and not staged else "gloo"
+            elif backend == fake_nccl.NAME:
+                fake_nccl.install()
             timeout = timedelta(seconds=timeout_seconds)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         message = pickle.dumps((True, function(rank, *args)))

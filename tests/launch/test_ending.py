@@ -56,7 +56,9 @@ def test_each_error_has_the_code_that_its_class_says() -> None:
     assert [code_of(error) for error in errors] == [2, 6, 1, 130]
 
 
-def ends_with(error: BaseException | None, closing_seconds: float, agreed: tuple[type[BaseException], ...] = ()) -> list:
+def ends_with(
+    error: BaseException | None, closing_seconds: float, agreed: tuple[type[BaseException], ...] = ()
+) -> list:
     """Exit codes with which a rank leaves whose closing takes `closing_seconds` after `error`."""
     left: list[int] = []
     gone = threading.Event()

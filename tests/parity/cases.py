@@ -115,6 +115,8 @@ class Case:
     """Elementwise functions and the optimizer by torch.compile."""
     staged: bool = False
     """Carry what is sent through other memory (`engine.staging`); on GPUs, over gloo, ranks share those that there are."""
+    backend: str | None = None
+    """Of the groups, by its name; None: that of the device."""
 
     @property
     def world_size(self) -> int:
@@ -138,6 +140,7 @@ class Case:
         parts += ["bf16_gradients"] if self.bf16_gradients else []
         parts += ["compiled"] if self.compiled else []
         parts += ["staged"] if self.staged else []
+        parts += [self.backend] if self.backend else []
         return "-".join(parts)
 
     def device_of(self, rank: int) -> torch.device:

@@ -103,7 +103,16 @@ def oracle(model: str, num_layers: int | None, global_batch_size: int, num_steps
 def compare(case: Case, num_steps: int = NUM_STEPS) -> None:
     expected = oracle(case.model, case.num_layers, case.global_batch_size, num_steps)
     weights = weights_of(case.model, case.num_layers)
-    results = run_ranks(run_case, case.world_size, case, weights, num_steps, device=case.device, staged=case.staged)
+    results = run_ranks(
+        run_case,
+        case.world_size,
+        case,
+        weights,
+        num_steps,
+        device=case.device,
+        staged=case.staged,
+        backend=case.backend,
+    )
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
 
     tokens = sum(result.num_tokens for result in results)
