@@ -35,7 +35,7 @@ from engine.rank_grid import ParallelSizes
 from engine.resilience.hang import HUNG
 from engine.telemetry.run_dir import run_name
 from launch.ending import run_rank
-from launch.failure import AFTER, MISTAKE, RankFailure, describe, describe_hang, first_cause
+from launch.failure import AFTER, MISTAKE, OTHERS_END_SECONDS, RankFailure, describe, describe_hang, first_cause
 from launch.forward_signals import LEFT_TO_TORCHRUN, ForwardedSignals, NoRanksError
 from launch.preflight import refuse_without_gpu
 from launch.slurm_step import LOOPBACK, is_rank, rank_variables
@@ -213,6 +213,7 @@ def _run_torchrun(plan: Plan, arguments: Sequence[str], environment: Mapping[str
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from launch import rendezvous
+    from launch.short_end import short_end
 
     # It names every process that it ends; the one that matters is described below.
     for noisy in ("multiprocessing.api", "agent.server.api"):
@@ -223,7 +224,7 @@ def _run_torchrun(plan: Plan, arguments: Sequence[str], environment: Mapping[str
     rendezvous.use(words)
     signals = ForwardedSignals()
     try:
-        with signals.listening():
+        with short_end(OTHERS_END_SECONDS), signals.listening():
             torchrun.run(words)
     except NoRanksError:
         return _stopped_by(signals.first)

@@ -33,7 +33,7 @@ from engine.config_rules import problems
 from engine.errors import ConfigError, TopologyError, TriaxisError
 from engine.telemetry.run_dir import RunDirectory, run_name
 from launch.commands.train import request
-from launch.failure import BROKE, DIVERGED, INTERRUPTED, MISTAKE
+from launch.failure import BROKE, DIVERGED, INTERRUPTED, MISTAKE, OTHERS_END_SECONDS
 from launch.launcher import DEFAULT_CONFIG, FROM_SCRATCH
 from launch.preflight import look_before_training
 from launch.slurm_history import ATTEMPTS_WITHOUT_PROGRESS, FAILURES_TO_EXCLUDE, History, Outcome
@@ -179,6 +179,7 @@ class Step:
         self.told: signal.Signals | None = None
         self._srun: subprocess.Popen[str] | None = None
         self._bad_since_seconds: float | None = None
+        self._others_are_killed = False
 
     def run(self, words: Sequence[str], variables: Mapping[str, str]) -> int:
         """Start srun and wait for it; its exit code."""
@@ -195,6 +196,8 @@ class Step:
                 self._srun.wait(1.0)
                 break
             bad = self._bad_since_seconds
+            if bad is not None and time.monotonic() - bad > OTHERS_END_SECONDS:
+                self._kill_others()
             if bad is not None and time.monotonic() - bad > LONGEST_END_SECONDS:
                 say(f"srun has not ended {LONGEST_END_SECONDS:g} seconds after a bad end; it is killed")
                 self._srun.kill()
@@ -202,6 +205,13 @@ class Step:
                 break
         reader.join(5.0)
         return self._srun.returncode
+
+    def _kill_others(self) -> None:
+        """Send SIGKILL to the tasks that have not ended; SLURM would wait for KillWait, which a site may have made long."""
+        if self.report.step and not self._others_are_killed:
+            self._others_are_killed = True
+            say(f"tasks that have not ended {OTHERS_END_SECONDS:g} seconds after a bad end are killed")
+            call("scancel", "--signal=KILL", self.report.step)
 
     def heard(self, number: int, frame: FrameType | None) -> None:
         """A signal for the batch job: SIGUSR1 is handed to the ranks; SIGTERM SLURM sends to them itself.

@@ -1,4 +1,4 @@
-"""The engine over groups that treat the host as NCCL does (`tests/fake_nccl.py`): parity, timeouts, first messages of a pipeline."""
+"""The engine over groups that treat the host as NCCL does (`tests/fake_nccl.py`): parity, timeouts, a pipeline's first messages."""
 
 import os
 from datetime import timedelta
@@ -10,7 +10,6 @@ import torch.distributed as dist
 from engine.collectives import Axis
 from engine.config import Config
 from engine.runtime import RankEnvironment, Runtime
-from engine.topology import Topology
 from tests.fake_nccl import NAME, FakeNccl
 from tests.harness import run_ranks
 from tests.parity.cases import Case, build_rank
