@@ -36,7 +36,7 @@ INTERRUPTED = 130
 AFTER = {Stop.PREEMPTED: REQUEUE, Stop.INTERRUPTED: INTERRUPTED}
 """How a run ends that all ranks have agreed to stop."""
 
-OTHERS_END_SECONDS = 10.0
+OTHERS_END_SECONDS = 10
 """How long ranks may take to end once another has failed, before SIGKILL. One that waits in NCCL does not react to SIGTERM."""
 
 LAST_LINES = 20

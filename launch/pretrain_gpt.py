@@ -14,8 +14,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from engine.checkpoint.layout import describe_layout
@@ -76,13 +76,15 @@ def main(argv: Sequence[str]) -> int:
             refuse_without_gpu(config, has_gpu=rank.topology.device.type == "cuda")
             directory = open_directory(rank, Path(words[0]).stem, from_scratch=FROM_SCRATCH in argv and is_first_start)
             if directory is None:
-                return MISTAKE
+                raise PrintedError(MISTAKE)  # by rank 0
             if directory.finished is not None:
                 if rank.number == 0:
                     print(directory.finished_message())
                 return 0
-            with rank_log(directory.rank_log(rank.number), show=rank.number == 0) as streams:
-                return _logged(lambda: _train(rank, directory, streams))
+            with rank_log(directory.rank_log(rank.number), show=rank.number == 0) as streams, _printing_errors():
+                return _train(rank, directory, streams)
+    except PrintedError as error:
+        return error.code
     except TriaxisError as error:
         if environment.rank == 0:
             print(f"error: {error}", file=sys.stderr)
@@ -91,19 +93,31 @@ def main(argv: Sequence[str]) -> int:
         return INTERRUPTED
 
 
-def _logged(run: Callable[[], int]) -> int:
-    """Run it; what goes wrong is printed while the rank's log still listens."""
+class PrintedError(Exception):
+    """A failure of this rank that has been printed; `code` is the exit code.
+
+    It leaves `join` as an exception, so that no group is closed after it.
+    """
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"exit code {code}")
+        self.code = code
+
+
+@contextmanager
+def _printing_errors() -> Iterator[None]:
+    """Print an exception while this rank's log still takes what is printed, and raise `PrintedError` in its place."""
     try:
-        return run()
+        yield
     except TriaxisError as error:
         print(f"error: {error}", file=sys.stderr)
-        return code_of(error)
+        raise PrintedError(code_of(error)) from error
     except KeyboardInterrupt as error:
         print("interrupted", file=sys.stderr)
-        return code_of(error)
+        raise PrintedError(code_of(error)) from error
     except Exception as error:
         traceback.print_exc()
-        return code_of(error)
+        raise PrintedError(code_of(error)) from error
 
 
 def _train(rank: Rank, directory: RunDirectory, streams: Streams) -> int:

@@ -14,14 +14,14 @@ TORCHRUN_SECONDS = 30
 
 
 @contextmanager
-def short_end(seconds: float) -> Iterator[None]:
+def short_end(seconds: int) -> Iterator[None]:
     """While the block runs, ranks of this process that have not ended `seconds` after SIGTERM get SIGKILL."""
     close = PContext.close
 
-    def close_soon(self: PContext, death_sig: Signals | None = None, timeout: float = TORCHRUN_SECONDS) -> None:
+    def close_soon(self: PContext, death_sig: Signals | None = None, timeout: int = TORCHRUN_SECONDS) -> None:
         close(self, death_sig, min(timeout, seconds))
 
-    PContext.close = close_soon  # type: ignore[method-assign,assignment]
+    PContext.close = close_soon  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -210,7 +210,7 @@ class Step:
         """Send SIGKILL to the tasks that have not ended; SLURM would wait for KillWait, which a site may have made long."""
         if self.report.step and not self._others_are_killed:
             self._others_are_killed = True
-            say(f"tasks that have not ended {OTHERS_END_SECONDS:g} seconds after a bad end are killed")
+            say(f"tasks that have not ended {OTHERS_END_SECONDS} seconds after a bad end are killed")
             call("scancel", "--signal=KILL", self.report.step)
 
     def heard(self, number: int, frame: FrameType | None) -> None:

@@ -4,7 +4,8 @@
                    the mirrored one; the messages of one group call connect together
     first call     of a group blocks the host until every member has made one (the communicator is created)
     dead peers     are not noticed: a call that waits for one goes on waiting, for the group's timeout
-    shutdown       waits for every call that was posted, for ever
+    shutdown       waits for every call that was posted, and for every member to shut down too, for ever: NCCL's manual says of
+                   ncclCommDestroy that all ranks of a node should call it to avoid a hang
     abort          ends all of that at once
 
 `install` registers it in this process; `run_ranks(..., backend=NAME)` of `tests/harness.py` starts ranks with it. Everything else
@@ -112,9 +113,11 @@ class FakeNccl(dist.ProcessGroup):
     # What only NCCL does -----------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        for posted in self._posted:
-            while not posted.has_ended and not self.aborted.is_set():
-                time.sleep(POLL_SECONDS)
+        self._store.set(f"shutdown/{self.rank()}", "")
+        everybody = [f"shutdown/{rank}" for rank in range(self.size())]
+        while not self.aborted.wait(POLL_SECONDS):
+            if all(posted.has_ended for posted in self._posted) and self._store.check(everybody):
+                return
 
     def abort(self) -> None:
         self.aborted.set()

@@ -13,7 +13,8 @@ import sysconfig
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -55,6 +56,21 @@ def run_ranks(
     gloo, or through NCCL with `device="cuda"` (rank r on GPU r); `staged`: through gloo there too, on the GPUs that there are.
     `backend`: `tests.fake_nccl.NAME` in their place. `timeout_seconds` is the default group's timeout too.
     """
+    with forked_ranks(function, world_size, args, timeout_seconds, device, staged, backend) as (processes, connections):
+        return _collect(connections, processes, timeout_seconds)
+
+
+@contextmanager
+def forked_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    args: Sequence[Any] = (),
+    timeout_seconds: float = 120.0,
+    device: str = "cpu",
+    staged: bool = False,
+    backend: str | None = None,
+) -> Iterator[tuple[list[ForkServerProcess], list[Connection]]]:
+    """Ranks as `run_ranks` starts them, and where each sends its result; killed at the end of the block."""
     with tempfile.TemporaryDirectory(prefix="triaxis-test-") as folder:
         connections: list[Connection] = []
         processes: list[ForkServerProcess] = []
@@ -71,7 +87,7 @@ def run_ranks(
             connections.append(ours)
             processes.append(process)
         try:
-            return _collect(connections, processes, timeout_seconds)
+            yield processes, connections
         finally:
             for process in processes:
                 process.kill()

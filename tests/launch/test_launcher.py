@@ -49,7 +49,7 @@ def start(folder: Path, words: list[str], environment: dict[str, str]) -> None:
     from launch.launcher import Request, launch
 
     if "TOY_OTHERS_END_SECONDS" in environment:
-        launcher.OTHERS_END_SECONDS = float(environment["TOY_OTHERS_END_SECONDS"])
+        launcher.OTHERS_END_SECONDS = int(environment["TOY_OTHERS_END_SECONDS"])
     sys.exit(launch(Request(Path(words[0]), tuple(words[1:]), worker="toy_worker"), os.environ))
 
 
