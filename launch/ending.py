@@ -1,7 +1,7 @@
 """The end of a rank's process: its output is flushed and it leaves with its own exit code, within seconds (no torch here).
 
     run_rank      runs the rank's `main`, then ends the process
-    ends_soon     after a failure inside, everything that is closed on the way out shares GRACE_SECONDS
+    WayOut        bounds what is closed after a failure: GRACE_SECONDS in all
     end           flushes and leaves
 
 No rank runs the interpreter's teardown. It joins threads and destroys process groups, and both may wait for ever after a failure:
@@ -14,7 +14,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import NoReturn
+from typing import NoReturn, Self
 
 from engine.errors import TriaxisError
 from launch.failure import code_of
@@ -36,33 +36,47 @@ def run_rank(main: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> 
     end(code)
 
 
-@contextmanager
-def ends_soon(
-    grace_seconds: float = GRACE_SECONDS,
-    agreed: tuple[type[BaseException], ...] = (),
-    leave: Callable[[int], object] | None = None,
-) -> Iterator[None]:
-    """Bound the way out of a failure: `grace_seconds` after an exception leaves this block, the process ends with its code.
+class WayOut:
+    """The time that a failing rank may take to close what it has opened.
+
+    Entered around everything that is closed; `bounded` blocks inside start the clock, and leaving the outer block stops it.
 
     Args:
-        grace_seconds: for everything that is closed meanwhile.
-        agreed: exceptions that all ranks raise together; no call hangs after them, and the run may end with another code.
+        grace_seconds: from the failure to the end of the process.
         leave: ends the process with an exit code; None: `end`.
     """
 
-    def give_up(code: int) -> None:
-        print(f"closing takes longer than {grace_seconds:g} seconds, so this rank ends without it", file=sys.stderr)
-        (leave or end)(code)
+    def __init__(self, grace_seconds: float = GRACE_SECONDS, leave: Callable[[int], object] | None = None) -> None:
+        self._grace_seconds = grace_seconds
+        self._leave = leave or end
+        self._timer: threading.Timer | None = None
 
-    try:
-        yield
-    except BaseException as error:
-        if isinstance(error, agreed):
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    @contextmanager
+    def bounded(self, agreed: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
+        """End the process with the code of the first exception that leaves a block, unless all is closed in time.
+
+        Args:
+            agreed: exceptions that all ranks raise together; no call hangs after them, and the run may end with another code.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if self._timer is None and not isinstance(error, agreed):
+                self._timer = threading.Timer(self._grace_seconds, self._give_up, [code_of(error)])
+                self._timer.daemon = True
+                self._timer.start()
             raise
-        timer = threading.Timer(grace_seconds, give_up, [code_of(error)])
-        timer.daemon = True
-        timer.start()
-        raise
+
+    def _give_up(self, code: int) -> None:
+        print(f"closing takes longer than {self._grace_seconds:g} seconds: this rank ends without it", file=sys.stderr)
+        self._leave(code)
 
 
 def end(code: int) -> NoReturn:

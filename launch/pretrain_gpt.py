@@ -40,7 +40,7 @@ from engine.telemetry.run_dir import RunDirectory
 from engine.telemetry.summary import End, Start, show_end, show_start
 from engine.train import build
 from launch.batches import open_batches
-from launch.ending import ends_soon, run_rank
+from launch.ending import WayOut, run_rank
 from launch.failure import AFTER, INTERRUPTED, MISTAKE, code_of
 from launch.hang_watch import open_hang_watch
 from launch.launcher import FROM_SCRATCH
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     is_first_start = not (environment.restart_count or int(os.environ.get("SLURM_RESTART_COUNT") or 0))
     try:
         config = read_config(words, environment)
-        with join(config, environment) as rank:
+        with WayOut() as way_out, join(config, environment) as rank:
             refuse_without_gpu(config, has_gpu=rank.topology.device.type == "cuda")
             directory = open_directory(rank, Path(words[0]).stem, from_scratch=FROM_SCRATCH in argv and is_first_start)
             if directory is None:
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
                     print(directory.finished_message())
                 return 0
             with rank_log(directory.rank_log(rank.number), show=rank.number == 0) as streams, _printing_errors():
-                return _train(rank, directory, streams)
+                return _train(rank, directory, streams, way_out)
     except PrintedError as error:
         return error.code
     except TriaxisError as error:
@@ -120,7 +120,7 @@ def _printing_errors() -> Iterator[None]:
         raise PrintedError(code_of(error)) from error
 
 
-def _train(rank: Rank, directory: RunDirectory, streams: Streams) -> int:
+def _train(rank: Rank, directory: RunDirectory, streams: Streams, way_out: WayOut) -> int:
     """Build, begin, train; returns the exit code."""
     config, topology = rank.config, rank.topology
     stop, stopped = StopRequest(rank.number), None
@@ -128,7 +128,7 @@ def _train(rank: Rank, directory: RunDirectory, streams: Streams) -> int:
         config.data, config.model.seq_length, config.train.seed, vocab_size=config.model.vocab_size
     )
     snapshot = open_memory_snapshot(rank, directory)
-    with ends_soon(), explaining_memory(config, topology, snapshot=snapshot):
+    with way_out.bounded(), explaining_memory(config, topology, snapshot=snapshot):
         engine = build(config, topology, build_chunks)
     described = describe(engine)
     chosen = settled(config, topology.sizes)
@@ -180,7 +180,7 @@ def _train(rank: Rank, directory: RunDirectory, streams: Streams) -> int:
         with closing(Checkpoints(engine, directory.checkpoints(config), facts, notices)) as checkpoints:
             stop.listen()
             stopped = _train_and_report(
-                engine, datasets, beginning, facts, checkpoints, directory, telemetry, meter, stop, snapshot
+                engine, datasets, beginning, facts, checkpoints, directory, telemetry, meter, stop, snapshot, way_out
             )
     except CheckpointError as error:
         telemetry.event("failed", error=f"CheckpointError: {error}")
@@ -213,6 +213,7 @@ def _train_and_report(
     meter: Meter,
     stop: StopRequest,
     snapshot: MemorySnapshot | None,
+    way_out: WayOut,
 ) -> Stop | None:
     config, history = engine.config, facts.history
     valid = datasets.valid
@@ -243,7 +244,7 @@ def _train_and_report(
     started_seconds = time.monotonic()
     hang_watch.start()
     try:
-        with ends_soon(agreed=(CheckpointError,)), explaining_memory(config, engine.topology, engine, snapshot):
+        with way_out.bounded(agreed=(CheckpointError,)), explaining_memory(config, engine.topology, engine, snapshot):
             validation = None if valid is None else lambda: open_batches(engine, valid)
             stopped, consumed_samples = train_through(
                 engine,

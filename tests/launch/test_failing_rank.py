@@ -66,8 +66,7 @@ def train(rank: int, words: Sequence[str], closing_seconds: float, grace_seconds
     os.environ.update({name: str(number) for name, number in places.items()})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
     launch.rank.start = lambda environment, config: Runtime(environment, torch.device("cpu"))
-    ends_soon = launch.ending.ends_soon
-    worker.ends_soon = lambda **named: ends_soon(grace_seconds, **named)
+    worker.WayOut = lambda: launch.ending.WayOut(grace_seconds)
     open_watchers = worker.open_watchers
 
     def with_one_more(*args: Any) -> list[Any]:
