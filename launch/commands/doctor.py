@@ -7,6 +7,7 @@ from pathlib import Path
 
 from engine.errors import ConfigError
 from launch.commands.train import request
+from launch.ending import run_rank
 from launch.failure import OUT_OF_LINE
 from launch.launcher import DEFAULT_CONFIG, Request, launch
 from launch.slurm_step import is_rank
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         asked = Request(DEFAULT_CONFIG, (*ONE_PROCESS, *asked.overrides), asked.dry_run)
     flags = () if args.json is None else (f"--json={args.json}",)
     if "RANK" in os.environ:
-        return int(importlib.import_module(WORKER).main([str(asked.config_path), *asked.overrides, *flags]))
+        run_rank(importlib.import_module(WORKER).main, [str(asked.config_path), *asked.overrides, *flags])
     explained = (OUT_OF_LINE,)
     return launch(
         Request(
