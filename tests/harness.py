@@ -23,6 +23,8 @@ from typing import Any
 
 import pytest
 
+from tests.lacking import skip_where
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -30,11 +32,11 @@ _CONTEXT.set_forkserver_preload(["tests.preload"])
 
 
 def compiler() -> pytest.MarkDecorator:
-    """For tests in which torch.compile makes kernels for the CPU. Where CI has no compiler, the test fails."""
+    """Mark a test in which torch.compile makes kernels for the CPU."""
     headers = Path(sysconfig.get_paths()["include"], "Python.h")
     is_missing = shutil.which(os.environ.get("CXX", "g++")) is None or not headers.exists()
     reason = "torch.compile needs a C++ compiler and Python's headers (apt-get install g++ python3-dev)"
-    return pytest.mark.skipif(is_missing and not os.environ.get("CI"), reason=reason)
+    return skip_where(is_missing, reason)
 
 
 class RankFailedError(AssertionError):
