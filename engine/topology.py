@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from engine.agreement import compare_group_counts
 from engine.collectives import Axis, Ledger
 from engine.errors import TopologyError
 from engine.rank_grid import AXES, RankGrid
@@ -136,6 +137,7 @@ class Topology:
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
         self._axes: dict[str, Axis] = {}
 
+        compare_group_counts()
         mine: list[tuple[str, tuple[int, ...], str]] = []
         for name, groups, channel in axis_groups(grid, kv_heads):
             ranks = next((ranks for ranks in groups if rank in ranks), None)
