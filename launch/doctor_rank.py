@@ -27,6 +27,7 @@ from engine.doctor.phases import node_paths
 from engine.doctor.rates import are_equal, best
 from engine.doctor.records import Examination, Finding, Level, RankFacts, Size
 from engine.errors import TriaxisError
+from engine.gpus import GLOO, NCCL
 from engine.precision import DTYPES
 from engine.runtime import RankEnvironment
 from engine.topology import Topology
@@ -36,7 +37,6 @@ from launch.ending import run_rank
 from launch.failure import INTERRUPTED, OUT_OF_LINE
 from launch.parent_death import end_with_parent
 from launch.rank import join, read_config
-from launch.world import GLOO, NCCL
 
 JSON_FLAG = "--json="
 

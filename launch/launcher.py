@@ -31,6 +31,7 @@ from engine.config_load import load_config
 from engine.config_rules import problems
 from engine.data.indexed import bin_path, idx_path
 from engine.errors import ConfigError, TopologyError
+from engine.gpus import BACKEND_VARIABLE, DEVICE_VARIABLE, find_gpus
 from engine.rank_grid import ParallelSizes
 from engine.resilience.hang import HUNG
 from engine.telemetry.run_dir import run_name
@@ -39,7 +40,7 @@ from launch.failure import AFTER, MISTAKE, OTHERS_END_SECONDS, RankFailure, desc
 from launch.forward_signals import LEFT_TO_TORCHRUN, ForwardedSignals, NoRanksError
 from launch.preflight import refuse_without_gpu
 from launch.slurm_step import LOOPBACK, is_rank, rank_variables
-from launch.world import World, decide, find_gpus
+from launch.world import World, decide
 
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "gpt_tiny.yaml"
 
@@ -97,7 +98,7 @@ def launch(request: Request, variables: Mapping[str, str]) -> int:
         return _be_a_rank(request, variables)
     plan = make_plan(request, variables)
     arguments = torchrun_arguments(plan, request.worker, variables)
-    environment = thread_variables(variables)
+    environment = thread_variables(variables) | device_variables(plan.world)
     console = Console(highlight=False, soft_wrap=True)
     show(console, plan, arguments, environment)
     if request.dry_run:
@@ -119,7 +120,7 @@ def make_plan(request: Request, variables: Mapping[str, str]) -> Plan:
     """Resolve the config, choose the world, check both together."""
     path, overrides = request.config_path or DEFAULT_CONFIG, request.overrides
     config = load_config(path, overrides, variables)
-    gpus = find_gpus()
+    gpus = find_gpus(variables)
     dp_was_asked_for = variables.get("DP") or any(word.startswith("parallel.dp=") for word in overrides)
     if request.config_path is None and gpus.count and config.runtime.device != "cpu" and not dp_was_asked_for:
         # Nobody chose this config, so its dp, meant for a CPU, does not keep GPUs idle.
@@ -173,6 +174,11 @@ def torchrun_arguments(plan: Plan, worker: str, variables: Mapping[str, str]) ->
 def thread_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """Variables that are set for the ranks, where the user did not set them."""
     return {} if "OMP_NUM_THREADS" in variables else {"OMP_NUM_THREADS": "1"}
+
+
+def device_variables(world: World) -> dict[str, str]:
+    """Hand the decision about device and backend on to the ranks."""
+    return {DEVICE_VARIABLE: world.device, BACKEND_VARIABLE: world.backend}
 
 
 def show(console: Console, plan: Plan, arguments: Sequence[str], environment: Mapping[str, str]) -> None:

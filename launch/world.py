@@ -9,24 +9,12 @@
 The layout is never changed; only a dp that was left open is filled in.
 """
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from engine.config import Config
 from engine.errors import TopologyError
-
-GLOO = "gloo"
-NCCL = "nccl"
-
-
-@dataclass(frozen=True, slots=True)
-class Gpus:
-    """GPUs that torch can use on this node, and why it is none where some are there."""
-
-    count: int
-    note: str = ""
+from engine.gpus import CUDA, GLOO, Gpus, backend_of, device_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,23 +23,13 @@ class World:
 
     num_nodes: int
     ranks_per_node: int
+    device: str
     backend: str
     reason: str
 
     @property
     def size(self) -> int:
         return self.num_nodes * self.ranks_per_node
-
-
-def find_gpus() -> Gpus:
-    """Count the GPUs of this node; a machine without any is not made to import torch."""
-    if shutil.which("nvidia-smi") is None and not any(Path("/dev").glob("nvidia[0-9]*")):
-        return Gpus(0)
-    import torch
-
-    if torch.version.cuda is None:
-        return Gpus(0, f"there is a GPU, but torch {torch.__version__} is a CPU build: install a CUDA build to use it")
-    return Gpus(torch.cuda.device_count())
 
 
 def decide(config: Config, gpus: Gpus, variables: Mapping[str, str]) -> World:
@@ -63,22 +41,14 @@ def decide(config: Config, gpus: Gpus, variables: Mapping[str, str]) -> World:
         variables: NNODES and NPROC_PER_NODE are read.
 
     Raises:
-        TopologyError: the layout does not fit the nodes or the GPUs.
+        TopologyError: the layout does not fit the nodes or the GPUs, or torch cannot use the GPUs that are there.
     """
     parallel = config.parallel
     model_ranks = parallel.tp * parallel.pp * parallel.cp
     num_nodes = _number(variables, "NNODES") or 1
-    if config.runtime.device == "cuda" and not gpus.count:
-        raise TopologyError(
-            f"runtime.device = cuda: {gpus.note or 'this node shows no GPU'}. Every rank would stop at its first tensor. "
-            f"Use runtime.device=auto or cpu to train on the CPU."
-        )
-    num_gpus = 0 if config.runtime.device == "cpu" else gpus.count
-    if config.runtime.collectives == "nccl" and not num_gpus:
-        raise TopologyError(
-            f"runtime.collectives = nccl: {gpus.note or 'this node shows no GPU'}, and NCCL moves tensors of GPUs only. Use "
-            f"runtime.collectives=auto to train on the CPU."
-        )
+    device = device_type(config.runtime, gpus)
+    backend = backend_of(config.runtime, device, gpus.note)
+    num_gpus = gpus.count if device == CUDA else 0
 
     if given := _number(variables, "NPROC_PER_NODE"):
         ranks, why = num_nodes * given, "NPROC_PER_NODE"
@@ -97,15 +67,14 @@ def decide(config: Config, gpus: Gpus, variables: Mapping[str, str]) -> World:
             f"for ranks that never come. Choose sizes whose product is a multiple of {num_nodes}."
         )
     if not num_gpus:
-        return World(num_nodes, ranks_per_node, GLOO, f"{why}; {gpus.note or 'no GPU is used'}")
-    may_share = config.runtime.collectives == "gloo"
-    if ranks_per_node > num_gpus and not may_share:
+        return World(num_nodes, ranks_per_node, device, backend, f"{why}; {gpus.note or 'no GPU is used'}")
+    if ranks_per_node > num_gpus and backend != GLOO:
         raise TopologyError(_too_few(config, ranks_per_node, num_gpus))
     idle = num_gpus - ranks_per_node
     note = f"; {idle} of {num_gpus} GPUs per node stay idle" if idle > 0 else ""
     if idle < 0:
         note = f"; {ranks_per_node} ranks share {num_gpus} GPU{'s' if num_gpus > 1 else ''} on each node"
-    return World(num_nodes, ranks_per_node, GLOO if may_share else NCCL, why + note)
+    return World(num_nodes, ranks_per_node, device, backend, why + note)
 
 
 def _largest_dp(config: Config, most: int, model_ranks: int, num_nodes: int) -> int:

@@ -121,10 +121,11 @@ def run(args: argparse.Namespace) -> int:
 def _real(console: Console, config: Config, rank: int, counted: "Footprint") -> dict[str, object]:
     """The rank's steps on a device, beside what was counted."""
     from engine.footprint.real import real_steps
-    from engine.runtime import choose_device, set_up_allocator
+    from engine.placement import place
+    from engine.runtime import set_up_allocator
     from models.gpt import build_chunks
 
-    device = choose_device(config.runtime, 0)
+    device = place(config.runtime, 0, os.environ).device
     if device.type == "cuda":
         set_up_allocator(config.runtime, os.environ)
     print(f"{1 + REAL_STEPS} steps of rank {rank} on {device} ...", file=sys.stderr)

@@ -1,56 +1,32 @@
-"""Which device a rank takes, what collectives it joins, and how the allocator is set up before the first tensor."""
+"""How a rank starts: its place among the others, the allocator before the first tensor, the variables that torch and NCCL read."""
 
+import os
+import socket
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from engine.config import RuntimeConfig
 from engine.errors import TopologyError
-from engine.runtime import ALLOCATOR_VARIABLES, RankEnvironment, choose_device, set_up_allocator, start
+from engine.nvidia_driver import Driver
+from engine.runtime import (
+    ALLOCATOR_VARIABLES,
+    COMPILE_THREADS,
+    RankEnvironment,
+    compile_threads,
+    set_up_allocator,
+    start,
+)
 from tests.harness import run_ranks
-
-
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Say how many GPUs torch finds."""
-
-    def say(count: int) -> None:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-
-    return say
 
 
 def config(**given: Any) -> RuntimeConfig:
     return RuntimeConfig(**given)
-
-
-def test_a_rank_takes_the_gpu_of_its_number_and_no_rank_is_without(gpus: Any) -> None:
-    gpus(2)
-    assert choose_device(config(), 1) == torch.device("cuda", 1)
-    assert choose_device(config(device="cpu"), 7) == torch.device("cpu")
-    with pytest.raises(TopologyError, match=r"local rank 2 has no GPU: this node shows 2.*runtime\.collectives=gloo"):
-        choose_device(config(), 2)
-
-
-@given(count=st.integers(1, 8), local_rank=st.integers(0, 64))
-def test_ranks_that_gloo_serves_take_the_gpus_in_turns(count: int, local_rank: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: True)
-        patch.setattr(torch.cuda, "device_count", lambda: count)
-        assert choose_device(config(collectives="gloo"), local_rank) == torch.device("cuda", local_rank % count)
-
-
-def test_what_was_asked_for_and_is_not_there_is_said(gpus: Any) -> None:
-    gpus(0)
-    assert choose_device(config(collectives="gloo"), 3) == torch.device("cpu")
-    with pytest.raises(TopologyError, match="finds no CUDA device"):
-        choose_device(config(device="cuda"), 0)
-    with pytest.raises(TopologyError, match=r"collectives = nccl.*runtime\.collectives=auto"):
-        choose_device(config(collectives="nccl"), 0)
 
 
 def test_segments_grow_unless_the_user_has_said_how_memory_is_had() -> None:
@@ -69,17 +45,84 @@ def test_torch_takes_the_words(recwarn: pytest.WarningsRecorder) -> None:
     assert torch.ones(2).sum() == 2
 
 
+def test_compile_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    def threads(own: int, in_node: int, ranks: int, **variables: str) -> dict[str, str]:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(own)))
+        monkeypatch.setattr(os, "cpu_count", lambda: in_node)
+        return compile_threads(ranks, variables)
+
+    assert threads(96, 96, 8) == {COMPILE_THREADS: "12"}
+    assert threads(2, 2, 8) == {COMPILE_THREADS: "1"}
+    assert threads(16, 64, 8) == {COMPILE_THREADS: "2"}, "a container's share of the node"
+    assert threads(8, 64, 8) == {COMPILE_THREADS: "8"}, "cores of the task's own"
+    assert threads(96, 96, 8, **{COMPILE_THREADS: "3"}) == {}
+
+
+STARTED_RANK = """
+import os
+os.sched_getaffinity, os.cpu_count = lambda process: set(range(24)), lambda: 24
+import launch.pretrain_gpt
+from engine.config import RuntimeConfig
+from engine.runtime import RankEnvironment, start
+start(RankEnvironment(local_world_size=4), RuntimeConfig(device="cpu"))
+import torch._inductor.config
+print(torch._inductor.config.compile_threads)
+"""
+
+
+@pytest.mark.slow  # importing the compiler takes seconds
+@pytest.mark.distributed
+def test_the_compiler_is_imported_after_a_rank_has_set_its_share() -> None:
+    variables = {name: value for name, value in os.environ.items() if name != COMPILE_THREADS}
+    ran = subprocess.run(
+        [sys.executable, "-c", STARTED_RANK], env=variables, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.split()[-1] == "6"
+
+
 def on_the_cpu(rank: int) -> bool:
     import engine.runtime
 
     engine.runtime.set_up_allocator = None  # type: ignore[assignment] # calling it would fail
+    os.environ.pop(COMPILE_THREADS, None)
     runtime = start(RankEnvironment(), config(device="cpu"))
-    return runtime.device.type == "cpu"
+    return runtime.device.type == "cpu" and os.environ[COMPILE_THREADS] == str(len(os.sched_getaffinity(0)))
 
 
 @pytest.mark.distributed
 def test_nothing_is_set_up_on_the_cpu() -> None:
     assert run_ranks(on_the_cpu, 1) == [True]
+
+
+# One rank of four --------------------------------------------------------------------------------------------------------
+
+
+def outcome_of_start(rank: int, port: int, without: list[int]) -> tuple[str, float]:
+    """Start a rank where the driver shows 8 GPUs; torch can use them on all ranks but `without`. Returns what it raises."""
+    import engine.gpus
+
+    usable = 0 if rank in without else 8
+    engine.gpus.read_driver = lambda: Driver("550.54.14", 8)  # type: ignore[assignment]
+    torch.cuda.is_available = lambda: usable > 0
+    torch.cuda.device_count = lambda: usable
+    torch.cuda.set_device = lambda device: None
+    torch.distributed.is_nccl_available = lambda: True
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"GPU-{rank}")  # type: ignore[assignment]
+    torch.distributed.destroy_process_group()
+    begun_seconds = time.monotonic()
+    with pytest.raises(TopologyError) as error:
+        start(RankEnvironment(rank, 4, rank, 4, "127.0.0.1", port), config(expandable_segments=False))
+    return str(error.value), time.monotonic() - begun_seconds
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("without", "named"), [([0, 1, 2, 3], "ranks 0 to 3"), ([2], "rank 2")], ids=["all", "one"])
+def test_a_rank_without_its_gpu_ends_all_ranks(without: list[int], named: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for text, seconds in run_ranks(outcome_of_start, 4, port, without):
+        assert text.startswith(f"{named}: {socket.gethostname()} has 8 GPUs with driver 550.54.14")
+        assert seconds < 10
 
 
 # On a card ---------------------------------------------------------------------------------------------------------------
