@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,6 +98,14 @@ def test_nothing_is_set_up_on_the_cpu() -> None:
 # One rank of four --------------------------------------------------------------------------------------------------------
 
 
+def free_port() -> int:
+    """A port that nobody listens at, below those that Linux hands out to outgoing connections."""
+    for port in range(15_000 + os.getpid() % 10_000, 30_000):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("no port is free")
+
+
 def outcome_of_start(rank: int, port: int, without: list[int]) -> tuple[str, float]:
     """Start a rank where the driver shows 8 GPUs; torch can use them on all ranks but `without`. Returns what it raises."""
     import engine.gpus
@@ -108,6 +117,7 @@ def outcome_of_start(rank: int, port: int, without: list[int]) -> tuple[str, flo
     torch.cuda.set_device = lambda device: None
     torch.distributed.is_nccl_available = lambda: True
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"GPU-{rank}")  # type: ignore[assignment]
+    torch.distributed.barrier()  # a rank that left the harness's group while others still connect would break them
     torch.distributed.destroy_process_group()
     begun_seconds = time.monotonic()
     with pytest.raises(TopologyError) as error:
@@ -118,9 +128,7 @@ def outcome_of_start(rank: int, port: int, without: list[int]) -> tuple[str, flo
 @pytest.mark.distributed
 @pytest.mark.parametrize(("without", "named"), [([0, 1, 2, 3], "ranks 0 to 3"), ([2], "rank 2")], ids=["all", "one"])
 def test_a_rank_without_its_gpu_ends_all_ranks(without: list[int], named: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    for text, seconds in run_ranks(outcome_of_start, 4, port, without):
+    for text, seconds in run_ranks(outcome_of_start, 4, free_port(), without):
         assert text.startswith(f"{named}: {socket.gethostname()} has 8 GPUs with driver 550.54.14")
         assert seconds < 10
 
