@@ -37,7 +37,7 @@ from engine.resilience.hang import HUNG
 from engine.telemetry.run_dir import run_name
 from launch.ending import run_rank
 from launch.failure import AFTER, MISTAKE, OTHERS_END_SECONDS, RankFailure, describe, describe_hang, first_cause
-from launch.forward_signals import LEFT_TO_TORCHRUN, ForwardedSignals, NoRanksError
+from launch.forward_signals import ForwardedSignals, NoRanksError
 from launch.preflight import refuse_without_gpu
 from launch.slurm_step import LOOPBACK, is_rank, rank_variables
 from launch.world import World, decide
@@ -226,11 +226,10 @@ def _run_torchrun(plan: Plan, arguments: Sequence[str], environment: Mapping[str
         logging.getLogger(f"torch.distributed.elastic.{noisy}").setLevel(logging.CRITICAL)
     started_seconds = time.time()
     words = torchrun.parse_args(list(arguments))
-    words.signals_to_handle = LEFT_TO_TORCHRUN
     rendezvous.use(words)
     signals = ForwardedSignals()
     try:
-        with short_end(OTHERS_END_SECONDS), signals.listening():
+        with short_end(OTHERS_END_SECONDS), signals.listening(words):
             torchrun.run(words)
     except NoRanksError:
         return _stopped_by(signals.first)
