@@ -103,6 +103,10 @@ _STUBS = "torch/_C/_distributed_c10d.pyi"
 _PYTHON_LIBRARY = "torch/lib/libtorch_python.*"
 _C10D = "torch/distributed/distributed_c10d.py"
 _TORCHRUN = "torch/distributed/run.py"
+_TORCHRUNS_WORDS = (
+    *("standalone", "local_addr", "master_addr", "master_port"),
+    *("rdzv_backend", "rdzv_endpoint", "rdzv_conf", "node_rank"),
+)
 
 WORDS = (
     Word(("all_gather_single", "all_gather_into_tensor"), _C10D, "engine/collectives.py"),
@@ -119,19 +123,7 @@ WORDS = (
     Word(("found_inf",), "torch/optim/adamw.py", "engine/optimizer/distributed.py"),
     Word(("accumulate_grad",), "torch/autograd/__init__.py", "engine/backward.py"),
     Word(("CUDNN_ATTENTION",), "torch/_C/__init__.pyi", "engine/kernels/attention.py"),
-    *(
-        Word((word,), _TORCHRUN, "launch/rendezvous.py")
-        for word in [
-            "standalone",
-            "local_addr",
-            "master_addr",
-            "master_port",
-            "rdzv_backend",
-            "rdzv_endpoint",
-            "rdzv_conf",
-            "node_rank",
-        ]
-    ),
+    *(Word((word,), _TORCHRUN, "launch/rendezvous.py") for word in _TORCHRUNS_WORDS),
     # torch 2.9 has the second only.
     Word(("signals_to_handle", "_terminate_process_handler"), "torch/distributed/*.py", "launch/forward_signals.py"),
 )
