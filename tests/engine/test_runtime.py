@@ -5,12 +5,14 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from engine.config import RuntimeConfig
 from engine.errors import TopologyError
@@ -18,6 +20,9 @@ from engine.nvidia_driver import Driver
 from engine.runtime import (
     ALLOCATOR_VARIABLES,
     COMPILE_THREADS,
+    CONNECT_AT_ONCE,
+    FLIGHT_RECORDER_CALLS,
+    FLIGHT_RECORDER_VARIABLES,
     RankEnvironment,
     compile_threads,
     set_up_allocator,
@@ -106,31 +111,71 @@ def free_port() -> int:
     raise AssertionError("no port is free")
 
 
-def outcome_of_start(rank: int, port: int, without: list[int]) -> tuple[str, float]:
-    """Start a rank where the driver shows 8 GPUs; torch can use them on all ranks but `without`. Returns what it raises."""
+def start_on_gpus(
+    rank: int, port: int, usable: Sequence[int], uuids: Sequence[str]
+) -> tuple[str, float, dict[str, str]]:
+    """Start a rank where the driver shows 8 GPUs, and everything of CUDA and NCCL is pretended.
+
+    Args:
+        rank: of four.
+        port: of rank 0's store.
+        usable: GPUs that torch can use, by rank.
+        uuids: of the GPU that a rank takes.
+
+    Returns:
+        Its device or the error, seconds, variables for NCCL.
+    """
     import engine.gpus
 
-    usable = 0 if rank in without else 8
     engine.gpus.read_driver = lambda: Driver("550.54.14", 8)  # type: ignore[assignment]
-    torch.cuda.is_available = lambda: usable > 0
-    torch.cuda.device_count = lambda: usable
+    torch.cuda.is_available = lambda: usable[rank] > 0
+    torch.cuda.device_count = lambda: usable[rank]
     torch.cuda.set_device = lambda device: None
-    torch.distributed.is_nccl_available = lambda: True
-    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"GPU-{rank}")  # type: ignore[assignment]
-    torch.distributed.barrier()  # a rank that left the harness's group while others still connect would break them
-    torch.distributed.destroy_process_group()
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=uuids[rank])  # type: ignore[assignment]
+    dist.is_nccl_available = lambda: True
+    dist.barrier()  # a rank that left the harness's group while others still connect would break them
+    dist.destroy_process_group()
+    joined = []
+    # The lambda keeps rank 0's store for the others, as a process group does.
+    dist.init_process_group = lambda backend, **words: joined.append((backend, words["store"]))
     begun_seconds = time.monotonic()
-    with pytest.raises(TopologyError) as error:
-        start(RankEnvironment(rank, 4, rank, 4, "127.0.0.1", port), config(expandable_segments=False))
-    return str(error.value), time.monotonic() - begun_seconds
+    try:
+        runtime = start(RankEnvironment(rank, 4, rank, 4, "127.0.0.1", port), config(expandable_segments=False))
+        outcome = f"{runtime.device} {[backend for backend, _ in joined]}"
+    except TopologyError as error:
+        outcome = str(error)
+    seconds = time.monotonic() - begun_seconds
+    return (
+        outcome,
+        seconds,
+        {name: os.environ.get(name, "") for name in (*FLIGHT_RECORDER_VARIABLES, CONNECT_AT_ONCE[0])},
+    )
+
+
+DIFFERENT = ["GPU-0", "GPU-1", "GPU-2", "GPU-3"]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("without", "named"), [([0, 1, 2, 3], "ranks 0 to 3"), ([2], "rank 2")], ids=["all", "one"])
-def test_a_rank_without_its_gpu_ends_all_ranks(without: list[int], named: str) -> None:
-    for text, seconds in run_ranks(outcome_of_start, 4, free_port(), without):
+@pytest.mark.parametrize(
+    ("usable", "named"), [([0, 0, 0, 0], "ranks 0 to 3"), ([8, 8, 0, 8], "rank 2")], ids=["all", "one"]
+)
+def test_a_rank_without_its_gpu_ends_all_ranks(usable: list[int], named: str) -> None:
+    for text, seconds, _ in run_ranks(start_on_gpus, 4, free_port(), usable, DIFFERENT):
         assert text.startswith(f"{named}: {socket.gethostname()} has 8 GPUs with driver 550.54.14")
         assert seconds < 10
+
+
+@pytest.mark.distributed
+def test_tasks_that_see_one_gpu_each_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*FLIGHT_RECORDER_VARIABLES, CONNECT_AT_ONCE[0]):
+        monkeypatch.delenv(name, raising=False)
+    wanted = dict.fromkeys(FLIGHT_RECORDER_VARIABLES, FLIGHT_RECORDER_CALLS) | {"NCCL_RUNTIME_CONNECT": "0"}
+    for taken, _, variables in run_ranks(start_on_gpus, 4, free_port(), [1] * 4, DIFFERENT):
+        assert taken == "cuda:0 ['nccl']"
+        assert variables == wanted
+    shared = ["GPU-0", "GPU-1", "GPU-2", "GPU-0"]
+    for text, _, _ in run_ranks(start_on_gpus, 4, free_port(), [1] * 4, shared):
+        assert text.startswith(f"ranks 0 and 3 on {socket.gethostname()} have one GPU (GPU-0) between them")
 
 
 # On a card ---------------------------------------------------------------------------------------------------------------
