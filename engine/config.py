@@ -232,21 +232,26 @@ class OffloadConfig(Section):
 
 
 class KernelsConfig(Section):
-    """Which implementation computes what."""
+    """Which implementation computes what. `auto` takes the fastest that runs on the device; the banner names it."""
 
-    attention: Literal["sdpa", "flash", "cudnn", "efficient", "explicit"] = Field(
-        "sdpa", description="sdpa: torch's choice; flash, cudnn, efficient: that one; explicit: with probabilities"
+    attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "explicit"] = Field(
+        "auto", description="sdpa: torch's choice; flash, cudnn, efficient: that one; explicit: with probabilities"
     )
-    elementwise: Literal["eager", "compiled"] = Field(
-        "eager",
+    elementwise: Literal["auto", "eager", "compiled"] = Field(
+        "auto",
         description="norms, RoPE, SwiGLU, dropout, cross-entropy: operator by operator, or fused by torch.compile",
     )
-    weight_grad: Literal["separate", "fused"] = Field(
-        "separate", description="fused: the GEMM adds to the fp32 main grad itself (CUDA); separate: another pass does"
+    weight_grad: Literal["auto", "separate", "fused"] = Field(
+        "auto", description="fused: the GEMM adds to the fp32 main grad itself (CUDA); separate: another pass does"
     )
-    optimizer: Literal["torch", "compiled"] = Field(
-        "torch", description="torch: its fused AdamW; compiled: the whole update of any form of state in one pass"
+    optimizer: Literal["auto", "torch", "compiled"] = Field(
+        "auto", description="torch: its fused AdamW; compiled: the whole update of any form of state in one pass"
     )
+
+    @property
+    def has_auto(self) -> bool:
+        """Return True where the device decides about some kernel."""
+        return "auto" in self.model_dump().values()
 
 
 class WandbConfig(Section):

@@ -24,8 +24,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from engine.config import BatchPlan, Config
+from engine.config import BatchPlan, Config, RecomputeConfig
 from engine.errors import DivergenceError
+from engine.kernels.registry import Kernels
 from engine.optimizer.clip import clip_factor
 from engine.optimizer.distributed import DistributedOptimizer
 from engine.optimizer.grad_buffer import GradBuffers
@@ -48,6 +49,8 @@ class Chunk(Protocol):
     def queue(self) -> WeightGradQueue: ...
     @property
     def saved(self) -> SavedTensors: ...
+    @property
+    def recompute(self) -> RecomputeConfig: ...
     def __call__(self, x: torch.Tensor | None, microbatch: Any) -> torch.Tensor: ...
     def logits(self, x: torch.Tensor | None, microbatch: Any) -> torch.Tensor: ...
     def train(self, mode: bool = True) -> nn.Module: ...
@@ -146,6 +149,7 @@ class Engine:
 
     config: Config
     topology: Topology
+    kernels: Kernels
     plan: BatchPlan
     stages: Sequence[StageLayers]
     chunks: Sequence[Chunk]
@@ -166,6 +170,11 @@ class Engine:
     def schedule(self) -> Schedule:
         """The compute actions of a training step, of all pipeline ranks."""
         return self.train_programs.schedule
+
+    @property
+    def recompute(self) -> RecomputeConfig:
+        """The choice that `config.recompute` came to; all chunks have the same, without an `auto`."""
+        return self.chunks[0].recompute
 
     @property
     def nominal_tokens(self) -> int:

@@ -16,6 +16,7 @@ from engine.checkpoint.manager import Checkpoints
 from engine.config import Config, batch_plan
 from engine.garbage import GarbageCollection
 from engine.initial_weights import initialize
+from engine.kernels.registry import Kernels, open_kernels
 from engine.optimizer.distributed import DistributedOptimizer
 from engine.optimizer.grad_buffer import GradBuffers
 from engine.optimizer.lr import learning_rate
@@ -31,7 +32,9 @@ from engine.step import Chunk, Engine, PendingResult, StepResult
 from engine.tensor_parallel.parameter import ShardedParameter
 from engine.topology import Topology
 
-ModelBuilder = Callable[[Config, Topology, Sequence[StageLayers]], tuple[Sequence[Chunk], dict[str, ShardedParameter]]]
+ModelBuilder = Callable[
+    [Config, Topology, Kernels, Sequence[StageLayers]], tuple[Sequence[Chunk], dict[str, ShardedParameter]]
+]
 """Builds this rank's chunks (on the meta device) and its parameters by name; `models.gpt.build_chunks`."""
 
 
@@ -70,10 +73,15 @@ def build(
     topology: Topology,
     build_model: ModelBuilder,
     fill: Callable[[Iterable[ShardedParameter], int], None] = initialize,
+    kernels: Kernels | None = None,
 ) -> Engine:
     """Assemble the engine of one rank: model chunks with initial weights, buffers, optimizer, schedules.
 
-    `fill` gives the parameters their first values, from a seed (a footprint has none to give).
+    `fill` gives the parameters their first values, from a seed (a footprint has none to give). `kernels` are those of the run;
+    None: what `open_kernels` resolves.
+
+    Raises:
+        ConfigError: a kernel that the configuration names does not run here.
     """
     sizes, model = topology.sizes, config.model
     plan = batch_plan(config, sizes.dp)
@@ -87,7 +95,8 @@ def build(
 
     placement = train_schedule.placement
     mine = [stages[placement.stage_of(topology.coordinates.pp, chunk)] for chunk in range(sizes.vpp)]
-    chunks, parameters = build_model(config, topology, mine)
+    kernels = open_kernels(config, topology) if kernels is None else kernels
+    chunks, parameters = build_model(config, topology, kernels, mine)
 
     layouts = layout_parameters(
         [parameter.record for parameter in parameters.values()],
@@ -103,12 +112,13 @@ def build(
     return Engine(
         config=config,
         topology=topology,
+        kernels=kernels,
         plan=plan,
         stages=stages,
         chunks=chunks,
         parameters=parameters,
         buffers=buffers,
-        optimizer=DistributedOptimizer(buffers, config.optimizer, config.precision, config.kernels.optimizer),
+        optimizer=DistributedOptimizer(buffers, config.optimizer, config.precision, kernels.choices.optimizer),
         executor=Executor(topology, [chunk.queue for chunk in chunks], activation_shape, dtype),
         train_programs=Programs(train_schedule),
         forward_programs=Programs(forward_schedule),

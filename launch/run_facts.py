@@ -9,7 +9,6 @@ from engine.data.corpus import entropies
 from engine.kernels import registry
 from engine.step import Engine
 from engine.telemetry.parameters import local_counts, round_counts
-from models.gpt import attention_shape
 
 
 def count_parameters(engine: Engine) -> dict[str, int]:
@@ -55,7 +54,7 @@ def describe(engine: Engine) -> Description:
         schedule=schedule,
         device=device,
         device_name=device_name,
-        kernels=registry.describe(config.kernels, attention_shape(config, topology)),
+        kernels=registry.describe(engine.kernels.choices, registry.attention_shape(config, topology)),
         layers_per_chunk=tuple(len(stage.layers) for stage in engine.stages),
     )
 

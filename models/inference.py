@@ -15,6 +15,7 @@ from engine.checkpoint.directory import Candidate
 from engine.checkpoint.store import Shard, load
 from engine.config import Config, OffloadConfig
 from engine.errors import CheckpointError
+from engine.kernels.registry import open_kernels
 from engine.pipeline import schedules
 from engine.pipeline.partition import partition
 from engine.precision import DTYPES
@@ -48,7 +49,7 @@ def load_model(candidate: Candidate, config: Config, topology: Topology) -> Load
     forward_only = config.model_copy(
         update={"recompute": choice_for_layers(config.recompute), "offload": OffloadConfig()}
     )
-    chunks, parameters = build_chunks(forward_only, topology, mine)
+    chunks, parameters = build_chunks(forward_only, topology, open_kernels(config, topology), mine)
     refused = ""
     try:
         _refuse_other_tensors(candidate, config)
