@@ -1,16 +1,20 @@
 """Decoding with a cache is the full forward; generated tokens do not depend on the layout; draws follow the softmax."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import models.attention
 from engine.checkpoint.directory import find
 from engine.checkpoint.manifest import TrainingState
 from engine.checkpoint.offline import whole, write_checkpoint
 from engine.errors import CheckpointError
+from engine.kernels.attention import attention
+from engine.kernels.registry import Kernels
 from engine.pipeline import schedules
 from engine.pipeline.executor import Executor
 from engine.pipeline.lowering import lower
@@ -18,6 +22,7 @@ from engine.precision import DTYPES
 from engine.rank_grid import ParallelSizes, RankGrid
 from engine.topology import Topology
 from models.generate import Decoder, Model, Sampling, _batch, draw, generate, stream
+from models.gpt import GPTChunk
 from models.inference import load_model
 from tests.harness import run_ranks
 from tests.parity.cases import Case, load_weights, weights_of
@@ -109,6 +114,47 @@ def test_logits_with_a_cache_are_those_of_the_full_forward(model: str) -> None:
 @pytest.mark.parametrize("case", with_slow(LAYOUTS, quick=slice(0, 2)))
 def test_logits_with_a_cache_are_those_of_the_full_forward_in_every_layout(case: Case) -> None:
     assert_cache_changes_nothing(case, (1, 3, len(WINDOW)))
+
+
+def model_with(case: Case, decoding: str | None = None) -> tuple[Model, Kernels]:
+    """One rank's model and its kernels; with another decoding kernel than the resolved one where that is given."""
+    engine = engine_of(0, case)
+    (chunk,) = engine.chunks
+    assert isinstance(chunk, GPTChunk)
+    if decoding is not None:
+        kernels = chunk.context.kernels
+        chunk.context = replace(
+            chunk.context, kernels=replace(kernels, choices=replace(kernels.choices, decoding=decoding))
+        )
+    return engine, chunk.context.kernels
+
+
+def test_one_query_goes_through_the_decoding_kernel_and_a_prompt_through_the_training_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU the training kernel may be cuDNN's, which would plan anew for each number of keys."""
+    called: list[tuple[str, int]] = []
+
+    def watched(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool) -> torch.Tensor:
+        called.append((kernel, q.shape[2]))
+        return attention(kernel, q, k, v, is_causal=is_causal)
+
+    monkeypatch.setattr(models.attention, "attention", watched)
+    model, kernels = model_with(Case("qwen", num_layers=1, attention="flash"), decoding="math")
+    assert kernels.choices.attention == "flash"
+    generate(model, PROMPT, 3, temperature=0.0)
+    assert called == [("flash", len(PROMPT)), ("math", 1), ("math", 1)]
+
+
+@pytest.mark.parametrize("kernel", ["auto", "sdpa", "flash", "explicit"])
+def test_on_the_cpu_the_decoding_kernel_has_the_bits_of_the_training_kernel(kernel: str) -> None:
+    case = Case("llama", num_layers=2, attention=kernel)
+    model, kernels = model_with(case)
+    as_in_training, _ = model_with(case, decoding=kernels.choices.attention)
+    one, other = (Decoder(each, len(WINDOW)) for each in (model, as_in_training))
+    for tokens in (WINDOW[:3], *([token] for token in WINDOW[3:])):
+        mine, theirs = one.logits(tokens), other.logits(tokens)
+        assert mine is not None and theirs is not None and torch.equal(mine, theirs)
 
 
 # The text ---------------------------------------------------------------------------------------------------------------
