@@ -136,6 +136,11 @@ class ParallelConfig(Section):
     layers_per_stage: list[int] | None = Field(None, description="one entry per stage (pp x vpp), in stage order")
     allow_tp_across_nodes: bool = Field(False, description="accept tensor-parallel traffic on the slow network")
 
+    @property
+    def cuts_sequence(self) -> bool:
+        """Return True where a rank holds less than the whole sequence outside of the tensor-parallel region."""
+        return self.sequence_parallel and self.tp > 1
+
 
 class OptimizerConfig(Section):
     """AdamW (1711.05101) with ZeRO-1 sharding."""
@@ -190,6 +195,11 @@ class RecomputeConfig(Section):
     )
     method: Literal["uniform", "block"] = Field("uniform", description="full: all layers, or the first N of a chunk")
     num_layers: int = Field(1, gt=0, description="uniform: layers per recomputed group; block: recomputed layers")
+    gathered_inputs: Literal["auto", "keep", "regather"] = Field(
+        "auto",
+        description="sequence parallelism, inputs of column-parallel layers: kept whole, or gathered again in the backward; "
+        "auto: kept if they fit `memory_gb`, else regather",
+    )
     memory_gb: float | None = Field(
         None, gt=0, description="auto: the most that a rank may be predicted to hold, in 10^9 bytes"
     )
@@ -247,11 +257,6 @@ class KernelsConfig(Section):
     optimizer: Literal["auto", "torch", "compiled"] = Field(
         "auto", description="torch: its fused AdamW; compiled: the whole update of any form of state in one pass"
     )
-
-    @property
-    def has_auto(self) -> bool:
-        """Return True where the device decides about some kernel."""
-        return "auto" in self.model_dump().values()
 
 
 class WandbConfig(Section):

@@ -236,10 +236,10 @@ def build_chunks(
     one parameter with two uses.
     """
     tp = topology.axis("tp")
-    region = TensorParallelRegion(tp, config.parallel.sequence_parallel)
+    choice = settled(config, topology.sizes).recompute
+    region = TensorParallelRegion(tp, config.parallel.sequence_parallel, choice.gathered_inputs == "keep")
     dtype = DTYPES[config.precision.dtype]
     held: dict[str, ShardedParameter] = {}
-    choice = settled(config, topology.sizes).recompute
     saved = SavedTensors(
         choice.parts,
         HostMemory(topology.device) if config.offload.num_layers else None,

@@ -66,37 +66,56 @@ def predicted_memory(config: Config, sizes: ParallelSizes, pp: int) -> Memory:
 
 
 def settled(config: Config, sizes: ParallelSizes) -> Config:
-    """`config` with `recompute.granularity = auto` replaced by what it comes to: the same on every rank.
+    """Replace each `auto` of `recompute` by what it comes to: the same on every rank.
 
-    It is the first of `models.recompute.candidates` with which no pipeline rank is predicted to hold more than `memory_gb`.
+    The granularity is the first of `models.recompute.candidates` with which no pipeline rank is predicted to hold more than
+    `memory_gb`. Gathered inputs are kept where that many bytes hold them as well; without `memory_gb` nobody can say, and they are
+    gathered again.
 
     Raises:
-        ConfigError: none is enough; the message has the predictions.
+        ConfigError: no choice is enough; the message has the predictions.
     """
-    if config.recompute.granularity != "auto":
+    asked = config.recompute
+    if "auto" not in (asked.granularity, asked.gathered_inputs):
         return config
-    budget_gb = config.recompute.memory_gb
-    assert budget_gb is not None, "a rule asks for it"
+    gathered = "regather" if asked.gathered_inputs == "auto" else asked.gathered_inputs
+    config = config.model_copy(
+        update={"recompute": asked.model_copy(update={"gathered_inputs": gathered, "memory_gb": None})}
+    )
+    budget_gb = asked.memory_gb
+    if budget_gb is None:
+        assert asked.granularity != "auto", "a rule asks for it"
+        return config
     schedule = _schedule(config, sizes)
     ranks = [_Rank.of(config, sizes, schedule, pp) for pp in range(sizes.pp)]
     lines = []
-    for choice in candidates(config, sizes):
+    for choice in candidates(config, sizes) if asked.granularity == "auto" else [config.recompute]:
         changed = config.model_copy(update={"recompute": choice})
         totals = [rank.memory(changed).total for rank in ranks]
         if max(totals) <= budget_gb * GB:
-            return changed
+            return _with_inputs_kept(changed, ranks, budget_gb) if asked.gathered_inputs == "auto" else changed
         worst = totals.index(max(totals))
         lines.append(f"{max(totals) / GB:,.4g} GB with {choice}" + (f" (pp {worst})" if sizes.pp > 1 else ""))
+    whatever = ", whatever is recomputed" if asked.granularity == "auto" else ""
     shown = lines if len(lines) <= 4 else [lines[0], lines[-2], lines[-1]]
     state = max(totals) - max(rank.memory(changed).activations for rank in ranks)
     raise ConfigError(
         [
-            f"recompute.memory_gb = {budget_gb:g}: a rank is predicted to hold more, whatever is recomputed: {'; '.join(shown)}. "
+            f"recompute.memory_gb = {budget_gb:g}: a rank is predicted to hold more{whatever}: {'; '.join(shown)}. "
             f"It would run out of memory. Of the last, about {state / GB:,.4g} GB are parameters, gradients and optimizer state: "
             "those take more ranks (parallel.tp, parallel.pp, parallel.dp) or precision.masters=split; activations take less with "
             "offload.num_layers, a smaller train.micro_batch_size or parallel.sequence_parallel=true."
         ]
     )
+
+
+def _with_inputs_kept(config: Config, ranks: Sequence["_Rank"], budget_gb: float) -> Config:
+    """Keep gathered inputs if there are any and the budget holds them; not where norms, whose outputs they are, are made again."""
+    if not config.parallel.cuts_sequence or "norm" in config.recompute.parts:
+        return config
+    recompute = config.recompute.model_copy(update={"gathered_inputs": "keep"})
+    kept = config.model_copy(update={"recompute": recompute})
+    return kept if max(rank.memory(kept).total for rank in ranks) <= budget_gb * GB else config
 
 
 def _schedule(config: Config, sizes: ParallelSizes) -> Schedule:
@@ -190,7 +209,9 @@ class Saving:
         if isinstance(self.value, RecomputeConfig):
             modules = "null" if self.value.modules is None else f"[{', '.join(self.value.modules)}]"
             head = "" if self.value.head_tokens is None else f", head_tokens: {self.value.head_tokens}"
-            return f"'{self.key}={{granularity: {self.value.granularity}, modules: {modules}{head}}}'"
+            kept = self.value.gathered_inputs
+            gathered = "" if kept == "auto" else f", gathered_inputs: {kept}"
+            return f"'{self.key}={{granularity: {self.value.granularity}, modules: {modules}{head}{gathered}}}'"
         return f"{self.key}={str(self.value).lower()}"
 
 
@@ -217,6 +238,8 @@ def _candidates(config: Config, sizes: ParallelSizes) -> Iterator[tuple[str, obj
     recompute = config.recompute
     if config.kernels.attention == "explicit":
         yield "kernels.attention", "sdpa"
+    if config.parallel.cuts_sequence and settled(config, sizes).recompute.gathered_inputs == "keep":
+        yield "recompute.gathered_inputs", "regather"
     yield "precision.masters", "split"
     if recompute.granularity in ("none", "selective"):
         parts = worthwhile_parts(config, sizes)

@@ -300,7 +300,7 @@ def open_kernels(config: Config, topology: Topology, *, is_alone: bool = False) 
     dtype = DTYPES[config.precision.dtype]
     trials = device_trials(attention_shape(config, topology), main_grad_dtype(dtype, config.precision.gradients))
     choices, notes = try_out(asked, resolve(asked, DeviceFacts.of(config, device)), trials)
-    if asked.has_auto and device.type == "cuda" and not is_alone:
+    if "auto" in asked.model_dump().values() and device.type == "cuda" and not is_alone:
         choices, notes = agree(
             choices,
             notes,

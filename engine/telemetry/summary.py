@@ -71,6 +71,9 @@ def _activations(start: Start) -> Iterator[tuple[str, str]]:
     if asked.is_any:
         why = f" (the cheapest that fits {asked.memory_gb:g} GB)" if asked.granularity == "auto" else ""
         yield "recompute", f"{start.recompute}{why}"
+    if start.config.parallel.cuts_sequence and start.recompute.gathered_inputs == "keep":
+        why = "" if asked.gathered_inputs == "keep" else f" (they fit {asked.memory_gb:g} GB)"
+        yield "gathered", f"inputs of column-parallel layers are kept for the backward{why}"
     if offload.num_layers:
         yield (
             "offload",

@@ -127,8 +127,11 @@ def _derived(config: Config, world_size: int | None, ranks_per_node: int | None)
     nodes = "" if per_node is None else f" on {grid.num_nodes:,} x {grid.ranks_per_node}"
     lines.append(("layout", f"{sizes}: {ranks}{nodes}"))
     lines.append(("batch", str(batch_plan(config, sizes.dp))))
+    chosen = settled(config, sizes).recompute
     if config.recompute.is_any:
-        lines.append(("recompute", str(settled(config, sizes).recompute)))
+        lines.append(("recompute", str(chosen)))
+    if parallel.cuts_sequence and chosen.gathered_inputs == "keep":
+        lines.append(("gathered", "inputs of column-parallel layers are kept for the backward"))
     return lines
 
 

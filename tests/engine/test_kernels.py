@@ -82,7 +82,6 @@ def test_auto_takes_what_is_fast_on_the_device(facts: DeviceFacts, expected: Cho
 
 def test_a_named_kernel_is_taken_on_every_device() -> None:
     named = KernelsConfig(attention="efficient", elementwise="eager", weight_grad="separate", optimizer="torch")
-    assert not named.has_auto and KernelsConfig(attention="flash").has_auto
     for capability in (None, (8, 0), (9, 0)):
         choices = resolve(named, replace(H100, capability=capability))
         assert choices.config() == named

@@ -113,6 +113,12 @@ def test_check_prints_the_derived_values(capsys: pytest.CaptureFixture[str]) -> 
     ]
 
 
+def test_check_says_that_gathered_inputs_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, "check", TINY, "parallel.sequence_parallel=true", "recompute.memory_gb=1")
+    assert "  gathered   inputs of column-parallel layers are kept for the backward" in text
+    assert "gathered" not in shown(capsys, "check", TINY, "parallel.sequence_parallel=true")
+
+
 def test_check_says_what_it_cannot_know(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "check", TINY, "parallel.dp=null")
     assert "dp = world size / 4: open" in text and "--world-size" in text and "batch" not in text

@@ -16,7 +16,7 @@ from engine.footprint.run import Footprint
 from models.memory import predicted_memory, savings, settled
 from tests.documented import ROOT
 from tests.harness import run_ranks
-from tests.models.test_activations import CI, GPT, LLAMA, SLOW, config_of, ends_of_all, parts
+from tests.models.test_activations import CI, GPT, KEPT, LLAMA, SLOW, config_of, ends_of_all, parts
 from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank
 
@@ -71,6 +71,12 @@ MANY_SLOW = {
         ),
         model={"num_layers": 8},
         train={"global_batch_size": 12},
+    ),
+    "gathered inputs kept": deeper(config_of(LLAMA, tp=4, sp=True, recompute=KEPT), train={"global_batch_size": 8}),
+    "gathered inputs kept, layers again": deeper(
+        config_of(LLAMA, tp=2, sp=True, recompute=AGAIN | KEPT),
+        model={"num_layers": 8},
+        train={"global_batch_size": 16},
     ),
 }
 
@@ -213,7 +219,19 @@ def test_a_head_in_pieces_is_offered_where_the_head_is_and_stays_what_it_was() -
     others = [saving for saving in savings(pieces, 1) if saving.key == "recompute"]
     assert others and all("head_tokens: 100" in str(saving) for saving in others)
     auto = deeper(pieces, recompute={"granularity": "auto", "memory_gb": 1000.0})
-    assert settled(auto, parallel_sizes(auto)).recompute == pieces.recompute
+    assert settled(auto, parallel_sizes(auto)).recompute == settled(pieces, parallel_sizes(pieces)).recompute
+
+
+def test_gathering_again_is_offered_where_gathered_inputs_are_kept() -> None:
+    config = config_of(LLAMA, tp=4, sp=True, recompute={"gathered_inputs": "keep"})
+    offered = next(savings(config, 0))
+    assert str(offered) == "recompute.gathered_inputs=regather"
+    regather = with_value(config, "recompute.gathered_inputs", "regather")
+    assert offered.total == predicted_memory(regather, parallel_sizes(config), 0).total
+    again = [saving for saving in savings(config, 0) if saving.key == "recompute"]
+    assert again and all("gathered_inputs: keep" in str(saving) and "norm" not in str(saving) for saving in again)
+    for other in (regather, config_of(LLAMA, tp=4, recompute={"gathered_inputs": "keep"})):
+        assert all(saving.key != "recompute.gathered_inputs" for saving in savings(other, 0))
 
 
 def test_what_is_not_legal_is_not_offered() -> None:

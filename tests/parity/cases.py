@@ -108,6 +108,7 @@ class Case:
     """A kernel; None: the one that the model needs."""
     head_tokens: int | None = None
     """Tokens whose logits exist at a time."""
+    gathered_inputs: str = "auto"
     narrow: bool = False
     """Masters split and moments in bf16."""
     bf16_gradients: bool = False
@@ -136,6 +137,7 @@ class Case:
         parts += [self.device] if self.device != "cpu" else []
         parts += [self.attention] if self.attention else []
         parts += [f"head{self.head_tokens}"] if self.head_tokens else []
+        parts += [self.gathered_inputs] if self.gathered_inputs != "auto" else []
         parts += ["narrow"] if self.narrow else []
         parts += ["bf16_gradients"] if self.bf16_gradients else []
         parts += ["compiled"] if self.compiled else []
@@ -179,6 +181,7 @@ class Case:
                     "num_layers": num_layers,
                     "modules": self.modules,
                     "head_tokens": self.head_tokens,
+                    "gathered_inputs": self.gathered_inputs,
                 },
                 # Everything is moved, however small.
                 "offload": {"num_layers": self.offload, "min_bytes": 1},

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.config import Config, batch_plan
+from engine.config import Config, RecomputeConfig, batch_plan
 from engine.telemetry.console import Report
 from engine.telemetry.metrics import Meter
 from engine.telemetry.parameters import num_parameters
@@ -67,6 +67,17 @@ def test_the_banner_names_a_head_in_pieces(
 ) -> None:
     said = start_rows(make_config(recompute={"granularity": granularity, "head_tokens": 8}), run)
     assert said["recompute"] == shown and said["FLOPs"].endswith(f"recompute: {shown}")
+
+
+def test_the_banner_says_that_gathered_inputs_are_kept(make_config: Callable[..., Config], run: RunDirectory) -> None:
+    cut = {"parallel": {"tp": 2, "sequence_parallel": True}}
+    kept = RecomputeConfig(gathered_inputs="keep")
+    asked = make_config(**cut, recompute={"memory_gb": 70})
+    start = Start(asked, batch_plan(asked, 2), "", "cpu", "", num_parameters(asked.model), kept)
+    assert start_rows(asked, run, start)["gathered"].endswith("kept for the backward (they fit 70 GB)")
+    named = make_config(**cut, recompute={"gathered_inputs": "keep"})
+    assert start_rows(named, run)["gathered"].endswith("kept for the backward")
+    assert "gathered" not in start_rows(make_config(recompute={"gathered_inputs": "keep"}), run)
 
 
 def test_a_known_peak_comes_with_its_source_and_the_convention(
