@@ -12,9 +12,10 @@ import models.attention
 from engine.checkpoint.directory import find
 from engine.checkpoint.manifest import TrainingState
 from engine.checkpoint.offline import whole, write_checkpoint
-from engine.errors import CheckpointError
+from engine.config_problems import with_value
+from engine.errors import CheckpointError, ConfigError
 from engine.kernels.attention import attention
-from engine.kernels.registry import Kernels
+from engine.kernels.registry import Kernels, open_kernels
 from engine.pipeline import schedules
 from engine.pipeline.executor import Executor
 from engine.pipeline.lowering import lower
@@ -23,7 +24,7 @@ from engine.rank_grid import ParallelSizes, RankGrid
 from engine.topology import Topology
 from models.generate import Decoder, Model, Sampling, _batch, draw, generate, stream
 from models.gpt import GPTChunk
-from models.inference import load_model
+from models.inference import for_reading, load_model
 from tests.harness import run_ranks
 from tests.parity.cases import Case, load_weights, weights_of
 from tests.parity.test_step_properties import build_rank
@@ -310,6 +311,15 @@ def test_a_loaded_model_is_the_engine_s(case: Case, tmp_path: Path) -> None:
     differences = [difference for _, some in results for difference in some]
     assert len(differences) == case.tp
     assert max(differences) <= 1e-13
+
+
+def test_a_model_that_is_read_needs_no_kernel_for_gradients() -> None:
+    """A run on a GPU may have asked for a GEMM that the CPU does not have."""
+    config = with_value(Case("gpt", dtype="bf16").config(), "kernels.weight_grad", "fused")
+    topology = Topology(RankGrid(ParallelSizes()), 0, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"kernels.weight_grad = fused does not run here"):
+        open_kernels(config, topology)
+    assert open_kernels(for_reading(config), topology).choices.weight_grad == "separate"
 
 
 def refusal(rank: int, case: Case, folder: Path) -> str:
