@@ -131,7 +131,7 @@ def _fastest(facts: DeviceFacts) -> Choices:
         return Choices("sdpa", "sdpa", "eager", "separate", "torch")
     is_half = facts.element_bytes == 2
     has_flash = is_half and facts.capability >= (8, 0)
-    # The backward of cuDNN's attention adds in an order of its own, and torch refuses it in deterministic mode.
+    # Torch refuses cuDNN's attention in deterministic mode.
     has_cudnn = (
         is_half
         and facts.capability in CUDNN_FIRST
@@ -139,9 +139,9 @@ def _fastest(facts: DeviceFacts) -> Choices:
         and facts.cudnn_version > CUDNN_FIRST_ABOVE
         and not facts.is_deterministic
     )
-    # Nobody trains in float64: such runs compare bits, and operators one by one have the fewest surprises.
+    # A float64 run is a comparison, which wants the operators of the reference and not speed.
     is_float64 = facts.element_bytes == 8
-    # A compiled reduction may pick its block sizes by measuring, and other blocks add in another order. The optimizer has none.
+    # A compiled reduction may pick its block sizes by measuring, and other blocks add in another order; the optimizer has none.
     is_eager = is_float64 or facts.is_deterministic
     return Choices(
         attention="cudnn" if has_cudnn else "flash" if has_flash else "sdpa",

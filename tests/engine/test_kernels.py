@@ -15,6 +15,7 @@ import torch
 
 from engine.checkpoint.layout import describe_layout
 from engine.config import KernelsConfig
+from engine.config_problems import with_value
 from engine.errors import ConfigError
 from engine.kernels import registry
 from engine.kernels.attention import AttentionShape
@@ -196,6 +197,16 @@ def test_a_fall_is_printed_and_what_was_resolved_is_recorded(
         "optimizer": "torch",
     }
     assert capsys.readouterr().err.startswith("kernels.attention = auto: cudnn does not run here (torch says: No")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_what_auto_prefers_runs_on_this_gpu(deterministic: bool) -> None:
+    device = torch.device("cuda")
+    config = with_value(Case("llama_wide", dtype="bf16").config(), "runtime.deterministic", deterministic)
+    choices = resolve(KernelsConfig(), DeviceFacts.of(config, device))
+    shape = AttentionShape(8, 2, 128, torch.bfloat16, device)
+    assert try_out(KernelsConfig(), choices, device_trials(shape, torch.float32)) == (choices, [])
 
 
 def test_every_problem_is_reported_at_once() -> None:

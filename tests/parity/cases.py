@@ -105,7 +105,7 @@ class Case:
     bucket_bytes: int = 4096
     device: str = "cpu"
     attention: str | None = None
-    """A kernel; None: the one that the model needs."""
+    """A kernel; None: the one that the model needs, else `auto`."""
     head_tokens: int | None = None
     """Tokens whose logits exist at a time."""
     gathered_inputs: str = "auto"
@@ -185,7 +185,7 @@ class Case:
                 },
                 # Everything is moved, however small.
                 "offload": {"num_layers": self.offload, "min_bytes": 1},
-                "kernels": {"attention": self.attention or ("explicit" if model.get("attention_dropout") else "sdpa")}
+                "kernels": {"attention": self.attention or ("explicit" if model.get("attention_dropout") else "auto")}
                 | ({"elementwise": "compiled", "optimizer": "compiled"} if self.compiled else {}),
             }
         )
