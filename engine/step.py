@@ -173,7 +173,7 @@ class Engine:
 
     @property
     def recompute(self) -> RecomputeConfig:
-        """The choice that `config.recompute` came to; all chunks have the same, without an `auto`."""
+        """Return the choice that `config.recompute` came to; all chunks have the same, without an `auto`."""
         return self.chunks[0].recompute
 
     @property

@@ -141,7 +141,7 @@ def _all_terms(config: Config, sizes: ParallelSizes, *, is_core_again: bool) -> 
 
 
 def _column_input(config: Config, at: Sizes, module: str, part: str = "") -> Term:
-    """The input of a column-parallel layer. Where it is kept as gathered, recomputing what this rank gave to it saves nothing."""
+    """Count the input of a column-parallel layer. Kept as gathered, it is not what `part` returns and could make again."""
     own, gathered = at.w * at.h * at.shard, Fraction(at.w * at.h)
     if config.recompute.gathered_inputs == "keep" and own != gathered:
         return Term(module, "input", own, gathered)

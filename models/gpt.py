@@ -125,7 +125,7 @@ class GPTChunk(nn.Module):
 
     @property
     def recompute(self) -> RecomputeConfig:
-        """What is recomputed, without an `auto`."""
+        """Return what is recomputed, without an `auto`."""
         return self.context.recompute
 
     def forward(self, x: torch.Tensor | None, batch: Batch) -> torch.Tensor:

@@ -69,7 +69,7 @@ def settled(config: Config, sizes: ParallelSizes) -> Config:
     """Replace each `auto` of `recompute` by what it comes to: the same on every rank.
 
     The granularity is the first of `models.recompute.candidates` with which no pipeline rank is predicted to hold more than
-    `memory_gb`. Gathered inputs are kept where that many bytes hold them as well; without `memory_gb` nobody can say, and they are
+    `memory_gb`. Gathered inputs are kept where that many bytes hold them as well; without `memory_gb` they are
     gathered again.
 
     Raises:

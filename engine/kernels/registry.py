@@ -10,7 +10,7 @@
 Decoding is not configured: its key length changes with every token, and cuDNN would build a plan for each. The steps:
 
     resolve      configuration and facts about the device -> choices; a pure function
-    try_out      each choice runs once; a named one that fails is an error, `auto` falls to the next in `ORDER` and says so
+    try_out      each choice runs once; a named one that fails is an error, `auto` falls to the next in `ORDER` with a printed line
     agree        all ranks take the slowest choice that any of them came to
 """
 
@@ -154,7 +154,7 @@ def _fastest(facts: DeviceFacts) -> Choices:
 
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """How a choice is tried on this device.
+    """The two ways to try a choice on this device.
 
     Attributes:
         failure: the reason why choice `value` of kernel `name` does not run, "" where it does.

@@ -9,7 +9,7 @@ Shapes: s sequence, b microbatch, t tensor-parallel ranks; (s/t) only with seque
 An MLP is a column-parallel layer, a nonlinearity, a row-parallel layer: one f and one g forward, one each backward.
 
 Backward of the column-parallel layer, in this order, so that communication runs under the GEMMs:
-    1. post the all-gather of X (sequence parallelism keeps only the shard of X, unless `recompute.gathered_inputs` says otherwise)
+    1. post the all-gather of X (sequence parallelism keeps only the shard of X, unless `recompute.gathered_inputs` is keep)
     2. dX = dY W                       3. post f's backward on dX
     4. dW += dY^T X (or defer it)      5. wait for dX
 
