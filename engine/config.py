@@ -359,6 +359,10 @@ class RuntimeConfig(Section):
     expandable_segments: bool = Field(
         True, description="CUDA memory in segments that grow; PYTORCH_ALLOC_CONF, if set, is left alone"
     )
+    memory: Literal["error", "warn"] = Field(
+        "error",
+        description="a rank is predicted to hold more than its GPU has: error: refuse to start; warn: only print it",
+    )
     ranks_per_node: int | None = Field(None, gt=0, description="null: LOCAL_WORLD_SIZE of the launcher")
     timeout_seconds: float = Field(600.0, gt=0, description="a collective that waits longer ends the job")
     hang_seconds: float | None = Field(

@@ -18,60 +18,19 @@ group has its staging (`engine.staging`).
 All connections that a step uses are opened here, so that no call of a step holds the host while it connects.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from engine.agreement import compare_group_counts
+from engine.axis_groups import CONNECTED_LATER, StreamUse, axis_groups, stream_use
 from engine.collectives import Axis, Ledger
 from engine.errors import TopologyError
 from engine.rank_grid import AXES, RankGrid
 from engine.staging import Staging
-
-
-def axis_groups(grid: RankGrid, kv_heads: int | None) -> Iterator[tuple[str, Sequence[tuple[int, ...]], str]]:
-    """(name, groups of ranks, channel) of each axis, in the order of creation; equal ranks and channel are one process group."""
-    yield "world", [tuple(range(grid.world_size))], ""
-    yield "tp", grid.groups("tp"), ""
-    yield "dp", grid.groups("dp", "cp"), ""
-    yield "pp", grid.groups("pp"), ""
-    yield "pp_forward", grid.groups("pp"), "forward"
-    yield "pp_backward", grid.groups("pp"), "backward"
-    yield "ends", grid.end_stage_groups(), ""
-    if kv_heads is not None and kv_heads < grid.sizes.tp:
-        yield "kv_replicas", grid.tp_blocks(grid.sizes.tp // kv_heads), ""
-
-
-class StreamUse(NamedTuple):
-    """How NCCL may use a GPU for one group.
-
-    Attributes:
-        is_urgent: its kernels start before those of the computation that were launched earlier.
-        max_ctas: thread blocks, one per SM, that a call may take; None: as many as NCCL likes.
-    """
-
-    is_urgent: bool
-    max_ctas: int | None
-
-
-STREAM_USE: Mapping[str, StreamUse] = {
-    # The computation waits for these, and posts them beside GEMMs that would hold them up.
-    "tp": StreamUse(is_urgent=True, max_ctas=None),
-    # An early receive stays on its SMs until the peer sends.
-    "pp_forward": StreamUse(is_urgent=True, max_ctas=4),
-    "pp_backward": StreamUse(is_urgent=True, max_ctas=4),
-    # Buckets have the rest of a backward to arrive.
-    "dp": StreamUse(is_urgent=False, max_ctas=16),
-}
-"""By axis, first the one whose use wins where axes share a group; all others are left to NCCL. (Not measured on a GPU yet.)"""
-
-
-def stream_use(axes: Sequence[str]) -> StreamUse:
-    """Return the use of a group that some axes share."""
-    return next((use for name, use in STREAM_USE.items() if name in axes), StreamUse(is_urgent=False, max_ctas=None))
 
 
 def group_options(axes: Sequence[str], timeout: timedelta | None) -> Any:
@@ -172,7 +131,7 @@ class Topology:
                 self._stagings[group] = Staging(self.device)
             staging = self._stagings.get(group)
         self._axes[name] = Axis(name, ranks, self.rank, group, self.ledger, staging)
-        if name != "pp":
+        if name not in CONNECTED_LATER:
             self._axes[name].connect(self.device)
         if channel:
             self._axes[name].connect_ring(self.device)

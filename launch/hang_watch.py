@@ -2,6 +2,7 @@
 
 import sys
 
+from engine.axis_groups import axis_groups
 from engine.resilience.hang import HangLimits, HangWatch
 from engine.resilience.heartbeat import Heartbeat, file_of, folder_of
 from engine.resilience.waits import Scene
@@ -10,7 +11,6 @@ from engine.step import Engine
 from engine.telemetry.events import EventLog
 from engine.telemetry.hub import Telemetry
 from engine.telemetry.run_dir import RunDirectory
-from engine.topology import axis_groups
 
 
 def open_hang_watch(engine: Engine, directory: RunDirectory, telemetry: Telemetry) -> tuple[Heartbeat, HangWatch]:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from itertools import islice
 
 import psutil
 import torch
@@ -23,7 +24,7 @@ from engine.telemetry.observer import peak_memory_bytes
 from engine.topology import Topology
 from launch.memory_errors import Place, exhausted
 from launch.memory_snapshot import MemorySnapshot
-from models.memory import Memory, predicted_memory, savings
+from models.memory import Memory, predict, savings
 
 KINDS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward of the input", Kind.W: "backward of the weights"}
 MOST_NAMED = 6
@@ -69,24 +70,27 @@ def explained(
     sizes, at = topology.sizes, topology.coordinates
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"dp": sizes.dp})})
     assert parallel_sizes(config) == sizes
-    predicted = predicted_memory(config, sizes, at.pp)
+    is_gpu = topology.device.type == "cuda"
+    nccl = is_gpu and not topology.staged
+    predicted = predict(config, sizes, nccl=nccl).ranks[at.pp]
     where = "while the engine was built" if engine is None else _where(engine.executor.running)
     lines = [f"rank {topology.rank} ({at}) is out of memory {where}: {_wanted(error, place)}."]
     held = {} if engine is None else _held(engine)
-    lines.append(f"  {'':<12}{'held':>14}{'predicted':>14}")
+    lines.append(f"  {'':<14}{'held':>14}{'predicted':>14}")
     for kind in fields(Memory):
         has = in_bytes(held[kind.name]) if kind.name in held else ""
-        lines.append(f"  {kind.name:<12}{has:>14}{in_bytes(getattr(predicted, kind.name)):>14}")
+        lines.append(f"  {kind.name:<14}{has:>14}{in_bytes(getattr(predicted, kind.name)):>14}")
     lines.append(
         f"The most that the rank has held so far: {in_bytes(peak_memory_bytes(topology.device))}. {_room(topology.device, place)}."
     )
-    found = list(savings(config, at.pp))[:MOST_NAMED]
+    card = torch.cuda.mem_get_info(topology.device)[1] if is_gpu else None
+    found = list(islice(savings(config, at.pp, nccl=nccl, most_bytes=card), MOST_NAMED))
     if found:
         lines.append("Any of these makes the prediction for this rank smaller:")
         lines += [f"  {saving}: {in_bytes(predicted.total - saving.total)} less" for saving in found]
     else:
         lines.append(
-            "No smaller layout is legal with these ranks: use more of them, a shorter sequence or a smaller model."
+            "No smaller layout is legal and fits with these ranks: use more of them, a shorter sequence or a smaller model."
         )
     if snapshot is not None:
         lines.append(snapshot)

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from engine.axis_groups import axis_groups
 from engine.collectives import Event
 from engine.errors import ScheduleError
 from engine.pipeline.rendezvous import Call, Conflict, Message, Place, Row, Step, Stuck, execute
 from engine.rank_grid import RankGrid
-from engine.topology import axis_groups
 
 Communicator = tuple[tuple[int, ...], str]
 """Ranks, and the channel that parts the two directions of a pipeline."""

@@ -48,7 +48,7 @@ class Scene:
 
     Attributes:
         grid: of the ranks.
-        groups: by axis, its groups of ranks (`engine.topology.axis_groups`).
+        groups: by axis, its groups of ranks (`engine.axis_groups.axis_groups`).
         train_schedule, forward_schedule: the actions of a step and of a validation.
     """
 

@@ -13,7 +13,7 @@ from engine.config_load import load_config
 from engine.config_problems import with_value
 from engine.config_rules import problems
 from engine.footprint.run import Footprint
-from models.memory import predicted_memory, savings, settled
+from models.memory import predict, predicted_memory, savings, settled
 from tests.documented import ROOT
 from tests.harness import run_ranks
 from tests.models.test_activations import CI, GPT, KEPT, LLAMA, SLOW, config_of, ends_of_all, parts
@@ -184,7 +184,7 @@ def test_savings_are_legal_and_save_what_they_say() -> None:
         offload={"min_bytes": 1},
     )
     sizes = parallel_sizes(config)
-    found = list(savings(config, 0))
+    found = list(savings(config, 0, nccl=False))
     assert [saving.key for saving in found] == [
         "kernels.attention",
         "precision.masters",
@@ -201,13 +201,15 @@ def test_savings_are_legal_and_save_what_they_say() -> None:
     assert str(found[2]) == "'recompute={granularity: selective, modules: [activation, norm]}'"
     assert str(found[3]) == "'recompute={granularity: selective, modules: [activation, attention, mlp, norm]}'"
     assert str(found[4]) == "parallel.sequence_parallel=true"
+    assert str(found[-2]) == "parallel.tp=4 parallel.dp=2", "with the same number of ranks"
     for saving in found:
-        assert saving.total < predicted_memory(config, sizes, 0).total
-        changed = with_value(config, saving.key, saving.value)
-        if saving.key in ("parallel.tp", "parallel.pp"):
-            changed = with_value(changed, "parallel.dp", 2)
+        assert saving.total < predicted_memory(config, sizes, 0, nccl=False).total
+        changed = config
+        for key, value in saving.changes:
+            changed = with_value(changed, key, value)
         assert problems(changed, 16) == []
-        assert predicted_memory(changed, parallel_sizes(changed), 0).total == saving.total
+        predicted = predict(changed, parallel_sizes(changed), nccl=False)
+        assert (predicted.ranks[0].total, predicted.fullest.total) == (saving.total, saving.fullest)
 
 
 def test_a_head_in_pieces_is_offered_where_the_head_is_and_stays_what_it_was() -> None:
