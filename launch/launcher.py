@@ -31,16 +31,19 @@ from engine.config_load import load_config
 from engine.config_rules import problems
 from engine.data.indexed import bin_path, idx_path
 from engine.errors import ConfigError, TopologyError
-from engine.gpus import BACKEND_VARIABLE, DEVICE_VARIABLE, find_gpus
+from engine.gpus import BACKEND_VARIABLE, DEVICE_VARIABLE, NCCL, find_gpus
 from engine.rank_grid import ParallelSizes
 from engine.resilience.hang import HUNG
 from engine.telemetry.run_dir import run_name
 from launch.ending import run_rank
 from launch.failure import AFTER, MISTAKE, OTHERS_END_SECONDS, RankFailure, describe, describe_hang, first_cause
 from launch.forward_signals import ForwardedSignals, NoRanksError
+from launch.gpu_memory import read_devices
 from launch.preflight import refuse_without_gpu
 from launch.slurm_step import LOOPBACK, is_rank, rank_variables
 from launch.world import World, decide
+from models.fit import Devices, memory_line, memory_rule, uses_gpu
+from models.memory import predict
 
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "gpt_tiny.yaml"
 
@@ -60,6 +63,8 @@ class Request:
     config_path: Path | None
     overrides: tuple[str, ...]
     dry_run: bool = False
+    trains: bool = False
+    """The worker trains this configuration, so its predicted memory must fit."""
     worker: str = WORKER
     worker_flags: tuple[str, ...] = ()
     """Words for the worker that are no part of the configuration."""
@@ -79,6 +84,8 @@ class Plan:
     world: World
     sizes: ParallelSizes
     batch: BatchPlan
+    memory: str = ""
+    """Predicted memory in a line; empty where the worker does not train."""
     worker_flags: tuple[str, ...] = ()
     explained_codes: tuple[int, ...] = ()
 
@@ -119,15 +126,18 @@ def launch(request: Request, variables: Mapping[str, str]) -> int:
 def make_plan(request: Request, variables: Mapping[str, str]) -> Plan:
     """Resolve the config, choose the world, check both together."""
     path, overrides = request.config_path or DEFAULT_CONFIG, request.overrides
-    config = load_config(path, overrides, variables)
     gpus = find_gpus(variables)
+    devices = read_devices(variables) if request.trains and gpus.count else None
+    rules = [] if devices is None else [memory_rule(devices)]
+    config = load_config(path, overrides, variables, more_rules=rules)
     dp_was_asked_for = variables.get("DP") or any(word.startswith("parallel.dp=") for word in overrides)
     if request.config_path is None and gpus.count and config.runtime.device != "cpu" and not dp_was_asked_for:
         # Nobody chose this config, so its dp, meant for a CPU, does not keep GPUs idle.
         overrides = (*overrides, "parallel.dp=null")
-        config = load_config(path, overrides, variables)
-    world = decide(config, gpus, variables)
-    if found := problems(config, world.size, config.runtime.ranks_per_node or world.ranks_per_node):
+        config = load_config(path, overrides, variables, more_rules=rules)
+    world = decide(config, gpus, variables, rules)
+    ranks_per_node = config.runtime.ranks_per_node or world.ranks_per_node
+    if found := problems(config, world.size, ranks_per_node, rules):
         raise ConfigError(found, str(path))
     sizes = parallel_sizes(config, world.size)
     refuse_without_gpu(config, has_gpu=config.runtime.device != "cpu" and gpus.count > 0, note=gpus.note)
@@ -138,9 +148,15 @@ def make_plan(request: Request, variables: Mapping[str, str]) -> Plan:
         world,
         sizes,
         batch_plan(config, sizes.dp),
+        _memory_line(config, sizes, world, devices) if request.trains else "",
         request.worker_flags,
         request.explained_codes,
     )
+
+
+def _memory_line(config: Config, sizes: ParallelSizes, world: World, devices: Devices | None) -> str:
+    most = devices.for_each_rank(config, world.ranks_per_node) if devices is not None and uses_gpu(config) else None
+    return memory_line(predict(config, sizes, nccl=world.backend == NCCL), most)
 
 
 def torchrun_arguments(plan: Plan, worker: str, variables: Mapping[str, str]) -> list[str]:
@@ -187,13 +203,15 @@ def show(console: Console, plan: Plan, arguments: Sequence[str], environment: Ma
     nodes = "1 node" if world.num_nodes == 1 else f"{world.num_nodes} nodes of {world.ranks_per_node}"
     words = [sys.executable, "-m", "torch.distributed.run", *arguments]
     line = " ".join([*(f"{name}={value}" for name, value in environment.items()), shlex.join(words)])
-    for name, text in (
+    rows = [
         ("config", " ".join(plan.worker_arguments)),
         ("ranks", f"{world.size} on {nodes}, {world.backend} ({world.reason})"),
         ("layout", str(plan.sizes)),
         ("batch", str(plan.batch)),
+        *([("memory", plan.memory)] if plan.memory else []),
         ("launch", line),
-    ):
+    ]
+    for name, text in rows:
         console.print(f"[bold]{name:<8}[/bold]", end="")
         console.print(text, markup=False)
 

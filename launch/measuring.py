@@ -10,10 +10,12 @@ from engine.errors import TriaxisError
 from engine.step import Engine
 from engine.telemetry.clocks import clock_of
 from engine.telemetry.hub import Telemetry
+from engine.telemetry.memory_check import MemoryCheck
 from engine.telemetry.run_dir import RunDirectory
 from engine.telemetry.slow_ranks import SlowRanks
 from engine.telemetry.step_times import StepTimes
 from engine.telemetry.timeline import Row, Timeline, merge
+from models.memory import predict
 
 
 def open_step_times(engine: Engine, directory: RunDirectory, steps_made: int) -> StepTimes | None:
@@ -50,6 +52,15 @@ def open_slow_ranks(engine: Engine, times: StepTimes | None) -> SlowRanks | None
         return None
     hosts = topology.axis("world").tell(socket.gethostname(), topology.device, "hosts")
     return SlowRanks(times.stage_ranks, hosts)
+
+
+def open_memory_check(engine: Engine) -> MemoryCheck | None:
+    """Compare measured with predicted memory; None on the CPU, where tensors are not counted. Every rank calls it."""
+    topology = engine.topology
+    if topology.device.type != "cuda":
+        return None
+    ranks = predict(engine.config, topology.sizes, nccl=not topology.staged).ranks
+    return MemoryCheck(topology, [(rank.tensors, rank.communicators) for rank in ranks])
 
 
 def finish_step_times(times: StepTimes | None, directory: RunDirectory, telemetry: Telemetry) -> None:

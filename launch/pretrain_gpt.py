@@ -44,14 +44,14 @@ from launch.ending import WayOut, run_rank
 from launch.failure import AFTER, INTERRUPTED, MISTAKE, code_of
 from launch.hang_watch import open_hang_watch
 from launch.launcher import FROM_SCRATCH
-from launch.measuring import finish_step_times, open_slow_ranks, open_step_times
+from launch.measuring import finish_step_times, open_memory_check, open_slow_ranks, open_step_times
 from launch.memory_snapshot import MemorySnapshot, open_memory_snapshot
 from launch.out_of_memory import explaining_memory
 from launch.parent_death import end_with_parent
 from launch.preflight import refuse_without_gpu
 from launch.rank import Rank, join, read_config
 from launch.rank_directory import open_directory
-from launch.run_facts import corpus_entropies, count_parameters, describe
+from launch.run_facts import corpus_entropies, count_parameters, describe, predicted_memory
 from launch.sample_text import write_sample
 from launch.step_watchers import open_watchers
 from models.gpt import build_chunks
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     # A requeued or restarted job goes on from what it has saved since: the word was meant for its first start.
     is_first_start = not (environment.restart_count or int(os.environ.get("SLURM_RESTART_COUNT") or 0))
     try:
-        config = read_config(words, environment)
+        config = read_config(words, environment, trains=True)
         with WayOut() as way_out, join(config, environment) as rank:
             refuse_without_gpu(config, has_gpu=rank.topology.device.type == "cuda")
             directory = open_directory(rank, Path(words[0]).stem, from_scratch=FROM_SCRATCH in argv and is_first_start)
@@ -158,6 +158,7 @@ def _train(rank: Rank, directory: RunDirectory, streams: Streams, way_out: WayOu
                 described.layout,
                 described.device,
                 described.kernels,
+                predicted_memory(engine),
                 counted,
                 recompute=chosen.recompute,
             )
@@ -240,6 +241,7 @@ def _train_and_report(
         watchers=watchers,
         times=times,
         slow_ranks=open_slow_ranks(engine, times),
+        memory=open_memory_check(engine),
     )
     started_seconds = time.monotonic()
     hang_watch.start()

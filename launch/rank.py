@@ -11,6 +11,8 @@ from engine.config_load import load_config
 from engine.rank_grid import RankGrid
 from engine.runtime import RankEnvironment, Runtime, start
 from engine.topology import Topology
+from launch.gpu_memory import read_devices
+from models.fit import memory_rule
 from models.memory import settled
 
 
@@ -27,18 +29,26 @@ class Rank:
         return self.topology.rank
 
 
-def read_config(argv: Sequence[str], environment: RankEnvironment) -> Config:
+def read_config(argv: Sequence[str], environment: RankEnvironment, *, trains: bool = False) -> Config:
     """The config that `[config.yaml, section.key=value ...]` means for this world.
+
+    Args:
+        argv: the words.
+        environment: of this rank.
+        trains: the rank trains this configuration, so its predicted memory must fit. A launcher has looked at that already, where
+            there is one.
 
     Raises:
         ConfigError: all problems at once, before any process group exists.
     """
+    devices = read_devices(os.environ) if trains and "TORCHELASTIC_RUN_ID" not in os.environ else None
     config = load_config(
         argv[0],
         argv[1:],
         os.environ,
         world_size=environment.world_size,
         ranks_per_node=environment.local_world_size,
+        more_rules=[] if devices is None else [memory_rule(devices)],
     )
     # What cannot fit is refused here, before anybody connects.
     settled(config, parallel_sizes(config, environment.world_size))

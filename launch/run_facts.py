@@ -9,6 +9,8 @@ from engine.data.corpus import entropies
 from engine.kernels import registry
 from engine.step import Engine
 from engine.telemetry.parameters import local_counts, round_counts
+from models.fit import memory_line
+from models.memory import predict
 
 
 def count_parameters(engine: Engine) -> dict[str, int]:
@@ -57,6 +59,15 @@ def describe(engine: Engine) -> Description:
         kernels=registry.describe(engine.kernels.choices, registry.attention_shape(config, topology)),
         layers_per_chunk=tuple(len(stage.layers) for stage in engine.stages),
     )
+
+
+def predicted_memory(engine: Engine) -> str:
+    """Format the predicted memory of the fullest rank, with the memory of its GPU."""
+    topology, device_bytes = engine.topology, None
+    if topology.device.type == "cuda":
+        device_bytes = torch.cuda.mem_get_info(topology.device)[1]
+    nccl = topology.device.type == "cuda" and not topology.staged
+    return memory_line(predict(engine.config, topology.sizes, nccl=nccl), device_bytes)
 
 
 def corpus_entropies(config: Config) -> dict[str, float]:

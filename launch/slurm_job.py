@@ -34,11 +34,13 @@ from engine.errors import ConfigError, TopologyError, TriaxisError
 from engine.telemetry.run_dir import RunDirectory, run_name
 from launch.commands.train import request
 from launch.failure import BROKE, DIVERGED, INTERRUPTED, MISTAKE, OTHERS_END_SECONDS
+from launch.gpu_memory import read_devices
 from launch.launcher import DEFAULT_CONFIG, FROM_SCRATCH
 from launch.preflight import look_before_training
 from launch.slurm_history import ATTEMPTS_WITHOUT_PROGRESS, FAILURES_TO_EXCLUDE, History, Outcome
 from launch.slurm_report import StepReport
 from launch.slurm_step import LOOPBACK, tasks_per_node
+from models.fit import memory_rule
 
 DRY_RUN = "--dry-run"
 
@@ -440,10 +442,12 @@ def _config(words: Sequence[str], job: Job | None) -> tuple[Config, Path]:
     """
     asked = request([word for word in words if word != FROM_SCRATCH], dry_run=False)
     path = asked.config_path or DEFAULT_CONFIG
-    config = load_config(path, asked.overrides, os.environ)
+    devices = None if job is None else read_devices(os.environ)
+    rules = [] if devices is None else [memory_rule(devices)]
+    config = load_config(path, asked.overrides, os.environ, more_rules=rules)
     if job is not None:
         ranks_per_node = config.runtime.ranks_per_node or job.tasks_per_node[0]
-        if found := problems(config, job.world_size, ranks_per_node):
+        if found := problems(config, job.world_size, ranks_per_node, rules):
             raise ConfigError(found, str(path))
     return config, path
 

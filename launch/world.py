@@ -9,10 +9,12 @@
 The layout is never changed; only a dp that was left open is filled in.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.config import Config
+from engine.config import Config, ParallelConfig
+from engine.config_problems import Rule, with_value
+from engine.config_rules import problems
 from engine.errors import TopologyError
 from engine.gpus import CUDA, GLOO, Gpus, backend_of, device_type
 
@@ -32,13 +34,14 @@ class World:
         return self.num_nodes * self.ranks_per_node
 
 
-def decide(config: Config, gpus: Gpus, variables: Mapping[str, str]) -> World:
+def decide(config: Config, gpus: Gpus, variables: Mapping[str, str], more_rules: Sequence[Rule] = ()) -> World:
     """Choose the number of ranks.
 
     Args:
         config: the resolved configuration.
         gpus: what this node has; all nodes are taken to be alike.
         variables: NNODES and NPROC_PER_NODE are read.
+        more_rules: kept by the layouts that an error proposes, beside the rules of every configuration.
 
     Raises:
         TopologyError: the layout does not fit the nodes or the GPUs, or torch cannot use the GPUs that are there.
@@ -69,7 +72,7 @@ def decide(config: Config, gpus: Gpus, variables: Mapping[str, str]) -> World:
     if not num_gpus:
         return World(num_nodes, ranks_per_node, device, backend, f"{why}; {gpus.note or 'no GPU is used'}")
     if ranks_per_node > num_gpus and backend != GLOO:
-        raise TopologyError(_too_few(config, ranks_per_node, num_gpus))
+        raise TopologyError(_too_few(config, ranks_per_node, num_gpus, num_nodes, more_rules))
     idle = num_gpus - ranks_per_node
     note = f"; {idle} of {num_gpus} GPUs per node stay idle" if idle > 0 else ""
     if idle < 0:
@@ -86,18 +89,37 @@ def _largest_dp(config: Config, most: int, model_ranks: int, num_nodes: int) -> 
     return 1
 
 
-def _too_few(config: Config, ranks_per_node: int, num_gpus: int) -> str:
+def _smaller(config: Config, num_gpus: int, num_nodes: int, more_rules: Sequence[Rule]) -> ParallelConfig | None:
+    """Find the legal layout for these GPUs with most replicas; None where no layout keeps all rules."""
+    for model_ranks in range(1, num_gpus * num_nodes + 1):
+        for pp in (size for size in range(1, model_ranks + 1) if model_ranks % size == 0):
+            dp = _largest_dp(config, num_gpus * num_nodes // model_ranks, model_ranks, num_nodes)
+            sizes = {"tp": model_ranks // pp, "pp": pp, "vpp": 1, "dp": dp}
+            parallel = config.parallel.model_copy(update=sizes)
+            ranks_per_node, rest = divmod(model_ranks * dp, num_nodes)
+            changed = config.model_copy(update={"parallel": parallel})
+            if not rest and not problems(changed, model_ranks * dp, ranks_per_node, more_rules):
+                return parallel
+    return None
+
+
+def _too_few(config: Config, ranks_per_node: int, num_gpus: int, num_nodes: int, more_rules: Sequence[Rule]) -> str:
     parallel = config.parallel
     layout = f"tp={parallel.tp} pp={parallel.pp} dp={parallel.dp or 1}"
-    smaller = f"TP=1 PP=1 VPP=1 DP={_largest_dp(config, num_gpus, model_ranks=1, num_nodes=1)}"
+    choices = []
+    if smaller := _smaller(config, num_gpus, num_nodes, more_rules):
+        words = f"TP={smaller.tp} PP={smaller.pp} VPP={smaller.vpp} DP={smaller.dp}"
+        choices.append(f"Choose a smaller one, for example\n  {words} bash launch/pretrain_gpt.sh ...")
+    choices.append("Train on the CPU:\n  bash launch/pretrain_gpt.sh ... runtime.device=cpu")
+    shared = with_value(config, "runtime.collectives", "gloo")
+    if not problems(shared, ranks_per_node * num_nodes, ranks_per_node, more_rules):
+        choices.append(
+            "Let ranks share a GPU, slowly, to try the layout:\n"
+            "  bash launch/pretrain_gpt.sh ... runtime.collectives=gloo"
+        )
     return (
         f"{layout} needs {ranks_per_node} GPUs per node and this node shows {num_gpus}. Two ranks on one GPU would deadlock "
-        f"in NCCL, and a layout that was asked for is never changed. Choose a smaller one, for example\n"
-        f"  {smaller} bash launch/pretrain_gpt.sh ...\n"
-        f"or train on the CPU:\n"
-        f"  bash launch/pretrain_gpt.sh ... runtime.device=cpu\n"
-        f"or let ranks share a GPU, slowly, to try the layout:\n"
-        f"  bash launch/pretrain_gpt.sh ... runtime.collectives=gloo"
+        f"in NCCL, and a layout that was asked for is never changed. " + "\n".join(choices)
     )
 
 

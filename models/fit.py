@@ -78,7 +78,7 @@ def memory_line(prediction: Prediction, device_bytes: int | None = None) -> str:
     where = f", pp {prediction.pp}" if len(prediction.ranks) > 1 else ""
     text = f"{held.total / size:,.1f} {unit} predicted on the fullest rank{where} ({parts})"
     if device_bytes is not None:
-        text += f" of {device_bytes / GB:,.1f} GB"
+        text += f" of {device_bytes / GB:,.1f} GB" + (": it does not fit" if held.total > device_bytes else "")
     if held.host:
         text += f"; {held.host / GB:,.1f} GB in host memory"
     return text
@@ -115,8 +115,7 @@ def memory_rule(devices: Devices) -> Rule:
             yield Problem(
                 "memory",
                 memory_line(prediction),
-                f"must be at most the {most / GB:,.1f} GB of a device: the run would end out of memory, and operators need some "
-                f"beside",
+                f"must be at most the {most / GB:,.1f} GB of a GPU: a rank would run out of memory",
                 advice=lambda: _advice(subject, most),
             )
 

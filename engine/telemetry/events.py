@@ -46,6 +46,7 @@ EventKind = Literal[
     "replicas_differ",
     "slow_rank",
     "allocator_retry",
+    "memory",
     "hang",
     "stopped",
     "failed",

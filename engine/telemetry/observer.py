@@ -17,6 +17,7 @@ import torch
 
 from engine.step import StepResult
 from engine.telemetry.hub import Telemetry
+from engine.telemetry.memory_check import MemoryCheck
 from engine.telemetry.metrics import Meter
 from engine.telemetry.profile import StepWatcher
 from engine.telemetry.slow_ranks import SlowRanks
@@ -45,6 +46,7 @@ class TrainingObserver:
         watchers: told of the phases, where this rank's steps are traced or named; `times` among them.
         times: where the time of the steps goes, on all ranks; None: nobody asks.
         slow_ranks: compares the ranks, on the logging rank.
+        memory: compares the ranks' memory with a prediction, once; None: there is nothing to compare.
 
     Attributes:
         loss: of the last step; None before the first.
@@ -60,6 +62,7 @@ class TrainingObserver:
         watchers: Sequence[StepWatcher] = (),
         times: StepTimes | None = None,
         slow_ranks: SlowRanks | None = None,
+        memory: MemoryCheck | None = None,
     ) -> None:
         self.loss: float | None = None
         self.val_loss: float | None = None
@@ -70,6 +73,7 @@ class TrainingObserver:
         self._watchers = tuple(watchers)
         self._times = times
         self._slow_ranks = slow_ranks
+        self._memory = memory
         self._ended: deque[_Ended] = deque()
 
     def phase(self, name: str) -> None:
@@ -93,6 +97,7 @@ class TrainingObserver:
         self.loss = result.loss
         ended = self._ended.popleft()
         split = None if self._times is None else self._times.on_step(step + 1)
+        compared = None if self._memory is None else self._memory.on_step()
         if self._telemetry.report is None:
             return
         metrics = self._meter.measure(
@@ -106,6 +111,9 @@ class TrainingObserver:
             peak_memory_bytes=ended.peak_memory_bytes,
         )
         self._telemetry.step(replace(metrics, time_split=split))
+        if compared is not None:
+            self._telemetry.report.say(str(compared))
+            self._telemetry.event("memory", step=step + 1, message=str(compared), **compared.to_record())
         if split is not None and self._slow_ranks is not None:
             for slow in self._slow_ranks.report(split.usual_compute):
                 self._telemetry.report.say(str(slow), "yellow")

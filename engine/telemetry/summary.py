@@ -26,6 +26,7 @@ class Start:
         layout: sizes and schedule in a line ("tp=2 pp=2 vpp=2 dp=2: 8 ranks on 1 node, interleaved, sequence parallel").
         device: name and number in a line ("NVIDIA H200, nccl", "cpu, gloo, 1 thread per rank").
         kernels: those that were chosen, in a line.
+        memory: predicted memory in a line.
         counted: parameters by module, summed over the ranks (`engine.telemetry.parameters.local_counts`).
         recompute: what `config.recompute` came to.
     """
@@ -35,6 +36,7 @@ class Start:
     layout: str
     device: str
     kernels: str
+    memory: str
     counted: Mapping[str, int]
     recompute: RecomputeConfig
 
@@ -47,6 +49,7 @@ def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Sta
         ("device", f"{start.device}, {start.config.precision.dtype}"),
         ("kernels", start.kernels),
         ("batch", str(start.plan)),
+        ("memory", start.memory),
         *_activations(start),
         ("parameters", "\n".join(comparison(start.counted, start.config.model))),
         (

@@ -19,8 +19,9 @@ from engine.errors import ConfigError
 from engine.pipeline import schedules
 from engine.pipeline.partition import partition
 from engine.rank_grid import RankGrid
+from models.fit import Devices, memory_line, memory_rule, uses_gpu, uses_nccl
 from models.interop.hf_config import FAMILIES, from_hugging_face
-from models.memory import settled
+from models.memory import GB, predict, settled
 from models.specs import model_specs
 
 NAME = "config"
@@ -31,7 +32,7 @@ PRINT_EXAMPLES = """examples:
 """
 CHECK_EXAMPLES = """examples:
   triaxis config check configs/gpt_tiny.yaml
-  triaxis config check configs/llama3_8b.yaml parallel.dp=null --world-size 128 --ranks-per-node 8
+  triaxis config check configs/llama3_8b.yaml parallel.dp=null --world-size 128 --ranks-per-node 8 --gpu-memory 80
 """
 FROM_HF_EXAMPLES = """examples:
   triaxis config from-hf path/to/config.json --seq-length 4096 > model.yaml
@@ -58,10 +59,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         verb.add_argument("path", type=Path, metavar="config.yaml", help="the file")
         verb.add_argument("overrides", nargs="*", metavar="section.key=value", help="in place of what the file says")
     # argparse takes overrides in one place only, so the usage says where.
-    check.usage = "triaxis config check config.yaml [section.key=value ...] [--world-size N] [--ranks-per-node N]"
+    check.usage = "triaxis config check config.yaml [section.key=value ...] [--world-size N] [--ranks-per-node N] [--gpu-memory GB]"
     check.add_argument("--world-size", type=int, metavar="N", help="ranks of the run (default: what the config says)")
     check.add_argument(
         "--ranks-per-node", type=int, metavar="N", help="ranks on a node (default: what the config says)"
+    )
+    check.add_argument(
+        "--gpu-memory",
+        type=float,
+        metavar="GB",
+        help="memory of a GPU in 10^9 bytes: a run that is predicted to need more is a problem too",
     )
     from_hf = verbs.add_parser(
         "from-hf",
@@ -93,17 +100,29 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(
                 [f"{flag} {number}: must be at least 1; there would be nothing to run on."], "the command line"
             )
+    if args.gpu_memory is not None and not args.gpu_memory > 0:
+        raise ConfigError(
+            [f"--gpu-memory {args.gpu_memory:g}: must be more than 0; nothing would fit."], "the command line"
+        )
+    devices = None if args.gpu_memory is None else Devices(int(args.gpu_memory * GB))
     config = load_config(
-        args.path, args.overrides, os.environ, world_size=args.world_size, ranks_per_node=args.ranks_per_node
+        args.path,
+        args.overrides,
+        os.environ,
+        world_size=args.world_size,
+        ranks_per_node=args.ranks_per_node,
+        more_rules=[] if devices is None else [memory_rule(devices)],
     )
-    derived = _derived(config, args.world_size, args.ranks_per_node)
+    derived = _derived(config, args.world_size, args.ranks_per_node, devices)
     print(f"{args.path}: ok")
     for name, value in derived:
         print(f"  {name:<11}{value}")
     return 0
 
 
-def _derived(config: Config, world_size: int | None, ranks_per_node: int | None) -> list[tuple[str, str]]:
+def _derived(
+    config: Config, world_size: int | None, ranks_per_node: int | None, devices: Devices | None
+) -> list[tuple[str, str]]:
     """What follows from a legal config, as lines of (name, value)."""
     model, parallel = config.model, config.parallel
     num_parameters = sum(spec.numel for spec in model_specs(model))
@@ -132,6 +151,8 @@ def _derived(config: Config, world_size: int | None, ranks_per_node: int | None)
         lines.append(("recompute", str(chosen)))
     if parallel.cuts_sequence and chosen.gathered_inputs == "keep":
         lines.append(("gathered", "inputs of column-parallel layers are kept for the backward"))
+    most = devices.memory_bytes if devices is not None and uses_gpu(config) else None
+    lines.append(("memory", memory_line(predict(config, sizes, nccl=uses_nccl(config)), most)))
     return lines
 
 

@@ -26,5 +26,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Start the ranks; the exit code is theirs."""
-    asked = replace(request(args.words, dry_run=args.dry_run), worker="launch.traffic_rank")
+    asked = replace(request(args.words, dry_run=args.dry_run), worker="launch.traffic_rank", trains=True)
     return launch(asked, os.environ)

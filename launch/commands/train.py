@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     if hostfile.is_asked_for(os.environ):
         flags = [FROM_SCRATCH] if args.from_scratch else []
         return hostfile.start(asked.config_path or DEFAULT_CONFIG, asked.overrides, flags, dry_run=args.dry_run)
-    asked = replace(asked, explained_codes=(DIVERGED,))
+    asked = replace(asked, explained_codes=(DIVERGED,), trains=True)
     if args.from_scratch:
         asked = replace(asked, worker_flags=(FROM_SCRATCH,))
     else:

@@ -110,6 +110,7 @@ def test_check_prints_the_derived_values(capsys: pytest.CaptureFixture[str]) -> 
         "  schedule   1f1b",
         "  layout     tp=2 pp=3 vpp=1 dp=2: 12 ranks",
         "  batch      32 samples per step = 4 microbatches of 4 x dp 2; 4,096 tokens per step x 20 steps = 81,920 tokens",
+        "  memory     1.4 GB predicted on the fullest rank, pp 0 (communicators 1.4)",
     ]
 
 

@@ -37,6 +37,7 @@ def start_rows(
         "tp=2 dp=2: 4 ranks",
         "cpu, gloo",
         "attention: flash",
+        "16.4 MB predicted",
         num_parameters(config.model),
         recompute=config.recompute,
     )
@@ -52,6 +53,7 @@ def test_the_banner_says_what_runs_and_where_it_is_written(
     assert said["layout"] == "tp=2 dp=2: 4 ranks"
     assert said["device"] == "cpu, gloo, bf16"
     assert said["batch"] == str(batch_plan(config, 2))
+    assert said["memory"] == "16.4 MB predicted"
     total = f"{sum(num_parameters(config.model).values()):,}"
     assert said["parameters"].startswith(f"{total} counted on the ranks = {total} by the formula")
     assert "causal" in said["FLOPs"] and "recompute: selective" in said["FLOPs"]
@@ -89,7 +91,7 @@ def test_a_known_peak_comes_with_its_source_and_the_convention(
 
 def test_a_model_that_lost_a_layer_is_not_hidden(make_config: Callable[..., Config], run: RunDirectory) -> None:
     config = make_config()
-    start = Start(config, batch_plan(config, 2), "", "cpu", "", num_parameters(config.model), config.recompute)
+    start = Start(config, batch_plan(config, 2), "", "cpu", "", "", num_parameters(config.model), config.recompute)
     lost = replace(start, counted={**start.counted, "mlp": start.counted["mlp"] // 2})
     said = start_rows(config, run, lost)["parameters"]
     assert "not what was asked for" in said and f"mlp: {lost.counted['mlp']:,} counted" in said
