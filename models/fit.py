@@ -17,6 +17,7 @@ from engine.config_problems import Problem, Rule, Subject, broken_keys, is_whole
 from engine.config_rules import RULES
 from engine.errors import ConfigError
 from engine.rank_grid import ParallelSizes
+from engine.telemetry.format import gigabytes
 from models.memory import GB, Changes, Prediction, predict, single_changes, spelled
 
 MOST_OF_A_KIND = 2
@@ -78,9 +79,9 @@ def memory_line(prediction: Prediction, device_bytes: int | None = None) -> str:
     where = f", pp {prediction.pp}" if len(prediction.ranks) > 1 else ""
     text = f"{held.total / size:,.1f} {unit} predicted on the fullest rank{where} ({parts})"
     if device_bytes is not None:
-        text += f" of {device_bytes / GB:,.1f} GB" + (": it does not fit" if held.total > device_bytes else "")
+        text += f" of {gigabytes(device_bytes)}" + (": it does not fit" if held.total > device_bytes else "")
     if held.host:
-        text += f"; {held.host / GB:,.1f} GB in host memory"
+        text += f"; {gigabytes(held.host)} in host memory"
     return text
 
 
@@ -115,7 +116,7 @@ def memory_rule(devices: Devices) -> Rule:
             yield Problem(
                 "memory",
                 memory_line(prediction),
-                f"must be at most the {most / GB:,.1f} GB of a GPU: a rank would run out of memory",
+                f"must be at most the {gigabytes(most)} of a GPU: a rank would run out of memory",
                 advice=lambda: _advice(subject, most),
             )
 
@@ -134,7 +135,7 @@ class Fitting:
     total: int
 
     def __str__(self) -> str:
-        return f"{spelled(self.changes)} ({self.total / GB:,.1f} GB)"
+        return f"{spelled(self.changes)} ({gigabytes(self.total)})"
 
 
 def _advice(subject: Subject, most: int) -> str:

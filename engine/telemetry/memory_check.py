@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from engine.telemetry.format import gigabytes
 from engine.topology import Topology
 
 AFTER_STEPS = 2
 PURPOSE = "memory"
-GB = 10**9
 
 
 class Held(NamedTuple):
@@ -68,12 +68,21 @@ class MemoryComparison:
     predicted_communicators: int
 
     def __str__(self) -> str:
-        outside = self.in_use - self.reserved
+        held, expected, reserved, outside, communicators, capacity = map(
+            gigabytes,
+            (
+                self.allocated,
+                self.predicted_tensors,
+                self.reserved,
+                self.in_use - self.reserved,
+                self.predicted_communicators,
+                self.capacity,
+            ),
+        )
         return (
-            f"memory after {self.after_steps} steps: rank {self.rank} (pp {self.pp}) has held {_gb(self.allocated)} of tensors "
-            f"at most, {_gb(self.predicted_tensors)} predicted; the allocator reserved {_gb(self.reserved)}; outside of it "
-            f"{_gb(outside)} of its GPU are in use, {_gb(self.predicted_communicators)} predicted for communicators; the GPU has "
-            f"{_gb(self.capacity)}"
+            f"memory after {self.after_steps} steps: rank {self.rank} (pp {self.pp}) has held {held} of tensors at most, "
+            f"{expected} predicted; the allocator reserved {reserved}; outside of it {outside} of its GPU are in use, "
+            f"{communicators} predicted for communicators; the GPU has {capacity}"
         )
 
     def to_record(self) -> dict[str, Any]:
@@ -117,7 +126,3 @@ class MemoryCheck:
         fullest = max(range(len(ranks)), key=lambda rank: ranks[rank].allocated)
         pp = topology.grid.coordinates(fullest).pp
         return MemoryComparison(self._steps, fullest, pp, *ranks[fullest], *self._predicted[pp])
-
-
-def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / GB:,.1f} GB"

@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 
-from engine.config import Config, parallel_sizes
+from engine.config import Config, batch_plan, parallel_sizes
 from engine.config_load import load_config
 from engine.config_problems import with_value
 from engine.config_rules import problems
 from engine.footprint.run import Footprint
+from engine.pipeline import schedules
+from engine.pipeline.actions import Kind
+from engine.pipeline.lowering import Post, Program, lower
+from engine.rank_grid import ParallelSizes
 from models.memory import predict, predicted_memory, savings, settled
 from tests.documented import ROOT
 from tests.harness import run_ranks
@@ -110,8 +114,48 @@ def test_a_step_holds_what_was_predicted(configs: dict[str, Config]) -> None:
             memory = predicted_memory(config, parallel_sizes(config), pp)
             state = {"parameters": memory.parameters, "gradients": memory.gradients, "optimizer": memory.optimizer}
             assert state == footprint.state, f"{name}, pp {pp}"
+            sent = footprint.most.get("p2p", 0)
+            # Too few microbatches never fill the pipeline.
+            is_full = batch_plan(config, config.parallel.dp or 1).num_microbatches >= 2 * config.parallel.pp
+            assert sent == memory.messages if is_full else sent <= memory.messages, f"{name}, pp {pp}"
             least, most = most_kept(config, footprint)
             assert least <= memory.activations <= most, f"{name}, pp {pp}"
+
+
+def most_messages(program: Program, pp: int) -> int:
+    """Walk a pipeline rank's instructions; a send is gone at the next post, a receive when its gradient was used or, as an
+    activation, belongs to the stage."""
+    received: set[tuple[str, int, int]] = set()
+    most = 0
+    for instruction in program.instructions[pp]:
+        if isinstance(instruction, Post):
+            arriving = [each for each in instruction.transfers if each.destination == pp]
+            received |= {(each.direction, each.stage, each.microbatch) for each in arriving}
+            most = max(most, len(received) + len(instruction.transfers) - len(arriving))
+        else:
+            stage = program.schedule.placement.stage_of(pp, instruction.chunk)
+            direction = "forward" if instruction.kind is Kind.F else "backward"
+            received.discard((direction, stage, instruction.microbatch))
+    return most
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4, 6])
+@pytest.mark.parametrize(("name", "vpp"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)])
+def test_messages_are_those_of_the_lowered_programs(name: str, vpp: int, pp: int) -> None:
+    sizes = ParallelSizes(pp=pp, vpp=vpp)
+    config = deeper(
+        config_of(LLAMA, tp=1),
+        model={"num_layers": pp * vpp},
+        parallel={"pp": pp, "vpp": vpp},
+        schedule={"name": name},
+        train={"global_batch_size": 2 * 4 * pp},
+    )
+    one = config.model.seq_length * config.train.micro_batch_size * config.model.hidden_size * 2
+    program = lower(schedules.build(name, pp, vpp, 4 * pp))
+    counted = [rank.messages / one for rank in predict(config, sizes).ranks]
+    assert counted == [most_messages(program, index) for index in range(pp)]
+    few = lower(schedules.build(name, pp, vpp, pp))
+    assert all(most_messages(few, index) <= counted[index] for index in range(pp))
 
 
 def buffers_of_a_step(rank: int, case: Case) -> tuple[int, int]:
@@ -210,6 +254,15 @@ def test_savings_are_legal_and_save_what_they_say() -> None:
         assert problems(changed, 16) == []
         predicted = predict(changed, parallel_sizes(changed), nccl=False)
         assert (predicted.ranks[0].total, predicted.fullest.total) == (saving.total, saving.fullest)
+
+
+def test_savings_that_would_not_fit_a_device_are_left_out() -> None:
+    config = deeper(config_of(LLAMA, tp=1), parallel={"dp": 4}, train={"global_batch_size": 32})
+    found = list(savings(config, 1, nccl=False))
+    most = sorted(saving.fullest for saving in found)[len(found) // 2]
+    kept = [saving for saving in found if saving.fullest <= most]
+    assert 0 < len(kept) < len(found)
+    assert list(savings(config, 1, nccl=False, most_bytes=most)) == kept
 
 
 def test_a_head_in_pieces_is_offered_where_the_head_is_and_stays_what_it_was() -> None:
