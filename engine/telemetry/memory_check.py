@@ -3,7 +3,7 @@
     step 1    2    3          the first steps allocate all that a step needs
                  | one all-reduce (world, "memory"): what each rank has held at most
                  v
-    memory after 2 steps: rank 3 (pp 1) has held 57.1 GB of tensors at most, 55.6 GB predicted; the allocator reserved 58.4 GB; ..
+    memory after 2 steps: rank 3 (pp 1) has held .. of tensors at most, .. predicted; the allocator reserved ..; outside of it ..
 
 The loop waits for this one all-reduce, between two steps. On the CPU there is no such line: a process has no count of its tensors,
 and its resident memory is Python and libraries for the most part.

@@ -130,10 +130,16 @@ def test_check_says_what_it_cannot_know(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_check_compares_the_prediction_with_the_memory_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     llama = str(CONFIGS / "llama3_8b.yaml")
-    assert shown(capsys, "check", llama, "--gpu-memory", "80").rstrip().endswith("communicators 0.8) of 80.0 GB")
-    on_cpu = shown(capsys, "check", llama, "runtime.device=cpu", "--gpu-memory", "40").splitlines()[-1]
+    assert (
+        shown(capsys, "check", llama, "parallel.dp=32", "--gpu-memory", "80")
+        .rstrip()
+        .endswith("communicators 0.8) of 80.0 GB")
+    )
+    on_cpu = shown(capsys, "check", llama, "parallel.dp=32", "runtime.device=cpu", "--gpu-memory", "40").splitlines()[
+        -1
+    ]
     assert "46.3 GB predicted" in on_cpu and on_cpu.endswith("activations 20.7)"), "no verdict, no communicators"
-    arguments = ["config", "check", llama, "optimizer.lrr=1", "--gpu-memory", "40"]
+    arguments = ["config", "check", llama, "parallel.dp=32", "optimizer.lrr=1", "--gpu-memory", "40"]
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert "has 2 problems" in error and "memory = 47.1 GB predicted" in error and "These fit: " in error

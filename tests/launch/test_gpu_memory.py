@@ -18,6 +18,7 @@ from tests.launch.test_world import config
 TINY = Path(__file__).resolve().parents[2] / "configs" / "gpt_tiny.yaml"
 LLAMA = TINY.with_name("llama3_8b.yaml")
 SYNTHETIC = ("data.synthetic=true", "train.eval_interval=null")
+REPLICAS = ("parallel.dp=32",)
 MIB = 2**20
 
 
@@ -60,7 +61,7 @@ def test_the_launcher_refuses_what_does_not_fit(
 ) -> None:
     nvidia_smi("echo 40960")
     monkeypatch.setattr(launcher, "find_gpus", lambda: Gpus(64))
-    words = (*SYNTHETIC, "optimizer.min_lr=3")
+    words = (*SYNTHETIC, *REPLICAS, "optimizer.min_lr=3")
     with pytest.raises(ConfigError, match=r"memory = 47\.1 GB predicted .* 42\.9 GB of a GPU") as error:
         launcher.make_plan(launcher.Request(LLAMA, words, trains=True), {})
     assert len(error.value.problems) == 2, "with the learning rate"
@@ -73,10 +74,14 @@ def test_the_plan_has_the_prediction_where_the_worker_trains(
 ) -> None:
     nvidia_smi("echo 40960")
     monkeypatch.setattr(launcher, "find_gpus", lambda: Gpus(64))
-    warned = launcher.make_plan(launcher.Request(LLAMA, (*SYNTHETIC, "runtime.memory=warn"), trains=True), {})
+    warned = launcher.make_plan(
+        launcher.Request(LLAMA, (*SYNTHETIC, *REPLICAS, "runtime.memory=warn"), trains=True), {}
+    )
     assert warned.memory.startswith("47.1 GB predicted") and warned.memory.endswith("of 42.9 GB: it does not fit")
-    assert launcher.make_plan(launcher.Request(LLAMA, SYNTHETIC), {}).memory == "", "generation holds no such state"
-    on_cpu = launcher.make_plan(launcher.Request(LLAMA, (*SYNTHETIC, "runtime.device=cpu"), trains=True), {})
+    assert launcher.make_plan(launcher.Request(LLAMA, (*SYNTHETIC, *REPLICAS)), {}).memory == "", (
+        "generation holds no such state"
+    )
+    on_cpu = launcher.make_plan(launcher.Request(LLAMA, (*SYNTHETIC, *REPLICAS, "runtime.device=cpu"), trains=True), {})
     assert on_cpu.memory.startswith("46.3 GB predicted") and "communicators" not in on_cpu.memory
     assert not on_cpu.memory.endswith("GB"), "there is no verdict"
 
@@ -89,7 +94,10 @@ def test_a_batch_job_is_refused_before_its_tasks(
     variables = {"SLURM_JOB_ID": "31", "SLURM_JOB_NODELIST": "node1", "SLURM_TASKS_PER_NODE": "64"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert scontrol.exists() and slurm_job.main(["script", str(LLAMA), *SYNTHETIC, "runtime.ranks_per_node=64"]) == 2
+    assert (
+        scontrol.exists()
+        and slurm_job.main(["script", str(LLAMA), *SYNTHETIC, *REPLICAS, "runtime.ranks_per_node=64"]) == 2
+    )
     assert "memory = 47.1 GB predicted" in capsys.readouterr().err
 
 
@@ -98,7 +106,7 @@ def test_a_task_of_srun_looks_for_itself_and_a_rank_of_torchrun_does_not(
 ) -> None:
     nvidia_smi("echo 40960")
     environment = RankEnvironment(rank=3, local_rank=3, world_size=64, local_world_size=8)
-    words = [str(LLAMA), *SYNTHETIC]
+    words = [str(LLAMA), *SYNTHETIC, *REPLICAS]
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     with pytest.raises(ConfigError, match=r"memory = 47\.1 GB predicted"):
         read_config(words, environment, trains=True)

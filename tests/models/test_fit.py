@@ -19,6 +19,8 @@ ONE_NODE = ("parallel.tp=1", "parallel.dp=8", "parallel.sequence_parallel=false"
 
 def llama(*overrides: str, gigabytes: float | None = None, world_size: int | None = None) -> Config:
     rules = [] if gigabytes is None else [memory_rule(Devices(int(gigabytes * GB)))]
+    if not any(override.startswith("parallel.dp=") for override in overrides):
+        overrides = (*overrides, "parallel.dp=32")
     return load_config(CONFIGS / "llama3_8b.yaml", overrides, {}, world_size=world_size, more_rules=rules)
 
 
@@ -77,7 +79,7 @@ def test_the_nearest_legal_values_of_another_problem_fit_too() -> None:
     [
         ("llama3_8b", ONE_NODE, 80),
         ("llama3_8b", (*ONE_NODE, "train.micro_batch_size=4"), 60),
-        ("gpt_175b", (), 24),
+        ("gpt_175b", ("parallel.dp=16",), 24),
         ("gpt_175b", ("parallel.pp=16", "parallel.dp=8", "parallel.vpp=1"), 18),
     ],
 )
