@@ -201,7 +201,7 @@ class RecomputeConfig(Section):
         "auto: kept if they fit `memory_gb`, else regather",
     )
     memory_gb: float | None = Field(
-        None, gt=0, description="auto: the most that a rank may be predicted to hold, in 10^9 bytes"
+        None, gt=0, description="auto: most that a rank may hold by prediction, without communicators; 10^9 bytes"
     )
     head_tokens: int | None = Field(
         None,
@@ -361,7 +361,7 @@ class RuntimeConfig(Section):
     )
     memory: Literal["error", "warn"] = Field(
         "error",
-        description="a rank is predicted to hold more than its GPU has: error: refuse to start; warn: only print it",
+        description="error: refuse a run that is predicted to hold more than a GPU has; warn: only print it",
     )
     ranks_per_node: int | None = Field(None, gt=0, description="null: LOCAL_WORLD_SIZE of the launcher")
     timeout_seconds: float = Field(600.0, gt=0, description="a collective that waits longer ends the job")

@@ -90,10 +90,12 @@ def _largest_dp(config: Config, most: int, model_ranks: int, num_nodes: int) -> 
 
 
 def _smaller(config: Config, num_gpus: int, num_nodes: int, more_rules: Sequence[Rule]) -> ParallelConfig | None:
-    """Find the legal layout for these GPUs with most replicas; None where no layout keeps all rules."""
-    for model_ranks in range(1, num_gpus * num_nodes + 1):
-        for pp in (size for size in range(1, model_ranks + 1) if model_ranks % size == 0):
-            dp = _largest_dp(config, num_gpus * num_nodes // model_ranks, model_ranks, num_nodes)
+    """Find the layout for these GPUs with most replicas, tp and pp being powers of two; None where none keeps all rules."""
+    num_ranks = num_gpus * num_nodes
+    for exponent in range(num_ranks.bit_length()):
+        model_ranks = 2**exponent
+        dp = _largest_dp(config, num_ranks // model_ranks, model_ranks, num_nodes)
+        for pp in (2**smaller for smaller in range(exponent + 1)):
             sizes = {"tp": model_ranks // pp, "pp": pp, "vpp": 1, "dp": dp}
             parallel = config.parallel.model_copy(update=sizes)
             ranks_per_node, rest = divmod(model_ranks * dp, num_nodes)

@@ -78,8 +78,6 @@ def test_the_nearest_legal_values_of_another_problem_fit_too() -> None:
     ("name", "overrides", "gigabytes"),
     [
         ("llama3_8b", ONE_NODE, 80),
-        ("llama3_8b", (*ONE_NODE, "train.micro_batch_size=4"), 60),
-        ("gpt_175b", ("parallel.dp=16",), 24),
         ("gpt_175b", ("parallel.pp=16", "parallel.dp=8", "parallel.vpp=1"), 18),
     ],
 )
@@ -103,7 +101,6 @@ def test_changes_are_put_together_where_one_is_not_enough_and_none_is_made_up() 
     config = llama(*overrides)
     (found,) = fitting_changes(Subject(config, 8, 8), 40 * GB)
     assert len(found.changes) > 1 and found.total <= 40 * GB
-    assert list(fitting_changes(Subject(config, 8, 8), GB)) == []
     (text,) = refused(*overrides, gigabytes=1)
     assert "No legal layout of these ranks fits" in text
 

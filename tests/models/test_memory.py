@@ -139,8 +139,8 @@ def most_messages(program: Program, pp: int) -> int:
     return most
 
 
-@pytest.mark.parametrize("pp", [2, 3, 4, 6])
-@pytest.mark.parametrize(("name", "vpp"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)])
+@pytest.mark.parametrize("pp", [2, 3, 5])
+@pytest.mark.parametrize(("name", "vpp"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
 def test_messages_are_those_of_the_lowered_programs(name: str, vpp: int, pp: int) -> None:
     sizes = ParallelSizes(pp=pp, vpp=vpp)
     config = deeper(
@@ -148,10 +148,10 @@ def test_messages_are_those_of_the_lowered_programs(name: str, vpp: int, pp: int
         model={"num_layers": pp * vpp},
         parallel={"pp": pp, "vpp": vpp},
         schedule={"name": name},
-        train={"global_batch_size": 2 * 4 * pp},
+        train={"global_batch_size": 2 * 2 * pp},
     )
     one = config.model.seq_length * config.train.micro_batch_size * config.model.hidden_size * 2
-    program = lower(schedules.build(name, pp, vpp, 4 * pp))
+    program = lower(schedules.build(name, pp, vpp, 2 * pp))
     counted = [rank.messages / one for rank in predict(config, sizes).ranks]
     assert counted == [most_messages(program, index) for index in range(pp)]
     few = lower(schedules.build(name, pp, vpp, pp))

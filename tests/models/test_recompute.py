@@ -109,7 +109,7 @@ def test_every_pipeline_rank_comes_to_the_same_choice() -> None:
     config = config_of(LLAMA, tp=2)
     config = with_value(with_value(config, "model.num_layers", 16), "train.global_batch_size", 32)
     sizes = parallel_sizes(config)
-    totals = [predicted_memory(config, sizes, pp).total for pp in range(2)]
+    totals = [predicted_memory(config, sizes, pp).tensors for pp in range(2)]
     assert totals[0] > totals[1]
     chosen = settled(auto(config, (totals[1] + 1) / GB), sizes)
     assert chosen.recompute.granularity != "none"
