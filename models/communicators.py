@@ -6,11 +6,10 @@ allocator (`ncclP2pAllocateShareableBuffer` in its src/transport/p2p.cc):
     receiver   buffers of the protocols LL 0.5 MiB + LL128 4.7 MiB + Simple 4 MiB (NCCL_BUFFSIZE), in pages of 2 MiB:  10 MiB
     sender     one page for its flags:                                                                               2 MiB
 
-Eight H100 that connect all to all over 32 channels showed these two sizes and no others (NVIDIA/nccl issue 1685). A channel of a
+Eight H100 that connected all to all over 32 channels allocated buffers of these two sizes (NVIDIA/nccl issue 1685). A channel of a
 ring has one neighbour to receive from and one to send to. The pipeline's two communicators also send and receive, over other
-connections, with the ring's neighbours. A node of eight H100 gets 24 channels for collectives and 32 for messages
-(its NCCL_DEBUG=INFO log); `max_ctas` (`engine.axis_groups.STREAM_USE`)
-limits both.
+connections, with both neighbours of the ring. NCCL chooses 24 channels for collectives and 32 for messages on a node of eight
+H100 (its log at NCCL_DEBUG=INFO); `max_ctas` of `engine.axis_groups.STREAM_USE` limits both.
 
 Left out: trees and NVLink SHARP, which NCCL connects when it first uses them (NCCL_RUNTIME_CONNECT), and buffers of the network.
 """
@@ -42,7 +41,7 @@ def communicator_bytes(sizes: ParallelSizes, kv_heads: int | None) -> tuple[int,
     small = ParallelSizes(tp=sizes.tp, pp=min(sizes.pp, 3), dp=min(sizes.dp, 2))
     grid = RankGrid(small, allow_tp_across_nodes=True)
     by_stage = [
-        sum(channels_of(axes, len(ranks)) for ranks, axes in communicators(grid, grid.rank(pp=pp), kv_heads))
+        sum(connections_of(axes, len(ranks)) for ranks, axes in communicators(grid, grid.rank(pp=pp), kv_heads))
         * (RECEIVE_BYTES + SEND_BYTES)
         for pp in range(small.pp)
     ]
@@ -59,16 +58,16 @@ def communicators(grid: RankGrid, rank: int, kv_heads: int | None) -> list[tuple
     return [(ranks, axes) for (ranks, _), axes in found.items()]
 
 
-def channels_of(axes: Sequence[str], size: int) -> int:
-    """Count the channels of one communicator of `size` ranks that serves these axes, one for each neighbour."""
+def connections_of(axes: Sequence[str], size: int) -> int:
+    """Count the connections of one communicator of `size` ranks that serves these axes: one per channel and neighbour."""
     connected = [axis for axis in axes if axis not in CONNECTED_LATER]
     if not connected:
         return 0
     limit = stream_use(axes).max_ctas
-    channels = _limited(RING_CHANNELS, limit)
+    connections = _limited(RING_CHANNELS, limit)
     if any(axis in MESSAGE_AXES for axis in connected):
-        channels += min(2, size - 1) * _limited(MESSAGE_CHANNELS, limit)
-    return channels
+        connections += min(2, size - 1) * _limited(MESSAGE_CHANNELS, limit)
+    return connections
 
 
 def _limited(channels: int, limit: int | None) -> int:

@@ -98,7 +98,7 @@ def uses_nccl(config: Config) -> bool:
 def memory_rule(devices: Devices) -> Rule:
     """Return the rule that no rank is predicted to hold more than its device has.
 
-    It says nothing of a run on the CPU, with an open `parallel.dp`, with `runtime.memory=warn`, or whose layout breaks a rule.
+    It finds nothing in a run on the CPU, with an open `parallel.dp`, with `runtime.memory=warn`, or whose layout breaks a rule.
     """
 
     def fits_devices(subject: Subject) -> Iterator[Problem]:
@@ -171,7 +171,7 @@ class _Trial:
     most: int
 
     def after(self, changes: Changes) -> int | None:
-        """Bytes of the fullest rank after the changes; None where they break a rule that was kept."""
+        """Predict the bytes of the fullest rank after the changes; None where they break a rule that was kept."""
         config = self.subject.config
         for key, value in changes:
             config = with_value(config, key, value)

@@ -202,7 +202,7 @@ class _Pipeline:
         return cls(sizes, mine, schedule.actions, tuple(known[kind] for kind in kinds))
 
     def memory(self, config: Config, *, nccl: bool) -> tuple[Memory, ...]:
-        """Memory of each pipeline rank with what `config` recomputes and offloads."""
+        """Predict the memory of each pipeline rank with what `config` recomputes and offloads."""
         sizes = self.sizes
         contents = {_Contents.of(stage): stage for chunks in self.mine for stage in chunks}
         held = {kind: _Held.of(config, sizes, stage) for kind, stage in contents.items()}

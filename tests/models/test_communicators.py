@@ -8,9 +8,9 @@ from models.communicators import (
     MESSAGE_CHANNELS,
     MIB,
     RING_CHANNELS,
-    channels_of,
     communicator_bytes,
     communicators,
+    connections_of,
 )
 
 CONNECTION_BYTES = 12 * MIB
@@ -33,12 +33,12 @@ def test_axes_with_the_same_ranks_share_a_communicator() -> None:
 
 
 def test_channels_are_nccls_own_or_what_the_options_allow() -> None:
-    assert channels_of(["tp"], 8) == channels_of(["world"], 8) == RING_CHANNELS
-    assert channels_of(["dp"], 8) == 16
-    assert channels_of(["pp_forward"], 2) == 4 + 4, "a ring, and messages with the one neighbour there is"
-    assert channels_of(["pp_backward"], 4) == 4 + 2 * 4
-    assert channels_of(["pp"], 4) == 0, "generation connects it, training does not"
-    assert channels_of(["pp", "ends"], 2) == RING_CHANNELS
+    assert connections_of(["tp"], 8) == connections_of(["world"], 8) == RING_CHANNELS
+    assert connections_of(["dp"], 8) == 16
+    assert connections_of(["pp_forward"], 2) == 4 + 4, "a ring, and messages with the one neighbour there is"
+    assert connections_of(["pp_backward"], 4) == 4 + 2 * 4
+    assert connections_of(["pp"], 4) == 0, "generation connects it, training does not"
+    assert connections_of(["pp", "ends"], 2) == RING_CHANNELS
     assert MESSAGE_CHANNELS > 4
 
 
@@ -63,7 +63,7 @@ def test_a_small_grid_stands_for_the_whole_one(tp: int, pp: int, dp: int, kv_hea
     grid = RankGrid(sizes)
     by_rank = [
         CONNECTION_BYTES
-        * sum(channels_of(axes, len(ranks)) for ranks, axes in communicators(grid, grid.rank(pp=stage), kv_heads))
+        * sum(connections_of(axes, len(ranks)) for ranks, axes in communicators(grid, grid.rank(pp=stage), kv_heads))
         for stage in range(pp)
     ]
     assert communicator_bytes(sizes, kv_heads) == tuple(by_rank)
