@@ -88,7 +88,9 @@ def judge_group_counts(every: Sequence[Facts]) -> str | None:
     counts = grouped(every, lambda facts: str(facts["num_groups"]))
     if len(counts) == 1:
         return None
-    lines = [f"  {name_ranks(ranks)}: {count}" for count, ranks in sorted(counts.items(), key=lambda item: int(item[0]))]
+    lines = [
+        f"  {name_ranks(ranks)}: {count}" for count, ranks in sorted(counts.items(), key=lambda item: int(item[0]))
+    ]
     return "\n".join(
         (
             "process groups made before the topology differ in number, torch's default group included:",

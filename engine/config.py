@@ -352,7 +352,9 @@ class ResilienceConfig(Section):
 class RuntimeConfig(Section):
     """Where and as what the run runs."""
 
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is a GPU; a GPU that torch cannot use is an error")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: cuda where there is a GPU; a GPU that torch cannot use is an error"
+    )
     collectives: Literal["auto", "nccl", "gloo"] = Field(
         "auto", description="auto: nccl between GPUs, else gloo; gloo on GPUs: slow, but ranks may share one"
     )
