@@ -32,6 +32,8 @@ from engine.config_load import load_config
 from engine.config_rules import problems
 from engine.errors import ConfigError, TopologyError, TriaxisError
 from engine.telemetry.run_dir import RunDirectory, run_name
+from launch.cli import command_parser
+from launch.commands import train
 from launch.commands.train import request
 from launch.failure import BROKE, DIVERGED, INTERRUPTED, MISTAKE, OTHERS_END_SECONDS
 from launch.gpu_memory import read_devices
@@ -440,7 +442,7 @@ def _config(words: Sequence[str], job: Job | None) -> tuple[Config, Path]:
     Raises:
         ConfigError: all problems at once, before any task starts.
     """
-    asked = request([word for word in words if word != FROM_SCRATCH], dry_run=False)
+    asked = request(command_parser(train).parse(words))
     path = asked.config_path or DEFAULT_CONFIG
     devices = None if job is None else read_devices(os.environ)
     rules = [] if devices is None else [memory_rule(devices)]

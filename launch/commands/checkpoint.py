@@ -91,9 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _verb(
     verbs: Any, name: str, summary: str, epilog: str, function: Callable[[argparse.Namespace], int]
 ) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = verbs.add_parser(
-        name, help=summary, description=summary, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser: argparse.ArgumentParser = verbs.add_parser(name, help=summary, description=summary, epilog=epilog)
     parser.set_defaults(verb_function=function)
     return parser
 

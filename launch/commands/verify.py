@@ -15,6 +15,7 @@ from engine.config import Config, parallel_sizes
 from engine.errors import ConfigError
 from engine.verify.judge import Difference, Verdict
 from engine.verify.matrix import Row
+from launch.command_line import CONFIG, CommandParser
 from launch.verify import Trial, VerificationError, show_plan, trial, verify
 from launch.verify_matrix import MOST_RANKS, matrix
 from launch.verify_oracle import NUM_STEPS, ORACLES, OracleTrial, oracle_trial, show_oracle_plan, verify_against
@@ -22,12 +23,12 @@ from launch.verify_oracle import NUM_STEPS, ORACLES, OracleTrial, oracle_trial, 
 NAME = "verify"
 HELP = "Train a few steps in one process and in a layout; compare loss, every gradient, weights and moments by name."
 EXAMPLES = """examples:
-  triaxis verify --config configs/gpt_tiny.yaml --layout tp=4,pp=2,vpp=2,dp=1
-  triaxis verify --config configs/gpt_tiny.yaml --layout tp=2,dp=2,sp=false --full-size --steps 5 --json certificate.json
-  triaxis verify --config configs/gpt_tiny.yaml model.num_kv_heads=2 --layout tp=4,dp=1
+  triaxis verify configs/gpt_tiny.yaml --layout tp=4,pp=2,vpp=2,dp=1
+  triaxis verify configs/gpt_tiny.yaml --layout tp=2,dp=2,sp=false --full-size --steps 5 --json certificate.json
+  triaxis verify configs/gpt_tiny.yaml model.num_kv_heads=2 --layout tp=4,dp=1
   triaxis verify --matrix
-  triaxis verify --config configs/gpt_tiny.yaml --oracle megatron-core
-  triaxis verify --config configs/gpt_tiny.yaml --oracle transformers --layout tp=2,pp=2 --dtype fp32
+  triaxis verify configs/gpt_tiny.yaml --oracle megatron-core
+  triaxis verify configs/gpt_tiny.yaml --oracle transformers --layout tp=2,pp=2 --dtype fp32
 
 By default the model is made small and keeps every relation of its sizes: heads to ranks, layers to stages, padding of the
 vocabulary, microbatches to stages. Runs on the GPUs of this machine, else on the CPU. Exit code 0: equal; 1: different;
@@ -45,13 +46,10 @@ DTYPES = ("float64", "fp32", "bf16")
 EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = (
-        "triaxis verify (--config config.yaml [section.key=value ...] | --matrix) [--layout tp=..,pp=..] [options]"
-    )
+def add_arguments(parser: CommandParser) -> None:
+    parser.usage = "triaxis verify (CONFIG | --matrix) [--layout tp=N,pp=N,...] [options] [section.key=value ...]"
     parser.epilog = EXAMPLES
-    parser.add_argument("--config", type=Path, metavar="FILE", help="model and run to be verified")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for training")
+    parser.takes(CONFIG, "model and run to be verified", required=False)
     parser.add_argument(
         "--layout",
         metavar="tp=N,pp=N,...",
@@ -125,9 +123,9 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
     if args.steps < 1:
         yield f"--steps {args.steps}: at least one step is compared."
     if args.config is None and not args.matrix:
-        yield "neither --config nor --matrix: nothing says what to verify. Give a config, or --matrix for built-in models."
+        yield "neither a config nor --matrix: nothing says what to verify. Give a config, or --matrix for built-in models."
     if args.config is None and args.overrides:
-        yield f"{args.overrides[0]}: without --config there is nothing to override."
+        yield f"{args.overrides[0]}: without a config there is nothing to override."
     if args.matrix and (args.layout is not None or args.full_size):
         yield "--matrix chooses layouts and uses small sizes: --layout and --full-size would be ignored. Leave them out."
     if args.matrix and args.oracle is not None:
@@ -217,8 +215,12 @@ def _write_json(args: argparse.Namespace, content: Mapping[str, object]) -> None
         args.json.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def layout_overrides(text: str) -> list[str]:
-    """`tp=4,pp=2` as overrides of the section `parallel`.
+def layout_overrides(text: str, *, dp_is_open: bool = False) -> list[str]:
+    """Return `tp=4,pp=2` as overrides of the section `parallel`.
+
+    Args:
+        text: sizes that are not named are 1, and `sp` is off.
+        dp_is_open: leave `dp` to the world size where it is not named.
 
     Raises:
         ConfigError: a word that is no size, or one twice.
@@ -235,7 +237,8 @@ def layout_overrides(text: str) -> list[str]:
         given[name] = value
     if problems:
         raise ConfigError(problems, "the command line")
-    sizes = {name: given.get(name, "false" if name == "sp" else "1") for name in SIZES}
+    unnamed = {"sp": "false"} | ({"dp": "null"} if dp_is_open else {})
+    sizes = {name: given.get(name, unnamed.get(name, "1")) for name in SIZES}
     return [f"parallel.{SIZES[name]}={value}" for name, value in sizes.items()]
 
 

@@ -29,7 +29,7 @@ LLAMA = {
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     command = command_module("config")
-    assert command.run(command_parser(command).parse_args(arguments)) == 0
+    assert command.run(command_parser(command).parse(arguments)) == 0
     return capsys.readouterr().out
 
 

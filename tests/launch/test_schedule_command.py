@@ -61,8 +61,8 @@ def test_every_config_has_a_schedule_that_runs(path: Path, capsys: pytest.Captur
         (["print", "--pp", "2", "--microbatches", "0"], "microbatches=0"),
         (["print", "--pp", "2", "--vpp", "2", "--microbatches", "2", "--name", "1f1b"], "never be computed"),
         (["print", "--pp", "2", "--microbatches", "2", "--form", "png"], "without --out"),
-        (["check", "--config", "x.yaml", "--pp", "2"], "--config together with --pp"),
-        (["check", "--pp", "2", "--microbatches", "2", "--dp", "2"], "--dp without --config"),
+        (["check", "--config", "x.yaml", "--pp", "2"], "x.yaml together with --pp"),
+        (["check", "--pp", "2", "--microbatches", "2", "--dp", "2"], "--dp without a config"),
     ],
 )
 def test_mistakes_are_explained(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
