@@ -32,8 +32,7 @@ from engine.config_load import load_config
 from engine.config_rules import problems
 from engine.errors import ConfigError, TopologyError, TriaxisError
 from engine.telemetry.run_dir import RunDirectory, run_name
-from launch.cli import command_parser
-from launch.commands import train
+from launch.cli import command_module, command_parser
 from launch.commands.train import request
 from launch.failure import BROKE, DIVERGED, INTERRUPTED, MISTAKE, OTHERS_END_SECONDS
 from launch.gpu_memory import read_devices
@@ -442,7 +441,7 @@ def _config(words: Sequence[str], job: Job | None) -> tuple[Config, Path]:
     Raises:
         ConfigError: all problems at once, before any task starts.
     """
-    asked = request(command_parser(train).parse(words))
+    asked = request(command_parser(command_module("train")).parse(words))
     path = asked.config_path or DEFAULT_CONFIG
     devices = None if job is None else read_devices(os.environ)
     rules = [] if devices is None else [memory_rule(devices)]

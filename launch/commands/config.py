@@ -135,7 +135,7 @@ def _derived(
         lines.append(
             ("layout", f"tp={parallel.tp} pp={parallel.pp} vpp={parallel.vpp}, dp = world size / {replica}: open")
         )
-        lines.append(("", "give --world-size to see the rest"))
+        lines.append(("", "give --gpus N to see the rest"))
         return lines
     sizes = parallel_sizes(config, world_size)
     per_node = ranks_per_node or config.runtime.ranks_per_node

@@ -7,6 +7,7 @@ check    the same, or a config  ->  complete, in order, free of deadlock under r
 import argparse
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -19,6 +20,9 @@ from engine.pipeline.simulate import Costs, Timeline, simulate
 from engine.pipeline.text import KIND_NAMES, draw, ink, program_to_text, shade, to_text
 from engine.pipeline.validate import check
 from launch.command_line import CONFIG, CommandParser, add_world_size, check_counts
+
+if TYPE_CHECKING:
+    from engine.config import Config
 
 NAME = "schedule"
 HELP = "Print, draw or check a pipeline schedule."
@@ -35,6 +39,8 @@ CHECK_EXAMPLES = """examples:
 """
 BACKWARD_COST = 2
 """Of a forward, in pictures and in the bubble that `check` prints: two matrix products for each one of the forward."""
+USUAL_ROUNDS = 4
+"""Microbatches per pipeline rank where neither the config nor `--gpus` says dp: enough to fill the pipeline, and quick to check."""
 MOST_LABELLED_ACTIONS = 1200
 """A picture with more actions than this has no room for their labels."""
 
@@ -76,7 +82,7 @@ def _add_sizes(parser: CommandParser) -> None:
         "--dp",
         type=int,
         metavar="N",
-        help="with a config: data-parallel size (default: the config's, or 1 where it is open)",
+        help="with a config: data-parallel size (default: the config's, or one that leaves 4 microbatches per rank)",
     )
     parser.add_argument("--pp", type=int, metavar="P", help="pipeline ranks")
     parser.add_argument("--vpp", type=int, metavar="V", help="model chunks per rank (default: 1)")
@@ -138,12 +144,20 @@ def _of_config(console: Console, args: argparse.Namespace) -> list[Schedule]:
         raise ScheduleError("--dp together with --world-size: each says how many replicas there are. Give one of them.")
     config = load_config(args.config, args.overrides, os.environ, world_size=args.world_size)
     parallel = config.parallel
-    dp = args.dp or data_parallel_size(parallel, args.world_size) or 1
-    plan = batch_plan(config, dp)
+    dp = args.dp or data_parallel_size(parallel, args.world_size)
+    note = "" if dp else " (dp is open: --gpus N says another)"
+    plan = batch_plan(config, dp or _usual_dp(config))
     if args.verb == "check":
-        console.print(f"{args.config}: pp {parallel.pp}, vpp {parallel.vpp}; {plan}")
+        console.print(f"{args.config}: pp {parallel.pp}, vpp {parallel.vpp}; {plan}{note}")
     name = schedules.resolve(config.schedule.name, parallel.vpp)
     return [schedules.build(each, parallel.pp, parallel.vpp, plan.num_microbatches) for each in (name, "forward_only")]
+
+
+def _usual_dp(config: "Config") -> int:
+    """Return the largest data-parallel size that leaves each pipeline `USUAL_ROUNDS` x pp microbatches; 1 where none does."""
+    num_microbatches, pp = config.train.global_batch_size // config.train.micro_batch_size, config.parallel.pp
+    sizes = range(num_microbatches // (USUAL_ROUNDS * pp), 0, -1)
+    return next((dp for dp in sizes if num_microbatches % dp == 0 and num_microbatches // dp % pp == 0), 1)
 
 
 def _timeline(schedule: Schedule) -> Timeline:

@@ -47,11 +47,26 @@ def test_every_shipped_config_is_listed_here() -> None:
 def test_shipped_configs_check_alone_and_at_their_world_size(capsys: pytest.CaptureFixture[str], name: str) -> None:
     path = str(CONFIGS / f"{name}.yaml")
     text = shown(capsys, "check", path)
-    assert text.startswith(f"{path}: ok\n") and f": {WORLD_SIZES[name]:,} ranks" in text
+    assert text.startswith(f"{path}: ok\n")
+    is_open = load_config(path).parallel.dp is None
+    assert ("dp = world size / " if is_open else f": {WORLD_SIZES[name]:,} ranks") in text
     at_size = shown(capsys, "check", path, "--world-size", str(WORLD_SIZES[name]), "--ranks-per-node", "8")
     assert f"{WORLD_SIZES[name]:,} ranks on {WORLD_SIZES[name] // 8} x 8" in at_size
+    batch = load_config(path).train.global_batch_size
+    dp = WORLD_SIZES[name] // (load_config(path).parallel.tp * load_config(path).parallel.pp)
+    assert f"x dp {dp}; " in at_size and f"{batch:,} samples per step" in at_size
+    # The number of replicas stands in the comment of the micro batch, with what follows from it.
+    text = Path(path).read_text()
+    micro = load_config(path).train.micro_batch_size
+    assert f"/ ({micro} x dp {dp}) = {batch // (micro * dp)} microbatches" in text
+
+
+def test_the_tiny_config_says_its_world_because_a_machine_without_gpus_has_no_size() -> None:
     with pytest.raises(ConfigError, match="must be the world size"):
-        shown(capsys, "check", path, "--world-size", str(WORLD_SIZES[name] * 2))
+        load_config(TINY, world_size=16)
+    assert {name for name in WORLD_SIZES if load_config(CONFIGS / f"{name}.yaml").parallel.dp is not None} == {
+        "gpt_tiny"
+    }
 
 
 @pytest.mark.parametrize("name", WORLD_SIZES)
@@ -122,7 +137,7 @@ def test_check_says_that_gathered_inputs_are_kept(capsys: pytest.CaptureFixture[
 
 def test_check_says_what_it_cannot_know(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "check", TINY, "parallel.dp=null")
-    assert "dp = world size / 4: open" in text and "--world-size" in text and "batch" not in text
+    assert "dp = world size / 4: open" in text and "give --gpus N" in text and "batch" not in text
     assert "dp=3: 12 ranks" in shown(
         capsys, "check", TINY, "parallel.dp=null", "train.global_batch_size=24", "--world-size", "12"
     )
