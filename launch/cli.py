@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # `triaxis --help` imports nothing of ours
 GROUPS = {
     "train": {
         "train": "start a training run on this machine, these nodes or this SLURM step",
+        "try": "train a few steps on random tokens in some layouts: speed, memory and time of each",
         "evaluate": "loss and perplexity of a text or corpus under the model of a checkpoint",
         "generate": "continue a prompt with the model of a checkpoint",
     },

@@ -24,6 +24,10 @@ HELP_WIDTH = 110
 """Columns of `--help`: the examples below the options are about as wide."""
 
 
+LAYOUT_WORDS = {"tp": "tp", "pp": "pp", "vpp": "vpp", "dp": "dp", "sp": "sequence_parallel"}
+"""Words of a layout, and the keys of the section `parallel` that they set."""
+
+
 @dataclass(frozen=True, slots=True)
 class Subject:
     """A thing that a command is about, given as a word.
@@ -157,6 +161,33 @@ def check_counts(**given: int | None) -> None:
     ]
     if problems:
         raise ConfigError(problems, "the command line")
+
+
+def layout_overrides(text: str, *, dp_is_open: bool = False) -> list[str]:
+    """Return `tp=4,pp=2` as overrides of the section `parallel`.
+
+    Args:
+        text: sizes that are not named are 1, and `sp` is off.
+        dp_is_open: leave `dp` to the world size where it is not named.
+
+    Raises:
+        ConfigError: a word that is no size, or one twice.
+    """
+    given: dict[str, str] = {}
+    problems = []
+    for word in text.split(","):
+        name, _, value = word.strip().partition("=")
+        if name not in LAYOUT_WORDS or not value or name in given:
+            problems.append(
+                f"layout {text}: {word!r} is not one of {', '.join(f'{name}=..' for name in LAYOUT_WORDS)}, each at most once; the "
+                "layout that would be run is not the one that was meant. Write for example tp=2,pp=2,vpp=2,dp=2."
+            )
+        given[name] = value
+    if problems:
+        raise ConfigError(problems, "the command line")
+    unnamed = {"sp": "false"} | ({"dp": "null"} if dp_is_open else {})
+    sizes = {name: given.get(name, unnamed.get(name, "1")) for name in LAYOUT_WORDS}
+    return [f"parallel.{LAYOUT_WORDS[name]}={value}" for name, value in sizes.items()]
 
 
 def near(word: str, names: Iterable[str]) -> str | None:

@@ -20,8 +20,7 @@ from engine.config_load import load_config
 from engine.config_problems import with_value
 from engine.errors import ConfigError
 from engine.telemetry.format import in_bytes
-from launch.command_line import CONFIG, CommandParser, add_world_size, check_counts
-from launch.commands.verify import layout_overrides
+from launch.command_line import CONFIG, CommandParser, add_world_size, check_counts, layout_overrides
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ from engine.config import Config, parallel_sizes
 from engine.errors import ConfigError
 from engine.verify.judge import Difference, Verdict
 from engine.verify.matrix import Row
-from launch.command_line import CONFIG, CommandParser
+from launch.command_line import CONFIG, LAYOUT_WORDS, CommandParser, layout_overrides
 from launch.verify import Trial, VerificationError, show_plan, trial, verify
 from launch.verify_matrix import MOST_RANKS, matrix
 from launch.verify_oracle import NUM_STEPS, ORACLES, OracleTrial, oracle_trial, show_oracle_plan, verify_against
@@ -36,9 +36,6 @@ vocabulary, microbatches to stages. Runs on the GPUs of this machine, else on th
 its own; without --layout, our one process and three layouts of 4 ranks are compared with it.
 """
 
-SIZES = {"tp": "tp", "pp": "pp", "vpp": "vpp", "dp": "dp", "sp": "sequence_parallel"}
-"""Words of a layout, and the keys of the section `parallel` that they set."""
-
 SHOWN = 12
 DEFAULT_STEPS = 3
 ONE_PROCESS = "one process"
@@ -53,7 +50,7 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument(
         "--layout",
         metavar="tp=N,pp=N,...",
-        help=f"of {', '.join(SIZES)}; what is not named is 1 (sp: off). Default: the config's own layout",
+        help=f"of {', '.join(LAYOUT_WORDS)}; what is not named is 1 (sp: off). Default: the config's own layout",
     )
     parser.add_argument(
         "--matrix",
@@ -213,33 +210,6 @@ def _features(row: Row) -> str:
 def _write_json(args: argparse.Namespace, content: Mapping[str, object]) -> None:
     if args.json is not None:
         args.json.write_text(json.dumps(content, indent=2) + "\n")
-
-
-def layout_overrides(text: str, *, dp_is_open: bool = False) -> list[str]:
-    """Return `tp=4,pp=2` as overrides of the section `parallel`.
-
-    Args:
-        text: sizes that are not named are 1, and `sp` is off.
-        dp_is_open: leave `dp` to the world size where it is not named.
-
-    Raises:
-        ConfigError: a word that is no size, or one twice.
-    """
-    given: dict[str, str] = {}
-    problems = []
-    for word in text.split(","):
-        name, _, value = word.strip().partition("=")
-        if name not in SIZES or not value or name in given:
-            problems.append(
-                f"--layout {text}: {word!r} is not one of {', '.join(f'{name}=..' for name in SIZES)}, each at most once; the "
-                "layout that would be verified is not the one that was meant. Write for example --layout tp=2,pp=2,vpp=2,dp=2."
-            )
-        given[name] = value
-    if problems:
-        raise ConfigError(problems, "the command line")
-    unnamed = {"sp": "false"} | ({"dp": "null"} if dp_is_open else {})
-    sizes = {name: given.get(name, unnamed.get(name, "1")) for name in SIZES}
-    return [f"parallel.{SIZES[name]}={value}" for name, value in sizes.items()]
 
 
 def certificate(asked: Trial, verdict: Verdict, against: str = ONE_PROCESS) -> dict[str, object]:
