@@ -148,7 +148,8 @@ def _heading(tried: Tried, measured: Sequence[Measured]) -> Iterator[tuple[str, 
         if peak is None
         else f"{peak.tflops:,g} TFLOP/s per {machine.rank} ({peak.source})"
     )
-    yield "MFU", f"FLOPs per token / peak; FLOPs per token = {CONVENTION}; peak: {about}"
+    yield "MFU", f"tokens/s per {machine.rank} x FLOPs per token / peak; FLOPs per token = {CONVENTION}"
+    yield "peak", about
     held = "allocated by torch" if machine.is_gpu else "resident, Python and torch included"
     yield "memory", f"of the rank that held most: {held}, and predicted (weights, gradients, optimizer, activations)"
 

@@ -132,10 +132,10 @@ def _tell(outcome: Measured | Failed) -> None:
 
 
 def _words(args: argparse.Namespace) -> list[str]:
-    """The command that does the same again."""
-    options = [f"--steps={args.steps}"]
-    options += [] if args.layouts is None else [f"--layouts={args.layouts}"]
-    options += [] if args.world_size is None else [f"--gpus={args.world_size}"]
+    """Return the command that does the same again."""
+    options = ["--steps", str(args.steps)]
+    options += [] if args.layouts is None else ["--layouts", args.layouts]
+    options += [] if args.world_size is None else ["--gpus", str(args.world_size)]
     return ["triaxis", "try", str(args.config), *options, *args.overrides]
 
 
