@@ -77,6 +77,7 @@ def test_mistakes_are_explained(arguments: list[str], words: str, capsys: pytest
         (["train.global_batch_size=128"], 4, 8),
         (["parallel.pp=1", "parallel.vpp=1"], 2, 4),
         (["train.global_batch_size=24"], 1, 6),
+        (["train.global_batch_size=72"], 1, 18),  # dp 2 would leave 9, which the interleaved schedule cannot deal out
     ],
 )
 def test_an_open_dp_leaves_every_pipeline_a_few_microbatches(

@@ -1,6 +1,7 @@
 """`triaxis try`: layouts are trained for a few steps and ranked, what cannot be trained is listed with its reason."""
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -165,6 +166,10 @@ def test_a_layout_that_breaks_is_listed_with_its_first_error(
     assert outcome.reason == "the GPU is out of memory in 3F1: 81 GB are needed"
     assert outcome.output.endswith("error: a rank lost its peer")
     assert capfd.readouterr() == ("", "")
+    # Afterwards this process writes to its terminal again, below Python's streams too.
+    os.write(1, b"back")
+    os.write(2, b"there")
+    assert capfd.readouterr() == ("back", "there")
 
 
 def test_after_a_layout_that_breaks_the_next_is_tried(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
