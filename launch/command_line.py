@@ -20,6 +20,8 @@ from typing import Any
 from engine.errors import ConfigError
 
 OVERRIDES = "section.key=value"
+HELP_COLUMN = 30
+"""Where the meanings of options begin in `--help`."""
 HELP_WIDTH = 110
 """Columns of `--help`: the examples below the options are about as wide."""
 
@@ -62,6 +64,7 @@ class CommandParser(argparse.ArgumentParser):
     def add_subparsers(self, **settings: Any) -> Any:
         """Add verbs, as `argparse.ArgumentParser.add_subparsers`."""
         self._verbs = super().add_subparsers(**settings)
+        self.usage = f"{self.prog} {settings['metavar']} ..."
         return self._verbs
 
     def takes(self, subject: Subject, meaning: str, *, required: bool = True) -> None:
@@ -73,13 +76,14 @@ class CommandParser(argparse.ArgumentParser):
             required: refuse a command line without it.
         """
         self._subject, self._needs_subject = subject, required
-        name = subject.name.upper()
-        self.add_argument(
-            "words",
-            nargs="*",
-            metavar=f"{name} {OVERRIDES}",
-            help=f"{meaning}; and fields of the configuration, in place of what it says",
+        entries = (
+            (subject.name.upper(), meaning),
+            (OVERRIDES, "a field of the configuration, in place of what it says"),
         )
+        described = "\n".join(f"{name:<{HELP_COLUMN - 2}}{text}" for name, text in entries)
+        # One argument for argparse, two for people, above the options.
+        self._positionals.title, self._positionals.description = "words", described
+        self.add_argument("words", nargs="*", help=argparse.SUPPRESS)
         if subject is CONFIG:
             self.add_argument("--config", type=Path, metavar="FILE", help="the config, in place of the first word")
 
@@ -222,4 +226,4 @@ class _Help(argparse.RawDescriptionHelpFormatter):
     """A formatter that keeps the lines of examples and has room for long options."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=30, width=HELP_WIDTH)
+        super().__init__(prog, max_help_position=HELP_COLUMN, width=HELP_WIDTH)

@@ -78,6 +78,7 @@ def add_arguments(parser: CommandParser) -> None:
         description="Make a model section from a Hugging Face config.json.",
         epilog=FROM_HF_EXAMPLES,
     )
+    from_hf.usage = "triaxis config from-hf CONFIG_JSON [--seq-length N]"
     from_hf.add_argument(
         "path", type=Path, metavar="config.json", help=f"of a model of the family {', '.join(FAMILIES)}"
     )

@@ -68,6 +68,7 @@ def add_parsers(verbs: Any) -> None:
         description="Turn a folder of Hugging Face's format into weights to start from, and a config.",
         epilog=IMPORT_EXAMPLES,
     )
+    bring.usage = "triaxis convert hf-import HF_DIR OUT_DIR [--seq-length N] [--dtype DTYPE]"
     bring.add_argument("source", type=Path, metavar="HF_DIR", help="folder with config.json and safetensors")
     bring.add_argument("out", type=Path, metavar="OUT_DIR", help="folder of checkpoints to make; it must not exist")
     bring.add_argument(
@@ -84,6 +85,9 @@ def add_parsers(verbs: Any) -> None:
         help="a checkpoint of any layout -> a folder that transformers loads",
         description="Turn a checkpoint of any layout into a folder that transformers loads.",
         epilog=EXPORT_EXAMPLES,
+    )
+    take.usage = (
+        "triaxis convert hf-export CHECKPOINT OUT_DIR [--family NAME] [--dtype DTYPE] [--tokenizer PATH] [options]"
     )
     take.add_argument(
         "source", type=Path, metavar="CHECKPOINT", help="step_00001000, a folder of checkpoints, or a run directory"

@@ -35,7 +35,8 @@ def test_every_help_shows_an_example(name, capsys):
     assert left.value.code == 0
     text = capsys.readouterr().out
     usage = text.partition("\n\n")[0]
-    assert usage.startswith(f"usage: triaxis {name} ")
+    assert usage.startswith(f"usage: triaxis {name} ") and "[-h]" not in usage and "\n" not in usage
+    assert text.partition("\n\n")[2][0].isupper()
     assert max(map(len, text.splitlines())) <= 140
     examples = [line for line in text.splitlines() if f"triaxis {name}" in line and line not in usage]
     assert examples, text
@@ -50,8 +51,8 @@ def test_every_verb_says_what_it_does_and_shows_an_example(name, verb, capsys):
         cli.main([name, verb, "--help"])
     assert left.value.code == 0
     usage, description, rest = capsys.readouterr().out.split("\n\n", 2)
-    assert usage.startswith(f"usage: triaxis {name} {verb} ")
-    assert description.strip()
+    assert usage.startswith(f"usage: triaxis {name} {verb} ") and "[-h]" not in usage and "\n" not in usage
+    assert description[0].isupper() and description.endswith(".")
     assert f"\n  triaxis {name} {verb} " in rest or f" triaxis {name} {verb} " in rest
 
 
