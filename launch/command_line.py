@@ -36,7 +36,7 @@ class Subject:
 
     Attributes:
         name: of the thing, and of the attribute of the parsed arguments that holds its path.
-        exists: tells whether a path is one.
+        exists: returns true for a path that is one.
         endings: of file names that can only mean one, so that a missing file is reported by whoever opens it.
         example: shown where none was given.
     """
@@ -227,3 +227,4 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=HELP_COLUMN, width=HELP_WIDTH)
+        self._action_max_length = HELP_COLUMN - 2

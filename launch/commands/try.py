@@ -145,7 +145,7 @@ def _refuse_other_launchers() -> None:
     Raises:
         ConfigError: another launcher has started this process, or was asked for.
     """
-    several = int(os.environ.get("NNODES") or 1) > 1 or hostfile.is_asked_for(os.environ)
+    several = os.environ.get("NNODES", "") not in ("", "1") or hostfile.is_asked_for(os.environ)
     if "RANK" in os.environ or is_rank(os.environ) or several:
         raise ConfigError(
             [

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.config import parallel_sizes
 from engine.config_load import load_config
 from engine.errors import ConfigError
 from engine.telemetry.flops import CONVENTION, model_flops_per_token
@@ -235,8 +236,6 @@ def test_the_prediction_is_of_the_rank_that_held_most() -> None:
     config = load_config(
         TINY, ["parallel.vpp=1", "parallel.dp=1", "parallel.tp=1", "parallel.sequence_parallel=false"], {}
     )
-    from engine.config import parallel_sizes
-
     sizes = parallel_sizes(config)
     assert try_layouts._memory(config, sizes, [5, 9]) == Memory(1, 9, predicted_memory(config, sizes, 1).total)
     assert predicted_memory(config, sizes, 0).total != predicted_memory(config, sizes, 1).total
