@@ -39,7 +39,7 @@ _REDUCE_SCATTER: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dis
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 TEXT_BYTES = 4096
-"""What `Axis.tell` carries per member: the longest path of a file, or some lines of an error."""
+"""The most that `Axis.tell` carries per member, and `Axis.announce` in all: a path of a file, or some lines of an error."""
 
 
 class Event(NamedTuple):
@@ -390,14 +390,37 @@ class Axis:
         return [float(value) for value in self.all_reduce(vector, purpose).wait().tolist()]
 
     def tell(self, text: str, device: torch.device, purpose: str) -> list[str]:
-        """Every member's short text, in rank order: reasons of errors, the name of a folder. No pickle is involved.
+        """Gather every member's short text, in rank order: reasons of errors, say. No pickle is involved.
 
+        The members agree on the longest text first, so that a round in which all texts are empty costs one number per member.
         Longer texts are cut to `TEXT_BYTES` of UTF-8.
         """
+        content = text.encode()[:TEXT_BYTES]
+        length = torch.tensor([len(content)], dtype=AGREEMENT_DTYPE, device=device)
+        longest = int(self.all_reduce(length, purpose, op="max").wait().item())
+        if not longest:
+            return [""] * self.size
+        everybody = self.all_gather(_bytes_to(content.ljust(longest, b"\0"), device), purpose).wait()
+        flat = everybody.cpu().numpy().tobytes()
+        return [_text(flat[start : start + longest]) for start in range(0, len(flat), longest)]
+
+    def announce(self, text: str, device: torch.device, purpose: str) -> str:
+        """Return the first member's text on every member; the others' texts are ignored.
+
+        A text that is longer than `TEXT_BYTES` of UTF-8 is cut.
+        """
         content = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
-        mine = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
-        everybody = self.all_gather(mine, purpose).wait().cpu().view(self.size, TEXT_BYTES)
-        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in everybody]
+        return _text(self.broadcast(_bytes_to(content, device), 0, purpose).wait().cpu().numpy().tobytes())
+
+
+def _bytes_to(content: bytes, device: torch.device) -> torch.Tensor:
+    """uint8 [len(content)] on a device."""
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
+
+
+def _text(content: bytes) -> str:
+    """Decode what `tell` and `announce` have padded with zeros."""
+    return content.rstrip(b"\0").decode(errors="ignore")
 
 
 def _work(work: Any) -> dist.Work:

@@ -161,7 +161,7 @@ def _rank_0_decides(engine: Engine, decide: Callable[[], Offer | None]) -> Offer
             text = "none" if offer is None else f"{'own' if offer.is_own else 'other'}\n{offer.what}\n{offer.folder}"
         except CheckpointError as error:
             text = f"error\n{error}"
-    verdict, _, rest = world.tell(text, device, "begin")[0].partition("\n")
+    verdict, _, rest = world.announce(text, device, "begin").partition("\n")
     if verdict == "error":
         raise CheckpointError(rest)
     if verdict == "none":

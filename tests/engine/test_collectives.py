@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.collectives import Axis, Ledger, Message
+from engine.collectives import TEXT_BYTES, Axis, Ledger, Message
 from engine.errors import TopologyError
 from engine.rank_grid import ParallelSizes, RankGrid
 from engine.topology import Topology
@@ -123,7 +123,36 @@ def test_a_one_rank_axis_is_the_identity_and_calls_nothing() -> None:
     assert axis.reduce_scatter(x, "a").wait() is x
     assert axis.broadcast(x, 0, "a").wait() is x
     assert axis.agree([1.0, 2.0], CPU, "a") == [1.0, 2.0]
+    assert axis.tell("why", CPU, "a") == ["why"] and axis.announce("where", CPU, "a") == "where"
     assert axis.ledger.events == []
+
+
+def exchange_texts(rank: int) -> dict[str, Any]:
+    axis = Topology(RankGrid(ParallelSizes(tp=4)), rank, CPU).axis("tp")
+    results: dict[str, Any] = {}
+    for name, told in (
+        ("nobody", ""),
+        ("one", "größer" if rank == 2 else ""),
+        ("all", str(rank) * (rank + 1)),
+        ("long", "x" * (TEXT_BYTES + rank)),
+    ):
+        axis.ledger.reset()
+        results[name] = axis.tell(told, CPU, "test")
+        results[f"calls of {name}"] = [(event.op, event.numel) for event in axis.ledger.posted]
+    axis.ledger.reset()
+    results["announced"] = axis.announce(f"from {rank}", CPU, "test")
+    results["calls of announced"] = [(event.op, event.numel) for event in axis.ledger.posted]
+    return results
+
+
+def test_texts_cost_as_many_bytes_as_the_longest_and_none_where_all_are_empty() -> None:
+    for got in run_ranks(exchange_texts, 4):
+        assert got["nobody"] == [""] * 4 and got["calls of nobody"] == [("all_reduce", 1)]
+        assert got["one"] == ["", "", "größer", ""]
+        assert got["calls of one"] == [("all_reduce", 1), ("all_gather", len("größer".encode()))]
+        assert got["all"] == ["0", "11", "222", "3333"] and got["calls of all"][1] == ("all_gather", 4)
+        assert got["long"] == ["x" * TEXT_BYTES] * 4
+        assert got["announced"] == "from 0" and got["calls of announced"] == [("broadcast", TEXT_BYTES)]
 
 
 def sum_order(rank: int, parts: int) -> list[torch.Tensor]:
