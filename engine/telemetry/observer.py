@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from engine.gather import Gathering
+from engine.precision import AGREEMENT_DTYPE
 from engine.step import StepResult
 from engine.telemetry.hub import Telemetry
 from engine.telemetry.memory_check import MemoryCheck
@@ -24,6 +26,7 @@ from engine.telemetry.slow_ranks import SlowRanks
 from engine.telemetry.step_times import StepTimes
 from engine.telemetry.timers import VALIDATION, Timers
 from engine.topology import Topology
+from engine.transfers import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +164,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def peak_memory_of_ranks(topology: Topology) -> list[int]:
-    """`peak_memory_bytes` of every rank, in their order; every rank calls it."""
-    mine = [0.0] * topology.grid.world_size
-    mine[topology.rank] = float(peak_memory_bytes(topology.device))
-    return [int(held) for held in topology.axis("world").agree(mine, topology.device, "peak memory")]
+    """Gather `peak_memory_bytes` of every rank, in their order, on rank 0; [] on the others. Every rank calls it."""
+    mine = to_device([float(peak_memory_bytes(topology.device))], AGREEMENT_DTYPE, topology.device)
+    rows = Gathering(topology, mine, "peak memory").finish()
+    return [] if rows is None else [int(held) for held in rows.flatten().tolist()]
