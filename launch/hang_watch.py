@@ -26,7 +26,7 @@ def open_hang_watch(engine: Engine, directory: RunDirectory, telemetry: Telemetr
 
     def tell(step: int, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
-        log = EventLog(directory.events, directory.attempt, rank=rank)
+        log = EventLog(directory.events(topology.grid.node(rank)), directory.attempt, rank=rank)
         log.write("hang", step=step, message=text.splitlines()[1].strip(), report=text)
         log.close()
         telemetry.last_words()

@@ -61,7 +61,7 @@ def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Sta
         ("peak", _peak(meter)),
         (
             "results",
-            f"{directory.path}/ (config.yaml, metrics.jsonl, events.jsonl, logs/{directory.rank_log(0).parent.name}/)",
+            f"{directory.path}/ (config.yaml, metrics.jsonl, events/, logs/{directory.rank_log(0).parent.name}/)",
         ),
     ]
     report.block(f"Triaxis: {directory.path.name}{attempt}", rows)
@@ -117,9 +117,7 @@ def show_end(report: Report, directory: RunDirectory, end: End) -> None:
     rows = [("nats/token", "\n".join(ladder(end.loss, end.val_loss, end.entropies)))]
     if end.text is not None:
         rows += [("prompt", end.prompt.expandtabs(4)), ("it writes", end.text.expandtabs(4).rstrip())]
-    rows.append(
-        ("results", f"{directory.path}/ (metrics.jsonl: one object per step; events.jsonl, config.yaml, logs/)")
-    )
+    rows.append(("results", f"{directory.path}/ (metrics.jsonl: one object per step; events/, config.yaml, logs/)"))
     report.say()
     in_attempt = f" of training in attempt {directory.attempt}" if directory.attempt else " of training"
     report.block(f"Finished: {end.steps:,} steps, {duration(end.seconds)}{in_attempt}", rows)

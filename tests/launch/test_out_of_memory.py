@@ -13,7 +13,7 @@ from engine.topology import Topology
 from launch.memory_snapshot import HISTORY_ENTRIES, MemorySnapshot, remember_allocations
 from launch.out_of_memory import explaining_memory
 from tests.harness import run_ranks
-from tests.launch.command_line import PRETRAIN, ROOT, records, run
+from tests.launch.command_line import PRETRAIN, ROOT, events, run
 from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank
 
@@ -41,8 +41,8 @@ def test_a_run_that_needs_too_much_ends_with_a_table(tmp_path: Path) -> None:
     rows = {line.split()[0]: line.split() for line in everything.splitlines() if line.startswith("  ") and line.split()}
     assert rows["parameters"][1:3] == rows["parameters"][3:5] == ["1.81", "MiB"]
     assert rows["optimizer"][1:3] == rows["optimizer"][3:5]
-    events = records(tmp_path / "runs" / "gpt_tiny" / "events.jsonl")
-    assert any(event["kind"] == "failed" and event["error"].startswith("OutOfMemoryError") for event in events)
+    told = events(tmp_path / "runs" / "gpt_tiny")
+    assert any(event["kind"] == "failed" and event["error"].startswith("OutOfMemoryError") for event in told)
 
 
 def test_the_memory_that_has_run_out_is_named() -> None:
