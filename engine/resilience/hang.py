@@ -199,12 +199,20 @@ class HangWatch:
         path = self._folder / f"rank_{self._rank:05d}.nccl.json"
         threading.Thread(target=self._write_flight_record, args=(path,), name="flight-record", daemon=True).start()
         grid = self._scene.grid
-        if not self._wait_for(lambda: len(self._ranks(ANSWERS)) == grid.world_size, unless_goes_on=beat):
+        node = grid.node(self._rank)
+        neighbours = [rank for rank in range(grid.world_size) if grid.node(rank) == node]
+
+        def all_answer() -> bool:
+            # One rank of a node lists the folder; the others wait for what comes of it.
+            if any(self._path(rank, ANSWERS).exists() for rank in neighbours if rank < self._rank):
+                return (self._folder / REPORT).exists()
+            return len(self._ranks(ANSWERS)) == grid.world_size
+
+        if not self._wait_for(all_answer, unless_goes_on=beat):
             own.unlink(missing_ok=True)
             print(f"rank {self._rank}: went on after standing still for {still_seconds:.0f} seconds", file=sys.stderr)
             return
-        answered, node = sorted({*self._ranks(ANSWERS), self._rank}), grid.node(self._rank)
-        neighbours = [rank for rank in range(grid.world_size) if grid.node(rank) == node]
+        answered = sorted({*self._ranks(ANSWERS), self._rank})
         silent = [rank for rank in neighbours if rank not in answered]
         is_deputy = self._rank == next(rank for rank in answered if rank in neighbours)
         if is_deputy:

@@ -220,6 +220,23 @@ def test_a_rank_of_long_steps_is_not_ended(heartbeat: Heartbeat, tmp_path: Path)
     watch.close()
 
 
+def test_one_rank_of_a_node_lists_the_words_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 of a node is silent. Rank 1 waits beside rank 0, which has answered before it, and lists once, in the end."""
+    three = Scene(RankGrid(ParallelSizes(dp=3)), {"world": [(0, 1, 2)]}, SCHEDULE, SCHEDULE)
+    folder, listings = tmp_path / "hang", []
+    folder.mkdir()
+    (folder / "rank_00000.answers.json").write_text("{}")
+    heartbeat = Heartbeat(file_of(tmp_path / "shm", 1), 1, 0)
+    heartbeat.phase("data")
+    left: list[int] = []
+    watch = HangWatch(heartbeat, three, folder, LIMITS, lambda step, text: None, leave=left.append)
+    ranks = watch._ranks
+    monkeypatch.setattr(watch, "_ranks", lambda kind: (listings.append(kind), ranks(kind))[1])
+    watch._hangs(heartbeat.read(), 1.0)
+    assert listings == ["answers"] and left == [HUNG]
+    assert not (folder / "rank_00002.silent.json").exists(), "its deputy is rank 0"
+
+
 def _until(is_true: object, within_seconds: float = 30.0) -> None:
     deadline = time.monotonic() + within_seconds
     while not is_true():  # type: ignore[operator]

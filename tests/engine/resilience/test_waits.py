@@ -150,3 +150,21 @@ def test_every_phase_has_words(phase: str, words: str) -> None:
     where = scene(tp=1, pp=1, dp=1)
     _, lines, _ = report(where, [LastWords(0, beat(0, phase), True, 300.0)])
     assert lines == [f"  rank 0 (pp 0, dp 0, tp 0) {words}"]
+
+
+@pytest.mark.parametrize("num_silent", [1, 256])
+def test_a_report_looks_at_each_rank_of_a_call_once(num_silent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All wait for the silent ones in one call over the world: compared pair by pair they would be the square of the ranks."""
+    where, looked_at, is_in = scene(tp=8, pp=2, dp=32), [], Report._is_in
+
+    def count(self: Report, rank: int, call: Beat) -> bool:
+        looked_at.append(rank)
+        return is_in(self, rank, call)
+
+    monkeypatch.setattr(Report, "_is_in", count)
+    call = ("all_reduce", "world", "step")
+    words = [LastWords(rank, beat(rank, "optimizer", call), rank >= num_silent, 300) for rank in range(512)]
+    headline, lines, culprits = report(where, words)
+    assert culprits == list(range(num_silent)) and headline.startswith("rank 0 (pp 0, dp 0, tp 0) does not answer")
+    assert any(line.startswith(f"  rank {num_silent} ") and "waits for rank" in line for line in lines)
+    assert len(looked_at) == 512
