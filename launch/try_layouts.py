@@ -25,6 +25,7 @@ from engine.config import Config
 from engine.config_load import load_config
 from engine.errors import ConfigError, TriaxisError
 from engine.rank_grid import ParallelSizes, RankGrid
+from engine.telemetry.events import read_events
 from engine.telemetry.jsonl import read_records
 from engine.telemetry.run_dir import RunDirectory
 from engine.telemetry.time_split import PARTS
@@ -199,7 +200,7 @@ def read_measured(plan: Plan) -> Measured:
     assert name is not None, "write_config gives it one"
     directory = RunDirectory.join(config.runtime.runs_dir, name, 0)
     steps = read_records(directory.metrics).records
-    events = {event["kind"]: event for event in read_records(directory.events).records}
+    details = {event.kind: event.details for event in read_events(directory.path).events}
     first = 1 + max(1, len(steps) // WARM_UP_SHARE)
     steady = [step for step in steps if step["step"] >= first]
     middle = {
@@ -212,14 +213,14 @@ def read_measured(plan: Plan) -> Measured:
         config=config,
         layout=str(plan.sizes),
         num_ranks=plan.sizes.world_size,
-        device=events["attempt_started"]["layout"]["backend"],
+        device=details["attempt_started"]["layout"]["backend"],
         first_step=first,
         last_step=last["step"],
         step_seconds=middle["step_time_seconds"],
         tokens_per_second=middle["tokens_per_second"],
         model_tflops=middle["model_tflops_per_device"],
         mfu=median(mfus) if mfus else None,
-        memory=_memory(config, plan.sizes, events["finished"]["peak_memory_bytes"]),
+        memory=_memory(config, plan.sizes, details["finished"]["peak_memory_bytes"]),
         time=_shares(last["time_split"]),
         loss=last["loss"],
     )

@@ -61,7 +61,9 @@ def add_arguments(parser: CommandParser) -> None:
     for verb in (show, check):
         verb.takes(CONFIG, "the file")
     show.usage = "triaxis config print CONFIG [section.key=value ...]"
-    check.usage = "triaxis config check CONFIG [--gpus N] [--ranks-per-node N] [--gpu-memory GB] [section.key=value ...]"
+    check.usage = (
+        "triaxis config check CONFIG [--gpus N] [--ranks-per-node N] [--gpu-memory GB] [section.key=value ...]"
+    )
     add_world_size(check, "ranks of the run (default: what the config says)")
     check.add_argument(
         "--ranks-per-node", type=int, metavar="N", help="ranks on a node (default: what the config says)"
