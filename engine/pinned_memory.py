@@ -8,7 +8,7 @@ Here memory is mapped first, then its pages are locked where they are (cudaHostR
     PinnedPool     vectors that are kept by length and dtype and reused; offloaded activations, staged messages
 
 On a CPU the same memory stays pageable: a `PageLock` is the one step that depends on the device. torch's allocator defers the
-reuse of its memory until copies under way are done. It knows nothing of this memory, so its users say when it is free.
+reuse of its memory until copies under way are done. It does not cover this memory, so the users give it back when it is free.
 
 Pages stay locked until `close`, or to the end of the process. They are not unlocked when a buffer is collected, because unlocking
 waits for the device: where a rank has failed, its device may wait for a peer that is gone, and the rank would never end.
@@ -48,7 +48,7 @@ class Purpose(NamedTuple):
 
 
 class PageLock(Protocol):
-    """Locks pages of host memory for the copies of one device."""
+    """Lock on pages of host memory, for the copies of one device."""
 
     def lock(self, memory: torch.Tensor) -> None:
         """Lock the pages of `memory`, uint8 [n], page-aligned; raises OSError with the driver's words where it refuses."""
@@ -60,7 +60,7 @@ class PageLock(Protocol):
 
 
 class Pageable:
-    """Leaves memory as it is: a CPU's copies need no lock."""
+    """Page lock of a CPU: none, because its copies are made by the host itself."""
 
     def lock(self, memory: torch.Tensor) -> None:
         pass
@@ -102,7 +102,7 @@ class CudaDriver:
 
 
 class CudaPageLock:
-    """Locks pages for a GPU.
+    """Page lock of a GPU.
 
     Args:
         driver: of the GPU.
@@ -138,7 +138,7 @@ def _keep(memory: torch.Tensor) -> None:
 
 
 def page_lock_of(device: torch.device) -> PageLock:
-    """The page lock for copies between the host and `device`."""
+    """Return the page lock for copies between the host and `device`."""
     return CudaPageLock(CudaDriver(device)) if device.type == "cuda" else Pageable()
 
 
@@ -228,7 +228,7 @@ class PinnedPool:
         self._free: dict[VectorSize, list[tuple[torch.Tensor, Sequence[torch.cuda.Event]]]] = {}
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A vector [numel] that is free, or a new one where none is; its contents are undefined.
+        """Take a vector [numel] that is free, or make one where none is; its contents are undefined.
 
         Raises:
             OutOfMemoryError: there is no memory for a new one.

@@ -48,18 +48,18 @@ class StoredState:
         return self.over([tensor[where] for tensor in self.tensors])
 
     def over(self, tensors: Sequence[torch.Tensor]) -> "StoredState":
-        """The same form over other tensors, such as copies."""
+        """Return this form over other tensors, such as copies."""
         return replace(self, tensors=tuple(tensors))
 
     def widened(self) -> torch.Tensor:
-        """The elements [n] in the accumulation dtype; the tensor itself where it has that dtype."""
+        """Return the elements [n] in the accumulation dtype; the tensor itself where it has that dtype."""
         if len(self.tensors) == 1:
             return self.tensors[0].to(self.dtype)
         parameters, remainders = self.tensors
         return read_master(parameters, remainders)
 
     def cpu(self) -> torch.Tensor:
-        """The elements [n] in the accumulation dtype and in host memory."""
+        """Return the elements [n] in the accumulation dtype and in host memory."""
         return self.widened().cpu()
 
 
@@ -95,7 +95,7 @@ class OptimizerState:
         return [tensor for tensor in self._kept.values() if tensor is not self._parameters]
 
     def stored(self, kind: StateKind) -> StoredState:
-        """One kind in the form in which it is kept; the tensors are the live ones."""
+        """Return one kind in the form in which it is kept; the tensors are the live ones."""
         kept = self._kept[kind]
         is_split = kind == "master" and kept.dtype == torch.int16
         return StoredState((self._parameters, kept) if is_split else (kept,), self.wide)

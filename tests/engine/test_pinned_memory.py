@@ -32,7 +32,7 @@ sizes = st.lists(
 
 
 class RecordingDriver:
-    """Records the calls of a page lock in order; refuses registrations with `code`."""
+    """Driver that records the calls of a page lock in order, and answers registrations with `code`."""
 
     def __init__(self, code: int = 0) -> None:
         self.code = code
@@ -167,7 +167,7 @@ def test_a_pool_reuses_vectors_of_one_length_and_dtype() -> None:
 
 
 class Reached:
-    """An event of a stream that is reached when it is set."""
+    """Event of a stream that is reached when it is set."""
 
     def __init__(self) -> None:
         self.is_set = False

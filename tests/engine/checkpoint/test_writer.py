@@ -32,7 +32,7 @@ FORMS: Mapping[str, tuple[PrecisionConfig, int]] = {
 
 
 class RecordingLock:
-    """Records how many bytes are locked."""
+    """Page lock that records how many bytes are locked."""
 
     def __init__(self) -> None:
         self.locked: list[int] = []
@@ -45,7 +45,7 @@ class RecordingLock:
 
 
 def built(shape: str, device: torch.device, folder: Path) -> Engine:
-    """The engine of one process that holds a whole model of the benchmarks, in bf16."""
+    """Build the engine of one process that holds a whole model of the benchmarks, in bf16."""
     path = write_config(
         folder, SHAPES[shape], corpus=folder, micro_batch_size=1, num_steps=1, dtype="bf16", device="cpu"
     )
