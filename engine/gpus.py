@@ -82,8 +82,9 @@ def why_unusable(driver: Driver, torch_version: str, cuda: str | None, reason: s
     return (
         f"{socket.gethostname()} has {gpus} with driver {driver.version or 'of unknown version'}, and torch can use none: "
         f"{needs}{own_words}. The run would train on the CPU, many times slower. Choose one of these:\n"
-        f"  TRIAXIS_PYTHON=<python>   a Python whose torch fits the driver, such as that of a container\n"
-        f"  rm -r .venv && bash launch/bootstrap.sh   installs a torch for this driver (launch/constraints.txt)\n"
+        f"  TRIAXIS_PYTHON=<python>   uses a Python whose torch fits the driver, such as that of a container\n"
+        f"  python3 -m venv --clear .venv && .venv/bin/python launch/bootstrap.py\n"
+        f"                            installs the versions of launch/constraints.txt, with a torch for this driver\n"
         f"  runtime.device=cpu        trains on the CPU"
     )
 

@@ -86,13 +86,21 @@ def checkout(tmp_path_factory):
     return Checkout(root)
 
 
-def start(checkout: Checkout, *extras: str, **variables: str) -> subprocess.Popen[str]:
+def environment_of(checkout: Checkout) -> dict[str, str]:
     ours = ("SLURM_", "TRIAXIS_", "TORCHELASTIC_", "PIP_", "RANK")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    environment |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": (checkout.root / "wheels").as_uri(), "PIP_NO_CACHE_DIR": "1"}
+    return environment | {
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": (checkout.root / "wheels").as_uri(),
+        "PIP_NO_CACHE_DIR": "1",
+    }
+
+
+def start(checkout: Checkout, *extras: str, **variables: str) -> subprocess.Popen[str]:
     command = ["bash", str(checkout.root / "launch" / "bootstrap.sh"), *extras]
+    environment = environment_of(checkout) | variables
     return subprocess.Popen(
-        command, env=environment | variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/"
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/"
     )
 
 
@@ -266,6 +274,21 @@ def test_a_missing_ensurepip_gives_the_apt_line(checkout, monkeypatch):
     with pytest.raises(BootstrapError, match="apt-get install python3-venv"):
         choose(checkout, [], {})
     assert not checkout.venv.exists()
+
+
+@pytest.mark.slow  # a second environment
+@pytest.mark.distributed
+def test_a_fresh_environment_is_filled_although_the_active_python_has_all(checkout):
+    """The way out where torch does not fit the driver: neither `.venv` nor the active Python may answer."""
+    checkout.pyproject.write_text(PYPROJECT)
+    (checkout.root / "toy_backend.py").write_text(BACKEND)
+    subprocess.run([sys.executable, "-m", "venv", "--clear", checkout.venv], check=True)
+    assert not checkout.installed.exists()
+    command = [checkout.python, checkout.root / "launch" / "bootstrap.py"]
+    ran = subprocess.run(command, env=environment_of(checkout), capture_output=True, text=True, check=True, cwd="/")
+    assert ran.stdout.strip() == str(checkout.python)
+    assert versions(checkout.python)["triaxis-toy-engine"] == "1.5"
+    assert finish(start(checkout, SLURM_JOB_ID="7")) == (0, str(checkout.python), "")
 
 
 @pytest.mark.slow  # a second environment
