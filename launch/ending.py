@@ -5,7 +5,9 @@
     end           flushes and leaves
 
 No rank runs the interpreter's teardown. It joins threads and destroys process groups, and both may wait for ever after a failure:
-destroying a NCCL communicator waits for every send and receive that was posted, also when the peer is gone.
+destroying a NCCL communicator waits for every send and receive that was posted, also when the peer is gone. It also runs the
+destructors of C++ libraries while their threads run: gloo's, TCPStore's, and in CUDA builds that of torch's profiler. A destructor
+that finds a thread joinable aborts the process ("terminate called without an active exception").
 """
 
 import os

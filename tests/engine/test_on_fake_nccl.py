@@ -18,6 +18,7 @@ from tests.parity.test_parity import compare
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.slow
 def test_a_layout_over_it_equals_the_oracle() -> None:
     compare(
         Case("gpt", tp=2, pp=2, sequence_parallel=True, num_layers=4, global_batch_size=4, backend=NAME), num_steps=2
@@ -47,7 +48,7 @@ def test_every_group_has_the_timeout_of_the_config(backend: str) -> None:
     assert run_ranks(timeouts, 4, config, backend=backend) == [[timedelta(seconds=77)] * 4] * 4
 
 
-FIRST_MESSAGE_SECONDS = 3.0
+FIRST_MESSAGE_SECONDS = 1.5
 
 
 def exchange_with_neighbours(axis: Axis) -> None:

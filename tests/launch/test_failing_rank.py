@@ -5,11 +5,12 @@ messages that nobody will meet any more.
 """
 
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from engine.config_load import ENVIRONMENT
 from engine.runtime import Runtime
 from tests.fake_nccl import NAME
 from tests.harness import forked_ranks
-from tests.launch.command_line import ROOT
+from tests.launch.command_line import ROOT, ended, ranks_of, started, wait_until_gone
+from tests.launch.failing_worker import CULPRIT, fail_on_the_last_rank
 
 pytestmark = pytest.mark.distributed
 
@@ -29,29 +31,10 @@ CONFIG = (
     *("checkpoint.interval=null", "telemetry.sample_tokens=0"),
 )
 WORLD_SIZE = 4
-CULPRIT = 3
 MISTAKE = 2
 """The code for running out of memory: starting again would end the same way."""
 
 ALL_END_SECONDS = 45.0
-
-
-class Failing:
-    """A watcher of a rank's steps that raises in its second one; then closing it takes `closing_seconds`."""
-
-    def __init__(self, closing_seconds: float) -> None:
-        self._closing_seconds = closing_seconds
-        self._step = 0
-
-    def phase(self, name: str) -> None:
-        self._step += name == "data"
-
-    def instruction(self, instruction: object) -> None:
-        if self._step == 2 and str(instruction) == "0B1":
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ...")
-
-    def close(self) -> None:
-        time.sleep(self._closing_seconds)
 
 
 def train(rank: int, words: Sequence[str], closing_seconds: float, grace_seconds: float) -> None:
@@ -67,15 +50,7 @@ def train(rank: int, words: Sequence[str], closing_seconds: float, grace_seconds
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
     launch.rank.start = lambda environment, config: Runtime(environment, torch.device("cpu"))
     worker.WayOut = lambda: launch.ending.WayOut(grace_seconds)
-    open_watchers = worker.open_watchers
-
-    def with_one_more(*args: Any) -> list[Any]:
-        watchers = open_watchers(*args)
-        if rank == CULPRIT:
-            watchers.append(Failing(closing_seconds))
-        return watchers
-
-    worker.open_watchers = with_one_more
+    fail_on_the_last_rank(rank, closing_seconds)
     launch.ending.run_rank(worker.main, words)
 
 
@@ -102,7 +77,7 @@ def first_end(
     return sentinels[first], log.read_text(), codes
 
 
-@pytest.mark.parametrize("backend", ["gloo", NAME])
+@pytest.mark.parametrize("backend", [NAME, pytest.param("gloo", marks=pytest.mark.slow)])
 def test_a_rank_that_fails_ends_with_its_own_code(backend: str, tmp_path: Path) -> None:
     first, log, codes = first_end(tmp_path, backend)
     assert (first, codes[CULPRIT]) == (CULPRIT, MISTAKE), log
@@ -112,8 +87,41 @@ def test_a_rank_that_fails_ends_with_its_own_code(backend: str, tmp_path: Path) 
     assert all(code in ((1, -9) if backend == "gloo" else (-9,)) for code in others), others
 
 
+@pytest.mark.slow
 def test_a_rank_whose_closing_hangs_ends_with_its_own_code(tmp_path: Path) -> None:
     """As a profiler's would, which waits for the device."""
     first, log, codes = first_end(tmp_path, NAME, closing_seconds=3600.0, grace_seconds=1.0)
     assert (first, codes[CULPRIT]) == (CULPRIT, MISTAKE), log
     assert "closing takes longer than 1 seconds" in log
+
+
+LAUNCH = """\
+import os, sys
+from pathlib import Path
+from launch.launcher import Request, launch
+sys.exit(launch(Request(Path(sys.argv[1]), tuple(sys.argv[2:]), worker="tests.launch.failing_worker"), os.environ))
+"""
+
+
+def wait_until(launcher: subprocess.Popen[str], is_so: Callable[[], bool]) -> None:
+    """Return as soon as it is so; the launcher must be running until then."""
+    while not is_so():
+        assert launcher.poll() is None, launcher.communicate()
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_the_launcher_ends_all_ranks_with_the_code_of_the_one_that_failed(tmp_path: Path) -> None:
+    """torchrun and four processes of their own; the other three wait in a group that does not notice dead peers."""
+    words = (*CONFIG, f"runtime.runs_dir={tmp_path}", "runtime.name=fails")
+    log = tmp_path / "fails" / "logs" / "attempt_00" / f"rank_{CULPRIT:05d}.log"
+    with started(tmp_path, sys.executable, "-c", LAUNCH, *words) as launcher:
+        wait_until(launcher, log.exists)
+        ranks = list(ranks_of(launcher).values())
+        wait_until(launcher, lambda: "is out of memory" in log.read_text())
+        failed_seconds = time.monotonic()
+        said = ended(launcher, within_seconds=2 * ALL_END_SECONDS)
+        assert time.monotonic() - failed_seconds < ALL_END_SECONDS
+        assert len(ranks) == WORLD_SIZE and wait_until_gone(ranks, within_seconds=5.0) == []
+    assert said.exit_code == MISTAKE, said.err
+    assert f"rank {CULPRIT} ended with exit code {MISTAKE}" in said.err
