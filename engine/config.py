@@ -373,7 +373,10 @@ class RuntimeConfig(Section):
     ranks_per_node: int | None = Field(None, gt=0, description="null: LOCAL_WORLD_SIZE of the launcher")
     timeout_seconds: float = Field(600.0, gt=0, description="a collective that waits longer ends the job")
     hang_seconds: float | None = Field(
-        None, gt=0, description="a rank that stands still for so long ends the job; null: half of timeout_seconds"
+        None,
+        gt=0,
+        description="a rank that stands still for so long, and for twice as long as before, ends the job; null: half of "
+        "timeout_seconds",
     )
     gc_interval: Count = Field(
         100, gt=0, description="steps between collections of Python's cyclic garbage; none otherwise"
