@@ -200,8 +200,7 @@ class RecomputeConfig(Section):
     num_layers: int = Field(1, gt=0, description="uniform: layers per recomputed group; block: recomputed layers")
     gathered_inputs: Literal["auto", "keep", "regather"] = Field(
         "auto",
-        description="sequence parallelism, inputs of column-parallel layers: kept whole, or gathered again in the backward; "
-        "auto: kept if they fit `memory_gb`, else regather",
+        description="sequence parallelism: kept, or gathered again; auto: kept if `memory_gb` holds them",
     )
     memory_gb: float | None = Field(
         None, gt=0, description="auto: most that a rank may hold by prediction, without communicators; 10^9 bytes"
