@@ -14,10 +14,11 @@ from engine.config_load import load_config
 from engine.errors import ConfigError
 from engine.telemetry.flops import CONVENTION, model_flops_per_token
 from launch import try_layouts
-from launch.cli import main
+from launch.cli import command_module, main
 from launch.launcher import Request
 from launch.try_layouts import Failed, Measured, Memory, rank_outcomes, reason_of, try_layout, write_config
 from launch.try_report import Machine, Tried, cpu_name, git_commit, to_json, to_text
+from launch.world import Gpus
 from models.memory import predicted_memory
 from tests.launch.command_line import ROOT, TRIAXIS, run
 
@@ -180,6 +181,15 @@ def test_after_a_layout_that_breaks_the_next_is_tried(monkeypatch: pytest.Monkey
     out, err = capfd.readouterr()
     assert "  tp=1: the GPU is out of memory" in out and "  tp=2: the GPU is out of memory" in out
     assert "layout 2 of 2: tp=2, 20 steps" in err and "  | error: a rank lost its peer" in err
+
+
+def test_the_card_is_named_where_nothing_fits_on_it(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    command = command_module("try")
+    monkeypatch.setattr(try_layouts, "launch", broken_launch(2))
+    monkeypatch.setattr(command, "find_gpus", lambda: Gpus(8))
+    monkeypatch.setattr(command, "look_at_machine", lambda *, is_gpu: MACHINE if is_gpu else None)
+    assert main(["try", str(TINY), "--layouts", "tp=1", "runtime.device=cpu"]) == 1
+    assert "machine   8 x NVIDIA H100 80GB HBM3; driver 550.54.15" in capfd.readouterr().out
 
 
 def test_a_person_who_stops_it_is_obeyed(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
