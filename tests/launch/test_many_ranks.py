@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from engine.data.indexed import IndexedWriter
+from engine.telemetry.clock_offsets import NUM_ROUNDS
 from tests.on_paper import Seen, run_on_paper
 
 pytestmark = pytest.mark.distributed
@@ -36,11 +37,11 @@ class Runs:
         with IndexedWriter(folder / "corpus", np.uint16) as writer:
             for _ in range(64):
                 writer.add_document(np.arange(2000) % 256)  # more than the largest world reads
-        self._made: dict[tuple[int, int, int], Seen] = {}
+        self._made: dict[tuple[int, int, int, bool], Seen] = {}
         self.of(2, WORLDS[0])  # builds the caches of the corpus
 
-    def of(self, rank: int, world_size: int, steps: int = 4) -> Seen:
-        key = (rank, world_size, steps)
+    def of(self, rank: int, world_size: int, steps: int = 4, *, has_timeline: bool = False) -> Seen:
+        key = (rank, world_size, steps, has_timeline)
         if key not in self._made:
             dp = world_size // (TP * PP)
             overrides = {
@@ -52,8 +53,10 @@ class Runs:
                 "train.steps": steps,
                 "data.train": f"[[1.0, {self.folder / 'corpus'}]]",
                 "data.split": "[1, 0, 0]",
-                "runtime.runs_dir": self.folder / f"{rank}-{world_size}-{steps}",
+                "runtime.runs_dir": self.folder / "-".join(map(str, key)),
             }
+            if has_timeline:
+                overrides |= {"telemetry.timeline.start": 2, "telemetry.timeline.steps": 1}
             words = [f"{name}={value}" for name, value in overrides.items()]
             self._made[key] = run_on_paper(self.folder / "small.yaml", words, rank, world_size)
         return self._made[key]
@@ -110,3 +113,12 @@ def test_a_rank_makes_as_many_calls_in_every_world(runs: Runs) -> None:
     for rank_of in (lambda world_size: 0, lambda world_size: world_size // 2 + 1):
         calls = [[(call.op, call.axis, call.purpose) for call in runs.of(rank_of(w), w).calls] for w in WORLDS]
         assert calls[0] == calls[1] == calls[2]
+
+
+def test_comparing_clocks_for_a_timeline_brings_no_more_to_a_rank(runs: Runs) -> None:
+    small, large = (runs.of(world_size // 2 + 1, world_size, has_timeline=True) for world_size in (64, 2048))
+    assert [call.purpose for call in small.calls].count("clocks") == NUM_ROUNDS + 1
+    received = [
+        {name: size for name, size in seen.received_bytes.items() if name != "parameters"} for seen in (small, large)
+    ]
+    assert received[0] == received[1] and len(small.files) == len(large.files)
