@@ -200,7 +200,7 @@ class RecomputeConfig(Section):
     num_layers: int = Field(1, gt=0, description="uniform: layers per recomputed group; block: recomputed layers")
     gathered_inputs: Literal["auto", "keep", "regather"] = Field(
         "auto",
-        description="sequence parallelism: kept, or gathered again; auto: kept if `memory_gb` holds them",
+        description="sequence parallelism: gathered inputs; auto: kept if they fit `memory_gb`, else regather",
     )
     memory_gb: float | None = Field(
         None, gt=0, description="auto: most that a rank may hold by prediction, without communicators; 10^9 bytes"
@@ -372,10 +372,7 @@ class RuntimeConfig(Section):
     ranks_per_node: int | None = Field(None, gt=0, description="null: LOCAL_WORLD_SIZE of the launcher")
     timeout_seconds: float = Field(600.0, gt=0, description="a collective that waits longer ends the job")
     hang_seconds: float | None = Field(
-        None,
-        gt=0,
-        description="a rank that stands still for so long, and for twice as long as before, ends the job; null: half of "
-        "timeout_seconds",
+        None, gt=0, description="a rank that stands still for so long ends the job; null: half of timeout_seconds"
     )
     gc_interval: Count = Field(
         100, gt=0, description="steps between collections of Python's cyclic garbage; none otherwise"

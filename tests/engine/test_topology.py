@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from engine.topology import STREAM_USE, StreamUse, nccl_options, stream_use
+from engine.axis_groups import STREAM_USE, StreamUse, stream_use
+from engine.topology import nccl_options
 
 
 class Options:

@@ -60,7 +60,7 @@ def test_the_launcher_refuses_what_does_not_fit(
     nvidia_smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nvidia_smi("echo 40960")
-    monkeypatch.setattr(launcher, "find_gpus", lambda: Gpus(64))
+    monkeypatch.setattr(launcher, "find_gpus", lambda variables: Gpus(64))
     words = (*SYNTHETIC, *REPLICAS, "optimizer.min_lr=3")
     with pytest.raises(ConfigError, match=r"memory = 47\.1 GB predicted .* 42\.9 GB of a GPU") as error:
         launcher.make_plan(launcher.Request(LLAMA, words, trains=True), {})
@@ -73,7 +73,7 @@ def test_the_plan_has_the_prediction_where_the_worker_trains(
     nvidia_smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nvidia_smi("echo 40960")
-    monkeypatch.setattr(launcher, "find_gpus", lambda: Gpus(64))
+    monkeypatch.setattr(launcher, "find_gpus", lambda variables: Gpus(64))
     warned = launcher.make_plan(
         launcher.Request(LLAMA, (*SYNTHETIC, *REPLICAS, "runtime.memory=warn"), trains=True), {}
     )

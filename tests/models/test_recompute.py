@@ -28,9 +28,9 @@ def auto(config: Config, memory_gb: float) -> Config:
 
 
 def most(config: Config) -> float:
-    """What the fullest pipeline rank is predicted to hold, in GB."""
+    """Predict what the fullest pipeline rank holds, in GB, without communicators, as the budget of `auto` counts."""
     sizes = parallel_sizes(config)
-    return max(predicted_memory(config, sizes, pp).total for pp in range(sizes.pp)) / GB
+    return max(predicted_memory(config, sizes, pp).tensors for pp in range(sizes.pp)) / GB
 
 
 def test_prices_of_a_layer_of_llama_3_8b() -> None:

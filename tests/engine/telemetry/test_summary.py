@@ -75,7 +75,7 @@ def test_the_banner_says_that_gathered_inputs_are_kept(make_config: Callable[...
     cut = {"parallel": {"tp": 2, "sequence_parallel": True}}
     kept = RecomputeConfig(gathered_inputs="keep")
     asked = make_config(**cut, recompute={"memory_gb": 70})
-    start = Start(asked, batch_plan(asked, 2), "", "cpu", "", num_parameters(asked.model), kept)
+    start = Start(asked, batch_plan(asked, 2), "", "cpu", "", "", num_parameters(asked.model), kept)
     assert start_rows(asked, run, start)["gathered"].endswith("kept for the backward (they fit 70 GB)")
     named = make_config(**cut, recompute={"gathered_inputs": "keep"})
     assert start_rows(named, run)["gathered"].endswith("kept for the backward")
