@@ -48,7 +48,7 @@ def test_every_group_has_the_timeout_of_the_config(backend: str) -> None:
     assert run_ranks(timeouts, 4, config, backend=backend) == [[timedelta(seconds=77)] * 4] * 4
 
 
-FIRST_MESSAGE_SECONDS = 1.5
+FIRST_MESSAGE_SECONDS = 1.0
 
 
 def exchange_with_neighbours(axis: Axis) -> None:

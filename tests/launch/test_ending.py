@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
@@ -43,7 +42,7 @@ def test_a_rank_ends_with_its_own_code_although_a_thread_never_ends(ending: str,
 
 
 def test_output_that_nobody_reads_changes_no_exit_code() -> None:
-    script = STUCK_RANK.format(ending="import time; time.sleep(0.5); return 3")
+    script = STUCK_RANK.format(ending="import time; time.sleep(0.2); return 3")
     buffered = os.environ | {"PYTHONUNBUFFERED": ""}
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=buffered) as process:
         assert process.stdout is not None
@@ -65,13 +64,13 @@ def ends_with(error: BaseException, closing_seconds: float, agreed: tuple[type[B
         left.append(code)
         gone.set()
 
-    with pytest.raises(type(error)), WayOut(0.2, leave) as way_out:
+    with pytest.raises(type(error)), WayOut(0.1, leave) as way_out:
         try:
             with way_out.bounded(agreed):
                 raise error
         finally:
             gone.wait(closing_seconds)
-    time.sleep(0.4)
+    gone.wait(0.2)
     return left
 
 
@@ -81,4 +80,4 @@ def test_a_failure_whose_closing_hangs_ends_the_process_with_its_code() -> None:
 
 def test_what_is_closed_in_time_and_errors_of_all_ranks_have_no_limit() -> None:
     assert ends_with(DivergenceError("not finite"), closing_seconds=0.0) == []
-    assert ends_with(CheckpointError("full disk"), closing_seconds=0.4, agreed=(CheckpointError,)) == []
+    assert ends_with(CheckpointError("full disk"), closing_seconds=0.2, agreed=(CheckpointError,)) == []

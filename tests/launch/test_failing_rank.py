@@ -67,7 +67,7 @@ def first_end(
         # As launchers do: SIGTERM, then SIGKILL.
         for process in processes:
             process.terminate()
-        deadline = time.monotonic() + 3.0
+        deadline = time.monotonic() + 1.0
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
             process.kill()

@@ -210,12 +210,12 @@ def test_a_rank_that_goes_on_takes_its_words_back(heartbeat: Heartbeat, tmp_path
 
 def test_a_rank_of_long_steps_is_not_ended(heartbeat: Heartbeat, tmp_path: Path) -> None:
     """It stands still for longer than the limit that was given, as it did in its first step."""
-    folder, limits = tmp_path / "hang", HangLimits(0.1, 60.0, 0.01, 60.0)
+    folder, limits = tmp_path / "hang", HangLimits(0.05, 60.0, 0.01, 60.0)
     watch = HangWatch(heartbeat, ALONE, folder, limits, lambda step, text: None, leave=lambda code: None)
     watch.start()
     for _ in range(4):
         heartbeat.phase("data")
-        time.sleep(0.3)
+        time.sleep(0.2)
         assert not list(folder.glob("*.answers.json"))
     watch.close()
 
