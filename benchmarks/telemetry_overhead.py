@@ -32,7 +32,7 @@ from rich.table import Table
 from benchmarks.engine_overhead import Interval, median_interval
 from benchmarks.rank_steps import LEARNING_RATE, Stepping, parser_of, ready, timed
 from engine.collectives import Ledger
-from engine.config import TelemetryConfig
+from engine.config_telemetry import TelemetryConfig
 from engine.garbage import GarbageCollection
 from engine.pipeline.actions import Action, Kind, Schedule
 from engine.rank_grid import RankGrid

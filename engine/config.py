@@ -10,51 +10,19 @@ All problems are reported at once, before any process group exists: reading is `
 A field that counts tokens, samples or steps may be written 8e12, 8T, 20B, 500M or 10k (`engine/config_counts.py`).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, create_model, field_validator
+from pydantic import Field, create_model
 
 from engine.config_counts import Count
+from engine.config_section import Section
+from engine.config_telemetry import TelemetryConfig
 from engine.errors import ConfigError
 from engine.rank_grid import ParallelSizes
 
 FORMAT_VERSION = 1
 """Of the configuration as a file; raised when a key changes its meaning. A key that only changes its name is in RENAMED."""
-
-
-class Section(BaseModel):
-    """A part of the tree: unknown keys are refused, values cannot be changed after reading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _yes_is_no_number(cls, value: object, info: ValidationInfo) -> object:
-        """YAML reads `on` and `yes` as true, which would otherwise count as 1."""
-        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
-            raise ValueError(
-                "a yes or no (YAML reads on, off, yes and no as such) where none belongs; quote it if it is text"
-            )
-        return value
-
-    @classmethod
-    def section_type(cls, name: str) -> "type[Section] | None":
-        """The section that the field `name` holds, or None if it holds a value."""
-        annotation = cls.model_fields[name].annotation
-        for kind in (annotation, *get_args(annotation)):
-            if isinstance(kind, type) and issubclass(kind, Section):
-                return kind
-        return None
-
-    @classmethod
-    def dotted_names(cls, prefix: str = "") -> Iterator[str]:
-        """Every field of this section and of the sections in it, such as `parallel.tp`; sections have a name too."""
-        for name in cls.model_fields:
-            yield f"{prefix}{name}"
-            if (inner := cls.section_type(name)) is not None:
-                yield from inner.dotted_names(f"{prefix}{name}.")
 
 
 class ModelConfig(Section):
@@ -258,49 +226,6 @@ class KernelsConfig(Section):
     )
     optimizer: Literal["auto", "torch", "compiled"] = Field(
         "auto", description="torch: its fused AdamW; compiled: the whole update of any form of state in one pass"
-    )
-
-
-class WandbConfig(Section):
-    """Weights & Biases; offline where there is no key or no network."""
-
-    project: str = Field(description="project that the run belongs to")
-    entity: str | None = Field(None, description="user or team; null: the key's default")
-    name: str | None = Field(None, description="null: the run's name")
-    tags: list[str] = Field(default_factory=list, description="labels to filter runs by")
-
-
-class ProfileConfig(Section):
-    """A trace of some steps by torch's profiler, one file per rank in the run directory."""
-
-    start: Count = Field(gt=0, description="first traced step, counted from 1; the first ones warm up")
-    steps: Count = Field(2, gt=0, description="how many")
-    ranks: list[int] = Field(default_factory=lambda: [0], description="which ranks write a trace")
-
-
-class TimelineConfig(Section):
-    """Some steps of all ranks on one axis of time, in the run directory; slows them hardly (`profile` looks closer, and does)."""
-
-    start: Count = Field(gt=0, description="first step in it, counted from 1; the first ones warm up")
-    steps: Count = Field(2, gt=0, description="how many")
-
-
-class TelemetryConfig(Section):
-    """What is written down while training, and where; metrics.jsonl always is."""
-
-    log_interval: Count = Field(10, gt=0, description="steps between lines on the terminal")
-    wandb: WandbConfig | None = Field(None, description="null: off")
-    tensorboard: bool = Field(False, description="event files in the run directory")
-    time_split: bool = Field(True, description="measure where the time of a step goes, and name ranks that are slow")
-    timeline: TimelineConfig | None = Field(None, description="null: off")
-    profile: ProfileConfig | None = Field(None, description="null: off")
-    nvtx: bool = Field(False, description="name steps, phases and schedule actions for Nsight Systems; needs a GPU")
-    memory_history: bool = Field(
-        False, description="keep CUDA's latest allocations, for the snapshot at out of memory; needs a GPU"
-    )
-    sample_tokens: Count = Field(0, ge=0, description="tokens of text that the model writes when it is trained")
-    peak_tflops: float | None = Field(
-        None, gt=0, description="per device, for MFU; null: from a table of GPUs, or no MFU"
     )
 
 

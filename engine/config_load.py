@@ -17,10 +17,11 @@ from typing import Annotated, Any, TypeVar
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from engine.config import FORMAT_VERSION, Config, Section
+from engine.config import FORMAT_VERSION, Config
 from engine.config_names import FOREIGN_VALUES, unknown_key
 from engine.config_problems import Rule
 from engine.config_rules import problems as broken_rules
+from engine.config_section import Section
 from engine.errors import ConfigError
 
 try:

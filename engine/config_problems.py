@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, TypeVar
 
-from engine.config import Config, Section, data_parallel_size
+from engine.config import Config, data_parallel_size
+from engine.config_section import Section
 
 NUM_NAMED = 2
 """Legal values named per field."""

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from engine.config import ProfileConfig
+from engine.config_telemetry import ProfileConfig
 from engine.pipeline.lowering import Instruction
 from engine.resilience.heartbeat import Heartbeat
 from engine.step import Engine

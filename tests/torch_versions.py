@@ -55,6 +55,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "engine/optimizer/distributed.py": ("torch.optim.adamw.adamw",),
     "engine/pipeline/executor.py": ("torch.autograd.graph.GradientEdge", "torch.autograd.graph.get_gradient_edge"),
     "engine/runtime.py": ("torch._C._distributed_c10d", "torch.cuda.memory._set_allocator_settings"),
+    "engine/topology.py": ("torch.distributed.ProcessGroupNCCL.Options",),
     "engine/saved_tensors.py": ("torch.autograd.graph.saved_tensors_hooks",),
     "launch/forward_signals.py": ("torch.distributed.elastic.multiprocessing.api._terminate_process_handler",),
     "launch/launcher.py": (
@@ -71,6 +72,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "torch.distributed.elastic.rendezvous.rendezvous_handler_registry",
         "torch.distributed.elastic.rendezvous.utils.parse_rendezvous_endpoint",
     ),
+    "launch/short_end.py": ("torch.distributed.elastic.multiprocessing.PContext",),
     "models/interop/megatron_writer.py": (
         "torch.distributed.checkpoint.filesystem._StorageInfo",
         "torch.distributed.checkpoint.metadata.BytesStorageMetadata",

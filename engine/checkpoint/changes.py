@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from pydantic_core import to_jsonable_python
 
-from engine.config import Config, Section
+from engine.config import Config
+from engine.config_section import Section
 from engine.errors import CheckpointError
 
 Verdict = Literal["layout", "meant", "never"]

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from engine.config import ProfileConfig
+from engine.config_telemetry import ProfileConfig
 from engine.pipeline.lowering import Instruction, Post
 
 FIRST_PHASE = "data"

@@ -31,8 +31,9 @@ import yaml
 
 from engine.checkpoint.changes import changes, refuse
 from engine.checkpoint.directory import CheckpointDirectory
-from engine.config import Config, ProfileConfig, planned_steps
+from engine.config import Config, planned_steps
 from engine.config_load import to_yaml
+from engine.config_telemetry import ProfileConfig
 from engine.data.files import write_atomically
 from engine.errors import CheckpointError, TriaxisError
 from engine.telemetry.events import events_file

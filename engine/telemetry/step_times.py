@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from engine.collectives import Axis
-from engine.config import TelemetryConfig
+from engine.config_telemetry import TelemetryConfig
 from engine.gather import Gathering
 from engine.pipeline.actions import Schedule
 from engine.pipeline.lowering import Instruction

@@ -30,7 +30,8 @@ from typing import Any
 
 import psutil
 
-from engine.config import Config, WandbConfig
+from engine.config import Config
+from engine.config_telemetry import WandbConfig
 from engine.data.files import write_atomically
 from engine.errors import TriaxisError
 from engine.telemetry.events import ALERTS, OLD_FILE, Event, read_events

@@ -15,8 +15,9 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from engine.config import Config, ModelConfig, OptimizerConfig, PrecisionConfig, Section, TrainConfig
+from engine.config import Config, ModelConfig, OptimizerConfig, PrecisionConfig, TrainConfig
 from engine.config_load import load_config
+from engine.config_section import Section
 from engine.errors import CheckpointError, ConfigError
 from models.interop.megatron_config import differences, megatron_args, model_section, training_sections
 

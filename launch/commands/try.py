@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from engine.errors import ConfigError, TriaxisError
+from engine.gpus import find_gpus
 from launch import hostfile
 from launch.command_line import CONFIG, LAYOUT_WORDS, CommandParser, add_world_size, check_counts, layout_overrides
 from launch.slurm_step import is_rank
 from launch.try_layouts import LEAST_STEPS, STOPPED, Failed, Measured, refused, show_plan, try_layout, write_config
 from launch.try_report import Tried, look_at_machine, to_json, to_text
-from launch.world import find_gpus
 
 NAME = "try"
 HELP = "Train a few steps of a config on random tokens, in one layout or several; print speed, memory and time of each."
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         words=_words(args),
         name=args.config.stem,
         num_steps=args.steps,
-        machine=look_at_machine(is_gpu=measured[0].is_gpu if measured else find_gpus().count > 0),
+        machine=look_at_machine(is_gpu=measured[0].is_gpu if measured else find_gpus(os.environ).count > 0),
         outcomes=outcomes,
     )
     print(to_text(tried), end="")

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from engine import config_names
-from engine.config import FORMAT_VERSION, Config, ParallelConfig, Section, batch_plan, parallel_sizes
+from engine.config import FORMAT_VERSION, Config, ParallelConfig, batch_plan, parallel_sizes
 from engine.config_load import ENVIRONMENT, load_config, to_yaml
 from engine.config_names import ALWAYS_ON, FOREIGN_NAMES, NOT_BUILT, unknown_key
+from engine.config_section import Section
 from engine.errors import ConfigError, TopologyError
 from engine.rank_grid import ParallelSizes
 

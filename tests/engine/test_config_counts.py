@@ -8,9 +8,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import Config, Section
+from engine.config import Config
 from engine.config_counts import LIMIT, SUFFIXES, Count, count
 from engine.config_load import load_config, to_yaml
+from engine.config_section import Section
 from engine.errors import ConfigError
 from tests.launch.command_line import ROOT
 

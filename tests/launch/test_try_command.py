@@ -186,7 +186,7 @@ def test_after_a_layout_that_breaks_the_next_is_tried(monkeypatch: pytest.Monkey
 def test_the_card_is_named_where_nothing_fits_on_it(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     command = command_module("try")
     monkeypatch.setattr(try_layouts, "launch", broken_launch(2))
-    monkeypatch.setattr(command, "find_gpus", lambda: Gpus(8))
+    monkeypatch.setattr(command, "find_gpus", lambda variables: Gpus(8))
     monkeypatch.setattr(command, "look_at_machine", lambda *, is_gpu: MACHINE if is_gpu else None)
     assert main(["try", str(TINY), "--layouts", "tp=1", "runtime.device=cpu"]) == 1
     assert "machine   8 x NVIDIA H100 80GB HBM3; driver 550.54.15" in capfd.readouterr().out

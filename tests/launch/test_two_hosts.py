@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.config import Config, TelemetryConfig
+from engine.config import Config
 from engine.config_load import load_config
+from engine.config_telemetry import TelemetryConfig
 from engine.data.loader import Batches
 from engine.data.synthetic import SyntheticDataset
 from engine.doctor.judge import judge

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import TelemetryConfig
+from engine.config_telemetry import TelemetryConfig
 from engine.pipeline import schedules
 from engine.pipeline.actions import Action, Kind
 from engine.rank_grid import ParallelSizes, RankGrid

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import ProfileConfig
+from engine.config_telemetry import ProfileConfig
 from engine.pipeline.lowering import Post
 from engine.telemetry.profile import POST, StepProfiler
 from tests.harness import run_ranks

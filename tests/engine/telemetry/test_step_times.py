@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from engine.collectives import Event
-from engine.config import TelemetryConfig
+from engine.config_telemetry import TelemetryConfig
 from engine.pipeline import schedules
 from engine.pipeline.actions import Action, Kind, Placement
 from engine.pipeline.executor import Executor
