@@ -12,12 +12,12 @@ whatever is put there comes later.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-Mark = torch.cuda.Event | None
-"""The end of some copies; None where they were done at once."""
+Mark = Any
+"""The end of some copies, as their lane knows it: a `torch.cuda.Event` on a GPU, None where they were done at once."""
 
 
 class CopyLane(Protocol):

@@ -40,6 +40,18 @@ class Use(NamedTuple):
     written: Sequence[torch.Tensor] = ()
 
 
+class Carrier(Protocol):
+    """Makes the calls of one process group in place of its `Axis`."""
+
+    def post(self, call: Callable[[Seen], Sequence[Work]], uses: Sequence[Use]) -> list[Work]:
+        """Make `call`, after all calls that were posted before, and return a handle for each use."""
+        ...
+
+    def close(self) -> None:
+        """Let go of threads and other resources."""
+        ...
+
+
 class StagedWork:
     """One handle of a call that the worker makes, or has made."""
 

@@ -36,7 +36,7 @@ from engine.saved_tensors import SavedTensors
 from engine.signals import NO_STOP
 from engine.tensor_parallel.parameter import ShardedParameter, WeightGradQueue
 from engine.topology import Topology
-from engine.transfers import HostCopy
+from engine.transfers import HostCopy, ToHost
 
 
 class Chunk(Protocol):
@@ -83,10 +83,11 @@ class PendingResult:
     Args:
         numbers: [loss, gradient norm, tokens, loss sum, sum of squares, whether the update was left out, *flags, *stop].
         loss_limit: what the loss may be at most.
+        to_host: copies the numbers; None: the device's way.
     """
 
-    def __init__(self, numbers: torch.Tensor, loss_limit: float = math.inf) -> None:
-        self._numbers = HostCopy(numbers)
+    def __init__(self, numbers: torch.Tensor, loss_limit: float = math.inf, to_host: ToHost | None = None) -> None:
+        self._numbers = HostCopy(numbers, to_host)
         self._loss_limit = loss_limit
 
     def read(self) -> StepResult:
@@ -135,6 +136,7 @@ class Engine:
         train_program, forward_program: the lowered schedules of a training step and of a forward-only step.
         diverged: a bool on the device: loss or gradients were not finite, or the loss above its limit, so nothing is updated in
             this step (`resilience.on_nonfinite: skip`) or any more (else).
+        to_host: copies the numbers of a step to the host; None: the device's way.
     """
 
     config: Config
@@ -149,6 +151,7 @@ class Engine:
     train_program: Program
     forward_program: Program
     diverged: torch.Tensor = field(init=False)
+    to_host: ToHost | None = None
 
     def __post_init__(self) -> None:
         self.diverged = torch.zeros((), dtype=torch.bool, device=self.topology.device)
@@ -204,7 +207,7 @@ class Engine:
         clipped = clip_factor(grad_norm, self.config.optimizer.clip_grad)
         self.optimizer.step(lr, scale if clipped is None else scale * clipped, skip=self.diverged)
         sums = torch.stack((loss_sum / tokens, grad_norm, num_tokens, loss_sum, square_sum, self.diverged))
-        return PendingResult(torch.cat((sums, agreed[3:])), loss_limit)
+        return PendingResult(torch.cat((sums, agreed[3:])), loss_limit, self.to_host)
 
     def evaluate(self, steps: Iterable[Sequence[Any]]) -> float:
         """Loss per token over some global batches, without dropout; the same on every rank."""

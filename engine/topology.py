@@ -16,7 +16,7 @@ Groups with the same ranks share one process group, except the two pipeline dire
 group has its staging (`engine.staging`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from engine.collectives import Axis, Ledger
 from engine.errors import TopologyError
 from engine.rank_grid import AXES, RankGrid
-from engine.staging import Staging
+from engine.staging import Carrier, Staging
 
 
 def axis_groups(grid: RankGrid, kv_heads: int | None) -> Iterator[tuple[str, Sequence[tuple[int, ...]], str]]:
@@ -49,6 +49,7 @@ class Topology:
         device: where this rank computes.
         kv_heads: key/value heads of the model; with fewer than tp ranks, replicas share a `kv_replicas` axis.
         staged: carry tensors through host memory; None: where the default group is gloo's and this rank is on a GPU.
+        carrier: makes the carrier of a process group, from the name of its first axis and the ledger; for who watches calls.
 
     Attributes:
         staged: whether it does.
@@ -65,6 +66,7 @@ class Topology:
         *,
         kv_heads: int | None = None,
         staged: bool | None = None,
+        carrier: Callable[[str, Ledger], Carrier] | None = None,
     ) -> None:
         if grid.world_size > 1 and dist.get_world_size() != grid.world_size:
             raise TopologyError(
@@ -80,7 +82,8 @@ class Topology:
         if staged is None:
             staged = grid.world_size > 1 and device.type == "cuda" and dist.get_backend() == "gloo"
         self.staged = staged
-        self._stagings: dict[dist.ProcessGroup, Staging] = {}
+        self._make_carrier = carrier or ((lambda name, ledger: Staging(device)) if staged else None)
+        self._carriers: dict[dist.ProcessGroup, Carrier] = {}
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
         self._axes: dict[str, Axis] = {}
 
@@ -92,7 +95,7 @@ class Topology:
         ranks = next((ranks for ranks in groups if self.rank in ranks), None)
         if ranks is None:
             return
-        group, staging = None, None
+        group, carrier = None, None
         if len(ranks) > 1:
             key = (ranks, channel)
             if key not in self._groups:
@@ -101,10 +104,10 @@ class Topology:
                 self._groups[key] = created
             group = self._groups[key]
             # One for all axes of a process group: its calls have one order.
-            if self.staged and group not in self._stagings:
-                self._stagings[group] = Staging(self.device)
-            staging = self._stagings.get(group)
-        self._axes[name] = Axis(name, ranks, self.rank, group, self.ledger, staging)
+            if self._make_carrier is not None and group not in self._carriers:
+                self._carriers[group] = self._make_carrier(name, self.ledger)
+            carrier = self._carriers.get(group)
+        self._axes[name] = Axis(name, ranks, self.rank, group, self.ledger, carrier)
         self._axes[name].connect(self.device)
 
     def axis(self, name: str) -> Axis:
@@ -125,10 +128,10 @@ class Topology:
         """Destroy the groups of this topology (not torch's default group)."""
         for axis in self._axes.values():
             axis.close()
-        for staging in self._stagings.values():
-            staging.close()
+        for carrier in self._carriers.values():
+            carrier.close()
         for group in self._groups.values():
             dist.destroy_process_group(group)
-        self._stagings.clear()
+        self._carriers.clear()
         self._groups.clear()
         self._axes.clear()

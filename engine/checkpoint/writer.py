@@ -9,7 +9,7 @@ from the beginning, and every failure is told.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from engine.checkpoint.state import saved_buckets, shards
 from engine.checkpoint.store import Shard, write_file
 from engine.data.files import write_atomically
 from engine.optimizer.distributed import DistributedOptimizer, OwnedBucket
+from engine.transfers import FromCpu, FromCuda, ToHost
 
 RETRY_PAUSES_SECONDS = (1.0, 4.0)
 """Pauses before the second and third attempt to write: a full disk or a file system that hiccups may recover."""
@@ -43,15 +44,26 @@ class RankWriter:
         in_background: keep a copy in host memory to write from (bytes of the state again); else training must not go on
             until `result` is there, and the file is written from the live state.
         on_retry: called in the thread with the error of an attempt that is tried again.
+        to_host: makes the copy; None: the device's way.
+        thread: writes the copy; None: a new thread.
     """
 
     def __init__(
-        self, optimizer: DistributedOptimizer, rank: int, in_background: bool, on_retry: Callable[[OSError], None]
+        self,
+        optimizer: DistributedOptimizer,
+        rank: int,
+        in_background: bool,
+        on_retry: Callable[[OSError], None],
+        *,
+        to_host: ToHost | None = None,
+        thread: Executor | None = None,
     ) -> None:
         self._buckets = saved_buckets(optimizer)
         self._name = f"rank_{rank:05d}"
         self._on_retry = on_retry
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._thread = thread or ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        is_cuda = optimizer.buffers.device.type == "cuda"
+        self._to_host: ToHost = to_host or (FromCuda() if is_cuda else FromCpu())
         # The live state can be written from where it is only if it is kept in the form that is saved.
         must_copy = in_background or not all(owned.state.is_wide for owned in self._buckets)
         self._copies = [_host_copies(owned) for owned in self._buckets] if must_copy else None
@@ -62,11 +74,11 @@ class RankWriter:
             sources: Sequence[dict[Kind, torch.Tensor]] = [owned.state.read_all() for owned in self._buckets]
         else:
             sources = self._copies
-            for owned, copies in zip(self._buckets, sources, strict=True):
-                for kind in KINDS:
-                    copies[kind].copy_(owned.state.read(kind), non_blocking=True)
-            if any(owned.grads.device.type == "cuda" for owned in self._buckets):
-                torch.cuda.current_stream().synchronize()
+            pairs = zip(self._buckets, sources, strict=True)
+            mark = self._to_host.post(
+                (copies[kind], owned.state.read(kind)) for owned, copies in pairs for kind in KINDS
+            )
+            self._to_host.finish(mark)
         return self._thread.submit(self._write, folder, sources)
 
     def close(self) -> None:
