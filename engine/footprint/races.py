@@ -69,6 +69,7 @@ class RaceWatch(TorchDispatchMode):
         self._found: dict[tuple[object, ...], Race] = {}
         self._times: Counter[tuple[object, ...]] = Counter()
         self._origins = Origins()
+        self._arguments: dict[Any, Sequence[tuple[str, bool]]] = {}
 
     def stream(self, name: str) -> Stream:
         """Create a stream."""
@@ -96,7 +97,10 @@ class RaceWatch(TorchDispatchMode):
         result = func(*args, **kwargs)
         if func.namespace == "prim":  # questions, not work
             return result
-        read, written = _operands(func, args, kwargs)
+        arguments = self._arguments.get(func)
+        if arguments is None:
+            arguments = self._arguments[func] = _arguments(func)
+        read, written = _operands(arguments, args, kwargs)
         storages = {id(tensor.untyped_storage()) for tensor in (*read, *written)}
         made = [value for value in tree_iter(result) if isinstance(value, torch.Tensor)]
         new = [tensor for tensor in made if id(tensor.untyped_storage()) not in storages]
@@ -198,15 +202,22 @@ class RaceWatch(TorchDispatchMode):
         self._found.setdefault(key, Race(kind, first, second, tensor))
 
 
+def _arguments(func: Any) -> list[tuple[str, bool]]:
+    """Return the names of an operator's arguments, and if it writes to them, from its schema (`torch._ops.OpOverload`)."""
+    return [
+        (argument.name, argument.alias_info is not None and argument.alias_info.is_write)
+        for argument in func._schema.arguments
+    ]
+
+
 def _operands(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    arguments: Sequence[tuple[str, bool]], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the tensors that an operator reads and those that it writes in place, as its schema says."""
+    """Return the tensors that an operator reads and those that it writes in place."""
     read: list[torch.Tensor] = []
     written: list[torch.Tensor] = []
-    for place, argument in enumerate(func._schema.arguments):
-        value = args[place] if place < len(args) else kwargs.get(argument.name)
-        writes = argument.alias_info is not None and argument.alias_info.is_write
+    for place, (name, writes) in enumerate(arguments):
+        value = args[place] if place < len(args) else kwargs.get(name)
         for each in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(each, torch.Tensor):
                 (written if writes else read).append(each)
