@@ -15,7 +15,7 @@ post and wait sends the wrong numbers there too. The tests use that.
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -85,12 +85,15 @@ class Staging:
 
     Args:
         device: of the tensors.
+        cuda: makes streams and events; None: torch's where the device is a GPU. A race check has its own.
+        worker: makes the calls; None: a new thread.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
+    def __init__(self, device: torch.device, cuda: Any = None, worker: Executor | None = None) -> None:
+        self._worker = worker or ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
         self._device = device
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._cuda = cuda or (torch.cuda if device.type == "cuda" else None)
+        self._side = None if self._cuda is None else self._cuda.Stream(device)
 
     def post(self, call: Callable[[Seen], Sequence[Work]], uses: Sequence[Use]) -> list[Work]:
         """Make `call` on stand-ins, after all calls that were posted before.
@@ -133,21 +136,25 @@ class Staging:
     def _room(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=CPU, pin_memory=self._side is not None)
 
+    def _lend(self, tensor: torch.Tensor) -> None:
+        """Let the owner let go of the tensor before the side stream has copied it."""
+        assert self._side is not None
+        tensor.record_stream(self._side)
+
     def _copying(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
         """Begin the copies (stand-in, tensor); what is returned waits for them."""
-        if self._side is None:
+        if self._cuda is None or self._side is None:
             return lambda: _copy(copies)
         if not copies:
             return lambda: None
-        self._side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._side):
+        self._side.wait_stream(self._cuda.current_stream(self._device))
+        with self._cuda.stream(self._side):
             _copy(copies)
-            done = torch.cuda.Event()
+            done = self._cuda.Event()
             done.record(self._side)
         for _, tensor in copies:
-            # Its owner may let go of it before the copy is made.
-            tensor.record_stream(self._side)
-        return done.synchronize
+            self._lend(tensor)
+        return lambda: done.synchronize()
 
 
 @torch.no_grad()

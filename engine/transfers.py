@@ -34,19 +34,26 @@ class ToHost(Protocol):
 
 
 class FromCuda:
-    """Copies from a GPU into pinned memory on its current stream."""
+    """Copies from a GPU into pinned memory on its current stream.
+
+    Args:
+        cuda: makes events; a race check has its own (`engine.footprint.race_streams`).
+    """
+
+    def __init__(self, cuda: Any = torch.cuda) -> None:
+        self._cuda = cuda
 
     def room(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
-    def post(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event:
+    def post(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Any:
         for destination, source in copies:
             destination.copy_(source, non_blocking=True)
-        mark = torch.cuda.Event()
+        mark = self._cuda.Event()
         mark.record()
         return mark
 
-    def finish(self, mark: torch.cuda.Event) -> None:
+    def finish(self, mark: Any) -> None:
         mark.synchronize()
 
 

@@ -9,20 +9,32 @@ The engine's own code runs on real tensors. What other ranks would have sent is 
 does not depend on it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from engine.checkpoint.writer import RankWriter
+from engine.collectives import Ledger
 from engine.config import Config, parallel_sizes
 from engine.config_problems import with_value
 from engine.footprint.race_report import Race
-from engine.footprint.race_streams import CommunicatorStream, CopiesToHost, CopyStream, HostReads, ReadingThread
+from engine.footprint.race_streams import (
+    CommunicatorStream,
+    HostReads,
+    ReadingThread,
+    WatchedCuda,
+    WatchedFromCuda,
+    WatchedStaging,
+)
 from engine.footprint.races import RaceWatch
 from engine.footprint.real import draw_weights
 from engine.footprint.run import AS_WRITTEN, CPU, fake_world, microbatches, require_rank
+from engine.host_memory import SideStream
 from engine.pipeline.lowering import Instruction
 from engine.pipeline.text import instruction_tokens
 from engine.rank_grid import Coordinates, RankGrid
+from engine.staging import Carrier
 from engine.step import Engine, PendingResult
 from engine.topology import Topology
 from engine.train import ModelBuilder, build
@@ -67,7 +79,7 @@ def check_rank(config: Config, rank: int, build_model: ModelBuilder) -> CheckedR
             rank,
             CPU,
             kv_heads=config.model.kv_heads,
-            carrier=lambda name, ledger: CommunicatorStream(watch, name, ledger),
+            carrier=_staging(watch) if config.runtime.collectives == "gloo" else partial(CommunicatorStream, watch),
         )
         engine = build(config, topology, build_model, fill=draw_weights)
         with watch:
@@ -76,6 +88,10 @@ def check_rank(config: Config, rank: int, build_model: ModelBuilder) -> CheckedR
             _run(engine, watch)
         topology.close()
     return CheckedRank(topology.coordinates, watch.streams, watch.num_operators, tuple(watch.races))
+
+
+def _staging(watch: RaceWatch) -> Callable[[str, Ledger], Carrier]:
+    return lambda name, ledger: WatchedStaging(watch, name)
 
 
 def representative_ranks(grid: RankGrid) -> list[int]:
@@ -99,11 +115,13 @@ def _name_memory(engine: Engine, watch: RaceWatch) -> None:
 
 def _put_on_streams(engine: Engine, watch: RaceWatch) -> None:
     """Replace the lanes of a CPU, on which nothing runs beside the computation, by streams."""
-    engine.to_host = CopiesToHost(watch)
+    engine.to_host = WatchedFromCuda(watch)
     saving = {id(chunk.saved): chunk.saved for chunk in engine.chunks}
     for number, saved in enumerate(saving.values()):
         if saved.host is not None:
-            saved.host.lane = CopyStream(watch, "the offload stream" + (f" {number}" if number else ""))
+            saved.host.lane = SideStream(
+                CPU, WatchedCuda(watch, "the offload stream" + (f" {number}" if number else ""))
+            )
             saved.host.making = watch.host_memory
 
 
@@ -125,7 +143,7 @@ def _run(engine: Engine, watch: RaceWatch) -> None:
             engine.topology.rank,
             in_background=True,
             on_retry=lambda error: None,
-            to_host=CopiesToHost(watch),
+            to_host=WatchedFromCuda(watch),
             thread=ReadingThread(watch),
         )
     first = step()

@@ -1,16 +1,18 @@
 """Stand-ins for the streams of a GPU run beside the computation, for `RaceWatch`.
 
     CommunicatorStream   NCCL: a call begins after what the current stream was given before; `wait` holds up the current stream
-    CopyStream           offload: copies on a stream of their own, with an event in front and one behind
-    CopiesToHost         a step's numbers and checkpoints: copies on the current stream, and an event that the host waits for
+    WatchedCuda          streams and events for the engine's own lanes of copies: offload, a step's numbers, checkpoints, staging
+    WatchedStaging       gloo between GPUs: copies through host memory, and a thread that makes the calls
     ReadingThread        the thread that writes checkpoints
     HostReads            Python that looks at values
 
 Each takes the place of the engine's own object through an argument or attribute that the engine has for it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,9 +20,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
 from engine.collectives import Event, Ledger
-from engine.footprint.clocks import VectorClock
+from engine.footprint.clocks import Stream, VectorClock
 from engine.footprint.races import RaceWatch
-from engine.staging import Seen, Use, Work
+from engine.staging import CPU, Seen, Staging, Use, Work
+from engine.transfers import FromCuda
 
 HOST_READS = (torch.Tensor.tolist, torch.Tensor.numpy)
 """Functions that read values on the host without an operator."""
@@ -78,46 +81,123 @@ class _CommunicatorWork:
     def is_completed(self) -> bool:
         """Tell whether the call has ended; the host then comes after it."""
         if self._watch.sends_end:
-            self._watch.clocks.wait(self._watch.clocks.host, self._mark)
+            self._watch.clocks.wait(self._watch.thread, self._mark)
         return self._watch.sends_end
 
 
-class CopyStream:
-    """A stream for copies beside the computation; a lane (`engine.host_memory.CopyLane`)."""
+class WatchedCuda:
+    """The part of `torch.cuda` that the engine uses for streams and events, on a watch's clocks.
+
+    Args:
+        name: of streams that are made here, for reports.
+    """
 
     def __init__(self, watch: RaceWatch, name: str) -> None:
         self._watch = watch
-        self._stream = watch.stream(name)
+        self._name = name
 
-    def post(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> VectorClock:
-        clocks = self._watch.clocks
-        clocks.wait(self._stream, clocks.record(self._watch.current))
-        with self._watch.on(self._stream):
-            for destination, source in copies:
-                destination.copy_(source)
-        return clocks.record(self._stream)
+    def Stream(self, device: torch.device) -> "_WatchedStream":  # noqa: N802
+        return _WatchedStream(self._watch, self._watch.stream(self._name))
 
-    def wait(self, mark: VectorClock) -> None:
-        self._watch.clocks.wait(self._watch.current, mark)
+    def Event(self) -> "_WatchedEvent":  # noqa: N802
+        return _WatchedEvent(self._watch)
+
+    def current_stream(self, device: torch.device) -> "_WatchedStream":
+        return _WatchedStream(self._watch, self._watch.current)
+
+    def stream(self, stream: "_WatchedStream") -> AbstractContextManager[None]:
+        return self._watch.on(stream.of)
 
 
-class CopiesToHost:
-    """Copies to host memory on the current stream, for which the host waits by an event (`engine.transfers.ToHost`)."""
+@dataclass(frozen=True, slots=True)
+class _WatchedStream:
+    """A `torch.cuda.Stream`; `of` is the stream of the clocks."""
+
+    watch: RaceWatch
+    of: Stream
+
+    def wait_stream(self, other: "_WatchedStream") -> None:
+        self.watch.clocks.wait(self.of, self.watch.clocks.record(other.of))
+
+    def wait_event(self, event: "_WatchedEvent") -> None:
+        self.watch.clocks.wait(self.of, event.mark)
+
+
+class _WatchedEvent:
+    """A `torch.cuda.Event`. An event that was not recorded holds up nobody, as in CUDA."""
 
     def __init__(self, watch: RaceWatch) -> None:
+        self._watch = watch
+        self.mark: VectorClock = {}
+
+    def record(self, stream: _WatchedStream | None = None) -> None:
+        self.mark = self._watch.clocks.record(self._watch.current if stream is None else stream.of)
+
+    def synchronize(self) -> None:
+        self._watch.clocks.wait(self._watch.thread, self.mark)
+
+
+class WatchedFromCuda(FromCuda):
+    """Copies to host memory that is not pinned, since there is no GPU."""
+
+    def __init__(self, watch: RaceWatch) -> None:
+        super().__init__(WatchedCuda(watch, ""))
         self._watch = watch
 
     def room(self, tensor: torch.Tensor) -> torch.Tensor:
         with self._watch.host_memory():
             return torch.empty(tensor.shape, dtype=tensor.dtype)
 
-    def post(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> VectorClock:
-        for destination, source in copies:
-            destination.copy_(source)
-        return self._watch.clocks.record(self._watch.current)
 
-    def finish(self, mark: VectorClock) -> None:
-        self._watch.clocks.wait(self._watch.clocks.host, mark)
+class WatchedStaging(Staging):
+    """The staging of a process group over gloo, for a rank on a GPU (`engine.staging`); its worker is a thread with a clock."""
+
+    def __init__(self, watch: RaceWatch, name: str) -> None:
+        self._watch = watch
+        cuda = WatchedCuda(watch, f"the {name} staging stream")
+        super().__init__(CPU, cuda, _Worker(watch, watch.stream(f"the {name} staging thread")))
+
+    def _room(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self._watch.host_memory():
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    def _lend(self, tensor: torch.Tensor) -> None:
+        assert self._side is not None
+        self._watch.lend(tensor, self._side.of)
+
+
+class _Worker(Executor):
+    """A thread that makes calls in order. What it waits for does not hold up the host."""
+
+    def __init__(self, watch: RaceWatch, thread: Stream) -> None:
+        self._watch = watch
+        self._thread = thread
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Run the function now; its handles are waited for by whoever asks."""
+        watch = self._watch
+        with watch.as_thread(self._thread):
+            works = function(*args, **kwargs)
+        mark = watch.clocks.record(self._thread)
+        done: Future[Any] = Future()
+        done.set_result([_WorkerHandle(watch, mark) for _ in works])
+        return done
+
+
+class _WorkerHandle:
+    """The handle of a call over gloo, whose `wait` holds up the thread that calls it."""
+
+    def __init__(self, watch: RaceWatch, mark: VectorClock) -> None:
+        self._watch = watch
+        self._mark = mark
+
+    def wait(self) -> None:
+        self._watch.clocks.wait(self._watch.thread, self._mark)
+
+    def is_completed(self) -> bool:
+        if self._watch.sends_end:
+            self.wait()
+        return self._watch.sends_end
 
 
 class ReadingThread(Executor):

@@ -13,7 +13,7 @@ have ended, so it may be freed at any time.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ref
 
@@ -35,6 +35,7 @@ class _Memory:
     Attributes:
         shape: of the first tensor in it, with its dtype.
         name, parts: for reports, if it has a name; a part is its first byte, the one behind its last, and its name.
+        lent: numbers of streams that the allocator waits for before it gives the memory away.
     """
 
     region: Region
@@ -43,6 +44,7 @@ class _Memory:
     shape: str
     name: str = ""
     parts: Sequence[tuple[int, int, str]] = ()
+    lent: set[int] = field(default_factory=set)
 
 
 class RaceWatch(TorchDispatchMode):
@@ -51,6 +53,7 @@ class RaceWatch(TorchDispatchMode):
     Attributes:
         clocks: of all streams.
         current: the stream that operators are posted on.
+        thread: which thread of the host runs.
         during: what the pipeline does, for reports.
         sends_end: whether a send has ended when somebody asks; else none ever ends until it is waited for.
         num_operators: posted so far.
@@ -61,6 +64,7 @@ class RaceWatch(TorchDispatchMode):
         self.clocks = Clocks()
         self._streams: list[Stream] = []
         self.current = self.stream("the computation's stream")
+        self.thread = self.clocks.host
         self.during = ""
         self.sends_end = False
         self.num_operators = 0
@@ -101,6 +105,8 @@ class RaceWatch(TorchDispatchMode):
         if arguments is None:
             arguments = self._arguments[func] = _arguments(func)
         read, written = _operands(arguments, args, kwargs)
+        if func.namespace == "c10d":  # a thread makes these calls on memory of its own
+            written = read
         storages = {id(tensor.untyped_storage()) for tensor in (*read, *written)}
         made = [value for value in tree_iter(result) if isinstance(value, torch.Tensor)]
         new = [tensor for tensor in made if id(tensor.untyped_storage()) not in storages]
@@ -138,6 +144,20 @@ class RaceWatch(TorchDispatchMode):
             self.current = before
 
     @contextmanager
+    def as_thread(self, thread: Stream) -> Iterator[None]:
+        """Run what is in here as another thread of the host, which works on host memory as it goes."""
+        before, self.thread = self.thread, thread
+        try:
+            with self.on(thread):
+                yield
+        finally:
+            self.thread = before
+
+    def lend(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Keep the tensor's memory after its end until the stream has done what it has by then (`Tensor.record_stream`)."""
+        self._know(tensor).lent.add(stream.number)
+
+    @contextmanager
     def host_memory(self) -> Iterator[None]:
         """Count what is made in here as host memory."""
         before, self._making_for_host = self._making_for_host, True
@@ -149,10 +169,10 @@ class RaceWatch(TorchDispatchMode):
     def read_on_host(self, tensor: torch.Tensor) -> None:
         """Note that the host reads values. From the device, the current stream copies them and the host waits for it."""
         if self._know(tensor).on_host:
-            self.post(self.clocks.host, "a read", [tensor], ())
+            self.post(self.thread, "a read", [tensor], ())
         else:
             self.post(self.current, "a copy to the host", [tensor], ())
-            self.clocks.wait(self.clocks.host, self.clocks.record(self.current))
+            self.clocks.wait(self.thread, self.clocks.record(self.current))
 
     def call(self, tensor: torch.Tensor, name: str, parts: Sequence[tuple[int, int, str]] = ()) -> None:
         """Give a storage a name for reports, and names to its parts (start, stop, name), in elements of the tensor."""
@@ -191,6 +211,8 @@ class RaceWatch(TorchDispatchMode):
         if memory.on_host:
             return
         for operator in memory.region.in_use(self.clocks.record(owner)):
+            if operator.stream.number in memory.lent:
+                continue
             tick = owner.clock.get(owner.number, 0)
             free = Operator("free", self._origins.of_caller(), self.during, owner, tick)
             size = memory.region.num_bytes

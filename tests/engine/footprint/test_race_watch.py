@@ -129,3 +129,26 @@ def test_to_ask_for_a_number_makes_the_host_wait(watch: RaceWatch, side: Stream)
     x.add_(1)
     # Only the first write was too early: the side stream did not wait for what made x.
     assert only(watch).first.name == "aten::ones" and only(watch).second.name == "aten::mul_.Tensor"
+
+
+def test_memory_that_is_lent_may_be_freed(watch: RaceWatch, side: Stream) -> None:
+    x = torch.zeros(3)
+    joined(watch, watch.current, side)
+    with watch.on(side):
+        y = x + 1
+    watch.lend(x, side)
+    del x
+    assert y is not None and not watch.races
+
+
+def test_a_thread_that_waits_does_not_hold_up_the_host(watch: RaceWatch, side: Stream) -> None:
+    x = torch.zeros(3)
+    joined(watch, watch.current, side)
+    with watch.on(side):
+        x.mul_(2)
+    with watch.as_thread(watch.stream("the thread")):
+        watch.clocks.wait(watch.thread, watch.clocks.record(side))
+        x.sum()
+    assert not watch.races
+    x.add_(1)
+    assert {race.first.stream.name for race in watch.races} == {"the side stream", "the thread"}

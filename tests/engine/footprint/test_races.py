@@ -10,15 +10,16 @@ import torch
 from engine.checkpoint.writer import RankWriter
 from engine.collectives import Axis, Message, Pending
 from engine.config import parallel_sizes
+from engine.config_problems import with_value
 from engine.errors import TopologyError
 from engine.footprint.race_check import CheckedRank, check_rank, representative_ranks
 from engine.footprint.race_report import Race
-from engine.footprint.race_streams import CopiesToHost, CopyStream
 from engine.footprint.run import footprint
-from engine.host_memory import HostMemory
+from engine.host_memory import HostMemory, SideStream
 from engine.pipeline.p2p import Transport
 from engine.rank_grid import ParallelSizes, RankGrid
-from engine.transfers import HostCopy
+from engine.staging import Staging
+from engine.transfers import FromCuda, HostCopy
 from models.gpt import build_chunks
 from tests.parity.cases import Case
 from tests.parity.test_parity import COVERING, COVERING_TOO
@@ -54,6 +55,7 @@ IN_CI = [
         ),
         {"world", "tp", "dp", "offload"},
     ),
+    (Case("gpt", pp=2, staged=True, num_layers=2, global_batch_size=2), {"world", "pp_forward", "pp_backward"}),
 ]
 """Layouts, and the streams beside the computation's that their last rank uses."""
 
@@ -66,7 +68,10 @@ NARROW = [
 
 
 def check(case: Case, rank: int = 0) -> CheckedRank:
-    return check_rank(case.config(), rank, build_chunks)
+    config = case.config()
+    if case.staged:
+        config = with_value(config, "runtime.collectives", "gloo")
+    return check_rank(config, rank, build_chunks)
 
 
 def ranks_of(case: Case) -> list[int]:
@@ -234,17 +239,19 @@ def use_before_it_has_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def copy_without_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    def post(self: CopyStream, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-        with self._watch.on(self._stream):
+    def post(self: SideStream, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        with self.cuda.stream(self.stream):
             for destination, source in copies:
                 destination.copy_(source)
-        return self._watch.clocks.record(self._stream)
+            mark = self.cuda.Event()
+            mark.record()
+        return mark
 
-    monkeypatch.setattr(CopyStream, "post", post)
+    monkeypatch.setattr(SideStream, "post", post)
 
 
 def one_host_buffer_for_two_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    buffer, post = HostMemory._buffer, CopyStream.post
+    buffer, post = HostMemory._buffer, SideStream.post
     buffers: dict[Any, torch.Tensor] = {}
     streams: list[Any] = []
 
@@ -253,14 +260,28 @@ def one_host_buffer_for_two_streams(monkeypatch: pytest.MonkeyPatch) -> None:
             buffers[numel, dtype] = buffer(self, numel, dtype)
         return buffers[numel, dtype]
 
-    def in_turn(self: CopyStream, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-        streams[:] = streams or [self._stream, self._watch.stream("the second offload stream")]
+    def in_turn(self: SideStream, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        streams[:] = streams or [self.stream, self.cuda.Stream(self.device)]
         streams.reverse()
-        self._stream = streams[0]
+        self.stream = streams[0]
         return post(self, copies)
 
     monkeypatch.setattr(HostMemory, "_buffer", same_buffer)
-    monkeypatch.setattr(CopyStream, "post", in_turn)
+    monkeypatch.setattr(SideStream, "post", in_turn)
+
+
+def call_before_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    copying = Staging._copying
+
+    def at_once(self: Staging, copies: Any) -> Callable[[], None]:
+        copying(self, copies)
+        return lambda: None
+
+    monkeypatch.setattr(Staging, "_copying", at_once)
+
+
+def stage_without_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.footprint.race_streams._WatchedStream.wait_stream", lambda self, other: None)
 
 
 def read_numbers_before_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,13 +293,14 @@ def write_a_checkpoint_before_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> N
 
     def at_once(self: RankWriter, folder: Any) -> Any:
         with pytest.MonkeyPatch.context() as within:
-            within.setattr(CopiesToHost, "finish", lambda self, mark: None)
+            within.setattr(FromCuda, "finish", lambda self, mark: None)
             return save(self, folder)
 
     monkeypatch.setattr(RankWriter, "save", at_once)
 
 
 PIPELINE = Case("gpt", pp=2, num_layers=2, global_batch_size=4)
+PIPELINE_STAGED = replace(PIPELINE, staged=True)
 PLANTED = [
     (one_receive_buffer, PIPELINE, 1, "unordered read", "recv (pp_forward", "aten::", ""),
     (write_what_is_sent, PIPELINE, 0, "unordered overwrite", "send (pp_forward", "aten::zero_", ""),
@@ -286,7 +308,15 @@ PLANTED = [
     (let_go_of_what_is_copied, OFFLOADED, 0, "early free", "aten::copy_", "free", "the offload stream"),
     (use_before_it_has_come_back, OFFLOADED, 0, "unordered read", "aten::copy_", "aten::addmm_", "the offload stream"),
     (copy_without_an_event, OFFLOADED, 0, "unordered read", "aten::", "aten::copy_", "the computation's stream"),
-    (one_host_buffer_for_two_streams, OFFLOADED, 0, "unordered writes", "aten::copy_", "aten::copy_", "the second"),
+    (
+        one_host_buffer_for_two_streams,
+        OFFLOADED,
+        0,
+        "unordered writes",
+        "aten::copy_",
+        "aten::copy_",
+        "the offload stream",
+    ),
     (
         read_numbers_before_they_are_there,
         OFFLOADED,
@@ -305,6 +335,16 @@ PLANTED = [
         "a read",
         "the computation's stream",
     ),
+    (
+        call_before_the_copies,
+        PIPELINE_STAGED,
+        0,
+        "unordered read",
+        "aten::copy_",
+        "c10d::send",
+        "the pp_forward staging",
+    ),
+    (stage_without_an_event, PIPELINE_STAGED, 0, "unordered read", "aten::", "aten::copy_", "the computation's stream"),
 ]
 
 
