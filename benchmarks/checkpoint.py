@@ -41,6 +41,7 @@ from engine.config import Config
 from engine.runtime import RankEnvironment
 from engine.step import Engine
 from engine.train import build
+from launch.ending import run_rank
 from launch.rank import Rank, join
 from models.gpt import build_chunks
 from models.specs import model_specs
@@ -296,4 +297,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_rank(main, sys.argv[1:])

@@ -44,6 +44,7 @@ from engine.rank_grid import ParallelSizes, RankGrid
 from engine.step import Engine
 from engine.topology import Topology
 from engine.train import build
+from launch.ending import end
 from models.gpt import build_chunks
 
 LEARNING_RATE = 1e-3
@@ -340,3 +341,5 @@ def main(argv: Sequence[str]) -> list[Result]:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+    # torch's profiler leaves a thread, whose destruction at the interpreter's end may abort the process.
+    end(0)

@@ -45,6 +45,7 @@ from engine.initial_weights import initial_box
 from engine.runtime import RankEnvironment
 from engine.shard_spec import localize
 from engine.train import build
+from launch.ending import run_rank
 from launch.rank import Rank, join
 from models.gpt import build_chunks
 from models.specs import model_specs
@@ -336,7 +337,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def main(argv: Sequence[str]) -> Result:
+def main(argv: Sequence[str]) -> int:
     """Run it on every rank; rank 0 prints."""
     options = parse(argv)
     environment = RankEnvironment.from_variables(os.environ)
@@ -354,8 +355,8 @@ def main(argv: Sequence[str]) -> Result:
             options.json.parent.mkdir(parents=True, exist_ok=True)
             with options.json.open("a") as file:
                 file.write(json.dumps(record) + "\n")
-    return result
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_rank(main, sys.argv[1:])

@@ -36,6 +36,7 @@ from benchmarks.rank_steps import LEARNING_RATE, parser_of, ready, timed
 from engine.collectives import Ledger, Pending
 from engine.data.loader import MicroBatch
 from engine.step import Engine
+from launch.ending import run_rank
 from launch.rank import Rank
 
 WARM_UP_STEPS = 3
@@ -172,7 +173,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     with ready(options.config) as stepping:
         for _ in range(WARM_UP_STEPS):
@@ -181,7 +182,8 @@ def main(argv: Sequence[str]) -> None:
         stats = profile(stepping.engine, stepping.next_step, options.profiled)
         if stepping.rank.number == options.rank:
             show(stepping.rank, times, stats, options.profiled, options.top, Console())
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_rank(main, sys.argv[1:])

@@ -41,6 +41,7 @@ from engine.telemetry.clocks import HostClock
 from engine.telemetry.marks import Marks
 from engine.telemetry.step_times import StepTimes
 from engine.telemetry.time_split import STEP_NUMBERS, USUAL, Tally
+from launch.ending import run_rank
 
 WARM_UP_ROUNDS = 2
 MIN_ROUNDS = 6
@@ -87,7 +88,7 @@ def compare(stepping: Stepping, most_rounds: int, seconds: float, log_interval: 
     times = StepTimes(
         TelemetryConfig(log_interval=log_interval),
         topology,
-        engine.train_program.schedule,
+        engine.schedule,
         num_steps=NEVER,
         steps_made=0,
         clock=clock,
@@ -148,7 +149,7 @@ def compare(stepping: Stepping, most_rounds: int, seconds: float, log_interval: 
         num_rounds=number,
         marks_per_step=marks_per_step,
         seconds_per_mark=seconds_per_mark(),
-        attribution_seconds=attribution_seconds(engine.train_program.schedule, topology.grid, log_interval),
+        attribution_seconds=attribution_seconds(engine.schedule, topology.grid, log_interval),
     )
 
 
@@ -213,7 +214,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str]) -> Result:
+def run(argv: Sequence[str]) -> Result:
+    """Measure on every rank; rank 0 prints."""
     options = parse(argv)
     with ready(options.config) as stepping:
         config = stepping.rank.config
@@ -225,5 +227,11 @@ def main(argv: Sequence[str]) -> Result:
     return result
 
 
+def main(argv: Sequence[str]) -> int:
+    """Run one rank of the command."""
+    run(argv)
+    return 0
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_rank(main, sys.argv[1:])

@@ -13,6 +13,8 @@ Backends differ in six things, and this file is where that is known:
   all-to-all and summed here in rank order, in the accumulation dtype; the order does not depend on how buckets are cut.
 - torch 2.13 renamed `reduce_scatter_tensor` and `all_gather_into_tensor` to `*_single`.
 - the first p2p call of an NCCL group must involve the whole group, so `Axis.connect` reduces one element beforehand.
+- NCCL opens the connection of a pair in the first group call that names it, and holds the host until the peer is in the mirrored
+  call; so `Axis.connect_ring` exchanges one element with both ring neighbours, each way.
 - gloo cannot say whether a send has completed without waiting for it, so a thread of the axis waits; NCCL can be asked.
 - torch's fake backend (a footprint's) has nobody to send to, and its handles say for ever that they are under way.
 - gloo reads host memory alone: tensors of a GPU are carried there and back (`engine.staging`).
@@ -37,7 +39,7 @@ _REDUCE_SCATTER: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dis
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 TEXT_BYTES = 4096
-"""What `Axis.tell` carries per member: the longest path of a file, or some lines of an error."""
+"""The most that `Axis.tell` carries per member, and `Axis.announce` in all: a path of a file, or some lines of an error."""
 
 
 class Event(NamedTuple):
@@ -219,12 +221,42 @@ class Axis:
         self._carrier = carrier
         self._is_gloo = group is not None and dist.get_backend(group) == "gloo"
         self._is_fake = group is not None and dist.get_backend(group) == "fake"
+        self._is_nccl = group is not None and dist.get_backend(group) == "nccl"
         self._watcher: ThreadPoolExecutor | None = None
 
     def connect(self, device: torch.device) -> None:
         """Open the connections now, so that a missing peer shows at start and not in the first step."""
         if self._group is not None:
             dist.all_reduce(torch.zeros(1, device=CPU if self._is_gloo else device), group=self._group)
+            self._synchronize(device)
+
+    def connect_ring(self, device: torch.device) -> None:
+        """Open the point-to-point connections to both ring neighbours, each way, in one group call.
+
+        All members call it, with no message under way. The call is mirrored: each pair opens the same connections at both ends.
+        With two members the neighbours are one peer, which is named twice, in the same order on both.
+        """
+        if self._group is None:
+            return
+        following, preceding = ((self.index + step) % self.size for step in (1, -1))
+        ends = [("send", following), ("recv", preceding), ("send", preceding), ("recv", following)]
+        elements = torch.zeros(len(ends), 1, device=CPU if self._is_gloo else device)
+        functions = {"send": dist.isend, "recv": dist.irecv}
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(functions[kind], element, self.ranks[peer], self._group)
+                for (kind, peer), element in zip(ends, elements.unbind(), strict=True)
+            ]
+        )
+        # A send of the fake backend never ends, because nobody takes it.
+        for work in () if self._is_fake else works:
+            work.wait()
+        self._synchronize(device)
+
+    def _synchronize(self, device: torch.device) -> None:
+        """Wait until the device has done what was posted; other backends have, when their calls return."""
+        if self._is_nccl:
+            torch.cuda.synchronize(device)
 
     def _call(self, call: Callable[[Seen], Sequence[Any]], *uses: Use) -> list[Work]:
         """Make a call of the backend; `call` is given what the backend sees of a tensor, and returns a handle for each use."""
@@ -358,14 +390,37 @@ class Axis:
         return [float(value) for value in self.all_reduce(vector, purpose).wait().tolist()]
 
     def tell(self, text: str, device: torch.device, purpose: str) -> list[str]:
-        """Every member's short text, in rank order: reasons of errors, the name of a folder. No pickle is involved.
+        """Gather every member's short text, in rank order: reasons of errors, say. No pickle is involved.
 
+        The members agree on the longest text first, so that a round in which all texts are empty costs one number per member.
         Longer texts are cut to `TEXT_BYTES` of UTF-8.
         """
+        content = text.encode()[:TEXT_BYTES]
+        length = torch.tensor([len(content)], dtype=AGREEMENT_DTYPE, device=device)
+        longest = int(self.all_reduce(length, purpose, op="max").wait().item())
+        if not longest:
+            return [""] * self.size
+        everybody = self.all_gather(_bytes_to(content.ljust(longest, b"\0"), device), purpose).wait()
+        flat = everybody.cpu().numpy().tobytes()
+        return [_text(flat[start : start + longest]) for start in range(0, len(flat), longest)]
+
+    def announce(self, text: str, device: torch.device, purpose: str) -> str:
+        """Return the first member's text on every member; the others' texts are ignored.
+
+        A text that is longer than `TEXT_BYTES` of UTF-8 is cut.
+        """
         content = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
-        mine = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
-        everybody = self.all_gather(mine, purpose).wait().cpu().view(self.size, TEXT_BYTES)
-        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in everybody]
+        return _text(self.broadcast(_bytes_to(content, device), 0, purpose).wait().cpu().numpy().tobytes())
+
+
+def _bytes_to(content: bytes, device: torch.device) -> torch.Tensor:
+    """uint8 [len(content)] on a device."""
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
+
+
+def _text(content: bytes) -> str:
+    """Decode what `tell` and `announce` have padded with zeros."""
+    return content.rstrip(b"\0").decode(errors="ignore")
 
 
 def _work(work: Any) -> dist.Work:

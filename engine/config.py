@@ -6,6 +6,8 @@ All problems are reported at once, before any process group exists: reading is `
 `engine/config_rules.py`, the names that users of other engines type are `engine/config_names.py`.
 
     YAML  <  environment  <  section.key=value   ->   Config   ->   ParallelSizes, BatchPlan
+
+A field that counts tokens, samples or steps may be written 8e12, 8T, 20B, 500M or 10k (`engine/config_counts.py`).
 """
 
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, create_model, field_validator
 
+from engine.config_counts import Count
 from engine.errors import ConfigError
 from engine.rank_grid import ParallelSizes
 
@@ -106,7 +109,7 @@ class DataConfig(Section):
     cache_dir: str | None = Field(None, description="index caches; null: beside each prefix")
     tokenizer: str = Field("bytes", description="`bytes`, or the path of a tokenizers .json")
     synthetic: bool = Field(False, description="random tokens instead of a corpus, a function of (seed, sample id)")
-    skip_samples: list[tuple[int, int]] = Field(
+    skip_samples: list[tuple[Count, Count]] = Field(
         default_factory=list, description="training samples to leave out: [[first id, id after the last], ...]"
     )
 
@@ -114,13 +117,13 @@ class DataConfig(Section):
 class TrainConfig(Section):
     """How long, in what batches. Give `steps` or `tokens`, not both."""
 
-    steps: int | None = Field(None, gt=0, description="optimizer steps")
-    tokens: int | None = Field(None, gt=0, description="rounded up to whole steps")
-    global_batch_size: int = Field(gt=0, description="samples per optimizer step, over all ranks")
-    micro_batch_size: int = Field(1, gt=0, description="samples per forward of one pipeline")
+    steps: Count | None = Field(None, gt=0, description="optimizer steps")
+    tokens: Count | None = Field(None, gt=0, description="rounded up to whole steps")
+    global_batch_size: Count = Field(gt=0, description="samples per optimizer step, over all ranks")
+    micro_batch_size: Count = Field(1, gt=0, description="samples per forward of one pipeline")
     seed: int = Field(1234, ge=0, description="of the initial weights, the data order and dropout")
-    eval_interval: int | None = Field(None, gt=0, description="steps between validations; null: no validation")
-    eval_steps: int = Field(8, gt=0, description="global batches per validation")
+    eval_interval: Count | None = Field(None, gt=0, description="steps between validations; null: no validation")
+    eval_steps: Count = Field(8, gt=0, description="global batches per validation")
 
 
 class ParallelConfig(Section):
@@ -136,6 +139,11 @@ class ParallelConfig(Section):
     layers_per_stage: list[int] | None = Field(None, description="one entry per stage (pp x vpp), in stage order")
     allow_tp_across_nodes: bool = Field(False, description="accept tensor-parallel traffic on the slow network")
 
+    @property
+    def cuts_sequence(self) -> bool:
+        """Return True where a rank holds less than the whole sequence outside of the tensor-parallel region."""
+        return self.sequence_parallel and self.tp > 1
+
 
 class OptimizerConfig(Section):
     """AdamW (1711.05101) with ZeRO-1 sharding."""
@@ -143,8 +151,8 @@ class OptimizerConfig(Section):
     lr: float = Field(3e-4, gt=0, description="peak learning rate")
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
     lr_schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="shape of the decay to min_lr")
-    warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up to lr")
-    decay_steps: int | None = Field(None, gt=0, description="step at which min_lr is reached; null: the last step")
+    warmup_steps: Count = Field(0, ge=0, description="steps of linear warm-up to lr")
+    decay_steps: Count | None = Field(None, gt=0, description="step at which min_lr is reached; null: the last step")
     weight_decay: float = Field(0.1, ge=0, description="on matrices; norms and biases are not decayed")
     beta1: float = Field(0.9, ge=0, lt=1, description="decay of the mean of gradients")
     beta2: float = Field(0.95, ge=0, lt=1, description="decay of the mean of squared gradients")
@@ -190,10 +198,14 @@ class RecomputeConfig(Section):
     )
     method: Literal["uniform", "block"] = Field("uniform", description="full: all layers, or the first N of a chunk")
     num_layers: int = Field(1, gt=0, description="uniform: layers per recomputed group; block: recomputed layers")
-    memory_gb: float | None = Field(
-        None, gt=0, description="auto: the most that a rank may be predicted to hold, in 10^9 bytes"
+    gathered_inputs: Literal["auto", "keep", "regather"] = Field(
+        "auto",
+        description="sequence parallelism: kept, or gathered again; auto: kept if `memory_gb` holds them",
     )
-    head_tokens: int | None = Field(
+    memory_gb: float | None = Field(
+        None, gt=0, description="auto: most that a rank may hold by prediction, without communicators; 10^9 bytes"
+    )
+    head_tokens: Count | None = Field(
         None,
         gt=0,
         description="tokens whose logits exist at a time, made again in the backward; null: all, kept for it",
@@ -232,20 +244,20 @@ class OffloadConfig(Section):
 
 
 class KernelsConfig(Section):
-    """Which implementation computes what."""
+    """Which implementation computes what. `auto` takes the fastest that runs on the device; the banner names it."""
 
-    attention: Literal["sdpa", "flash", "cudnn", "efficient", "explicit"] = Field(
-        "sdpa", description="sdpa: torch's choice; flash, cudnn, efficient: that one; explicit: with probabilities"
+    attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "explicit"] = Field(
+        "auto", description="sdpa: torch's choice; flash, cudnn, efficient: that one; explicit: with probabilities"
     )
-    elementwise: Literal["eager", "compiled"] = Field(
-        "eager",
+    elementwise: Literal["auto", "eager", "compiled"] = Field(
+        "auto",
         description="norms, RoPE, SwiGLU, dropout, cross-entropy: operator by operator, or fused by torch.compile",
     )
-    weight_grad: Literal["separate", "fused"] = Field(
-        "separate", description="fused: the GEMM adds to the fp32 main grad itself (CUDA); separate: another pass does"
+    weight_grad: Literal["auto", "separate", "fused"] = Field(
+        "auto", description="fused: the GEMM adds to the fp32 main grad itself (CUDA); separate: another pass does"
     )
-    optimizer: Literal["torch", "compiled"] = Field(
-        "torch", description="torch: its fused AdamW; compiled: the whole update of any form of state in one pass"
+    optimizer: Literal["auto", "torch", "compiled"] = Field(
+        "auto", description="torch: its fused AdamW; compiled: the whole update of any form of state in one pass"
     )
 
 
@@ -261,22 +273,22 @@ class WandbConfig(Section):
 class ProfileConfig(Section):
     """A trace of some steps by torch's profiler, one file per rank in the run directory."""
 
-    start: int = Field(gt=0, description="first traced step, counted from 1; the first ones warm up")
-    steps: int = Field(2, gt=0, description="how many")
+    start: Count = Field(gt=0, description="first traced step, counted from 1; the first ones warm up")
+    steps: Count = Field(2, gt=0, description="how many")
     ranks: list[int] = Field(default_factory=lambda: [0], description="which ranks write a trace")
 
 
 class TimelineConfig(Section):
     """Some steps of all ranks on one axis of time, in the run directory; slows them hardly (`profile` looks closer, and does)."""
 
-    start: int = Field(gt=0, description="first step in it, counted from 1; the first ones warm up")
-    steps: int = Field(2, gt=0, description="how many")
+    start: Count = Field(gt=0, description="first step in it, counted from 1; the first ones warm up")
+    steps: Count = Field(2, gt=0, description="how many")
 
 
 class TelemetryConfig(Section):
     """What is written down while training, and where; metrics.jsonl always is."""
 
-    log_interval: int = Field(10, gt=0, description="steps between lines on the terminal")
+    log_interval: Count = Field(10, gt=0, description="steps between lines on the terminal")
     wandb: WandbConfig | None = Field(None, description="null: off")
     tensorboard: bool = Field(False, description="event files in the run directory")
     time_split: bool = Field(True, description="measure where the time of a step goes, and name ranks that are slow")
@@ -286,7 +298,7 @@ class TelemetryConfig(Section):
     memory_history: bool = Field(
         False, description="keep CUDA's latest allocations, for the snapshot at out of memory; needs a GPU"
     )
-    sample_tokens: int = Field(0, ge=0, description="tokens of text that the model writes when it is trained")
+    sample_tokens: Count = Field(0, ge=0, description="tokens of text that the model writes when it is trained")
     peak_tflops: float | None = Field(
         None, gt=0, description="per device, for MFU; null: from a table of GPUs, or no MFU"
     )
@@ -304,15 +316,17 @@ class CheckpointConfig(_InBackground):
     """Saving and loading. A run directory with checkpoints resumes from them when the same command is given again."""
 
     dir: str | None = Field(None, description="folder of checkpoints; null: checkpoints/ in the run directory")
-    interval: int | None = Field(None, gt=0, description="steps between saves (the last step too); null: none is saved")
+    interval: Count | None = Field(
+        None, gt=0, description="steps between saves (the last step too); null: none is saved"
+    )
     keep_last: int | None = Field(3, gt=0, description="how many are kept; null: all")
-    keep_every: int | None = Field(None, gt=0, description="those at multiples of this step are kept for good")
+    keep_every: Count | None = Field(None, gt=0, description="those at multiples of this step are kept for good")
     load: str | None = Field(None, description="a checkpoint, or a folder of them, to start from")
     load_what: Literal["all", "weights"] = Field("all", description="weights: step 0 with a fresh optimizer")
     accept: list[str] = Field(
         default_factory=list, description="fields or sections that may differ from what is loaded"
     )
-    fingerprint_interval: int | None = Field(None, gt=0, description="steps between logged fingerprints; null: none")
+    fingerprint_interval: Count | None = Field(None, gt=0, description="steps between logged fingerprints; null: none")
 
     @property
     def in_background(self) -> bool:
@@ -334,7 +348,7 @@ class ResilienceConfig(Section):
     max_skips_in_a_row: int = Field(
         10, gt=0, description="updates left out one after the other; one more stops the run"
     )
-    replica_check_interval: int | None = Field(
+    replica_check_interval: Count | None = Field(
         100, gt=0, description="steps between comparisons of what several ranks hold; null: none"
     )
 
@@ -342,19 +356,28 @@ class ResilienceConfig(Section):
 class RuntimeConfig(Section):
     """Where and as what the run runs."""
 
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is a GPU")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: cuda where there is a GPU; a GPU that torch cannot use is an error"
+    )
     collectives: Literal["auto", "nccl", "gloo"] = Field(
         "auto", description="auto: nccl between GPUs, else gloo; gloo on GPUs: slow, but ranks may share one"
     )
     expandable_segments: bool = Field(
         True, description="CUDA memory in segments that grow; PYTORCH_ALLOC_CONF, if set, is left alone"
     )
+    memory: Literal["error", "warn"] = Field(
+        "error",
+        description="error: refuse a run that is predicted to hold more than a GPU has; warn: only print it",
+    )
     ranks_per_node: int | None = Field(None, gt=0, description="null: LOCAL_WORLD_SIZE of the launcher")
     timeout_seconds: float = Field(600.0, gt=0, description="a collective that waits longer ends the job")
     hang_seconds: float | None = Field(
-        None, gt=0, description="a rank that stands still for so long ends the job; null: half of timeout_seconds"
+        None,
+        gt=0,
+        description="a rank that stands still for so long, and for twice as long as before, ends the job; null: half of "
+        "timeout_seconds",
     )
-    gc_interval: int = Field(
+    gc_interval: Count = Field(
         100, gt=0, description="steps between collections of Python's cyclic garbage; none otherwise"
     )
     deterministic: bool = Field(False, description="deterministic CUDA kernels (the CPU always is)")

@@ -65,14 +65,16 @@ def recompute_has_its_fields(subject: Subject) -> Iterator[Problem]:
             {"recompute.modules": [["attention"], ["norm", "activation"]]},
             "Or set recompute.granularity=none and leave them out.",
         )
-    if (recompute.memory_gb is None) == (recompute.granularity == "auto"):
-        needs = recompute.granularity == "auto"
+    needs = recompute.granularity == "auto"
+    decides = needs or (recompute.gathered_inputs == "auto" and subject.config.parallel.cuts_sequence)
+    if (recompute.memory_gb is None and needs) or (recompute.memory_gb is not None and not decides):
         yield Problem(
             "recompute.memory_gb",
             recompute.memory_gb,
             "must be given with granularity = auto: nobody would know how much has to fit"
             if needs
-            else f"is what granularity = auto has to fit into: with {recompute.granularity} it would have no effect",
+            else f"is what granularity = auto (and gathered_inputs = auto, where the sequence is cut) has to fit into: with "
+            f"{recompute.granularity} it would have no effect",
             {"recompute.granularity": ["none"] if needs else ["auto"], "recompute.memory_gb": [] if needs else [None]},
             "Set recompute.memory_gb to what a device holds, less some GB for operators and communication."
             if needs
@@ -101,7 +103,17 @@ def recomputed_parts_exist(subject: Subject) -> Iterator[Problem]:
             "would save nothing",
             {"kernels.attention": ["sdpa"], "recompute.modules": [[*(config.recompute.modules or []), "attention"]]},
         )
-    if "mlp" in parts and parallel.sequence_parallel and parallel.tp > 1:
+    if "norm" in parts and config.recompute.gathered_inputs == "keep" and parallel.cuts_sequence:
+        without_norm = [name for name in config.recompute.modules or [] if name != "norm"]
+        yield Problem(
+            "recompute.modules",
+            config.recompute.modules,
+            "has norm, but with gathered_inputs = keep nobody keeps what the norms return, only what was gathered of it: "
+            "recomputing them would save nothing",
+            {"recompute.gathered_inputs": ["regather"]}
+            | ({"recompute.modules": [without_norm]} if without_norm else {}),
+        )
+    if "mlp" in parts and parallel.cuts_sequence:
         yield Problem(
             "recompute.modules",
             config.recompute.modules,

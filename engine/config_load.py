@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from engine.config import FORMAT_VERSION, Config, Section
 from engine.config_names import FOREIGN_VALUES, unknown_key
+from engine.config_problems import Rule
 from engine.config_rules import problems as broken_rules
 from engine.errors import ConfigError
 
@@ -73,6 +74,7 @@ def load_config(
     *,
     world_size: int | None = None,
     ranks_per_node: int | None = None,
+    more_rules: Sequence[Rule] = (),
 ) -> Config:
     """Read, check and freeze a configuration: YAML < environment < dotted overrides.
 
@@ -81,6 +83,7 @@ def load_config(
         overrides: `section.key=value`, the value in YAML.
         environment: `os.environ`, for TP, PP, VPP, DP, MICRO_BATCH_SIZE, GLOBAL_BATCH_SIZE, RUN_NAME; None: not read.
         world_size, ranks_per_node: the cluster, where it is known already, for the rules that depend on it.
+        more_rules: rules that need more than the configuration, such as `models.fit.memory_rule`.
 
     Raises:
         ConfigError: every problem at once: the file, unknown keys, types, and every rule that can be evaluated.
@@ -97,7 +100,7 @@ def load_config(
     except ValidationError as error:
         config = _valid_part(reading.tree, error)
         reading.problems += _type_problems(error, reading.origins)
-    reading.problems += broken_rules(config, world_size, ranks_per_node)
+    reading.problems += broken_rules(config, world_size, ranks_per_node, more_rules)
     if reading.problems:
         raise ConfigError(reading.problems, source)
     return config

@@ -47,14 +47,14 @@ class Problem:
         value: what it is.
         rule: what must hold, and what would have broken.
         candidates: by dotted name, values that may mend it, nearest first.
-        advice: what to do besides, or where no value of a field says it.
+        advice: what to do besides, or where no value of a field says it; a function where it takes long to find.
     """
 
     key: str
     value: object
     rule: str
     candidates: Mapping[str, Iterable[object]] = field(default_factory=dict)
-    advice: str = ""
+    advice: str | Callable[[], str] = ""
 
     def __str__(self) -> str:
         legal = "; ".join(
@@ -62,7 +62,8 @@ class Problem:
         )
         parts = [f"{self.key} = {_plain(self.value)}: {self.rule}."]
         parts += [f"Nearest legal: {legal}."] if legal else []
-        parts += [self.advice] if self.advice else []
+        advice = self.advice() if callable(self.advice) else self.advice
+        parts += [advice] if advice else []
         return " ".join(parts)
 
 
@@ -82,6 +83,11 @@ def find_problems(subject: Subject, rules: Sequence[Rule]) -> list[Problem]:
                 named[name] = legal
         found.append(replace(problem, candidates=named))
     return found
+
+
+def broken_keys(subject: Subject, rules: Sequence[Rule]) -> set[tuple[Rule, str]]:
+    """Find the rules that are broken, each with the field that it is about."""
+    return {(rule, problem.key) for rule, problem in _broken(subject, rules)}
 
 
 def _broken(subject: Subject, rules: Sequence[Rule]) -> Iterator[tuple[Rule, Problem]]:

@@ -8,7 +8,7 @@ A rule is a function that yields a `Problem` for each time it is broken; it read
 what must hold and what would have happened. Types and bounds of single fields are pydantic's (`engine/config.py`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from engine.config import Config, planned_steps
@@ -20,20 +20,31 @@ from engine.config_resilience_rules import RESILIENCE_RULES
 from engine.pipeline.partition import partition
 
 
-def problems(config: Config, world_size: int | None = None, ranks_per_node: int | None = None) -> list[str]:
+def problems(
+    config: Config,
+    world_size: int | None = None,
+    ranks_per_node: int | None = None,
+    more_rules: Sequence[Rule] = (),
+) -> list[str]:
     """Every broken rule as a readable line; an empty list is a legal config.
 
     Args:
         config: what to check.
         world_size: ranks of the run, if known; else what the config says, or nothing that depends on it.
         ranks_per_node: if known; else `runtime.ranks_per_node`, or nothing that depends on it.
+        more_rules: rules that need more than the configuration, checked after all others.
     """
-    return [str(problem) for problem in broken_rules(config, world_size, ranks_per_node)]
+    return [str(problem) for problem in broken_rules(config, world_size, ranks_per_node, more_rules)]
 
 
-def broken_rules(config: Config, world_size: int | None = None, ranks_per_node: int | None = None) -> list[Problem]:
+def broken_rules(
+    config: Config,
+    world_size: int | None = None,
+    ranks_per_node: int | None = None,
+    more_rules: Sequence[Rule] = (),
+) -> list[Problem]:
     """`problems`, as records whose candidates are the legal values that the message names."""
-    return find_problems(Subject(config, world_size, ranks_per_node), RULES)
+    return find_problems(Subject(config, world_size, ranks_per_node), (*RULES, *more_rules))
 
 
 def layers_fill_stages(subject: Subject) -> Iterator[Problem]:

@@ -16,6 +16,10 @@ from typing import Any, Protocol
 
 import torch
 
+from engine.pinned_memory import PageLock, PinnedPool, Purpose, page_lock_of
+
+PURPOSE = Purpose("offloaded activations", "offload fewer layers (offload.num_layers)")
+
 Mark = Any
 """The end of some copies, as their lane knows it: a `torch.cuda.Event` on a GPU, None where they were done at once."""
 
@@ -84,21 +88,23 @@ class Moved:
 
 
 class HostMemory:
-    """Host buffers, pinned for a GPU, kept by size and used again: pinned memory takes long to get.
+    """Host buffers of activations, page-locked for a GPU, kept by size and reused.
 
     Args:
         device: of the activations.
         lane: where copies run; None: the device's.
+        page_lock: locks the buffers; None: the device's.
 
     Attributes:
-        making: entered while a buffer is made, for who counts a step's memory (a later step makes none).
+        making: entered while a buffer is taken, for who counts a step's memory (a later step makes none).
+        pool: of the buffers.
     """
 
-    def __init__(self, device: torch.device, lane: CopyLane | None = None) -> None:
+    def __init__(self, device: torch.device, lane: CopyLane | None = None, page_lock: PageLock | None = None) -> None:
         self.device = device
         self.lane = lane or (SideStream(device) if device.type == "cuda" else InPlace())
         self.making: Callable[[], AbstractContextManager[object]] = nullcontext
-        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self.pool = PinnedPool(page_lock or page_lock_of(device), PURPOSE)
 
     def send(self, moved: Sequence[Moved]) -> Mark:
         """Post the copies to the host. The tensors stay until `let_go`."""
@@ -122,7 +128,8 @@ class HostMemory:
             assert each.buffer is not None and each.tensor is None
             each.tensor = torch.empty(each.buffer.shape, dtype=each.buffer.dtype, device=self.device)
             copies.append((each.tensor, each.buffer))
-            self._free.setdefault((each.buffer.numel(), each.buffer.dtype), []).append(each.buffer)
+            # Free at once: whatever is copied to it next is posted behind this copy, on the same stream.
+            self.pool.give(each.buffer)
             each.buffer = None
         return self.lane.post(copies)
 
@@ -133,10 +140,8 @@ class HostMemory:
     @property
     def num_free(self) -> int:
         """Buffers that nobody uses."""
-        return sum(len(buffers) for buffers in self._free.values())
+        return self.pool.num_free
 
     def _buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        if free := self._free.get((numel, dtype)):
-            return free.pop()
         with self.making():
-            return torch.empty(numel, dtype=dtype, pin_memory=self.device.type == "cuda")
+            return self.pool.take(numel, dtype)

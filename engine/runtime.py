@@ -5,6 +5,7 @@
 """
 
 import os
+import socket
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -16,16 +17,24 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as _c10d
 
+from engine.agreement import compare_facts
 from engine.config import RuntimeConfig
 from engine.errors import TopologyError
+from engine.gpus import NCCL
 from engine.interfaces import Interface, cluster_interface, interface_variables, listening_socket
+from engine.placement import Place, facts_of, judge_places, place
 
 FLIGHT_RECORDER_VARIABLES = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE")
 """How many calls NCCL's flight recorder keeps: the name up to torch 2.9, and the one after it."""
 FLIGHT_RECORDER_CALLS = "2000"
 
+CONNECT_AT_ONCE = ("NCCL_RUNTIME_CONNECT", "0")
+"""From NCCL 2.22, an algorithm connects at its first use, in the middle of a step; with 0, when its group starts."""
+
 _FLIGHT_RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 """Functions of torch that write down what it has kept; builds without NCCL have the second alone."""
+
+COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,33 +91,6 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH
 """With which a user sets up torch's allocator: the name of today, those of before. Each version of torch reads some of them."""
 
 
-def choose_device(config: RuntimeConfig, local_rank: int) -> torch.device:
-    """`auto`: this rank's GPU where there are GPUs, else the CPU. With `collectives: gloo`, ranks take the GPUs in turns.
-
-    Raises:
-        TopologyError: CUDA or NCCL was asked for and is not there, or there are fewer GPUs than local ranks.
-    """
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if config.device == "cpu" or (config.device == "auto" and not num_gpus):
-        if config.collectives == "nccl":
-            raise TopologyError(
-                "runtime.collectives = nccl, but this rank is on the CPU, whose tensors NCCL cannot move: the first call would "
-                "fail. Use runtime.collectives=auto, or start where torch finds a GPU."
-            )
-        return torch.device("cpu")
-    if not num_gpus:
-        raise TopologyError(
-            "runtime.device = cuda, but torch finds no CUDA device; every rank would stop at its first tensor. "
-            "Use runtime.device=auto or cpu, or install a CUDA build of torch."
-        )
-    if local_rank >= num_gpus and config.collectives != "gloo":
-        raise TopologyError(
-            f"local rank {local_rank} has no GPU: this node shows {num_gpus}. NCCL refuses two ranks on one GPU. Start at most "
-            f"{num_gpus} ranks per node, set runtime.device=cpu, or, to try a layout slowly, runtime.collectives=gloo."
-        )
-    return torch.device("cuda", local_rank % num_gpus)
-
-
 def set_up_allocator(
     config: RuntimeConfig, variables: Mapping[str, str], apply: Callable[[str], None] | None = None
 ) -> None:
@@ -131,6 +113,13 @@ def _to_the_allocator(settings: str) -> None:
         # Newer versions say that there is a newer name; this one does in each version what it has to.
         warnings.simplefilter("ignore", FutureWarning)
         torch.cuda.memory._set_allocator_settings(settings)
+
+
+def allocator_retries(device: torch.device) -> int:
+    """Return how often torch's allocator has had to free its cache and ask the device again; 0 on the CPU, which has none."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
 
 
 def open_store(interface: Interface, port: int, timeout: timedelta, *, is_server: bool) -> dist.TCPStore:
@@ -165,45 +154,103 @@ def write_flight_record(path: Path) -> None:
             path.write_bytes(dump())
 
 
+def compile_threads(local_world_size: int, variables: Mapping[str, str]) -> dict[str, str]:
+    """Divide the node's cores between the torch.compile workers of its ranks, unless the user set their number.
+
+    Without it each rank starts min(32, cores) of them. A rank that has so few cores that they may be its own (srun with
+    --cpus-per-task) uses all of them.
+
+    Args:
+        local_world_size: ranks on this node.
+        variables: the environment.
+    """
+    if variables.get(COMPILE_THREADS):
+        return {}
+    own, all_cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    is_shared = own * local_world_size > all_cores
+    return {COMPILE_THREADS: str(max(1, own // local_world_size if is_shared else own))}
+
+
 def start(environment: RankEnvironment, config: RuntimeConfig) -> Runtime:
-    """Choose the device and join the default process group (gloo on the CPU, NCCL on GPUs, or what `collectives` says).
+    """Take the device and join the default process group, with the backend that the launcher or `engine.gpus` decided.
 
     The store's keys carry the restart count, so that a restarted group never reads a dead one's addresses. Rank 0's store, and
     the sockets of gloo and NCCL, listen on the interface that leads to MASTER_ADDR (`engine.interfaces`); the store of a torchrun
     that was started by hand is torch's and listens on all of them.
+
+    Raises:
+        TopologyError: on every rank, where one of them cannot have its device or the places of all do not fit together.
     """
-    device = choose_device(config, environment.local_rank)
-    if device.type == "cuda":
-        set_up_allocator(config, os.environ)
-        torch.cuda.set_device(device)
-        if config.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
-    else:
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    if environment.world_size > 1:
-        assert environment.master_port is not None, "a group of several ranks has an address"
-        timeout = timedelta(seconds=config.timeout_seconds)
-        hosted_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        interface = cluster_interface(
-            environment.master_addr,
-            several_nodes=environment.world_size > environment.local_world_size,
-            variables=os.environ,
-        )
-        os.environ.update(interface_variables(interface, os.environ))
-        is_server = environment.rank == 0 and not hosted_by_launcher
-        store = open_store(interface, environment.master_port, timeout, is_server=is_server)
-        is_nccl = device.type == "cuda" and config.collectives != "gloo"
-        if is_nccl:
+    os.environ.update(compile_threads(environment.local_world_size, os.environ))
+    store = _meet(environment, config) if environment.world_size > 1 else None
+    where, problem = None, ""
+    try:
+        where = _take(environment, config)
+    except TopologyError as error:
+        if store is None:
+            raise
+        problem = str(error)
+    if store is not None:
+        facts = {"host": socket.gethostname(), "problem": problem} if where is None else facts_of(where)
+        compare_facts(dist.PrefixStore("places", store), environment.rank, environment.world_size, facts, judge_places)
+    assert where is not None, "a rank without a place is a bad verdict, which raises"
+    if store is not None:
+        if where.backend == NCCL:
             for name in FLIGHT_RECORDER_VARIABLES:
                 os.environ.setdefault(name, FLIGHT_RECORDER_CALLS)
+            os.environ.setdefault(*CONNECT_AT_ONCE)
         # No `device_id`: with it, torch makes every later group by splitting the default communicator, which needs all ranks
         # to take part, and the topology's groups are made by their members alone.
         dist.init_process_group(
-            "nccl" if is_nccl else "gloo",
-            store=dist.PrefixStore(f"attempt/{environment.restart_count}", store),
+            where.backend,
+            store=store,
             rank=environment.rank,
             world_size=environment.world_size,
-            timeout=timeout,
+            timeout=timedelta(seconds=config.timeout_seconds),
         )
-    return Runtime(environment, device)
+    return Runtime(environment, where.device)
+
+
+def _meet(environment: RankEnvironment, config: RuntimeConfig) -> dist.Store:
+    """Connect to the store of this attempt; rank 0 has it, or the launcher."""
+    assert environment.master_port is not None, "a group of several ranks has an address"
+    hosted_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    interface = cluster_interface(
+        environment.master_addr,
+        several_nodes=environment.world_size > environment.local_world_size,
+        variables=os.environ,
+    )
+    os.environ.update(interface_variables(interface, os.environ))
+    is_server = environment.rank == 0 and not hosted_by_launcher
+    timeout = timedelta(seconds=config.timeout_seconds)
+    store = open_store(interface, environment.master_port, timeout, is_server=is_server)
+    return dist.PrefixStore(f"attempt/{environment.restart_count}", store)
+
+
+def _take(environment: RankEnvironment, config: RuntimeConfig) -> Place:
+    """Make this rank's device its current one, with the allocator set up before the first tensor.
+
+    Raises:
+        TopologyError: the rank cannot have it.
+    """
+    where = place(config, environment.local_rank, os.environ)
+    if where.device.type != "cuda":
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        return where
+    if environment.world_size > 1 and where.backend == NCCL and not dist.is_nccl_available():
+        raise TopologyError(
+            f"torch {torch.__version__} on {socket.gethostname()} has no NCCL, and ranks on GPUs would have nothing to talk "
+            f"through. Use a CUDA build of torch, or, slowly, runtime.collectives=gloo."
+        )
+    set_up_allocator(config, os.environ)
+    try:
+        torch.cuda.set_device(where.device)
+    except RuntimeError as error:
+        raise TopologyError(
+            f"{socket.gethostname()}: this rank cannot use {where.device}: {str(error).splitlines()[0]}. Another process may hold "
+            f"the GPU alone, or it is broken: see nvidia-smi."
+        ) from error
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    return where

@@ -14,13 +14,18 @@ On the CPU there is no stream, and the worker makes the copies itself, late, as 
 post and wait sends the wrong numbers there too. The tests use that.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
+from engine.pinned_memory import PageLock, PinnedPool, Purpose, page_lock_of
+
 CPU = torch.device("cpu")
+
+PURPOSE = Purpose("messages of ranks that share a GPU", "start fewer ranks on the node")
 
 Seen = Callable[[torch.Tensor], torch.Tensor]
 """What the backend is given in place of a tensor."""
@@ -52,6 +57,34 @@ class Carrier(Protocol):
         ...
 
 
+class _Rooms:
+    """Host memory of one call's stand-ins; it goes back to the pool when all handles of the call are over.
+
+    Args:
+        pool: it comes from.
+        vectors: of the pool.
+        num_handles: of the call.
+    """
+
+    def __init__(self, pool: PinnedPool, vectors: Sequence[torch.Tensor], num_handles: int) -> None:
+        self._pool = pool
+        self._vectors = vectors
+        self._num_open = num_handles
+        self._events: list[torch.cuda.Event] = []
+        # Handles of one call may be waited for in several threads.
+        self._guard = threading.Lock()
+
+    def over(self, event: torch.cuda.Event | None) -> None:
+        """One handle is over, and what it has posted on a stream is done at `event`."""
+        with self._guard:
+            self._events += [] if event is None else [event]
+            self._num_open -= 1
+            is_last = self._num_open == 0
+        if is_last:
+            for vector in self._vectors:
+                self._pool.give(vector, self._events)
+
+
 class StagedWork:
     """One handle of a call that the worker makes, or has made."""
 
@@ -60,18 +93,25 @@ class StagedWork:
         posted: Future[Sequence[Work]],
         place: int,
         written: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        rooms: _Rooms,
+        event: Callable[[], torch.cuda.Event] | None,
     ) -> None:
         self._posted = posted
         self._place = place
         self._written = written
+        self._rooms: _Rooms | None = rooms
+        self._event = event
 
     def wait(self) -> None:
-        """Wait for the backend, and copy back (tensor, stand-in) on the current stream."""
+        """Wait for the backend, and copy back (tensor, stand-in) on the current stream. A second wait copies nothing."""
         self._posted.result()[self._place].wait()
+        rooms, self._rooms = self._rooms, None
+        if rooms is None:
+            return
         with torch.no_grad():
             for tensor, stand_in in self._written:
-                # A pinned stand-in may go at once: the allocator keeps it until the copy is made.
                 tensor.copy_(stand_in, non_blocking=True)
+        rooms.over(self._event() if self._written and self._event is not None else None)
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once, by an error too."""
@@ -87,10 +127,18 @@ class Staging:
         device: of the tensors.
         cuda: makes streams and events; None: torch's where the device is a GPU. A race check has its own.
         worker: makes the calls; None: a new thread.
+        page_lock: locks the host memory of stand-ins; None: the device's.
     """
 
-    def __init__(self, device: torch.device, cuda: Any = None, worker: Executor | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        page_lock: PageLock | None = None,
+        cuda: Any = None,
+        worker: Executor | None = None,
+    ) -> None:
         self._worker = worker or ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
+        self._pool = PinnedPool(page_lock or page_lock_of(device), PURPOSE)
         self._device = device
         self._cuda = cuda or (torch.cuda if device.type == "cuda" else None)
         self._side = None if self._cuda is None else self._cuda.Stream(device)
@@ -105,16 +153,11 @@ class Staging:
         Returns:
             A handle for each use.
         """
-        stand_ins: dict[int, torch.Tensor] = {}
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for use in uses:
-            for tensor in use.read:
-                if id(tensor) not in stand_ins:
-                    stand_ins[id(tensor)] = self._room(tensor)
-                    copies.append((stand_ins[id(tensor)], tensor))
-            for tensor in use.written:
-                if id(tensor) not in stand_ins:
-                    stand_ins[id(tensor)] = self._room(tensor)
+        tensors = {id(tensor): tensor for use in uses for tensor in (*use.read, *use.written)}
+        vectors = {key: self._pool.take(tensor.numel(), tensor.dtype) for key, tensor in tensors.items()}
+        stand_ins = {key: vectors[key].view(tensor.shape) for key, tensor in tensors.items()}
+        read = {id(tensor): tensor for use in uses for tensor in use.read}
+        copies = [(stand_ins[key], tensor) for key, tensor in read.items()]
         ready = self._copying(copies)
 
         def make_the_call() -> Sequence[Work]:
@@ -124,17 +167,22 @@ class Staging:
             return works
 
         posted = self._worker.submit(make_the_call)
+        rooms = _Rooms(self._pool, list(vectors.values()), len(uses))
+        event = None if self._cuda is None else self._event
         return [
-            StagedWork(posted, place, [(tensor, stand_ins[id(tensor)]) for tensor in use.written])
+            StagedWork(posted, place, [(tensor, stand_ins[id(tensor)]) for tensor in use.written], rooms, event)
             for place, use in enumerate(uses)
         ]
 
     def close(self) -> None:
-        """End the worker; what it has not called yet is never called."""
+        """End the worker, and unlock the host memory; what it has not called yet is never called."""
         self._worker.shutdown(wait=True, cancel_futures=True)
+        self._pool.close()
 
-    def _room(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=CPU, pin_memory=self._side is not None)
+    def _event(self) -> torch.cuda.Event:
+        """Record an event on the current stream."""
+        assert self._cuda is not None
+        return cast(torch.cuda.Event, self._cuda.current_stream(self._device).record_event())
 
     def _lend(self, tensor: torch.Tensor) -> None:
         """Let the owner let go of the tensor before the side stream has copied it."""

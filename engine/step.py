@@ -2,7 +2,8 @@
 
     executor    runs the schedule; gradients go to main grads, buckets are reduced as they fill
     finish      the owned parts hold whole gradients, scaled by 1 / nominal tokens
-    agree       one small all-reduce over the world: [sum of squares, loss sum, tokens, flags of a save, flags of a stop]
+    agree       one small all-reduce over the world: [sum of squares, loss sum, tokens, flags of a save, flags of a stop,
+                whether the allocator retried]
     optimizer   gradients x (nominal / actual tokens) x clip factor; AdamW on the owned parts; all-gathers posted
     read        loss, norm and flags on the host, whenever somebody waits for them (the loop does, a step later)
 
@@ -16,21 +17,23 @@ take away is put right by one factor at the end, exactly 1.0 where nothing is ma
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from engine.config import BatchPlan, Config
+from engine.config import BatchPlan, Config, RecomputeConfig
 from engine.errors import DivergenceError
+from engine.kernels.registry import Kernels
 from engine.optimizer.clip import clip_factor
 from engine.optimizer.distributed import DistributedOptimizer
 from engine.optimizer.grad_buffer import GradBuffers
+from engine.pipeline.actions import Schedule
 from engine.pipeline.executor import Executor
-from engine.pipeline.lowering import Program
 from engine.pipeline.partition import StageLayers
+from engine.pipeline.programs import Programs
 from engine.precision import AGREEMENT_DTYPE
 from engine.saved_tensors import SavedTensors
 from engine.signals import NO_STOP
@@ -46,6 +49,8 @@ class Chunk(Protocol):
     def queue(self) -> WeightGradQueue: ...
     @property
     def saved(self) -> SavedTensors: ...
+    @property
+    def recompute(self) -> RecomputeConfig: ...
     def __call__(self, x: torch.Tensor | None, microbatch: Any) -> torch.Tensor: ...
     def logits(self, x: torch.Tensor | None, microbatch: Any) -> torch.Tensor: ...
     def train(self, mode: bool = True) -> nn.Module: ...
@@ -66,6 +71,7 @@ class StepResult:
         num_tokens: counted tokens of the global batch.
         flags: how many ranks raised each flag of a save.
         stop: how many ranks were asked to stop, by kind (`engine/signals.py`).
+        num_retried: ranks whose allocator had to free memory and ask again since the step before.
         flaw: why the step has updated nothing; "": it has.
     """
 
@@ -74,6 +80,7 @@ class StepResult:
     num_tokens: int
     flags: tuple[float, ...]
     stop: tuple[float, ...] = NO_STOP
+    num_retried: int = 0
     flaw: str = ""
 
 
@@ -81,7 +88,8 @@ class PendingResult:
     """A step that is posted, its numbers on their way to the host.
 
     Args:
-        numbers: [loss, gradient norm, tokens, loss sum, sum of squares, whether the update was left out, *flags, *stop].
+        numbers: [loss, gradient norm, tokens, loss sum, sum of squares, whether the update was left out, *flags, *stop, ranks
+            whose allocator retried].
         loss_limit: what the loss may be at most.
         to_host: copies the numbers; None: the device's way.
     """
@@ -102,8 +110,9 @@ class PendingResult:
                 flaw = f"loss {loss:.4f} over {int(num_tokens)} tokens is above the limit of {self._loss_limit:.4f}"
             else:
                 flaw += "are finite, but those of a step before were not"
-        of_save, of_stop = flags[: len(NO_FLAGS)], flags[len(NO_FLAGS) :]
-        return StepResult(loss, grad_norm, int(num_tokens), tuple(of_save), tuple(of_stop), flaw)
+        *raised, num_retried = flags
+        of_save, of_stop = raised[: len(NO_FLAGS)], raised[len(NO_FLAGS) :]
+        return StepResult(loss, grad_norm, int(num_tokens), tuple(of_save), tuple(of_stop), int(num_retried), flaw)
 
     def wait(self) -> StepResult:
         """`read`, for those who cannot go on without the update.
@@ -133,7 +142,8 @@ class Engine:
     Attributes:
         stages: what each pipeline stage of the model holds, in stage order.
         parameters: by global name, in forward order.
-        train_program, forward_program: the lowered schedules of a training step and of a forward-only step.
+        train_programs, forward_programs: the lowered schedules of a training step and of a forward-only step.
+        count_retries: returns how often this rank's allocator has had to free memory and ask again.
         diverged: a bool on the device: loss or gradients were not finite, or the loss above its limit, so nothing is updated in
             this step (`resilience.on_nonfinite: skip`) or any more (else).
         to_host: copies the numbers of a step to the host; None: the device's way.
@@ -141,6 +151,7 @@ class Engine:
 
     config: Config
     topology: Topology
+    kernels: Kernels
     plan: BatchPlan
     stages: Sequence[StageLayers]
     chunks: Sequence[Chunk]
@@ -148,13 +159,25 @@ class Engine:
     buffers: GradBuffers
     optimizer: DistributedOptimizer
     executor: Executor
-    train_program: Program
-    forward_program: Program
+    train_programs: Programs
+    forward_programs: Programs
+    count_retries: Callable[[], int]
     diverged: torch.Tensor = field(init=False)
     to_host: ToHost | None = None
 
     def __post_init__(self) -> None:
         self.diverged = torch.zeros((), dtype=torch.bool, device=self.topology.device)
+        self._retries = self.count_retries()
+
+    @property
+    def schedule(self) -> Schedule:
+        """The compute actions of a training step, of all pipeline ranks."""
+        return self.train_programs.schedule
+
+    @property
+    def recompute(self) -> RecomputeConfig:
+        """Return the choice that `config.recompute` came to; all chunks have the same, without an `auto`."""
+        return self.chunks[0].recompute
 
     @property
     def nominal_tokens(self) -> int:
@@ -166,7 +189,8 @@ class Engine:
         for chunk in self.chunks:
             chunk.train(True)
         self.buffers.start(self.plan.num_microbatches)
-        losses = self.executor.run(self.train_program, microbatches, self._loss, loss_scale=1.0 / self.nominal_tokens)
+        program = self.train_programs.next()
+        losses = self.executor.run(program, microbatches, self._loss, loss_scale=1.0 / self.nominal_tokens)
         counts = self._count(losses, microbatches)
         self.buffers.finish()
         return counts
@@ -186,10 +210,14 @@ class Engine:
         """Post one update of the weights with the reduced gradients; `counts` are this rank's.
 
         A loss above `loss_limit` is treated as one that is not finite: nothing is updated.
-        `flags` (as many as `NO_FLAGS`) and `stop` (as `NO_STOP`) are summed over the ranks in the same small all-reduce.
+        `flags` (as many as `NO_FLAGS`) and `stop` (as `NO_STOP`) are summed over the ranks in the same small all-reduce, and so
+        is the number of ranks whose allocator has retried.
         """
-        raised = (*flags, *stop)
-        assert len(raised) == len(NO_FLAGS) + len(NO_STOP), f"{len(raised)} flags: the traffic of a step is a constant"
+        before, self._retries = self._retries, self.count_retries()
+        raised = (*flags, *stop, float(self._retries > before))
+        assert len(raised) == len(NO_FLAGS) + len(NO_STOP) + 1, (
+            f"{len(raised)} flags: the traffic of a step is a constant"
+        )
         mine = [self.optimizer.grad_square_sum().to(AGREEMENT_DTYPE).view(1), counts]
         vector = torch.cat((*mine, counts.new_zeros(len(raised))))
         for place, flag in enumerate(raised, start=3):
@@ -209,13 +237,20 @@ class Engine:
         sums = torch.stack((loss_sum / tokens, grad_norm, num_tokens, loss_sum, square_sum, self.diverged))
         return PendingResult(torch.cat((sums, agreed[3:])), loss_limit, self.to_host)
 
+    def receive_late(self) -> bool:
+        """Use late receives in the next runs; whether the runs before had early ones. Every rank calls it after the same step."""
+        was_early = not self.train_programs.is_late
+        self.train_programs.receive_late()
+        self.forward_programs.receive_late()
+        return was_early
+
     def evaluate(self, steps: Iterable[Sequence[Any]]) -> float:
         """Loss per token over some global batches, without dropout; the same on every rank."""
         counts = torch.zeros(2, dtype=AGREEMENT_DTYPE, device=self.topology.device)
         for chunk in self.chunks:
             chunk.train(False)
         for microbatches in steps:
-            losses = self.executor.run(self.forward_program, microbatches, self._loss)
+            losses = self.executor.run(self.forward_programs.next(), microbatches, self._loss)
             counts += self._count(losses, microbatches)
         loss_sum, total = self.topology.axis("world").all_reduce(counts, "validation").wait().tolist()
         return float(loss_sum) / max(float(total), 1.0)

@@ -5,7 +5,7 @@ topologies can live in one process. Axes by name:
 
     tp            the peers that share each matrix
     dp            dense gradients are summed here: the data-parallel (and context-parallel) ranks
-    pp            all stages of this pipeline (small collectives)
+    pp            all stages of this pipeline (small collectives); connected by its first user, generation
     pp_forward    activations; a communicator of its own, so that the two directions never wait for each other
     pp_backward   gradients of activations
     ends          first and last stage: the two holders of a tied embedding; only on those stages
@@ -14,30 +14,40 @@ topologies can live in one process. Axes by name:
 
 Groups with the same ranks share one process group, except the two pipeline directions. Where gloo serves a GPU, each process
 group has its staging (`engine.staging`).
+
+All connections that a step uses are opened here, so that no call of a step holds the host while it connects.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from engine.agreement import compare_group_counts
+from engine.axis_groups import CONNECTED_LATER, StreamUse, axis_groups, stream_use
 from engine.collectives import Axis, Ledger
 from engine.errors import TopologyError
 from engine.rank_grid import AXES, RankGrid
 from engine.staging import Carrier, Staging
 
 
-def axis_groups(grid: RankGrid, kv_heads: int | None) -> Iterator[tuple[str, Sequence[tuple[int, ...]], str]]:
-    """(name, groups of ranks, channel) of each axis, in the order of creation; equal ranks and channel are one process group."""
-    yield "world", [tuple(range(grid.world_size))], ""
-    yield "tp", grid.groups("tp"), ""
-    yield "dp", grid.groups("dp", "cp"), ""
-    yield "pp", grid.groups("pp"), ""
-    yield "pp_forward", grid.groups("pp"), "forward"
-    yield "pp_backward", grid.groups("pp"), "backward"
-    yield "ends", grid.end_stage_groups(), ""
-    if kv_heads is not None and kv_heads < grid.sizes.tp:
-        yield "kv_replicas", grid.tp_blocks(grid.sizes.tp // kv_heads), ""
+def group_options(axes: Sequence[str], timeout: timedelta | None) -> Any:
+    """Return NCCL's options of a group that some axes share; None where another backend is used, which has none of these."""
+    if dist.get_backend() != "nccl":
+        return None
+    return nccl_options(stream_use(axes), timeout, dist.ProcessGroupNCCL.Options)
+
+
+def nccl_options(use: StreamUse, timeout: timedelta | None, make: Any) -> Any:
+    """Fill in an options object of torch's NCCL backend, which `make` builds; the timeout is a field of it too."""
+    options = make(is_high_priority_stream=use.is_urgent)
+    if use.max_ctas is not None:
+        options.config.max_ctas = use.max_ctas
+    if timeout is not None:
+        options._timeout = timeout
+    return options
 
 
 class Topology:
@@ -49,6 +59,7 @@ class Topology:
         device: where this rank computes.
         kv_heads: key/value heads of the model; with fewer than tp ranks, replicas share a `kv_replicas` axis.
         staged: carry tensors through host memory; None: where the default group is gloo's and this rank is on a GPU.
+        timeout: after which a call of any of the groups fails; None: torch's own for the backend.
         carrier: makes the carrier of a process group, from the name of its first axis and the ledger; for who watches calls.
 
     Attributes:
@@ -66,6 +77,7 @@ class Topology:
         *,
         kv_heads: int | None = None,
         staged: bool | None = None,
+        timeout: timedelta | None = None,
         carrier: Callable[[str, Ledger], Carrier] | None = None,
     ) -> None:
         if grid.world_size > 1 and dist.get_world_size() != grid.world_size:
@@ -87,19 +99,33 @@ class Topology:
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
         self._axes: dict[str, Axis] = {}
 
+        compare_group_counts()
+        mine: list[tuple[str, tuple[int, ...], str]] = []
         for name, groups, channel in axis_groups(grid, kv_heads):
-            self._add(name, groups, channel)
+            ranks = next((ranks for ranks in groups if rank in ranks), None)
+            if ranks is not None:
+                mine.append((name, ranks, channel))
+        sharers: dict[tuple[tuple[int, ...], str], list[str]] = {}
+        for name, ranks, channel in mine:
+            sharers.setdefault((ranks, channel), []).append(name)
+        for name, ranks, channel in mine:
+            self._add(name, ranks, channel, sharers[ranks, channel], timeout)
 
-    def _add(self, name: str, groups: Sequence[tuple[int, ...]], channel: str) -> None:
-        """Create this rank's group of the axis; every rank walks the axes in the same order."""
-        ranks = next((ranks for ranks in groups if self.rank in ranks), None)
-        if ranks is None:
-            return
+    def _add(
+        self, name: str, ranks: tuple[int, ...], channel: str, sharers: Sequence[str], timeout: timedelta | None
+    ) -> None:
+        """Create this rank's group of the axis, which all `sharers` use; every rank walks the axes in the same order."""
         group, carrier = None, None
         if len(ranks) > 1:
             key = (ranks, channel)
             if key not in self._groups:
-                created = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name)
+                created = dist.new_group(
+                    list(ranks),
+                    timeout=timeout,
+                    pg_options=group_options(sharers, timeout),
+                    use_local_synchronization=True,
+                    group_desc=name,
+                )
                 assert isinstance(created, dist.ProcessGroup)
                 self._groups[key] = created
             group = self._groups[key]
@@ -108,7 +134,10 @@ class Topology:
                 self._carriers[group] = self._make_carrier(name, self.ledger)
             carrier = self._carriers.get(group)
         self._axes[name] = Axis(name, ranks, self.rank, group, self.ledger, carrier)
-        self._axes[name].connect(self.device)
+        if name not in CONNECTED_LATER:
+            self._axes[name].connect(self.device)
+        if channel:
+            self._axes[name].connect_ring(self.device)
 
     def axis(self, name: str) -> Axis:
         """The axis of this name; raises TopologyError where this rank has none."""

@@ -9,28 +9,32 @@ place in the topology.
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from engine.checkpoint.manager import Checkpoints
 from engine.config import Config, batch_plan
 from engine.garbage import GarbageCollection
 from engine.initial_weights import initialize
+from engine.kernels.registry import Kernels, open_kernels
 from engine.optimizer.distributed import DistributedOptimizer
 from engine.optimizer.grad_buffer import GradBuffers
 from engine.optimizer.lr import learning_rate
 from engine.optimizer.param_layout import layout_parameters
 from engine.pipeline import schedules
 from engine.pipeline.executor import Executor
-from engine.pipeline.lowering import lower
 from engine.pipeline.partition import StageLayers, partition
-from engine.pipeline.validate import check
+from engine.pipeline.programs import Programs
 from engine.precision import DTYPES, main_grad_dtype
+from engine.runtime import allocator_retries
 from engine.signals import Stop, StopRequest
 from engine.step import Chunk, Engine, PendingResult, StepResult
 from engine.tensor_parallel.parameter import ShardedParameter
 from engine.topology import Topology
 
-ModelBuilder = Callable[[Config, Topology, Sequence[StageLayers]], tuple[Sequence[Chunk], dict[str, ShardedParameter]]]
+ModelBuilder = Callable[
+    [Config, Topology, Kernels, Sequence[StageLayers]], tuple[Sequence[Chunk], dict[str, ShardedParameter]]
+]
 """Builds this rank's chunks (on the meta device) and its parameters by name; `models.gpt.build_chunks`."""
 
 
@@ -52,6 +56,7 @@ class Observer(Protocol):
     def end_step(self) -> None: ...
     def on_step(self, step: int, result: StepResult, lr: float) -> None: ...
     def on_validation(self, step: int, loss: float) -> None: ...
+    def on_allocator_retry(self, step: int, num_ranks: int) -> None: ...
     def phase(self, name: str) -> None: ...
 
 
@@ -68,10 +73,15 @@ def build(
     topology: Topology,
     build_model: ModelBuilder,
     fill: Callable[[Iterable[ShardedParameter], int], None] = initialize,
+    kernels: Kernels | None = None,
 ) -> Engine:
     """Assemble the engine of one rank: model chunks with initial weights, buffers, optimizer, schedules.
 
-    `fill` gives the parameters their first values, from a seed (a footprint has none to give).
+    `fill` gives the parameters their first values, from a seed (a footprint has none to give). `kernels` are those of the run;
+    None: what `open_kernels` resolves.
+
+    Raises:
+        ConfigError: a kernel that the configuration names does not run here.
     """
     sizes, model = topology.sizes, config.model
     plan = batch_plan(config, sizes.dp)
@@ -82,13 +92,11 @@ def build(
     name = schedules.resolve(config.schedule.name, sizes.vpp)
     train_schedule = schedules.build(name, sizes.pp, sizes.vpp, plan.num_microbatches)
     forward_schedule = schedules.build("forward_only", sizes.pp, sizes.vpp, plan.num_microbatches)
-    train_program, forward_program = lower(train_schedule), lower(forward_schedule)
-    check(train_program)
-    check(forward_program)
 
     placement = train_schedule.placement
     mine = [stages[placement.stage_of(topology.coordinates.pp, chunk)] for chunk in range(sizes.vpp)]
-    chunks, parameters = build_model(config, topology, mine)
+    kernels = open_kernels(config, topology) if kernels is None else kernels
+    chunks, parameters = build_model(config, topology, kernels, mine)
 
     layouts = layout_parameters(
         [parameter.record for parameter in parameters.values()],
@@ -104,15 +112,17 @@ def build(
     return Engine(
         config=config,
         topology=topology,
+        kernels=kernels,
         plan=plan,
         stages=stages,
         chunks=chunks,
         parameters=parameters,
         buffers=buffers,
-        optimizer=DistributedOptimizer(buffers, config.optimizer, config.precision, config.kernels.optimizer),
+        optimizer=DistributedOptimizer(buffers, config.optimizer, config.precision, kernels.choices.optimizer),
         executor=Executor(topology, [chunk.queue for chunk in chunks], activation_shape, dtype),
-        train_program=train_program,
-        forward_program=forward_program,
+        train_programs=Programs(train_schedule),
+        forward_programs=Programs(forward_schedule),
+        count_retries=partial(allocator_retries, topology.device),
     )
 
 
@@ -172,6 +182,8 @@ def train(
             guard.judge(each.step, result)
             observer.on_step(each.step, result, each.lr)
             checkpoints.agreed(result.flags)
+            if result.num_retried and engine.receive_late():
+                observer.on_allocator_retry(each.step, result.num_retried)
         del unread[: len(results)]
 
     with GarbageCollection(config.runtime.gc_interval) as garbage:

@@ -3,7 +3,8 @@
     TRIAXIS_PYTHON  ->  it, or an error               (never changed by us)
     .venv           ->  if it is complete
     active Python   ->  if it has everything
-    otherwise       ->  make or finish .venv, under a lock, with `pip install -e .`
+    otherwise       ->  make or finish .venv, under a lock, with `pip install -e .` and launch/constraints.txt: the versions that
+                        were tested, and of torch one that this machine's driver runs
 
 `launch/bootstrap.sh` runs this file with any Python >= 3.11; the chosen interpreter is the only thing printed on stdout,
 what is being done goes to stderr. What has to be there is read from `pyproject.toml` and compared with the installed
@@ -28,8 +29,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+if str(Path(__file__).resolve().parent.parent) not in sys.path:
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script, before anything is installed
+
+from engine.nvidia_driver import FIRST_DRIVERS, Driver, is_hidden, read_driver
+
 MISSING = 3
 """Exit code of `--check` where requirements are missing; they are printed, one per line."""
+
+
+TESTED_CUDA = 13
+"""The CUDA major version for which the torch of launch/constraints.txt is built."""
+
+TORCH_OF_CUDA = {12: "2.10.0"}
+"""For drivers that are older: the newest torch that pyproject.toml allows and that is built for this CUDA major version.
+
+`python -m tests.torch_versions` reads it from the wheels.
+"""
 
 
 class BootstrapError(Exception):
@@ -45,6 +61,10 @@ class Checkout:
     @property
     def pyproject(self) -> Path:
         return self.root / "pyproject.toml"
+
+    @property
+    def constraints(self) -> Path:
+        return self.root / "launch" / "constraints.txt"
 
     @property
     def venv(self) -> Path:
@@ -180,13 +200,21 @@ def _make(checkout: Checkout, extras: Sequence[str], missing: Mapping[str, str])
     checkout.installed.unlink(missing_ok=True)
     target = _target(checkout, extras)
     _say(f"installing {target} into {checkout.venv}; once, and it takes some minutes")
-    command = [str(checkout.python), "-m", "pip", "install", "--no-input", "--editable", target]
     if torch:
-        # The torch that is here was built for this machine: whatever would replace it is an error instead.
-        constraints = checkout.venv / "constraints.txt"
-        constraints.write_text(f"torch=={torch.version}\n")
-        command += ["--constraint", str(constraints)]
         _say(f"keeping torch {torch.version} of {torch.folder}")
+    constraints = checkout.venv / "constraints.txt"
+    constraints.write_text(_constraints(checkout, extras, torch))
+    command = [
+        str(checkout.python),
+        "-m",
+        "pip",
+        "install",
+        "--no-input",
+        "--constraint",
+        str(constraints),
+        "--editable",
+        target,
+    ]
     if not sys.stderr.isatty():
         command.append("--quiet")
     if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
@@ -196,6 +224,47 @@ def _make(checkout: Checkout, extras: Sequence[str], missing: Mapping[str, str])
         )
     checkout.installed.write_text("pip has finished; without this file the next start installs again\n")
     _say(f"done; from now on {checkout.python} is used at once")
+
+
+def _constraints(checkout: Checkout, extras: Sequence[str], torch: "OwnTorch | None") -> str:
+    """Write the tested versions of what `.venv` lacks; what it has, or shares with the active Python, stays as it is."""
+    tested = {_name(line): line for line in checkout.constraints.read_text().splitlines() if re.match(r"\w", line)}
+    lacking = {_name(description) for description in _check(str(checkout.python), extras)}
+    if torch:
+        # It was built for this machine: whatever would replace it is an error instead.
+        tested["torch"] = f"torch=={torch.version}"
+    elif "torch" in lacking:
+        tested["torch"] = f"torch=={torch_for(read_driver(), tested['torch'].partition('==')[2], os.environ)}"
+        _say(tested["torch"])
+    return "".join(f"{line}\n" for name, line in tested.items() if name in lacking or (torch and name == "torch"))
+
+
+def _name(requirement: str) -> str:
+    return re.split(r"[^\w.-]", requirement)[0].lower()
+
+
+def torch_for(driver: Driver, tested: str, variables: Mapping[str, str]) -> str:
+    """Choose a version of torch that this driver runs.
+
+    Args:
+        driver: of this machine.
+        tested: version in launch/constraints.txt; also for a machine without a GPU or with an unknown driver.
+        variables: the environment; GPUs that CUDA_VISIBLE_DEVICES hides do not count.
+
+    Raises:
+        BootstrapError: the driver is older than every build that pyproject.toml allows.
+    """
+    if not driver.num_gpus or is_hidden(variables) or driver.runs(TESTED_CUDA) is not False:
+        return tested
+    for cuda_major in sorted(TORCH_OF_CUDA, reverse=True):
+        if driver.runs(cuda_major):
+            return TORCH_OF_CUDA[cuda_major]
+    oldest = min(TORCH_OF_CUDA)
+    raise BootstrapError(
+        f"the driver of this machine's GPUs is {driver.version}, and every torch that Triaxis can use needs driver "
+        f"{FIRST_DRIVERS[oldest]} or newer (CUDA {oldest}); it would train on the CPU. Update the driver, or set TRIAXIS_PYTHON "
+        f"to a Python whose torch fits it. To train on the CPU: CUDA_VISIBLE_DEVICES= bash launch/bootstrap.sh"
+    )
 
 
 @dataclass(frozen=True)

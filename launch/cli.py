@@ -9,36 +9,54 @@ A traceback means a bug of ours.
 """
 
 import argparse
+import difflib
 import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
-COMMANDS = {
-    "train": "start a training run on this machine, these nodes or this SLURM step",
-    "topology": "show ranks, nodes and groups of a layout, as text or as a picture",
-    "prepare": "turn text into a .bin/.idx corpus",
-    "config": "print or check a configuration, or make one from a Hugging Face config.json",
-    "generate": "continue a prompt with the model of a checkpoint",
-    "evaluate": "loss and perplexity of a text or corpus under the model of a checkpoint",
-    "convert": "bring a model in from Hugging Face or Megatron-Core, or take a checkpoint out",
-    "checkpoint": "look into checkpoints: contents, differences, damage, fingerprints",
-    "timeline": "put the ranks' timelines of a run together, for Perfetto",
-    "schedule": "print, draw or check a pipeline schedule",
-    "verify": "prove that a layout trains the same model as one process, or name what differs",
-    "doctor": "compare all nodes, measure the layout's groups, and name what is out of line",
-    "footprint": "what one rank of any layout keeps, sends and computes in a step, without the machines",
-    "report": "turn a run directory into one HTML page",
-    "traffic": "run one real step and print the bytes and calls per axis beside what the config predicts",
+if TYPE_CHECKING:  # `triaxis --help` imports nothing of ours
+    from launch.command_line import CommandParser
+
+GROUPS = {
+    "train": {
+        "train": "start a training run on this machine, these nodes or this SLURM step",
+        "try": "train a few steps on random tokens in some layouts: speed, memory and time of each",
+        "evaluate": "loss and perplexity of a text or corpus under the model of a checkpoint",
+        "generate": "continue a prompt with the model of a checkpoint",
+    },
+    "choose and check a layout": {
+        "config": "print or check a configuration, or make one from a Hugging Face config.json",
+        "topology": "show ranks, nodes and groups of a layout, as text or as a picture",
+        "schedule": "print, draw or check a pipeline schedule",
+        "footprint": "what one rank of any layout keeps, sends and computes in a step, without the machines",
+        "traffic": "run one real step; print bytes and calls per axis beside what the config predicts",
+        "verify": "prove that a layout trains the same model as one process, or name what differs",
+        "doctor": "compare all nodes, measure the layout's groups, and name what is out of line",
+    },
+    "data and checkpoints": {
+        "prepare": "turn text into a .bin/.idx corpus",
+        "checkpoint": "look into checkpoints: contents, differences, damage, fingerprints",
+        "convert": "bring a model in from Hugging Face or Megatron-Core, or take a checkpoint out",
+    },
+    "look at a run": {
+        "report": "turn a run directory into one HTML page",
+        "timeline": "put the ranks' timelines of a run together, for Perfetto",
+    },
 }
 """Subcommands in the order of `triaxis --help`, with their one-line summaries."""
+
+COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
 
 EXAMPLES = """\
 examples:
   triaxis config check configs/gpt_tiny.yaml
-  triaxis topology --tp 2 --pp 2 --dp 4
+  triaxis footprint configs/gpt_tiny.yaml --full
   triaxis train configs/gpt_tiny.yaml train.steps=20
+
+A command reads its config (or checkpoint, or run directory) as the first word. Options and overrides (section.key=value) follow in
+any order. `triaxis COMMAND --help` shows the options and examples of a command.
 """
 
 
@@ -47,7 +65,7 @@ class Command(Protocol):
 
     NAME: str
     HELP: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
+    add_arguments: "Callable[[CommandParser], None]"
     run: Callable[[argparse.Namespace], int]
 
 
@@ -56,13 +74,11 @@ def command_module(name: str) -> Command:
     return cast(Command, importlib.import_module(f"launch.commands.{name}"))
 
 
-def command_parser(command: Command) -> argparse.ArgumentParser:
-    """The parser of one subcommand, as `triaxis COMMAND --help` shows it."""
-    parser = argparse.ArgumentParser(
-        prog=f"triaxis {command.NAME}",
-        description=command.HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def command_parser(command: Command) -> "CommandParser":
+    """Build the parser of one subcommand."""
+    from launch.command_line import CommandParser
+
+    parser = CommandParser(prog=f"triaxis {command.NAME}", description=command.HELP)
     command.add_arguments(parser)
     return parser
 
@@ -71,9 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; `argv` is without the program's name."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = command_module(_chosen(arguments))
-    parsed = _parse(command_parser(command), arguments[1:])
     try:
-        return command.run(parsed)
+        return command.run(command_parser(command).parse(arguments[1:]))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -86,25 +101,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _chosen(arguments: Sequence[str]) -> str:
-    """The subcommand that the first argument names; help, a usage error and the exit are argparse's."""
+    """Return the subcommand that the first argument names; exits after --help and with a usage error for anything else."""
+    listed = [
+        line
+        for title, group in GROUPS.items()
+        for line in (f"\n{title}:", *(f"  {name:<12}{summary}" for name, summary in group.items()))
+    ]
     parser = argparse.ArgumentParser(
         prog="triaxis",
-        description="Pretrain GPT models in three dimensions: tensor, pipeline and data parallel.",
+        usage="triaxis COMMAND [CONFIG] [options] [section.key=value ...]",
+        description="Pretrain GPT models in three dimensions: tensor, pipeline and data parallel.\n"
+        + "\n".join(listed),
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
-    for name, summary in COMMANDS.items():
-        commands.add_parser(name, help=summary, add_help=False)
-    return str(parser.parse_args(arguments[:1]).command)
-
-
-def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
-    """Options may stand between positional words (`config.yaml --dry-run train.steps=2`), except around subcommands."""
-    try:
-        return parser.parse_intermixed_args(arguments)
-    except TypeError:  # argparse's word for "this parser has subcommands", said before it looks at the arguments
-        return parser.parse_args(arguments)
+    parser.add_argument("command", metavar="COMMAND", help=argparse.SUPPRESS)
+    name = str(parser.parse_args(arguments[:1]).command)
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"Did you mean {near[0]}?" if near else f"The commands are {', '.join(COMMANDS)}."
+        parser.error(f"there is no command {name!r}. {hint}")
+    return name
 
 
 def _report(error: Exception) -> int:

@@ -27,15 +27,16 @@ from engine.doctor.phases import node_paths
 from engine.doctor.rates import are_equal, best
 from engine.doctor.records import Examination, Finding, Level, RankFacts, Size
 from engine.errors import TriaxisError
+from engine.gpus import GLOO, NCCL
 from engine.precision import DTYPES
 from engine.runtime import RankEnvironment
 from engine.topology import Topology
 from launch.doctor_plan import NODE_PATH_BYTES, data_files, folders, message_sizes, needs
 from launch.doctor_report import WIDTH, show, write_json
+from launch.ending import run_rank
 from launch.failure import INTERRUPTED, OUT_OF_LINE
 from launch.parent_death import end_with_parent
 from launch.rank import join, read_config
-from launch.world import GLOO, NCCL
 
 JSON_FLAG = "--json="
 
@@ -134,8 +135,4 @@ def examine(
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Without the interpreter's teardown: a thread that waits for a dead peer must not keep the rank alive.
-    os._exit(code)
+    run_rank(main, sys.argv[1:])

@@ -17,6 +17,7 @@ from engine.config import batch_plan
 from engine.data.indexed import IndexedTokens
 from engine.data.loader import Batches, MicroBatch
 from engine.data.tokenizers import BytesTokenizer, Tokenizer, load_tokenizer
+from launch.ending import run_rank
 from launch.loaded_rank import run
 from launch.rank import Rank
 from models.evaluate import CorpusTokens, ListedTokens, Text, Windows, loss_of
@@ -165,4 +166,4 @@ def _steps(batches: Batches, num_steps: int, *, show: bool) -> Iterator[Sequence
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_rank(main, sys.argv[1:])

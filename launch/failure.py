@@ -23,6 +23,7 @@ from pathlib import Path
 from engine.errors import DivergenceError, TriaxisError
 from engine.resilience.hang import hang_report
 from engine.signals import Stop
+from launch.named_causes import named_causes
 
 BROKE = 1
 MISTAKE = TriaxisError.exit_code
@@ -36,9 +37,19 @@ INTERRUPTED = 130
 AFTER = {Stop.PREEMPTED: REQUEUE, Stop.INTERRUPTED: INTERRUPTED}
 """How a run ends that all ranks have agreed to stop."""
 
+OTHERS_END_SECONDS = 10
+"""How long ranks may take to end once another has failed, before SIGKILL. One that waits in NCCL does not react to SIGTERM."""
+
 LAST_LINES = 20
 LAST_BYTES = 64 * 1024
 """As much of a log is read; a long run's log is large."""
+
+
+def code_of(error: BaseException) -> int:
+    """Exit code of a rank that an exception ends."""
+    if isinstance(error, TriaxisError):
+        return error.exit_code
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else BROKE
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +105,18 @@ def first_cause(failures: Iterable[RankFailure], logs: Path, since_seconds: floa
 
 
 def describe(failure: RankFailure, logs: Path, since_seconds: float) -> str:
-    """The rank, how it ended, and the last lines of its log; rank 0's own words stand on the terminal already."""
+    """The rank, how it ended, the last lines of its log, and causes that they name; rank 0's own words stand on the terminal."""
     head = f"rank {failure.rank} ended with {failure.how}, so the job was stopped."
     log = rank_log(logs, failure.rank, since_seconds)
     if log is None:
         return f"{head} It had not opened its log in {logs} yet; what it said stands above."
-    if failure.rank == 0 and failure.exit_code >= 0:
-        return f"{head} What it said stands above, and in {log}."
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - LAST_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+        text = file.read().decode(errors="replace")
+    causes = [f"  cause: {cause}" for cause in named_causes(text, failure.exit_code)]
+    if failure.rank == 0 and failure.exit_code >= 0:
+        return "\n".join([f"{head} What it said stands above, and in {log}.", *causes])
+    lines = text.splitlines()[-LAST_LINES:]
     if not lines:
-        return f"{head} Its log, {log}, is empty."
-    return "\n".join([f"{head} The end of its log, {log}:", *(f"  | {line}" for line in lines)])
+        return "\n".join([f"{head} Its log, {log}, is empty.", *causes])
+    return "\n".join([f"{head} The end of its log, {log}:", *(f"  | {line}" for line in lines), *causes])

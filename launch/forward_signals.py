@@ -6,6 +6,7 @@
 torchrun's own way would end the ranks 30 seconds after the signal, saved or not.
 """
 
+import argparse
 import os
 import signal
 import sys
@@ -43,20 +44,44 @@ class ForwardedSignals:
         self._killer: threading.Timer | None = None
 
     @contextmanager
-    def listening(self) -> Iterator["ForwardedSignals"]:
-        """Hand signals on while the block runs.
+    def listening(self, words: argparse.Namespace) -> Iterator["ForwardedSignals"]:
+        """Hand signals on while the block runs torchrun.
+
+        Args:
+            words: torchrun's parsed arguments; its own handlers are kept away from these signals.
 
         Raises:
             NoRanksError: inside the block, when a signal comes before the first rank was started.
         """
         before = {number: signal.signal(number, self._heard) for number in ASKS_FOR}
         try:
-            yield self
+            with self._instead_of_torchruns(words):
+                yield self
         finally:
             if self._killer is not None:
                 self._killer.cancel()
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    @contextmanager
+    def _instead_of_torchruns(self, words: argparse.Namespace) -> Iterator[None]:
+        """Leave torchrun the other signals: an argument says so from torch 2.10 on; in 2.9 it installs one handler for all."""
+        if hasattr(words, "signals_to_handle"):
+            words.signals_to_handle = LEFT_TO_TORCHRUN
+            yield
+            return
+        from torch.distributed.elastic.multiprocessing import api
+
+        installed, torchruns = vars(api), api._terminate_process_handler
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            (self._heard if number in ASKS_FOR else torchruns)(number, frame)
+
+        installed["_terminate_process_handler"] = handle
+        try:
+            yield
+        finally:
+            installed["_terminate_process_handler"] = torchruns
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         again = self.first is signal.SIGINT and number == signal.SIGINT

@@ -30,6 +30,7 @@ from engine.config import Config
 from engine.config_load import load_config
 from engine.data.tokenizers import Tokenizer, load_tokenizer
 from engine.errors import CheckpointError, ConfigError, DataError
+from launch.command_line import CHECKPOINT, CommandParser
 from launch.launcher import Request, launch
 from launch.slurm_step import is_rank
 
@@ -54,14 +55,9 @@ class Asked:
     config: Config
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     """What all these commands take: the checkpoint, overrides, sizes of the layout, --json."""
-    parser.add_argument(
-        "words",
-        nargs="+",
-        metavar="CHECKPOINT section.key=value",
-        help="a checkpoint (step_00001000), a folder of them or a run directory (their latest), and overrides",
-    )
+    parser.takes(CHECKPOINT, "step_00001000, a folder of checkpoints or a run directory (their latest)")
     for name, meaning in (("tp", "tensor"), ("pp", "pipeline")):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{meaning}-parallel ranks (default: 1)")
     parser.add_argument("--json", action="store_true", help="print JSON for scripts")
@@ -78,17 +74,8 @@ def ask(args: argparse.Namespace, train: Mapping[str, int] | None = None) -> Ask
         CheckpointError: no checkpoint there, or a damaged one.
         ConfigError: all problems of the configuration at once.
     """
-    path, *overrides = args.words
-    if strangers := [word for word in overrides if "=" not in word]:
-        raise ConfigError(
-            [
-                f"{word!r} is neither the first word (a checkpoint) nor an override; it would be ignored. Write overrides as "
-                "section.key=value, such as precision.dtype=fp32."
-                for word in strangers
-            ],
-            "the command line",
-        )
-    candidate = find(Path(path))
+    overrides = list(args.overrides)
+    candidate = find(args.checkpoint)
     tree = readers_config(candidate.manifest, train or {})
     sizes = ("tp", "pp", "dp")
     overrides += [f"parallel.{size}={given}" for size in sizes if (given := getattr(args, size, None)) is not None]

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from engine.data.tokenizers import Tokenizer, load_tokenizer
+from launch.ending import run_rank
 from launch.loaded_rank import run
 from launch.rank import Rank
 from launch.text_stream import UNKNOWN, TextStream
@@ -135,4 +136,4 @@ def _record(
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_rank(main, sys.argv[1:])

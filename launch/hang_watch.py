@@ -2,6 +2,7 @@
 
 import sys
 
+from engine.axis_groups import axis_groups
 from engine.resilience.hang import HangLimits, HangWatch
 from engine.resilience.heartbeat import Heartbeat, file_of, folder_of
 from engine.resilience.waits import Scene
@@ -10,7 +11,6 @@ from engine.step import Engine
 from engine.telemetry.events import EventLog
 from engine.telemetry.hub import Telemetry
 from engine.telemetry.run_dir import RunDirectory
-from engine.topology import axis_groups
 
 
 def open_hang_watch(engine: Engine, directory: RunDirectory, telemetry: Telemetry) -> tuple[Heartbeat, HangWatch]:
@@ -20,13 +20,13 @@ def open_hang_watch(engine: Engine, directory: RunDirectory, telemetry: Telemetr
     scene = Scene(
         topology.grid,
         {name: groups for name, groups, _ in axis_groups(topology.grid, engine.config.model.kv_heads)},
-        engine.train_program,
-        engine.forward_program,
+        engine.schedule,
+        engine.forward_programs.schedule,
     )
 
     def tell(step: int, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
-        log = EventLog(directory.events, directory.attempt, rank=rank)
+        log = EventLog(directory.events(topology.grid.node(rank)), directory.attempt, rank=rank)
         log.write("hang", step=step, message=text.splitlines()[1].strip(), report=text)
         log.close()
         telemetry.last_words()

@@ -10,12 +10,14 @@ ends, because this process or the connection is gone, the remote launcher is tol
 """
 
 import contextlib
+import math
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +27,7 @@ from typing import TextIO
 from engine.config_load import load_config
 from engine.config_rules import problems
 from engine.errors import ConfigError, TopologyError
-from launch.failure import AFTER
+from launch.failure import AFTER, OTHERS_END_SECONDS
 from launch.slurm_step import LOOPBACK
 
 VARIABLE = "HOSTFILE"
@@ -47,6 +49,7 @@ _PASSED_ON_BEGINNINGS = (
 """The part of the environment that a run depends on; the rest belongs to this host."""
 
 _SSH_FAILED = 255
+_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +194,7 @@ class OverSsh:
                 readers.append(reader)
                 told = passed_on(self._variables) | node_variables(self._hosts, index, self._variables)
                 self._write(connection, script(self._root, Path.cwd(), self._words, told))
-            codes = [connection.wait() for connection in self._connections]
+            codes, first_failure = self._wait()
         finally:
             for connection in self._connections:
                 with contextlib.suppress(BrokenPipeError):
@@ -204,7 +207,29 @@ class OverSsh:
         lost = [host.name for host, code in zip(self._hosts, codes, strict=True) if code == _SSH_FAILED]
         if lost:
             print(f"ssh could not start or keep the launcher on {', '.join(lost)}", file=sys.stderr)
-        return next((code for code in AFTER.values() if code in codes), next((abs(code) for code in codes if code), 0))
+        return next((code for code in AFTER.values() if code in codes), abs(first_failure))
+
+    def _wait(self) -> tuple[list[int], int]:
+        """Wait for all launchers; end those that outlive another's failure too long.
+
+        A launcher sees its own ranks only, and a rank that waits in NCCL for a dead one of another host does not end by itself.
+        Ranks behind a lost connection are not dead: they and all others save first.
+
+        Returns:
+            Exit codes by host, and the first of them that was a failure (0: none).
+        """
+        first_failure, kill_at_seconds = 0, math.inf
+        while None in (codes := [connection.poll() for connection in self._connections]):
+            failures = [code for code in codes if code and code != _SSH_FAILED and code not in AFTER.values()]
+            if failures and not first_failure:
+                first_failure, kill_at_seconds = failures[0], time.monotonic() + OTHERS_END_SECONDS
+            if time.monotonic() > kill_at_seconds:
+                # torchrun ends its ranks with this signal, for which they have no handler.
+                self._hand_on(signal.SIGHUP, None)
+                kill_at_seconds = math.inf
+            time.sleep(_POLL_SECONDS)
+        ended = [code for code in codes if code is not None]
+        return ended, first_failure or next((code for code in ended if code), 0)
 
     def _hand_on(self, number: int, frame: FrameType | None) -> None:
         for connection in self._connections:

@@ -31,14 +31,19 @@ from engine.config_load import load_config
 from engine.config_rules import problems
 from engine.data.indexed import bin_path, idx_path
 from engine.errors import ConfigError, TopologyError
+from engine.gpus import BACKEND_VARIABLE, DEVICE_VARIABLE, NCCL, find_gpus
 from engine.rank_grid import ParallelSizes
 from engine.resilience.hang import HUNG
 from engine.telemetry.run_dir import run_name
-from launch.failure import AFTER, MISTAKE, RankFailure, describe, describe_hang, first_cause
-from launch.forward_signals import LEFT_TO_TORCHRUN, ForwardedSignals, NoRanksError
+from launch.ending import run_rank
+from launch.failure import AFTER, MISTAKE, OTHERS_END_SECONDS, RankFailure, describe, describe_hang, first_cause
+from launch.forward_signals import ForwardedSignals, NoRanksError
+from launch.gpu_memory import read_devices
 from launch.preflight import refuse_without_gpu
 from launch.slurm_step import LOOPBACK, is_rank, rank_variables
-from launch.world import World, decide, find_gpus
+from launch.world import World, decide
+from models.fit import Devices, memory_line, memory_rule, uses_gpu
+from models.memory import predict
 
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "gpt_tiny.yaml"
 
@@ -58,6 +63,8 @@ class Request:
     config_path: Path | None
     overrides: tuple[str, ...]
     dry_run: bool = False
+    trains: bool = False
+    """The worker trains this configuration, so its predicted memory must fit."""
     worker: str = WORKER
     worker_flags: tuple[str, ...] = ()
     """Words for the worker that are no part of the configuration."""
@@ -77,6 +84,8 @@ class Plan:
     world: World
     sizes: ParallelSizes
     batch: BatchPlan
+    memory: str = ""
+    """Predicted memory in a line; empty where the worker does not train."""
     worker_flags: tuple[str, ...] = ()
     explained_codes: tuple[int, ...] = ()
 
@@ -96,7 +105,7 @@ def launch(request: Request, variables: Mapping[str, str]) -> int:
         return _be_a_rank(request, variables)
     plan = make_plan(request, variables)
     arguments = torchrun_arguments(plan, request.worker, variables)
-    environment = thread_variables(variables)
+    environment = thread_variables(variables) | device_variables(plan.world)
     console = Console(highlight=False, soft_wrap=True)
     show(console, plan, arguments, environment)
     if request.dry_run:
@@ -117,15 +126,18 @@ def launch(request: Request, variables: Mapping[str, str]) -> int:
 def make_plan(request: Request, variables: Mapping[str, str]) -> Plan:
     """Resolve the config, choose the world, check both together."""
     path, overrides = request.config_path or DEFAULT_CONFIG, request.overrides
-    config = load_config(path, overrides, variables)
-    gpus = find_gpus()
+    gpus = find_gpus(variables)
+    devices = read_devices(variables) if request.trains and gpus.count else None
+    rules = [] if devices is None else [memory_rule(devices)]
+    config = load_config(path, overrides, variables, more_rules=rules)
     dp_was_asked_for = variables.get("DP") or any(word.startswith("parallel.dp=") for word in overrides)
     if request.config_path is None and gpus.count and config.runtime.device != "cpu" and not dp_was_asked_for:
         # Nobody chose this config, so its dp, meant for a CPU, does not keep GPUs idle.
         overrides = (*overrides, "parallel.dp=null")
-        config = load_config(path, overrides, variables)
-    world = decide(config, gpus, variables)
-    if found := problems(config, world.size, config.runtime.ranks_per_node or world.ranks_per_node):
+        config = load_config(path, overrides, variables, more_rules=rules)
+    world = decide(config, gpus, variables, rules)
+    ranks_per_node = config.runtime.ranks_per_node or world.ranks_per_node
+    if found := problems(config, world.size, ranks_per_node, rules):
         raise ConfigError(found, str(path))
     sizes = parallel_sizes(config, world.size)
     refuse_without_gpu(config, has_gpu=config.runtime.device != "cpu" and gpus.count > 0, note=gpus.note)
@@ -136,9 +148,15 @@ def make_plan(request: Request, variables: Mapping[str, str]) -> Plan:
         world,
         sizes,
         batch_plan(config, sizes.dp),
+        _memory_line(config, sizes, world, devices) if request.trains else "",
         request.worker_flags,
         request.explained_codes,
     )
+
+
+def _memory_line(config: Config, sizes: ParallelSizes, world: World, devices: Devices | None) -> str:
+    most = devices.for_each_rank(config, world.ranks_per_node) if devices is not None and uses_gpu(config) else None
+    return memory_line(predict(config, sizes, nccl=world.backend == NCCL), most)
 
 
 def torchrun_arguments(plan: Plan, worker: str, variables: Mapping[str, str]) -> list[str]:
@@ -174,19 +192,26 @@ def thread_variables(variables: Mapping[str, str]) -> dict[str, str]:
     return {} if "OMP_NUM_THREADS" in variables else {"OMP_NUM_THREADS": "1"}
 
 
+def device_variables(world: World) -> dict[str, str]:
+    """Hand the decision about device and backend on to the ranks."""
+    return {DEVICE_VARIABLE: world.device, BACKEND_VARIABLE: world.backend}
+
+
 def show(console: Console, plan: Plan, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     """What was chosen and why, and the line that starts it."""
     world = plan.world
     nodes = "1 node" if world.num_nodes == 1 else f"{world.num_nodes} nodes of {world.ranks_per_node}"
     words = [sys.executable, "-m", "torch.distributed.run", *arguments]
     line = " ".join([*(f"{name}={value}" for name, value in environment.items()), shlex.join(words)])
-    for name, text in (
+    rows = [
         ("config", " ".join(plan.worker_arguments)),
         ("ranks", f"{world.size} on {nodes}, {world.backend} ({world.reason})"),
         ("layout", str(plan.sizes)),
         ("batch", str(plan.batch)),
+        *([("memory", plan.memory)] if plan.memory else []),
         ("launch", line),
-    ):
+    ]
+    for name, text in rows:
         console.print(f"[bold]{name:<8}[/bold]", end="")
         console.print(text, markup=False)
 
@@ -212,17 +237,17 @@ def _run_torchrun(plan: Plan, arguments: Sequence[str], environment: Mapping[str
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from launch import rendezvous
+    from launch.short_end import short_end
 
     # It names every process that it ends; the one that matters is described below.
     for noisy in ("multiprocessing.api", "agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic.{noisy}").setLevel(logging.CRITICAL)
     started_seconds = time.time()
     words = torchrun.parse_args(list(arguments))
-    words.signals_to_handle = LEFT_TO_TORCHRUN
     rendezvous.use(words)
     signals = ForwardedSignals()
     try:
-        with signals.listening():
+        with short_end(OTHERS_END_SECONDS), signals.listening(words):
             torchrun.run(words)
     except NoRanksError:
         return _stopped_by(signals.first)
@@ -268,13 +293,9 @@ def _be_a_rank(request: Request, variables: Mapping[str, str]) -> int:
     """Run the worker in this task of srun, and end with it."""
     ours = rank_variables(variables)
     arguments = [str(request.config_path or DEFAULT_CONFIG), *request.overrides, *request.worker_flags]
-    if request.dry_run:
-        if ours["RANK"] == "0":
-            print("rank 0 of this SLURM step:", *(f"{name}={value}" for name, value in ours.items()))
-        return 0
-    os.environ.update(ours | thread_variables(variables))
-    code = int(importlib.import_module(request.worker).main(arguments))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Without the interpreter's teardown: a thread that waits for a dead peer must not keep the rank alive.
-    os._exit(code)
+    if not request.dry_run:
+        os.environ.update(ours | thread_variables(variables))
+        run_rank(importlib.import_module(request.worker).main, arguments)
+    if ours["RANK"] == "0":
+        print("rank 0 of this SLURM step:", *(f"{name}={value}" for name, value in ours.items()))
+    return 0

@@ -9,12 +9,11 @@ from typing import Any
 from engine.checkpoint.directory import find
 from engine.errors import TriaxisError
 from engine.runtime import RankEnvironment
+from launch.failure import INTERRUPTED
 from launch.from_checkpoint import read_job
 from launch.parent_death import end_with_parent
 from launch.rank import Rank, join, read_config
 from models.inference import LoadedModel, load_model
-
-INTERRUPTED = 130
 
 
 def run(argv: Sequence[str], work: Callable[[Rank, LoadedModel, dict[str, Any]], None]) -> int:

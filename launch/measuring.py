@@ -6,14 +6,22 @@ finish    the rows of all ranks             ->  timeline.json
 
 import socket
 
+import torch
+
 from engine.errors import TriaxisError
+from engine.gather import Gathering
 from engine.step import Engine
 from engine.telemetry.clocks import clock_of
 from engine.telemetry.hub import Telemetry
+from engine.telemetry.memory_check import MemoryCheck
 from engine.telemetry.run_dir import RunDirectory
 from engine.telemetry.slow_ranks import SlowRanks
 from engine.telemetry.step_times import StepTimes
 from engine.telemetry.timeline import Row, Timeline, merge
+from models.memory import predict
+
+HOST_BYTES = 64
+"""Linux cuts the name of a host there (HOST_NAME_MAX)."""
 
 
 def open_step_times(engine: Engine, directory: RunDirectory, steps_made: int) -> StepTimes | None:
@@ -21,7 +29,7 @@ def open_step_times(engine: Engine, directory: RunDirectory, steps_made: int) ->
     config, topology = engine.config.telemetry, engine.topology
     if not config.time_split and config.timeline is None:
         return None
-    schedule, timeline = engine.train_program.schedule, None
+    schedule, timeline = engine.schedule, None
     if config.timeline is not None:
         row = Row(
             topology.rank,
@@ -44,12 +52,27 @@ def open_step_times(engine: Engine, directory: RunDirectory, steps_made: int) ->
 
 
 def open_slow_ranks(engine: Engine, times: StepTimes | None) -> SlowRanks | None:
-    """What compares the ranks by name and host; None where their times are not split. Every rank calls it."""
+    """Make on rank 0 what compares the ranks; None on the others, and where times are not split. Every rank calls it."""
     topology = engine.topology
     if times is None or not engine.config.telemetry.time_split:
         return None
-    hosts = topology.axis("world").tell(socket.gethostname(), topology.device, "hosts")
-    return SlowRanks(times.stage_ranks, hosts)
+    name = socket.gethostname().encode()[:HOST_BYTES].ljust(HOST_BYTES, b"\0")
+    row = torch.frombuffer(bytearray(name), dtype=torch.uint8).to(topology.device)
+    rows = Gathering(topology, row, "hosts").finish()
+    if rows is None:
+        return None
+    hosts = [bytes(name).rstrip(b"\0").decode(errors="replace") for name in rows.cpu().numpy()]
+    ranks = range(topology.grid.world_size)
+    return SlowRanks([topology.grid.coordinates(rank).pp for rank in ranks], hosts)
+
+
+def open_memory_check(engine: Engine) -> MemoryCheck | None:
+    """Compare measured with predicted memory; None on the CPU, where tensors are not counted. Every rank calls it."""
+    topology = engine.topology
+    if topology.device.type != "cuda":
+        return None
+    ranks = predict(engine.config, topology.sizes, nccl=not topology.staged).ranks
+    return MemoryCheck(topology, [(rank.tensors, rank.communicators) for rank in ranks])
 
 
 def finish_step_times(times: StepTimes | None, directory: RunDirectory, telemetry: Telemetry) -> None:

@@ -9,7 +9,9 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from itertools import islice
 
+import psutil
 import torch
 
 from engine.config import Config, parallel_sizes
@@ -20,8 +22,9 @@ from engine.step import Engine
 from engine.telemetry.format import in_bytes
 from engine.telemetry.observer import peak_memory_bytes
 from engine.topology import Topology
+from launch.memory_errors import Place, exhausted
 from launch.memory_snapshot import MemorySnapshot
-from models.memory import Memory, predicted_memory, savings
+from models.memory import Memory, predict, savings
 
 KINDS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward of the input", Kind.W: "backward of the weights"}
 MOST_NAMED = 6
@@ -38,28 +41,27 @@ def explaining_memory(
     """
     try:
         yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+    except (RuntimeError, MemoryError, OSError) as error:
+        if (place := exhausted(error)) is None:
             raise
         # Before the error goes on: the frames below still hold what they were working on.
         written = None if snapshot is None else snapshot.write()
-        raise explained(error, config, topology, engine, written) from error
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error is of an allocation that could not be made, on a GPU or on the host."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    )
+        raise explained(error, place, config, topology, engine, written) from error
 
 
 def explained(
-    error: BaseException, config: Config, topology: Topology, engine: Engine | None, snapshot: str | None = None
+    error: BaseException,
+    place: Place,
+    config: Config,
+    topology: Topology,
+    engine: Engine | None,
+    snapshot: str | None = None,
 ) -> OutOfMemoryError:
     """The error for people.
 
     Args:
-        error: for which `is_out_of_memory`.
+        error: of the allocation.
+        place: of the memory that was asked for.
         config: of the run; an open `parallel.dp` is taken from the topology.
         topology: of this rank.
         engine: None while it is being built.
@@ -68,24 +70,27 @@ def explained(
     sizes, at = topology.sizes, topology.coordinates
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"dp": sizes.dp})})
     assert parallel_sizes(config) == sizes
-    predicted = predicted_memory(config, sizes, at.pp)
+    is_gpu = topology.device.type == "cuda"
+    nccl = is_gpu and not topology.staged
+    predicted = predict(config, sizes, nccl=nccl).ranks[at.pp]
     where = "while the engine was built" if engine is None else _where(engine.executor.running)
-    lines = [f"rank {topology.rank} ({at}) is out of memory {where}: {_wanted(error)}."]
+    lines = [f"rank {topology.rank} ({at}) is out of memory {where}: {_wanted(error, place)}."]
     held = {} if engine is None else _held(engine)
-    lines.append(f"  {'':<12}{'held':>14}{'predicted':>14}")
+    lines.append(f"  {'':<14}{'held':>14}{'predicted':>14}")
     for kind in fields(Memory):
         has = in_bytes(held[kind.name]) if kind.name in held else ""
-        lines.append(f"  {kind.name:<12}{has:>14}{in_bytes(getattr(predicted, kind.name)):>14}")
+        lines.append(f"  {kind.name:<14}{has:>14}{in_bytes(getattr(predicted, kind.name)):>14}")
     lines.append(
-        f"The most that the rank has held so far: {in_bytes(peak_memory_bytes(topology.device))}. {_room(topology.device)}."
+        f"The most that the rank has held so far: {in_bytes(peak_memory_bytes(topology.device))}. {_room(topology.device, place)}."
     )
-    found = list(savings(config, at.pp))[:MOST_NAMED]
+    card = torch.cuda.mem_get_info(topology.device)[1] if is_gpu else None
+    found = list(islice(savings(config, at.pp, nccl=nccl, most_bytes=card), MOST_NAMED))
     if found:
         lines.append("Any of these makes the prediction for this rank smaller:")
         lines += [f"  {saving}: {in_bytes(predicted.total - saving.total)} less" for saving in found]
     else:
         lines.append(
-            "No smaller layout is legal with these ranks: use more of them, a shorter sequence or a smaller model."
+            "No smaller layout is legal and fits with these ranks: use more of them, a shorter sequence or a smaller model."
         )
     if snapshot is not None:
         lines.append(snapshot)
@@ -100,14 +105,15 @@ def _where(running: Instruction | None) -> str:
     return "while messages were posted"
 
 
-def _wanted(error: BaseException) -> str:
-    """How much was asked for, in the allocator's words."""
+def _wanted(error: BaseException, place: Place) -> str:
+    """Say how much was asked for, where the allocator does, and of which memory."""
     text = str(error)
-    if found := re.search(r"allocate (\d+) bytes", text):
-        return f"an allocation of {in_bytes(int(found[1]))} failed"
-    if found := re.search(r"Tried to allocate ([\d.]+ \wiB)", text):
-        return f"an allocation of {found[1]} failed"
-    return "an allocation failed"
+    size = ""
+    if found := re.search(r"(?:allocate|alloc async|[cm]alloc|host alloc) (\d+) bytes", text):
+        size = f"{in_bytes(int(found[1]))} of "
+    elif found := re.search(r"Tried to allocate ([\d.]+ \wiB)", text):
+        size = f"{found[1]} of "
+    return f"an allocation of {size}{place} failed"
 
 
 def _held(engine: Engine) -> dict[str, int]:
@@ -120,8 +126,10 @@ def _held(engine: Engine) -> dict[str, int]:
     }
 
 
-def _room(device: torch.device) -> str:
-    if device.type == "cuda":
+def _room(device: torch.device, place: Place) -> str:
+    """Say how large the memory is that has run out."""
+    if place is Place.GPU and device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return f"The GPU has {in_bytes(total)}, of which {in_bytes(free)} are free"
-    return "The host gave no more"
+    host = psutil.virtual_memory()
+    return f"The host has {in_bytes(host.total)}, of which {in_bytes(host.available)} are free for all of its ranks"

@@ -14,8 +14,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from engine.checkpoint.layout import describe_layout
@@ -40,17 +40,18 @@ from engine.telemetry.run_dir import RunDirectory
 from engine.telemetry.summary import End, Start, show_end, show_start
 from engine.train import build
 from launch.batches import open_batches
-from launch.failure import AFTER, BROKE, INTERRUPTED, MISTAKE
+from launch.ending import WayOut, run_rank
+from launch.failure import AFTER, INTERRUPTED, MISTAKE, code_of
 from launch.hang_watch import open_hang_watch
 from launch.launcher import FROM_SCRATCH
-from launch.measuring import finish_step_times, open_slow_ranks, open_step_times
+from launch.measuring import finish_step_times, open_memory_check, open_slow_ranks, open_step_times
 from launch.memory_snapshot import MemorySnapshot, open_memory_snapshot
 from launch.out_of_memory import explaining_memory
 from launch.parent_death import end_with_parent
 from launch.preflight import refuse_without_gpu
 from launch.rank import Rank, join, read_config
 from launch.rank_directory import open_directory
-from launch.run_facts import corpus_entropies, count_parameters, describe
+from launch.run_facts import corpus_entropies, count_parameters, describe, predicted_memory
 from launch.sample_text import write_sample
 from launch.step_watchers import open_watchers
 from models.gpt import build_chunks
@@ -70,18 +71,20 @@ def main(argv: Sequence[str]) -> int:
     # A requeued or restarted job goes on from what it has saved since: the word was meant for its first start.
     is_first_start = not (environment.restart_count or int(os.environ.get("SLURM_RESTART_COUNT") or 0))
     try:
-        config = read_config(words, environment)
-        with join(config, environment) as rank:
+        config = read_config(words, environment, trains=True)
+        with WayOut() as way_out, join(config, environment) as rank:
             refuse_without_gpu(config, has_gpu=rank.topology.device.type == "cuda")
             directory = open_directory(rank, Path(words[0]).stem, from_scratch=FROM_SCRATCH in argv and is_first_start)
             if directory is None:
-                return MISTAKE
+                raise PrintedError(MISTAKE)  # by rank 0
             if directory.finished is not None:
                 if rank.number == 0:
                     print(directory.finished_message())
                 return 0
-            with rank_log(directory.rank_log(rank.number), show=rank.number == 0) as streams:
-                return _logged(lambda: _train(rank, directory, streams))
+            with rank_log(directory.rank_log(rank.number), show=rank.number == 0) as streams, _printing_errors():
+                return _train(rank, directory, streams, way_out)
+    except PrintedError as error:
+        return error.code
     except TriaxisError as error:
         if environment.rank == 0:
             print(f"error: {error}", file=sys.stderr)
@@ -90,22 +93,34 @@ def main(argv: Sequence[str]) -> int:
         return INTERRUPTED
 
 
-def _logged(run: Callable[[], int]) -> int:
-    """Run it; what goes wrong is printed while the rank's log still listens."""
+class PrintedError(Exception):
+    """A failure of this rank that has been printed; `code` is the exit code.
+
+    It leaves `join` as an exception, so that no group is closed after it.
+    """
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"exit code {code}")
+        self.code = code
+
+
+@contextmanager
+def _printing_errors() -> Iterator[None]:
+    """Print an exception while this rank's log still takes what is printed, and raise `PrintedError` in its place."""
     try:
-        return run()
+        yield
     except TriaxisError as error:
         print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
+        raise PrintedError(code_of(error)) from error
+    except KeyboardInterrupt as error:
         print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except Exception:
+        raise PrintedError(code_of(error)) from error
+    except Exception as error:
         traceback.print_exc()
-        return BROKE
+        raise PrintedError(code_of(error)) from error
 
 
-def _train(rank: Rank, directory: RunDirectory, streams: Streams) -> int:
+def _train(rank: Rank, directory: RunDirectory, streams: Streams, way_out: WayOut) -> int:
     """Build, begin, train; returns the exit code."""
     config, topology = rank.config, rank.topology
     stop, stopped = StopRequest(rank.number), None
@@ -113,7 +128,7 @@ def _train(rank: Rank, directory: RunDirectory, streams: Streams) -> int:
         config.data, config.model.seq_length, config.train.seed, vocab_size=config.model.vocab_size
     )
     snapshot = open_memory_snapshot(rank, directory)
-    with explaining_memory(config, topology, snapshot=snapshot):
+    with way_out.bounded(), explaining_memory(config, topology, snapshot=snapshot):
         engine = build(config, topology, build_chunks)
     described = describe(engine)
     chosen = settled(config, topology.sizes)
@@ -143,6 +158,7 @@ def _train(rank: Rank, directory: RunDirectory, streams: Streams) -> int:
                 described.layout,
                 described.device,
                 described.kernels,
+                predicted_memory(engine),
                 counted,
                 recompute=chosen.recompute,
             )
@@ -165,7 +181,7 @@ def _train(rank: Rank, directory: RunDirectory, streams: Streams) -> int:
         with closing(Checkpoints(engine, directory.checkpoints(config), facts, notices)) as checkpoints:
             stop.listen()
             stopped = _train_and_report(
-                engine, datasets, beginning, facts, checkpoints, directory, telemetry, meter, stop, snapshot
+                engine, datasets, beginning, facts, checkpoints, directory, telemetry, meter, stop, snapshot, way_out
             )
     except CheckpointError as error:
         telemetry.event("failed", error=f"CheckpointError: {error}")
@@ -198,6 +214,7 @@ def _train_and_report(
     meter: Meter,
     stop: StopRequest,
     snapshot: MemorySnapshot | None,
+    way_out: WayOut,
 ) -> Stop | None:
     config, history = engine.config, facts.history
     valid = datasets.valid
@@ -224,11 +241,12 @@ def _train_and_report(
         watchers=watchers,
         times=times,
         slow_ranks=open_slow_ranks(engine, times),
+        memory=open_memory_check(engine),
     )
     started_seconds = time.monotonic()
     hang_watch.start()
     try:
-        with explaining_memory(config, engine.topology, engine, snapshot):
+        with way_out.bounded(agreed=(CheckpointError,)), explaining_memory(config, engine.topology, engine, snapshot):
             validation = None if valid is None else lambda: open_batches(engine, valid)
             stopped, consumed_samples = train_through(
                 engine,
@@ -264,8 +282,4 @@ def _train_and_report(
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Without the interpreter's teardown: a thread that waits for a dead peer must not keep the rank alive.
-    os._exit(code)
+    run_rank(main, sys.argv[1:])

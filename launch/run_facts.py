@@ -9,7 +9,8 @@ from engine.data.corpus import entropies
 from engine.kernels import registry
 from engine.step import Engine
 from engine.telemetry.parameters import local_counts, round_counts
-from models.gpt import attention_shape
+from models.fit import memory_line
+from models.memory import predict
 
 
 def count_parameters(engine: Engine) -> dict[str, int]:
@@ -40,7 +41,7 @@ class Description:
 def describe(engine: Engine) -> Description:
     """Layout, schedule and device of a built engine."""
     topology, config = engine.topology, engine.config
-    grid, schedule = topology.grid, engine.train_program.schedule.name
+    grid, schedule = topology.grid, engine.schedule.name
     nodes = "1 node" if grid.num_nodes == 1 else f"{grid.num_nodes} nodes"
     sequence = ", sequence parallel" if config.parallel.sequence_parallel else ""
     if topology.device.type == "cuda":
@@ -55,9 +56,18 @@ def describe(engine: Engine) -> Description:
         schedule=schedule,
         device=device,
         device_name=device_name,
-        kernels=registry.describe(config.kernels, attention_shape(config, topology)),
+        kernels=registry.describe(engine.kernels.choices, registry.attention_shape(config, topology)),
         layers_per_chunk=tuple(len(stage.layers) for stage in engine.stages),
     )
+
+
+def predicted_memory(engine: Engine) -> str:
+    """Format the predicted memory of the fullest rank, with the memory of its GPU."""
+    topology, device_bytes = engine.topology, None
+    if topology.device.type == "cuda":
+        device_bytes = torch.cuda.mem_get_info(topology.device)[1]
+    nccl = topology.device.type == "cuda" and not topology.staged
+    return memory_line(predict(engine.config, topology.sizes, nccl=nccl), device_bytes)
 
 
 def corpus_entropies(config: Config) -> dict[str, float]:

@@ -32,13 +32,16 @@ from engine.config_load import load_config
 from engine.config_rules import problems
 from engine.errors import ConfigError, TopologyError, TriaxisError
 from engine.telemetry.run_dir import RunDirectory, run_name
+from launch.cli import command_module, command_parser
 from launch.commands.train import request
-from launch.failure import BROKE, DIVERGED, INTERRUPTED, MISTAKE
+from launch.failure import BROKE, DIVERGED, INTERRUPTED, MISTAKE, OTHERS_END_SECONDS
+from launch.gpu_memory import read_devices
 from launch.launcher import DEFAULT_CONFIG, FROM_SCRATCH
 from launch.preflight import look_before_training
 from launch.slurm_history import ATTEMPTS_WITHOUT_PROGRESS, FAILURES_TO_EXCLUDE, History, Outcome
 from launch.slurm_report import StepReport
 from launch.slurm_step import LOOPBACK, tasks_per_node
+from models.fit import memory_rule
 
 DRY_RUN = "--dry-run"
 
@@ -179,6 +182,7 @@ class Step:
         self.told: signal.Signals | None = None
         self._srun: subprocess.Popen[str] | None = None
         self._bad_since_seconds: float | None = None
+        self._others_are_killed = False
 
     def run(self, words: Sequence[str], variables: Mapping[str, str]) -> int:
         """Start srun and wait for it; its exit code."""
@@ -195,6 +199,8 @@ class Step:
                 self._srun.wait(1.0)
                 break
             bad = self._bad_since_seconds
+            if bad is not None and time.monotonic() - bad > OTHERS_END_SECONDS:
+                self._kill_others()
             if bad is not None and time.monotonic() - bad > LONGEST_END_SECONDS:
                 say(f"srun has not ended {LONGEST_END_SECONDS:g} seconds after a bad end; it is killed")
                 self._srun.kill()
@@ -202,6 +208,13 @@ class Step:
                 break
         reader.join(5.0)
         return self._srun.returncode
+
+    def _kill_others(self) -> None:
+        """Send SIGKILL to the tasks that have not ended; SLURM would wait for KillWait, which a site may have made long."""
+        if self.report.step and not self._others_are_killed:
+            self._others_are_killed = True
+            say(f"tasks that have not ended {OTHERS_END_SECONDS} seconds after a bad end are killed")
+            call("scancel", "--signal=KILL", self.report.step)
 
     def heard(self, number: int, frame: FrameType | None) -> None:
         """A signal for the batch job: SIGUSR1 is handed to the ranks; SIGTERM SLURM sends to them itself.
@@ -428,12 +441,14 @@ def _config(words: Sequence[str], job: Job | None) -> tuple[Config, Path]:
     Raises:
         ConfigError: all problems at once, before any task starts.
     """
-    asked = request([word for word in words if word != FROM_SCRATCH], dry_run=False)
+    asked = request(command_parser(command_module("train")).parse(words))
     path = asked.config_path or DEFAULT_CONFIG
-    config = load_config(path, asked.overrides, os.environ)
+    devices = None if job is None else read_devices(os.environ)
+    rules = [] if devices is None else [memory_rule(devices)]
+    config = load_config(path, asked.overrides, os.environ, more_rules=rules)
     if job is not None:
         ranks_per_node = config.runtime.ranks_per_node or job.tasks_per_node[0]
-        if found := problems(config, job.world_size, ranks_per_node):
+        if found := problems(config, job.world_size, ranks_per_node, rules):
             raise ConfigError(found, str(path))
     return config, path
 

@@ -17,6 +17,7 @@ from launch.failure import DIVERGED, INTERRUPTED, MISTAKE, REQUEUE
 _TASKS = re.compile(r"srun: error: (?P<nodes>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.+)")
 _EXITED = re.compile(r"Exited with exit code (\d+)")
 _NOT_LAUNCHED = re.compile(r"srun: error: Task launch for \S+ failed on node (\S+?):")
+_TERMINATING = re.compile(r"srun: (?:\S+: )*Terminating StepId=(\S+)")
 _NODE_FAILED = re.compile(r"srun: error: Node failure on (\S+)", re.IGNORECASE)
 
 
@@ -30,6 +31,7 @@ class StepReport:
         exit_codes: of tasks that ended by themselves with a code that is not 0.
         ended: tasks that srun has spoken of.
         first: tasks of the first bad end.
+        step: number of the step that srun ends, for `scancel`; "" before it does.
     """
 
     nodes: Sequence[str]
@@ -37,6 +39,7 @@ class StepReport:
     exit_codes: dict[int, int] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
     first: tuple[int, ...] = ()
+    step: str = ""
     _lost: set[str] = field(default_factory=set)
 
     @property
@@ -70,6 +73,8 @@ class StepReport:
             self.ended.update(tasks)
             if exited := _EXITED.match(match["how"]):
                 self.exit_codes.update(dict.fromkeys(tasks, int(exited[1])))
+        elif match := _TERMINATING.match(line):
+            self.step = match[1]
         elif match := _NOT_LAUNCHED.match(line) or _NODE_FAILED.match(line):
             self._lost.add(match[1].rstrip(".,:"))
 

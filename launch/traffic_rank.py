@@ -12,6 +12,7 @@ from engine.data.loader import Batches
 from engine.data.synthetic import SyntheticDataset
 from engine.runtime import RankEnvironment
 from engine.train import build
+from launch.ending import run_rank
 from launch.rank import Rank, join, read_config
 from models.gpt import build_chunks
 from models.traffic import Flow, Volume, expected_traffic, measured_traffic
@@ -91,4 +92,4 @@ def show(console: Console, rank: Rank, measured: Traffic, expected: Traffic, num
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_rank(main, sys.argv[1:])

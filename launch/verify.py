@@ -163,13 +163,13 @@ def start_ranks(config: Config, place: Path, job: Mapping[str, object], *, dry_r
     path.write_text(to_yaml(config))
     (place / JOB).write_text(json.dumps(job))
     # What is started is said beside the certificate, unless it is all that was asked for.
-    with _without_layout_variables(), redirect_stdout(sys.stdout if dry_run else sys.stderr):
+    with without_layout_variables(), redirect_stdout(sys.stdout if dry_run else sys.stderr):
         return launch(Request(path, (), dry_run=dry_run, worker=WORKER), os.environ)
 
 
 @contextmanager
-def _without_layout_variables() -> Iterator[None]:
-    """They have been read; the runs that follow differ from them on purpose."""
+def without_layout_variables() -> Iterator[None]:
+    """Leave out TP, PP and the like, which have been read already: the runs in the block differ from them on purpose."""
     kept = {name: os.environ.pop(name) for name in ENVIRONMENT if name in os.environ}
     try:
         yield

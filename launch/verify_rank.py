@@ -20,6 +20,7 @@ from engine.topology import Topology
 from engine.train import build
 from engine.verify.measure import Comparing, Writing, deviation, leave_the_initial_point, run_steps
 from engine.verify.records import REFERENCE_STEPS, RankReport, SiteReport, together
+from launch.ending import run_rank
 from launch.from_checkpoint import read_job
 from launch.rank import join, read_config
 from models.gpt import build_chunks
@@ -125,4 +126,4 @@ def _sites(
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_rank(main, sys.argv[1:])

@@ -9,24 +9,14 @@
 The layout is never changed; only a dp that was left open is filled in.
 """
 
-import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from engine.config import Config
+from engine.config import Config, ParallelConfig
+from engine.config_problems import Rule, with_value
+from engine.config_rules import problems
 from engine.errors import TopologyError
-
-GLOO = "gloo"
-NCCL = "nccl"
-
-
-@dataclass(frozen=True, slots=True)
-class Gpus:
-    """GPUs that torch can use on this node, and why it is none where some are there."""
-
-    count: int
-    note: str = ""
+from engine.gpus import CUDA, GLOO, Gpus, backend_of, device_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +25,7 @@ class World:
 
     num_nodes: int
     ranks_per_node: int
+    device: str
     backend: str
     reason: str
 
@@ -43,42 +34,24 @@ class World:
         return self.num_nodes * self.ranks_per_node
 
 
-def find_gpus() -> Gpus:
-    """Count the GPUs of this node; a machine without any is not made to import torch."""
-    if shutil.which("nvidia-smi") is None and not any(Path("/dev").glob("nvidia[0-9]*")):
-        return Gpus(0)
-    import torch
-
-    if torch.version.cuda is None:
-        return Gpus(0, f"there is a GPU, but torch {torch.__version__} is a CPU build: install a CUDA build to use it")
-    return Gpus(torch.cuda.device_count())
-
-
-def decide(config: Config, gpus: Gpus, variables: Mapping[str, str]) -> World:
+def decide(config: Config, gpus: Gpus, variables: Mapping[str, str], more_rules: Sequence[Rule] = ()) -> World:
     """Choose the number of ranks.
 
     Args:
         config: the resolved configuration.
         gpus: what this node has; all nodes are taken to be alike.
         variables: NNODES and NPROC_PER_NODE are read.
+        more_rules: kept by the layouts that an error proposes, beside the rules of every configuration.
 
     Raises:
-        TopologyError: the layout does not fit the nodes or the GPUs.
+        TopologyError: the layout does not fit the nodes or the GPUs, or torch cannot use the GPUs that are there.
     """
     parallel = config.parallel
     model_ranks = parallel.tp * parallel.pp * parallel.cp
     num_nodes = _number(variables, "NNODES") or 1
-    if config.runtime.device == "cuda" and not gpus.count:
-        raise TopologyError(
-            f"runtime.device = cuda: {gpus.note or 'this node shows no GPU'}. Every rank would stop at its first tensor. "
-            f"Use runtime.device=auto or cpu to train on the CPU."
-        )
-    num_gpus = 0 if config.runtime.device == "cpu" else gpus.count
-    if config.runtime.collectives == "nccl" and not num_gpus:
-        raise TopologyError(
-            f"runtime.collectives = nccl: {gpus.note or 'this node shows no GPU'}, and NCCL moves tensors of GPUs only. Use "
-            f"runtime.collectives=auto to train on the CPU."
-        )
+    device = device_type(config.runtime, gpus)
+    backend = backend_of(config.runtime, device, gpus.note)
+    num_gpus = gpus.count if device == CUDA else 0
 
     if given := _number(variables, "NPROC_PER_NODE"):
         ranks, why = num_nodes * given, "NPROC_PER_NODE"
@@ -97,15 +70,14 @@ def decide(config: Config, gpus: Gpus, variables: Mapping[str, str]) -> World:
             f"for ranks that never come. Choose sizes whose product is a multiple of {num_nodes}."
         )
     if not num_gpus:
-        return World(num_nodes, ranks_per_node, GLOO, f"{why}; {gpus.note or 'no GPU is used'}")
-    may_share = config.runtime.collectives == "gloo"
-    if ranks_per_node > num_gpus and not may_share:
-        raise TopologyError(_too_few(config, ranks_per_node, num_gpus))
+        return World(num_nodes, ranks_per_node, device, backend, f"{why}; {gpus.note or 'no GPU is used'}")
+    if ranks_per_node > num_gpus and backend != GLOO:
+        raise TopologyError(_too_few(config, ranks_per_node, num_gpus, num_nodes, more_rules))
     idle = num_gpus - ranks_per_node
     note = f"; {idle} of {num_gpus} GPUs per node stay idle" if idle > 0 else ""
     if idle < 0:
         note = f"; {ranks_per_node} ranks share {num_gpus} GPU{'s' if num_gpus > 1 else ''} on each node"
-    return World(num_nodes, ranks_per_node, GLOO if may_share else NCCL, why + note)
+    return World(num_nodes, ranks_per_node, device, backend, why + note)
 
 
 def _largest_dp(config: Config, most: int, model_ranks: int, num_nodes: int) -> int:
@@ -117,18 +89,39 @@ def _largest_dp(config: Config, most: int, model_ranks: int, num_nodes: int) -> 
     return 1
 
 
-def _too_few(config: Config, ranks_per_node: int, num_gpus: int) -> str:
+def _smaller(config: Config, num_gpus: int, num_nodes: int, more_rules: Sequence[Rule]) -> ParallelConfig | None:
+    """Find the layout for these GPUs with most replicas, tp and pp being powers of two; None where none keeps all rules."""
+    num_ranks = num_gpus * num_nodes
+    for exponent in range(num_ranks.bit_length()):
+        model_ranks = 2**exponent
+        dp = _largest_dp(config, num_ranks // model_ranks, model_ranks, num_nodes)
+        for pp in (2**smaller for smaller in range(exponent + 1)):
+            sizes = {"tp": model_ranks // pp, "pp": pp, "vpp": 1, "dp": dp}
+            parallel = config.parallel.model_copy(update=sizes)
+            ranks_per_node, rest = divmod(model_ranks * dp, num_nodes)
+            changed = config.model_copy(update={"parallel": parallel})
+            if not rest and not problems(changed, model_ranks * dp, ranks_per_node, more_rules):
+                return parallel
+    return None
+
+
+def _too_few(config: Config, ranks_per_node: int, num_gpus: int, num_nodes: int, more_rules: Sequence[Rule]) -> str:
     parallel = config.parallel
     layout = f"tp={parallel.tp} pp={parallel.pp} dp={parallel.dp or 1}"
-    smaller = f"TP=1 PP=1 VPP=1 DP={_largest_dp(config, num_gpus, model_ranks=1, num_nodes=1)}"
+    choices = []
+    if smaller := _smaller(config, num_gpus, num_nodes, more_rules):
+        words = f"TP={smaller.tp} PP={smaller.pp} VPP={smaller.vpp} DP={smaller.dp}"
+        choices.append(f"Choose a smaller one, for example\n  {words} bash launch/pretrain_gpt.sh ...")
+    choices.append("Train on the CPU:\n  bash launch/pretrain_gpt.sh ... runtime.device=cpu")
+    shared = with_value(config, "runtime.collectives", "gloo")
+    if not problems(shared, ranks_per_node * num_nodes, ranks_per_node, more_rules):
+        choices.append(
+            "Let ranks share a GPU, slowly, to try the layout:\n"
+            "  bash launch/pretrain_gpt.sh ... runtime.collectives=gloo"
+        )
     return (
         f"{layout} needs {ranks_per_node} GPUs per node and this node shows {num_gpus}. Two ranks on one GPU would deadlock "
-        f"in NCCL, and a layout that was asked for is never changed. Choose a smaller one, for example\n"
-        f"  {smaller} bash launch/pretrain_gpt.sh ...\n"
-        f"or train on the CPU:\n"
-        f"  bash launch/pretrain_gpt.sh ... runtime.device=cpu\n"
-        f"or let ranks share a GPU, slowly, to try the layout:\n"
-        f"  bash launch/pretrain_gpt.sh ... runtime.collectives=gloo"
+        f"in NCCL, and a layout that was asked for is never changed. " + "\n".join(choices)
     )
 
 

@@ -15,6 +15,7 @@ Kept here otherwise than there:
     "explicit"         softmax in the accumulation dtype; the causal mask, one for all heads and samples
     RMSNorm            its input and one number per token
     recomputation      selective: what `models/recompute.py` lists is gone; full: the input of each group of layers
+    gathered inputs    of column-parallel layers, kept whole (`recompute.gathered_inputs`): w h instead of w h / t
     head_tokens        no logits; those of some tokens while the head is at work
     offload            of the first layers of a chunk only what is small, or held by somebody else
 
@@ -117,12 +118,12 @@ def _all_terms(config: Config, sizes: ParallelSizes, *, is_core_again: bool) -> 
     dropout = whole if model.hidden_dropout else nothing
     terms = [
         *_norm_terms(config, at, "attention_norm"),
-        Term("attention.qkv", "input", whole, whole, "norm"),
+        _column_input(config, at, "attention.qkv", "norm"),
         *_attention_terms(config, at, is_core_again=is_core_again),
         Term("attention.proj", "input", at.w * at.q, at.w * at.q),
         Term("attention", "residual dropout", dropped, dropout),
         *_norm_terms(config, at, "mlp_norm"),
-        Term("mlp.up", "input", whole, whole, "norm"),
+        _column_input(config, at, "mlp.up", "norm"),
     ]
     if model.activation == "swiglu":
         # Megatron-LM without fusions keeps silu(gate) too; here it is computed again.
@@ -137,6 +138,14 @@ def _all_terms(config: Config, sizes: ParallelSizes, *, is_core_again: bool) -> 
         Term("mlp", "residual dropout", dropped, dropout),
     ]
     return terms
+
+
+def _column_input(config: Config, at: Sizes, module: str, part: str = "") -> Term:
+    """Count the input of a column-parallel layer. Kept as gathered, it is not what `part` returns and could make again."""
+    own, gathered = at.w * at.h * at.shard, Fraction(at.w * at.h)
+    if config.recompute.gathered_inputs == "keep" and own != gathered:
+        return Term(module, "input", own, gathered)
+    return Term(module, "input", own, own, part)
 
 
 def _norm_terms(config: Config, at: Sizes, module: str) -> list[Term]:
@@ -207,7 +216,7 @@ def end_terms(config: Config, sizes: ParallelSizes, stage: StageContents) -> lis
         logits = at.w * columns if config.recompute.head_tokens is None else Fraction(0)
         terms += [
             *_norm_terms(config, at, "final_norm"),
-            Term("head", "input", whole, whole),
+            _column_input(config, at, "head"),
             Term("losses", "logits", 4 * columns, logits),
             Term("losses", "sums, targets and which are held", Fraction(0), Fraction(at.acc + INDEX_BYTES + 1)),
             Term("losses", LOSS_MASK, Fraction(0), Fraction(1)),

@@ -66,7 +66,9 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.extend(k, v)
 
-        return self.proj(saved.inside(ATTENTION, lambda q, k, v: self._core(q, k, v, keys), q, k, v))
+        choices = self.context.kernels.choices
+        kernel = choices.decoding if cache is not None and s == 1 else choices.attention
+        return self.proj(saved.inside(ATTENTION, lambda q, k, v: self._core(kernel, q, k, v, keys), q, k, v))
 
     def _turn(self, x: torch.Tensor, norm: ShardedParameter | None, rope: torch.Tensor | None) -> torch.Tensor:
         """QK-norm and rotation of queries or keys [s, b, heads, d]; x itself where the model has neither."""
@@ -75,12 +77,11 @@ class Attention(nn.Module):
             x = rms_norm(x, norm.tracked(), self.context.model.norm_eps, fusion)
         return x if rope is None else apply_rope(x, rope, fusion)
 
-    def _core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: DropoutKeys) -> torch.Tensor:
+    def _core(self, kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: DropoutKeys) -> torch.Tensor:
         """Scaled dot-product attention: q [b, n, s, d], k, v [b, n_kv, s_k, d] -> [s, b, n * d].
 
         s_k = s, causal; or s = 1, and the query is of the last of the s_k places.
         """
-        kernel = self.context.kernels.attention
         if kernel == "explicit":
             mixed = self._explicit(q, k, v, keys)
         else:

@@ -22,7 +22,7 @@ from engine.data.samples import Sample
 from engine.errors import DataError
 from engine.pipeline import schedules
 from engine.pipeline.executor import Executor
-from engine.pipeline.lowering import lower
+from engine.pipeline.programs import Programs
 from engine.precision import DTYPES
 from models.inference import LoadedModel
 
@@ -122,9 +122,11 @@ def loss_of(model: LoadedModel, steps: Iterable[Sequence[MicroBatch]]) -> tuple[
     shape = (length, config.train.micro_batch_size, config.model.hidden_size)
     executor = Executor(topology, [chunk.queue for chunk in model.chunks], shape, DTYPES[config.precision.dtype])
     loss_sum, num_tokens = 0.0, 0
+    programs: Programs | None = None
     for microbatches in steps:
-        program = lower(schedules.build("forward_only", sizes.pp, sizes.vpp, len(microbatches)))
-        losses = executor.run(program, microbatches, lambda chunk, x, batch: model.chunks[chunk](x, batch))
+        if programs is None:
+            programs = Programs(schedules.build("forward_only", sizes.pp, sizes.vpp, len(microbatches)))
+        losses = executor.run(programs.next(), microbatches, lambda chunk, x, batch: model.chunks[chunk](x, batch))
         # Counted once per replica of the model: by the tp rank 0 of the last stage.
         if losses and topology.coordinates.tp == 0:
             loss_sum += sum(float(loss) for loss in losses)

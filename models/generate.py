@@ -20,7 +20,7 @@ from engine.data.loader import MicroBatch
 from engine.mix64 import GOLDEN, key64, mix64_, shift_right
 from engine.pipeline import schedules
 from engine.pipeline.executor import Executor
-from engine.pipeline.lowering import lower
+from engine.pipeline.programs import Programs
 from engine.precision import DTYPES
 from engine.topology import Topology
 from models.gpt import GPTChunk
@@ -113,7 +113,9 @@ class Decoder:
         self._dtype = DTYPES[config.precision.dtype]
         self._places = places
         sizes = self._topology.sizes
-        self._program = lower(schedules.build("forward_only", sizes.pp, sizes.vpp, 1))
+        self._programs = Programs(schedules.build("forward_only", sizes.pp, sizes.vpp, 1))
+        # Only generation uses this group, so it is connected here, where no send is under way.
+        self._topology.axis("pp").connect(self._topology.device)
         self.forget()
 
     def forget(self) -> None:
@@ -129,7 +131,7 @@ class Decoder:
             topology, [chunk.queue for chunk in self._chunks], (len(tokens), 1, self._hidden_size), self._dtype
         )
         outputs = executor.run(
-            self._program,
+            self._programs.next(),
             [_batch(tokens, self.length, topology.device)],
             lambda chunk, x, batch: self._chunks[chunk].decode(x, batch, self._caches[chunk]),
         )
@@ -144,7 +146,7 @@ class Decoder:
         token = torch.zeros(1, dtype=torch.int64, device=self._topology.device)
         if logits is not None:
             token.fill_(draw(logits.cpu(), sampling, place))
-        placement = self._program.schedule.placement
+        placement = self._programs.schedule.placement
         last_stage_rank = placement.rank_of(placement.num_stages - 1)
         return int(self._topology.axis("pp").broadcast(token, last_stage_rank, "generation").wait())
 

@@ -17,13 +17,12 @@ from typing import Protocol, cast
 import torch
 from torch import nn
 
-from engine.config import Config
+from engine.config import Config, RecomputeConfig
 from engine.host_memory import HostMemory
-from engine.kernels.attention import AttentionShape
 from engine.kernels.elementwise import rope_tables
 from engine.kernels.fusion import EAGER
-from engine.kernels.registry import resolve
-from engine.precision import DTYPES, main_grad_dtype
+from engine.kernels.registry import Kernels
+from engine.precision import DTYPES
 from engine.saved_tensors import SavedTensors
 from engine.shard_spec import localize
 from engine.tensor_parallel.chunked_head import chunked_head_losses
@@ -123,6 +122,11 @@ class GPTChunk(nn.Module):
     def saved(self) -> SavedTensors:
         """What becomes of tensors that this chunk saves for its backward."""
         return self.context.saved
+
+    @property
+    def recompute(self) -> RecomputeConfig:
+        """Return what is recomputed, without an `auto`."""
+        return self.context.recompute
 
     def forward(self, x: torch.Tensor | None, batch: Batch) -> torch.Tensor:
         """Hidden states for the next stage, or on the last stage the sum of the unmasked tokens' losses (a scalar)."""
@@ -224,23 +228,18 @@ def _run(
 
 
 def build_chunks(
-    config: Config, topology: Topology, stages: Sequence[StageContents]
+    config: Config, topology: Topology, kernels: Kernels, stages: Sequence[StageContents]
 ) -> tuple[list[GPTChunk], dict[str, ShardedParameter]]:
     """This rank's chunks, on the meta device, and its parameters by name in forward order.
 
     `stages` are the contents of this rank's chunks, in chunk order. A tied embedding whose two ends stand on this rank is
     one parameter with two uses.
-
-    Raises:
-        ConfigError: a kernel that the configuration names does not run here.
     """
     tp = topology.axis("tp")
-    region = TensorParallelRegion(tp, config.parallel.sequence_parallel)
-    dtype = DTYPES[config.precision.dtype]
-    grad_dtype = main_grad_dtype(dtype, config.precision.gradients)
-    kernels = resolve(config.kernels, attention_shape(config, topology), grad_dtype)
-    held: dict[str, ShardedParameter] = {}
     choice = settled(config, topology.sizes).recompute
+    region = TensorParallelRegion(tp, config.parallel.sequence_parallel, choice.gathered_inputs == "keep")
+    dtype = DTYPES[config.precision.dtype]
+    held: dict[str, ShardedParameter] = {}
     saved = SavedTensors(
         choice.parts,
         HostMemory(topology.device) if config.offload.num_layers else None,
@@ -259,23 +258,11 @@ def build_chunks(
             dtype=dtype,
             seed=config.train.seed,
             parameters=parameters,
-            queue=WeightGradQueue(kernels.weight_grad),
+            queue=WeightGradQueue(kernels.choices.weight_grad),
             saved=saved,
         )
         chunks.append(GPTChunk(context, stage))
     return chunks, held
-
-
-def attention_shape(config: Config, topology: Topology) -> AttentionShape:
-    """Of the attention that this rank computes."""
-    model, tp = config.model, topology.axis("tp").size
-    return AttentionShape(
-        num_heads=model.num_attention_heads // tp,
-        num_kv_heads=max(model.kv_heads // tp, 1),
-        head_dim=model.head_size,
-        dtype=DTYPES[config.precision.dtype],
-        device=topology.device,
-    )
 
 
 def _stage_parameters(

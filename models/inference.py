@@ -15,6 +15,7 @@ from engine.checkpoint.directory import Candidate
 from engine.checkpoint.store import Shard, load
 from engine.config import Config, OffloadConfig
 from engine.errors import CheckpointError
+from engine.kernels.registry import open_kernels
 from engine.pipeline import schedules
 from engine.pipeline.partition import partition
 from engine.precision import DTYPES
@@ -44,11 +45,8 @@ def load_model(candidate: Candidate, config: Config, topology: Topology) -> Load
     stages = partition(config.model.num_layers, sizes.pp, sizes.vpp, config.parallel.layers_per_stage)
     placement = schedules.build("forward_only", sizes.pp, sizes.vpp, 1).placement
     mine = [stages[placement.stage_of(topology.coordinates.pp, chunk)] for chunk in range(sizes.vpp)]
-    # Nothing is kept for a backward, so nothing is recomputed or offloaded; logits still exist for some tokens at a time.
-    forward_only = config.model_copy(
-        update={"recompute": choice_for_layers(config.recompute), "offload": OffloadConfig()}
-    )
-    chunks, parameters = build_chunks(forward_only, topology, mine)
+    forward_only = for_reading(config)
+    chunks, parameters = build_chunks(forward_only, topology, open_kernels(forward_only, topology), mine)
     refused = ""
     try:
         _refuse_other_tensors(candidate, config)
@@ -61,6 +59,21 @@ def load_model(candidate: Candidate, config: Config, topology: Topology) -> Load
     if reasons:
         raise CheckpointError(reasons[0])
     return LoadedModel(config, topology, [chunk.train(False) for chunk in chunks])
+
+
+def for_reading(config: Config) -> Config:
+    """Return the configuration of a model that has no backward: nothing is recomputed or offloaded, no gradient is computed.
+
+    Logits still exist for some tokens at a time. Kernels that compute or use gradients need not run on this device.
+    """
+    without_gradients = {"weight_grad": "separate", "optimizer": "torch"}
+    return config.model_copy(
+        update={
+            "recompute": choice_for_layers(config.recompute),
+            "offload": OffloadConfig(),
+            "kernels": config.kernels.model_copy(update=without_gradients),
+        }
+    )
 
 
 def _refuse_other_tensors(candidate: Candidate, config: Config) -> None:

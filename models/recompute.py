@@ -57,7 +57,7 @@ def prices(config: Config, sizes: ParallelSizes) -> list[Price]:
 
     `mlp` is priced on top of `activation`, which it includes. What sequence parallelism would have to gather again is no part.
     """
-    kept = block_terms(config.model_copy(update={"recompute": RecomputeConfig()}), sizes)
+    kept = block_terms(config.model_copy(update={"recompute": choice_for_layers(config.recompute)}), sizes)
     found = []
     for part in PARTS:
         saved = _saved(config, sizes, kept, part)
@@ -79,7 +79,7 @@ def part_is_legal(config: Config, part: str) -> bool:
 def _saved(config: Config, sizes: ParallelSizes, kept: Sequence[Term], part: str) -> Fraction:
     if part == "attention":
         # Its operands are kept another way, so this is a difference.
-        again = RecomputeConfig(granularity="selective", modules=["attention"])
+        again = choice_for_layers(config.recompute, granularity="selective", modules=["attention"])
         changed = block_terms(config.model_copy(update={"recompute": again}), sizes)
         return per_token(kept) - per_token(changed)
     return per_token([term for term in kept if term.part == part])
@@ -112,7 +112,7 @@ def _work(config: Config, sizes: ParallelSizes, part: str) -> tuple[Fraction, Fr
 
 def worthwhile_parts(config: Config, sizes: ParallelSizes) -> list[str]:
     """Parts in the order in which they are chosen: as long as the next gives a byte back for less than a whole layer would."""
-    kept = block_terms(config.model_copy(update={"recompute": RecomputeConfig()}), sizes)
+    kept = block_terms(config.model_copy(update={"recompute": choice_for_layers(config.recompute)}), sizes)
     at = Sizes.of(config, sizes)
     left = per_token(kept) - at.w * at.h * at.shard
     whole = _whole_layer(config, sizes)
@@ -136,8 +136,9 @@ def _whole_layer(config: Config, sizes: ParallelSizes) -> Fraction:
 
 
 def choice_for_layers(recompute: RecomputeConfig, **choice: object) -> RecomputeConfig:
-    """Another choice of what is recomputed of the layers, that of the head as it was."""
-    return RecomputeConfig.model_validate({**choice, "head_tokens": recompute.head_tokens})
+    """Return another choice of what is recomputed of the layers; that of the head and of gathered inputs stays."""
+    stays = {"head_tokens": recompute.head_tokens, "gathered_inputs": recompute.gathered_inputs}
+    return RecomputeConfig.model_validate({**stays, **choice})
 
 
 def candidates(config: Config, sizes: ParallelSizes) -> Iterator[RecomputeConfig]:

@@ -6,7 +6,8 @@ whole tensor, n ranks: all-reduce 2 (n-1)/n N, all-gather and reduce-scatter (n-
 
     b s h w t m: microbatch, sequence, hidden, bytes per element, tp size, microbatches per step
     layer, no SP      2 all-reduces forward, 2 backward (+ 2 when the whole layer is recomputed), each of w b s h
-    layer, SP         2 all-gathers + 2 reduce-scatters each way, + 2 all-gathers to regather inputs (+ 2 + 2 recomputed)
+    layer, SP         2 all-gathers + 2 reduce-scatters each way, + 2 all-gathers to regather inputs, unless they are kept
+                      (`recompute.gathered_inputs`) (+ 2 + 2 recomputed)
 """
 
 from collections import Counter
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 from engine.config import Config, batch_plan
 from engine.rank_grid import Coordinates, ParallelSizes
 from engine.shard_spec import ParamRecord, localize
+from models.memory import settled
 from models.specs import StageContents, stage_specs
 
 BYTES_PER_ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4, "float64": 8}
@@ -73,6 +75,7 @@ def expected_traffic(
 
     `stages` are the contents of all pipeline stages in order (loop placement: stage = chunk * pp + rank).
     """
+    config = settled(config, sizes)
     tally = _Tally()
     num_stages = len(stages)
     mine = range(at.pp, num_stages, sizes.pp)
@@ -80,8 +83,8 @@ def expected_traffic(
         _tensor_parallel(tally, config, sizes, stages[stage])
         _pipeline(tally, config, sizes, stage, num_stages)
     _data_parallel(tally, config, sizes, at, [stages[stage] for stage in mine])
-    # Squared gradient norm, loss sum, tokens, the four flags of a checkpoint under way, the two of a stop: nine float64.
-    tally.add("world", "step", "all_reduce", sizes.world_size, 9 * 8)
+    # Ten float64: squared gradient norm, loss sum, tokens, four flags of a checkpoint, two of a stop, one of the allocator.
+    tally.add("world", "step", "all_reduce", sizes.world_size, 10 * 8)
     return tally.volumes()
 
 
@@ -102,7 +105,8 @@ def _tensor_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, stage:
             num_layers if config.recompute.method == "uniform" else min(num_layers, config.recompute.num_layers)
         )
     if config.parallel.sequence_parallel:
-        gathers = 6 * num_layers + 2 * recomputed + stage.has_embedding + 2 * stage.has_head
+        again = 0 if config.recompute.gathered_inputs == "keep" else 1
+        gathers = (4 + 2 * again) * num_layers + 2 * recomputed + stage.has_embedding + (1 + again) * stage.has_head
         scatters = 4 * num_layers + 2 * recomputed + stage.has_embedding + stage.has_head
         tally.add("tp", "activations", "all_gather", t, shard, m * gathers)
         tally.add("tp", "activations", "reduce_scatter", t, whole, m * scatters)

@@ -13,7 +13,8 @@ import sysconfig
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -22,6 +23,8 @@ from typing import Any
 
 import pytest
 
+from tests.lacking import skip_where
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -29,11 +32,11 @@ _CONTEXT.set_forkserver_preload(["tests.preload"])
 
 
 def compiler() -> pytest.MarkDecorator:
-    """For tests in which torch.compile makes kernels for the CPU. Where CI has no compiler, the test fails."""
+    """Mark a test in which torch.compile makes kernels for the CPU."""
     headers = Path(sysconfig.get_paths()["include"], "Python.h")
     is_missing = shutil.which(os.environ.get("CXX", "g++")) is None or not headers.exists()
     reason = "torch.compile needs a C++ compiler and Python's headers (apt-get install g++ python3-dev)"
-    return pytest.mark.skipif(is_missing and not os.environ.get("CI"), reason=reason)
+    return skip_where(is_missing, reason)
 
 
 class RankFailedError(AssertionError):
@@ -47,12 +50,29 @@ def run_ranks(
     timeout_seconds: float = 120.0,
     device: str = "cpu",
     staged: bool = False,
+    backend: str | None = None,
 ) -> list[Any]:
     """Run `function(rank, *args)` on `world_size` ranks; return the results in rank order.
 
     `function` is a module-level function; arguments and results are pickled (CPU tensors by value). Ranks talk through
     gloo, or through NCCL with `device="cuda"` (rank r on GPU r); `staged`: through gloo there too, on the GPUs that there are.
+    `backend`: `tests.fake_nccl.NAME` in their place. `timeout_seconds` is the default group's timeout too.
     """
+    with forked_ranks(function, world_size, args, timeout_seconds, device, staged, backend) as (processes, connections):
+        return _collect(connections, processes, timeout_seconds)
+
+
+@contextmanager
+def forked_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    args: Sequence[Any] = (),
+    timeout_seconds: float = 120.0,
+    device: str = "cpu",
+    staged: bool = False,
+    backend: str | None = None,
+) -> Iterator[tuple[list[ForkServerProcess], list[Connection]]]:
+    """Ranks as `run_ranks` starts them, and where each sends its result; killed at the end of the block."""
     with tempfile.TemporaryDirectory(prefix="triaxis-test-") as folder:
         connections: list[Connection] = []
         processes: list[ForkServerProcess] = []
@@ -61,7 +81,7 @@ def run_ranks(
             payload = pickle.dumps((function, args))
             process = _CONTEXT.Process(
                 target=_rank_main,
-                args=(rank, world_size, folder, timeout_seconds, device, staged, payload, theirs),
+                args=(rank, world_size, folder, timeout_seconds, device, staged, backend, payload, theirs),
                 daemon=True,
             )
             process.start()
@@ -69,7 +89,7 @@ def run_ranks(
             connections.append(ours)
             processes.append(process)
         try:
-            return _collect(connections, processes, timeout_seconds)
+            yield processes, connections
         finally:
             for process in processes:
                 process.kill()
@@ -106,11 +126,14 @@ def _rank_main(
     timeout_seconds: float,
     device: str,
     staged: bool,
+    backend: str | None,
     payload: bytes,
     connection: Connection,
 ) -> None:
     import torch
     import torch.distributed as dist
+
+    from tests import fake_nccl
 
     torch.set_num_threads(1)
     try:
@@ -119,7 +142,10 @@ def _rank_main(
             torch.cuda.set_device(rank % torch.cuda.device_count() if staged else rank)
         if world_size > 1:
             store = dist.FileStore(str(Path(folder) / "store"), world_size)
-            backend = "nccl" if device == "cuda" and not staged else "gloo"
+            if backend is None:
+                backend = "nccl" if device == "cuda" and not staged else "gloo"
+            elif backend == fake_nccl.NAME:
+                fake_nccl.install()
             timeout = timedelta(seconds=timeout_seconds)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         message = pickle.dumps((True, function(rank, *args)))

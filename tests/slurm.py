@@ -3,7 +3,7 @@
     node1   slurmd at 127.0.1.1   4 CPUs in name      partition `main`: jobs are requeued when `high` needs their nodes
     node2   slurmd at 127.0.1.2   4 CPUs in name      partition `high`
 
-Where it cannot be started the test is skipped with the reason; with CI=true it fails.
+Where it cannot be started the test is skipped with the reason, or fails (tests/lacking.py).
 """
 
 import os
@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
-import pytest
+
+from tests.lacking import give_up
 
 CPUS_PER_NODE = 4
 KILL_WAIT_SECONDS = 30
@@ -235,7 +236,7 @@ def cluster(folder: Path, num_nodes: int = 2) -> Iterator[Cluster]:
     """Start a cluster and end it with everything in it, whatever happened. `folder` must not exist yet."""
     missing = [name for name in _PROGRAMS if shutil.which(name) is None]
     if missing:
-        _give_up(f"{', '.join(missing)} missing (Debian's packages slurmctld slurmd slurm-client munge)")
+        _give_up(f"{', '.join(missing)} missing (apt-get install slurmctld slurmd slurm-client munge)")
     if os.geteuid() != 0:
         _give_up("only root may start slurmd for others")
     folder.mkdir()
@@ -265,7 +266,4 @@ def _end(process: psutil.Process, number: int) -> None:
 
 
 def _give_up(reason: str) -> NoReturn:
-    message = f"cannot start SLURM: {reason}"
-    if os.environ.get("CI") == "true":
-        pytest.fail(message)
-    pytest.skip(message)
+    give_up(f"cannot start SLURM: {reason}")

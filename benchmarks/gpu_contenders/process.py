@@ -37,7 +37,8 @@ from benchmarks.gpu_contenders.records import (
     measured,
 )
 from engine.precision import DTYPES
-from launch.out_of_memory import is_out_of_memory
+from launch.ending import run_rank
+from launch.memory_errors import exhausted
 from launch.parent_death import end_with_parent
 
 PACKAGES = ("triton", "transformers", "megatron-core", "transformer-engine", "torchtitan", "nvidia-cudnn-cu13", "numpy")
@@ -133,12 +134,6 @@ def installed() -> dict[str, str]:
     return found
 
 
-def did_not_fit(error: BaseException) -> bool:
-    """Whether a smaller microbatch may help."""
-    text = str(error)
-    return is_out_of_memory(error) or "CUDA error: out of memory" in text or "CUBLAS_STATUS_ALLOC_FAILED" in text
-
-
 def main(argv: Sequence[str]) -> int:
     end_with_parent()
     job, results = Job.from_json(argv[0]), Path(argv[1])
@@ -148,7 +143,7 @@ def main(argv: Sequence[str]) -> int:
         row = measure(job)
     except Exception as error:
         traceback.print_exc()
-        if did_not_fit(error):
+        if exhausted(error) is not None:  # a smaller microbatch may help
             if not job.is_last_try:
                 return DID_NOT_FIT
             job = replace(job, tried=(*job.tried, job.micro_batch_size))
@@ -159,8 +154,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Without the interpreter's teardown: contenders leave process groups and threads that need not end well.
-    os._exit(code)
+    run_rank(main, sys.argv[1:])

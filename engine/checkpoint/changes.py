@@ -82,8 +82,8 @@ def changes(there: Mapping[str, Any], config: Config) -> list[Change]:
     and what is new does nothing by default. Any other field that one of the two does not have counts as "absent" there: an import
     may know no data.
     """
-    saved = dict(_flat({key: value for key, value in there.items() if key != "format_version"}))
-    asked = dict(_flat(config.model_dump(mode="json")))
+    saved = dict(flat({key: value for key, value in there.items() if key != "format_version"}))
+    asked = dict(flat(config.model_dump(mode="json")))
     sections = {key.rpartition(".")[0] for key in saved}
     found = []
     for key in [*asked, *(key for key in saved if key not in asked)]:
@@ -158,10 +158,10 @@ def _listed(found: Sequence[Change]) -> Iterator[str]:
         yield f"  and {len(found) - _SHOWN} more"
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every leaf; a section that is none is a leaf."""
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of every leaf; a section that is none is a leaf."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

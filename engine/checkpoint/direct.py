@@ -7,11 +7,10 @@ access, or wants another alignment, the same blocks go through the cache.
 
 import errno
 import fcntl
-import mmap
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -19,32 +18,15 @@ from typing import TypeVar
 import torch
 
 from engine.data.files import sync
+from engine.pinned_memory import aligned_buffer
 
 BLOCK_BYTES = 4096
-"""Offsets, lengths and addresses are multiples of this: the largest sector of today's disks, and a page."""
-
-HUGE_PAGE_BYTES = 2 * 2**20
-"""Where a processor has larger or smaller ones, buffers are still aligned, and some of their pages stay small."""
+"""Offsets, lengths and addresses are multiples of this: the largest sector of today's disks, and a page (`PAGE_BYTES`)."""
 
 STAGING_BYTES = 32 * 2**20
 """As long as a piece: smaller ones would be full before the disk has taken the one before, and hashing would wait."""
 
 T = TypeVar("T")
-
-
-def aligned_buffer(num_bytes: int) -> torch.Tensor:
-    """uint8 in host memory that begins at a huge page, at least `num_bytes` long and a multiple of the block.
-
-    In huge pages a request to the disk is as long as the disk takes (4 MiB, not 0.6 MiB of scattered 4 KiB pages, on one machine:
-    1.7 instead of 1.0 GB/s). Private, because shared anonymous memory is never huge unless an administrator says so.
-    """
-    length = _up(num_bytes)
-    memory = mmap.mmap(-1, length + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    buffer = torch.frombuffer(memory, dtype=torch.uint8)
-    lead = -buffer.data_ptr() % HUGE_PAGE_BYTES
-    return buffer[lead : lead + length]
 
 
 def write_direct(path: Path, contents: Iterable[torch.Tensor], staging_bytes: int = STAGING_BYTES) -> int:

@@ -8,11 +8,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from engine.checkpoint.changes import flat
 from engine.step import Engine
 
 
 def describe_layout(engine: Engine) -> dict[str, Any]:
-    """Sizes, batches, schedule, buckets, kernels, threads, device and versions of a live engine, as JSON values."""
+    """Return sizes, batches, schedule, buckets, kernels, threads, device and versions of a live engine, as JSON values.
+
+    Recomputation and kernels are those that run: `auto` may come to something else on the device where a run goes on.
+    """
     config, topology = engine.config, engine.topology
     sizes = topology.sizes
     device = topology.device
@@ -22,11 +26,11 @@ def describe_layout(engine: Engine) -> dict[str, Any]:
         **{name: getattr(sizes, name) for name in ("tp", "pp", "vpp", "dp", "cp", "ep")},
         "sequence_parallel": config.parallel.sequence_parallel,
         "layers_per_stage": [len(stage.layers) for stage in engine.stages],
-        "schedule": engine.train_program.schedule.name,
+        "schedule": engine.schedule.name,
         "micro_batch_size": config.train.micro_batch_size,
         "bucket_bytes": config.optimizer.bucket_bytes,
-        "recompute": config.recompute.model_dump(mode="json"),
-        "kernels": config.kernels.model_dump(mode="json"),
+        "recompute": engine.recompute.model_dump(mode="json"),
+        "kernels": engine.kernels.choices.config().model_dump(mode="json"),
         "dtype": config.precision.dtype,
         "deterministic": config.runtime.deterministic,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -41,5 +45,6 @@ def describe_layout(engine: Engine) -> dict[str, Any]:
 
 
 def layout_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """`tp 2 -> 4` for everything that differs between a saved layout and this one."""
-    return [f"{key} {there.get(key, 'unknown')} -> {value}" for key, value in here.items() if there.get(key) != value]
+    """List everything that differs between a saved layout and this one, as `tp 2 -> 4` or `kernels.attention sdpa -> flash`."""
+    was, now = dict(flat(there)), dict(flat(here))
+    return [f"{key} {was.get(key, 'unknown')} -> {value}" for key, value in now.items() if was.get(key) != value]

@@ -17,7 +17,7 @@ from engine.checkpoint.changes import ABSENT, changes, refuse
 from engine.checkpoint.directory import Candidate, CheckpointDirectory, find
 from engine.checkpoint.fingerprint import to_text
 from engine.checkpoint.layout import describe_layout, layout_differences
-from engine.checkpoint.manifest import KINDS, Ancestor, Kind, TrainingState, read_manifest
+from engine.checkpoint.manifest import KINDS, Ancestor, Kind, TrainingState, parse_manifest
 from engine.checkpoint.state import LoadWhat, fingerprint, restore, saved_numel
 from engine.data.skipped import SkippedRanges
 from engine.errors import CheckpointError
@@ -161,7 +161,7 @@ def _rank_0_decides(engine: Engine, decide: Callable[[], Offer | None]) -> Offer
             text = "none" if offer is None else f"{'own' if offer.is_own else 'other'}\n{offer.what}\n{offer.folder}"
         except CheckpointError as error:
             text = f"error\n{error}"
-    verdict, _, rest = world.tell(text, device, "begin")[0].partition("\n")
+    verdict, _, rest = world.announce(text, device, "begin").partition("\n")
     if verdict == "error":
         raise CheckpointError(rest)
     if verdict == "none":
@@ -176,7 +176,8 @@ def _load(engine: Engine, offer: Offer, data: dict[str, str]) -> tuple[str, Begi
     reason, beginning = "", None
     candidate = None
     try:
-        candidate = Candidate(offer.folder, read_manifest(offer.folder))
+        # Rank 0 has looked at every file that the manifest names; all ranks at once would keep a file system busy with it.
+        candidate = Candidate(offer.folder, parse_manifest(offer.folder))
         state = restore(engine, candidate, offer.what)
         beginning = _beginning(engine, candidate, offer, state, data)
     except CheckpointError as error:

@@ -7,14 +7,14 @@ every owned element of every rank; the other data-parallel ranks then get the we
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
 from engine.checkpoint.directory import Candidate
 from engine.checkpoint.fingerprint import range_fingerprint
 from engine.checkpoint.manifest import KINDS, Kind, TrainingState
-from engine.checkpoint.store import Shard, load
+from engine.checkpoint.store import Shard, Values, load
 from engine.errors import CheckpointError
 from engine.mix64 import signed
 from engine.optimizer.distributed import DistributedOptimizer, OwnedBucket
@@ -22,9 +22,11 @@ from engine.step import Engine
 
 LoadWhat = Literal["all", "weights"]
 
+Flat = TypeVar("Flat", bound=Values)
 
-def shards(owned: OwnedBucket, flat: torch.Tensor, kind: Kind) -> Iterator[Shard]:
-    """The parameters' parts in `flat`, which holds the owned part of the bucket (the live tensor or a copy of it)."""
+
+def shards(owned: OwnedBucket, flat: Flat, kind: Kind) -> Iterator[Shard[Flat]]:
+    """Cut `flat`, which holds the owned part of the bucket (live, or a copy of it), into the parts of parameters."""
     origin = owned.bucket.owned[0]
     for segment in owned.segments:
         record, at = segment.record, segment.offset - origin

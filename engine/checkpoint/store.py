@@ -19,24 +19,19 @@ import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Generic, Protocol, Self, TypeVar
 
 import torch
 import xxhash
 
 from engine.checkpoint.boxes import box_shape, flat_boxes, intersect, within
-from engine.checkpoint.direct import (
-    BLOCK_BYTES,
-    aligned_buffer,
-    one_ahead,
-    read_range,
-    set_direct,
-    write_direct,
-)
+from engine.checkpoint.direct import BLOCK_BYTES, one_ahead, read_range, set_direct, write_direct
 from engine.checkpoint.fingerprint import combine, range_fingerprint, to_text
 from engine.checkpoint.manifest import DTYPE_BYTES, PIECE_BYTES, DataFile, DType, Kind, Manifest, Piece
 from engine.errors import CheckpointError
+from engine.pinned_memory import aligned_buffer
 from engine.shard_spec import Box
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
@@ -47,8 +42,26 @@ _ALIGNMENT = 8
 """The header is padded so that the data begin at a multiple of this, as the safetensors format asks."""
 
 
+class Values(Protocol):
+    """A 1-D sequence of floating-point elements that `write_file` can cut and read: a tensor, or state in its stored form."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the elements in the file."""
+        ...
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, where: slice, /) -> Self: ...
+    def cpu(self) -> torch.Tensor:
+        """Return the elements as a tensor of `dtype` in host memory."""
+        ...
+
+
+V = TypeVar("V", bound=Values, covariant=True)
+
+
 @dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(Generic[V]):
     """A flat range of a tensor as this rank holds it: what is saved, or a place to be filled.
 
     Attributes:
@@ -56,7 +69,7 @@ class Shard:
         shape: its logical global shape.
         box: the local box that the range is cut from.
         start: where the range begins in the row-major box.
-        values: 1-D, the elements from there on; any device, contiguous.
+        values: the elements from there on; a tensor that is saved or filled is 1-D and contiguous, on any device.
     """
 
     name: str
@@ -64,14 +77,14 @@ class Shard:
     shape: tuple[int, ...]
     box: Box
     start: int
-    values: torch.Tensor
+    values: V
 
     @property
     def stop(self) -> int:
         return self.start + len(self.values)
 
 
-def write_file(path: Path, shards: Sequence[Shard], piece_bytes: int = PIECE_BYTES) -> DataFile:
+def write_file(path: Path, shards: Sequence[Shard[Values]], piece_bytes: int = PIECE_BYTES) -> DataFile:
     """Write shards as one safetensors file and bring it to the disk; returns its entry in the manifest.
 
     Args:
@@ -86,10 +99,10 @@ def write_file(path: Path, shards: Sequence[Shard], piece_bytes: int = PIECE_BYT
     header: dict[str, object] = {}
     offset = 0
     for part in parts:
-        num_bytes = part.values.numel() * part.values.element_size()
+        num_bytes = len(part.values) * part.values.dtype.itemsize
         header[entry_name(part.kind, part.name, part.shape, part.box, part.start)] = {
             "dtype": SAFETENSORS_NAMES[DTYPE_NAMES[part.values.dtype]],
-            "shape": [part.values.numel()],
+            "shape": [len(part.values)],
             "data_offsets": [offset, offset + num_bytes],
         }
         offset += num_bytes
@@ -104,12 +117,12 @@ def write_file(path: Path, shards: Sequence[Shard], piece_bytes: int = PIECE_BYT
     return DataFile(name=path.name, num_bytes=num_bytes, pieces=tuple(pieces))
 
 
-def _stream(header: bytes, parts: Sequence[Shard], pieces: list[Piece]) -> Iterator[torch.Tensor]:
+def _stream(header: bytes, parts: Sequence[Shard[Values]], pieces: list[Piece]) -> Iterator[torch.Tensor]:
     """The bytes of a file in its order; hashes each part on the way and appends what the manifest says of it."""
     yield torch.frombuffer(bytearray(header), dtype=torch.uint8)
     at = len(header)
     for part in parts:
-        values = part.values.detach().cpu()
+        values = part.values.cpu().detach()
         raw = values.view(torch.uint8)
         number = range_fingerprint(values, part.name, part.kind, part.shape, part.box, part.start)
         pieces.append(
@@ -225,13 +238,13 @@ class PieceReader:
         return descriptor
 
 
-def load(folder: Path, manifest: Manifest, targets: Sequence[Shard]) -> None:
+def load(folder: Path, manifest: Manifest, targets: Sequence[Shard[torch.Tensor]]) -> None:
     """Fill every target from the checkpoint, whatever layout wrote it. Dtypes are converted where they differ.
 
     Raises:
         CheckpointError: a tensor is not in the checkpoint, has another shape, is not wholly there, or is damaged.
     """
-    by_tensor: dict[tuple[str, Kind], list[Shard]] = {}
+    by_tensor: dict[tuple[str, Kind], list[Shard[torch.Tensor]]] = {}
     for target in targets:
         info = manifest.tensors.get(target.name)
         if info is None or info.shape != target.shape:
@@ -270,7 +283,7 @@ class _Wanted:
 
     file: int
     piece: Piece
-    overlaps: "list[tuple[Shard, tuple[_Part, _Part, Box]]]"
+    overlaps: "list[tuple[Shard[torch.Tensor], tuple[_Part, _Part, Box]]]"
 
     @property
     def is_whole(self) -> bool:
@@ -278,7 +291,9 @@ class _Wanted:
         return sum(math.prod(box_shape(common)) for _, (_, _, common) in self.overlaps) == self.piece.numel
 
 
-def _wanted(manifest: Manifest, by_tensor: Mapping[tuple[str, Kind], Sequence[Shard]]) -> Iterator[_Wanted]:
+def _wanted(
+    manifest: Manifest, by_tensor: Mapping[tuple[str, Kind], Sequence[Shard[torch.Tensor]]]
+) -> Iterator[_Wanted]:
     """The pieces that meet a target, in the order of the files: front to back is how disks read."""
     candidates = sorted(
         (found for key in by_tensor for found in manifest.pieces_by_tensor.get(key, ())),
@@ -325,7 +340,7 @@ class _Part:
     stop: int
 
 
-def _overlaps(piece: Piece, target: Shard) -> Iterator[tuple[_Part, _Part, Box]]:
+def _overlaps(piece: Piece, target: Shard[torch.Tensor]) -> Iterator[tuple[_Part, _Part, Box]]:
     """(part of the piece, part of the target, their intersection) for every pair that meets."""
     if intersect(piece.box, target.box) is None:
         return
@@ -342,11 +357,10 @@ def _parts(box: Box, start: int, stop: int) -> list[_Part]:
     ]
 
 
-def _cut(shard: Shard, piece_bytes: int) -> Iterator[Shard]:
-    numel = max(1, piece_bytes // shard.values.element_size())
+def _cut(shard: Shard[Values], piece_bytes: int) -> Iterator[Shard[Values]]:
+    numel = max(1, piece_bytes // shard.values.dtype.itemsize)
     for at in range(0, len(shard.values), numel):
-        values = shard.values[at : at + numel]
-        yield Shard(shard.name, shard.kind, shard.shape, shard.box, shard.start + at, values)
+        yield replace(shard, start=shard.start + at, values=shard.values[at : at + numel])
 
 
 def _box_text(box: Box) -> str:

@@ -1,7 +1,10 @@
 """One rank's writer: a copy of the state in host memory, and a thread that brings it to the disk.
 
     training      | step | copy | step | step | step ...            the copy is all that training waits for
-    this thread            `------- write, hash, fsync -------> result, asked for with the step's flags
+    this thread            `--- widen, write, hash, fsync ---> result, asked for with the step's flags
+
+The copy has the form in which the state is kept (`engine/optimizer/state.py`), so narrow state takes fewer bytes of the host and of
+its link to the GPU. The thread widens one piece at a time; files hold the accumulation dtype in any case.
 
 The thread issues no collective and touches no tensor that training uses. A failed write is tried again a few times, each time
 from the beginning, and every failure is told.
@@ -15,13 +18,19 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint.direct import aligned_buffer
 from engine.checkpoint.manifest import KINDS, DataFile, Kind
 from engine.checkpoint.state import saved_buckets, shards
 from engine.checkpoint.store import Shard, write_file
 from engine.data.files import write_atomically
-from engine.optimizer.distributed import DistributedOptimizer, OwnedBucket
+from engine.optimizer.distributed import DistributedOptimizer
+from engine.optimizer.state import StoredState
+from engine.pinned_memory import PageLock, PinnedBuffer, Purpose, page_lock_of
 from engine.transfers import FromCpu, FromCuda, ToHost
+
+PURPOSE = Purpose(
+    "a checkpoint's copy of the state",
+    "set checkpoint.async=false: no copy is kept then, and training waits until a checkpoint is on the disk",
+)
 
 RETRY_PAUSES_SECONDS = (1.0, 4.0)
 """Pauses before the second and third attempt to write: a full disk or a file system that hiccups may recover."""
@@ -44,8 +53,12 @@ class RankWriter:
         in_background: keep a copy in host memory to write from (bytes of the state again); else training must not go on
             until `result` is there, and the file is written from the live state.
         on_retry: called in the thread with the error of an attempt that is tried again.
+        page_lock: locks the host memory; None: the device's.
         to_host: makes the copy; None: the device's way.
         thread: writes the copy; None: a new thread.
+
+    Raises:
+        OutOfMemoryError: there is no host memory for the copy.
     """
 
     def __init__(
@@ -54,6 +67,7 @@ class RankWriter:
         rank: int,
         in_background: bool,
         on_retry: Callable[[OSError], None],
+        page_lock: PageLock | None = None,
         *,
         to_host: ToHost | None = None,
         thread: Executor | None = None,
@@ -62,34 +76,39 @@ class RankWriter:
         self._name = f"rank_{rank:05d}"
         self._on_retry = on_retry
         self._thread = thread or ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        is_cuda = optimizer.buffers.device.type == "cuda"
-        self._to_host: ToHost = to_host or (FromCuda() if is_cuda else FromCpu())
-        # The live state can be written from where it is only if it is kept in the form that is saved.
-        must_copy = in_background or not all(owned.state.is_wide for owned in self._buckets)
-        self._copies = [_host_copies(owned) for owned in self._buckets] if must_copy else None
+        device = optimizer.buffers.device
+        self._to_host: ToHost = to_host or (FromCuda() if device.type == "cuda" else FromCpu())
+        live = [{kind: owned.state.stored(kind) for kind in KINDS} for owned in self._buckets]
+        self._sources: Sequence[dict[Kind, StoredState]] = live
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if in_background:
+            tensors = [tensor for by_kind in live for stored in by_kind.values() for tensor in stored.tensors]
+            # Never closed, for `close` of this object is called after errors too.
+            memory = PinnedBuffer(
+                [(tensor.numel(), tensor.dtype) for tensor in tensors], page_lock or page_lock_of(device), PURPOSE
+            )
+            self._copies = list(zip(memory.vectors, tensors, strict=True))
+            vectors = iter(memory.vectors)
+            self._sources = [
+                {kind: stored.over([next(vectors) for _ in stored.tensors]) for kind, stored in by_kind.items()}
+                for by_kind in live
+            ]
 
     def save(self, folder: Path) -> Future[Written]:
         """Copy the state and start to write it as `folder`/rank_<n>.safetensors; returns when the copy is made."""
-        if self._copies is None:
-            sources: Sequence[dict[Kind, torch.Tensor]] = [owned.state.read_all() for owned in self._buckets]
-        else:
-            sources = self._copies
-            pairs = zip(self._buckets, sources, strict=True)
-            mark = self._to_host.post(
-                (copies[kind], owned.state.read(kind)) for owned, copies in pairs for kind in KINDS
-            )
-            self._to_host.finish(mark)
-        return self._thread.submit(self._write, folder, sources)
+        if self._copies:
+            self._to_host.finish(self._to_host.post(self._copies))
+        return self._thread.submit(self._write, folder)
 
     def close(self) -> None:
         """Let go of the thread when what it writes is written."""
         self._thread.shutdown(wait=True)
 
-    def _write(self, folder: Path, sources: Sequence[dict[Kind, torch.Tensor]]) -> Written:
+    def _write(self, folder: Path) -> Written:
         started = time.monotonic()
         for pause_seconds in (*RETRY_PAUSES_SECONDS, None):
             try:
-                file = self._write_once(folder, sources)
+                file = self._write_once(folder)
                 return Written(file, time.monotonic() - started)
             except OSError as error:
                 # What is there of the file is of no use, and on a full disk it is in the way.
@@ -100,28 +119,14 @@ class RankWriter:
                 time.sleep(pause_seconds)
         raise AssertionError("the last attempt returns or raises")
 
-    def _write_once(self, folder: Path, sources: Sequence[dict[Kind, torch.Tensor]]) -> DataFile:
+    def _write_once(self, folder: Path) -> DataFile:
         folder.mkdir(parents=True, exist_ok=True)
-        file = write_file(folder / f"{self._name}.safetensors", list(self._shards(sources)))
+        file = write_file(folder / f"{self._name}.safetensors", list(self._shards()))
         # What rank 0 needs to write the manifest; it is removed when the manifest is there.
         write_atomically(folder / f"{self._name}.json", [file.model_dump_json().encode()])
         return file
 
-    def _shards(self, sources: Sequence[dict[Kind, torch.Tensor]]) -> Iterator[Shard]:
+    def _shards(self) -> Iterator[Shard[StoredState]]:
         for kind in KINDS:
-            for owned, flats in zip(self._buckets, sources, strict=True):
-                yield from shards(owned, flats[kind], kind)
-
-
-def _host_copies(owned: OwnedBucket) -> dict[Kind, torch.Tensor]:
-    """Host memory for a copy of the bucket's state, touched now, so that the first copy does not pay for its pages."""
-
-    live, dtype = owned.parameters, owned.state.wide
-
-    def host_copy() -> torch.Tensor:
-        if live.device.type == "cuda":
-            return torch.empty(live.shape, dtype=dtype, pin_memory=True).zero_()
-        num_bytes = live.numel() * dtype.itemsize
-        return aligned_buffer(num_bytes)[:num_bytes].view(dtype).zero_()
-
-    return {kind: host_copy() for kind in KINDS}
+            for owned, by_kind in zip(self._buckets, self._sources, strict=True):
+                yield from shards(owned, by_kind[kind], kind)

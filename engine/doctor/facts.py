@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from engine.doctor import gpu_map
+from engine.doctor.limits import read_limits
 from engine.doctor.records import NetworkFacts, RankFacts
 from engine.interfaces import GLOO_VARIABLE
 
@@ -62,6 +63,7 @@ def collect(
         alike=alike,
         network=network(),
         corpora={str(path): path.stat().st_size if path.exists() else None for path in data_files},
+        limits=read_limits(),
     )
     return _with_gpu(facts, device, first_of_node=first_of_node) if device.type == "cuda" else facts
 

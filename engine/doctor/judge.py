@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 
+from engine.doctor.limits import judge_limits
 from engine.doctor.rates import judge_groups, judge_paths
 from engine.doctor.records import Examination, Finding, Level, RankFacts
 
@@ -26,6 +27,7 @@ def judge(seen: Examination) -> list[Finding]:
         judge_places,
         judge_versions,
         judge_gpus,
+        judge_limits,
         judge_interfaces,
         judge_listeners,
         judge_folders,

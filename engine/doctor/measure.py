@@ -228,10 +228,10 @@ def look_at_folders(
     """
     world, device, grid = topology.axis("world"), topology.device, topology.grid
     is_first = topology.rank % grid.ranks_per_node == 0
-    nonce = world.tell(secrets.token_hex(8), device, PURPOSE)[0]
+    nonce = world.announce(secrets.token_hex(8), device, PURPOSE)
     found = []
     for key, root in roots.items():
-        path = Path(world.tell(str(_nearest(root)), device, PURPOSE)[0])
+        path = Path(world.announce(str(_nearest(root)), device, PURPOSE))
         mine = path / f".triaxis-doctor-{nonce}-{topology.rank}"
         problem = _write(mine, nonce) if is_first else ""
         problems = world.tell(problem, device, PURPOSE)

@@ -81,6 +81,21 @@ class NetworkFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class LimitFacts:
+    """Limits of a rank's process.
+
+    Attributes:
+        locked_bytes: that it may lock in memory; None: no limit.
+        shared_bytes: size of /dev/shm; 0: there is none.
+        has_infiniband: whether the node has an InfiniBand adapter.
+    """
+
+    locked_bytes: int | None
+    shared_bytes: int
+    has_infiniband: bool
+
+
+@dataclass(frozen=True, slots=True)
 class RankFacts:
     """One rank and what it stands on.
 
@@ -97,6 +112,7 @@ class RankFacts:
         peers: UUIDs of the GPUs whose memory it can reach.
         links: of all pairs of this node's GPUs, by UUID, as `nvidia-smi topo` names them; from the first rank of a node.
         clock: against rank 0's; from the first rank of a node.
+        limits: of the process.
     """
 
     rank: int
@@ -111,12 +127,13 @@ class RankFacts:
     peers: tuple[str, ...] = ()
     links: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     clock: Clock | None = None
+    limits: LimitFacts | None = None
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> "RankFacts":
         values = dict(tree)
         network = values["network"]
-        clock = values["clock"]
+        clock, limits = values["clock"], values["limits"]
         return cls(
             **values
             | {
@@ -126,6 +143,7 @@ class RankFacts:
                 "roots": tuple(RootFacts(**root) for root in tree["roots"]),
                 "peers": tuple(tree["peers"]),
                 "clock": None if clock is None else Clock(**clock),
+                "limits": None if limits is None else LimitFacts(**limits),
             }
         )
 

@@ -1,8 +1,8 @@
 """Steps of one rank of any layout on the CPU, in a fake world, with every stream of a GPU run watched for races.
 
-    step          sends are under way until somebody waits for them: memory that is sent stays in use
+    step          receives are posted early; sends are under way until somebody waits for them, so their memory stays in use
     save          the optimizer's state is copied as a checkpoint in the background copies it
-    step          a send has ended when somebody asks: memory is freed as early as can be
+    step          receives are posted late; a send has ended when somebody asks, so memory is freed as early as can be
     validation    a forward-only step
 
 The engine's own code runs on real tensors. What other ranks would have sent is whatever stood in the buffer; the order of operators
@@ -31,6 +31,7 @@ from engine.footprint.races import RaceWatch
 from engine.footprint.real import draw_weights
 from engine.footprint.run import AS_WRITTEN, CPU, fake_world, microbatches, require_rank
 from engine.host_memory import SideStream
+from engine.kernels.registry import open_kernels
 from engine.pipeline.lowering import Instruction
 from engine.pipeline.text import instruction_tokens
 from engine.rank_grid import Coordinates, RankGrid
@@ -81,7 +82,7 @@ def check_rank(config: Config, rank: int, build_model: ModelBuilder) -> CheckedR
             kv_heads=config.model.kv_heads,
             carrier=_staging(watch) if config.runtime.collectives == "gloo" else partial(CommunicatorStream, watch),
         )
-        engine = build(config, topology, build_model, fill=draw_weights)
+        engine = build(config, topology, build_model, draw_weights, open_kernels(config, topology, is_alone=True))
         with watch:
             _name_memory(engine, watch)
             _put_on_streams(engine, watch)
@@ -137,18 +138,21 @@ def _run(engine: Engine, watch: RaceWatch) -> None:
         return engine.update(engine.forward_backward(batches), engine.config.optimizer.lr)
 
     engine.executor.observer = observe
+    copies = WatchedFromCuda(watch)
     with watch.host_memory():
         writer = RankWriter(
             engine.optimizer,
             engine.topology.rank,
             in_background=True,
             on_retry=lambda error: None,
-            to_host=WatchedFromCuda(watch),
-            thread=ReadingThread(watch),
+            to_host=copies,
+            thread=ReadingThread(watch, copies),
         )
+    engine.train_programs.receive_early()
     first = step()
     writer.save(Path())
     watch.sends_end = True
+    engine.train_programs.receive_late(1)
     second = step()
     with HostReads(watch):
         first.read()

@@ -9,7 +9,7 @@
 Each takes the place of the engine's own object through an argument or attribute that the engine has for it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_iter
 
 from engine.collectives import Event, Ledger
 from engine.footprint.clocks import Stream, VectorClock
@@ -122,6 +121,11 @@ class _WatchedStream:
     def wait_event(self, event: "_WatchedEvent") -> None:
         self.watch.clocks.wait(self.of, event.mark)
 
+    def record_event(self) -> "_WatchedEvent":
+        event = _WatchedEvent(self.watch)
+        event.record(self)
+        return event
+
 
 class _WatchedEvent:
     """A `torch.cuda.Event`. An event that was not recorded holds up nobody, as in CUDA."""
@@ -136,17 +140,46 @@ class _WatchedEvent:
     def synchronize(self) -> None:
         self._watch.clocks.wait(self._watch.thread, self.mark)
 
+    def query(self) -> bool:
+        """Tell whether the event is reached; the thread then comes after it."""
+        if self._watch.sends_end:
+            self.synchronize()
+        return self._watch.sends_end
+
 
 class WatchedFromCuda(FromCuda):
-    """Copies to host memory that is not pinned, since there is no GPU."""
+    """Copies to host memory that is not pinned, since there is no GPU.
+
+    Attributes:
+        copied: the destinations of the last copies.
+    """
 
     def __init__(self, watch: RaceWatch) -> None:
         super().__init__(WatchedCuda(watch, ""))
         self._watch = watch
+        self.copied: list[torch.Tensor] = []
+
+    def post(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        pairs = list(copies)
+        self.copied = [destination for destination, _ in pairs]
+        return super().post(pairs)
 
     def room(self, tensor: torch.Tensor) -> torch.Tensor:
         with self._watch.host_memory():
             return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+class WatchedPageLock:
+    """The place of a page lock (`engine.pinned_memory.PageLock`): memory that is locked is host memory."""
+
+    def __init__(self, watch: RaceWatch) -> None:
+        self._watch = watch
+
+    def lock(self, memory: torch.Tensor) -> None:
+        self._watch.is_host_memory(memory)
+
+    def unlock(self, memory: torch.Tensor) -> None:
+        """Do nothing: the steps are over."""
 
 
 class WatchedStaging(Staging):
@@ -155,11 +188,8 @@ class WatchedStaging(Staging):
     def __init__(self, watch: RaceWatch, name: str) -> None:
         self._watch = watch
         cuda = WatchedCuda(watch, f"the {name} staging stream")
-        super().__init__(CPU, cuda, _Worker(watch, watch.stream(f"the {name} staging thread")))
-
-    def _room(self, tensor: torch.Tensor) -> torch.Tensor:
-        with self._watch.host_memory():
-            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        worker = _Worker(watch, watch.stream(f"the {name} staging thread"))
+        super().__init__(CPU, WatchedPageLock(watch), cuda, worker)
 
     def _lend(self, tensor: torch.Tensor) -> None:
         assert self._side is not None
@@ -201,15 +231,15 @@ class _WorkerHandle:
 
 
 class ReadingThread(Executor):
-    """The thread of a checkpoint's writer, which reads all tensors that it is given and writes nothing."""
+    """The thread of a checkpoint's writer, which reads all that was copied last and writes nothing."""
 
-    def __init__(self, watch: RaceWatch) -> None:
+    def __init__(self, watch: RaceWatch, copies: WatchedFromCuda) -> None:
         self._watch = watch
+        self._copies = copies
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        for value in tree_iter(args):
-            if isinstance(value, torch.Tensor):
-                self._watch.read_on_host(value)
+        for tensor in self._copies.copied:
+            self._watch.read_on_host(tensor)
         return Future()
 
 

@@ -157,12 +157,18 @@ class RaceWatch(TorchDispatchMode):
         """Keep the tensor's memory after its end until the stream has done what it has by then (`Tensor.record_stream`)."""
         self._know(tensor).lent.add(stream.number)
 
+    def is_host_memory(self, tensor: torch.Tensor) -> None:
+        """Count the tensor's storage as host memory that only the present thread has used."""
+        memory = self._know(tensor)
+        memory.on_host, memory.region = True, Region(memory.region.num_bytes, self.thread)
+
     @contextmanager
     def host_memory(self) -> Iterator[None]:
-        """Count what is made in here as host memory."""
+        """Count what is made in here as host memory; the present thread runs what is dispatched in here."""
         before, self._making_for_host = self._making_for_host, True
         try:
-            yield
+            with self.on(self.thread):
+                yield
         finally:
             self._making_for_host = before
 

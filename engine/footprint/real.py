@@ -14,6 +14,7 @@ import torch
 from engine.collectives import Event
 from engine.config import Config, parallel_sizes
 from engine.footprint.run import fake_world, microbatches, require_rank
+from engine.kernels.registry import open_kernels
 from engine.rank_grid import Coordinates, RankGrid
 from engine.tensor_parallel.parameter import ShardedParameter
 from engine.topology import Topology
@@ -67,7 +68,7 @@ def real_steps(
         topology = Topology(grid, rank, device, kv_heads=config.model.kv_heads)
         if is_cuda:
             torch.cuda.reset_peak_memory_stats(device)
-        engine = build(config, topology, build_model, fill=draw_weights)
+        engine = build(config, topology, build_model, draw_weights, open_kernels(config, topology, is_alone=True))
         batches = microbatches(engine)
         seconds = []
         for _ in range(WARM_UP + num_steps):

@@ -253,7 +253,9 @@ def watch_step(engine: Engine, batches: Sequence[MicroBatch], watch: MemoryWatch
             watch.label(tensor, "optimizer")
     between_steps: tuple[MemoryKind, ...] = ("parameters", "gradients", "optimizer")
     state = {kind: watch.live[kind] for kind in between_steps}
-    topology, program = engine.topology, engine.train_program
+    # A step like all but the first: receives are posted early.
+    engine.train_programs.receive_early()
+    topology, program = engine.topology, engine.train_programs.early
     at = topology.coordinates
     watch.forget_peak()
     recorder = Recorder(watch, topology.ledger, program, at.pp)

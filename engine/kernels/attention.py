@@ -2,11 +2,12 @@
 
     sdpa                       torch chooses among its kernels for the shapes at hand; `chosen` says which
     flash, cudnn, efficient    this one, or an error before anything is built
+    math                       torch's own formula, operator by operator: for decoding where no fused kernel runs
 
 None of them keeps the probabilities; `explicit` attention, which does, is the model's own (`models/attention.py`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -21,6 +22,7 @@ BACKENDS: Mapping[str, SDPBackend] = MappingProxyType(
         "flash": SDPBackend.FLASH_ATTENTION,
         "cudnn": SDPBackend.CUDNN_ATTENTION,
         "efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "math": SDPBackend.MATH,
     }
 )
 
@@ -47,19 +49,40 @@ class AttentionShape:
     device: torch.device
 
 
+def failure(kernel: str, shape: AttentionShape) -> str:
+    """Try a named kernel, forward and backward, on a short sequence; return torch's reason if it does not run, else ""."""
+    return _failure(kernel, lambda: _trial(kernel, shape).sum().backward())
+
+
+def decoding_failure(kernel: str, shape: AttentionShape) -> str:
+    """Try a named kernel on one query and some keys, forward alone; return torch's reason if it does not run, else ""."""
+
+    def decode() -> None:
+        q, k, v = _operands(shape, num_queries=1)
+        attention(kernel, q, k, v, is_causal=False)
+
+    return _failure(kernel, decode)
+
+
+def _failure(kernel: str, run: Callable[[], None]) -> str:
+    if kernel not in BACKENDS:
+        return ""
+    try:
+        run()
+    except RuntimeError as error:
+        return str(error).splitlines()[0].rstrip(".")
+    return ""
+
+
 def require(kernel: str, shape: AttentionShape) -> None:
-    """Try a named kernel, forward and backward, on a short sequence.
+    """Try a named kernel.
 
     Raises:
         ConfigError: it does not run here.
     """
-    if kernel not in BACKENDS:
-        return
-    try:
-        _trial(kernel, shape).sum().backward()
-    except RuntimeError as error:
+    reason = failure(kernel, shape)
+    if reason:
         dtype = str(shape.dtype).removeprefix("torch.")
-        reason = str(error).splitlines()[0].rstrip(".")
         raise ConfigError(
             [
                 f"kernels.attention = {kernel} does not run here, with {shape.num_heads} query and {shape.num_kv_heads} key/value "
@@ -67,7 +90,7 @@ def require(kernel: str, shape: AttentionShape) -> None:
                 "have other speed and other bits than what was asked for. Let torch choose with kernels.attention=sdpa, or "
                 "install a torch that has it."
             ]
-        ) from error
+        )
 
 
 def chosen(shape: AttentionShape) -> str:
@@ -79,10 +102,16 @@ def chosen(shape: AttentionShape) -> str:
 
 
 def _trial(kernel: str, shape: AttentionShape) -> torch.Tensor:
-    def zeros(heads: int) -> torch.Tensor:
-        size = (1, heads, _TRIED_LENGTH, shape.head_dim)
-        return torch.zeros(size, dtype=shape.dtype, device=shape.device, requires_grad=True)
-
-    q, k, v = zeros(shape.num_heads), zeros(shape.num_kv_heads), zeros(shape.num_kv_heads)
+    q, k, v = (operand.requires_grad_() for operand in _operands(shape, num_queries=_TRIED_LENGTH))
     with torch.enable_grad():
         return attention(kernel, q, k, v, is_causal=True)
+
+
+def _operands(shape: AttentionShape, num_queries: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return q [1, n, num_queries, d] and k, v [1, n_kv, 128, d], of zeros."""
+
+    def zeros(heads: int, length: int) -> torch.Tensor:
+        return torch.zeros(1, heads, length, shape.head_dim, dtype=shape.dtype, device=shape.device)
+
+    kv_heads = shape.num_kv_heads
+    return zeros(shape.num_heads, num_queries), zeros(kv_heads, _TRIED_LENGTH), zeros(kv_heads, _TRIED_LENGTH)

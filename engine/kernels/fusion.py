@@ -51,26 +51,34 @@ EAGER = Fusion("eager")
 """Operator by operator: for shapes that change with every call (a text that grows), which a compiler would not keep up with."""
 
 
+def compiler_failure(device: torch.device) -> str:
+    """Compile a small function for `device`; return the reason if that fails, else ""."""
+    try:
+        result = Fusion("compiled")(_trial)(torch.ones(8, device=device))
+    except Exception as error:  # what a missing compiler raises differs by version and by what is missing
+        lines = (line.strip() for line in str(error).splitlines())
+        return next((line for line in lines if line), type(error).__name__).rstrip(".")
+    assert result.tolist() == [3.0] * 8, "the compiler made something else of x + 2"
+    return ""
+
+
 def require_compiler(device: torch.device) -> None:
     """Compile a small function for `device`.
 
     Raises:
         ConfigError: there is no compiler for it here.
     """
-    try:
-        result = Fusion("compiled")(_trial)(torch.ones(8, device=device))
-    except Exception as error:  # what a missing compiler raises differs by version and by what is missing
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    reason = compiler_failure(device)
+    if reason:
         needed = "" if device.type == "cpu" else "triton (pip install triton), "
         raise ConfigError(
             [
                 f"kernels.elementwise or kernels.optimizer is `compiled`, and torch.compile makes no kernel for {device.type} "
-                f"here (torch says: {reason.rstrip('.')}). It needs {needed}a C++ compiler and Python's headers "
+                f"here (torch says: {reason}). It needs {needed}a C++ compiler and Python's headers "
                 "(apt-get install g++ python3-dev). kernels.elementwise=eager and kernels.optimizer=torch run anywhere, more "
                 "slowly on a GPU."
             ]
-        ) from error
-    assert result.tolist() == [3.0] * 8, "the compiler made something else of x + 2"
+        )
 
 
 def _trial(x: torch.Tensor) -> torch.Tensor:

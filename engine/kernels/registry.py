@@ -1,68 +1,324 @@
-"""The kernels of a run: the choices of the configuration's `kernels` section, tried on this device before anything is built.
+"""The kernels of a run: the `kernels` section, with each `auto` resolved for this device, tried before anything is built.
 
     kernels.      what                                          choices                                   reference, in float64
     attention     scaled dot-product attention                  sdpa, flash, cudnn, efficient, explicit   explicit
     elementwise   norms, RoPE, SwiGLU, dropout, cross-entropy   eager, compiled                           plain torch
     weight_grad   dW += dY^T X                                  separate, fused                           separate
     optimizer     AdamW on the owned shards                     torch, compiled                           torch
+    (decoding)    attention of one query to the cached keys     flash, math, sdpa, explicit               explicit
 
-A choice that does not run here is an error with what to do, never another kernel.
+Decoding is not configured: its key length changes with every token, and cuDNN would build a plan for each. The steps:
+
+    resolve      configuration and facts about the device -> choices; a pure function
+    try_out      each choice runs once; a named one that fails is an error, `auto` falls to the next in `ORDER` with a printed line
+    agree        all ranks take the slowest choice that any of them came to
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, fields, replace
+from functools import cache
+from types import MappingProxyType
+from typing import Literal
 
 import torch
 
-from engine.config import KernelsConfig
+from engine.config import Config, KernelsConfig
 from engine.errors import ConfigError
-from engine.kernels.attention import AttentionShape, chosen, require
-from engine.kernels.fusion import Fusion, require_compiler
-from engine.kernels.weight_grad import WeightGradKernel, require_weight_grad
+from engine.kernels.attention import AttentionShape, chosen, decoding_failure, failure, require
+from engine.kernels.fusion import Form, Fusion, compiler_failure, require_compiler
+from engine.kernels.weight_grad import WeightGradKernel, require_weight_grad, weight_grad_failure
+from engine.precision import DTYPES, main_grad_dtype
+from engine.topology import Topology
+
+OptimizerKernel = Literal["torch", "compiled"]
+
+ORDER: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "attention": ("cudnn", "flash", "sdpa"),
+        "decoding": ("flash", "math", "sdpa"),
+        "elementwise": ("compiled", "eager"),
+        "weight_grad": ("fused", "separate"),
+        "optimizer": ("compiled", "torch"),
+    }
+)
+"""What `auto` may come to, the fastest first; the last of each needs nothing special."""
+
+CUDNN_FIRST = ((9, 0), (10, 0))
+"""Compute capabilities on which torch itself puts cuDNN's attention first, ..."""
+CUDNN_FIRST_TORCH = (2, 11)
+"""... from this version on, ..."""
+CUDNN_FIRST_ABOVE = 91500
+"""... with a cuDNN that is newer than this one (9.15.0)."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """The facts that decide about `auto`.
+
+    Attributes:
+        capability: compute capability of the GPU, (9, 0) for an H100; None: a CPU.
+        torch_version: (major, minor).
+        cudnn_version: as torch counts it, 91900 for 9.19.0; 0: none.
+        element_bytes: of weights and activations.
+        main_grad_bytes: of an element of the main grads.
+        is_deterministic: `runtime.deterministic`.
+    """
+
+    capability: tuple[int, int] | None
+    torch_version: tuple[int, int]
+    cudnn_version: int
+    element_bytes: int
+    main_grad_bytes: int
+    is_deterministic: bool
+
+    @classmethod
+    def of(cls, config: Config, device: torch.device) -> "DeviceFacts":
+        """Read them from torch."""
+        is_cuda = device.type == "cuda"
+        dtype = DTYPES[config.precision.dtype]
+        major, minor = torch.__version__.split(".")[:2]
+        return cls(
+            capability=torch.cuda.get_device_capability(device) if is_cuda else None,
+            torch_version=(int(major), int(minor)),
+            cudnn_version=(torch.backends.cudnn.version() or 0) if is_cuda else 0,
+            element_bytes=dtype.itemsize,
+            main_grad_bytes=main_grad_dtype(dtype, config.precision.gradients).itemsize,
+            is_deterministic=config.runtime.deterministic,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """One name for each kernel; never `auto`."""
+
+    attention: str
+    decoding: str
+    elementwise: Form
+    weight_grad: WeightGradKernel
+    optimizer: OptimizerKernel
+
+    def config(self) -> KernelsConfig:
+        """Return the section that asks for these by name."""
+        return KernelsConfig.model_validate({name: value for name, value in asdict(self).items() if name != "decoding"})
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What the modules of a model compute with.
+    """The kernels of an engine and its model.
 
     Attributes:
-        attention: a name that `engine.kernels.attention.attention` takes, or `explicit`.
-        fusion: how elementwise functions run.
-        weight_grad: what adds a weight's gradient to its main grad.
+        choices: their names.
+        fusion: how elementwise functions run; one object, so that each function is compiled once.
     """
 
-    attention: str
+    choices: Choices
     fusion: Fusion
-    weight_grad: WeightGradKernel
 
 
-def resolve(config: KernelsConfig, shape: AttentionShape, main_grad_dtype: torch.dtype) -> Kernels:
-    """The kernels of a run whose attention has this shape.
+def resolve(config: KernelsConfig, facts: DeviceFacts) -> Choices:
+    """Replace each `auto` by the fastest choice that is expected to run on a device with these facts."""
+    fastest = asdict(_fastest(facts))
+    asked = config.model_dump()
+    taken = {name: fastest[name] if choice == "auto" else choice for name, choice in asked.items()}
+    # Explicit attention has no plan per length, and a model that asked for its bits gets them in its text too.
+    taken["decoding"] = "explicit" if taken["attention"] == "explicit" else fastest["decoding"]
+    return Choices(**taken)
+
+
+def _fastest(facts: DeviceFacts) -> Choices:
+    if facts.capability is None:
+        return Choices("sdpa", "sdpa", "eager", "separate", "torch")
+    is_half = facts.element_bytes == 2
+    has_flash = is_half and facts.capability >= (8, 0)
+    # Torch refuses cuDNN's attention in deterministic mode.
+    has_cudnn = (
+        is_half
+        and facts.capability in CUDNN_FIRST
+        and facts.torch_version >= CUDNN_FIRST_TORCH
+        and facts.cudnn_version > CUDNN_FIRST_ABOVE
+        and not facts.is_deterministic
+    )
+    # A float64 run is a comparison, which wants the operators of the reference and not speed.
+    is_float64 = facts.element_bytes == 8
+    # A compiled reduction may pick its block sizes by measuring, and other blocks add in another order; the optimizer has none.
+    is_eager = is_float64 or facts.is_deterministic
+    return Choices(
+        attention="cudnn" if has_cudnn else "flash" if has_flash else "sdpa",
+        decoding="flash" if has_flash else "math",
+        elementwise="eager" if is_eager else "compiled",
+        weight_grad="fused" if is_half and facts.main_grad_bytes > facts.element_bytes else "separate",
+        optimizer="torch" if is_float64 else "compiled",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Trials:
+    """The two ways to try a choice on this device.
+
+    Attributes:
+        failure: the reason why choice `value` of kernel `name` does not run, "" where it does.
+        require: raises ConfigError where it does not.
+    """
+
+    failure: Callable[[str, str], str]
+    require: Callable[[str, str], None]
+
+
+def device_trials(shape: AttentionShape, main_grad: torch.dtype) -> Trials:
+    """Run the kernels themselves, on small tensors."""
+    device = shape.device
+    of_compiler = cache(lambda: compiler_failure(device))
+
+    def reason(name: str, choice: str) -> str:
+        if name == "attention":
+            return failure(choice, shape)
+        if name == "decoding":
+            return decoding_failure(choice, shape)
+        if choice == "fused":
+            return weight_grad_failure("fused", shape.dtype, main_grad, device)
+        return of_compiler() if choice == "compiled" else ""
+
+    def demand(name: str, choice: str) -> None:
+        if name == "attention":
+            require(choice, shape)
+        elif choice == "fused":
+            require_weight_grad("fused", shape.dtype, main_grad, device)
+        elif choice == "compiled":
+            require_compiler(device)
+
+    return Trials(reason, demand)
+
+
+def try_out(config: KernelsConfig, choices: Choices, trials: Trials) -> tuple[Choices, list[str]]:
+    """Try each choice; what `auto` came to falls to the next in `ORDER` until one runs.
+
+    Returns:
+        The choices that run, and a line for each that did not.
 
     Raises:
-        ConfigError: some do not run here; all of them at once.
+        ConfigError: kernels that the configuration names do not run here; all of them at once.
     """
-    device = shape.device
-    trials: list[Callable[[], None]] = [lambda: require(config.attention, shape)]
-    if config.weight_grad != "separate":
-        trials.append(lambda: require_weight_grad(config.weight_grad, shape.dtype, main_grad_dtype, device))
-    if "compiled" in (config.elementwise, config.optimizer):
-        trials.append(lambda: require_compiler(device))
+    notes: list[str] = []
     problems: list[str] = []
-    for trial in trials:
-        try:
-            trial()
-        except ConfigError as error:
-            problems += error.problems
+    taken = asdict(choices)
+    for name, choice in asdict(choices).items():
+        if getattr(config, name, "auto") != "auto":
+            try:
+                trials.require(name, choice)
+            except ConfigError as error:
+                # A missing compiler is one problem of two fields.
+                problems += [problem for problem in error.problems if problem not in problems]
+            continue
+        while choice in ORDER[name] and (reason := trials.failure(name, choice)):
+            slower = ORDER[name][ORDER[name].index(choice) + 1]
+            notes.append(f"{_label(name)}: {choice} does not run here (torch says: {reason}), so it is {slower}.")
+            choice = slower
+        taken[name] = choice
     if problems:
         raise ConfigError(problems)
-    return Kernels(config.attention, Fusion(config.elementwise), config.weight_grad)
+    return Choices(**taken), notes
 
 
-def describe(config: KernelsConfig, shape: AttentionShape) -> str:
-    """The choices in a line, with what torch takes where the choice is its own."""
-    others = config.model_dump(exclude={"attention"})
-    attention = f"sdpa, of which torch takes {chosen(shape)}" if config.attention == "sdpa" else config.attention
+def agree(
+    choices: Choices,
+    notes: Sequence[str],
+    try_from: Callable[[Choices], tuple[Choices, list[str]]],
+    tell: Callable[[str], list[str]],
+) -> tuple[Choices, list[str]]:
+    """Settle on choices that run on every rank: one slow rank would slow down all, and bits should not differ by rank.
+
+    Args:
+        choices: those of this rank.
+        notes: what did not run on it.
+        try_from: tries slower ones on this rank, as `try_out`.
+        tell: gives every rank's text to all, in rank order; collective.
+
+    Returns:
+        The choices, and a line for each that some rank could not have; the same on every rank.
+    """
+    notes = list(notes)
+    everybody = alone = _told(choices, tell)
+    while len(set(everybody)) > 1:
+        choices, more = try_from(slowest(everybody))
+        notes += more
+        everybody = _told(choices, tell)
+    lines = list(dict.fromkeys(line for text in tell("\n".join(notes)) for line in text.splitlines()))
+    for each in fields(Choices):
+        names = [getattr(of_rank, each.name) for of_rank in alone]
+        if len(set(names)) > 1:
+            of_ranks = ", ".join(f"{name} on {names.count(name)}" for name in dict.fromkeys(names))
+            taken = getattr(choices, each.name)
+            lines.append(f"{_label(each.name)}: ranks differ ({of_ranks}), so it is {taken} on all.")
+    return choices, lines
+
+
+def _label(name: str) -> str:
+    return f"kernels.{name} = auto" if name in KernelsConfig.model_fields else name
+
+
+def _told(choices: Choices, tell: Callable[[str], list[str]]) -> list[Choices]:
+    return [Choices(*text.split()) for text in tell(" ".join(astuple(choices)))]  # type: ignore[arg-type]
+
+
+def slowest(all_choices: Sequence[Choices]) -> Choices:
+    """Take for each kernel the choice that comes last in `ORDER`; one that is named is the same on every rank."""
+    found = all_choices[0]
+    for each in fields(Choices):
+        names = [getattr(choices, each.name) for choices in all_choices]
+        if len(set(names)) > 1:
+            found = replace(found, **{each.name: max(names, key=ORDER[each.name].index)})
+    return found
+
+
+def attention_shape(config: Config, topology: Topology) -> AttentionShape:
+    """Return the shape of the attention that this rank computes."""
+    model, tp = config.model, topology.sizes.tp
+    return AttentionShape(
+        num_heads=model.num_attention_heads // tp,
+        num_kv_heads=max(model.kv_heads // tp, 1),
+        head_dim=model.head_size,
+        dtype=DTYPES[config.precision.dtype],
+        device=topology.device,
+    )
+
+
+def open_kernels(config: Config, topology: Topology, *, is_alone: bool = False) -> Kernels:
+    """Resolve and try the kernels of a run. On GPUs it is collective where the configuration says `auto`.
+
+    What `auto` could not have is printed on stderr, by rank 0.
+
+    Args:
+        config: of the run.
+        topology: where it runs.
+        is_alone: the other ranks do not exist (`engine/footprint/real.py`), so nobody is asked.
+
+    Raises:
+        ConfigError: kernels that the configuration names do not run here; all of them at once.
+    """
+    device, asked = topology.device, config.kernels
+    dtype = DTYPES[config.precision.dtype]
+    trials = device_trials(attention_shape(config, topology), main_grad_dtype(dtype, config.precision.gradients))
+    choices, notes = try_out(asked, resolve(asked, DeviceFacts.of(config, device)), trials)
+    if "auto" in asked.model_dump().values() and device.type == "cuda" and not is_alone:
+        choices, notes = agree(
+            choices,
+            notes,
+            lambda slower: try_out(asked, slower, trials),
+            lambda text: topology.axis("world").tell(text, device, "kernels"),
+        )
+    if topology.rank == 0 or is_alone:
+        for note in notes:
+            print(note, file=sys.stderr)
+    return Kernels(choices, Fusion(choices.elementwise))
+
+
+def describe(choices: Choices, shape: AttentionShape) -> str:
+    """Name the choices in a line, with what torch takes where the choice is its own."""
+    attention = choices.attention
+    if attention == "sdpa":
+        attention = f"sdpa, of which torch takes {chosen(shape)}"
+    others = {name: choice for name, choice in asdict(choices).items() if name != "attention"}
     return "; ".join(
         [f"attention: {attention}", *(f"{name.replace('_', ' ')}: {choice}" for name, choice in others.items())]
     )

@@ -41,6 +41,19 @@ def add_matmul(
         add(main_grad, grad.t() @ inputs, over_old=over_old)
 
 
+def weight_grad_failure(
+    kernel: WeightGradKernel, dtype: torch.dtype, main_grad_dtype: torch.dtype, device: torch.device
+) -> str:
+    """Try the kernel on a small matrix; return torch's reason if it does not run, else ""."""
+    grad, inputs = (torch.ones(16, 16, dtype=dtype, device=device) for _ in range(2))
+    main_grad = torch.ones(16, 16, dtype=main_grad_dtype, device=device)
+    try:
+        add_matmul(main_grad, grad, inputs, over_old=False, kernel=kernel)
+    except (RuntimeError, NotImplementedError) as error:
+        return str(error).splitlines()[0].rstrip(".")[:160]
+    return ""
+
+
 def require_weight_grad(
     kernel: WeightGradKernel, dtype: torch.dtype, main_grad_dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -49,17 +62,13 @@ def require_weight_grad(
     Raises:
         ConfigError: it does not run here.
     """
-    grad, inputs = (torch.ones(16, 16, dtype=dtype, device=device) for _ in range(2))
-    main_grad = torch.ones(16, 16, dtype=main_grad_dtype, device=device)
-    try:
-        add_matmul(main_grad, grad, inputs, over_old=False, kernel=kernel)
-    except (RuntimeError, NotImplementedError) as error:
+    reason = weight_grad_failure(kernel, dtype, main_grad_dtype, device)
+    if reason:
         names = [str(each).removeprefix("torch.") for each in (dtype, main_grad_dtype)]
-        reason = str(error).splitlines()[0].rstrip(".")
         raise ConfigError(
             [
                 f"kernels.weight_grad = {kernel} does not run here, with a GEMM of {names[0]} that adds to {names[1]} on "
-                f"{device.type} (torch says: {reason[:160]}). Another kernel would have other speed and other bits than what was "
+                f"{device.type} (torch says: {reason}). Another kernel would have other speed and other bits than what was "
                 "asked for. kernels.weight_grad=separate runs anywhere."
             ]
-        ) from error
+        )

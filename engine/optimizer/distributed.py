@@ -12,6 +12,7 @@ parameters follow, and the buckets are all-gathered. Two kernels (`kernels.optim
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -25,8 +26,9 @@ from engine.optimizer.param_layout import Segment
 from engine.optimizer.state import OptimizerState, read_master, write_master
 from engine.precision import AGREEMENT_DTYPE, STEP_DTYPE
 
-_SUMMED_NUMEL = 2**16
-"""Elements that a CPU may sum in fp32: BLAS adds each lane one by one, which would be 2e-6 off at four times as many."""
+DOT_NUMEL: Mapping[str, int] = MappingProxyType({"cpu": 2**16, "cuda": 2**30})
+"""Most elements of one `torch.dot`, by device. A CPU's BLAS adds each lane one by one: in fp32 the sum would be 2e-6 off at four
+times as many. cuBLAS takes a 32-bit count, and a bucket may be longer: a bucket holds at least one whole parameter."""
 
 
 @dataclass
@@ -108,10 +110,7 @@ class DistributedOptimizer:
         counted = [owned for owned in self.owned if owned.buffer.replica_index == 0]
         total = self.owned[0].grads.new_zeros((), dtype=self.owned[0].state.wide)
         for owned in counted:
-            grads = owned.grads.to(owned.state.wide)
-            # No squares are stored. (vector_norm adds all of a bucket one by one there: 1e-3 off at 1.5e7 elements.)
-            for piece in grads.split(_SUMMED_NUMEL) if grads.device.type == "cpu" else (grads,):
-                total += torch.dot(piece, piece)
+            add_squares(total, owned.grads.to(owned.state.wide))
         return total
 
     @property
@@ -201,6 +200,13 @@ class DistributedOptimizer:
             maximize=False,
             found_inf=skipped,
         )
+
+
+def add_squares(total: torch.Tensor, values: torch.Tensor) -> None:
+    """Add the sum of squares of a vector [n] of any length to `total`, a scalar of the same dtype on the same device."""
+    # No squares are stored. (On a CPU vector_norm adds all elements one by one: 1e-3 off at 1.5e7 of them.)
+    for piece in values.split(DOT_NUMEL[values.device.type]):
+        total += torch.dot(piece, piece)
 
 
 def _update(

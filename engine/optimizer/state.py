@@ -15,7 +15,8 @@ A moment rounded to bf16 follows what it averages as long as a step changes it b
 its value: it stands still within 2^-9 / (1 - beta) of its target, 4 % of the second moment for beta2 = 0.95.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,6 +25,42 @@ from engine.optimizer.kinds import STATE_KINDS, StateKind
 from engine.precision import accumulation_dtype
 
 _HALF_BITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class StoredState:
+    """Elements of one kind of the state, in the form in which they are kept.
+
+    Every element is made from those at its place alone, so a part of them can be taken and widened by itself.
+
+    Attributes:
+        tensors: one tensor [n], or the weights and the remainders of split masters, [n] each.
+        dtype: the accumulation dtype, in which the elements are read.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    dtype: torch.dtype
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, where: slice, /) -> "StoredState":
+        return self.over([tensor[where] for tensor in self.tensors])
+
+    def over(self, tensors: Sequence[torch.Tensor]) -> "StoredState":
+        """Return this form over other tensors, such as copies."""
+        return replace(self, tensors=tuple(tensors))
+
+    def widened(self) -> torch.Tensor:
+        """Return the elements [n] in the accumulation dtype; the tensor itself where it has that dtype."""
+        if len(self.tensors) == 1:
+            return self.tensors[0].to(self.dtype)
+        parameters, remainders = self.tensors
+        return read_master(parameters, remainders)
+
+    def cpu(self) -> torch.Tensor:
+        """Return the elements [n] in the accumulation dtype and in host memory."""
+        return self.widened().cpu()
 
 
 class OptimizerState:
@@ -57,15 +94,15 @@ class OptimizerState:
         """What is kept beside the parameters."""
         return [tensor for tensor in self._kept.values() if tensor is not self._parameters]
 
-    @property
-    def is_wide(self) -> bool:
-        """Whether `read` gives the kept tensors themselves, so that what is written to them is kept."""
-        return all(tensor.dtype == self.wide for tensor in self._kept.values())
+    def stored(self, kind: StateKind) -> StoredState:
+        """Return one kind in the form in which it is kept; the tensors are the live ones."""
+        kept = self._kept[kind]
+        is_split = kind == "master" and kept.dtype == torch.int16
+        return StoredState((self._parameters, kept) if is_split else (kept,), self.wide)
 
     def read(self, kind: StateKind) -> torch.Tensor:
         """One kind in the accumulation dtype; the kept tensor itself where it is that."""
-        kept = self._kept[kind]
-        return read_master(self._parameters, kept) if kind == "master" else kept.to(self.wide)
+        return self.stored(kind).widened()
 
     def read_all(self) -> dict[StateKind, torch.Tensor]:
         return {kind: self.read(kind) for kind in STATE_KINDS}

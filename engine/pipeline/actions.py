@@ -10,14 +10,14 @@ A schedule holds compute only. What is sent and received follows from it (`engin
 
 import re
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from engine.errors import ScheduleError
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
-class Kind(Enum):
+class Kind(StrEnum):
     """What a stage does with a microbatch. `B` is `I` and `W` in one."""
 
     F = "F"

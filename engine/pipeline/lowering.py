@@ -14,12 +14,20 @@ B of cost 2, no latency):
 The second term is the moment from which the receiver may post: before the action that precedes the consumer, so that the
 transfer runs beside it, and no earlier, so that a rank holds at most one early receive buffer per direction (and chunk).
 
+**Late receives.** The second form of a program posts each receive right before its consumer, or before the weight-gradient
+actions that precede it. (The second term is then the end of the action before.) Every transfer is exposed, but no receive
+waits on the device while an action runs that could hold up the whole device. The first run after a start uses this form:
+kernels are loaded and memory is taken then, and both may wait for all work of the device.
+
+**Grouping.** NCCL does not define what happens when transfers of one pair are grouped at one end and separate at the other.
+A group call is therefore split until the transfers of each pair are grouped alike at both ends.
+
 **Why no deadlock.** A rank reaches the post of a transfer by `time` at the latest, since all actions before it end by then;
 all transfers before it in the order are done by `time`; and its consumer starts at `time` or later. So the timeline itself
 is an execution of the program under NCCL's rules. (`engine.pipeline.validate` does not believe this: it runs the program.)
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,6 +36,9 @@ from engine.pipeline.simulate import Costs, Interval, simulate
 
 Direction = Literal["forward", "backward"]
 """Names the process group: activations go forward, their gradients backward."""
+
+Receives = Literal["early", "late"]
+"""Before the action that precedes the consumer, or right before the consumer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +85,14 @@ class Program:
 
     An action first waits for the receive that feeds it. A send stands after the action that produced its data; nothing
     waits for sends.
+
+    Attributes:
+        receives: when they are posted.
     """
 
     schedule: Schedule
     instructions: tuple[tuple[Instruction, ...], ...]
+    receives: Receives = "early"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,32 +133,41 @@ def feeding_transfer(schedule: Schedule, rank: int, action: Action) -> Transfer 
     return Transfer(direction, placement.rank_of(source[0]), rank, stage, action.microbatch)
 
 
-def lower(schedule: Schedule) -> Program:
+def lower(schedule: Schedule, receives: Receives = "early") -> Program:
     """Derive sends and receives.
+
+    Args:
+        schedule: complete compute actions of every rank.
+        receives: when receives are posted; late ones are for the first run after a start.
 
     Raises:
         ScheduleError: the actions wait for each other in a circle, or for actions that are not there.
     """
     timeline = simulate(schedule, Costs.uniform(schedule.placement.num_stages))
     mine: list[dict[Direction, list[_Timed]]] = [{"forward": [], "backward": []} for _ in schedule.actions]
-    for timed in _timed_transfers(schedule, timeline.intervals):
+    for timed in _timed_transfers(schedule, timeline.intervals, lead=1 if receives == "early" else 0):
         for rank in (timed.transfer.source, timed.transfer.destination):
             mine[rank][timed.transfer.direction].append(timed)
+    placed: list[list[_Placed]] = [[] for _ in schedule.actions]
+    for rank, by_direction in enumerate(mine):
+        for transfers in by_direction.values():
+            placed[rank] += _place(rank, transfers)
+    _group_alike(placed)
     rows = []
-    for rank, actions in enumerate(schedule.actions):
-        placed: dict[int, list[Post]] = {}
-        for transfers in mine[rank].values():
-            _place(rank, transfers, placed)
+    for actions, posts in zip(schedule.actions, placed, strict=True):
+        before: dict[int, list[Post]] = {}
+        for each in posts:
+            before.setdefault(each.position, []).append(Post(each.transfers[0].direction, tuple(each.transfers)))
         row: list[Instruction] = []
         for position in range(len(actions) + 1):
-            row += placed.get(position, [])
+            row += before.get(position, [])
             row += actions[position : position + 1]
         rows.append(tuple(row))
-    return Program(schedule, tuple(rows))
+    return Program(schedule, tuple(rows), receives)
 
 
-def _timed_transfers(schedule: Schedule, rows: Sequence[Sequence[Interval]]) -> list[_Timed]:
-    """All transfers of a schedule in the common order."""
+def _timed_transfers(schedule: Schedule, rows: Sequence[Sequence[Interval]], lead: int) -> list[_Timed]:
+    """List all transfers of a schedule in the common order; receives stand `lead` actions before their consumer."""
     place = {
         (
             schedule.placement.stage_of(rank, interval.action.chunk),
@@ -162,13 +186,17 @@ def _timed_transfers(schedule: Schedule, rows: Sequence[Sequence[Interval]]) -> 
             if transfer is None or source is None:
                 continue
             source_rank, producer = place[(*source, transfer.microbatch)]
-            receivable = row[index - 2].end if index >= 2 else 0
+            receive_from = max(index - lead, 0)
+            # A W hands nothing over, and its rank's last send may be met only behind this receive.
+            while lead == 0 and receive_from > 0 and row[receive_from - 1].action.kind is Kind.W:
+                receive_from -= 1
+            receivable = row[receive_from - 1].end if receive_from > 0 else 0
             timed.append(
                 _Timed(
                     transfer,
                     time=max(rows[source_rank][producer].end, receivable),
                     after_producer=producer + 1,
-                    receive_from=max(index - 1, 0),
+                    receive_from=receive_from,
                     consumer_start=interval.start,
                 )
             )
@@ -179,8 +207,17 @@ def _pass(action: Action) -> Kind:
     return Kind.F if action.kind is Kind.F else Kind.B
 
 
-def _place(rank: int, timed: Sequence[_Timed], placed: dict[int, list[Post]]) -> None:
-    """Add a rank's posts of one direction to `placed`, which holds the posts that stand before each of its actions."""
+@dataclass(slots=True)
+class _Placed:
+    """A group call of one rank that stands before its action number `position`."""
+
+    position: int
+    transfers: list[Transfer]
+
+
+def _place(rank: int, timed: Sequence[_Timed]) -> list[_Placed]:
+    """Group a rank's transfers of one direction, in their order, and place the groups between its actions."""
+    placed: list[_Placed] = []
     position = 0
     group: list[_Timed] = []
     for t in timed:
@@ -191,13 +228,54 @@ def _place(rank: int, timed: Sequence[_Timed], placed: dict[int, list[Post]]) ->
             t.time <= other.consumer_start for other in group if other.transfer.destination == rank
         )
         if group and not joins:
-            placed.setdefault(position, []).append(_post(group))
+            placed.append(_Placed(position, [other.transfer for other in group]))
             group = []
         position = max(position, earliest)
         group.append(t)
     if group:
-        placed.setdefault(position, []).append(_post(group))
+        placed.append(_Placed(position, [other.transfer for other in group]))
+    return placed
 
 
-def _post(group: list[_Timed]) -> Post:
-    return Post(group[0].transfer.direction, tuple(t.transfer for t in group))
+def _group_alike(placed: list[list[_Placed]]) -> None:
+    """Split group calls, in place, until the transfers of each pair of ranks are grouped alike at both ends.
+
+    The order of transfers stays what it is, and a program whose transfers run one by one in the common order also runs with
+    smaller groups.
+    """
+    changed = True
+    while changed:
+        changed = False
+        # Only a group of several transfers can differ from its peers' groups; all others have no entry.
+        group_of = {
+            (rank, transfer): id(group)
+            for rank, groups in enumerate(placed)
+            for group in groups
+            if len(group.transfers) > 1
+            for transfer in group.transfers
+        }
+        for rank, groups in enumerate(placed):
+            split: list[_Placed] = []
+            for group in groups:
+                cut = _first_grouped_otherwise(rank, group.transfers, group_of)
+                if cut is not None:
+                    split.append(_Placed(group.position, group.transfers[:cut]))
+                    group = _Placed(group.position, group.transfers[cut:])
+                    changed = True
+                split.append(group)
+            placed[rank] = split
+
+
+def _first_grouped_otherwise(
+    rank: int, transfers: Sequence[Transfer], group_of: Mapping[tuple[int, Transfer], int]
+) -> int | None:
+    """Find the first transfer that its peer does not group with the one before it of the same pair; None: there is none."""
+    last_of: dict[int, Transfer] = {}
+    for place, transfer in enumerate(transfers):
+        peer = transfer.source + transfer.destination - rank
+        if (before := last_of.get(peer)) is not None:
+            group = group_of.get((peer, before))
+            if group is None or group != group_of.get((peer, transfer)):
+                return place
+        last_of[peer] = transfer
+    return None

@@ -1,184 +1,330 @@
-"""Executes a program without devices, under rules stricter than NCCL's and much stricter than gloo's (no torch here).
+"""Executes the calls of many ranks without devices, under rules stricter than NCCL's and much stricter than gloo's (no torch here).
 
-    channel      (direction, rank): one FIFO of posts. PyTorch runs the grouped point-to-point calls of a process group on
-                 one stream, so a post waits for the one before it even where their peers differ. What runs under this
-                 rule runs where the FIFO is per pair of ranks, too.
+A rank is a row of calls and steps. A step is a computation, or a wait, that needs some earlier calls of its rank. These rules
+always hold:
+
+    channel      (communicator, rank): one FIFO of calls. PyTorch runs the calls of a process group on one stream, so a call
+                 waits for the one before it even where their peers differ.
     rendezvous   a send completes only together with its receive. No buffering, not even of one message.
     order        no tags: the k-th send from a to b meets the k-th receive at b from a, whatever they were meant to be.
-    group call   the transfers of the post at the head progress together, each with the head of its peer. The post
-                 completes as a whole (a backend gives one handle for it), then the next one begins.
-    blocked head a post whose peer does not come holds up all behind it.
-    action       waits for the whole post of the receive that feeds it, then runs. Posting never waits. Nobody waits for sends.
+    group call   the messages of the call at the head progress together, each with the head of its peer. The call completes
+                 as a whole (a backend gives one handle for it), then the next one begins.
+    collective   completes when it is the head at every member, and is the same there.
+    blocked head a call whose peer does not come holds up all behind it.
+    step         begins when the calls that it needs have completed. Posting never waits.
 
-Whether a program runs to its end under these rules does not depend on timing: what can happen stays possible until it
-happens, so one execution decides for all speeds of ranks and links. Two ranks that post a receive and then, in a post of
-its own, a send to each other are rejected, although gloo runs them.
+`Rules` adds what a GPU and NCCL may add in the worst case:
+
+    first use    NCCL opens a connection in the first group call that names a peer. That call holds the host until the peer's
+                 host is in the mirrored call, and both must open the same connections (NVIDIA/nccl issue 783; pull request 2407).
+    device       a kernel that is loaded lazily, a cudaMalloc or a cudaFree may wait for all work of the device. A step then
+                 begins only when every earlier call of its rank has completed.
+    one queue    streams that share a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) start in the order of their launch. Nothing
+                 behind a call is launched before the call has started, which is when it is the head of its channel.
+
+Each rule only takes possibilities away, and what can happen stays possible until it happens. So one execution decides for all
+speeds of ranks and links, and a program that ends under all rules together ends under each of them alone.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-
-from engine.pipeline.actions import Action, Kind, Schedule
-from engine.pipeline.lowering import Direction, Instruction, Post, Transfer, feeding_transfer
+from typing import Any, Literal
 
 Place = tuple[int, int]
 """(rank, position in its row)."""
 
+Connection = tuple[Hashable, int, int]
+"""Communicator, source and destination of messages."""
+
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a program does not run to its end, with notes for places in its rows."""
+class Message:
+    """One end of a send or receive.
 
-    problem: str
-    marks: dict[Place, str]
+    Attributes:
+        source, destination: ranks; the rank that holds the message is one of them.
+        content: must be equal at both ends.
+    """
+
+    source: int
+    destination: int
+    content: Hashable
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call on a communicator: a group of messages, or a collective.
+
+    Attributes:
+        communicator: identifies the group of ranks and its stream.
+        messages: of a group call, in order; empty for a collective.
+        collective: what must be equal at every member; None for a group call.
+    """
+
+    communicator: Hashable
+    messages: tuple[Message, ...] = ()
+    collective: Hashable = None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A computation or a wait of one rank.
+
+    Attributes:
+        after: positions in the row of the calls that it needs.
+        needs: a fact that another step, of any rank, makes; None: none.
+        makes: a fact that is there, on all ranks, once the step has run; None: none.
+    """
+
+    after: tuple[int, ...] = ()
+    needs: Hashable = None
+    makes: Hashable = None
+
+
+Row = Sequence[Call | Step]
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Rules beyond those that always hold; the module's docstring describes them.
+
+    Attributes:
+        opened: the connections that are open before the first call; None: all of them, so that no first use waits.
+        steps_synchronize: a step waits for every earlier call of its rank.
+        one_queue: each call starts before what stands behind it is launched.
+    """
+
+    opened: Collection[Connection] | None = None
+    steps_synchronize: bool = False
+    one_queue: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """Two ends of a call that differ.
+
+    Attributes:
+        reason: `content`: the ends are different messages or collectives; `connections`: a first use would open other
+            connections at one end than at the other.
+        first, second: where the ends stand.
+        ours, theirs: the two contents, or the two lists of connections.
+    """
+
+    reason: Literal["content", "connections"]
+    first: Place
+    second: Place
+    ours: Hashable
+    theirs: Hashable
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A call that is not met, at the head of its channel."""
+
+    place: Place
+    open: tuple[Message, ...]
+    num_behind: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """Ranks that wait for ever.
+
+    Attributes:
+        stopped: where ranks stand that have not come to the end of their rows.
+        heads: calls that have not completed and hold up their channels.
+    """
+
+    stopped: tuple[Place, ...]
+    heads: tuple[Head, ...]
 
 
 @dataclass(slots=True)
 class _Posted:
-    """A post in a channel; `open` are its transfers that have not met their other end."""
+    """A call in a channel; `open` are its messages that have not met their other end."""
 
     place: Place
-    post: Post
-    open: list[Transfer] = field(default_factory=list)
+    call: Call
+    open: list[Message] = field(default_factory=list)
 
-    def first_between(self, source: int, destination: int) -> Transfer | None:
-        for transfer in self.open:
-            if (transfer.source, transfer.destination) == (source, destination):
-                return transfer
+    def first_between(self, source: int, destination: int) -> Message | None:
+        for message in self.open:
+            if message.source == source and message.destination == destination:
+                return message
         return None
 
 
-def execute(schedule: Schedule, rows: Sequence[Sequence[Instruction]], is_lowered: bool) -> Failure | None:
+def execute(
+    rows: Mapping[int, Row], members: Mapping[Any, Sequence[int]], rules: Rules | None = None
+) -> Conflict | Stuck | None:
     """Run all ranks as far as they come.
 
     Args:
-        rows: per rank, complete: each transfer is posted at both its ends.
-        is_lowered: False: rows are actions only, and what one produces is everywhere at once.
+        rows: by rank.
+        members: by communicator, the ranks of `rows` that meet in its collectives; communicators of messages alone need none.
+        rules: beyond those that always hold; None: no more.
 
     Returns:
-        None when every action ran and every transfer completed, else what went wrong.
+        None when every row ended and every call completed, else the first conflict, or what was stuck in the end.
     """
-    return _Execution(schedule, rows, is_lowered).run()
+    return _Execution(rows, members, rules or Rules()).run()
 
 
 class _Execution:
-    def __init__(self, schedule: Schedule, rows: Sequence[Sequence[Instruction]], is_lowered: bool) -> None:
-        self.schedule = schedule
+    def __init__(self, rows: Mapping[int, Row], members: Mapping[Any, Sequence[int]], rules: Rules) -> None:
         self.rows = rows
-        self.is_lowered = is_lowered
-        self.next_position = [0] * len(rows)
-        self.channels: dict[tuple[Direction, int], deque[_Posted]] = {
-            (direction, rank): deque() for direction in ("forward", "backward") for rank in range(len(rows))
-        }
-        self.received: set[Transfer] = set()
-        self.produced: set[tuple[int, Kind, int]] = set()
-        self.runnable: deque[int] = deque(range(len(rows)))
-        self.mismatch: Failure | None = None
+        self.members = members
+        self.rules = rules
+        self.position = dict.fromkeys(rows, 0)
+        self.channels: dict[tuple[Hashable, int], deque[_Posted]] = {}
+        # Of each rank, the position of its last call that was posted, and of those that have not completed.
+        self.last_posted = dict.fromkeys(rows, -1)
+        self.outstanding: dict[int, set[int]] = {rank: set() for rank in rows}
+        self.facts: set[Hashable] = set()
+        self.waiting_for: dict[Hashable, list[int]] = {}
+        self.opened = None if rules.opened is None else set(rules.opened)
+        self.runnable: deque[int] = deque(rows)
+        self.conflict: Conflict | None = None
 
-    def run(self) -> Failure | None:
-        while self.runnable and self.mismatch is None:
+    def run(self) -> Conflict | Stuck | None:
+        while self.runnable and self.conflict is None:
             self._advance(self.runnable.popleft())
-        if self.mismatch is not None:
-            return self.mismatch
-        finished = all(position == len(row) for position, row in zip(self.next_position, self.rows, strict=True))
-        return None if finished and not any(self.channels.values()) else self._deadlock()
+        if self.conflict is not None:
+            return self.conflict
+        stopped = tuple((rank, at) for rank, at in self.position.items() if at < len(self.rows[rank]))
+        heads = tuple(
+            Head(channel[0].place, tuple(channel[0].open), len(channel) - 1)
+            for channel in self.channels.values()
+            if channel
+        )
+        return Stuck(stopped, heads) if stopped or heads else None
 
     def _advance(self, rank: int) -> None:
-        """Run a rank until an action has to wait."""
+        """Run a rank until it has to wait."""
         row = self.rows[rank]
-        while self.next_position[rank] < len(row) and self.mismatch is None:
-            position = self.next_position[rank]
-            each = row[position]
-            if isinstance(each, Post):
-                channel = self.channels[each.direction, rank]
-                channel.append(_Posted((rank, position), each, list(each.transfers)))
-                self._progress(each.direction, rank)
-            elif self._can_run(rank, each):
-                self._run_action(rank, each)
-            else:
+        while (at := self.position[rank]) < len(row) and self.conflict is None:
+            item = row[at]
+            if isinstance(item, Call):
+                if not self._call(rank, at, item):
+                    return
+            elif not self._step(rank, item):
                 return
-            self.next_position[rank] += 1
+            self.position[rank] = at + 1
 
-    def _can_run(self, rank: int, action: Action) -> bool:
-        feeding = feeding_transfer(self.schedule, rank, action) if self.is_lowered else None
-        if feeding is not None:
-            return feeding in self.received
-        source = self.schedule.producer(self.schedule.placement.stage_of(rank, action.chunk), action)
-        return source is None or (*source, action.microbatch) in self.produced
+    def _call(self, rank: int, at: int, call: Call) -> bool:
+        """Post a call, if it is not posted yet; whether the rank goes on behind it."""
+        channel = self.channels.setdefault((call.communicator, rank), deque())
+        if self.last_posted[rank] < at:
+            if self.opened is not None and not self._connect(rank, at, call):
+                return False
+            channel.append(_Posted((rank, at), call, list(call.messages)))
+            self.last_posted[rank] = at
+            self.outstanding[rank].add(at)
+            if len(channel) == 1:
+                self._progress(call.communicator, rank)
+        return not self.rules.one_queue or at not in self.outstanding[rank] or channel[0].place == (rank, at)
 
-    def _run_action(self, rank: int, action: Action) -> None:
-        if action.kind is Kind.W:
-            return
-        placement = self.schedule.placement
-        stage = placement.stage_of(rank, action.chunk)
-        self.produced.add((stage, Kind.F if action.kind is Kind.F else Kind.B, action.microbatch))
-        consumer = stage + 1 if action.kind is Kind.F else stage - 1
-        if not self.is_lowered and 0 <= consumer < placement.num_stages:
-            self.runnable.append(placement.rank_of(consumer))
-
-    def _progress(self, direction: Direction, rank: int) -> None:
-        """Let the head of a channel meet the heads of its peers, and what follows them, as far as it goes."""
-        agenda = [rank]
-        while agenda and self.mismatch is None:
-            at = agenda.pop()
-            channel = self.channels[direction, at]
-            if not channel:
+    def _connect(self, rank: int, at: int, call: Call) -> bool:
+        """Open the connections that a call uses for the first time; whether all of them are open."""
+        assert self.opened is not None
+        missing = self._missing(call)
+        if not missing:
+            return True
+        for peer in {source + destination - rank for _, source, destination in missing}:
+            there = self.position[peer]
+            other = self.rows[peer][there] if there < len(self.rows[peer]) else None
+            if not isinstance(other, Call) or other.communicator != call.communicator:
                 continue
-            head = channel[0]
-            for transfer in tuple(head.open):
-                peer = transfer.destination if at == transfer.source else transfer.source
-                if self._meet(direction, at, peer, transfer) and not self.channels[direction, peer][0].open:
-                    self._complete(direction, peer)
-                    agenda.append(peer)
-            if not head.open:
-                self._complete(direction, at)
-                agenda.append(at)
+            ours = [each for each in missing if peer in each[1:]]
+            theirs = [each for each in self._missing(other) if rank in each[1:]]
+            if not theirs:
+                continue
+            if set(ours) != set(theirs):
+                self.conflict = Conflict("connections", (rank, at), (peer, there), tuple(ours), tuple(theirs))
+                return False
+            self.opened.update(ours)
+            self.runnable.append(peer)
+        return not self._missing(call)
 
-    def _meet(self, direction: Direction, rank: int, peer: int, transfer: Transfer) -> bool:
-        """Match a transfer of `rank`'s head with `peer`'s head, by order."""
-        mine = self.channels[direction, rank][0]
-        if not self.channels[direction, peer]:
+    def _missing(self, call: Call) -> list[Connection]:
+        assert self.opened is not None
+        used = [(call.communicator, message.source, message.destination) for message in call.messages]
+        return [each for each in dict.fromkeys(used) if each not in self.opened]
+
+    def _step(self, rank: int, step: Step) -> bool:
+        """Run a step if it can begin; whether it has."""
+        outstanding = self.outstanding[rank]
+        if outstanding and (self.rules.steps_synchronize or any(at in outstanding for at in step.after)):
             return False
-        theirs = self.channels[direction, peer][0]
-        if mine.first_between(transfer.source, transfer.destination) is not transfer:
+        if step.needs is not None and step.needs not in self.facts:
+            self.waiting_for.setdefault(step.needs, []).append(rank)
             return False
-        other = theirs.first_between(transfer.source, transfer.destination)
-        if other is None:
-            return False
-        if other != transfer:
-            self.mismatch = Failure(
-                f"the next message from rank {transfer.source} to rank {transfer.destination} on the {direction} group is one "
-                f"thing to its sender and another to its receiver: they post in different orders, and there are no tags. "
-                "A stage would compute on another microbatch's data. Post in one order on both ranks.",
-                {mine.place: str(transfer), theirs.place: str(other)},
-            )
-            return False
-        mine.open.remove(transfer)
-        theirs.open.remove(transfer)
+        if step.makes is not None:
+            self.facts.add(step.makes)
+            self.runnable.extend(self.waiting_for.pop(step.makes, ()))
         return True
 
-    def _complete(self, direction: Direction, rank: int) -> None:
-        posted = self.channels[direction, rank].popleft()
-        arrived = [transfer for transfer in posted.post.transfers if transfer.destination == rank]
-        if arrived:
-            self.received.update(arrived)
-            self.runnable.append(rank)
+    def _progress(self, communicator: Hashable, rank: int) -> None:
+        """Let the head of a channel meet the heads of its peers, and what follows them, as far as it goes."""
+        agenda = [rank]
+        while agenda and self.conflict is None:
+            at = agenda.pop()
+            channel = self.channels.get((communicator, at))
+            if not channel:
+                continue
+            if channel[0].call.messages:
+                agenda += self._meet_messages(communicator, at)
+            else:
+                agenda += self._meet_collective(communicator, at)
 
-    def _deadlock(self) -> Failure:
-        marks: dict[Place, str] = {}
-        for rank, position in enumerate(self.next_position):
-            if position < len(self.rows[rank]):
-                marks[rank, position] = "waits for ever"
-        for channel in self.channels.values():
-            if channel:
-                head = channel[0]
-                waiting = ", ".join(str(transfer) for transfer in head.open)
-                marks[head.place] = f"is not met, and holds up all posts behind it: {waiting}"
-        if self.is_lowered:
-            cause = "posts that nobody meets hold up what stands behind them"
-            remedy = "Post what happens at one point as one group call, and in one order on all ranks (`lower` does)."
-        else:
-            cause = "the actions of several ranks wait for each other in a circle"
-            remedy = "Order the actions so that each comes after what it needs."
-        return Failure(f"deadlock: {cause}. Every rank would hang until the timeout. {remedy}", marks)
+    def _meet_messages(self, communicator: Hashable, rank: int) -> list[int]:
+        """Match the messages of a head with those of its peers' heads, by order; the ranks whose head has completed."""
+        head = self.channels[communicator, rank][0]
+        completed = []
+        for message in tuple(head.open):
+            peer = message.source + message.destination - rank
+            channel = self.channels.get((communicator, peer))
+            if not channel or head.first_between(message.source, message.destination) is not message:
+                continue
+            other = channel[0].first_between(message.source, message.destination)
+            if other is None:
+                continue
+            if other.content != message.content:
+                self.conflict = Conflict("content", head.place, channel[0].place, message.content, other.content)
+                return []
+            head.open.remove(message)
+            channel[0].open.remove(other)
+            if not channel[0].open:
+                self._complete(communicator, peer)
+                completed.append(peer)
+        if not head.open:
+            self._complete(communicator, rank)
+            completed.append(rank)
+        return completed
+
+    def _meet_collective(self, communicator: Hashable, rank: int) -> list[int]:
+        """Match a collective with the heads of all members; the ranks whose head has completed."""
+        mine = self.channels[communicator, rank][0]
+        members = self.members[communicator]
+        is_whole = True
+        for member in members:
+            channel = self.channels.get((communicator, member))
+            if not channel or channel[0].call.messages:
+                is_whole = False
+            elif channel[0].call.collective != mine.call.collective:
+                theirs = channel[0]
+                self.conflict = Conflict(
+                    "content", mine.place, theirs.place, mine.call.collective, theirs.call.collective
+                )
+                return []
+        if not is_whole:
+            return []
+        for member in members:
+            self._complete(communicator, member)
+        return list(members)
+
+    def _complete(self, communicator: Hashable, rank: int) -> None:
+        posted = self.channels[communicator, rank].popleft()
+        self.outstanding[rank].discard(posted.place[1])
+        self.runnable.append(rank)

@@ -3,19 +3,31 @@
 **A schedule** is complete: per stage and microbatch one F, then one B, or one I and later one W; nothing else. And it can
 be ordered: run rank by rank, no action waits for ever for the one that feeds it.
 
-**A program** moreover sends what is needed, once, after it exists, and receives it, once, before it is needed; and it runs
-to its end under the rules of `engine.pipeline.rendezvous`, which are NCCL's and not gloo's.
+**A program** moreover sends what is needed, once, after it exists, and receives it, once, before it is needed. Both ends of a
+pair group its transfers alike. And it runs to its end under the rules of `engine.pipeline.rendezvous`, which are NCCL's and
+not gloo's: with the connections between ring neighbours open, as `Topology` leaves them, and with one hardware queue. A
+program with late receives, which runs while kernels are loaded, also runs where every step waits for the whole device.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 from engine.errors import ScheduleError
 from engine.pipeline.actions import Action, Kind, Schedule
-from engine.pipeline.lowering import Direction, Post, Program, Transfer, feeding_transfer
-from engine.pipeline.rendezvous import Place, execute
+from engine.pipeline.lowering import Direction, Post, Program, Receives, Transfer, feeding_transfer
+from engine.pipeline.rendezvous import (
+    Call,
+    Conflict,
+    Connection,
+    Message,
+    Place,
+    Rules,
+    Step,
+    Stuck,
+    execute,
+)
 from engine.pipeline.text import instruction_tokens, pointed_rows, post_token
 
 
@@ -35,18 +47,26 @@ class Report:
     num_transfers: tuple[int, ...]
 
 
-def check(subject: Schedule | Program) -> Report:
+def check(subject: Schedule | Program, opened: Collection[Connection] | None = None) -> Report:
     """Prove a schedule or a program right.
+
+    Args:
+        subject: what would run.
+        opened: connections that are open before the first post; None: those that `Topology` opens.
 
     Raises:
         ScheduleError: it is incomplete, out of order, or would deadlock; the message shows the rows with an arrow at the place.
     """
     program = subject if isinstance(subject, Program) else Program(subject, subject.actions)
-    checker = _Checker(program, is_lowered=isinstance(subject, Program))
+    if opened is None:
+        opened = ring_connections(program.schedule.placement.pp)
+    checker = _Checker(program, isinstance(subject, Program), opened)
     checker.check_actions()
     if checker.is_lowered:
         checker.check_transfers()
     checker.execute()
+    if checker.is_lowered:
+        checker.check_grouping()
     ranks = range(len(program.instructions))
     return Report(
         tuple(checker.peak_in_flight(rank) for rank in ranks),
@@ -55,14 +75,73 @@ def check(subject: Schedule | Program) -> Report:
     )
 
 
+def ring_connections(pp: int) -> set[Connection]:
+    """List the connections that `Topology` opens before the first step: each rank's with its ring neighbours, both ways."""
+    pairs = [(rank, (rank + 1) % pp) for rank in range(pp)] if pp > 1 else []
+    directions: tuple[Direction, ...] = ("forward", "backward")
+    return {(each, *ends) for each in directions for a, b in pairs for ends in ((a, b), (b, a))}
+
+
+def rules_for(receives: Receives, opened: Collection[Connection]) -> Rules:
+    """Return the rules that a program must keep together: late receives also run where each step waits for the device."""
+    return Rules(opened=opened, steps_synchronize=receives == "late", one_queue=True)
+
+
+_ORDER_ACTIONS = "Order the actions so that each comes after what it needs."
+
+
+def _explained_rules(receives: Receives, opened: Collection[Connection]) -> list[tuple[Rules, str, str]]:
+    """List ever stricter rules, each with the cause of a deadlock that it finds first, and the remedy."""
+    explained = [
+        (
+            Rules(),
+            "posts that nobody meets hold up what stands behind them",
+            "Post what happens at one point as one group call, and in one order on all ranks (`lower` does).",
+        ),
+        (
+            Rules(opened=opened),
+            "the first use of a connection that is not open holds the host until the peer makes the mirrored call",
+            "Send to ring neighbours only: their connections are open before the first step.",
+        ),
+        (
+            Rules(opened=opened, one_queue=True),
+            "streams that share a hardware queue launch nothing behind a post that has not started",
+            "Post each transfer after what must have completed before it, on both ranks.",
+        ),
+    ]
+    if receives == "late":
+        explained.append(
+            (
+                rules_for(receives, opened),
+                "an action that waits for the whole device also waits for posts that are met only after it",
+                "Post each receive right before the action that needs it.",
+            )
+        )
+    return explained
+
+
+def _by_peer(rank: int, transfers: Sequence[Transfer]) -> list[frozenset[Transfer]]:
+    """Collect the transfers of a call that go between the same two ranks, where there are several."""
+    peers: dict[int, list[Transfer]] = {}
+    for transfer in transfers:
+        peers.setdefault(transfer.source + transfer.destination - rank, []).append(transfer)
+    return [frozenset(each) for each in peers.values() if len(each) > 1]
+
+
+def _pass(action: Action) -> Kind:
+    return Kind.F if action.kind is Kind.F else Kind.B
+
+
 class _Checker:
     """One check; the methods are called in the order of `check`."""
 
-    def __init__(self, program: Program, is_lowered: bool) -> None:
+    def __init__(self, program: Program, is_lowered: bool, opened: Collection[Connection]) -> None:
         self.schedule = program.schedule
         self.placement = program.schedule.placement
         self.rows = program.instructions
         self.is_lowered = is_lowered
+        self.receives = program.receives
+        self.opened = opened
         self.where: dict[tuple[int, Kind, int], Place] = {}
 
     def fail(self, problem: str, marks: Mapping[Place, str]) -> NoReturn:
@@ -226,13 +305,90 @@ class _Checker:
                 {consumer: "needs it", here: "received"},
             )
 
+    # --- the grouping ----------------------------------------------------------------------------------------------
+
+    def check_grouping(self) -> None:
+        """Both ends of a pair group its transfers alike; NCCL does not define what happens otherwise."""
+        # Only calls with several transfers of one pair can be grouped otherwise at the other end.
+        grouped: dict[tuple[int, frozenset[Transfer]], Place] = {}
+        for rank, row in enumerate(self.rows):
+            for position, each in enumerate(row):
+                if isinstance(each, Post) and len(each.transfers) > 1:
+                    for transfers in _by_peer(rank, each.transfers):
+                        grouped[rank, transfers] = (rank, position)
+        for (rank, transfers), place in grouped.items():
+            example = next(iter(transfers))
+            peer = example.source + example.destination - rank
+            if (peer, transfers) not in grouped:
+                self.fail(
+                    f"rank {rank} groups {len(transfers)} transfers with rank {peer} in one call on the {example.direction} group, "
+                    f"and rank {peer} does not: NCCL does not define what happens then. Group a pair's transfers alike at both "
+                    "ends (`lower` does).",
+                    {place: "here"},
+                )
+
     # --- the execution ---------------------------------------------------------------------------------------------
 
     def execute(self) -> None:
-        """Run to the end; the rules are told in `engine.pipeline.rendezvous`."""
-        failure = execute(self.schedule, self.rows, self.is_lowered)
-        if failure is not None:
-            self.fail(failure.problem, failure.marks)
+        """Run to the end under all rules that apply together; what fails is run again under fewer, to name the rule."""
+        rows = {rank: self._row(rank) for rank in range(len(self.rows))}
+        if not self.is_lowered:
+            if isinstance(failure := execute(rows, {}), Stuck):
+                self._fail_stuck(
+                    failure, "the actions of several ranks wait for each other in a circle", _ORDER_ACTIONS
+                )
+            return
+        if execute(rows, {}, rules_for(self.receives, self.opened)) is None:
+            return
+        for rules, cause, remedy in _explained_rules(self.receives, self.opened):
+            failure = execute(rows, {}, rules)
+            if isinstance(failure, Stuck):
+                self._fail_stuck(failure, cause, remedy)
+            elif failure is not None:
+                self._fail_conflict(failure)
+
+    def _row(self, rank: int) -> list[Call | Step]:
+        """Translate a rank's instructions for `engine.pipeline.rendezvous`."""
+        received_by: dict[Transfer, int] = {}
+        row: list[Call | Step] = []
+        for position, each in enumerate(self.rows[rank]):
+            if isinstance(each, Post):
+                row.append(Call(each.direction, tuple(Message(t.source, t.destination, t) for t in each.transfers)))
+                received_by.update((t, position) for t in each.transfers if t.destination == rank)
+                continue
+            stage = self.placement.stage_of(rank, each.chunk)
+            makes = None if each.kind is Kind.W else (stage, _pass(each), each.microbatch)
+            feeding = feeding_transfer(self.schedule, rank, each) if self.is_lowered else None
+            source = self.schedule.producer(stage, each)
+            if feeding is not None:
+                row.append(Step((received_by[feeding],), makes=makes))
+            else:
+                row.append(Step((), None if source is None else (*source, each.microbatch), makes))
+        return row
+
+    def _fail_stuck(self, stuck: Stuck, cause: str, remedy: str) -> NoReturn:
+        marks = dict.fromkeys(stuck.stopped, "waits for ever")
+        for head in stuck.heads:
+            waiting = ", ".join(str(message.content) for message in head.open)
+            marks[head.place] = f"is not met, and holds up all posts behind it: {waiting}"
+        self.fail(f"deadlock: {cause}. Every rank would hang until the timeout. {remedy}", marks)
+
+    def _fail_conflict(self, conflict: Conflict) -> NoReturn:
+        if conflict.reason == "connections":
+            self.fail(
+                f"rank {conflict.first[0]} and rank {conflict.second[0]} would open different connections in the first calls that "
+                "name both: NCCL hangs, or reads memory that is not mapped. Open both directions of a pair before the first "
+                "post (`Topology` does between ring neighbours).",
+                {conflict.first: "opens", conflict.second: "opens others"},
+            )
+        assert isinstance(conflict.ours, Transfer)
+        transfer = conflict.ours
+        self.fail(
+            f"the next message from rank {transfer.source} to rank {transfer.destination} on the {transfer.direction} group is one "
+            "thing to its sender and another to its receiver: they post in different orders, and there are no tags. "
+            "A stage would compute on another microbatch's data. Post in one order on both ranks.",
+            {conflict.first: str(conflict.ours), conflict.second: str(conflict.theirs)},
+        )
 
     # --- what it takes ---------------------------------------------------------------------------------------------
 

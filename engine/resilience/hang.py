@@ -1,17 +1,19 @@
 """A job that hangs: noticed, told in words, ended in bounded time with an exit code of its own (no torch here).
 
-    each rank     a thread looks at the rank's heartbeat; it has not changed for `runtime.hang_seconds`
+    each rank     a thread looks at the rank's heartbeat; it has not changed for `runtime.hang_seconds`, or for twice as long as
+                  ever before where that is longer (`StillLimit`)
     words         it writes what the rank does to RUN_DIR/hangs/attempt_00/rank_00003.answers.json, waits `grace` for the others
     deputy        of each node, the lowest rank that wrote: reads the heartbeats of silent ranks in its node's memory and writes for
                   them
-    reporter      the lowest rank that wrote: puts all of it in words (`waits.py`): report.json, events.jsonl, its own output
+    reporter      the lowest rank that wrote: puts all of it in words (`waits.py`): report.json, events, its own output
     end           deputies kill the silent ranks of their nodes (a stopped process hears no other signal), all others leave with
                   HUNG
 
 A rank that goes on meanwhile takes its words back: it was slow and no more. All of it is done by threads that need nothing from
 torch or the other ranks but the run directory, so it works while the main thread stands in a collective.
 
-On GPUs a rank's thread runs ahead of its device, so what it waits for is what the host waits for: mostly the numbers of a step.
+On GPUs a rank's thread runs ahead of its device, so what it waits for is what the host waits for: mostly the numbers of a step. It
+stands still there for nearly a whole step, and no heartbeat moves meanwhile.
 There NCCL's flight recorder knows more: its last calls are written beside the words where this torch has one.
 """
 
@@ -41,6 +43,12 @@ ANSWERS, SILENT = "answers", "silent"
 _FIRST_STEP = 0.9
 """Of the time after which a collective fails."""
 
+_FIRST_STEPS = 2
+"""In its second step a rank waits for the numbers of the first, and so for all that its device does for the first time."""
+
+_SLOWER = 2.0
+"""A step may take so many times as long as the slowest one before."""
+
 _LOOKS_PER_LIMIT = 10
 _LONGEST_LOOK_SECONDS = 5.0
 _LONGEST_GRACE_SECONDS = 60.0
@@ -56,8 +64,8 @@ class HangLimits:
 
     Attributes:
         still_seconds: a rank may stand still.
-        first_seconds: the same in the first step of an attempt, in which much is made that is there afterwards: kernels,
-            connections, imports.
+        first_seconds: the same until the numbers of the first step of an attempt are read. In that step much is made that is there
+            afterwards: kernels, connections, imports.
         look_seconds: between two looks at a heartbeat.
         grace_seconds: to wait for the words of the others, and again for the report.
     """
@@ -79,6 +87,38 @@ class HangLimits:
     def end_seconds(self) -> float:
         """From the moment at which the last rank came to a stand to the end of all, after the first step."""
         return self.still_seconds + 2 * self.look_seconds + 3 * self.grace_seconds
+
+
+class StillLimit:
+    """Limit on how long this rank may stand still, from how long it has done so before.
+
+    A run whose steps are longer than `runtime.hang_seconds` does not hang. The first step counts only until a later one has ended,
+    because it may be slow for reasons of its own.
+
+    Args:
+        limits: of the run.
+    """
+
+    def __init__(self, limits: HangLimits) -> None:
+        self._limits = limits
+        self._first_seconds = 0.0
+        self._later_seconds = 0.0
+
+    def seconds(self, begun: int) -> float:
+        """Return the limit in seconds while the rank is in the step `begun` of this process, counted from 1."""
+        if begun <= _FIRST_STEPS:
+            return self._limits.first_seconds
+        slowest = self._later_seconds
+        if begun == _FIRST_STEPS + 1:
+            slowest = max(slowest, self._first_seconds)
+        return max(self._limits.still_seconds, _SLOWER * slowest)
+
+    def went_on(self, begun: int, still_seconds: float) -> None:
+        """Take into account that the rank has stood still in the step `begun` and has gone on by itself."""
+        if begun <= _FIRST_STEPS:
+            self._first_seconds = max(self._first_seconds, still_seconds)
+        else:
+            self._later_seconds = max(self._later_seconds, still_seconds)
 
 
 class HangWatch:
@@ -126,19 +166,20 @@ class HangWatch:
 
     def _watch(self) -> None:
         limits, last, still_seconds = self._limits, self._heartbeat.read(), 0.0
+        still_limit = StillLimit(limits)
         while True:
             before = time.monotonic()
             if self._over.wait(limits.look_seconds):
                 return
             beat = self._heartbeat.read()
             if beat.beats != last.beats:
+                still_limit.went_on(last.begun, still_seconds)
                 last, still_seconds = beat, 0.0
                 continue
             # A process that was stopped and goes on has not stood still for all that time.
             still_seconds += min(time.monotonic() - before, 2 * limits.look_seconds)
             # Where others hang, who stands still says so at once: it may be what they wait for.
-            limit = limits.still_seconds if beat.begun > 1 else limits.first_seconds
-            if (still_seconds >= limit and may_hang(beat)) or self._ranks(ANSWERS):
+            if (still_seconds >= still_limit.seconds(beat.begun) and may_hang(beat)) or self._ranks(ANSWERS):
                 try:
                     self._hangs(beat, still_seconds)
                 except OSError as error:
@@ -146,6 +187,8 @@ class HangWatch:
                         f"rank {self._rank}: the run hangs, and nothing can be written down: {error}", file=sys.stderr
                     )
                     self._leave(HUNG)
+                # It went on after all.
+                still_limit.went_on(beat.begun, still_seconds)
                 last, still_seconds = self._heartbeat.read(), 0.0
 
     def _hangs(self, beat: Beat, still_seconds: float) -> None:
@@ -156,12 +199,20 @@ class HangWatch:
         path = self._folder / f"rank_{self._rank:05d}.nccl.json"
         threading.Thread(target=self._write_flight_record, args=(path,), name="flight-record", daemon=True).start()
         grid = self._scene.grid
-        if not self._wait_for(lambda: len(self._ranks(ANSWERS)) == grid.world_size, unless_goes_on=beat):
+        node = grid.node(self._rank)
+        neighbours = [rank for rank in range(grid.world_size) if grid.node(rank) == node]
+
+        def all_answer() -> bool:
+            # One rank of a node lists the folder; the others wait for what comes of it.
+            if any(self._path(rank, ANSWERS).exists() for rank in neighbours if rank < self._rank):
+                return (self._folder / REPORT).exists()
+            return len(self._ranks(ANSWERS)) == grid.world_size
+
+        if not self._wait_for(all_answer, unless_goes_on=beat):
             own.unlink(missing_ok=True)
             print(f"rank {self._rank}: went on after standing still for {still_seconds:.0f} seconds", file=sys.stderr)
             return
-        answered, node = sorted({*self._ranks(ANSWERS), self._rank}), grid.node(self._rank)
-        neighbours = [rank for rank in range(grid.world_size) if grid.node(rank) == node]
+        answered = sorted({*self._ranks(ANSWERS), self._rank})
         silent = [rank for rank in neighbours if rank not in answered]
         is_deputy = self._rank == next(rank for rank in answered if rank in neighbours)
         if is_deputy:

@@ -8,7 +8,8 @@ reads no sequence of states, so half of a write does no harm.
     words (int64)    0 layout  1 rank  2 pid  3 attempt  4 beats  5 step  6 position  7 peer  8 begun  9 started
     texts            128.. phase   160.. op   192.. axis   224.. purpose, each padded with zeros to its end
 
-`step` counts from 1. `position` counts the instructions that were begun in this walk through the rank's program; 0: it walks none.
+`step` counts from 1. `position` is the number of the action of the rank's schedule that runs, from 1; 0: none runs. (Actions and
+not instructions, since programs with early and with late receives share their actions.)
 """
 
 import hashlib
@@ -25,6 +26,7 @@ from typing import Any, Protocol
 import psutil
 
 from engine.errors import TriaxisError
+from engine.pipeline.actions import Action
 from engine.pipeline.lowering import Instruction
 
 LAYOUT = 0x0154_5249_4158_0001
@@ -76,7 +78,7 @@ class Beat:
         beats: how often it has gone on to something else; equal numbers mean that it stands still.
         step: counts from 1; 0 before the first.
         phase: of the training loop; "" before the first.
-        position: instructions of its program that were begun; 0: it walks none.
+        position: of the action of its schedule that runs, from 1; 0: none runs.
         op, axis, purpose: of the call that it waits for; "" where it waits for none.
         peer: index on the axis of the other end of a send or receive; NO_PEER for a collective.
         begun: steps that this process has begun.
@@ -148,6 +150,7 @@ class Heartbeat:
             self._words[place] = value
         self._texts: dict[tuple[str, str], bytes] = {}
         self._other: Clock | None = None
+        self._num_actions = 0
 
     def listen(self, ledger: Ledger) -> None:
         """Hear of a ledger's waits, before the one who heard of them until now."""
@@ -168,9 +171,12 @@ class Heartbeat:
 
     def instruction(self, instruction: Instruction | None) -> None:
         """An observer of an executor: the rank begins an instruction of its program, or has ended the last."""
-        words = self._words
-        words[_POSITION] = 0 if instruction is None else words[_POSITION] + 1
-        words[_BEATS] += 1
+        if isinstance(instruction, Action):
+            self._num_actions += 1
+        elif instruction is None:
+            self._num_actions = 0
+        self._words[_POSITION] = self._num_actions if isinstance(instruction, Action) else 0
+        self._words[_BEATS] += 1
 
     def wait_begins(self, posted: Call) -> None:
         """The rank stands still until this call has ended."""

@@ -79,5 +79,5 @@ def read_history(folder: Path, saved: Sequence[tuple[int, int]] = (), num_rollba
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{path} is damaged ({error}): it names the samples that this run leaves out, and without it they would be trained on. "
-            'Restore it, or write what events.jsonl says of them: {"skipped": [[first, stop], ...], "num_rollbacks": 1}'
+            'Restore it, or write what the files in events/ say of them: {"skipped": [[first, stop], ...], "num_rollbacks": 1}'
         ) from None

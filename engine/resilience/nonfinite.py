@@ -169,7 +169,7 @@ class _Watch:
 
     def _stage(self, chunk: int) -> int:
         engine = self._engine
-        return engine.train_program.schedule.placement.stage_of(engine.topology.coordinates.pp, chunk)
+        return engine.schedule.placement.stage_of(engine.topology.coordinates.pp, chunk)
 
     def _sample_ids(self, action: Action) -> Sequence[int]:
         return list(getattr(self._microbatches[action.microbatch], "sample_ids", ()))

@@ -95,7 +95,7 @@ class Rollback:
                 self._history.write(folder)
             except OSError as error:
                 reason = f"{folder}: {error.strerror or error}"
-        reason = world.tell(reason, self._engine.topology.device, "rollback")[0]
+        reason = world.announce(reason, self._engine.topology.device, "rollback")
         if reason:
             raise CheckpointError(
                 f"which samples are left out cannot be written down: {reason}. A later attempt would train on them. Make room or "

@@ -11,9 +11,11 @@ not end.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
-from engine.pipeline.actions import Action, Kind
-from engine.pipeline.lowering import Program, feeding_transfer
+from engine.pipeline.actions import Action, Kind, Schedule
+from engine.pipeline.lowering import feeding_transfer
 from engine.rank_grid import RankGrid
 from engine.resilience.heartbeat import NO_PEER, Beat
 
@@ -48,14 +50,14 @@ class Scene:
 
     Attributes:
         grid: of the ranks.
-        groups: by axis, its groups of ranks (`engine.topology.axis_groups`).
-        train_program, forward_program: what ranks walk through in a step and in a validation.
+        groups: by axis, its groups of ranks (`engine.axis_groups.axis_groups`).
+        train_schedule, forward_schedule: the actions of a step and of a validation.
     """
 
     grid: RankGrid
     groups: Mapping[str, Sequence[tuple[int, ...]]]
-    train_program: Program
-    forward_program: Program
+    train_schedule: Schedule
+    forward_schedule: Schedule
 
 
 class Report:
@@ -69,12 +71,14 @@ class Report:
     def __init__(self, scene: Scene, words: Sequence[LastWords]) -> None:
         self._scene = scene
         self._words = words
+        self._group_of: dict[str, dict[int, tuple[int, ...]]] = {}
+        self._missing: dict[tuple[Any, ...], list[int]] = {}
         self._targets = [self._waits_for(each) for each in words]
 
-    @property
+    @cached_property
     def culprits(self) -> list[int]:
         """Ranks that do not answer; else those that are waited for and wait for nobody; else those that are behind the others."""
-        waited_for = {target for targets in self._targets for target in targets}
+        waited_for = {target for targets in self._distinct_targets() for target in targets}
         silent = [each.rank for each in self._words if not each.answers]
         return silent or [rank for rank in sorted(waited_for) if not self._targets[rank]] or self._behind()
 
@@ -113,7 +117,8 @@ class Report:
         waiting = [rank for rank, targets in enumerate(self._targets) if targets]
         # Nearest to the cause first: who waits for it, and for few others.
         culprits = set(self.culprits)
-        waiting.sort(key=lambda rank: (not culprits & set(self._targets[rank]), len(self._targets[rank]), rank))
+        is_near = {id(targets): not culprits.isdisjoint(targets) for targets in self._distinct_targets()}
+        waiting.sort(key=lambda rank: (not is_near[id(self._targets[rank])], len(self._targets[rank]), rank))
         lines += [f"  {self._waiting(rank)}" for rank in waiting[:_SHOWN]]
         if len(waiting) > _SHOWN:
             lines.append(f"  and {len(waiting) - _SHOWN} more ranks wait for these")
@@ -143,7 +148,15 @@ class Report:
         group = self._group(words.rank, beat.axis)
         if beat.peer != NO_PEER:
             return [group[beat.peer]] if beat.peer < len(group) else []
-        return [rank for rank in group if rank != words.rank and not self._is_in(rank, beat)]
+        # The same for all that are in this call: looked up for each, it would take the square of the ranks.
+        call = (beat.axis, group[:1], beat.op, beat.purpose, beat.step)
+        if call not in self._missing:
+            self._missing[call] = [rank for rank in group if not self._is_in(rank, beat)]
+        return self._missing[call]
+
+    def _distinct_targets(self) -> list[list[int]]:
+        """Whom ranks wait for, each list once however many ranks share it."""
+        return list({id(targets): targets for targets in self._targets}.values())
 
     def _is_in(self, rank: int, call: Beat) -> bool:
         """Whether a rank waits in the same call."""
@@ -168,7 +181,10 @@ class Report:
         return list(told)[:_SHOWN]
 
     def _group(self, rank: int, axis: str) -> tuple[int, ...]:
-        return next((group for group in self._scene.groups.get(axis, ()) if rank in group), ())
+        if axis not in self._group_of:
+            groups = self._scene.groups.get(axis, ())
+            self._group_of[axis] = {member: group for group in groups for member in group}
+        return self._group_of[axis].get(rank, ())
 
     def _waiting(self, rank: int) -> str:
         """`rank 13 (pp 3, dp 0, tp 1) waits for the forward of microbatch 7 from rank 9`"""
@@ -176,10 +192,9 @@ class Report:
         assert beat is not None, "who waits was seen"
         targets = self._targets[rank]
         if beat.op == "recv":
-            action = self._instruction(beat)
-            schedule = self._program(beat).schedule
+            action = self._action(beat)
             pp = self._scene.grid.coordinates(rank).pp
-            transfer = feeding_transfer(schedule, pp, action) if isinstance(action, Action) else None
+            transfer = None if action is None else feeding_transfer(self._schedule(beat), pp, action)
             passed = "forward" if beat.axis == "pp_forward" else "backward"
             what = beat.purpose if transfer is None else f"the {passed} of microbatch {transfer.microbatch}"
             return f"{self.name(rank)} waits for {what} from rank {targets[0]}"
@@ -205,7 +220,7 @@ class Report:
             return "was not seen"
         if beat.phase == "data":
             return f"is reading the data of step {beat.step:,}"
-        if beat.phase == "forward_backward" and isinstance(action := self._instruction(beat), Action):
+        if beat.phase == "forward_backward" and (action := self._action(beat)) is not None:
             chunk = f", chunk {action.chunk}," if self._scene.grid.sizes.vpp > 1 else ""
             return f"is in the {_KINDS[action.kind]} of microbatch {action.microbatch}{chunk} of step {beat.step:,}"
         if beat.phase == "forward_backward":
@@ -214,13 +229,13 @@ class Report:
             return f"is in the {beat.phase} after step {beat.step:,}"
         return f"is in the {beat.phase} of step {beat.step:,}" if beat.phase else "is not in a step yet"
 
-    def _program(self, beat: Beat) -> Program:
-        return self._scene.forward_program if beat.phase == "validation" else self._scene.train_program
+    def _schedule(self, beat: Beat) -> Schedule:
+        return self._scene.forward_schedule if beat.phase == "validation" else self._scene.train_schedule
 
-    def _instruction(self, beat: Beat) -> object:
-        """The instruction of its program that a rank is in; None: in none."""
-        instructions = self._program(beat).instructions[self._scene.grid.coordinates(beat.rank).pp]
-        return instructions[beat.position - 1] if 0 < beat.position <= len(instructions) else None
+    def _action(self, beat: Beat) -> Action | None:
+        """Return the action of its schedule that a rank is in; None: in none."""
+        actions = self._schedule(beat).actions[self._scene.grid.coordinates(beat.rank).pp]
+        return actions[beat.position - 1] if 0 < beat.position <= len(actions) else None
 
     def _circle(self) -> list[int]:
         """Ranks of which each waits for the next, and the last for the first; [] if there are none."""

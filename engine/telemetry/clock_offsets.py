@@ -52,8 +52,8 @@ def measure_offset(
         world.agree([0.0], device, PURPOSE)
         moments += [entered, clock()]
     mine = torch.tensor(moments, dtype=AGREEMENT_DTYPE, device=device)
-    everybody = world.all_gather(mine, PURPOSE).wait().view(world.size, num_rounds, 2).tolist()
-    first, own = everybody[0], everybody[world.index]
+    own = mine.view(num_rounds, 2).tolist()
+    first = world.broadcast(mine.clone(), 0, PURPOSE).wait().view(num_rounds, 2).tolist()
     if world.index == 0:
         return ClockOffset(first[0][0], 0.0)
     most = min(left - entered for (entered, _), (_, left) in zip(first, own, strict=True))

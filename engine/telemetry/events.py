@@ -1,8 +1,8 @@
-"""events.jsonl: what happened in a run, told by any rank, over all attempts (no torch here).
+"""The events of a run: moments that any rank writes down, over all attempts, one file per node (no torch here).
 
-    {"unix_time_seconds": 1.76e9, "attempt": 0, "kind": "validation", "step": 50, "val_loss": 2.31, "seconds": 1.9}\n
-    {"unix_time_seconds": 1.76e9, "attempt": 0, "kind": "hang", "step": 61, "rank": 3, "message": "...", "op": "all_reduce"}\n
-    {"unix_time_seconds": 1.76e9, "att                          <- killed here: readers leave it out, the next attempt cuts it
+    events/node_00000.jsonl    {"unix_time_seconds": 1.76e9, "attempt": 0, "kind": "validation", "step": 50, "val_loss": 2.31}\n
+    events/node_00007.jsonl    {"unix_time_seconds": 1.76e9, "attempt": 0, "kind": "hang", "step": 61, "rank": 58, "message": ...}\n
+                               {"unix_time_seconds": 1.76e9, "att    <- killed here: readers leave it out
 
 A record is flat: `unix_time_seconds`, `attempt`, `kind`, then `step`, `rank` and `message` where there is one, then the details
 of its kind under their own names. Floats that are not finite are the strings "nan", "inf", "-inf" (`engine.telemetry.jsonl`).
@@ -10,22 +10,38 @@ of its kind under their own names. Floats that are not finite are the strings "n
 To write one:
 
     telemetry.event("non_finite", step=7, message="loss is nan: the update was left out", loss=loss)    rank 0, in the loop
-    EventLog(directory.events, directory.attempt, rank=3).write("hang", step=7, message="...", op=op)   any rank, any thread
+    EventLog(directory.events(node=7), directory.attempt, rank=58).write("hang", step=7, message=...)   any rank, any thread
 
-A line leaves the process in one append, so the lines of several ranks and threads do not mix (on one node; two nodes that append to
-one file over NFS may overwrite each other's line, which readers leave out). Rank 0's log cuts off a torn last line, the others only
-begin a new one. A new kind is one more word in `EventKind`, and in `ALERTS` where somebody should be told at once; `triaxis report`
-shows all of them: `message` first, then the details.
+**One file per node.** A line is one write(2) to a file opened with O_APPEND. On a local file system, and on NFS between processes
+of one client, Linux holds the file's lock while it finds the end and copies the bytes. So lines of a node's ranks and threads never
+mix, up to the longest write that Linux makes, 2 GiB - 4 KiB. Clients of NFS do not share that lock: lines of two nodes in one file
+would overwrite each other. The node's number in the layout names the file, so later attempts append to it, on whichever host.
+
+**Reading.** `read_events` merges all files of a run; nothing else opens them. It also reads `events.jsonl`, the one file of runs
+from before the nodes had their own.
+
+Rank 0's log cuts off a torn last line, the others only begin a new one. A new kind is one more word in `EventKind`, and in
+`ALERTS` where somebody should be told at once; `triaxis report` shows all of them: `message` first, then the details.
 """
 
+import heapq
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from engine.telemetry.jsonl import JsonLines, read_records
 from engine.telemetry.redaction import without_secrets
+
+FOLDER = "events"
+"""Of a run directory; holds a file per node."""
+
+OLD_FILE = "events.jsonl"
+"""Of a run directory: the file of all nodes in runs of earlier versions."""
+
+NOTHING_READ: Mapping[str, int] = MappingProxyType({})
 
 EventKind = Literal[
     "attempt_started",
@@ -45,6 +61,8 @@ EventKind = Literal[
     "rolled_back",
     "replicas_differ",
     "slow_rank",
+    "allocator_retry",
+    "memory",
     "hang",
     "stopped",
     "failed",
@@ -121,15 +139,16 @@ class Event:
 
 
 class EventLog:
-    """Appends to events.jsonl.
+    """A node's file of events, as one rank appends to it.
 
     Args:
-        path: of the file, `RunDirectory.events`; made where it is missing.
+        path: of the file, `RunDirectory.events(node)`; it and its folder are made where they are missing.
         attempt: of this process.
         rank: of this process; None on rank 0, whose events are about the whole run. Only that one cuts off a torn last line.
     """
 
     def __init__(self, path: Path, attempt: int, rank: int | None = None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         self.lines = JsonLines(path, heals=rank is None)
         self._attempt = attempt
         self._rank = rank
@@ -163,26 +182,51 @@ class EventLog:
 
 @dataclass(frozen=True, slots=True)
 class EventsRead:
-    """What a reader got.
+    """The result of a reading.
 
     Attributes:
-        events: in the order of their lines.
-        num_unreadable: lines, and a torn end, that hold no event.
-        end: bytes up to which the file was read: where the next `read_events` goes on. A torn end is not passed.
+        events: of all nodes, by attempt and time; those of one file in the order of its lines.
+        num_unreadable: lines, and torn ends, that hold no event.
+        ends: bytes up to which each file was read, by its path in the run directory. A torn end is not passed.
     """
 
     events: Sequence[Event]
     num_unreadable: int
-    end: int
+    ends: Mapping[str, int]
 
 
-def read_events(path: Path, start: int = 0) -> EventsRead:
-    """The events of a file from byte `start` on, which is the beginning of a line; none where there is no file."""
-    read = read_records(path, start)
-    events, num_unreadable = [], read.num_unreadable
-    for record in read.records:
-        try:
-            events.append(Event.from_record(record))
-        except ValueError:
-            num_unreadable += 1
-    return EventsRead(events, num_unreadable, read.end)
+def events_file(run: Path, node: int) -> Path:
+    """The file in which the ranks of a node write down events."""
+    return run / FOLDER / f"node_{node:05d}.jsonl"
+
+
+def events_files(run: Path) -> list[Path]:
+    """Find the files of events of a run directory, by node; `events.jsonl` of an older run comes first."""
+    return [path for path in (run / OLD_FILE,) if path.is_file()] + sorted((run / FOLDER).glob("node_*.jsonl"))
+
+
+def read_events(run: Path, since: Mapping[str, int] = NOTHING_READ) -> EventsRead:
+    """Read the events of all nodes of a run directory, merged by attempt and time; none where there is no file.
+
+    Clocks of nodes may differ, so events of two nodes that are closer than that may change places. Attempts never mix.
+
+    Args:
+        run: the run directory.
+        since: the `ends` of an earlier reading; only what was appended after it is read.
+    """
+    found: list[list[Event]] = []
+    num_unreadable, ends = 0, dict(since)
+    for path in events_files(run):
+        name = str(path.relative_to(run))
+        read = read_records(path, ends.get(name, 0))
+        ends[name] = read.end
+        num_unreadable += read.num_unreadable
+        events = []
+        for record in read.records:
+            try:
+                events.append(Event.from_record(record))
+            except ValueError:
+                num_unreadable += 1
+        found.append(events)
+    merged = heapq.merge(*found, key=lambda event: (event.attempt, event.unix_time_seconds))
+    return EventsRead(list(merged), num_unreadable, ends)

@@ -31,6 +31,11 @@ def gibibytes(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB"
 
 
+def gigabytes(num_bytes: int) -> str:
+    """Format memory in 10^9 bytes with one decimal, as `recompute.memory_gb` and predictions count."""
+    return f"{num_bytes / 10**9:,.1f} GB"
+
+
 def in_bytes(num_bytes: int) -> str:
     """Memory in the largest unit that gives 1 or more: 1.25 GiB, 640.00 MiB, 12 B."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):

@@ -2,7 +2,7 @@
 
     on_step, on_validation  ->  Telemetry  ->  Report       terminal and log, at once
                                            `->  sinks       metrics.jsonl, wandb, TensorBoard; after its validation if one follows
-                                           `->  events.jsonl  ->  wandb's alerts
+                                           `->  events  ->  wandb's alerts
 
 A sink that fails is told no more: that it failed is an event and a line on the terminal, and training goes on. A loss is agreed
 by all ranks, so rank 0 can log; on the others every call returns at once.
@@ -79,7 +79,7 @@ class Telemetry:
             self._events.write(kind, **fields)
         except Exception as error:
             self._events = None
-            self._say(f"events.jsonl is switched off: {error}")
+            self._say(f"the log of events is switched off: {error}")
         for sink in tuple(self._sinks):
             if isinstance(sink, WandbSink):
                 self._guard(sink, sink.send_alerts)
@@ -171,7 +171,7 @@ def open_telemetry(
     report = Report(
         num_steps, config.telemetry.log_interval, terminal=streams.terminal, log=streams.log, show_mfu=show_mfu
     )
-    events = EventLog(directory.events, directory.attempt)
+    events = EventLog(directory.events(node=0), directory.attempt)
     telemetry = Telemetry(report, events)
     telemetry.event("attempt_started", layout=dict(layout))
     metrics = telemetry.add_sink(MetricsLog.name, lambda: MetricsLog(directory.metrics))

@@ -15,14 +15,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from engine.gather import Gathering
+from engine.precision import AGREEMENT_DTYPE
 from engine.step import StepResult
 from engine.telemetry.hub import Telemetry
+from engine.telemetry.memory_check import MemoryCheck
 from engine.telemetry.metrics import Meter
 from engine.telemetry.profile import StepWatcher
 from engine.telemetry.slow_ranks import SlowRanks
 from engine.telemetry.step_times import StepTimes
 from engine.telemetry.timers import VALIDATION, Timers
 from engine.topology import Topology
+from engine.transfers import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,7 @@ class TrainingObserver:
         watchers: told of the phases, where this rank's steps are traced or named; `times` among them.
         times: where the time of the steps goes, on all ranks; None: nobody asks.
         slow_ranks: compares the ranks, on the logging rank.
+        memory: compares the ranks' memory with a prediction, once; None: there is nothing to compare.
 
     Attributes:
         loss: of the last step; None before the first.
@@ -60,6 +65,7 @@ class TrainingObserver:
         watchers: Sequence[StepWatcher] = (),
         times: StepTimes | None = None,
         slow_ranks: SlowRanks | None = None,
+        memory: MemoryCheck | None = None,
     ) -> None:
         self.loss: float | None = None
         self.val_loss: float | None = None
@@ -70,6 +76,7 @@ class TrainingObserver:
         self._watchers = tuple(watchers)
         self._times = times
         self._slow_ranks = slow_ranks
+        self._memory = memory
         self._ended: deque[_Ended] = deque()
 
     def phase(self, name: str) -> None:
@@ -93,6 +100,7 @@ class TrainingObserver:
         self.loss = result.loss
         ended = self._ended.popleft()
         split = None if self._times is None else self._times.on_step(step + 1)
+        compared = None if self._memory is None else self._memory.on_step()
         if self._telemetry.report is None:
             return
         metrics = self._meter.measure(
@@ -106,6 +114,9 @@ class TrainingObserver:
             peak_memory_bytes=ended.peak_memory_bytes,
         )
         self._telemetry.step(replace(metrics, time_split=split))
+        if compared is not None:
+            self._telemetry.report.say(str(compared))
+            self._telemetry.event("memory", step=step + 1, message=str(compared), **compared.to_record())
         if split is not None and self._slow_ranks is not None:
             for slow in self._slow_ranks.report(split.usual_compute):
                 self._telemetry.report.say(str(slow), "yellow")
@@ -127,6 +138,17 @@ class TrainingObserver:
         if self._times is not None:
             self._times.on_rollback(step)
 
+    def on_allocator_retry(self, step: int, num_ranks: int) -> None:
+        """Record that memory ran short in step `step`, counted from 0: the next steps run with late receives."""
+        ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+        message = (
+            f"the allocator of {ranks} had to free memory and ask again: the next steps post each receive right before its use, so "
+            "that no device waits for another meanwhile. They are slower; a layout or recompute choice that holds less avoids it"
+        )
+        self._telemetry.event("allocator_retry", step=step + 1, num_ranks=num_ranks, message=message)
+        if self._telemetry.report is not None:
+            self._telemetry.report.say(message, "yellow")
+
     def on_validation(self, step: int, loss: float) -> None:
         """The validation after step `step`, counted from 0, has ended."""
         self.val_loss = loss
@@ -142,7 +164,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def peak_memory_of_ranks(topology: Topology) -> list[int]:
-    """`peak_memory_bytes` of every rank, in their order; every rank calls it."""
-    mine = [0.0] * topology.grid.world_size
-    mine[topology.rank] = float(peak_memory_bytes(topology.device))
-    return [int(held) for held in topology.axis("world").agree(mine, topology.device, "peak memory")]
+    """Gather `peak_memory_bytes` of every rank, in their order, on rank 0; [] on the others. Every rank calls it."""
+    mine = to_device([float(peak_memory_bytes(topology.device))], AGREEMENT_DTYPE, topology.device)
+    rows = Gathering(topology, mine, "peak memory").finish()
+    return [] if rows is None else [int(held) for held in rows.flatten().tolist()]

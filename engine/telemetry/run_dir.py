@@ -3,14 +3,14 @@
     runs/<name>/                  name: runtime.name, or the config's stem; <stem>-<jobid> under SLURM, kept over requeues
         config.yaml               resolved: what was asked for, with every default
         metrics.jsonl             one object per step, appended over all attempts
-        events.jsonl              starts, ends, validations, failures of sinks
+        events/node_00000.jsonl   starts, ends, validations, trouble; a file per node, read as one (`engine.telemetry.events`)
         logs/attempt_00/rank_00003.log
         profile/attempt_00/rank_00003.steps_10_to_12.json.gz     where telemetry.profile asks for it
         timeline.json  timeline/attempt_00/rank_00003.json       where telemetry.timeline does: of all ranks, and the row of one
         memory/attempt_00/rank_00003.pickle                      of a rank that ran out of GPU memory
         hangs/attempt_00/report.json                             of a run that hung: who waits for whom
         wandb/  wandb_id          one wandb run over all attempts
-        wandb_alerted             up to which byte of events.jsonl people have been alerted
+        wandb_alerted             up to which bytes of the files in events/ people have been alerted
         tensorboard/
         checkpoints/              unless checkpoint.dir says otherwise (`engine/checkpoint/directory.py`)
         saved                     JSON; there once a checkpoint was saved: this run never starts from random weights again
@@ -35,6 +35,7 @@ from engine.config import Config, ProfileConfig, planned_steps
 from engine.config_load import to_yaml
 from engine.data.files import write_atomically
 from engine.errors import CheckpointError, TriaxisError
+from engine.telemetry.events import events_file
 
 
 def run_name(config: Config, stem: str, variables: Mapping[str, str]) -> str:
@@ -169,9 +170,9 @@ class RunDirectory:
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
+    def events(self, node: int) -> Path:
+        """The file in which the ranks of a node of the layout write down events."""
+        return events_file(self.path, node)
 
     @property
     def wandb_id(self) -> Path:
@@ -211,7 +212,7 @@ class RunDirectory:
         results = ", ".join(f"{key} {_short(value)}" for key, value in self.finished.items() if value is not None)
         return (
             f"The run {self.path.name} is finished ({results}); nothing was started.\n"
-            f"  results      {self.path}/ (metrics.jsonl, events.jsonl, logs/)\n"
+            f"  results      {self.path}/ (metrics.jsonl, events/, logs/)\n"
             f"  another one  RUN_NAME={_next_name(self.path)} and the same command\n"
             f"  longer       the same command with a larger train.steps goes on from the last checkpoint, if one was saved\n"
             f"  from zero    the same command with --from-scratch"

@@ -9,7 +9,6 @@ which a rank waits is no computing: a slow rank makes the others wait, and only 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 
 SLOWER_BY = 0.3
 """How much longer than the median of the others, as a part of it, makes a rank slow."""
@@ -51,21 +50,38 @@ class SlowRanks:
 
     def __init__(self, stage_ranks: Sequence[int], hosts: Sequence[str]) -> None:
         self._hosts = hosts
-        self._peers = [
-            [peer for peer, stage in enumerate(stage_ranks) if stage == mine and peer != rank]
-            for rank, mine in enumerate(stage_ranks)
-        ]
+        self._stages: dict[int, list[int]] = {}
+        for rank, stage in enumerate(stage_ranks):
+            self._stages.setdefault(stage, []).append(rank)
         self._in_a_row = [0] * len(stage_ranks)
 
     def report(self, compute_seconds: Sequence[float]) -> list[SlowRank]:
-        """Those that have become slow with this report, from the seconds that each rank computes in its median step."""
+        """Those that have become slow with this report, from the seconds that each rank computes in its median step.
+
+        One sort per stage: comparing each rank with a list of the others would take the square of the ranks.
+        """
         named = []
-        for rank, seconds in enumerate(compute_seconds):
-            others = [compute_seconds[peer] for peer in self._peers[rank]]
-            if not others or seconds <= (1 + SLOWER_BY) * median(others):
-                self._in_a_row[rank] = 0
-                continue
-            self._in_a_row[rank] += 1
-            if self._in_a_row[rank] == IN_A_ROW:
-                named.append(SlowRank(rank, self._hosts[rank], seconds, median(others)))
-        return named
+        for ranks in self._stages.values():
+            ordered = sorted(ranks, key=lambda rank: compute_seconds[rank])
+            in_order = [compute_seconds[rank] for rank in ordered]
+            for place, rank in enumerate(ordered):
+                usual = _median_without(in_order, place)
+                if usual is None or compute_seconds[rank] <= (1 + SLOWER_BY) * usual:
+                    self._in_a_row[rank] = 0
+                    continue
+                self._in_a_row[rank] += 1
+                if self._in_a_row[rank] == IN_A_ROW:
+                    named.append(SlowRank(rank, self._hosts[rank], compute_seconds[rank], usual))
+        return sorted(named, key=lambda slow: slow.rank)
+
+
+def _median_without(in_order: Sequence[float], place: int) -> float | None:
+    """The median of ascending values without the one at `place`; None where no other is left."""
+    count = len(in_order) - 1
+    if not count:
+        return None
+
+    def other(index: int) -> float:
+        return in_order[index if index < place else index + 1]
+
+    return other(count // 2) if count % 2 else (other(count // 2 - 1) + other(count // 2)) / 2

@@ -6,11 +6,10 @@
            |                       tell    |   2 to 9
            warms up
 
-Telling is one all-gather (world, "telemetry") of twelve numbers per rank, and with a pipeline of two for each of its actions in
-each step. It is posted when the numbers of the step before a line are read, and waited for when those of the line are: it is
-under way during a whole step, and no step waits for it. That is why a line shows where the time of the steps before it went. The
-first step of an attempt warms up and is in no split. On a GPU only the step before a line is marked; the timeline's steps are
-marked everywhere.
+A rank's row has twelve numbers, and with a pipeline five for each measured step and two for each of its actions. Rows travel to
+rank 0 along tp, pp and dp (`engine.gather`). The first of these calls is posted when the numbers of the step before a line are
+read, and the others when those of the line are. So a line shows where the time of the steps before it went. The first step of an
+attempt warms up and is in no split. On a GPU only the step before a line is marked; the timeline's steps are marked everywhere.
 """
 
 import sys
@@ -21,6 +20,7 @@ import torch
 
 from engine.collectives import Axis
 from engine.config import TelemetryConfig
+from engine.gather import Gathering
 from engine.pipeline.actions import Schedule
 from engine.pipeline.lowering import Instruction
 from engine.precision import AGREEMENT_DTYPE
@@ -75,10 +75,11 @@ class StepTimes:
         self._anchor: tuple[Any, float] | None = None
         self._step = steps_made
         self._tally = Tally()
-        self._told: tuple[Callable[[], torch.Tensor], Tally] | None = None
-        places = [topology.grid.coordinates(rank) for rank in range(topology.grid.world_size)]
-        self.stage_ranks = [place.pp for place in places]
-        self._attribution = Attribution(schedule, places) if self._world.index == 0 else None
+        self._told: tuple[Callable[[], torch.Tensor | None], Tally] | None = None
+        self._attribution: Attribution | None = None
+        if topology.rank == 0:
+            places = [topology.grid.coordinates(rank) for rank in range(topology.grid.world_size)]
+            self._attribution = Attribution(schedule, places)
         self._compare_clocks()
         self._marks = Marks(clock, self._wants, steps_made)
         topology.ledger.clock = self._marks
@@ -169,13 +170,14 @@ class StepTimes:
         """Post what this rank's steps were like since the last time."""
         numbers = self._tally.numbers(self._num_actions)
         device = self._topology.device
-        pending = self._world.all_gather(to_device(numbers, AGREEMENT_DTYPE, device), PURPOSE)
+        gathering = Gathering(self._topology, to_device(numbers, AGREEMENT_DTYPE, device), PURPOSE)
         if device.type == "cpu" or self._topology.staged:
             # A wait would stop the host.
-            self._told = (lambda: HostCopy(pending.wait()).arrived()), self._tally
+            self._told = gathering.finish, self._tally
         else:
             # The copy must stand before the next step on the stream.
-            self._told = HostCopy(pending.wait()).arrived, self._tally
+            rows = gathering.finish()
+            self._told = (lambda: None) if rows is None else HostCopy(rows).arrived, self._tally
         self._tally = Tally()
 
     def _hear(self) -> TimeSplit | None:
@@ -183,8 +185,7 @@ class StepTimes:
         if self._told is None:
             return None
         (read, tally), self._told = self._told, None
-        numbers = read()
-        if self._attribution is None:
+        rows = read()
+        if rows is None or self._attribution is None:
             return None
-        rows = numbers.view(self._world.size, -1).numpy()
-        return self._attribution.work_out(rows, tally.steps[0], tally.steps[-1])
+        return self._attribution.work_out(rows.cpu().numpy(), tally.steps[0], tally.steps[-1])

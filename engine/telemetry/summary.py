@@ -26,6 +26,7 @@ class Start:
         layout: sizes and schedule in a line ("tp=2 pp=2 vpp=2 dp=2: 8 ranks on 1 node, interleaved, sequence parallel").
         device: name and number in a line ("NVIDIA H200, nccl", "cpu, gloo, 1 thread per rank").
         kernels: those that were chosen, in a line.
+        memory: predicted memory in a line.
         counted: parameters by module, summed over the ranks (`engine.telemetry.parameters.local_counts`).
         recompute: what `config.recompute` came to.
     """
@@ -35,6 +36,7 @@ class Start:
     layout: str
     device: str
     kernels: str
+    memory: str
     counted: Mapping[str, int]
     recompute: RecomputeConfig
 
@@ -47,6 +49,7 @@ def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Sta
         ("device", f"{start.device}, {start.config.precision.dtype}"),
         ("kernels", start.kernels),
         ("batch", str(start.plan)),
+        ("memory", start.memory),
         *_activations(start),
         ("parameters", "\n".join(comparison(start.counted, start.config.model))),
         (
@@ -58,7 +61,7 @@ def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Sta
         ("peak", _peak(meter)),
         (
             "results",
-            f"{directory.path}/ (config.yaml, metrics.jsonl, events.jsonl, logs/{directory.rank_log(0).parent.name}/)",
+            f"{directory.path}/ (config.yaml, metrics.jsonl, events/, logs/{directory.rank_log(0).parent.name}/)",
         ),
     ]
     report.block(f"Triaxis: {directory.path.name}{attempt}", rows)
@@ -71,6 +74,9 @@ def _activations(start: Start) -> Iterator[tuple[str, str]]:
     if asked.is_any:
         why = f" (the cheapest that fits {asked.memory_gb:g} GB)" if asked.granularity == "auto" else ""
         yield "recompute", f"{start.recompute}{why}"
+    if start.config.parallel.cuts_sequence and start.recompute.gathered_inputs == "keep":
+        why = "" if asked.gathered_inputs == "keep" else f" (they fit {asked.memory_gb:g} GB)"
+        yield "gathered", f"inputs of column-parallel layers are kept for the backward{why}"
     if offload.num_layers:
         yield (
             "offload",
@@ -111,9 +117,7 @@ def show_end(report: Report, directory: RunDirectory, end: End) -> None:
     rows = [("nats/token", "\n".join(ladder(end.loss, end.val_loss, end.entropies)))]
     if end.text is not None:
         rows += [("prompt", end.prompt.expandtabs(4)), ("it writes", end.text.expandtabs(4).rstrip())]
-    rows.append(
-        ("results", f"{directory.path}/ (metrics.jsonl: one object per step; events.jsonl, config.yaml, logs/)")
-    )
+    rows.append(("results", f"{directory.path}/ (metrics.jsonl: one object per step; events/, config.yaml, logs/)"))
     report.say()
     in_attempt = f" of training in attempt {directory.attempt}" if directory.attempt else " of training"
     report.block(f"Finished: {end.steps:,} steps, {duration(end.seconds)}{in_attempt}", rows)

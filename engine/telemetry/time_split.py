@@ -138,7 +138,8 @@ class Tally:
             elif span == ENDS_WAIT:
                 way.ends_wait += seconds
             instruction = doing.instruction
-            if instruction is None:
+            # A step that is made again between two steps, to find what is not finite in it, is none of the pipeline's.
+            if instruction is None or doing.phase != "forward_backward":
                 continue
             if not has_begun:
                 has_begun, way.begin = True, start

@@ -6,7 +6,7 @@
 
     train/loss  train/val_loss  perf/mfu  optim/lr ...     every metric is drawn against train/step
     tokens/loss  tokens/val_loss                           the same against train/consumed_tokens: runs of other batch sizes
-    alerts                                                 what events.jsonl has of `events.ALERTS`, whichever rank wrote it
+    alerts                                                 the events of `events.ALERTS`, whichever rank wrote them
 
 The mode is always said: unset, with a key and without a network, wandb waits for 100 seconds and then fails (0.31). The id
 stands in the run directory, so that the next attempt continues the run; offline attempts make new folders with the same id,
@@ -17,6 +17,7 @@ wandb's process writes to the disk every 15 seconds or so (0.31): of a job that 
 """
 
 import inspect
+import json
 import os
 import re
 import secrets
@@ -32,7 +33,7 @@ import psutil
 from engine.config import Config, WandbConfig
 from engine.data.files import write_atomically
 from engine.errors import TriaxisError
-from engine.telemetry.events import ALERTS, Event, read_events
+from engine.telemetry.events import ALERTS, OLD_FILE, Event, read_events
 from engine.telemetry.metrics import StepMetrics
 from engine.telemetry.redaction import without_secrets
 from engine.telemetry.run_dir import RunDirectory
@@ -102,7 +103,7 @@ class WandbSink:
         self._alerts.send()
 
     def send_alerts(self) -> None:
-        """Alert of what has been written to events.jsonl since; any thread may call it."""
+        """Alert of the events that were written down since; any thread may call it."""
         self._alerts.send()
 
     def close(self, limit_seconds: float = _CLOSE_SECONDS) -> None:
@@ -113,24 +114,22 @@ class WandbSink:
 
 
 class _Alerts:
-    """Follows events.jsonl, so that each event is alerted once: those of other ranks, and of an attempt that died, too."""
+    """Follows the events of all nodes, so that each is alerted once: those of other ranks, and of an attempt that died, too."""
 
     def __init__(self, run: Any, directory: RunDirectory) -> None:
         self._run = run
-        self._events, self._marker = directory.events, directory.wandb_alerted
+        self._directory, self._marker = directory.path, directory.wandb_alerted
         self._name = directory.path.name
         self._lock = threading.Lock()
-        self._end = int(self._marker.read_text()) if self._marker.exists() else 0
+        self._ends: Mapping[str, int] = _alerted(self._marker.read_text()) if self._marker.exists() else {}
 
     def send(self) -> None:
         with self._lock:
-            if not self._events.exists() or self._events.stat().st_size == self._end:
-                return
-            read = read_events(self._events, self._end)
+            read = read_events(self._directory, self._ends)
             told = [event for event in read.events if event.kind in ALERTS]
-            self._end = read.end
+            self._ends = read.ends
             if told:
-                write_atomically(self._marker, [str(read.end).encode()])
+                write_atomically(self._marker, [json.dumps(read.ends).encode()])
             for event in told:
                 self._run.alert(
                     f"{self._name}: {event.kind}"[:63], without_secrets(_in_words(event)), level=ALERTS[event.kind]
@@ -139,8 +138,14 @@ class _Alerts:
                     self._run.mark_preempting()
 
 
+def _alerted(text: str) -> Mapping[str, int]:
+    """What `wandb_alerted` holds: bytes by file. Runs from before nodes had files of their own hold the bytes of their one file."""
+    held = json.loads(text)
+    return {OLD_FILE: held} if isinstance(held, int) else held
+
+
 def _in_words(event: Event) -> str:
-    """For a mail or a chat: what happened, where, and when; what is long stands in events.jsonl and the rank's log."""
+    """For a mail or a chat: what happened, where, and when; what is long stands in the file of events and the rank's log."""
     at = f"step {event.step:,}, " if event.step is not None else ""
     rank = f"rank {event.rank}, " if event.rank is not None else ""
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(event.unix_time_seconds))

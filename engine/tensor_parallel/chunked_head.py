@@ -11,7 +11,7 @@ What is sent is the same, in as many messages: rank i adds up exp(z - m_i) to S_
 when the largest of all, m, is known, sum_i exp(m_i - m) S_i is the sum over the vocabulary.
 
 Backward, so that communication runs under a GEMM where there is one left:
-    1. all-gather X (sequence parallelism keeps only the shard of X), wait for it
+    1. all-gather X (sequence parallelism keeps only the shard of X, as in `layers.py`), wait for it
     2. of each n tokens: logits again, their gradient dY over them, dX = dY W; dW += dY^T X
     3. before the last dW: post f's backward on dX, and wait for it after
 """
@@ -67,7 +67,8 @@ class _ChunkedHead(torch.autograd.Function):
     ) -> torch.Tensor:
         x = x.contiguous()
         axis = head.region.axis
-        inputs = head.region.enter(x, f"{head.name} forward").wait().flatten(0, 1)
+        entered = head.region.enter(x, f"{head.name} forward").wait()
+        inputs = entered.flatten(0, 1)
         (matrix,) = head.weights.matrices()
         at = TargetsHere.of(targets, axis, matrix.shape[0], vocab_size)
         pieces = _pieces(len(inputs), tokens_at_a_time)
@@ -83,16 +84,16 @@ class _ChunkedHead(torch.autograd.Function):
         sums = axis.all_reduce(sums, "cross-entropy sums").wait()
         log_sum = sums[0].log() + largest
 
-        ctx.save_for_backward(x, log_sum, at.local, at.held)
+        ctx.save_for_backward(head.region.kept(x, entered), log_sum, at.local, at.held)
         ctx.head, ctx.real, ctx.pieces, ctx.fusion = head, at.real, pieces, fusion
         return (log_sum - sums[1]).view(targets.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
         head: ColumnParallelLinear = ctx.head
-        x, log_sum, local, held = ctx.saved_tensors
+        kept, log_sum, local, held = ctx.saved_tensors
         at, grad = TargetsHere(local, held, ctx.real), grad.flatten()
-        whole = head.region.enter(x, f"{head.name} regather").wait()
+        whole = head.region.enter_again(kept, f"{head.name} regather").wait()
         inputs, grad_inputs = whole.flatten(0, 1), torch.empty_like(whole)
         (matrix,) = head.weights.matrices()
         reduced: list[Pending] = []

@@ -9,7 +9,7 @@ Shapes: s sequence, b microbatch, t tensor-parallel ranks; (s/t) only with seque
 An MLP is a column-parallel layer, a nonlinearity, a row-parallel layer: one f and one g forward, one each backward.
 
 Backward of the column-parallel layer, in this order, so that communication runs under the GEMMs:
-    1. post the all-gather of X (sequence parallelism keeps only the shard of X)
+    1. post the all-gather of X (sequence parallelism keeps only the shard of X, unless `recompute.gathered_inputs` is keep)
     2. dX = dY W                       3. post f's backward on dX
     4. dW += dY^T X (or defer it)      5. wait for dX
 
@@ -82,8 +82,8 @@ class _ColumnParallel(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, layer: ColumnParallelLinear) -> torch.Tensor:
         ctx.layer = layer
         x = x.contiguous()
-        ctx.save_for_backward(x)
         inputs = layer.region.enter(x, f"{layer.name} forward").wait()
+        ctx.save_for_backward(layer.region.kept(x, inputs))
         matrices = layer.weights.matrices()
         # Biases are adjacent where their weights are, so that each matrix has one vector, added inside its GEMM.
         biases = [None] * len(matrices) if layer.biases is None else layer.biases.matrices()
@@ -93,9 +93,9 @@ class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         layer: ColumnParallelLinear = ctx.layer
-        (x,) = ctx.saved_tensors
+        (kept,) = ctx.saved_tensors
         grad = grad.contiguous()
-        gathered = layer.region.enter(x, f"{layer.name} regather")
+        gathered = layer.region.enter_again(kept, f"{layer.name} regather")
         grad_input = _times_rows(grad, layer.weights.matrices())
         reduced = layer.region.enter_backward(grad_input, f"{layer.name} backward")
         inputs = gathered.wait()

@@ -10,6 +10,9 @@ With it (2205.05198, figure 5) they are cut along the sequence, dim 0 of [s, b, 
     f'  enter: all-gather        backward: reduce-scatter
     g'  leave: reduce-scatter    backward: all-gather
 
+The gathered input of f' is used again for the weight's gradient. Either this rank keeps its own part alone and gathers once more in
+the backward (2205.05198, section 4.2.2), or it keeps the whole: (1 - 1/t) w b s h more bytes, one all-gather less.
+
 The layers call these verbs from their own autograd functions, because the backward of `enter` is overlapped with the
 weight-gradient GEMM: it is posted, the GEMM runs, then it is waited for.
 """
@@ -23,14 +26,29 @@ from engine.collectives import Axis, Pending
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelRegion:
-    """The tp axis, and whether activations outside the region are cut along the sequence."""
+    """The tp axis, and what becomes of activations around the region.
+
+    Attributes:
+        axis: of tensor parallelism.
+        sequence_parallel: activations outside the region are cut along the sequence.
+        keeps_gathered: inputs that were gathered are kept whole for the backward.
+    """
 
     axis: Axis
     sequence_parallel: bool
+    keeps_gathered: bool = False
 
     def enter(self, x: torch.Tensor, purpose: str) -> Pending:
         """f or f': [s (/t), b, h] -> [s, b, h]."""
         return self.axis.all_gather(x, purpose) if self.sequence_parallel else Pending(x)
+
+    def kept(self, x: torch.Tensor, entered: torch.Tensor) -> torch.Tensor:
+        """Return what a layer saves for `enter_again`: its input x [s (/t), b, h], or what `enter` made of it, [s, b, h]."""
+        return entered if self.keeps_gathered else x
+
+    def enter_again(self, kept: torch.Tensor, purpose: str) -> Pending:
+        """Make [s, b, h] in the backward from what was kept."""
+        return Pending(kept) if self.keeps_gathered else self.enter(kept, purpose)
 
     def enter_backward(self, grad: torch.Tensor, purpose: str) -> Pending:
         """Backward of f or f': partial sums [s, b, h] -> [s (/t), b, h]. May reduce `grad` in place."""

@@ -65,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
 
     look = _verb(verbs, "inspect", "what a checkpoint holds", INSPECT_EXAMPLES, inspect)
+    look.usage = "triaxis checkpoint inspect CHECKPOINT [--tensors] [--json]"
     look.add_argument(
         "path", type=Path, metavar="CHECKPOINT", help="step_00001000, a folder of them, or a run directory"
     )
@@ -72,14 +73,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     look.add_argument("--json", action="store_true", help="everything but the pieces, for scripts")
 
     compare = _verb(verbs, "diff", "where two checkpoints differ, whatever layouts wrote them", DIFF_EXAMPLES, diff)
+    compare.usage = "triaxis checkpoint diff A B [--json]"
     compare.add_argument("one", type=Path, metavar="A", help="a checkpoint")
     compare.add_argument("other", type=Path, metavar="B", help="another one")
     compare.add_argument("--json", action="store_true", help="for scripts")
 
     check = _verb(verbs, "verify", "read every byte and check it", VERIFY_EXAMPLES, verify)
+    check.usage = "triaxis checkpoint verify CHECKPOINT"
     check.add_argument("path", type=Path, metavar="CHECKPOINT", help="one of them; of a folder or run directory, all")
 
     number = _verb(verbs, "fingerprint", "the number that no layout changes", FINGERPRINT_EXAMPLES, fingerprint)
+    number.usage = "triaxis checkpoint fingerprint CHECKPOINT [--recompute]"
     number.add_argument(
         "path", type=Path, metavar="CHECKPOINT", help="step_00001000, a folder of them, or a run directory"
     )
@@ -92,7 +96,7 @@ def _verb(
     verbs: Any, name: str, summary: str, epilog: str, function: Callable[[argparse.Namespace], int]
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = verbs.add_parser(
-        name, help=summary, description=summary, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+        name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", epilog=epilog
     )
     parser.set_defaults(verb_function=function)
     return parser

@@ -19,8 +19,10 @@ from engine.errors import ConfigError
 from engine.pipeline import schedules
 from engine.pipeline.partition import partition
 from engine.rank_grid import RankGrid
+from launch.command_line import CONFIG, CommandParser, add_world_size, check_counts
+from models.fit import Devices, memory_line, memory_rule, uses_gpu, uses_nccl
 from models.interop.hf_config import FAMILIES, from_hugging_face
-from models.memory import settled
+from models.memory import GB, predict, settled
 from models.specs import model_specs
 
 NAME = "config"
@@ -31,44 +33,54 @@ PRINT_EXAMPLES = """examples:
 """
 CHECK_EXAMPLES = """examples:
   triaxis config check configs/gpt_tiny.yaml
-  triaxis config check configs/llama3_8b.yaml parallel.dp=null --world-size 128 --ranks-per-node 8
+  triaxis config check configs/llama3_8b.yaml --gpus 128 --ranks-per-node 8 --gpu-memory 80 parallel.tp=4
 """
 FROM_HF_EXAMPLES = """examples:
   triaxis config from-hf path/to/config.json --seq-length 4096 > model.yaml
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     heading = "examples:\n"
     parser.epilog = heading + "".join(
         text.removeprefix(heading) for text in (PRINT_EXAMPLES, CHECK_EXAMPLES, FROM_HF_EXAMPLES)
     )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    raw = argparse.RawDescriptionHelpFormatter
     show = verbs.add_parser(
         "print",
         help="print the resolved configuration, each field with its meaning",
+        description="Print the resolved configuration, each field with its meaning.",
         epilog=PRINT_EXAMPLES,
-        formatter_class=raw,
     )
     check = verbs.add_parser(
-        "check", help="report every problem at once, or the derived values", epilog=CHECK_EXAMPLES, formatter_class=raw
+        "check",
+        help="report every problem at once, or the derived values",
+        description="Report every problem of a configuration at once, or the values that follow from it.",
+        epilog=CHECK_EXAMPLES,
     )
     for verb in (show, check):
-        verb.add_argument("path", type=Path, metavar="config.yaml", help="the file")
-        verb.add_argument("overrides", nargs="*", metavar="section.key=value", help="in place of what the file says")
-    # argparse takes overrides in one place only, so the usage says where.
-    check.usage = "triaxis config check config.yaml [section.key=value ...] [--world-size N] [--ranks-per-node N]"
-    check.add_argument("--world-size", type=int, metavar="N", help="ranks of the run (default: what the config says)")
+        verb.takes(CONFIG, "the file")
+    show.usage = "triaxis config print CONFIG [section.key=value ...]"
+    check.usage = (
+        "triaxis config check CONFIG [--gpus N] [--ranks-per-node N] [--gpu-memory GB] [section.key=value ...]"
+    )
+    add_world_size(check, "ranks of the run (default: what the config says)")
     check.add_argument(
         "--ranks-per-node", type=int, metavar="N", help="ranks on a node (default: what the config says)"
+    )
+    check.add_argument(
+        "--gpu-memory",
+        type=float,
+        metavar="GB",
+        help="memory of a GPU in 10^9 bytes: a run that is predicted to need more is a problem too",
     )
     from_hf = verbs.add_parser(
         "from-hf",
         help="make a model section from a Hugging Face config.json",
+        description="Make a model section from a Hugging Face config.json.",
         epilog=FROM_HF_EXAMPLES,
-        formatter_class=raw,
     )
+    from_hf.usage = "triaxis config from-hf CONFIG_JSON [--seq-length N]"
     from_hf.add_argument(
         "path", type=Path, metavar="config.json", help=f"of a model of the family {', '.join(FAMILIES)}"
     )
@@ -86,24 +98,32 @@ def run(args: argparse.Namespace) -> int:
         print(_from_hf(args.path, args.seq_length), end="")
         return 0
     if args.verb == "print":
-        print(to_yaml(load_config(args.path, args.overrides, os.environ), describe=True), end="")
+        print(to_yaml(load_config(args.config, args.overrides, os.environ), describe=True), end="")
         return 0
-    for flag, number in (("--world-size", args.world_size), ("--ranks-per-node", args.ranks_per_node)):
-        if number is not None and number < 1:
-            raise ConfigError(
-                [f"{flag} {number}: must be at least 1; there would be nothing to run on."], "the command line"
-            )
+    check_counts(world_size=args.world_size, ranks_per_node=args.ranks_per_node)
+    if args.gpu_memory is not None and not args.gpu_memory > 0:
+        raise ConfigError(
+            [f"--gpu-memory {args.gpu_memory:g}: must be more than 0; nothing would fit."], "the command line"
+        )
+    devices = None if args.gpu_memory is None else Devices(int(args.gpu_memory * GB))
     config = load_config(
-        args.path, args.overrides, os.environ, world_size=args.world_size, ranks_per_node=args.ranks_per_node
+        args.config,
+        args.overrides,
+        os.environ,
+        world_size=args.world_size,
+        ranks_per_node=args.ranks_per_node,
+        more_rules=[] if devices is None else [memory_rule(devices)],
     )
-    derived = _derived(config, args.world_size, args.ranks_per_node)
-    print(f"{args.path}: ok")
+    derived = _derived(config, args.world_size, args.ranks_per_node, devices)
+    print(f"{args.config}: ok")
     for name, value in derived:
         print(f"  {name:<11}{value}")
     return 0
 
 
-def _derived(config: Config, world_size: int | None, ranks_per_node: int | None) -> list[tuple[str, str]]:
+def _derived(
+    config: Config, world_size: int | None, ranks_per_node: int | None, devices: Devices | None
+) -> list[tuple[str, str]]:
     """What follows from a legal config, as lines of (name, value)."""
     model, parallel = config.model, config.parallel
     num_parameters = sum(spec.numel for spec in model_specs(model))
@@ -118,7 +138,7 @@ def _derived(config: Config, world_size: int | None, ranks_per_node: int | None)
         lines.append(
             ("layout", f"tp={parallel.tp} pp={parallel.pp} vpp={parallel.vpp}, dp = world size / {replica}: open")
         )
-        lines.append(("", "give --world-size to see the rest"))
+        lines.append(("", "give --gpus N to see the rest"))
         return lines
     sizes = parallel_sizes(config, world_size)
     per_node = ranks_per_node or config.runtime.ranks_per_node
@@ -127,8 +147,13 @@ def _derived(config: Config, world_size: int | None, ranks_per_node: int | None)
     nodes = "" if per_node is None else f" on {grid.num_nodes:,} x {grid.ranks_per_node}"
     lines.append(("layout", f"{sizes}: {ranks}{nodes}"))
     lines.append(("batch", str(batch_plan(config, sizes.dp))))
+    chosen = settled(config, sizes).recompute
     if config.recompute.is_any:
-        lines.append(("recompute", str(settled(config, sizes).recompute)))
+        lines.append(("recompute", str(chosen)))
+    if parallel.cuts_sequence and chosen.gathered_inputs == "keep":
+        lines.append(("gathered", "inputs of column-parallel layers are kept for the backward"))
+    most = devices.memory_bytes if devices is not None and uses_gpu(config) else None
+    lines.append(("memory", memory_line(predict(config, sizes, nccl=uses_nccl(config)), most)))
     return lines
 
 

@@ -61,14 +61,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_parsers(verbs: Any) -> None:
     """Add the Hugging Face verbs to the subparsers of `triaxis convert`."""
-    raw = argparse.RawDescriptionHelpFormatter
     families = ", ".join(FAMILIES)
     bring = verbs.add_parser(
         "hf-import",
         help=f"a Hugging Face folder ({families}) -> weights to start from, and a config",
+        description="Turn a folder of Hugging Face's format into weights to start from, and a config.",
         epilog=IMPORT_EXAMPLES,
-        formatter_class=raw,
     )
+    bring.usage = "triaxis convert hf-import HF_DIR OUT_DIR [--seq-length N] [--dtype DTYPE]"
     bring.add_argument("source", type=Path, metavar="HF_DIR", help="folder with config.json and safetensors")
     bring.add_argument("out", type=Path, metavar="OUT_DIR", help="folder of checkpoints to make; it must not exist")
     bring.add_argument(
@@ -83,8 +83,11 @@ def add_parsers(verbs: Any) -> None:
     take = verbs.add_parser(
         "hf-export",
         help="a checkpoint of any layout -> a folder that transformers loads",
+        description="Turn a checkpoint of any layout into a folder that transformers loads.",
         epilog=EXPORT_EXAMPLES,
-        formatter_class=raw,
+    )
+    take.usage = (
+        "triaxis convert hf-export CHECKPOINT OUT_DIR [--family NAME] [--dtype DTYPE] [--tokenizer PATH] [options]"
     )
     take.add_argument(
         "source", type=Path, metavar="CHECKPOINT", help="step_00001000, a folder of checkpoints, or a run directory"

@@ -35,13 +35,13 @@ TRAIN_CONFIG = "train.yaml"
 
 def add_parsers(verbs: Any) -> None:
     """Add Megatron's verbs to the subparsers of `triaxis convert`."""
-    raw = argparse.RawDescriptionHelpFormatter
     bring = verbs.add_parser(
         "megatron-import",
         help="a torch_dist checkpoint of Megatron-Core -> a checkpoint to resume or to start from, and a config",
+        description="Turn a torch_dist checkpoint of Megatron-Core into one to resume or to start from, and a config.",
         epilog=IMPORT_EXAMPLES,
-        formatter_class=raw,
     )
+    bring.usage = "triaxis convert megatron-import MEGATRON_DIR OUT_DIR [--config YAML | --vocab-size N] [options]"
     bring.add_argument("source", type=Path, metavar="MEGATRON_DIR", help="what --save named, or one iteration in it")
     bring.add_argument("out", type=Path, metavar="OUT_DIR", help="folder of checkpoints to make; it must not exist")
     whose = bring.add_mutually_exclusive_group()
@@ -57,9 +57,10 @@ def add_parsers(verbs: Any) -> None:
     take = verbs.add_parser(
         "megatron-export",
         help="a checkpoint of any layout -> a torch_dist checkpoint that Megatron-Core loads in any layout",
+        description="Turn a checkpoint of any layout into a torch_dist checkpoint that Megatron-Core loads in any layout.",
         epilog=EXPORT_EXAMPLES,
-        formatter_class=raw,
     )
+    take.usage = "triaxis convert megatron-export CHECKPOINT OUT_DIR [--dtype DTYPE] [--weights-only]"
     take.add_argument(
         "source", type=Path, metavar="CHECKPOINT", help="step_00001000, a folder of checkpoints, or a run directory"
     )

@@ -6,7 +6,9 @@ import os
 from pathlib import Path
 
 from engine.errors import ConfigError
+from launch.command_line import CONFIG, CommandParser
 from launch.commands.train import request
+from launch.ending import run_rank
 from launch.failure import OUT_OF_LINE
 from launch.launcher import DEFAULT_CONFIG, Request, launch
 from launch.slurm_step import is_rank
@@ -38,15 +40,10 @@ ONE_PROCESS = (
 """The default config as one rank, for the facts of this node."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "triaxis doctor [config.yaml] [section.key=value ...] [--json FILE] [--dry-run]"
+def add_arguments(parser: CommandParser) -> None:
+    parser.usage = "triaxis doctor [CONFIG] [--json FILE] [--dry-run] [section.key=value ...]"
     parser.epilog = EXAMPLES
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="config.yaml section.key=value",
-        help="the run whose nodes are looked at; without a config, this node alone",
-    )
+    parser.takes(CONFIG, "the run whose nodes are looked at; without one, this node alone", required=False)
     parser.add_argument("--json", type=Path, metavar="FILE", help="rank 0 writes all facts, rates and findings here")
     parser.add_argument("--dry-run", action="store_true", help="print the launch line; start nothing")
 
@@ -57,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: several ranks and no config.
     """
-    asked = request(args.words, dry_run=args.dry_run)
+    asked = request(args)
     is_one_of_several = "RANK" in os.environ or is_rank(os.environ)
     if asked.config_path is None:
         if is_one_of_several:
@@ -71,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         asked = Request(DEFAULT_CONFIG, (*ONE_PROCESS, *asked.overrides), asked.dry_run)
     flags = () if args.json is None else (f"--json={args.json}",)
     if "RANK" in os.environ:
-        return int(importlib.import_module(WORKER).main([str(asked.config_path), *asked.overrides, *flags]))
+        run_rank(importlib.import_module(WORKER).main, [str(asked.config_path), *asked.overrides, *flags])
     explained = (OUT_OF_LINE,)
     return launch(
         Request(

@@ -8,6 +8,7 @@ from engine.data.indexed import IndexedTokens
 from engine.data.record import read_record
 from engine.data.tokenizers import Tokenizer
 from engine.errors import ConfigError, DataError
+from launch.command_line import CommandParser
 from launch.from_checkpoint import Asked, ask, open_tokenizer, start
 from launch.from_checkpoint import add_arguments as add_checkpoint_arguments
 
@@ -26,7 +27,7 @@ documents count as tokens and have no bytes. Per byte means per byte of UTF-8, w
 DEFAULT_BATCH = 8
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     parser.usage = "triaxis evaluate CHECKPOINT [section.key=value ...] (--text FILE | --bin PREFIX) [options]"
     parser.epilog = EXAMPLES
     add_checkpoint_arguments(parser)

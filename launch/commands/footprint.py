@@ -18,9 +18,10 @@ from rich.table import Table
 
 from engine.config import Config, parallel_sizes
 from engine.config_load import load_config
+from engine.config_problems import with_value
 from engine.errors import ConfigError
 from engine.telemetry.format import in_bytes
-from launch.commands.verify import layout_overrides
+from launch.command_line import CONFIG, CommandParser, add_world_size, check_counts, layout_overrides
 
 if TYPE_CHECKING:
     import torch
@@ -30,11 +31,12 @@ if TYPE_CHECKING:
 NAME = "footprint"
 HELP = "Run one rank's training step on tensors without memory; print its bytes, calls and operators."
 EXAMPLES = """examples:
-  triaxis footprint --config configs/gpt_tiny.yaml --layout tp=2,pp=2,vpp=2,dp=2,sp=true --rank 5
-  triaxis footprint --config configs/gpt_tiny.yaml --layout tp=2,pp=4,dp=64 --rank 511 train.global_batch_size=1024 --json step.json
-  triaxis footprint --config configs/gpt_tiny.yaml --layout tp=2,pp=2,dp=1 --replay
-  triaxis footprint --config configs/gpt_tiny.yaml --layout tp=2,pp=2,dp=2 --rank 5 --real
-  triaxis footprint --config configs/gpt_tiny.yaml --layout tp=2,pp=2,dp=2 --races
+  triaxis footprint configs/gpt_tiny.yaml --layout tp=2,pp=2,vpp=2,dp=2,sp=true --rank 5
+  triaxis footprint configs/llama3_8b.yaml --gpus 64 --full
+  triaxis footprint configs/gpt_tiny.yaml --layout tp=2,pp=4,dp=64 --rank 511 train.global_batch_size=1024 --json step.json
+  triaxis footprint configs/gpt_tiny.yaml --layout tp=2,pp=2,dp=1 --replay
+  triaxis footprint configs/gpt_tiny.yaml --layout tp=2,pp=2,dp=2 --rank 5 --real
+  triaxis footprint configs/gpt_tiny.yaml --layout tp=2,pp=2,dp=2 --races
 
 It is the engine's own code in one process: the ranks beside it do not exist, and any layout can be looked at. Bytes are those
 that tensors hold; an allocator rounds up. Kernels are the CPU's, whose attention keeps other small tensors than a GPU's.
@@ -48,14 +50,14 @@ MOST_RANKS_OF_A_WHOLE_REPLAY = 16
 NO_RACES, RACES = 0, 1
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     parser.usage = (
-        "triaxis footprint --config config.yaml [section.key=value ...] [--rank N [--rank N ...] [--real | --races] | --replay] "
-        "[--layout tp=..,pp=..] [options]"
+        "triaxis footprint CONFIG [--rank N ... [--real | --races] | --replay] [--gpus N] [--layout tp=N,pp=N,...] [options] "
+        "[section.key=value ...]"
     )
     parser.epilog = EXAMPLES
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the run to look at")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for training")
+    parser.takes(CONFIG, "the run to look at")
+    add_world_size(parser, "ranks of the run, from which parallel.dp follows where it is open")
     parser.add_argument("--layout", metavar="tp=N,pp=N,...", help="as for `triaxis verify`; default: the config's own")
     parser.add_argument(
         "--rank", type=int, action="append", metavar="N", help="which rank; may be repeated (default: 0)"
@@ -84,13 +86,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the footprint of some ranks, or replay all of them, or look for races: then 1 says that there are some."""
     if problems := list(_problems(args)):
         raise ConfigError(problems, "the command line")
-    layout = [] if args.layout is None else layout_overrides(args.layout)
-    config = load_config(args.config, (*args.overrides, *layout), os.environ)
-    if config.parallel.dp is None:
-        raise ConfigError(
-            ["parallel.dp is open, and there is no machine whose size could fill it. Give it: --layout ..,dp=N"],
-            str(args.config),
-        )
+    check_counts(world_size=args.world_size)
+    config = read_config(args)
     if args.races:
         return _races(config, args)
     # torch is imported where it is needed: `--help` and mistakes are answered at once.
@@ -148,13 +145,33 @@ def _races(config: Config, args: argparse.Namespace) -> int:
     return RACES if any(rank["races"] for rank in found) else NO_RACES
 
 
+def read_config(args: argparse.Namespace) -> Config:
+    """Read the config with `parallel.dp` filled in from the layout or the world size.
+
+    Raises:
+        ConfigError: all problems of the configuration, or nothing that says how large dp is.
+    """
+    layout = [] if args.layout is None else layout_overrides(args.layout, dp_is_open=args.world_size is not None)
+    config = load_config(args.config, (*args.overrides, *layout), os.environ, world_size=args.world_size)
+    if config.parallel.dp is None and args.world_size is None:
+        raise ConfigError(
+            [
+                "parallel.dp is open, and there is no machine whose size could fill it. Give the ranks, --gpus N, or the size, "
+                "parallel.dp=N."
+            ],
+            str(args.config),
+        )
+    return with_value(config, "parallel.dp", parallel_sizes(config, args.world_size).dp)
+
+
 def _real(console: Console, config: Config, rank: int, counted: "Footprint") -> dict[str, object]:
     """The rank's steps on a device, beside what was counted."""
     from engine.footprint.real import real_steps
-    from engine.runtime import choose_device, set_up_allocator
+    from engine.placement import place
+    from engine.runtime import set_up_allocator
     from models.gpt import build_chunks
 
-    device = choose_device(config.runtime, 0)
+    device = place(config.runtime, 0, os.environ).device
     if device.type == "cuda":
         set_up_allocator(config.runtime, os.environ)
     print(f"{1 + REAL_STEPS} steps of rank {rank} on {device} ...", file=sys.stderr)

@@ -6,6 +6,7 @@ from typing import Any
 
 from engine.config import ModelConfig
 from engine.errors import ConfigError
+from launch.command_line import CommandParser
 from launch.from_checkpoint import add_arguments as add_checkpoint_arguments
 from launch.from_checkpoint import ask, open_tokenizer, start
 
@@ -25,7 +26,7 @@ prompt begins a new document. Text goes to stdout, all else to stderr.
 DEFAULT_NEW_TOKENS = 128
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     parser.usage = "triaxis generate CHECKPOINT [section.key=value ...] --prompt TEXT [options]"
     parser.epilog = EXAMPLES
     add_checkpoint_arguments(parser)

@@ -21,7 +21,7 @@ from engine.data.record import record_path
 from engine.errors import DataError
 
 NAME = "prepare"
-HELP = "turn text files into a corpus to train on"
+HELP = "Turn text files into a corpus to train on."
 EXAMPLES = """examples:
   triaxis prepare --stdlib --tokenizer bytes --output data/stdlib
   triaxis prepare --input 'books/*.txt' --tokenizer bytes --output data/books --workers 4
@@ -41,7 +41,7 @@ class DocumentsPerSecond(ProgressColumn):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.usage = "triaxis prepare (--input GLOB ... | --stdlib) --output PREFIX [--tokenizer TOKENIZER] [options]"
     parser.epilog = EXAMPLES
     parser.add_argument(
         "--input",

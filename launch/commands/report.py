@@ -22,6 +22,7 @@ The page needs no network and no other file, and may be made while the run runs.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "triaxis report RUN_DIR [--out FILE]"
     parser.epilog = EXAMPLES
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="a run directory, such as runs/gpt_tiny")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where the page goes (default: RUN_DIR/report.html)")

@@ -5,7 +5,9 @@ check    the same, or a config  ->  complete, in order, free of deadlock under r
 """
 
 import argparse
+import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -17,34 +19,43 @@ from engine.pipeline.lowering import lower
 from engine.pipeline.simulate import Costs, Timeline, simulate
 from engine.pipeline.text import KIND_NAMES, draw, ink, program_to_text, shade, to_text
 from engine.pipeline.validate import check
+from launch.command_line import CONFIG, CommandParser, add_world_size, check_counts
+
+if TYPE_CHECKING:
+    from engine.config import Config
 
 NAME = "schedule"
-HELP = "print, draw or check a pipeline schedule"
+HELP = "Print, draw or check a pipeline schedule."
 PRINT_EXAMPLES = """examples:
+  triaxis schedule print configs/gpt_tiny.yaml --form timeline
   triaxis schedule print --pp 4 --microbatches 8
   triaxis schedule print --pp 4 --vpp 2 --microbatches 8 --form timeline
   triaxis schedule print --pp 4 --vpp 2 --microbatches 8 --form png --out schedule.png
 """
 CHECK_EXAMPLES = """examples:
   triaxis schedule check --pp 4 --vpp 2 --microbatches 8
-  triaxis schedule check --config configs/gpt_tiny.yaml
+  triaxis schedule check configs/gpt_tiny.yaml
+  triaxis schedule check configs/gpt_175b.yaml --gpus 1024 parallel.vpp=6
 """
 BACKWARD_COST = 2
 """Of a forward, in pictures and in the bubble that `check` prints: two matrix products for each one of the forward."""
+USUAL_ROUNDS = 4
+"""Microbatches per pipeline rank where neither the config nor `--gpus` says dp: enough to fill the pipeline, and quick to check."""
 MOST_LABELLED_ACTIONS = 1200
 """A picture with more actions than this has no room for their labels."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     parser.epilog = PRINT_EXAMPLES + CHECK_EXAMPLES.removeprefix("examples:\n")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    shape = argparse.RawDescriptionHelpFormatter
     show = verbs.add_parser(
         "print",
         help="print or draw a schedule",
         epilog=PRINT_EXAMPLES,
-        formatter_class=shape,
-        description="print or draw",
+        description="Print or draw a pipeline schedule, of a config or of sizes.",
+    )
+    show.usage = (
+        "triaxis schedule print (CONFIG [--gpus N] | --pp P [--vpp V] --microbatches M) [--form FORM] [--out FILE]"
     )
     _add_sizes(show)
     show.add_argument(
@@ -58,22 +69,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "check",
         help="prove that a schedule is complete and cannot deadlock",
         epilog=CHECK_EXAMPLES,
-        formatter_class=shape,
-        description="prove that a schedule is complete and cannot deadlock",
+        description="Prove that a schedule is complete, in order and free of deadlock under rules stricter than NCCL's.",
     )
+    prove.usage = "triaxis schedule check (CONFIG [--gpus N] [section.key=value ...] | --pp P [--vpp V] --microbatches M) [options]"
     _add_sizes(prove)
-    prove.add_argument(
-        "--config", type=Path, metavar="FILE", help="the sizes of this configuration instead of --pp ..."
-    )
-    prove.add_argument(
+
+
+def _add_sizes(parser: CommandParser) -> None:
+    parser.takes(CONFIG, "sizes of this run, in place of --pp --vpp --microbatches --name", required=False)
+    add_world_size(parser, "with a config: ranks, from which the data-parallel size follows")
+    parser.add_argument(
         "--dp",
         type=int,
         metavar="N",
-        help="with --config: data-parallel size (default: the config's, or 1 where it is open)",
+        help="with a config: data-parallel size (default: the config's, or one that leaves 4 microbatches per rank)",
     )
-
-
-def _add_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pp", type=int, metavar="P", help="pipeline ranks")
     parser.add_argument("--vpp", type=int, metavar="V", help="model chunks per rank (default: 1)")
     parser.add_argument("--microbatches", type=int, metavar="M", help="microbatches per step of one pipeline")
@@ -85,20 +95,21 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print or check; 0 when the schedule is right. ScheduleError or ConfigError for what is not."""
     console = Console(highlight=False, soft_wrap=True)
+    schedules_of_a_run = _asked_for(args) if args.config is None else _of_config(console, args)
     if args.verb == "print":
-        _print(console, _asked_for(args), args.form, args.out)
-    elif args.config is None:
-        if args.dp is not None:
-            raise ScheduleError(
-                "--dp without --config: --microbatches counts those of one pipeline already, so it would do nothing. Leave it out."
-            )
-        _check(console, [_asked_for(args)])
+        _print(console, schedules_of_a_run[0], args.form, args.out)
     else:
-        _check(console, _of_config(console, args))
+        _check(console, schedules_of_a_run)
     return 0
 
 
-def _asked_for(args: argparse.Namespace) -> Schedule:
+def _asked_for(args: argparse.Namespace) -> list[Schedule]:
+    """Build the schedule of the sizes on the command line."""
+    if useless := [*_given(args, "dp", "world_size"), *args.overrides]:
+        raise ScheduleError(
+            f"{', '.join(useless)} without a config: --microbatches counts those of one pipeline already, so it would do nothing. "
+            "Leave it out, or name a config."
+        )
     if args.pp is None or args.microbatches is None:
         missing = [f"--{name}" for name in ("pp", "microbatches") if getattr(args, name) is None]
         raise ScheduleError(
@@ -109,27 +120,44 @@ def _asked_for(args: argparse.Namespace) -> Schedule:
     name = args.name or "auto"
     if name != "forward_only":
         name = schedules.resolve(name, vpp)
-    return schedules.build(name, args.pp, vpp, args.microbatches)
+    return [schedules.build(name, args.pp, vpp, args.microbatches)]
+
+
+def _given(args: argparse.Namespace, *names: str) -> list[str]:
+    """Return those of the options that were typed."""
+    return [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is not None]
 
 
 def _of_config(console: Console, args: argparse.Namespace) -> list[Schedule]:
     """The schedules that a run of this configuration uses: of a training step and of a validation."""
-    from engine.config import batch_plan
+    from engine.config import batch_plan, data_parallel_size
     from engine.config_load import load_config
 
-    given = [f"--{name}" for name in ("pp", "vpp", "microbatches", "name") if getattr(args, name) is not None]
-    if given:
+    if given := _given(args, "pp", "vpp", "microbatches", "name"):
         raise ScheduleError(
-            f"--config together with {', '.join(given)}: the configuration says these sizes, and two answers would leave open "
-            "what was checked. Give one of them; a size of the configuration is changed in its file."
+            f"{args.config} together with {', '.join(given)}: the configuration says these sizes, and two answers would leave "
+            "open what was checked. Give one of them; a size of the configuration is changed with an override, such as "
+            "parallel.pp=4."
         )
-    config = load_config(args.config)
+    check_counts(dp=args.dp, world_size=args.world_size)
+    if args.dp is not None and args.world_size is not None:
+        raise ScheduleError("--dp together with --world-size: each says how many replicas there are. Give one of them.")
+    config = load_config(args.config, args.overrides, os.environ, world_size=args.world_size)
     parallel = config.parallel
-    dp = args.dp or parallel.dp or 1
-    plan = batch_plan(config, dp)
-    console.print(f"{args.config}: pp {parallel.pp}, vpp {parallel.vpp}; {plan}")
+    dp = args.dp or data_parallel_size(parallel, args.world_size)
+    note = "" if dp else " (dp is open: --gpus N says another)"
+    plan = batch_plan(config, dp or _usual_dp(config))
+    if args.verb == "check":
+        console.print(f"{args.config}: pp {parallel.pp}, vpp {parallel.vpp}; {plan}{note}")
     name = schedules.resolve(config.schedule.name, parallel.vpp)
     return [schedules.build(each, parallel.pp, parallel.vpp, plan.num_microbatches) for each in (name, "forward_only")]
+
+
+def _usual_dp(config: "Config") -> int:
+    """Return the largest data-parallel size that leaves each pipeline `USUAL_ROUNDS` x pp microbatches; 1 where none does."""
+    num_microbatches, pp = config.train.global_batch_size // config.train.micro_batch_size, config.parallel.pp
+    sizes = range(num_microbatches // (USUAL_ROUNDS * pp), 0, -1)
+    return next((dp for dp in sizes if num_microbatches % dp == 0 and num_microbatches // dp % pp == 0), 1)
 
 
 def _timeline(schedule: Schedule) -> Timeline:

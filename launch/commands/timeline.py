@@ -16,6 +16,7 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "triaxis timeline RUN_DIR"
     parser.epilog = EXAMPLES
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="run directory, runs/<name>")
 

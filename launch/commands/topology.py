@@ -13,6 +13,7 @@ from engine.config_load import load_config
 from engine.config_rules import problems
 from engine.errors import ConfigError, TopologyError
 from engine.rank_grid import ParallelSizes, RankGrid
+from launch.command_line import CONFIG, CommandParser, add_world_size, check_counts
 from launch.topology_text import describe
 
 NAME = "topology"
@@ -20,20 +21,17 @@ HELP = "Show which rank stands on which node, and which ranks form a group."
 EXAMPLES = """examples:
   triaxis topology --tp 2 --pp 2 --dp 4 --ranks-per-node 8
   triaxis topology --tp 8 --pp 8 --dp 16 --ranks-per-node 8 --out layout.png
-  triaxis topology --config configs/llama3_8b.yaml --world-size 64 --ranks-per-node 8
+  triaxis topology configs/llama3_8b.yaml --gpus 64 --ranks-per-node 8
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
+    parser.usage = "triaxis topology (CONFIG [--gpus N] [section.key=value ...] | --tp N --pp N --dp N) [options]"
     parser.epilog = EXAMPLES
+    parser.takes(CONFIG, "sizes and model of this run, in place of --tp --pp --dp", required=False)
     for name, meaning in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{meaning}-parallel size (default: 1)")
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="take the sizes from a config, in place of --tp --pp --dp"
-    )
-    parser.add_argument(
-        "--world-size", type=int, metavar="N", help="with --config: ranks; needed where it leaves dp open"
-    )
+    add_world_size(parser, "with a config: ranks; needed where it leaves parallel.dp open")
     parser.add_argument(
         "--ranks-per-node", type=int, metavar="N", help="ranks that share a node (default: all of them)"
     )
@@ -45,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the layout; TopologyError or ConfigError if there is no such layout."""
+    check_counts(world_size=args.world_size)
     if args.ranks_per_node is not None and args.ranks_per_node < 1:
         raise TopologyError(
             f"--ranks-per-node {args.ranks_per_node}: a node has at least 1 rank, else there are no nodes."
@@ -66,19 +65,27 @@ def run(args: argparse.Namespace) -> int:
 def _sizes(args: argparse.Namespace) -> tuple[Config | None, ParallelSizes]:
     given = {name: getattr(args, name) for name in ("tp", "pp", "dp") if getattr(args, name) is not None}
     if args.config is None:
+        if args.overrides:
+            raise ConfigError(
+                [
+                    f"{word}: no config is named, so there is nothing to override. Name one first."
+                    for word in args.overrides
+                ],
+                "the command line",
+            )
         if args.world_size is not None:
             raise TopologyError(
-                f"--world-size {args.world_size} belongs to --config; here the world is tp x pp x dp. Leave it out, or change "
+                f"--world-size {args.world_size} belongs to a config; here the world is tp x pp x dp. Leave it out, or change "
                 f"--dp."
             )
         return None, ParallelSizes(**given)
     if given:
         flags = " ".join(f"--{name} {size}" for name, size in given.items())
         raise TopologyError(
-            f"{flags} and --config {args.config}: both say what the layout is. Leave one out; TP, PP and DP in the environment "
-            f"change a config."
+            f"{flags} and {args.config}: both say what the layout is. Leave one out; a size of the config is changed with an "
+            f"override, such as parallel.tp=2."
         )
-    config = load_config(args.config, (), os.environ)
+    config = load_config(args.config, args.overrides, os.environ)
     if args.allow_tp_across_nodes:
         parallel = config.parallel.model_copy(update={"allow_tp_across_nodes": True})
         config = config.model_copy(update={"parallel": parallel})

@@ -4,6 +4,7 @@ import argparse
 import os
 from dataclasses import replace
 
+from launch.command_line import CONFIG, CommandParser
 from launch.commands.train import request
 from launch.launcher import launch
 
@@ -17,14 +18,14 @@ Exit code 1 if any rank called something else than its config predicts.
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "triaxis traffic config.yaml [section.key=value ...] [--dry-run]"
+def add_arguments(parser: CommandParser) -> None:
+    parser.usage = "triaxis traffic CONFIG [--dry-run] [section.key=value ...]"
     parser.epilog = EXAMPLES
-    parser.add_argument("words", nargs="+", metavar="config.yaml [section.key=value ...]", help="the run to look at")
+    parser.takes(CONFIG, "the run to look at")
     parser.add_argument("--dry-run", action="store_true", help="print the launch line; start nothing")
 
 
 def run(args: argparse.Namespace) -> int:
     """Start the ranks; the exit code is theirs."""
-    asked = replace(request(args.words, dry_run=args.dry_run), worker="launch.traffic_rank")
+    asked = replace(request(args), worker="launch.traffic_rank", trains=True)
     return launch(asked, os.environ)

@@ -3,10 +3,9 @@
 import argparse
 import os
 from dataclasses import replace
-from pathlib import Path
 
-from engine.errors import ConfigError
 from launch import hostfile
+from launch.command_line import CONFIG, CommandParser
 from launch.failure import DIVERGED
 from launch.launcher import DEFAULT_CONFIG, FROM_SCRATCH, Request, launch
 from launch.preflight import look_before_training
@@ -26,14 +25,13 @@ with NNODES NODE_RANK MASTER_ADDR MASTER_PORT.
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "triaxis train [config.yaml] [section.key=value ...] [--from-scratch] [--dry-run]"
+def add_arguments(parser: CommandParser) -> None:
+    parser.usage = "triaxis train [CONFIG] [--from-scratch] [--dry-run] [section.key=value ...]"
     parser.epilog = EXAMPLES
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="config.yaml section.key=value",
-        help="a config and overrides; without a config: configs/gpt_tiny.yaml on real text, which is prepared first",
+    parser.takes(
+        CONFIG,
+        "the run; without one: configs/gpt_tiny.yaml on real text, which is prepared first",
+        required=False,
     )
     parser.add_argument(
         FROM_SCRATCH,
@@ -47,11 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Start it; the exit code is the run's."""
-    asked = request(args.words, dry_run=args.dry_run)
+    asked = request(args)
     if hostfile.is_asked_for(os.environ):
         flags = [FROM_SCRATCH] if args.from_scratch else []
         return hostfile.start(asked.config_path or DEFAULT_CONFIG, asked.overrides, flags, dry_run=args.dry_run)
-    asked = replace(asked, explained_codes=(DIVERGED,))
+    asked = replace(asked, explained_codes=(DIVERGED,), trains=True)
     if args.from_scratch:
         asked = replace(asked, worker_flags=(FROM_SCRATCH,))
     else:
@@ -59,21 +57,6 @@ def run(args: argparse.Namespace) -> int:
     return launch(asked, os.environ)
 
 
-def request(words: list[str], *, dry_run: bool) -> Request:
-    """A config's path, if the first word is no override, and overrides.
-
-    Raises:
-        ConfigError: a later word is no override.
-    """
-    path = Path(words[0]) if words and "=" not in words[0] else None
-    overrides = words[1:] if path else words
-    if strangers := [word for word in overrides if "=" not in word]:
-        raise ConfigError(
-            [
-                f"{word!r} is neither the first word (a config) nor an override; it would be ignored. Write overrides as "
-                f"section.key=value, such as train.steps=20."
-                for word in strangers
-            ],
-            "the command line",
-        )
-    return Request(path, tuple(overrides), dry_run)
+def request(args: argparse.Namespace) -> Request:
+    """Return what a command line with a config, overrides and `--dry-run` asks for."""
+    return Request(args.config, tuple(args.overrides), args.dry_run)

@@ -15,6 +15,7 @@ from engine.config import Config, parallel_sizes
 from engine.errors import ConfigError
 from engine.verify.judge import Difference, Verdict
 from engine.verify.matrix import Row
+from launch.command_line import CONFIG, LAYOUT_WORDS, CommandParser, layout_overrides
 from launch.verify import Trial, VerificationError, show_plan, trial, verify
 from launch.verify_matrix import MOST_RANKS, matrix
 from launch.verify_oracle import NUM_STEPS, ORACLES, OracleTrial, oracle_trial, show_oracle_plan, verify_against
@@ -22,21 +23,18 @@ from launch.verify_oracle import NUM_STEPS, ORACLES, OracleTrial, oracle_trial, 
 NAME = "verify"
 HELP = "Train a few steps in one process and in a layout; compare loss, every gradient, weights and moments by name."
 EXAMPLES = """examples:
-  triaxis verify --config configs/gpt_tiny.yaml --layout tp=4,pp=2,vpp=2,dp=1
-  triaxis verify --config configs/gpt_tiny.yaml --layout tp=2,dp=2,sp=false --full-size --steps 5 --json certificate.json
-  triaxis verify --config configs/gpt_tiny.yaml model.num_kv_heads=2 --layout tp=4,dp=1
+  triaxis verify configs/gpt_tiny.yaml --layout tp=4,pp=2,vpp=2,dp=1
+  triaxis verify configs/gpt_tiny.yaml --layout tp=2,dp=2,sp=false --full-size --steps 5 --json certificate.json
+  triaxis verify configs/gpt_tiny.yaml model.num_kv_heads=2 --layout tp=4,dp=1
   triaxis verify --matrix
-  triaxis verify --config configs/gpt_tiny.yaml --oracle megatron-core
-  triaxis verify --config configs/gpt_tiny.yaml --oracle transformers --layout tp=2,pp=2 --dtype fp32
+  triaxis verify configs/gpt_tiny.yaml --oracle megatron-core
+  triaxis verify configs/gpt_tiny.yaml --oracle transformers --layout tp=2,pp=2 --dtype fp32
 
 By default the model is made small and keeps every relation of its sizes: heads to ranks, layers to stages, padding of the
 vocabulary, microbatches to stages. Runs on the GPUs of this machine, else on the CPU. Exit code 0: equal; 1: different;
 2: this cannot be run. What verify starts goes to stderr, the certificate to stdout. An oracle runs on the CPU, in a process of
 its own; without --layout, our one process and three layouts of 4 ranks are compared with it.
 """
-
-SIZES = {"tp": "tp", "pp": "pp", "vpp": "vpp", "dp": "dp", "sp": "sequence_parallel"}
-"""Words of a layout, and the keys of the section `parallel` that they set."""
 
 SHOWN = 12
 DEFAULT_STEPS = 3
@@ -45,17 +43,14 @@ DTYPES = ("float64", "fp32", "bf16")
 EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = (
-        "triaxis verify (--config config.yaml [section.key=value ...] | --matrix) [--layout tp=..,pp=..] [options]"
-    )
+def add_arguments(parser: CommandParser) -> None:
+    parser.usage = "triaxis verify (CONFIG | --matrix) [--layout tp=N,pp=N,...] [options] [section.key=value ...]"
     parser.epilog = EXAMPLES
-    parser.add_argument("--config", type=Path, metavar="FILE", help="model and run to be verified")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for training")
+    parser.takes(CONFIG, "model and run to be verified", required=False)
     parser.add_argument(
         "--layout",
         metavar="tp=N,pp=N,...",
-        help=f"of {', '.join(SIZES)}; what is not named is 1 (sp: off). Default: the config's own layout",
+        help=f"of {', '.join(LAYOUT_WORDS)}; what is not named is 1 (sp: off). Default: the config's own layout",
     )
     parser.add_argument(
         "--matrix",
@@ -125,9 +120,9 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
     if args.steps < 1:
         yield f"--steps {args.steps}: at least one step is compared."
     if args.config is None and not args.matrix:
-        yield "neither --config nor --matrix: nothing says what to verify. Give a config, or --matrix for built-in models."
+        yield "neither a config nor --matrix: nothing says what to verify. Give a config, or --matrix for built-in models."
     if args.config is None and args.overrides:
-        yield f"{args.overrides[0]}: without --config there is nothing to override."
+        yield f"{args.overrides[0]}: without a config there is nothing to override."
     if args.matrix and (args.layout is not None or args.full_size):
         yield "--matrix chooses layouts and uses small sizes: --layout and --full-size would be ignored. Leave them out."
     if args.matrix and args.oracle is not None:
@@ -215,28 +210,6 @@ def _features(row: Row) -> str:
 def _write_json(args: argparse.Namespace, content: Mapping[str, object]) -> None:
     if args.json is not None:
         args.json.write_text(json.dumps(content, indent=2) + "\n")
-
-
-def layout_overrides(text: str) -> list[str]:
-    """`tp=4,pp=2` as overrides of the section `parallel`.
-
-    Raises:
-        ConfigError: a word that is no size, or one twice.
-    """
-    given: dict[str, str] = {}
-    problems = []
-    for word in text.split(","):
-        name, _, value = word.strip().partition("=")
-        if name not in SIZES or not value or name in given:
-            problems.append(
-                f"--layout {text}: {word!r} is not one of {', '.join(f'{name}=..' for name in SIZES)}, each at most once; the "
-                "layout that would be verified is not the one that was meant. Write for example --layout tp=2,pp=2,vpp=2,dp=2."
-            )
-        given[name] = value
-    if problems:
-        raise ConfigError(problems, "the command line")
-    sizes = {name: given.get(name, "false" if name == "sp" else "1") for name in SIZES}
-    return [f"parallel.{SIZES[name]}={value}" for name, value in sizes.items()]
 
 
 def certificate(asked: Trial, verdict: Verdict, against: str = ONE_PROCESS) -> dict[str, object]:

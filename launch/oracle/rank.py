@@ -23,6 +23,7 @@ from engine.precision import DTYPES
 from engine.shard_spec import ParamRecord, ParamSpec, localize
 from engine.verify.measure import Part, Writing, starting_values
 from engine.verify.records import REFERENCE_STEPS, StepFacts, TensorKind
+from launch.ending import run_rank
 from launch.from_checkpoint import read_job
 from launch.oracle.model import Oracle
 from launch.parent_death import end_with_parent
@@ -147,4 +148,4 @@ def _whole(spec: ParamSpec) -> ParamRecord:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_rank(main, sys.argv[1:])

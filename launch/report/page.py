@@ -105,9 +105,7 @@ def _unreadable(run: RunRecord) -> str:
     if not run.num_unreadable:
         return ""
     lines = (
-        "line of metrics.jsonl or events.jsonl is"
-        if run.num_unreadable == 1
-        else "lines of metrics.jsonl or events.jsonl are"
+        "line of metrics.jsonl or events/ is" if run.num_unreadable == 1 else "lines of metrics.jsonl or events/ are"
     )
     return (
         f'<p class="warn">{run.num_unreadable:,} {lines} not whole and left out: a run that is killed may leave one; the next '
@@ -152,7 +150,7 @@ def _range(first: int | None, last: int | None) -> str:
 
 def _events(events: Sequence[Event]) -> str:
     if not events:
-        return parts.MISSING.format("events.jsonl holds none.")
+        return parts.MISSING.format("No event is written down.")
     shown = list(events)
     if len(events) > MOST_EVENTS:
         late = len(events) - MOST_EVENTS

@@ -14,7 +14,7 @@ from engine.telemetry.format import in_bytes
 from engine.telemetry.time_split import PARTS
 from launch.report.charts import Line, bar_chart, line_chart, schedule_picture, share_bar, stacked_chart
 from launch.report.record import RunRecord, number
-from models.memory import Memory, predicted_memory
+from models.memory import Memory, predict
 
 MOST_COLUMNS = 150
 """Of the chart of times: longer runs show means of several steps."""
@@ -255,7 +255,8 @@ def _largest(measured: Mapping[int, int], ranks: Sequence[int]) -> int | None:
 
 def _predicted(config: Config, sizes: ParallelSizes) -> dict[int, Memory]:
     try:
-        return {pp: predicted_memory(config, sizes, pp) for pp in range(sizes.pp)}
+        # The measured numbers are of tensors, without NCCL's buffers.
+        return dict(enumerate(predict(config, sizes, nccl=False).ranks))
     except TriaxisError:
         return {}
 
@@ -273,7 +274,7 @@ def _measured_memory(run: RunRecord, sizes: ParallelSizes | None) -> dict[int, i
 def _memory_table(predicted: Mapping[int, Memory]) -> str:
     if not predicted:
         return ""
-    names = ("parameters", "gradients", "optimizer", "activations", "total")
+    names = ("parameters", "gradients", "optimizer", "activations", "messages", "total")
     head = "".join(f'<th class="n">{name}</th>' for name in names)
     rows = "".join(
         f"<tr><td>pp {pp}</td>"

@@ -1,7 +1,7 @@
 """What the files of a run directory say, read with patience: a run may be under way, killed, or from before a file existed.
 
     config.yaml      ->  config, config_text          metrics.jsonl  ->  steps, replaced   (a torn last line is counted)
-    events.jsonl     ->  events, attempts             checkpoints/   ->  checkpoints
+    events/          ->  events, attempts             checkpoints/   ->  checkpoints
     finished         ->  results
 
 Nothing is written, and no lock is taken: a page may be made while the run runs.
@@ -19,7 +19,7 @@ from engine.checkpoint.manifest import parse_manifest
 from engine.config import Config
 from engine.config_load import load_config
 from engine.errors import CheckpointError, TriaxisError
-from engine.telemetry.events import Event, read_events
+from engine.telemetry.events import Event, events_files, read_events
 from engine.telemetry.jsonl import read_records
 
 
@@ -77,7 +77,7 @@ class RunRecord:
         attempts: by number.
         checkpoints: by step.
         results: what `finished` says; None where the run is not done.
-        num_unreadable: lines of metrics.jsonl and events.jsonl that hold no record.
+        num_unreadable: lines of metrics.jsonl and of files of events that hold no record.
     """
 
     path: Path
@@ -111,13 +111,13 @@ def read_run(path: Path) -> RunRecord:
     Raises:
         TriaxisError: it is none.
     """
-    if not any((path / name).is_file() for name in ("config.yaml", "metrics.jsonl", "events.jsonl")):
+    if not any((path / name).is_file() for name in ("config.yaml", "metrics.jsonl")) and not events_files(path):
         raise TriaxisError(
-            f"{path} is no run directory: it has neither config.yaml nor metrics.jsonl nor events.jsonl, so there is nothing to "
+            f"{path} is no run directory: it has neither config.yaml nor metrics.jsonl nor events, so there is nothing to "
             "report. Give the folder of a run, as in: triaxis report runs/gpt_tiny"
         )
     config, config_text, problem = _read_config(path / "config.yaml")
-    metrics, events = read_records(path / "metrics.jsonl"), read_events(path / "events.jsonl")
+    metrics, events = read_records(path / "metrics.jsonl"), read_events(path)
     records = [each for each in metrics.records if isinstance(each.get("step"), int)]
     steps, replaced = _latest(records)
     results = _read_json(path / "finished")

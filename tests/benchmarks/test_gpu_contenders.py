@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import gpu
-from benchmarks.gpu_contenders import ours, process, timed_loop, torch_models
+from benchmarks.gpu_contenders import ours, timed_loop, torch_models
 from benchmarks.gpu_contenders.contenders import CONTENDERS, OURS
 from benchmarks.gpu_contenders.records import Job, read
 from benchmarks.gpu_contenders.shapes import resolve, write_config
@@ -93,11 +93,6 @@ def test_a_trainer_with_masters_takes_the_step_of_one_without(tmp_path: Path) ->
 
 
 def test_what_says_out_of_memory_is_told_from_other_ends(tmp_path: Path) -> None:
-    assert process.did_not_fit(
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
-    )
-    assert process.did_not_fit(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
-    assert not process.did_not_fit(RuntimeError("device-side assert triggered"))
     path = write_config(
         tmp_path, TOY.sizes, corpus=tmp_path / "none", micro_batch_size=2, num_steps=5, dtype="fp32", device="cpu"
     )

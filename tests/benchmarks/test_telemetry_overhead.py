@@ -10,7 +10,7 @@ TOY = ["model.num_layers=1", "model.seq_length=16", "model.hidden_size=32", "tra
 
 def test_one_rank_without_a_launcher(capsys: pytest.CaptureFixture[str]) -> None:
     overrides = [*ONE_RANK, "parallel.sequence_parallel=false", *TOY, "telemetry.log_interval=2"]
-    result = telemetry_overhead.main(["configs/gpt_tiny.yaml", *overrides, "--rounds", "3"])
+    result = telemetry_overhead.run(["configs/gpt_tiny.yaml", *overrides, "--rounds", "3"])
     printed = capsys.readouterr().out
     # Where a step ends: one mark for the phase between steps, one for the end, one for the next beginning. Then three phases, two
     # forwards, two backwards and the end of the program. One rank waits for nothing.
@@ -26,5 +26,5 @@ def test_one_rank_without_a_launcher(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_no_round_begins_when_the_time_is_up_but_an_interval_needs_some() -> None:
     overrides = [*ONE_RANK, "parallel.sequence_parallel=false", *TOY]
-    result = telemetry_overhead.main(["configs/gpt_tiny.yaml", *overrides, "--rounds", "1000", "--seconds", "0"])
+    result = telemetry_overhead.run(["configs/gpt_tiny.yaml", *overrides, "--rounds", "1000", "--seconds", "0"])
     assert result.num_rounds == telemetry_overhead.MIN_ROUNDS == 6

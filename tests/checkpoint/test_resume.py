@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.runs import Trace, run
+from engine.checkpoint import manifest
+from engine.checkpoint.directory import CheckpointDirectory
+from engine.checkpoint.resume import begin
+from tests.checkpoint.runs import Trace, engine_of, run
 from tests.harness import run_ranks
 from tests.parity.cases import Case
 
@@ -63,6 +66,24 @@ def test_written_while_training_waits_is_the_same_checkpoint(tmp_path: Path) -> 
         traces.append(run_ranks(run, 4, WIDE, str(tmp_path / name), 4, 1, saving, (4,))[0])
     assert traces[0].began == traces[1].began == 4
     assert traces[0].fingerprints == traces[1].fingerprints and traces[0].fingerprints
+
+
+def files_looked_at(rank: int, case: Case, folder: str) -> int:
+    """How many sizes of files a rank asks the file system for when it begins from a folder of checkpoints."""
+    looked_at = []
+    problem_of = manifest._file_problem
+    manifest._file_problem = lambda path, num_bytes: (looked_at.append(path), problem_of(path, num_bytes))[1]
+    engine = engine_of(rank, case, {})
+    beginning = begin(engine, CheckpointDirectory(Path(folder)), has_saved=True, data={"samples": "same"})
+    assert beginning.state.step == NUM_BEFORE
+    return len(looked_at)
+
+
+def test_only_rank_0_looks_at_every_file_of_a_checkpoint(tmp_path: Path) -> None:
+    """With a file per rank, all ranks together would ask for the square of their number."""
+    case = Case("gpt", dp=4, global_batch_size=4)
+    run_ranks(run, 4, case, str(tmp_path), NUM_BEFORE, 0, {"interval": NUM_BEFORE})
+    assert run_ranks(files_looked_at, 4, case, str(tmp_path)) == [4, 0, 0, 0]
 
 
 # Other forms of the optimizer's state ------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Every configs/*.yaml is legal as it stands: `triaxis config check` and `triaxis schedule check` accept it."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,40 @@ def test_config_check(path, capsys):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_schedule_check(path, capsys):
-    assert cli.main(["schedule", "check", "--config", str(path)]) == 0, capsys.readouterr().err
+    assert cli.main(["schedule", "check", str(path)]) == 0, capsys.readouterr().err
+
+
+def published_world_size(path):
+    """From the first line of a config: `world size 64`, or `8 ranks` where it is meant for a CPU."""
+    heading = path.read_text().splitlines()[0]
+    found = re.search(r"world size (\d+)", heading) or re.search(r"(\d+) ranks", heading)
+    assert found is not None, f"{path.name} does not begin with the world size that it is meant for: {heading}"
+    return int(found[1])
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_at_the_published_world_size(path, capsys, monkeypatch):
+    world_size = published_world_size(path)
+    for command in ("config check", "schedule check"):
+        assert cli.main([*command.split(), str(path), "--gpus", str(world_size)]) == 0, capsys.readouterr().err
+    capsys.readouterr()
+    for name, value in {
+        "CUDA_VISIBLE_DEVICES": "",
+        "NNODES": max(1, world_size // 8),
+        "NODE_RANK": 0,
+        "NPROC_PER_NODE": min(8, world_size),
+        "MASTER_ADDR": "node0",
+    }.items():
+        monkeypatch.setenv(name, str(value))
+    assert cli.main(["train", str(path), "--dry-run"]) == 0, capsys.readouterr().err
+    assert f"{world_size} on " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_config_fits_other_numbers_of_gpus(path, capsys):
+    world_size = published_world_size(path) // 2
+    changes = ["parallel.dp=null"] if path.stem == "gpt_tiny" else []
+    assert cli.main(["config", "check", str(path), "--gpus", str(world_size), *changes]) == 0, capsys.readouterr().err
 
 
 def test_there_are_configs():

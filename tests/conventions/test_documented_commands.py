@@ -12,6 +12,8 @@ import subprocess
 
 import pytest
 
+from engine.config_counts import SUFFIXES, count
+from engine.config_load import ENVIRONMENT
 from launch import cli
 from tests.documented import PAGES, ROOT, commands, make_workplace, section
 from tests.launch.command_line import OTHER_LAUNCHERS, OTHER_RUNS
@@ -23,7 +25,7 @@ VARIABLES = r"(?:[A-Z_]+=\S+ )*"
 DRY_FORMS = [
     # starts ranks, tests or jobs: the same words with --dry-run
     (re.compile(rf"({VARIABLES}bash (?:launch/pretrain_gpt\.sh|tests/run\.sh)\b.*)"), r"\1 --dry-run"),
-    (re.compile(rf"({VARIABLES}triaxis (?:train|traffic|verify|doctor)\b.*)"), r"\1 --dry-run"),
+    (re.compile(rf"({VARIABLES}triaxis (?:train|try|traffic|verify|doctor)\b.*)"), r"\1 --dry-run"),
     (re.compile(r"(?:sbatch|bash) (launch/slurm/\S+\.sbatch.*)"), r"bash \1 --dry-run"),
     (re.compile(r"make (\w+)"), r"make --dry-run \1"),
     # needs a run; tests/launch/test_report.py makes some
@@ -85,6 +87,17 @@ def run_here(words):
 
 def test_the_readme_opens_with_the_two_commands():
     assert list(commands((ROOT / "README.md").read_text()))[:2] == ["bash launch/pretrain_gpt.sh", "bash tests/run.sh"]
+
+
+def test_the_readme_says_what_wins_over_what():
+    text = section((ROOT / "README.md").read_text(), "## Training something else")
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert any("the first word of every command" in row and "`--config FILE`" in row for row in rows)
+    assert any("`section.key=value`" in row and "before or after any option" in row for row in rows)
+    assert all(any(f"`{name}`" in row for row in rows) for name in ENVIRONMENT)
+    written = re.findall(r"`([0-9][0-9e]*[kMBT]?)`", text)
+    assert {one[-1] for one in written if one[-1].isalpha()} == set(SUFFIXES) - {"K"}
+    assert [count(one) for one in written] == [8 * 10**12, 20 * 10**9, 500 * 10**6, 10_000, 8 * 10**12]
 
 
 def test_paths_that_pages_link_to_exist():

@@ -250,6 +250,15 @@ BAD: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         {},
         ["recompute.memory_gb = 70", "no effect", "granularity = auto", "memory_gb = null"],
     ),
+    "norms whose results nobody keeps": (
+        [
+            "parallel.tp=2",
+            "parallel.sequence_parallel=true",
+            "recompute={granularity: selective, modules: [norm, activation], gathered_inputs: keep}",
+        ],
+        {},
+        ["recompute.modules = [norm, activation]", "gathered_inputs = regather", "modules = [activation]"],
+    ),
     "a rotation that is not there": (
         ["model.position=learned", "recompute={granularity: selective, modules: [norm, rope]}"],
         {},

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.collectives import Axis, Ledger, Message
+from engine.collectives import TEXT_BYTES, Axis, Ledger, Message
 from engine.errors import TopologyError
 from engine.rank_grid import ParallelSizes, RankGrid
 from engine.topology import Topology
@@ -122,7 +123,36 @@ def test_a_one_rank_axis_is_the_identity_and_calls_nothing() -> None:
     assert axis.reduce_scatter(x, "a").wait() is x
     assert axis.broadcast(x, 0, "a").wait() is x
     assert axis.agree([1.0, 2.0], CPU, "a") == [1.0, 2.0]
+    assert axis.tell("why", CPU, "a") == ["why"] and axis.announce("where", CPU, "a") == "where"
     assert axis.ledger.events == []
+
+
+def exchange_texts(rank: int) -> dict[str, Any]:
+    axis = Topology(RankGrid(ParallelSizes(tp=4)), rank, CPU).axis("tp")
+    results: dict[str, Any] = {}
+    for name, told in (
+        ("nobody", ""),
+        ("one", "größer" if rank == 2 else ""),
+        ("all", str(rank) * (rank + 1)),
+        ("long", "x" * (TEXT_BYTES + rank)),
+    ):
+        axis.ledger.reset()
+        results[name] = axis.tell(told, CPU, "test")
+        results[f"calls of {name}"] = [(event.op, event.numel) for event in axis.ledger.posted]
+    axis.ledger.reset()
+    results["announced"] = axis.announce(f"from {rank}", CPU, "test")
+    results["calls of announced"] = [(event.op, event.numel) for event in axis.ledger.posted]
+    return results
+
+
+def test_texts_cost_as_many_bytes_as_the_longest_and_none_where_all_are_empty() -> None:
+    for got in run_ranks(exchange_texts, 4):
+        assert got["nobody"] == [""] * 4 and got["calls of nobody"] == [("all_reduce", 1)]
+        assert got["one"] == ["", "", "größer", ""]
+        assert got["calls of one"] == [("all_reduce", 1), ("all_gather", len("größer".encode()))]
+        assert got["all"] == ["0", "11", "222", "3333"] and got["calls of all"][1] == ("all_gather", 4)
+        assert got["long"] == ["x" * TEXT_BYTES] * 4
+        assert got["announced"] == "from 0" and got["calls of announced"] == [("broadcast", TEXT_BYTES)]
 
 
 def sum_order(rank: int, parts: int) -> list[torch.Tensor]:
@@ -193,6 +223,35 @@ def pipeline_groups(rank: int) -> bool:
 
 def test_the_two_directions_of_a_pipeline_have_groups_of_their_own() -> None:
     assert all(run_ranks(pipeline_groups, 2))
+
+
+def calls_at_start(rank: int, size: int) -> tuple[list[str], list[str]]:
+    """List torch's calls while a pipeline's topology is made, and those of the first use of its `pp` group."""
+    with CountCalls() as at_start:
+        topology = Topology(RankGrid(ParallelSizes(pp=size)), rank, CPU)
+    with CountCalls() as at_first_use:
+        topology.axis("pp").connect(CPU)
+    return at_start.names, at_first_use.names
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_connection_of_a_step_is_opened_at_start(size: int) -> None:
+    """On both pipeline groups a group call with both ring neighbours, each way; `pp` is left to its first user."""
+    for rank, (at_start, at_first_use) in enumerate(run_ranks(calls_at_start, size, size)):
+        # Reductions of one element: world, the two directions, and the tied ends. `dp` and `tp` are of one rank here.
+        num_reductions = 4 if rank in (0, size - 1) else 3
+        assert sorted(at_start) == ["allreduce_"] * num_reductions + ["recv_"] * 4 + ["send"] * 4
+        assert at_first_use == ["allreduce_"]
+
+
+def timeouts_of_groups(rank: int, seconds: int) -> set[float]:
+    topology = Topology(RankGrid(ParallelSizes(tp=2, pp=2)), rank, CPU, kv_heads=1, timeout=timedelta(seconds=seconds))
+    assert len(topology._groups) >= 5
+    return {group._get_backend(CPU).options._timeout.total_seconds() for group in topology._groups.values()}
+
+
+def test_the_timeout_reaches_every_group() -> None:
+    assert run_ranks(timeouts_of_groups, 4, 77) == [{77.0}] * 4
 
 
 def fails_on_rank_two(rank: int) -> int:

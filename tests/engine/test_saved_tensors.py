@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.host_memory import HostMemory, InPlace, Mark
+from engine.pinned_memory import Pageable
 from engine.saved_tensors import SavedTensors
 
 CPU = torch.device("cpu")
@@ -159,10 +160,27 @@ def test_what_is_moved_is_in_host_memory_instead() -> None:
     loss.backward()
     # Of each of two layers: its input, the norm's output and two statistics, the product, the activation's output.
     assert host.num_free == 2 * 6
-    # The first layer's input is still held here, beside its copy.
-    assert kept_and_moved == kept + 16 * WIDTH * 8
+    # The first layer's input is still held here, beside its copy; buffers are whole pages.
+    rounding = sum(vector.untyped_storage().nbytes() - vector.nbytes for vector in host.pool.vectors)
+    assert kept_and_moved == kept + 16 * WIDTH * 8 + rounding
     bytes_kept(chain)
     assert host.num_free == 0, "the next microbatch takes the buffers again"
+
+
+def test_host_memory_is_locked_in_the_first_step_only() -> None:
+    locked = list[int]()
+
+    class Lock(Pageable):
+        def lock(self, memory: torch.Tensor) -> None:
+            locked.append(memory.nbytes)
+
+    chains: list[Chain] = []
+    host = HostMemory(CPU, page_lock=Lock())
+    chains.append(Chain(SavedTensors((), host, weights=weights_of(chains)), num_moved=2))
+    for _ in range(3):
+        chains[0].gradients(source())
+        assert len(locked) == host.num_free == 2 * 6
+    assert sum(locked) < host.pool.num_bytes + 12 * 4096
 
 
 def test_weights_and_what_is_small_stay() -> None:
@@ -277,4 +295,4 @@ def test_a_gpu_copies_beside_its_work_and_never_waits(parts: Sequence[str]) -> N
         torch.cuda.set_sync_debug_mode("default")
     for each in found:
         assert all(torch.equal(a, b) for a, b in zip(each, expected, strict=True))
-    assert all(buffer.is_pinned() for buffers in host._free.values() for buffer in buffers)
+    assert host.num_free > 0 and all(buffer.is_pinned() for buffer in host.pool.vectors)

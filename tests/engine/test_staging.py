@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from engine.collectives import Axis, Message
+from engine.pinned_memory import Pageable
 from engine.rank_grid import ParallelSizes, RankGrid
 from engine.staging import CPU, Seen, Staging, Use
 from engine.topology import Topology
@@ -131,6 +132,57 @@ def test_a_call_that_fails_raises_where_it_is_waited_for_and_the_next_is_made() 
     assert tensor.tolist() == [2] and failed.is_completed()
     with pytest.raises(RuntimeError, match="the peer is gone"):
         failed.wait()
+    staging.close()
+
+
+def test_host_memory_is_locked_once_and_reused_by_later_calls() -> None:
+    locked = list[int]()
+
+    class Lock(Pageable):
+        def lock(self, memory: torch.Tensor) -> None:
+            locked.append(memory.nbytes)
+
+        def unlock(self, memory: torch.Tensor) -> None:
+            locked.remove(memory.nbytes)
+
+    staging, handle, tensor = Staging(CPU, Lock()), Handle(), torch.ones(3000)
+    handle.ended.set()
+    for number in range(5):
+        (work,) = staging.post(doubling(tensor, [], handle), [Use([tensor], [tensor])])
+        work.wait()
+        assert len(locked) == 1, f"call {number}"
+    assert tensor[0] == 2**5 and locked == [3 * 4096]
+    staging.close()
+    assert locked == []
+
+
+def test_a_call_keeps_its_memory_until_all_its_handles_were_waited_for() -> None:
+    staging, handle = Staging(CPU), Handle()
+    handle.ended.set()
+    sent, received = torch.ones(4), torch.zeros(4)
+    seen_by_the_exchange, seen_by_others = list[torch.Tensor](), list[torch.Tensor]()
+
+    def exchange(see: Seen) -> Sequence[Handle]:
+        seen_by_the_exchange.extend((see(sent), see(received)))
+        see(received).copy_(see(sent) * 3)
+        return [handle, handle]
+
+    def use_memory(num_calls: int) -> None:
+        others = [torch.full((4,), 7.0) for _ in range(num_calls)]
+        works = [staging.post(doubling(each, seen_by_others, handle), [Use([each], [each])])[0] for each in others]
+        for work in works:
+            work.wait()
+
+    send, receive = staging.post(exchange, [Use([sent]), Use((), [received])])
+    send.wait()
+    use_memory(2)
+    receive.wait()
+    assert received.tolist() == [3] * 4
+    use_memory(4)
+    receive.wait()
+    assert received.tolist() == [3] * 4, "a second wait brings nothing of the calls that have its memory now"
+    addresses = {tensor.data_ptr() for tensor in seen_by_others}
+    assert len(addresses) == 4 and addresses > {tensor.data_ptr() for tensor in seen_by_the_exchange}
     staging.close()
 
 

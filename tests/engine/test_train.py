@@ -1,5 +1,6 @@
 """The order of things in the training loop, with an engine that only writes down what it is asked."""
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
@@ -20,13 +21,16 @@ CONFIG: dict[str, Any] = {
 
 
 class Result:
-    def __init__(self, log: Log, step: int, diverges: bool, stop: tuple[float, ...]) -> None:
+    def __init__(self, log: Log, step: int, diverges: bool, stop: tuple[float, ...], num_retried: int) -> None:
         self.log, self.step, self.diverges, self.stop = log, step, diverges, stop
+        self.num_retried = num_retried
 
     def read(self) -> StepResult:
         self.log.append(("read", self.step))
         flaw = "not finite" if self.diverges else ""
-        return StepResult(float(self.step), 1.0, num_tokens=8, flags=NO_FLAGS, stop=self.stop, flaw=flaw)
+        return StepResult(
+            float(self.step), 1.0, num_tokens=8, flags=NO_FLAGS, stop=self.stop, num_retried=self.num_retried, flaw=flaw
+        )
 
 
 class Loop:
@@ -38,10 +42,12 @@ class Loop:
         saves_every: int | None = None,
         diverges_at: int | None = None,
         asked_at: int | None = None,
+        retries_at: Sequence[int] = (),
     ) -> None:
         self.config, self.plan = config, batch_plan(config, 1)
         self.saves_every, self.diverges_at = saves_every, diverges_at
         self.asked_at, self.request, self.ended = asked_at, StopRequest(), None
+        self.retries_at, self.is_late = retries_at, False
         self.log: Log = []
         self.consumed_samples = 0
         self.step = -1
@@ -64,11 +70,16 @@ class Loop:
         assert limit == 100.0 + self.step and self.log[-1] == ("check", self.step)
         assert (stop == NO_STOP) == (self.asked_at is None or self.step < self.asked_at)
         self.log.append(("post", self.step))
-        return Result(self.log, self.step, self.step == self.diverges_at, stop)
+        return Result(self.log, self.step, self.step == self.diverges_at, stop, 3 * (self.step in self.retries_at))
 
     def evaluate(self, steps: Any) -> float:
         self.log.append(("validate", self.step))
         return 1.0
+
+    def receive_late(self) -> bool:
+        self.log.append(("late", self.step))
+        was_early, self.is_late = not self.is_late, True
+        return was_early
 
     # The guard
 
@@ -103,6 +114,10 @@ class Loop:
         self.log.append(("tell", step))
 
     def on_validation(self, step: int, loss: float) -> None: ...
+
+    def on_allocator_retry(self, step: int, num_ranks: int) -> None:
+        assert num_ranks == 3
+        self.log.append(("retry", step))
 
     # Checkpoints
 
@@ -140,6 +155,13 @@ def test_every_step_ends_once_and_is_told_once_in_order() -> None:
             assert [step for word, step in log if word == what] == list(range(loop.plan.num_steps)), what
         for step in range(loop.plan.num_steps):
             assert log.index(("end", step)) < log.index(("tell", step)), "its time is known when it is told"
+
+
+def test_memory_that_runs_short_makes_receives_late_with_one_event() -> None:
+    """The flag of step 1 is read when step 2 is posted; that of step 2 prolongs what has begun."""
+    log = Loop(config(), retries_at=(1, 2)).run()
+    assert [entry for entry in log if entry[0] in ("late", "retry")] == [("late", 2), ("retry", 1), ("late", 3)]
+    assert log.index(("post", 2)) < log.index(("tell", 1)) < log.index(("retry", 1)) < log.index(("post", 3))
 
 
 @pytest.mark.parametrize("what", ["validate", "save"])

@@ -13,6 +13,8 @@ from typing import Any
 
 import psutil
 
+from engine.telemetry.events import read_events
+
 ROOT = Path(__file__).resolve().parents[2]
 PRETRAIN = ("bash", str(ROOT / "launch" / "pretrain_gpt.sh"))
 TRIAXIS = (sys.executable, "-m", "launch.cli")
@@ -64,6 +66,13 @@ def run(folder: Path, *command: str, within_seconds: float = 240.0, **variables:
     """`started` and `ended`."""
     with started(folder, *command, **variables) as process:
         return ended(process, within_seconds)
+
+
+def events(run: Path) -> list[dict[str, Any]]:
+    """The records of a run directory's events, of all nodes; every line holds one."""
+    read = read_events(run)
+    assert read.num_unreadable == 0
+    return [event.to_record() for event in read.events]
 
 
 def records(path: Path) -> list[dict[str, Any]]:

@@ -1,17 +1,22 @@
 """Bootstrap in a copy of the scripts, without a network: a toy project whose one dependency is a wheel in a folder."""
 
+import importlib.metadata
 import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from launch.bootstrap import BootstrapError, Checkout, choose, missing_requirements
+from engine.nvidia_driver import Driver
+from launch import bootstrap
+from launch.bootstrap import TORCH_OF_CUDA, BootstrapError, Checkout, choose, missing_requirements, torch_for
+from tests.lacking import is_strict
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -69,20 +74,33 @@ def checkout(tmp_path_factory):
     (root / "launch").mkdir()
     for name in ("bootstrap.py", "bootstrap.sh"):
         shutil.copy(ROOT / "launch" / name, root / "launch" / name)
+    (root / "engine").mkdir()
+    for name in ("__init__.py", "nvidia_driver.py"):
+        shutil.copy(ROOT / "engine" / name, root / "engine" / name)
+    (root / "launch" / "constraints.txt").write_text("# tested\ntriaxis-toy-engine==1.5\ntriaxis-toy-tests==1.0\n")
     (root / "pyproject.toml").write_text(PYPROJECT)
     (root / "toy_backend.py").write_text(BACKEND)
-    write_wheel(root / "wheels", "triaxis-toy-engine", "1.5")
+    for version in ("1.5", "1.6"):
+        write_wheel(root / "wheels", "triaxis-toy-engine", version)
     write_wheel(root / "wheels", "triaxis-toy-tests", "1.0")
     return Checkout(root)
 
 
-def start(checkout: Checkout, *extras: str, **variables: str) -> subprocess.Popen[str]:
+def environment_of(checkout: Checkout) -> dict[str, str]:
     ours = ("SLURM_", "TRIAXIS_", "TORCHELASTIC_", "PIP_", "RANK")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    environment |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": (checkout.root / "wheels").as_uri(), "PIP_NO_CACHE_DIR": "1"}
+    return environment | {
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": (checkout.root / "wheels").as_uri(),
+        "PIP_NO_CACHE_DIR": "1",
+    }
+
+
+def start(checkout: Checkout, *extras: str, **variables: str) -> subprocess.Popen[str]:
     command = ["bash", str(checkout.root / "launch" / "bootstrap.sh"), *extras]
+    environment = environment_of(checkout) | variables
     return subprocess.Popen(
-        command, env=environment | variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/"
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/"
     )
 
 
@@ -186,6 +204,66 @@ def test_what_is_missing_is_read_from_pyproject(tmp_path):
     assert missing["no-such-thing"] == "no-such-thing"
 
 
+def versions_of_ci() -> dict[str, str]:
+    lines = (ROOT / "launch" / "constraints.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+def test_every_package_has_a_tested_version_and_the_ranges_allow_it():
+    from packaging.requirements import Requirement
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [Requirement(text) for text in project["dependencies"] + project["optional-dependencies"]["dev"]]
+    tested = versions_of_ci()
+    assert {requirement.name for requirement in wanted} == set(tested)
+    for requirement in wanted:
+        assert tested[requirement.name] in requirement.specifier
+        if requirement.name == "torch":
+            assert all(version in requirement.specifier for version in TORCH_OF_CUDA.values())
+
+
+def test_ci_installs_what_it_calls_tested():
+    """The environment that these tests run in, where it was made by `.ci/run` or the bootstrap."""
+    assert "--constraint launch/constraints.txt" in (ROOT / ".ci" / "run").read_text()
+    if is_strict():
+        found = {name: importlib.metadata.version(name).partition("+")[0] for name in versions_of_ci()}
+        assert found == versions_of_ci()
+
+
+@pytest.mark.parametrize(
+    ("version", "num_gpus", "torch"),
+    [
+        ("", 0, "2.13.0"),
+        ("580.65.06", 8, "2.13.0"),
+        ("", 1, "2.13.0"),
+        ("550.54.14", 8, "2.10.0"),
+        ("525.60.13", 1, "2.10.0"),
+    ],
+)
+def test_a_torch_that_the_driver_runs(version, num_gpus, torch):
+    assert torch_for(Driver(version, num_gpus), "2.13.0", {}) == torch
+
+
+def test_a_driver_that_no_torch_runs_on_says_what_to_do():
+    old = Driver("470.57.02", 8)
+    with pytest.raises(BootstrapError, match=r"is 470\.57\.02.*driver 525 or newer.*TRIAXIS_PYTHON"):
+        torch_for(old, "2.13.0", {})
+    assert torch_for(old, "2.13.0", {"CUDA_VISIBLE_DEVICES": ""}) == "2.13.0"
+
+
+def test_what_is_there_is_not_constrained(checkout, tmp_path, monkeypatch):
+    """A container's torch stays as it is, and so does everything else that it has."""
+    monkeypatch.setattr(bootstrap, "_check", lambda python, extras: ["triaxis-toy-engine<2.0,>=1.0"])
+    kept = bootstrap.OwnTorch("2.11.0a0+nv", tmp_path)
+    assert bootstrap._constraints(checkout, [], kept) == "triaxis-toy-engine==1.5\ntorch==2.11.0a0+nv\n"
+    monkeypatch.setattr(bootstrap, "_check", lambda python, extras: ["torch<2.16,>=2.9"])
+    monkeypatch.setattr(bootstrap, "read_driver", lambda: Driver("550.54.14", 8))
+    constraints = checkout.constraints.read_text()
+    checkout.constraints.write_text(f"{constraints}torch==2.13.0\n")
+    assert bootstrap._constraints(checkout, [], None) == "torch==2.10.0\n"
+    checkout.constraints.write_text(constraints)
+
+
 def test_the_tests_run_in_a_complete_environment():
     assert missing_requirements(ROOT / "pyproject.toml", ["dev"]) == {}
 
@@ -200,6 +278,21 @@ def test_a_missing_ensurepip_gives_the_apt_line(checkout, monkeypatch):
 
 @pytest.mark.slow  # a second environment
 @pytest.mark.distributed
+def test_a_fresh_environment_is_filled_although_the_active_python_has_all(checkout):
+    """The way out where torch does not fit the driver: neither `.venv` nor the active Python may answer."""
+    checkout.pyproject.write_text(PYPROJECT)
+    (checkout.root / "toy_backend.py").write_text(BACKEND)
+    subprocess.run([sys.executable, "-m", "venv", "--clear", checkout.venv], check=True)
+    assert not checkout.installed.exists()
+    command = [checkout.python, checkout.root / "launch" / "bootstrap.py"]
+    ran = subprocess.run(command, env=environment_of(checkout), capture_output=True, text=True, check=True, cwd="/")
+    assert ran.stdout.strip() == str(checkout.python)
+    assert versions(checkout.python)["triaxis-toy-engine"] == "1.5"
+    assert finish(start(checkout, SLURM_JOB_ID="7")) == (0, str(checkout.python), "")
+
+
+@pytest.mark.slow  # a second environment
+@pytest.mark.distributed
 def test_a_torch_that_is_there_is_kept(checkout, tmp_path, monkeypatch):
     """The container's own build, seen from a virtual environment that has it: shared, and pinned for pip."""
     packages = tmp_path / "packages"
@@ -207,11 +300,11 @@ def test_a_torch_that_is_there_is_kept(checkout, tmp_path, monkeypatch):
     information.mkdir(parents=True)
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.10.0a0+container\n")
     monkeypatch.syspath_prepend(str(packages))
-    requirement = '"torch>=2.9,<2.14", "triaxis-toy-engine'
+    requirement = '"torch>=2.9,<2.16", "triaxis-toy-engine'
     checkout.pyproject.write_text(PYPROJECT.replace('"triaxis-toy-engine', requirement))
     (checkout.root / "toy_backend.py").write_text(
         BACKEND.replace(
-            "Requires-Dist: triaxis-toy-engine", "Requires-Dist: torch>=2.9,<2.14\nRequires-Dist: triaxis-toy-engine"
+            "Requires-Dist: triaxis-toy-engine", "Requires-Dist: torch>=2.9,<2.16\nRequires-Dist: triaxis-toy-engine"
         )
     )
     for name, value in (("PIP_NO_INDEX", "1"), ("PIP_FIND_LINKS", (checkout.root / "wheels").as_uri())):

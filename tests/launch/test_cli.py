@@ -34,8 +34,26 @@ def test_every_help_shows_an_example(name, capsys):
         cli.main([name, "--help"])
     assert left.value.code == 0
     text = capsys.readouterr().out
-    examples = [line for line in text.splitlines() if f"triaxis {name}" in line and not line.startswith("usage:")]
+    usage = text.partition("\n\n")[0]
+    assert usage.startswith(f"usage: triaxis {name} ") and "[-h]" not in usage and "\n" not in usage
+    assert text.partition("\n\n")[2][0].isupper()
+    assert max(map(len, text.splitlines())) <= 140
+    examples = [line for line in text.splitlines() if f"triaxis {name}" in line and line not in usage]
     assert examples, text
+
+
+VERBS = [(name, verb) for name in MODULES for verb in cli.command_parser(cli.command_module(name)).verbs]
+
+
+@pytest.mark.parametrize(("name", "verb"), VERBS)
+def test_every_verb_says_what_it_does_and_shows_an_example(name, verb, capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main([name, verb, "--help"])
+    assert left.value.code == 0
+    usage, description, rest = capsys.readouterr().out.split("\n\n", 2)
+    assert usage.startswith(f"usage: triaxis {name} {verb} ") and "[-h]" not in usage and "\n" not in usage
+    assert description[0].isupper() and description.endswith(".")
+    assert f"\n  triaxis {name} {verb} " in rest or f" triaxis {name} {verb} " in rest
 
 
 def test_help_lists_the_commands_and_shows_examples(capsys):
@@ -58,6 +76,16 @@ def test_help_imports_no_command_and_nothing_heavy():
     heavy = {"torch", "numpy", "pydantic", "rich", "matplotlib", "engine"}
     assert not heavy & loaded
     assert not [name for name in loaded if name.startswith("launch.commands.")]
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("trian", "train"), ("topologie", "topology"), ("checkpoints", "checkpoint")]
+)
+def test_a_misspelled_command_gets_the_nearest(typed, meant, capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main([typed])
+    assert left.value.code == 2
+    assert f"there is no command {typed!r}. Did you mean {meant}?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [[], ["trian"], ["--"], ["--version"]])

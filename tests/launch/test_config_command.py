@@ -29,7 +29,7 @@ LLAMA = {
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     command = command_module("config")
-    assert command.run(command_parser(command).parse_args(arguments)) == 0
+    assert command.run(command_parser(command).parse(arguments)) == 0
     return capsys.readouterr().out
 
 
@@ -47,11 +47,26 @@ def test_every_shipped_config_is_listed_here() -> None:
 def test_shipped_configs_check_alone_and_at_their_world_size(capsys: pytest.CaptureFixture[str], name: str) -> None:
     path = str(CONFIGS / f"{name}.yaml")
     text = shown(capsys, "check", path)
-    assert text.startswith(f"{path}: ok\n") and f": {WORLD_SIZES[name]:,} ranks" in text
+    assert text.startswith(f"{path}: ok\n")
+    is_open = load_config(path).parallel.dp is None
+    assert ("dp = world size / " if is_open else f": {WORLD_SIZES[name]:,} ranks") in text
     at_size = shown(capsys, "check", path, "--world-size", str(WORLD_SIZES[name]), "--ranks-per-node", "8")
     assert f"{WORLD_SIZES[name]:,} ranks on {WORLD_SIZES[name] // 8} x 8" in at_size
+    batch = load_config(path).train.global_batch_size
+    dp = WORLD_SIZES[name] // (load_config(path).parallel.tp * load_config(path).parallel.pp)
+    assert f"x dp {dp}; " in at_size and f"{batch:,} samples per step" in at_size
+    # The number of replicas stands in the comment of the micro batch, with what follows from it.
+    text = Path(path).read_text()
+    micro = load_config(path).train.micro_batch_size
+    assert f"/ ({micro} x dp {dp}) = {batch // (micro * dp)} microbatches" in text
+
+
+def test_the_tiny_config_says_its_world_because_a_machine_without_gpus_has_no_size() -> None:
     with pytest.raises(ConfigError, match="must be the world size"):
-        shown(capsys, "check", path, "--world-size", str(WORLD_SIZES[name] * 2))
+        load_config(TINY, world_size=16)
+    assert {name for name in WORLD_SIZES if load_config(CONFIGS / f"{name}.yaml").parallel.dp is not None} == {
+        "gpt_tiny"
+    }
 
 
 @pytest.mark.parametrize("name", WORLD_SIZES)
@@ -110,15 +125,41 @@ def test_check_prints_the_derived_values(capsys: pytest.CaptureFixture[str]) -> 
         "  schedule   1f1b",
         "  layout     tp=2 pp=3 vpp=1 dp=2: 12 ranks",
         "  batch      32 samples per step = 4 microbatches of 4 x dp 2; 4,096 tokens per step x 20 steps = 81,920 tokens",
+        "  memory     1.4 GB predicted on the fullest rank, pp 0 (communicators 1.4)",
     ]
+
+
+def test_check_says_that_gathered_inputs_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, "check", TINY, "parallel.sequence_parallel=true", "recompute.memory_gb=1")
+    assert "  gathered   inputs of column-parallel layers are kept for the backward" in text
+    assert "gathered" not in shown(capsys, "check", TINY, "parallel.sequence_parallel=true")
 
 
 def test_check_says_what_it_cannot_know(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "check", TINY, "parallel.dp=null")
-    assert "dp = world size / 4: open" in text and "--world-size" in text and "batch" not in text
+    assert "dp = world size / 4: open" in text and "give --gpus N" in text and "batch" not in text
     assert "dp=3: 12 ranks" in shown(
         capsys, "check", TINY, "parallel.dp=null", "train.global_batch_size=24", "--world-size", "12"
     )
+
+
+def test_check_compares_the_prediction_with_the_memory_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    llama = str(CONFIGS / "llama3_8b.yaml")
+    assert (
+        shown(capsys, "check", llama, "parallel.dp=32", "--gpu-memory", "80")
+        .rstrip()
+        .endswith("communicators 0.8) of 80.0 GB")
+    )
+    on_cpu = shown(capsys, "check", llama, "parallel.dp=32", "runtime.device=cpu", "--gpu-memory", "40").splitlines()[
+        -1
+    ]
+    assert "46.3 GB predicted" in on_cpu and on_cpu.endswith("activations 20.7)"), "no verdict, no communicators"
+    arguments = ["config", "check", llama, "parallel.dp=32", "optimizer.lrr=1", "--gpu-memory", "40"]
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert "has 2 problems" in error and "memory = 47.1 GB predicted" in error and "These fit: " in error
+    assert main([*arguments[:3], "--gpu-memory", "0"]) == 2
+    assert "--gpu-memory 0: must be more than 0" in capsys.readouterr().err
 
 
 def test_check_reports_everything_at_once_and_exits_2(capsys: pytest.CaptureFixture[str]) -> None:

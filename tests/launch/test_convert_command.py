@@ -1,7 +1,6 @@
 """`triaxis convert hf-import` and `hf-export`, as a person types them."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from engine.shard_spec import localize
 from launch.cli import main
 from models.interop.hf_files import WeightFiles
 from models.specs import model_specs
+from tests.lacking import need_package
 from tests.launch.command_line import TRIAXIS, run
 
 MODEL: dict[str, Any] = {
@@ -37,9 +37,8 @@ TEXT = "the quick brown fox jumps over  the lazy dog 0123456789 the end"
 
 @pytest.fixture(scope="module", autouse=True)
 def _transformers() -> None:
-    """On a user's machine without transformers these tests skip; where CI=true they fail."""
-    if os.environ.get("CI") != "true":
-        pytest.importorskip("transformers", reason="transformers is the oracle: pip install 'triaxis[dev]'")
+    """Transformers is the oracle of these tests."""
+    need_package("transformers", "pip install 'triaxis[dev]'")
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from engine.doctor.records import Clock, Examination, GroupRate, Needs, NetworkF
 from engine.errors import ConfigError
 from engine.pipeline.partition import partition
 from engine.rank_grid import Coordinates, ParallelSizes, RankGrid
+from launch.cli import command_module, command_parser
 from launch.commands import doctor
 from launch.doctor_plan import AXES, data_files, folders, message_sizes, needs
 from launch.doctor_report import show, write_json
@@ -78,7 +79,7 @@ def test_folders_and_files_of_a_run() -> None:
 
 
 def words(*given: str) -> Namespace:
-    return Namespace(words=list(given), json=None, dry_run=True)
+    return command_parser(command_module("doctor")).parse([*given, "--dry-run"])
 
 
 def test_without_a_config_one_process_looks_at_this_node(capsys: pytest.CaptureFixture[str]) -> None:

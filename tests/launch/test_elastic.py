@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.command_line import ended, ranks_of, records, started, wait_for_steps
+from tests.launch.command_line import ended, events, ranks_of, started, wait_for_steps
 from tests.launch.undisturbed import CONFIG, saved_fingerprint, undisturbed_fingerprint
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -31,7 +31,7 @@ def test_a_dead_rank_restarts_all_and_they_resume(tmp_path: Path) -> None:
         ranks_of(torchrun)[2].kill()
         said = ended(torchrun, within_seconds=240.0)
     assert said.exit_code == 0, said.err
-    begun = [event for event in records(run / "events.jsonl") if event["kind"] == "begun"]
+    begun = [event for event in events(run) if event["kind"] == "begun"]
     assert [event["attempt"] for event in begun] == [0, 1]
     assert begun[1]["step"] in (12, 24)
     assert saved_fingerprint(run) == undisturbed_fingerprint(config, world_size=4, ranks_per_node=4)

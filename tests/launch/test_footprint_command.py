@@ -51,7 +51,7 @@ def test_all_ranks_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_races(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "races.json"
-    command = [*COMMAND, "--layout", "pp=2", "--races", "kernels.attention=cudnn", "--json", str(path)]
+    command = [*COMMAND, "--layout", "pp=2,dp=1", "--races", "kernels.attention=cudnn", "--json", str(path)]
     assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 and lines[0].startswith("rank 0 (pp 0, dp 0, tp 0): 0 races in ")

@@ -8,7 +8,7 @@ import pytest
 
 from engine.resilience.hang import HUNG, HangLimits, hang_report
 from engine.resilience.heartbeat import folder_of
-from tests.launch.command_line import PRETRAIN, ROOT, ended, ranks_of, records, started, wait_for_steps, wait_until_gone
+from tests.launch.command_line import PRETRAIN, ROOT, ended, events, ranks_of, started, wait_for_steps, wait_until_gone
 
 pytestmark = pytest.mark.distributed
 
@@ -48,6 +48,6 @@ def test_a_stopped_rank_is_named_and_the_job_ends(tmp_path: Path) -> None:
     lines = text.splitlines()
     assert any(line.startswith("  rank 1 (pp 0, dp 1, tp 0) waits") and "rank 3" in line for line in lines), text
     assert text.splitlines()[1] in said.out + said.err
-    [event] = [event for event in records(run / "events.jsonl") if event["kind"] == "hang"]
+    [event] = [event for event in events(run) if event["kind"] == "hang"]
     assert event["rank"] == 0 and event["report"] == text and event["message"] in lines[1]
     assert not list(folder_of(run).glob("rank_*")), "nothing is left in shared memory"

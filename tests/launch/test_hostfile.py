@@ -22,7 +22,8 @@ echo "$NODE_RANK of $NNODES, $NPROC_PER_NODE ranks, at $MASTER_ADDR $MASTER_PORT
 trap 'echo saved >> told_$NODE_RANK; exit 75' TERM USR1
 trap 'exit 130' INT
 [ "$1" = fail ] && [ "$NODE_RANK" = 1 ] && { echo "a rank died" >&2; exit 137; }
-[ "$1" = wait ] || exit 0
+[ "$1" = stuck ] && { [ "$NODE_RANK" = 1 ] && exit 2; trap '' TERM USR1 INT; trap 'exit 129' HUP; }
+[ "$1" = wait ] || [ "$1" = stuck ] || exit 0
 for _ in $(seq 600); do sleep 0.05; done
 """
 
@@ -102,6 +103,14 @@ def test_every_host_gets_its_launcher_and_no_secret_is_on_a_command_line(checkou
 def test_a_host_that_fails_is_named(checkout: Path, capfd) -> None:
     assert two_hosts(checkout, "fail").run() == 137
     assert "node1: a rank died" in capfd.readouterr().err
+
+
+def test_hosts_that_outlive_a_failure_are_ended_and_the_failure_is_the_run_s(checkout: Path, monkeypatch) -> None:
+    """Ranks of the other hosts may wait in NCCL for those that are gone, and react to no signal that asks them to save."""
+    monkeypatch.setattr("launch.hostfile.OTHERS_END_SECONDS", 0.5)
+    started_seconds = time.monotonic()
+    assert two_hosts(checkout, "stuck").run() == 2
+    assert time.monotonic() - started_seconds < 15.0, "alone it would wait for 30 seconds"
 
 
 def test_a_host_that_cannot_be_reached_is_named(checkout: Path, capfd, monkeypatch) -> None:

@@ -1,15 +1,19 @@
 """A rank that runs out of memory says which it is, where it was, what holds how much, and what would hold less."""
 
+import errno
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from engine.errors import OutOfMemoryError
+from engine.rank_grid import ParallelSizes, RankGrid
+from engine.topology import Topology
 from launch.memory_snapshot import HISTORY_ENTRIES, MemorySnapshot, remember_allocations
 from launch.out_of_memory import explaining_memory
 from tests.harness import run_ranks
-from tests.launch.command_line import PRETRAIN, ROOT, records, run
+from tests.launch.command_line import PRETRAIN, ROOT, events, run
 from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank
 
@@ -29,7 +33,7 @@ def test_a_run_that_needs_too_much_ends_with_a_table(tmp_path: Path) -> None:
     assert "Traceback" not in everything
     for words in (
         "rank 0 (pp 0, dp 0, tp 0) is out of memory at 0F0, forward of microbatch 0 on chunk 0",
-        "an allocation of 512.00 GiB failed",
+        "an allocation of 512.00 GiB of host memory failed",
         "kernels.attention=sdpa: ",
         "train.micro_batch_size=1: ",
     ):
@@ -37,8 +41,22 @@ def test_a_run_that_needs_too_much_ends_with_a_table(tmp_path: Path) -> None:
     rows = {line.split()[0]: line.split() for line in everything.splitlines() if line.startswith("  ") and line.split()}
     assert rows["parameters"][1:3] == rows["parameters"][3:5] == ["1.81", "MiB"]
     assert rows["optimizer"][1:3] == rows["optimizer"][3:5]
-    events = records(tmp_path / "runs" / "gpt_tiny" / "events.jsonl")
-    assert any(event["kind"] == "failed" and event["error"].startswith("OutOfMemoryError") for event in events)
+    told = events(tmp_path / "runs" / "gpt_tiny")
+    assert any(event["kind"] == "failed" and event["error"].startswith("OutOfMemoryError") for event in told)
+
+
+def test_the_memory_that_has_run_out_is_named() -> None:
+    """In the words of what was asked for it, which a GPU's own table does not show."""
+    topology = Topology(RankGrid(ParallelSizes()), 0, torch.device("cpu"))
+    config = Case("gpt").config()
+    for error, words in (
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), "an allocation of pinned host memory"),
+        (dist.DistBackendError("Failed to CUDA calloc async 4194304 bytes"), "an allocation of 4.00 MiB of GPU memory"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "an allocation of host memory"),
+    ):
+        with pytest.raises(OutOfMemoryError) as told, explaining_memory(config, topology):
+            raise error
+        assert words in str(told.value) and "The host has" in str(told.value)
 
 
 def out_of_memory_in_a_backward(rank: int, case: Case, error: str, folder: str | None = None) -> str:
@@ -69,7 +87,7 @@ def out_of_memory_in_a_backward(rank: int, case: Case, error: str, folder: str |
 def test_the_words_of_a_gpu_are_understood_and_other_errors_left_alone() -> None:
     (text,) = run_ranks(out_of_memory_in_a_backward, 1, Case("llama"), "cuda")
     assert text.startswith("OutOfMemoryError: rank 0")
-    assert "at 0B1, backward of microbatch 1 on chunk 0: an allocation of 2.50 GiB failed." in text
+    assert "at 0B1, backward of microbatch 1 on chunk 0: an allocation of 2.50 GiB of GPU memory failed." in text
     (text,) = run_ranks(out_of_memory_in_a_backward, 1, Case("llama"), "other")
     assert text.startswith("RuntimeError: Tried")
 

@@ -6,11 +6,11 @@ import pytest
 
 from engine.config import Config
 from engine.config_load import load_config
-from engine.errors import ConfigError, DataError, TriaxisError
+from engine.errors import ConfigError, DataError, TopologyError, TriaxisError
+from engine.gpus import Gpus
 from engine.telemetry.run_dir import RunDirectory
 from launch import launcher
 from launch.preflight import look_before_training, refuse_without_gpu
-from launch.world import Gpus
 
 TINY = Path(__file__).resolve().parents[2] / "configs" / "gpt_tiny.yaml"
 
@@ -55,10 +55,23 @@ def test_what_looks_at_a_gpu_is_refused_without_one(tmp_path: Path) -> None:
     assert "telemetry.memory_history=false" in str(refused.value)
 
 
+def test_the_launcher_hands_its_decision_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = launcher.Request(TINY, ("data.synthetic=true", "runtime.collectives=gloo"), dry_run=True)
+    for gpus, words in ((Gpus(8), "TRIAXIS_DEVICE=cuda"), (Gpus(0), "TRIAXIS_DEVICE=cpu")):
+        monkeypatch.setattr(launcher, "find_gpus", lambda variables, gpus=gpus: gpus)
+        assert launcher.launch(request, {}) == 0
+        assert f"{words} TRIAXIS_BACKEND=gloo" in capsys.readouterr().out
+    monkeypatch.setattr(launcher, "find_gpus", lambda variables: Gpus(0, problem="torch can use none of 8 GPUs"))
+    with pytest.raises(TopologyError, match="torch can use none of 8 GPUs"):
+        launcher.launch(request, {})
+
+
 def test_the_launcher_refuses_it_before_a_rank_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     request = launcher.Request(TINY, ("telemetry.nvtx=true", "data.synthetic=true"))
-    monkeypatch.setattr(launcher, "find_gpus", lambda: Gpus(0, "there is a GPU, but torch is a CPU build"))
+    monkeypatch.setattr(launcher, "find_gpus", lambda variables: Gpus(0, "there is a GPU, but torch is a CPU build"))
     with pytest.raises(ConfigError, match=r"telemetry\.nvtx = true.*a CPU build.*telemetry\.nvtx=false"):
         launcher.make_plan(request, {})
-    monkeypatch.setattr(launcher, "find_gpus", lambda: Gpus(8))
+    monkeypatch.setattr(launcher, "find_gpus", lambda variables: Gpus(8))
     assert launcher.make_plan(request, {}).config.telemetry.nvtx

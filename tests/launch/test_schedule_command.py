@@ -61,10 +61,38 @@ def test_every_config_has_a_schedule_that_runs(path: Path, capsys: pytest.Captur
         (["print", "--pp", "2", "--microbatches", "0"], "microbatches=0"),
         (["print", "--pp", "2", "--vpp", "2", "--microbatches", "2", "--name", "1f1b"], "never be computed"),
         (["print", "--pp", "2", "--microbatches", "2", "--form", "png"], "without --out"),
-        (["check", "--config", "x.yaml", "--pp", "2"], "--config together with --pp"),
-        (["check", "--pp", "2", "--microbatches", "2", "--dp", "2"], "--dp without --config"),
+        (["check", "--config", "x.yaml", "--pp", "2"], "x.yaml together with --pp"),
+        (["check", "--pp", "2", "--microbatches", "2", "--dp", "2"], "--dp without a config"),
     ],
 )
 def test_mistakes_are_explained(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "dp", "microbatches"),
+    [
+        ([], 1, 8),  # 8 microbatches for 2 pipeline ranks: a second replica would leave 2 per rank
+        (["train.global_batch_size=128"], 4, 8),
+        (["parallel.pp=1", "parallel.vpp=1"], 2, 4),
+        (["train.global_batch_size=24"], 1, 6),
+        (["train.global_batch_size=72"], 1, 18),  # dp 2 would leave 9, which the interleaved schedule cannot deal out
+    ],
+)
+def test_an_open_dp_leaves_every_pipeline_a_few_microbatches(
+    overrides: list[str], dp: int, microbatches: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = str(ROOT / "configs" / "gpt_tiny.yaml")
+    assert main(["schedule", "check", tiny, "parallel.dp=null", *overrides]) == 0
+    out = capsys.readouterr().out
+    assert f"x dp {dp}; " in out and f"{microbatches} microbatches" in out and "dp is open: --gpus N" in out
+    assert main(["schedule", "check", tiny, "parallel.dp=null", *overrides, "--dp", "1"]) == 0
+    assert "dp is open" not in capsys.readouterr().out
+
+
+def test_a_config_is_printed_as_its_sizes_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "print", str(ROOT / "configs" / "gpt_tiny.yaml")]) == 0
+    of_config = capsys.readouterr().out
+    assert main(["schedule", "print", "--pp", "2", "--vpp", "2", "--microbatches", "4"]) == 0
+    assert of_config == capsys.readouterr().out

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.command_line import PRETRAIN, TRIAXIS, Ended, records, run
+from tests.launch.command_line import PRETRAIN, TRIAXIS, Ended, events, run
 
 pytestmark = pytest.mark.distributed
 
@@ -49,11 +49,11 @@ def files(folder: Path) -> Iterator[Path]:
 
 def test_no_file_of_a_run_and_nothing_it_says_holds_a_key(folder: Path, trained: Ended) -> None:
     there = {path.relative_to(folder / "work" / "runs" / "small").parts[0] for path in files(folder / "work" / "runs")}
-    assert there >= {"metrics.jsonl", "events.jsonl", "logs", "checkpoints", "wandb", "config.yaml", "report.html"}
+    assert there >= {"metrics.jsonl", "events", "logs", "checkpoints", "wandb", "config.yaml", "report.html"}
     for secret in (MARKER.encode(), MARKER[::-1].encode()):
         assert [path for path in files(folder) if secret in path.read_bytes()] == []
     assert MARKER not in trained.out + trained.err
-    modes = [event["mode"] for event in records(folder / "work/runs/small/events.jsonl") if event["kind"] == "wandb"]
+    modes = [event["mode"] for event in events(folder / "work/runs/small") if event["kind"] == "wandb"]
     assert modes == ["offline"], "wandb did write"
     assert "to upload it: wandb sync runs/small/wandb/offline-run-*" in trained.out
 

@@ -274,6 +274,26 @@ def test_srun_that_does_not_end_after_a_dead_rank_is_killed(slurm: Path, capfd, 
     assert "it is killed" in capfd.readouterr().out
 
 
+def test_tasks_that_outlive_a_bad_end_are_killed(slurm: Path, capfd, monkeypatch) -> None:
+    """SLURM itself would wait for KillWait after its SIGTERM, to which a rank that waits in NCCL does not react."""
+    monkeypatch.setattr("launch.slurm_job.OTHERS_END_SECONDS", 0.2)
+    srun, scancel = slurm / "srun", slurm / "scancel"
+    srun.write_text(
+        "#!/bin/bash\n"
+        'echo "srun: error: node1: task 1: Exited with exit code 2" >&2\n'
+        'echo "srun: launch/slurm: _step_signal: Terminating StepId=31.4" >&2\n'
+        f'for _ in $(seq 600); do sleep 0.05; [ -e "{slurm}/killed" ] && exit 137; done\n'
+    )
+    scancel.write_text(f'#!/bin/sh\necho "$*" >> "{slurm}/killed"\n')
+    for program in (srun, scancel):
+        program.chmod(0o755)
+    step = Step(JOB)
+    assert step.run([str(srun)], dict(os.environ)) == 137
+    assert (slurm / "killed").read_text() == "--signal=KILL 31.4\n"
+    assert "tasks that have not ended" in capfd.readouterr().out
+    assert judge(137, step.report, None) is Outcome.MISTAKE
+
+
 @pytest.fixture
 def handlers() -> Iterator[None]:
     """The batch job's signal handlers end with the test."""

@@ -16,7 +16,7 @@ TINY = Path(__file__).parents[2] / "configs" / "gpt_tiny.yaml"
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     command = command_module("topology")
-    assert command.run(command_parser(command).parse_args(arguments)) == 0
+    assert command.run(command_parser(command).parse(arguments)) == 0
     return capsys.readouterr().out
 
 
@@ -59,7 +59,7 @@ def test_a_config_gives_its_sizes_and_the_groups_of_its_model(
         ("--tp 8 --dp 2 --ranks-per-node 4", TopologyError, "span nodes"),
         ("--tp 0", TopologyError, "sizes start at 1"),
         ("--tp 2 --ranks-per-node 0", TopologyError, "at least 1 rank"),
-        ("--tp 2 --world-size 8", TopologyError, "belongs to --config"),
+        ("--tp 2 --world-size 8", TopologyError, "belongs to a config"),
         (f"--config {TINY} --tp 2", TopologyError, "both say what the layout is"),
         (f"--config {TINY} --world-size 12", ConfigError, "world size 12"),
         (f"--config {TINY} --ranks-per-node 1", ConfigError, "slow network"),
@@ -70,7 +70,7 @@ def test_a_config_gives_its_sizes_and_the_groups_of_its_model(
 def test_what_cannot_be_shown_is_refused(arguments: str, error: type[Exception], words: str) -> None:
     command = command_module("topology")
     with pytest.raises(error, match=words):
-        command.run(command_parser(command).parse_args(arguments.split()))
+        command.run(command_parser(command).parse(arguments.split()))
 
 
 def test_a_picture_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

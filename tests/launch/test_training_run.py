@@ -29,6 +29,7 @@ from tests.launch.command_line import (
     TRIAXIS,
     Ended,
     ended,
+    events,
     ranks_of,
     records,
     run,
@@ -163,7 +164,7 @@ def test_the_time_of_a_step_is_accounted_for(command_1: Finished) -> None:
 
 def test_what_a_run_leaves_behind(command_1: Finished) -> None:
     names = {path.name for path in command_1.path.iterdir()}
-    written = {"config.yaml", "metrics.jsonl", "events.jsonl", "checkpoints", "saved", "finished", "lock", "logs"}
+    written = {"config.yaml", "metrics.jsonl", "events", "checkpoints", "saved", "finished", "lock", "logs"}
     assert names == written
     saved = sorted(path.name for path in (command_1.path / "checkpoints").iterdir())
     assert saved == ["latest", "step_00000012", "step_00000024", "step_00000030"]
@@ -172,7 +173,7 @@ def test_what_a_run_leaves_behind(command_1: Finished) -> None:
     banner = command_1.said.out[command_1.said.out.index("Triaxis: gpt_tiny") :]
     assert logs[0].read_text() == banner, "rank 0's log keeps what the terminal showed"
     # Eight ranks on two cores are not alike: one may be called slow.
-    kinds = [event["kind"] for event in records(command_1.path / "events.jsonl") if event["kind"] != "slow_rank"]
+    kinds = [event["kind"] for event in events(command_1.path) if event["kind"] != "slow_rank"]
     assert [kind for kind in kinds if kind != "checkpoint_saved"] == (
         ["attempt_started", "begun", "validation", "finished", "attempt_ended"]
     )
@@ -335,8 +336,8 @@ def test_a_run_that_diverges_stops_before_it_harms_the_weights(tmp_path: Path) -
     assert said.out.count("are not finite: an update would destroy the weights") == 1
     assert "Lower optimizer.lr" in said.out
     assert "Traceback" not in said.out + said.err
-    events = records(tmp_path / "runs" / "gpt_tiny" / "events.jsonl")
-    assert any(event["kind"] == "failed" and event["error"].startswith("DivergenceError") for event in events)
+    told = events(tmp_path / "runs" / "gpt_tiny")
+    assert any(event["kind"] == "failed" and event["error"].startswith("DivergenceError") for event in told)
     metrics = records(tmp_path / "runs" / "gpt_tiny" / "metrics.jsonl")
     assert 1 <= len(metrics) < 20
     assert not (tmp_path / "runs" / "gpt_tiny" / "finished").exists()

@@ -184,7 +184,7 @@ def split_steps(rank: int, hosts: Sequence[str], sizes: ParallelSizes) -> list[T
     topology = Topology(grid, rank, CPU, kv_heads=config.model.kv_heads)
     engine = build(config, topology, build_chunks)
     batches = batches_of(config, topology)
-    schedule = engine.train_program.schedule
+    schedule = engine.schedule
     every_step = TelemetryConfig(log_interval=1)
     times = StepTimes(every_step, topology, schedule, num_steps=NUM_SPLIT_STEPS, steps_made=0, clock=HostClock())
     engine.executor.observer = times.instruction

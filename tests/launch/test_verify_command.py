@@ -1,6 +1,5 @@
 """`triaxis verify`: exit codes, certificate, and what a person reads."""
 
-import importlib.util
 import json
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError
@@ -16,6 +15,7 @@ from launch import verify_oracle
 from launch.cli import main
 from launch.verify import CLIP, Trial, VerificationError
 from launch.verify_oracle import OracleTrial
+from tests.lacking import need_package
 from tests.launch.command_line import ROOT
 from tests.launch.forked_ranks import fork_ranks_of
 
@@ -180,8 +180,7 @@ def test_an_oracle_in_a_process_of_its_own(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fork_ranks_of(monkeypatch, "launch.verify")
-    if importlib.util.find_spec("transformers") is None:
-        pytest.skip("transformers is not installed: pip install 'triaxis[hf]'")
+    need_package("transformers", "pip install 'triaxis[hf]'")
     path = tmp_path / "certificate.json"
     words = ["--oracle", "transformers", "--layout", "pp=2", "--steps", "2", "--json", str(path)]
     assert main([*CONFIG, *words]) == 0

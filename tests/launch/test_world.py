@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from engine.config import Config
 from engine.config_load import load_config
 from engine.errors import TopologyError
+from engine.gpus import GLOO, NCCL, Gpus
 from launch.launcher import DEFAULT_CONFIG
-from launch.world import GLOO, NCCL, Gpus, decide
+from launch.world import decide
 
 
 def config(*overrides: str) -> Config:
@@ -86,6 +87,14 @@ def feasible(num_gpus: int, num_nodes: int, batch: int) -> bool:
     return any(
         batch % dp == 0 and 4 * dp % num_nodes == 0 and 4 * dp // num_nodes <= num_gpus for dp in range(1, batch + 1)
     )
+
+
+def test_gpus_that_torch_cannot_use_are_no_cpu_run():
+    unusable = Gpus(0, problem="torch can use none: driver 580 is needed")
+    for device in ("auto", "cuda"):
+        with pytest.raises(TopologyError, match="driver 580 is needed"):
+            decide(config(f"runtime.device={device}"), unusable, {})
+    assert decide(config("runtime.device=cpu"), unusable, {}).backend == GLOO
 
 
 def test_ranks_that_gloo_serves_may_share_a_gpu():

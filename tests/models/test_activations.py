@@ -64,6 +64,8 @@ def parts(*modules: str) -> dict[str, Any]:
     return {"granularity": "selective", "modules": list(modules)}
 
 
+KEPT = {"gathered_inputs": "keep"}
+
 CI = {
     "the paper's block, tp": config_of(GPT, tp=4, attention="explicit"),
     "the paper's block, tp, sp": config_of(GPT, tp=4, sp=True, attention="explicit"),
@@ -74,6 +76,7 @@ CI = {
     ),
     "all parts again": config_of({**LLAMA, "qk_norm": True}, tp=2, recompute=parts(*CHEAP, "mlp", "attention")),
     "the head in pieces": config_of(LLAMA, tp=2, sp=True, recompute={"head_tokens": 100}),
+    "gathered inputs kept": config_of(LLAMA, tp=4, sp=True, recompute=KEPT),
 }
 SLOW = {
     "cheap parts again, one layer on the host": config_of(
@@ -103,6 +106,19 @@ SLOW = {
         GPT, tp=2, sp=True, attention="explicit", offload={"num_layers": 2, "min_bytes": 1}
     ),
     "both layers again": config_of(LLAMA, tp=2, sp=True, recompute={"granularity": "full", "num_layers": 2}),
+    "gathered inputs kept, on the host": config_of(
+        GPT, tp=2, sp=True, attention="explicit", recompute=KEPT, offload={"num_layers": 1, "min_bytes": 2**15}
+    ),
+    "gathered inputs kept, activations again, the head in pieces": config_of(
+        {**LLAMA, "qk_norm": True},
+        tp=2,
+        sp=True,
+        recompute={**parts("rope", "activation", "attention"), **KEPT, "head_tokens": 100},
+    ),
+    "gathered inputs kept, one layer whole": config_of(
+        LLAMA, tp=2, sp=True, recompute={"granularity": "full", "method": "block", "num_layers": 1, **KEPT}
+    ),
+    "gathered inputs of a single rank": config_of(LLAMA, tp=1, sp=True, recompute={**parts("norm"), **KEPT}),
 }
 
 

@@ -1,16 +1,21 @@
 """Decoding with a cache is the full forward; generated tokens do not depend on the layout; draws follow the softmax."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import models.attention
 from engine.checkpoint.directory import find
 from engine.checkpoint.manifest import TrainingState
 from engine.checkpoint.offline import whole, write_checkpoint
-from engine.errors import CheckpointError
+from engine.config_problems import with_value
+from engine.errors import CheckpointError, ConfigError
+from engine.kernels.attention import attention
+from engine.kernels.registry import Kernels, open_kernels
 from engine.pipeline import schedules
 from engine.pipeline.executor import Executor
 from engine.pipeline.lowering import lower
@@ -18,7 +23,8 @@ from engine.precision import DTYPES
 from engine.rank_grid import ParallelSizes, RankGrid
 from engine.topology import Topology
 from models.generate import Decoder, Model, Sampling, _batch, draw, generate, stream
-from models.inference import load_model
+from models.gpt import GPTChunk
+from models.inference import for_reading, load_model
 from tests.harness import run_ranks
 from tests.parity.cases import Case, load_weights, weights_of
 from tests.parity.test_step_properties import build_rank
@@ -109,6 +115,47 @@ def test_logits_with_a_cache_are_those_of_the_full_forward(model: str) -> None:
 @pytest.mark.parametrize("case", with_slow(LAYOUTS, quick=slice(0, 2)))
 def test_logits_with_a_cache_are_those_of_the_full_forward_in_every_layout(case: Case) -> None:
     assert_cache_changes_nothing(case, (1, 3, len(WINDOW)))
+
+
+def model_with(case: Case, decoding: str | None = None) -> tuple[Model, Kernels]:
+    """One rank's model and its kernels; with another decoding kernel than the resolved one where that is given."""
+    engine = engine_of(0, case)
+    (chunk,) = engine.chunks
+    assert isinstance(chunk, GPTChunk)
+    if decoding is not None:
+        kernels = chunk.context.kernels
+        chunk.context = replace(
+            chunk.context, kernels=replace(kernels, choices=replace(kernels.choices, decoding=decoding))
+        )
+    return engine, chunk.context.kernels
+
+
+def test_one_query_goes_through_the_decoding_kernel_and_a_prompt_through_the_training_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU the training kernel may be cuDNN's, which would plan anew for each number of keys."""
+    called: list[tuple[str, int]] = []
+
+    def watched(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool) -> torch.Tensor:
+        called.append((kernel, q.shape[2]))
+        return attention(kernel, q, k, v, is_causal=is_causal)
+
+    monkeypatch.setattr(models.attention, "attention", watched)
+    model, kernels = model_with(Case("qwen", num_layers=1, attention="flash"), decoding="math")
+    assert kernels.choices.attention == "flash"
+    generate(model, PROMPT, 3, temperature=0.0)
+    assert called == [("flash", len(PROMPT)), ("math", 1), ("math", 1)]
+
+
+@pytest.mark.parametrize("kernel", ["auto", "sdpa", "flash", "explicit"])
+def test_on_the_cpu_the_decoding_kernel_has_the_bits_of_the_training_kernel(kernel: str) -> None:
+    case = Case("llama", num_layers=2, attention=kernel)
+    model, kernels = model_with(case)
+    as_in_training, _ = model_with(case, decoding=kernels.choices.attention)
+    one, other = (Decoder(each, len(WINDOW)) for each in (model, as_in_training))
+    for tokens in (WINDOW[:3], *([token] for token in WINDOW[3:])):
+        mine, theirs = one.logits(tokens), other.logits(tokens)
+        assert mine is not None and theirs is not None and torch.equal(mine, theirs)
 
 
 # The text ---------------------------------------------------------------------------------------------------------------
@@ -264,6 +311,15 @@ def test_a_loaded_model_is_the_engine_s(case: Case, tmp_path: Path) -> None:
     differences = [difference for _, some in results for difference in some]
     assert len(differences) == case.tp
     assert max(differences) <= 1e-13
+
+
+def test_a_model_that_is_read_needs_no_kernel_for_gradients() -> None:
+    """A run on a GPU may have asked for a GEMM that the CPU does not have."""
+    config = with_value(Case("gpt", dtype="bf16").config(), "kernels.weight_grad", "fused")
+    topology = Topology(RankGrid(ParallelSizes()), 0, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"kernels.weight_grad = fused does not run here"):
+        open_kernels(config, topology)
+    assert open_kernels(for_reading(config), topology).choices.weight_grad == "separate"
 
 
 def refusal(rank: int, case: Case, folder: Path) -> str:

@@ -1,13 +1,13 @@
 """Greedy text of ours is greedy text of transformers, on the model that was exported from the same checkpoint."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.lacking import need_package
 from tests.launch.small_checkpoint import END_OF_DOCUMENT, GPT, LLAMA, save, say
 
 QWEN3: dict[str, Any] = {**LLAMA, "qk_norm": True, "head_dim": 8, "tie_embeddings": True}
@@ -17,9 +17,8 @@ NUM_TOKENS = 16
 
 @pytest.fixture(scope="module", autouse=True)
 def _transformers() -> None:
-    """On a user's machine without transformers these tests skip; where CI=true they fail."""
-    if os.environ.get("CI") != "true":
-        pytest.importorskip("transformers", reason="transformers is the oracle: pip install 'triaxis[dev]'")
+    """Transformers is the oracle of these tests."""
+    need_package("transformers", "pip install 'triaxis[dev]'")
 
 
 def loudness(name: str) -> float:

@@ -1,7 +1,6 @@
 """Hugging Face weights: transformers' logits are ours, there and back is bit-identical, and what does not fit is named."""
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +28,7 @@ from models.interop.hf_config import FAMILIES, family_of, to_hugging_face
 from models.interop.hf_files import WeightFiles, write_weights
 from models.specs import model_specs
 from tests.harness import run_ranks
+from tests.lacking import need_package
 
 LENGTH = 16
 
@@ -80,9 +80,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _transformers() -> None:
-    """On a user's machine without transformers these tests skip; where CI=true they fail."""
-    if os.environ.get("CI") != "true":
-        pytest.importorskip("transformers", reason="transformers is the oracle: pip install 'triaxis[dev]'")
+    """Transformers is the oracle of these tests."""
+    need_package("transformers", "pip install 'triaxis[dev]'")
 
 
 def random_model(name: str) -> Any:

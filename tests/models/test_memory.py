@@ -8,15 +8,19 @@ from typing import Any
 
 import pytest
 
-from engine.config import Config, parallel_sizes
+from engine.config import Config, batch_plan, parallel_sizes
 from engine.config_load import load_config
 from engine.config_problems import with_value
 from engine.config_rules import problems
 from engine.footprint.run import Footprint
-from models.memory import predicted_memory, savings, settled
+from engine.pipeline import schedules
+from engine.pipeline.actions import Kind
+from engine.pipeline.lowering import Post, Program, lower
+from engine.rank_grid import ParallelSizes
+from models.memory import predict, predicted_memory, savings, settled
 from tests.documented import ROOT
 from tests.harness import run_ranks
-from tests.models.test_activations import CI, GPT, LLAMA, SLOW, config_of, ends_of_all, parts
+from tests.models.test_activations import CI, GPT, KEPT, LLAMA, SLOW, config_of, ends_of_all, parts
 from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank
 
@@ -72,6 +76,12 @@ MANY_SLOW = {
         model={"num_layers": 8},
         train={"global_batch_size": 12},
     ),
+    "gathered inputs kept": deeper(config_of(LLAMA, tp=4, sp=True, recompute=KEPT), train={"global_batch_size": 8}),
+    "gathered inputs kept, layers again": deeper(
+        config_of(LLAMA, tp=2, sp=True, recompute=AGAIN | KEPT),
+        model={"num_layers": 8},
+        train={"global_batch_size": 16},
+    ),
 }
 
 
@@ -104,8 +114,48 @@ def test_a_step_holds_what_was_predicted(configs: dict[str, Config]) -> None:
             memory = predicted_memory(config, parallel_sizes(config), pp)
             state = {"parameters": memory.parameters, "gradients": memory.gradients, "optimizer": memory.optimizer}
             assert state == footprint.state, f"{name}, pp {pp}"
+            sent = footprint.most.get("p2p", 0)
+            # Too few microbatches never fill the pipeline.
+            is_full = batch_plan(config, config.parallel.dp or 1).num_microbatches >= 2 * config.parallel.pp
+            assert sent == memory.messages if is_full else sent <= memory.messages, f"{name}, pp {pp}"
             least, most = most_kept(config, footprint)
             assert least <= memory.activations <= most, f"{name}, pp {pp}"
+
+
+def most_messages(program: Program, pp: int) -> int:
+    """Walk a pipeline rank's instructions; a send is gone at the next post, a receive when its gradient was used or, as an
+    activation, belongs to the stage."""
+    received: set[tuple[str, int, int]] = set()
+    most = 0
+    for instruction in program.instructions[pp]:
+        if isinstance(instruction, Post):
+            arriving = [each for each in instruction.transfers if each.destination == pp]
+            received |= {(each.direction, each.stage, each.microbatch) for each in arriving}
+            most = max(most, len(received) + len(instruction.transfers) - len(arriving))
+        else:
+            stage = program.schedule.placement.stage_of(pp, instruction.chunk)
+            direction = "forward" if instruction.kind is Kind.F else "backward"
+            received.discard((direction, stage, instruction.microbatch))
+    return most
+
+
+@pytest.mark.parametrize("pp", [2, 3, 5])
+@pytest.mark.parametrize(("name", "vpp"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
+def test_messages_are_those_of_the_lowered_programs(name: str, vpp: int, pp: int) -> None:
+    sizes = ParallelSizes(pp=pp, vpp=vpp)
+    config = deeper(
+        config_of(LLAMA, tp=1),
+        model={"num_layers": pp * vpp},
+        parallel={"pp": pp, "vpp": vpp},
+        schedule={"name": name},
+        train={"global_batch_size": 2 * 2 * pp},
+    )
+    one = config.model.seq_length * config.train.micro_batch_size * config.model.hidden_size * 2
+    program = lower(schedules.build(name, pp, vpp, 2 * pp))
+    counted = [rank.messages / one for rank in predict(config, sizes).ranks]
+    assert counted == [most_messages(program, index) for index in range(pp)]
+    few = lower(schedules.build(name, pp, vpp, pp))
+    assert all(most_messages(few, index) <= counted[index] for index in range(pp))
 
 
 def buffers_of_a_step(rank: int, case: Case) -> tuple[int, int]:
@@ -115,7 +165,7 @@ def buffers_of_a_step(rank: int, case: Case) -> tuple[int, int]:
     batches.close()
     host = engine.chunks[0].saved.host
     assert host is not None
-    held = sum(buffer.nbytes for buffers in host._free.values() for buffer in buffers)
+    held = host.pool.num_bytes
     topology = engine.topology
     return held, predicted_memory(engine.config, topology.sizes, topology.coordinates.pp).host
 
@@ -178,7 +228,7 @@ def test_savings_are_legal_and_save_what_they_say() -> None:
         offload={"min_bytes": 1},
     )
     sizes = parallel_sizes(config)
-    found = list(savings(config, 0))
+    found = list(savings(config, 0, nccl=False))
     assert [saving.key for saving in found] == [
         "kernels.attention",
         "precision.masters",
@@ -195,13 +245,24 @@ def test_savings_are_legal_and_save_what_they_say() -> None:
     assert str(found[2]) == "'recompute={granularity: selective, modules: [activation, norm]}'"
     assert str(found[3]) == "'recompute={granularity: selective, modules: [activation, attention, mlp, norm]}'"
     assert str(found[4]) == "parallel.sequence_parallel=true"
+    assert str(found[-2]) == "parallel.tp=4 parallel.dp=2", "with the same number of ranks"
     for saving in found:
-        assert saving.total < predicted_memory(config, sizes, 0).total
-        changed = with_value(config, saving.key, saving.value)
-        if saving.key in ("parallel.tp", "parallel.pp"):
-            changed = with_value(changed, "parallel.dp", 2)
+        assert saving.total < predicted_memory(config, sizes, 0, nccl=False).total
+        changed = config
+        for key, value in saving.changes:
+            changed = with_value(changed, key, value)
         assert problems(changed, 16) == []
-        assert predicted_memory(changed, parallel_sizes(changed), 0).total == saving.total
+        predicted = predict(changed, parallel_sizes(changed), nccl=False)
+        assert (predicted.ranks[0].total, predicted.fullest.total) == (saving.total, saving.fullest)
+
+
+def test_savings_that_would_not_fit_a_device_are_left_out() -> None:
+    config = deeper(config_of(LLAMA, tp=1), parallel={"dp": 4}, train={"global_batch_size": 32})
+    found = list(savings(config, 1, nccl=False))
+    most = sorted(saving.fullest for saving in found)[len(found) // 2]
+    kept = [saving for saving in found if saving.fullest <= most]
+    assert 0 < len(kept) < len(found)
+    assert list(savings(config, 1, nccl=False, most_bytes=most)) == kept
 
 
 def test_a_head_in_pieces_is_offered_where_the_head_is_and_stays_what_it_was() -> None:
@@ -213,7 +274,19 @@ def test_a_head_in_pieces_is_offered_where_the_head_is_and_stays_what_it_was() -
     others = [saving for saving in savings(pieces, 1) if saving.key == "recompute"]
     assert others and all("head_tokens: 100" in str(saving) for saving in others)
     auto = deeper(pieces, recompute={"granularity": "auto", "memory_gb": 1000.0})
-    assert settled(auto, parallel_sizes(auto)).recompute == pieces.recompute
+    assert settled(auto, parallel_sizes(auto)).recompute == settled(pieces, parallel_sizes(pieces)).recompute
+
+
+def test_gathering_again_is_offered_where_gathered_inputs_are_kept() -> None:
+    config = config_of(LLAMA, tp=4, sp=True, recompute={"gathered_inputs": "keep"})
+    offered = next(savings(config, 0))
+    assert str(offered) == "recompute.gathered_inputs=regather"
+    regather = with_value(config, "recompute.gathered_inputs", "regather")
+    assert offered.total == predicted_memory(regather, parallel_sizes(config), 0).total
+    again = [saving for saving in savings(config, 0) if saving.key == "recompute"]
+    assert again and all("gathered_inputs: keep" in str(saving) and "norm" not in str(saving) for saving in again)
+    for other in (regather, config_of(LLAMA, tp=4, recompute={"gathered_inputs": "keep"})):
+        assert all(saving.key != "recompute.gathered_inputs" for saving in savings(other, 0))
 
 
 def test_what_is_not_legal_is_not_offered() -> None:

@@ -109,7 +109,7 @@ def test_every_pipeline_rank_comes_to_the_same_choice() -> None:
     config = config_of(LLAMA, tp=2)
     config = with_value(with_value(config, "model.num_layers", 16), "train.global_batch_size", 32)
     sizes = parallel_sizes(config)
-    totals = [predicted_memory(config, sizes, pp).total for pp in range(2)]
+    totals = [predicted_memory(config, sizes, pp).tensors for pp in range(2)]
     assert totals[0] > totals[1]
     chosen = settled(auto(config, (totals[1] + 1) / GB), sizes)
     assert chosen.recompute.granularity != "none"
@@ -131,5 +131,63 @@ def test_what_cannot_fit_is_refused_with_the_predictions() -> None:
 
 @pytest.mark.parametrize("recompute", [{}, {"granularity": "selective"}, {"granularity": "full"}])
 def test_a_choice_that_is_made_stays(recompute: dict[str, Any]) -> None:
-    config = config_of(LLAMA, tp=2, recompute=recompute)
+    config = config_of(LLAMA, tp=2, recompute={**recompute, "gathered_inputs": "keep"})
     assert settled(config, parallel_sizes(config)) is config
+
+
+# Gathered inputs --------------------------------------------------------------------------------------------------------
+
+
+def gathered(choice: str, *, tp: int = 4, sp: bool = True, **recompute: Any) -> Config:
+    return config_of(LLAMA, tp=tp, sp=sp, recompute={**recompute, "gathered_inputs": choice})
+
+
+def chosen(config: Config) -> RecomputeConfig:
+    return settled(config, parallel_sizes(config)).recompute
+
+
+def test_what_is_gathered_takes_its_bytes_in_every_layer() -> None:
+    """2 w h (1 - 1/t) per token: the inputs of the qkv and up projections."""
+    keep, again = (
+        per_token(block_terms(gathered(name), parallel_sizes(gathered(name)))) for name in ("keep", "regather")
+    )
+    assert keep - again == 2 * 2 * 512 * 3 / 4
+
+
+@pytest.mark.parametrize("granularity", ["none", "full", "auto"])
+def test_gathered_inputs_are_kept_where_the_budget_holds_them(granularity: str) -> None:
+    fixed = {"granularity": "none" if granularity == "auto" else granularity}
+    keep, again = most(gathered("keep", **fixed)), most(gathered("regather", **fixed))
+    assert again < keep
+    asked = {"granularity": granularity}
+    assert chosen(gathered("auto", **asked, memory_gb=keep)) == RecomputeConfig(**fixed, gathered_inputs="keep")
+    regather = RecomputeConfig(**fixed, gathered_inputs="regather")
+    assert chosen(gathered("auto", **asked, memory_gb=keep - 1e-9)) == regather
+    assert chosen(gathered("auto", **asked, memory_gb=again)) == regather
+
+
+def test_recomputing_less_comes_before_keeping_what_was_gathered() -> None:
+    """The granularity is the one without kept inputs, and with norms made again nobody keeps what they return."""
+    budget = most(gathered("regather")) - 1e-9
+    found = chosen(gathered("auto", granularity="auto", memory_gb=budget))
+    assert found.parts == {"norm"} and found.gathered_inputs == "regather"
+    roomy = gathered("auto", granularity="selective", modules=["norm", "rope"], memory_gb=100)
+    assert chosen(roomy).gathered_inputs == "regather"
+    assert chosen(with_value(roomy, "recompute.modules", ["rope"])).gathered_inputs == "keep"
+
+
+def test_a_budget_that_holds_neither_is_refused() -> None:
+    config = gathered("auto", memory_gb=most(gathered("regather")) - 1e-9)
+    with pytest.raises(ConfigError, match=r"is predicted to hold more: .* GB with none"):
+        chosen(config)
+
+
+def test_without_a_budget_or_a_cut_sequence_inputs_are_gathered_as_before() -> None:
+    assert chosen(gathered("auto")).gathered_inputs == "regather"
+    for uncut in ({"sp": False}, {"tp": 1}):
+        assert chosen(gathered("auto", **uncut, granularity="auto", memory_gb=100)).gathered_inputs == "regather"
+        assert problems(gathered("auto", **uncut, memory_gb=100), None) != [], "the budget decides nothing"
+        keep, again = (gathered(name, **uncut) for name in ("keep", "regather"))
+        assert most(keep) == most(again)
+    assert problems(gathered("auto", memory_gb=100), None) == []
+    assert problems(gathered("keep", memory_gb=100), None) != []

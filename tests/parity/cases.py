@@ -105,9 +105,10 @@ class Case:
     bucket_bytes: int = 4096
     device: str = "cpu"
     attention: str | None = None
-    """A kernel; None: the one that the model needs."""
+    """A kernel; None: the one that the model needs, else `auto`."""
     head_tokens: int | None = None
     """Tokens whose logits exist at a time."""
+    gathered_inputs: str = "auto"
     narrow: bool = False
     """Masters split and moments in bf16."""
     bf16_gradients: bool = False
@@ -115,6 +116,8 @@ class Case:
     """Elementwise functions and the optimizer by torch.compile."""
     staged: bool = False
     """Carry what is sent through other memory (`engine.staging`); on GPUs, over gloo, ranks share those that there are."""
+    backend: str | None = None
+    """Of the groups, by its name; None: that of the device."""
 
     @property
     def world_size(self) -> int:
@@ -134,10 +137,12 @@ class Case:
         parts += [self.device] if self.device != "cpu" else []
         parts += [self.attention] if self.attention else []
         parts += [f"head{self.head_tokens}"] if self.head_tokens else []
+        parts += [self.gathered_inputs] if self.gathered_inputs != "auto" else []
         parts += ["narrow"] if self.narrow else []
         parts += ["bf16_gradients"] if self.bf16_gradients else []
         parts += ["compiled"] if self.compiled else []
         parts += ["staged"] if self.staged else []
+        parts += [self.backend] if self.backend else []
         return "-".join(parts)
 
     def device_of(self, rank: int) -> torch.device:
@@ -176,10 +181,11 @@ class Case:
                     "num_layers": num_layers,
                     "modules": self.modules,
                     "head_tokens": self.head_tokens,
+                    "gathered_inputs": self.gathered_inputs,
                 },
                 # Everything is moved, however small.
                 "offload": {"num_layers": self.offload, "min_bytes": 1},
-                "kernels": {"attention": self.attention or ("explicit" if model.get("attention_dropout") else "sdpa")}
+                "kernels": {"attention": self.attention or ("explicit" if model.get("attention_dropout") else "auto")}
                 | ({"elementwise": "compiled", "optimizer": "compiled"} if self.compiled else {}),
             }
         )

@@ -2,8 +2,8 @@
 
 The CI tier has a covering set of small cases: every axis alone and all of them together on eight ranks, every schedule, uneven
 stages, sequence parallelism, replicated kv heads, tied and untied embeddings, dropout, every kind of recomputation,
-heads in pieces, offload, transfers through other memory; loss masks are in all of them. The slow tier adds the product of the
-axes at the models' full depth, more cases of eight ranks, and compiled kernels.
+heads in pieces, gathered inputs that are kept, offload, transfers through other memory; loss masks are in all of them. The slow
+tier adds the product of the axes at the models' full depth, more cases of eight ranks, and compiled kernels.
 """
 
 from dataclasses import replace
@@ -60,6 +60,17 @@ COVERING = [
     Case("llama", head_tokens=5, **SMALL),
     Case("gpt", tp=2, dp=2, micro_batch_size=2, head_tokens=7, num_layers=2),
     Case("mqa_rope_bias", tp=4, pp=2, sequence_parallel=True, head_tokens=1, **SMALL),
+    Case("qwen", tp=2, sequence_parallel=True, gathered_inputs="keep", **SMALL),
+    Case("mqa_rope_bias", tp=4, sequence_parallel=True, head_tokens=3, gathered_inputs="keep", **SMALL),
+    Case(
+        "llama",
+        tp=2,
+        pp=2,
+        sequence_parallel=True,
+        recompute=("full", "block", 1),
+        gathered_inputs="keep",
+        **SMALL_STAGES,
+    ),
 ]
 """As deep and with as many microbatches as there is something to go wrong in."""
 
@@ -69,6 +80,19 @@ COVERING_TOO = [
     Case("gpt", pp=4, vpp=2, dp=2, global_batch_size=10),
     Case("qwen", tp=2, pp=2, dp=2, sequence_parallel=True, recompute=("full", "block", 1)),
     Case("gpt_dropout", tp=4, pp=2, vpp=2, recompute=("selective", "uniform", 1)),
+    Case("qwen", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True, num_layers=4, gathered_inputs="keep"),
+    Case("gpt", tp=8, sequence_parallel=True, recompute=FULL_BY_TWO, gathered_inputs="keep"),
+    Case(
+        "gpt_dropout",
+        tp=2,
+        pp=2,
+        dp=2,
+        sequence_parallel=True,
+        recompute=SELECTIVE,
+        modules=("activation", "attention"),
+        offload=1,
+        gathered_inputs="keep",
+    ),
 ]
 """Of eight ranks, and each thing in them is in a case above as well."""
 
@@ -103,7 +127,16 @@ def oracle(model: str, num_layers: int | None, global_batch_size: int, num_steps
 def compare(case: Case, num_steps: int = NUM_STEPS) -> None:
     expected = oracle(case.model, case.num_layers, case.global_batch_size, num_steps)
     weights = weights_of(case.model, case.num_layers)
-    results = run_ranks(run_case, case.world_size, case, weights, num_steps, device=case.device, staged=case.staged)
+    results = run_ranks(
+        run_case,
+        case.world_size,
+        case,
+        weights,
+        num_steps,
+        device=case.device,
+        staged=case.staged,
+        backend=case.backend,
+    )
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
 
     tokens = sum(result.num_tokens for result in results)

@@ -58,6 +58,15 @@ TRAFFIC = [
         offload=2,
         global_batch_size=6,
     ),
+    Case(
+        "llama",
+        tp=4,
+        sequence_parallel=True,
+        recompute=("full", "block", 1),
+        num_layers=3,
+        gathered_inputs="keep",
+        global_batch_size=3,
+    ),
 ]
 """Few layers and microbatches, but in most cases numbers of their own: a formula with one size for another is seen."""
 
@@ -82,7 +91,9 @@ def traffic_of_a_step(rank: int, case: Case, plant: bool) -> tuple[dict[Flow, Vo
 
 @pytest.mark.parametrize("case", TRAFFIC, ids=str)
 def test_bytes_and_calls_equal_the_formulas_and_the_calls_of_torch(case: Case) -> None:
-    for rank, (measured, expected, num_calls, differing) in enumerate(run_ranks(traffic_of_a_step, 8, case, False)):
+    for rank, (measured, expected, num_calls, differing) in enumerate(
+        run_ranks(traffic_of_a_step, case.world_size, case, False)
+    ):
         assert measured == expected, f"rank {rank}"
         assert num_calls > 0
         assert differing == 0, f"rank {rank}: torch saw other calls than the ledger"

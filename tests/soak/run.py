@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from engine.data.files import write_atomically
+from engine.telemetry.events import read_events
 from engine.telemetry.jsonl import read_records
 from launch.parent_death import end_with_parent
 from tests import netns
@@ -72,7 +73,7 @@ class Run:
 
     Attributes:
         launchers: of the present attempt, or of the last one.
-        steps: records of metrics.jsonl of all attempts, events: those of events.jsonl, as far as they were read.
+        steps: records of metrics.jsonl of all attempts, events: records of the events of all nodes, as far as they were read.
     """
 
     def __init__(self, folder: Path, hosts: Sequence[str], disk: Path) -> None:
@@ -85,7 +86,7 @@ class Run:
         self.attempt = -1
         self._hosts = hosts
         self._metrics = Grown(self.path / "metrics.jsonl")
-        self._events = Grown(self.path / "events.jsonl")
+        self._events_read: Mapping[str, int] = {}
 
     # Its life
 
@@ -114,7 +115,9 @@ class Run:
     def read(self) -> None:
         """Read what has been written since the last time."""
         self.steps += self._metrics.new()
-        self.events += self._events.new()
+        read = read_events(self.path, self._events_read)
+        self._events_read = read.ends
+        self.events += [event.to_record() for event in read.events]
 
     def wait(self, is_so: Callable[[], Any], within_seconds: float, what: str) -> Any:
         """What `is_so` says as soon as it is true; the files are read before each look.

@@ -4,12 +4,12 @@ Bugs of our one process are planted in the oracle: a difference is the same from
 `planted.py`.
 """
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
 from launch.verify_oracle import ORACLES
+from tests.lacking import need_package
 from tests.verify import planted
 from tests.verify.oracles import MODELS, ONLY_MEGATRON, asked, verdicts
 
@@ -25,9 +25,8 @@ CASES += [("transformers", name) for name in MODELS if name not in ONLY_MEGATRON
 
 
 def needs(oracle: str) -> None:
-    """Skip where the package is not installed (in CI that is a failure)."""
-    if importlib.util.find_spec({"megatron-core": "megatron"}.get(oracle, oracle)) is None:
-        pytest.skip(f"{oracle} is not installed: pip install '{ORACLES[oracle][0]}'")
+    """Give up where the package is not installed."""
+    need_package({"megatron-core": "megatron.core"}.get(oracle, oracle), f"pip install '{ORACLES[oracle][0]}'")
 
 
 def assert_equal(

@@ -12,15 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.checkpoint.direct import (
-    BLOCK_BYTES,
-    HUGE_PAGE_BYTES,
-    aligned_buffer,
-    one_ahead,
-    read_range,
-    set_direct,
-    write_direct,
-)
+from engine.checkpoint.direct import BLOCK_BYTES, one_ahead, read_range, set_direct, write_direct
+from engine.pinned_memory import aligned_buffer
 
 
 def contents_of(lengths: list[int]) -> list[torch.Tensor]:
@@ -53,16 +46,6 @@ def test_what_is_written_is_read(
     finally:
         os.close(descriptor)
     assert got.numpy().tobytes() == joined(contents)[offset : offset + num_bytes]
-
-
-@pytest.mark.parametrize(
-    "num_bytes", [0, 1, BLOCK_BYTES, HUGE_PAGE_BYTES - 1, HUGE_PAGE_BYTES, 3 * HUGE_PAGE_BYTES + 1]
-)
-def test_buffers_begin_at_a_huge_page(num_bytes: int) -> None:
-    buffer = aligned_buffer(num_bytes)
-    assert buffer.data_ptr() % HUGE_PAGE_BYTES == 0
-    assert num_bytes <= len(buffer) < num_bytes + BLOCK_BYTES
-    assert len(buffer) % BLOCK_BYTES == 0
 
 
 def test_the_page_cache_is_passed_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

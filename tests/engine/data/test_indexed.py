@@ -11,16 +11,14 @@ import pytest
 
 from engine.data.indexed import HEADER, IndexedTokens, IndexedWriter, bin_path, idx_path, smallest_dtype
 from engine.errors import DataError
+from tests.lacking import need_package
 
 DOCUMENTS = [np.array([1, 2, 3]), np.array([], np.int64), np.array([65535, 0]), np.arange(100)]
 
 
 @pytest.fixture(scope="module")
 def megatron() -> Any:
-    if os.environ.get("CI") != "true":
-        pytest.importorskip(
-            "megatron.core", reason="megatron-core is not installed: pip install 'megatron-core>=0.16,<0.17'"
-        )
+    need_package("megatron.core", "pip install 'megatron-core>=0.16,<0.17'")
     import torch  # noqa: F401  (megatron-core needs it loaded first)
     from megatron.core.datasets import indexed_dataset
 

@@ -17,6 +17,7 @@ from engine.doctor.records import (
     Finding,
     GroupRate,
     Level,
+    LimitFacts,
     Needs,
     NetworkFacts,
     RankFacts,
@@ -44,6 +45,7 @@ def rank_of(rank: int) -> RankFacts:
         ),
         links=links_of(node) if rank % PER_NODE == 0 else {},
         clock=Clock(0.001, 0.002) if rank % PER_NODE == 0 else None,
+        limits=LimitFacts(None, 16 * 2**30, has_infiniband=True),
     )
 
 
@@ -99,7 +101,7 @@ def named(seen: Examination, check: str, level: Level = Level.FAIL) -> set[str]:
 def test_nodes_that_are_alike_are_all_right(num_nodes: int) -> None:
     findings = judge(cluster(num_nodes))
     assert worst(findings) is Level.OK, findings
-    checks = {"places", "versions", "gpus", "listeners", "folders", "disk", "data", "bandwidth"}
+    checks = {"places", "versions", "gpus", "limits", "listeners", "folders", "disk", "data", "bandwidth"}
     assert {one.check for one in findings} == (checks | {"interfaces", "clocks", "links"} if num_nodes > 1 else checks)
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from engine.pipeline.actions import Action, Kind, Schedule
-from engine.pipeline.lowering import lower
-from engine.pipeline.validate import check
+from engine.pipeline.lowering import Instruction
+from engine.pipeline.programs import Programs
 from tests.harness import run_ranks
 from tests.parity.cases import Case, Piece, assemble, owned_pieces, weights_of
 from tests.parity.test_step_properties import build_rank
@@ -36,8 +36,7 @@ def split_backwards(schedule: Schedule) -> Schedule:
 def gradients(rank: int, case: Case, split: bool) -> tuple[list[Piece], list[str]]:
     engine, batches = build_rank(rank, case)
     if split:
-        engine.train_program = lower(split_backwards(engine.train_program.schedule))
-        check(engine.train_program)
+        engine.train_programs = Programs(split_backwards(engine.schedule))
     engine.topology.ledger.reset()
     engine.forward_backward(batches.next_step())
     batches.close()
@@ -62,6 +61,31 @@ def test_deferred_weight_gradients_are_the_same_gradients(case: Case) -> None:
     for (_, before), (_, after) in zip(whole, split, strict=True):
         assert sorted(before) == sorted(after)
         assert before != after
+
+
+def steps_with_a_retry(rank: int, case: Case) -> list[tuple[int, str]]:
+    """(ranks that retried, which form ran) of four steps; the allocator of rank 1 retries in the second."""
+    engine, batches = build_rank(rank, case)
+    programs = engine.train_programs
+    forms = {each.instructions[rank]: each.receives for each in (programs.early, programs.late)}
+    assert len(forms) == 2
+    found = []
+    for step in range(4):
+        seen: list[Instruction | None] = []
+        engine.executor.observer = seen.append
+        if (rank, step) == (1, 1):
+            engine.count_retries = lambda: 1
+        result = engine.train_step(batches.next_step(), 1e-3)
+        found.append((result.num_retried, forms[tuple(each for each in seen if each is not None)]))
+        if result.num_retried:
+            assert engine.receive_late()
+    batches.close()
+    return found
+
+
+def test_the_first_step_and_those_after_a_retry_receive_late_on_all_ranks() -> None:
+    for found in run_ranks(steps_with_a_retry, 2, Case("gpt", pp=2, global_batch_size=4)):
+        assert found == [(0, "late"), (1, "early"), (0, "late"), (0, "late")]
 
 
 def left_on_meta(rank: int, case: Case) -> list[str]:

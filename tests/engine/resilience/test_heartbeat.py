@@ -8,21 +8,23 @@ from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine import runtime
 from engine.collectives import Event, Ledger
 from engine.errors import TriaxisError
 from engine.pipeline import schedules
 from engine.pipeline.actions import Action
-from engine.pipeline.lowering import lower
+from engine.pipeline.lowering import Post
 from engine.rank_grid import ParallelSizes, RankGrid
-from engine.resilience.hang import HUNG, HangLimits, HangWatch, hang_report, may_hang
+from engine.resilience.hang import HUNG, HangLimits, HangWatch, StillLimit, hang_report, may_hang
 from engine.resilience.heartbeat import NO_PEER, SIZE, Heartbeat, file_of, folder_of, read_beat
 from engine.resilience.waits import Scene
 
 CALL = Event("post", 3, "recv", "pp_forward", "activations", None, 8, 2, peer=1)
-PROGRAM = lower(schedules.build("1f1b", 1, 1, 1))
-ALONE = Scene(RankGrid(ParallelSizes()), {"world": [(0,)]}, PROGRAM, PROGRAM)
+SCHEDULE = schedules.build("1f1b", 1, 1, 1)
+ALONE = Scene(RankGrid(ParallelSizes()), {"world": [(0,)]}, SCHEDULE, SCHEDULE)
 
 
 @pytest.fixture
@@ -35,6 +37,8 @@ def test_another_process_reads_what_the_rank_does(heartbeat: Heartbeat) -> None:
     heartbeat.phase("data")
     heartbeat.phase("forward_backward")
     heartbeat.instruction(Action.parse("0F0"))
+    heartbeat.instruction(Post("forward", ()))
+    assert heartbeat.read().position == 0, "a post is no action of the schedule"
     heartbeat.instruction(Action.parse("0F1"))
     ledger = Ledger()
     heartbeat.listen(ledger)
@@ -125,6 +129,47 @@ def test_limits_follow_from_the_one_that_is_given() -> None:
         assert limits.look_seconds <= 5.0 and limits.end_seconds <= 2 * seconds + 30.0
 
 
+STILL, FIRST = 300.0, 540.0
+SECONDS = st.floats(0.0, 2000.0)
+
+
+def limit_of() -> StillLimit:
+    return StillLimit(HangLimits(STILL, FIRST, look_seconds=5.0, grace_seconds=70.0))
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), SECONDS), max_size=40))
+def test_the_limit_is_never_below_the_one_that_is_given_and_bounded_by_what_was_seen(stills) -> None:
+    limit, begun, longest = limit_of(), 0, 0.0
+    for more_steps, seconds in stills:
+        begun += more_steps
+        limit.went_on(begun, seconds)
+        longest = max(longest, seconds)
+        if begun <= 2:
+            assert limit.seconds(begun) == FIRST
+        else:
+            assert STILL <= limit.seconds(begun) <= max(STILL, 2 * longest)
+
+
+@given(st.floats(0.0, FIRST), st.lists(st.floats(0.51, 1.0), min_size=3, max_size=30), st.floats(0.0, 20.0))
+def test_a_run_of_long_steps_does_not_hang(step_seconds: float, parts: list[float], short_seconds: float) -> None:
+    """Each step stands still for more than half of the longest one, at its end, and shortly before."""
+    limit = limit_of()
+    for begun, part in enumerate((0.0, *parts), start=1):
+        for seconds in (short_seconds, part * step_seconds):  # the numbers of a step are read in the next one
+            assert seconds <= limit.seconds(begun)
+            limit.went_on(begun, seconds)
+
+
+@given(st.floats(0.0, FIRST), st.lists(st.floats(0.0, 100.0), min_size=1, max_size=10))
+def test_a_slow_first_step_is_forgotten(first_seconds: float, later: list[float]) -> None:
+    limit = limit_of()
+    limit.went_on(2, first_seconds)
+    assert limit.seconds(3) == max(STILL, 2 * first_seconds)
+    for begun, seconds in enumerate(later, start=3):
+        limit.went_on(begun, seconds)
+    assert limit.seconds(3 + len(later)) == STILL
+
+
 def test_a_lone_rank_that_stands_still_says_so_and_leaves(heartbeat: Heartbeat, tmp_path: Path) -> None:
     left, told = threading.Event(), []
 
@@ -147,10 +192,10 @@ def test_a_lone_rank_that_stands_still_says_so_and_leaves(heartbeat: Heartbeat, 
 
 
 def test_a_rank_that_goes_on_takes_its_words_back(heartbeat: Heartbeat, tmp_path: Path) -> None:
-    two = Scene(RankGrid(ParallelSizes(dp=2)), {"world": [(0, 1)]}, PROGRAM, PROGRAM)
+    two = Scene(RankGrid(ParallelSizes(dp=2)), {"world": [(0, 1)]}, SCHEDULE, SCHEDULE)
     folder, limits = tmp_path / "hang", HangLimits(0.2, 60.0, 0.02, 60.0)
-    heartbeat.phase("data")
-    heartbeat.phase("data")
+    for _ in range(3):  # the third step is the first with the limit of all others
+        heartbeat.phase("data")
     watch = HangWatch(heartbeat, two, folder, limits, lambda step, text: None, leave=lambda code: None)
     said = io.StringIO()
     with redirect_stderr(said):
@@ -161,6 +206,35 @@ def test_a_rank_that_goes_on_takes_its_words_back(heartbeat: Heartbeat, tmp_path
         _until(lambda: "went on" in said.getvalue())
     watch.close()
     assert hang_report(folder) is None
+
+
+def test_a_rank_of_long_steps_is_not_ended(heartbeat: Heartbeat, tmp_path: Path) -> None:
+    """It stands still for longer than the limit that was given, as it did in its first step."""
+    folder, limits = tmp_path / "hang", HangLimits(0.1, 60.0, 0.01, 60.0)
+    watch = HangWatch(heartbeat, ALONE, folder, limits, lambda step, text: None, leave=lambda code: None)
+    watch.start()
+    for _ in range(4):
+        heartbeat.phase("data")
+        time.sleep(0.3)
+        assert not list(folder.glob("*.answers.json"))
+    watch.close()
+
+
+def test_one_rank_of_a_node_lists_the_words_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 of a node is silent. Rank 1 waits beside rank 0, which has answered before it, and lists once, in the end."""
+    three = Scene(RankGrid(ParallelSizes(dp=3)), {"world": [(0, 1, 2)]}, SCHEDULE, SCHEDULE)
+    folder, listings = tmp_path / "hang", []
+    folder.mkdir()
+    (folder / "rank_00000.answers.json").write_text("{}")
+    heartbeat = Heartbeat(file_of(tmp_path / "shm", 1), 1, 0)
+    heartbeat.phase("data")
+    left: list[int] = []
+    watch = HangWatch(heartbeat, three, folder, LIMITS, lambda step, text: None, leave=left.append)
+    ranks = watch._ranks
+    monkeypatch.setattr(watch, "_ranks", lambda kind: (listings.append(kind), ranks(kind))[1])
+    watch._hangs(heartbeat.read(), 1.0)
+    assert listings == ["answers"] and left == [HUNG]
+    assert not (folder / "rank_00002.silent.json").exists(), "its deputy is rank 0"
 
 
 def _until(is_true: object, within_seconds: float = 30.0) -> None:

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from engine.pipeline import schedules
-from engine.pipeline.actions import Action
-from engine.pipeline.lowering import Program, lower
+from engine.pipeline.actions import Action, Schedule
 from engine.rank_grid import ParallelSizes, RankGrid
 from engine.resilience.heartbeat import NO_PEER, Beat
 from engine.resilience.waits import LastWords, Report, Scene
@@ -18,13 +17,13 @@ def scene(tp: int, pp: int, dp: int, ranks_per_node: int | None = None) -> Scene
     grid = RankGrid(ParallelSizes(tp=tp, pp=pp, dp=dp), ranks_per_node)
     pipelines = grid.groups("pp")
     groups = {"world": [tuple(range(grid.world_size))], "tp": grid.groups("tp"), "dp": grid.groups("dp", "cp")}
-    programs = [lower(schedules.build(name, pp, 1, NUM_MICROBATCHES)) for name in ("1f1b", "forward_only")]
-    return Scene(grid, groups | dict.fromkeys(("pp", "pp_forward", "pp_backward"), pipelines), *programs)
+    by_name = [schedules.build(name, pp, 1, NUM_MICROBATCHES) for name in ("1f1b", "forward_only")]
+    return Scene(grid, groups | dict.fromkeys(("pp", "pp_forward", "pp_backward"), pipelines), *by_name)
 
 
-def position(program: Program, pp: int, action: str) -> int:
-    """Of an action in the program of a pp rank, from 1."""
-    return program.instructions[pp].index(Action.parse(action)) + 1
+def position(schedule: Schedule, pp: int, action: str) -> int:
+    """Find the place of an action in the row of a pp rank, from 1."""
+    return schedule.actions[pp].index(Action.parse(action)) + 1
 
 
 def beat(rank: int, phase: str, call: tuple[str, str, str] = ("", "", ""), peer: int = NO_PEER, at: int = 0) -> Beat:
@@ -44,7 +43,7 @@ def test_the_chain_of_the_issue() -> None:
     words = []
     for rank in range(16):
         pp = rank // 2
-        at = position(where.train_program, pp, "0F7")
+        at = position(where.train_schedule, pp, "0F7")
         if rank == 9:
             words.append(LastWords(rank, beat(rank, "optimizer"), answers=False))
         elif rank == 8:
@@ -81,7 +80,7 @@ def test_a_rank_that_answers_and_waits_for_nobody_holds_up_the_others() -> None:
 def test_ranks_that_wait_for_each_other_are_a_circle() -> None:
     where = scene(tp=1, pp=2, dp=1)
     call = ("recv", "pp_backward", "activation gradients")
-    at = [position(where.train_program, 0, "0B2"), position(where.train_program, 1, "0F3")]
+    at = [position(where.train_schedule, 0, "0B2"), position(where.train_schedule, 1, "0F3")]
     words = [
         LastWords(0, beat(0, "forward_backward", call, peer=1, at=at[0]), True, 300.0),
         LastWords(1, beat(1, "forward_backward", ("recv", "pp_forward", "activations"), peer=0, at=at[1]), True, 300.0),
@@ -151,3 +150,21 @@ def test_every_phase_has_words(phase: str, words: str) -> None:
     where = scene(tp=1, pp=1, dp=1)
     _, lines, _ = report(where, [LastWords(0, beat(0, phase), True, 300.0)])
     assert lines == [f"  rank 0 (pp 0, dp 0, tp 0) {words}"]
+
+
+@pytest.mark.parametrize("num_silent", [1, 256])
+def test_a_report_looks_at_each_rank_of_a_call_once(num_silent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All wait for the silent ones in one call over the world: compared pair by pair they would be the square of the ranks."""
+    where, looked_at, is_in = scene(tp=8, pp=2, dp=32), [], Report._is_in
+
+    def count(self: Report, rank: int, call: Beat) -> bool:
+        looked_at.append(rank)
+        return is_in(self, rank, call)
+
+    monkeypatch.setattr(Report, "_is_in", count)
+    call = ("all_reduce", "world", "step")
+    words = [LastWords(rank, beat(rank, "optimizer", call), rank >= num_silent, 300) for rank in range(512)]
+    headline, lines, culprits = report(where, words)
+    assert culprits == list(range(num_silent)) and headline.startswith("rank 0 (pp 0, dp 0, tp 0) does not answer")
+    assert any(line.startswith(f"  rank {num_silent} ") and "waits for rank" in line for line in lines)
+    assert len(looked_at) == 512

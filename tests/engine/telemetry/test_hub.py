@@ -90,7 +90,7 @@ def test_a_sink_that_cannot_be_opened_does_not_stop_the_start(
     telemetry.step(make_metrics(step=1))
     telemetry.close()
     assert [record["step"] for record in read(run.metrics)] == [1]
-    events = [(event["kind"], event.get("sink")) for event in read(run.events)]
+    events = [(event["kind"], event.get("sink")) for event in read(run.events(0))]
     assert events == [("attempt_started", None), ("sink_failed", "wandb"), ("attempt_ended", None)]
 
 
@@ -121,7 +121,7 @@ def test_attempts_append_and_a_killed_one_is_healed_with_an_event(
         run.close()
     lines = run.metrics.read_text().splitlines()
     assert [json.loads(line)["attempt"] for line in lines[:2]] == [0, 1]
-    (healed,) = [event for event in read(run.events) if event["kind"] == "log_healed"]
+    (healed,) = [event for event in read(run.events(0)) if event["kind"] == "log_healed"]
     assert (healed["attempt"], healed["file"], healed["bytes_cut_off"]) == (1, "metrics.jsonl", 16)
 
 

@@ -58,7 +58,7 @@ def follow_a_step(rank: int, case: Case) -> tuple[list[tuple[int, str]], list[st
     nvtx.close()
     engine.evaluate([batches.next_step()])
     batches.close()
-    row = engine.train_program.instructions[engine.topology.coordinates.pp]
+    row = engine.train_programs.early.instructions[engine.topology.coordinates.pp]
     return ranges.seen, [instruction_name(each) for each in row], ranges.open
 
 

@@ -76,7 +76,7 @@ def trace_a_step(rank: int, case: Case, folder: str) -> list[str]:
         engine.train_step(microbatches, 1e-3)
     profiler.close()
     batches.close()
-    row = engine.train_program.instructions[engine.topology.coordinates.pp]
+    row = engine.train_programs.early.instructions[engine.topology.coordinates.pp]
     return [POST if isinstance(each, Post) else str(each) for each in row]
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from engine.config import Config
 from engine.errors import TriaxisError
-from engine.telemetry.events import EventLog
+from engine.telemetry.events import OLD_FILE, EventLog
 from engine.telemetry.hub import Telemetry
 from engine.telemetry.metrics import StepMetrics
 from engine.telemetry.run_dir import RunDirectory
@@ -84,7 +84,7 @@ def test_without_a_key_the_run_is_offline_and_whole(
     assert (sink.mode, sink.why, sink.url) == ("offline", "no API key", None)
     sink.record(make_metrics(step=1))
     sink.record(make_metrics(step=2, loss=1.5, val_loss=2.5))
-    EventLog(run.events, 0).write("non_finite", step=2, message="loss is nan")
+    EventLog(run.events(0), 0).write("non_finite", step=2, message="loss is nan")
     sink.close()
 
     (folder,) = (run.path / "wandb").glob("offline-run-*")
@@ -233,7 +233,7 @@ def test_trouble_is_alerted_once_whichever_rank_and_attempt_wrote_it(
     run = RunDirectory.create(config, tmp_path, "demo")
     sink, _ = open_fake(FakeWandb(key=True, online_works=True), config, run, monkeypatch)
     told: Any = sink._run
-    mine, other = EventLog(run.events, 0), EventLog(run.events, 0, rank=3)
+    mine, other = EventLog(run.events(0), 0), EventLog(run.events(1), 0, rank=3)
     mine.write("validation", step=5, val_loss=2.0)
     mine.write("non_finite", step=6, message=f"loss is nan, says {key}", loss=float("nan"))
     sink.send_alerts()
@@ -256,13 +256,28 @@ def test_trouble_is_alerted_once_whichever_rank_and_attempt_wrote_it(
     assert "waits for all_reduce (step 8, rank 3, attempt 0, " in later.alerts[0][1]
 
 
+def test_alerts_go_on_where_a_run_of_one_file_has_stopped(
+    make_config: MakeConfig, run: RunDirectory, monkeypatch: pytest.MonkeyPatch, bare_wandb: None
+) -> None:
+    """An earlier version had alerted of the first line, and marked the bytes of its only file."""
+    EventLog(run.path / OLD_FILE, 0).write("loss_spike", step=4)
+    run.wandb_alerted.write_text(str((run.path / OLD_FILE).stat().st_size))
+    EventLog(run.path / OLD_FILE, 0).write("non_finite", step=5)
+    EventLog(run.events(0), 1).write("hang", step=6)
+    sink, _ = open_fake(FakeWandb(key=True, online_works=True), make_config(telemetry=WANDB), run, monkeypatch)
+    told: Any = sink._run
+    for _ in range(2):
+        sink.send_alerts()
+        assert [title for title, _, _ in told.alerts] == ["demo: non_finite", "demo: hang"]
+
+
 def test_a_run_that_hangs_alerts_and_finishes_before_it_is_ended(
     make_config: MakeConfig, run: RunDirectory, monkeypatch: pytest.MonkeyPatch, bare_wandb: None
 ) -> None:
     sink, _ = open_fake(FakeWandb(key=True, online_works=True), make_config(telemetry=WANDB), run, monkeypatch)
     told: Any = sink._run
-    telemetry = Telemetry(None, EventLog(run.events, 0), [sink])
-    EventLog(run.events, 0, rank=0).write("hang", step=8, message="rank 3 waits", report="long\n" * 100)
+    telemetry = Telemetry(None, EventLog(run.events(0), 0), [sink])
+    EventLog(run.events(0), 0, rank=0).write("hang", step=8, message="rank 3 waits", report="long\n" * 100)
     thread = threading.Thread(target=telemetry.last_words)
     thread.start()
     thread.join()

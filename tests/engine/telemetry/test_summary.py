@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.config import Config, batch_plan
+from engine.config import Config, RecomputeConfig, batch_plan
 from engine.telemetry.console import Report
 from engine.telemetry.metrics import Meter
 from engine.telemetry.parameters import num_parameters
@@ -37,6 +37,7 @@ def start_rows(
         "tp=2 dp=2: 4 ranks",
         "cpu, gloo",
         "attention: flash",
+        "16.4 MB predicted",
         num_parameters(config.model),
         recompute=config.recompute,
     )
@@ -52,6 +53,7 @@ def test_the_banner_says_what_runs_and_where_it_is_written(
     assert said["layout"] == "tp=2 dp=2: 4 ranks"
     assert said["device"] == "cpu, gloo, bf16"
     assert said["batch"] == str(batch_plan(config, 2))
+    assert said["memory"] == "16.4 MB predicted"
     total = f"{sum(num_parameters(config.model).values()):,}"
     assert said["parameters"].startswith(f"{total} counted on the ranks = {total} by the formula")
     assert "causal" in said["FLOPs"] and "recompute: selective" in said["FLOPs"]
@@ -69,6 +71,17 @@ def test_the_banner_names_a_head_in_pieces(
     assert said["recompute"] == shown and said["FLOPs"].endswith(f"recompute: {shown}")
 
 
+def test_the_banner_says_that_gathered_inputs_are_kept(make_config: Callable[..., Config], run: RunDirectory) -> None:
+    cut = {"parallel": {"tp": 2, "sequence_parallel": True}}
+    kept = RecomputeConfig(gathered_inputs="keep")
+    asked = make_config(**cut, recompute={"memory_gb": 70})
+    start = Start(asked, batch_plan(asked, 2), "", "cpu", "", num_parameters(asked.model), kept)
+    assert start_rows(asked, run, start)["gathered"].endswith("kept for the backward (they fit 70 GB)")
+    named = make_config(**cut, recompute={"gathered_inputs": "keep"})
+    assert start_rows(named, run)["gathered"].endswith("kept for the backward")
+    assert "gathered" not in start_rows(make_config(recompute={"gathered_inputs": "keep"}), run)
+
+
 def test_a_known_peak_comes_with_its_source_and_the_convention(
     make_config: Callable[..., Config], run: RunDirectory
 ) -> None:
@@ -78,7 +91,7 @@ def test_a_known_peak_comes_with_its_source_and_the_convention(
 
 def test_a_model_that_lost_a_layer_is_not_hidden(make_config: Callable[..., Config], run: RunDirectory) -> None:
     config = make_config()
-    start = Start(config, batch_plan(config, 2), "", "cpu", "", num_parameters(config.model), config.recompute)
+    start = Start(config, batch_plan(config, 2), "", "cpu", "", "", num_parameters(config.model), config.recompute)
     lost = replace(start, counted={**start.counted, "mlp": start.counted["mlp"] // 2})
     said = start_rows(config, run, lost)["parameters"]
     assert "not what was asked for" in said and f"mlp: {lost.counted['mlp']:,} counted" in said

@@ -12,7 +12,7 @@ from engine.pipeline.lowering import Post
 from engine.rank_grid import Coordinates
 from engine.telemetry.attribution import Attribution
 from engine.telemetry.marks import Doing
-from engine.telemetry.time_split import PARTS, Tally, TimeSplit, span_of
+from engine.telemetry.time_split import PARTS, SPANS, USUAL, Tally, TimeSplit, span_of
 
 
 @dataclass(frozen=True)
@@ -113,3 +113,19 @@ def test_a_line_says_what_matters_and_fits_into_100_columns() -> None:
     assert str(TimeSplit(2, 9, (quiet,), (0.0,), (9.99,))) == "compute 100%"
     usual = {**even, "compute": 20.0, "data": 0.0, "checkpoint": 0.0}
     assert len(str(TimeSplit(2, 9, (usual,), (0.5,), (20.0,)))) <= 90
+
+
+def test_a_step_that_is_made_again_to_find_what_is_not_finite_is_no_part_of_the_pipelines_row() -> None:
+    """It is made between two steps, through the same executor: its actions are more than a step's schedule has."""
+    tally = Tally()
+    doings = [
+        Doing("other", F0),
+        Doing("other", F0, RECEIVE),
+        Doing("forward_backward", F0),
+        Doing("optimizer", wait=STEP),
+    ]
+    tally.add(3, doings, [0.0, 4.0, 5.0, 7.0, 8.0])
+    numbers = tally.numbers(1)
+    begin, through, end_wait, ends_wait, tp_wait, waited, took = numbers[USUAL + 1 :]
+    assert (begin, through, end_wait, ends_wait, tp_wait, waited, took) == (-3.0, -1.0, 1.0, 0.0, 0.0, 0.0, 2.0)
+    assert numbers[list(SPANS).index("other")] == 5.0

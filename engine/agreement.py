@@ -1,0 +1,122 @@
+"""Facts that all ranks compare through their store before they communicate.
+
+A rank that differs would let the others wait for calls that it never makes. The store answers also where no group can be made.
+
+    every rank     writes its facts
+    rank 0         reads those of all ranks, judges them, writes the verdict
+    every rank     reads the verdict; if it is bad, waits until all have read it, and raises it
+
+These are three small messages per rank to the store.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from engine.errors import TopologyError
+
+Facts = dict[str, object]
+"""What one rank says of itself, in JSON's types."""
+
+ALL_HAVE_READ = timedelta(seconds=5)
+"""How long a rank waits, after a bad verdict, for the others to read it too."""
+
+RANK_0_FIRST_SECONDS = 1.0
+"""How much later than rank 0 the others raise: rank 0 prints the error, and a launcher ends all ranks with the first that ends."""
+
+
+def compare_facts(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    facts: Mapping[str, object],
+    judge: Callable[[Sequence[Facts]], str | None],
+) -> None:
+    """Compare the facts of all ranks; every rank calls it.
+
+    Args:
+        store: which all ranks reach; its keys are used once.
+        rank: of this process.
+        world_size: number of ranks.
+        facts: of this rank, in JSON's types.
+        judge: takes the facts in rank order and returns what is wrong with them, or None. It runs on rank 0 only.
+
+    Raises:
+        TopologyError: on every rank, with what `judge` returned.
+    """
+    store.set(f"facts/{rank}", json.dumps(dict(facts)))
+    if rank == 0:
+        every = [json.loads(store.get(f"facts/{other}")) for other in range(world_size)]
+        store.set("verdict", json.dumps(judge(every)))
+    problem = json.loads(store.get("verdict"))
+    if problem is None:
+        return
+    # The store goes away with rank 0 or with the launcher, which is no news by now.
+    with suppress(RuntimeError):
+        if store.add("have_read", 1) == world_size:
+            store.set("all_have_read", "")
+        store.wait(["all_have_read"], ALL_HAVE_READ)
+    if rank:
+        time.sleep(RANK_0_FIRST_SECONDS)
+    raise TopologyError(problem)
+
+
+def compare_group_counts() -> None:
+    """Refuse process groups that only some ranks have made; every rank of the default group calls it before it makes groups.
+
+    torch names a group after its ranks and the number of groups that this process has made so far. A rank that has made another
+    number would wait for the others under another name, until the timeout.
+
+    Raises:
+        TopologyError: on every rank, with the ranks that differ.
+    """
+    # A footprint's world has one process, and its store keeps nothing.
+    if not dist.is_initialized() or dist.get_backend() == "fake":
+        return
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    comparison = dist.PrefixStore(f"group_counts/{store.add(f'group_counts/{rank}', 1)}", store)
+    facts = {"num_groups": len(dist.distributed_c10d._world.pg_names)}
+    compare_facts(comparison, rank, dist.get_world_size(), facts, judge_group_counts)
+
+
+def judge_group_counts(every: Sequence[Facts]) -> str | None:
+    """Find ranks with another number of process groups (`num_groups`, torch's default group included)."""
+    counts = grouped(every, lambda facts: str(facts["num_groups"]))
+    if len(counts) == 1:
+        return None
+    lines = [
+        f"  {name_ranks(ranks)}: {count}" for count, ranks in sorted(counts.items(), key=lambda item: int(item[0]))
+    ]
+    return "\n".join(
+        (
+            "process groups made before the topology differ in number, torch's default group included:",
+            *lines,
+            "torch derives a group's name from that number, so the ranks would wait for each other under different names. "
+            "Make groups of a subset of the ranks after the Topology, or call torch.distributed.new_group on all ranks.",
+        )
+    )
+
+
+def grouped(every: Sequence[Facts], key: Callable[[Facts], str]) -> dict[str, list[int]]:
+    """Group ranks, in rank order, by what `key` returns for their facts."""
+    groups: dict[str, list[int]] = {}
+    for rank, facts in enumerate(every):
+        groups.setdefault(key(facts), []).append(rank)
+    return groups
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Write ascending ranks as `rank 3`, `ranks 0 to 7` or `ranks 0 to 3 and 6`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
+    text = texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
+    return f"rank {text}" if text.isdigit() else f"ranks {text}"

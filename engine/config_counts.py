@@ -1,0 +1,54 @@
+"""Whole numbers as people write them in a configuration: 8e12, 8T, 20B, 500M, 10k (no torch here).
+
+    10k  ->  10_000      1.5B  ->  1_500_000_000      8e12  ->  8_000_000_000_000      1.5  ->  refused
+
+A suffix is a power of ten (k 10^3, M 10^6, B 10^9, T 10^12), never of two. The configuration holds and writes the plain integer.
+"""
+
+import re
+from fractions import Fraction
+from math import isfinite
+from typing import Annotated
+
+from pydantic import BeforeValidator
+
+SUFFIXES = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+"""Multipliers by the letter behind a number; `K` is read as `k`."""
+
+LIMIT = 10**18
+"""No counter reaches it; a number of 64 bits ends soon after."""
+
+_WRITTEN = re.compile(r"(?P<number>[0-9][0-9_]*(\.[0-9]+)?([eE]\+?[0-9]{1,2})?)(?P<suffix>[kKMBT]?)")
+
+
+def count(value: object) -> object:
+    """Return the integer that `value` is written for; what is neither text nor a float is returned as it is.
+
+    Args:
+        value: what YAML made of a field. YAML reads `8e12` and `8T` as text, and `8.0e+12` as a float.
+
+    Raises:
+        ValueError: the number is not whole, too large, or has a suffix that means nothing.
+    """
+    if isinstance(value, float) and isfinite(value):
+        return _whole(Fraction(value))
+    if not isinstance(value, str):
+        return value
+    written = _WRITTEN.fullmatch(value.strip())
+    if written is None:
+        raise ValueError(
+            f"must be a whole number, such as 10000, 10k, 500M, 20B, 8T or 8e12 (suffixes are {', '.join(SUFFIXES)})"
+        )
+    return _whole(Fraction(written["number"].replace("_", "")) * SUFFIXES.get(written["suffix"], 1))
+
+
+def _whole(number: Fraction) -> int:
+    if number.denominator != 1:
+        raise ValueError("must be a whole number; a part of one cannot be counted")
+    if abs(number) >= LIMIT:
+        raise ValueError("must be below 10^18, or it does not fit a 64-bit counter")
+    return int(number)
+
+
+Count = Annotated[int, BeforeValidator(count)]
+"""A field that counts tokens, samples, steps or microbatches."""

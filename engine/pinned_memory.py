@@ -1,0 +1,293 @@
+"""Page-locked ("pinned") host memory that takes as many bytes as are asked for, rounded up to a page.
+
+A GPU copies to and from page-locked memory while the host goes on; with pageable memory the host waits for each copy. torch's
+pinned allocator rounds every request up to a power of two: 15.8 GB for the state of a GPT of 1.3B parameters become 25.9 GB.
+Here memory is mapped first, then its pages are locked where they are (cudaHostRegister):
+
+    PinnedBuffer   one mapping, cut into vectors; the copy of the state that a checkpoint is written from
+    PinnedPool     vectors that are kept by length and dtype and reused; offloaded activations, staged messages
+
+On a CPU the same memory stays pageable: a `PageLock` is the one step that depends on the device. torch's allocator defers the
+reuse of its memory until copies under way are done. It does not cover this memory, so the users give it back when it is free.
+
+Pages stay locked until `close`, or to the end of the process. They are not unlocked when a buffer is collected, because unlocking
+waits for the device: where a rank has failed, its device may wait for a peer that is gone, and the rank would never end.
+"""
+
+import atexit
+import mmap
+import resource
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+
+from engine.errors import OutOfMemoryError
+
+PAGE_BYTES = 4096
+"""The smallest page of today's processors. Where pages are larger, only the rounding of the last one differs."""
+
+HUGE_PAGE_BYTES = 2 * 2**20
+"""Where a processor has larger or smaller ones, buffers are still aligned, and some of their pages stay small."""
+
+VECTOR_ALIGNMENT = 64
+"""Vectors of a buffer begin at multiples of this many bytes: a cache line, and the widest vector register."""
+
+VectorSize = tuple[int, torch.dtype]
+"""Number of elements and dtype of a vector."""
+
+
+class Purpose(NamedTuple):
+    """Words of the error that is raised where memory cannot be had: `name` of its use, and what to do `instead`."""
+
+    name: str
+    instead: str
+
+
+class PageLock(Protocol):
+    """Lock on pages of host memory, for the copies of one device."""
+
+    def lock(self, memory: torch.Tensor) -> None:
+        """Lock the pages of `memory`, uint8 [n], page-aligned; raises OSError with the driver's words where it refuses."""
+        ...
+
+    def unlock(self, memory: torch.Tensor) -> None:
+        """Unlock what `lock` has locked."""
+        ...
+
+
+class Pageable:
+    """Page lock of a CPU: none, because its copies are made by the host itself."""
+
+    def lock(self, memory: torch.Tensor) -> None:
+        pass
+
+    def unlock(self, memory: torch.Tensor) -> None:
+        pass
+
+
+class Driver(Protocol):
+    """Calls of the CUDA runtime that a page lock needs; a code of 0 is success."""
+
+    def register(self, address: int, num_bytes: int) -> int: ...
+    def unregister(self, address: int) -> int: ...
+    def error_text(self, code: int) -> str: ...
+    def synchronize(self) -> None: ...
+
+
+class CudaDriver:
+    """The CUDA runtime of one device."""
+
+    PORTABLE = 1
+    """`cudaHostRegisterPortable`: memory is page-locked for every CUDA context of the process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def register(self, address: int, num_bytes: int) -> int:
+        return int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, self.PORTABLE))
+
+    def unregister(self, address: int) -> int:
+        return int(torch.cuda.cudart().cudaHostUnregister(address))
+
+    def error_text(self, code: int) -> str:
+        runtime = torch.cuda.cudart()
+        return str(runtime.cudaGetErrorString(runtime.cudaError(code)))
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+
+class CudaPageLock:
+    """Page lock of a GPU.
+
+    Args:
+        driver: of the GPU.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._keepers: dict[int, partial[None]] = {}
+
+    def lock(self, memory: torch.Tensor) -> None:
+        """Lock the pages, and keep them mapped until `unlock` or the end of the process.
+
+        If they were unmapped before, other memory would get their addresses, and the device would copy to the pages of old.
+        """
+        address = memory.data_ptr()
+        code = self._driver.register(address, memory.nbytes)
+        if code:
+            raise OSError(f"cudaHostRegister: {self._driver.error_text(code)} ({code})")
+        self._keepers[address] = partial(_keep, memory)
+        atexit.register(self._keepers[address])
+
+    def unlock(self, memory: torch.Tensor) -> None:
+        """Unlock the pages after all copies of the device are done: one that is under way would write to freed memory."""
+        address = memory.data_ptr()
+        self._driver.synchronize()
+        code = self._driver.unregister(address)
+        assert not code, f"cudaHostUnregister: {self._driver.error_text(code)} ({code})"
+        atexit.unregister(self._keepers.pop(address))
+
+
+def _keep(memory: torch.Tensor) -> None:
+    """Do nothing: being registered to be called keeps the argument alive."""
+
+
+def page_lock_of(device: torch.device) -> PageLock:
+    """Return the page lock for copies between the host and `device`."""
+    return CudaPageLock(CudaDriver(device)) if device.type == "cuda" else Pageable()
+
+
+def aligned_buffer(num_bytes: int) -> torch.Tensor:
+    """Map private host memory: uint8, at least `num_bytes` long, in whole 4 KiB pages.
+
+    It begins at a page, and at a huge page if it is at least as long as one. In huge pages a request to the disk is as long as the
+    disk takes (4 MiB, not 0.6 MiB of scattered 4 KiB pages, on one machine: 1.7 instead of 1.0 GB/s). Shared anonymous memory is
+    never huge unless an administrator says so, hence private.
+
+    Raises:
+        OSError: the system has no such memory.
+    """
+    length = -(-max(num_bytes, 1) // PAGE_BYTES) * PAGE_BYTES
+    alignment = HUGE_PAGE_BYTES if length >= HUGE_PAGE_BYTES else PAGE_BYTES
+    memory = mmap.mmap(-1, length + alignment - PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if alignment == HUGE_PAGE_BYTES:
+        with suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    # After a fork the first write would give this process another page, while the device goes on with the one that is locked.
+    memory.madvise(mmap.MADV_DONTFORK)
+    buffer = torch.frombuffer(memory, dtype=torch.uint8)
+    lead = -buffer.data_ptr() % alignment
+    return buffer[lead : lead + length]
+
+
+class PinnedBuffer:
+    """One mapping of host memory, page-locked, cut into vectors.
+
+    Args:
+        sizes: of the vectors.
+        page_lock: of the device that copies.
+        purpose: for the error.
+
+    Attributes:
+        vectors: 1-D, in the order of `sizes`, each aligned to `VECTOR_ALIGNMENT` bytes; touched, their contents are undefined.
+        num_bytes: that are locked.
+
+    Raises:
+        OutOfMemoryError: the memory cannot be mapped, or its pages cannot be locked.
+    """
+
+    def __init__(self, sizes: Sequence[VectorSize], page_lock: PageLock, purpose: Purpose) -> None:
+        starts, end = [], 0
+        for numel, dtype in sizes:
+            starts.append(end)
+            end += -(-numel * dtype.itemsize // VECTOR_ALIGNMENT) * VECTOR_ALIGNMENT
+        try:
+            memory = aligned_buffer(end)
+        except OSError as error:
+            raise OutOfMemoryError(_not_mapped(end, purpose, error)) from error
+        self.num_bytes = memory.nbytes
+        # Pages exist once they are touched: here, so that the first copy does not pay for them.
+        memory[::PAGE_BYTES].zero_()
+        try:
+            page_lock.lock(memory)
+        except OSError as error:
+            raise OutOfMemoryError(_not_locked(self.num_bytes, purpose, error)) from error
+        self._page_lock = page_lock
+        self._memory = memory
+        self._is_locked = True
+        self.vectors = [
+            memory[start : start + numel * dtype.itemsize].view(dtype)
+            for start, (numel, dtype) in zip(starts, sizes, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Unlock the pages after waiting for the device. The vectors stay usable, as pageable memory."""
+        if self._is_locked:
+            self._page_lock.unlock(self._memory)
+            self._is_locked = False
+
+
+class PinnedPool:
+    """Page-locked vectors, kept by length and dtype: locking pages takes long, so they are reused.
+
+    Args:
+        page_lock: of the device that copies.
+        purpose: for the error.
+    """
+
+    def __init__(self, page_lock: PageLock, purpose: Purpose) -> None:
+        self._page_lock = page_lock
+        self._purpose = purpose
+        self._guard = threading.Lock()
+        self._buffers: list[PinnedBuffer] = []
+        self._free: dict[VectorSize, list[tuple[torch.Tensor, Sequence[torch.cuda.Event]]]] = {}
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Take a vector [numel] that is free, or make one where none is; its contents are undefined.
+
+        Raises:
+            OutOfMemoryError: there is no memory for a new one.
+        """
+        with self._guard:
+            free = self._free.get((numel, dtype), [])
+            for place, (vector, events) in enumerate(free):
+                if all(event.query() for event in events):
+                    del free[place]
+                    return vector
+        buffer = PinnedBuffer([(numel, dtype)], self._page_lock, self._purpose)
+        with self._guard:
+            self._buffers.append(buffer)
+        return buffer.vectors[0]
+
+    def give(self, vector: torch.Tensor, events: Sequence[torch.cuda.Event] = ()) -> None:
+        """Give a vector from `take` back, free once all `events` are reached."""
+        with self._guard:
+            self._free.setdefault((vector.numel(), vector.dtype), []).append((vector, events))
+
+    @property
+    def vectors(self) -> list[torch.Tensor]:
+        """All vectors, free or not."""
+        return [vector for buffer in self._buffers for vector in buffer.vectors]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all vectors."""
+        return sum(vector.nbytes for vector in self.vectors)
+
+    @property
+    def num_free(self) -> int:
+        """Number of vectors that have been given back."""
+        return sum(len(vectors) for vectors in self._free.values())
+
+    def close(self) -> None:
+        """Unlock all vectors after waiting for the device; none may be taken any more."""
+        for buffer in self._buffers:
+            buffer.close()
+        self._free.clear()
+
+
+def _not_mapped(num_bytes: int, purpose: Purpose, error: OSError) -> str:
+    return (
+        f"{_amount(num_bytes)} of host memory for {purpose.name} could not be mapped: {error}. The run cannot go on without it. "
+        f"Give the ranks of this node more host memory, or {purpose.instead}."
+    )
+
+
+def _not_locked(num_bytes: int, purpose: Purpose, error: OSError) -> str:
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    allowed = "unlimited bytes" if limit == resource.RLIM_INFINITY else f"{limit:,} bytes"
+    return (
+        f"{_amount(num_bytes)} of host memory for {purpose.name} could not be page-locked: {error}. A GPU copies to other memory "
+        f"only while the host waits, so training would stop for each copy. This process may lock {allowed} (ulimit -l), as far as "
+        "the node has them free. Raise the limit (ulimit -l unlimited; in a container: --ulimit memlock=-1), free memory of the "
+        f"node, or {purpose.instead}."
+    )
+
+
+def _amount(num_bytes: int) -> str:
+    return f"{num_bytes:,} bytes ({num_bytes / 2**30:.1f} GiB)"

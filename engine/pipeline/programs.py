@@ -1,0 +1,60 @@
+"""The two forms of a schedule's program, and which of them runs next (no torch here).
+
+    run      1      2  3  4 ...     k          k+1 ... k+STEPS_AFTER_RETRY     ...
+    form     late   early           (retry)    late                            early
+
+Kernels are loaded, and memory is taken, in the first run after a start. Both may make the host wait for all work of its GPU. A
+receive that was posted early spins there until its peer sends, and the peer may wait in the same way: nobody goes on. The same
+holds where the allocator frees memory and asks again. Late receives cannot deadlock then (`engine.pipeline.validate`).
+"""
+
+from engine.pipeline.actions import Schedule
+from engine.pipeline.lowering import Program, lower
+from engine.pipeline.validate import check
+
+STEPS_AFTER_RETRY = 10
+"""Runs with late receives after the allocator has retried: memory that is short once is short again soon."""
+
+
+class Programs:
+    """Both programs of one schedule.
+
+    Every rank asks for the same runs in the same order, and calls `receive_late` between the same two of them.
+
+    Args:
+        schedule: complete compute actions of every rank.
+
+    Attributes:
+        early: receives are posted before the action that precedes their consumer.
+        late: receives are posted right before their consumer.
+
+    Raises:
+        ScheduleError: the schedule is incomplete, out of order, or one of its programs would deadlock.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.early, self.late = lower(schedule), lower(schedule, "late")
+        check(self.early)
+        check(self.late)
+        self._late_runs = 1
+
+    def next(self) -> Program:
+        """Return the program of the next run."""
+        if not self._late_runs:
+            return self.early
+        self._late_runs -= 1
+        return self.late
+
+    def receive_late(self, num_runs: int = STEPS_AFTER_RETRY) -> None:
+        """Use the late form in the next `num_runs` runs at least."""
+        self._late_runs = max(self._late_runs, num_runs)
+
+    def receive_early(self) -> None:
+        """Use the early form from the next run on, as if the first were over."""
+        self._late_runs = 0
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the next run has late receives."""
+        return self._late_runs > 0

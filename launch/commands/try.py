@@ -1,0 +1,172 @@
+# ruff: noqa: N999  (a command's module has its name, and is imported by name only)
+"""`triaxis try`: a few training steps of a config in one layout or several, on random tokens; speed, memory and time of each."""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from engine.errors import ConfigError, TriaxisError
+from launch import hostfile
+from launch.command_line import CONFIG, LAYOUT_WORDS, CommandParser, add_world_size, check_counts, layout_overrides
+from launch.slurm_step import is_rank
+from launch.try_layouts import LEAST_STEPS, STOPPED, Failed, Measured, refused, show_plan, try_layout, write_config
+from launch.try_report import Tried, look_at_machine, to_json, to_text
+from launch.world import find_gpus
+
+NAME = "try"
+HELP = "Train a few steps of a config on random tokens, in one layout or several; print speed, memory and time of each."
+EXAMPLES = """examples:
+  triaxis try configs/gpt_tiny.yaml
+  triaxis try configs/gpt_tiny.yaml --steps 10 --layouts 'tp=1;tp=2;tp=2,pp=2' --json tried.json
+  triaxis try configs/llama3_8b.yaml --gpus 8 --layouts 'tp=1;tp=2,sp=true' model.num_layers=4
+
+Each layout is a training run of its own, on the ranks that `triaxis train` would start on this machine, in a temporary folder: no
+corpus, no warm-up of the learning rate, no checkpoint, no wandb. A layout that is illegal, does not fit or breaks is listed with
+its reason. What it prints at the end, on stdout, is made to be pasted. Exit code 0: a layout was trained; 1: none was.
+"""
+DEFAULT_STEPS = 20
+OWN = "the config's own"
+NOTHING_TRAINED = 1
+
+
+def add_arguments(parser: CommandParser) -> None:
+    parser.usage = (
+        "triaxis try CONFIG [--steps K] [--layouts 'tp=N,pp=N;...'] [--gpus N] [--json FILE] [--dry-run] "
+        "[section.key=value ...]"
+    )
+    parser.epilog = EXAMPLES
+    parser.takes(CONFIG, "model and batch to try")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=DEFAULT_STEPS,
+        metavar="K",
+        help=f"optimizer steps of each layout (default: {DEFAULT_STEPS}; the first quarter is left out of the speeds)",
+    )
+    parser.add_argument(
+        "--layouts",
+        metavar="'tp=N,pp=N;...'",
+        help=f"layouts, parted by ;. Each is of {', '.join(LAYOUT_WORDS)}; what is not named is 1 (sp: off; dp: as many as there "
+        "are ranks for). Default: the config's own",
+    )
+    add_world_size(parser, "ranks of each layout whose dp is open (default: the GPUs; on a CPU one replica)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers here as well")
+    parser.add_argument("--dry-run", action="store_true", help="print the launch line of each layout; start nothing")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Try the layouts one after the other, print the block; the exit code says whether any was trained."""
+    _refuse_other_launchers()
+    check_counts(world_size=args.world_size)
+    if args.steps < LEAST_STEPS:
+        raise ConfigError(
+            [
+                f"--steps {args.steps}: at least {LEAST_STEPS}: the first one warms up, and the last one ends the measurement."
+            ],
+            "the command line",
+        )
+    layouts = [OWN] if args.layouts is None else [text.strip() for text in args.layouts.split(";") if text.strip()]
+    changes = [[] if text == OWN else layout_overrides(text, dp_is_open=True) for text in layouts]
+    if not layouts:
+        raise ConfigError(["--layouts names none. Write for example --layouts 'tp=1;tp=2'."], "the command line")
+    outcomes: list[Measured | Failed] = []
+    with tempfile.TemporaryDirectory(prefix="triaxis-try-") as name, _ranks(args.world_size):
+        for number, (label, change) in enumerate(zip(layouts, changes, strict=True), start=1):
+            if not args.dry_run:
+                print(
+                    f"layout {number} of {len(layouts)}: {label}, {args.steps} steps ...", file=sys.stderr, flush=True
+                )
+            outcome = _try(args, label, change, Path(name), f"layout_{number}")
+            if outcome is None:
+                continue
+            outcomes.append(outcome)
+            if isinstance(outcome, Failed) and outcome.exit_code in STOPPED:
+                print("stopped: no further layout is tried", file=sys.stderr)
+                return outcome.exit_code
+            _tell(outcome)
+    if args.dry_run:
+        return NOTHING_TRAINED if outcomes else 0
+    measured = [one for one in outcomes if isinstance(one, Measured)]
+    tried = Tried(
+        words=_words(args),
+        name=args.config.stem,
+        num_steps=args.steps,
+        machine=look_at_machine(is_gpu=measured[0].is_gpu if measured else find_gpus().count > 0),
+        outcomes=outcomes,
+    )
+    print(to_text(tried), end="")
+    if args.json is not None:
+        args.json.write_text(json.dumps(to_json(tried), indent=2) + "\n")
+    return 0 if measured else NOTHING_TRAINED
+
+
+def _try(
+    args: argparse.Namespace, label: str, change: Sequence[str], folder: Path, name: str
+) -> Measured | Failed | None:
+    """Try one layout; None for one that was only shown."""
+    try:
+        path = write_config(args.config, (*args.overrides, *change), args.steps, folder, name, os.environ)
+        if not args.dry_run:
+            return try_layout(path, label, folder / f"{name}.log")
+        show_plan(path)
+    except TriaxisError as error:
+        failed = refused(label, error)
+        if args.dry_run:
+            _tell(failed)
+        return failed
+    return None
+
+
+def _tell(outcome: Measured | Failed) -> None:
+    """Say on stderr how a layout went, and the end of what a run that broke printed."""
+    if isinstance(outcome, Measured):
+        print(f"  {outcome.layout}: {outcome.tokens_per_second:,.0f} tokens/s on {outcome.num_ranks}", file=sys.stderr)
+        return
+    print(f"  not trained: {outcome.reason}", file=sys.stderr)
+    for line in outcome.output.splitlines():
+        print(f"  | {line}", file=sys.stderr)
+
+
+def _words(args: argparse.Namespace) -> list[str]:
+    """Return the command that does the same again."""
+    options = ["--steps", str(args.steps)]
+    options += [] if args.layouts is None else ["--layouts", args.layouts]
+    options += [] if args.world_size is None else ["--gpus", str(args.world_size)]
+    return ["triaxis", "try", str(args.config), *options, *args.overrides]
+
+
+def _refuse_other_launchers() -> None:
+    """Refuse to run as a rank of a job, or on several nodes.
+
+    Raises:
+        ConfigError: another launcher has started this process, or was asked for.
+    """
+    several = os.environ.get("NNODES", "") not in ("", "1") or hostfile.is_asked_for(os.environ)
+    if "RANK" in os.environ or is_rank(os.environ) or several:
+        raise ConfigError(
+            [
+                "triaxis try starts its ranks itself, on one machine: under torchrun, srun, HOSTFILE or NNODES each process would "
+                "try the layouts for itself. Start it once, without them."
+            ],
+            "the environment",
+        )
+
+
+@contextmanager
+def _ranks(world_size: int | None) -> Iterator[None]:
+    """Let the launcher start so many ranks; None: as many as it would."""
+    before = os.environ.get("NPROC_PER_NODE")
+    if world_size is not None:
+        os.environ["NPROC_PER_NODE"] = str(world_size)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ["NPROC_PER_NODE"] = before
+        elif world_size is not None:
+            del os.environ["NPROC_PER_NODE"]

@@ -1,0 +1,56 @@
+"""Errors that mean that memory has run out, and which memory it was: one list for every library that allocates.
+
+    torch's allocator of a GPU     torch.OutOfMemoryError
+    torch, pinned memory           CUDA error: out of memory (the allocator of the GPU has its own error, above)
+    CUDA's driver API, Triton      CUDA driver error: out of memory; Triton Error [CUDA]: out of memory
+    cuBLAS, cuSOLVER, cuDNN        CUBLAS_STATUS_ALLOC_FAILED and the like
+    NCCL                           DistBackendError with the line of NCCL that failed at its end
+    torch, host memory             DefaultCPUAllocator: can't allocate memory
+    Python                         MemoryError; OSError ENOMEM of mmap and fork
+
+The words of NCCL, cuDNN, cuBLAS and torch are those in the binaries of NCCL 2.29.7, cuDNN 9.20, cuBLAS 13 and torch 2.13.
+"""
+
+import errno
+import re
+from enum import StrEnum
+
+import torch
+
+
+class Place(StrEnum):
+    """Kinds of memory, in the words of a message."""
+
+    GPU = "GPU memory"
+    PINNED = "pinned host memory"
+    HOST = "host memory"
+
+
+_WORDS: tuple[tuple[str, Place], ...] = (
+    (r"CUDA out of memory", Place.GPU),
+    (r"CUDA error: out of memory", Place.PINNED),
+    (r"CUDA driver error: out of memory", Place.GPU),
+    (r"Triton Error \[CUDA\]: out of memory", Place.GPU),
+    (r"CU(?:BLAS|SOLVER|DNN)_STATUS_ALLOC_FAILED", Place.GPU),
+    (r"CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", Place.GPU),
+    (r"CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED", Place.HOST),
+    (r"Failed to CUDA host alloc", Place.PINNED),
+    (r"Failed to CUDA (?:calloc|malloc)", Place.GPU),
+    (r"Cuda failure (?:\d+ )?'out of memory'", Place.GPU),
+    (r"Failed to malloc \d+ bytes", Place.HOST),
+    (r"(?:shared memory segment|[Ff]ailed to extend) /dev/shm/nccl\S* .*(?:No space left|Cannot allocate)", Place.HOST),
+    (r"DefaultCPUAllocator", Place.HOST),
+)
+"""Words of a RuntimeError's message, and the memory that was asked for. NCCL's shared memory segments are host memory."""
+
+
+def exhausted(error: BaseException) -> Place | None:
+    """Return the memory that has run out, None where the error is of another kind."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return Place.GPU
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return Place.HOST
+    if not isinstance(error, RuntimeError):
+        return None
+    text = str(error)
+    return next((place for words, place in _WORDS if re.search(words, text)), None)

@@ -1,0 +1,28 @@
+"""A shorter time between SIGTERM and SIGKILL for the ranks that torchrun ends because another one has failed.
+
+torchrun gives them 30 seconds: it calls `PContext.close()` without a time, whatever its option --shutdown-timeout says, which is
+for signals only. `PContext` is the class of torchrun's processes, and `close` is public.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from signal import Signals
+
+from torch.distributed.elastic.multiprocessing import PContext
+
+TORCHRUN_SECONDS = 30
+
+
+@contextmanager
+def short_end(seconds: int) -> Iterator[None]:
+    """While the block runs, ranks of this process that have not ended `seconds` after SIGTERM get SIGKILL."""
+    close = PContext.close
+
+    def close_soon(self: PContext, death_sig: Signals | None = None, timeout: int = TORCHRUN_SECONDS) -> None:
+        close(self, death_sig, min(timeout, seconds))
+
+    PContext.close = close_soon  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PContext.close = close  # type: ignore[method-assign]

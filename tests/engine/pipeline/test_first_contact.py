@@ -1,0 +1,89 @@
+"""Every program that a pipeline may run is proved under all rules that NCCL and CUDA may add, before one meets a GPU.
+
+The grid is that of the model check which found 213 programs that hang in their first step: pp 2 to 16, vpp 1 to 4, from one
+microbatch to 8 pp, every schedule, forward-only too.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+
+from engine.errors import ScheduleError
+from engine.pipeline import schedules
+from engine.pipeline.actions import Action, Schedule
+from engine.pipeline.lowering import Program, feeding_transfer, lower
+from engine.pipeline.programs import STEPS_AFTER_RETRY, Programs
+from engine.pipeline.validate import check, ring_connections
+from tests.engine.pipeline.test_executor import split_backwards
+
+SIZES = [(pp, vpp) for pp in (2, 3, 4, 6, 8, 16) for vpp in (1, 2, 3, 4)]
+MARKED = [pytest.param(size, marks=pytest.mark.distributed if size[0] >= 6 else (), id=str(size)) for size in SIZES]
+"""Large programs take seconds: they are in the CI tier, and not in `make check`."""
+
+
+def all_schedules(pp: int, vpp: int) -> Iterator[Schedule]:
+    for num_microbatches in {1, 2, 3, pp - 1, pp, pp + 1, 2 * pp, 2 * pp + 1, 3 * pp, 4 * pp, 8 * pp} - {0}:
+        for name in ("interleaved", "forward_only") if vpp > 1 else ("gpipe", "1f1b", "forward_only"):
+            yield schedules.build(name, pp, vpp, num_microbatches)
+
+
+def test_the_grid_has_540_programs() -> None:
+    assert sum(len(list(all_schedules(*size))) for size in SIZES) == 540
+
+
+@pytest.mark.parametrize("size", MARKED)
+def test_both_forms_run_under_all_rules(size: tuple[int, int]) -> None:
+    """`check` executes early receives with first use, masks, grouping and one queue; late ones with device waits as well."""
+    ring = {frozenset(ends) for _, *ends in ring_connections(size[0])}
+    for schedule in all_schedules(*size):
+        for program in (lower(schedule), lower(schedule, "late")):
+            check(program)
+            for rank, row in enumerate(program.instructions):
+                following = None
+                for each in reversed(row):
+                    if isinstance(each, Action):
+                        following = each
+                        continue
+                    assert all(frozenset((t.source, t.destination)) in ring for t in each.transfers)
+                    received = [t for t in each.transfers if t.destination == rank]
+                    if received and program.receives == "late":
+                        assert following is not None
+                        assert received == [feeding_transfer(schedule, rank, following)], (
+                            "a late receive stands further ahead"
+                        )
+
+
+@pytest.mark.parametrize(
+    ("name", "pp", "vpp", "num_microbatches"),
+    [("1f1b", 2, 1, 1), ("gpipe", 4, 1, 8), ("interleaved", 3, 2, 3), ("forward_only", 4, 2, 1)],
+)
+def test_without_open_connections_the_first_step_hangs(name: str, pp: int, vpp: int, num_microbatches: int) -> None:
+    program = lower(schedules.build(name, pp, vpp, num_microbatches))
+    with pytest.raises(ScheduleError, match="the first use of a connection that is not open holds the host") as caught:
+        check(program, opened=())
+    assert f"schedule {name} (pp {pp}, vpp {vpp}, {num_microbatches} microbatches)" in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [(2, 1, 8), (2, 2, 5), (3, 3, 7), (4, 2, 8), (6, 1, 13)], ids=str)
+def test_split_backwards_run_under_all_rules(size: tuple[int, int, int]) -> None:
+    """A W between a send and the late receive behind it must not keep the two ends of a pair apart."""
+    pp, vpp, num_microbatches = size
+    schedule = split_backwards(schedules.build("interleaved" if vpp > 1 else "1f1b", pp, vpp, num_microbatches))
+    check(lower(schedule))
+    check(lower(schedule, "late"))
+
+
+def test_early_receives_in_the_place_of_late_ones_are_rejected() -> None:
+    early = lower(schedules.one_f_one_b(2, 4))
+    with pytest.raises(ScheduleError, match="an action that waits for the whole device"):
+        check(Program(early.schedule, early.instructions, "late"))
+
+
+def test_the_first_run_and_those_after_a_retry_are_late() -> None:
+    programs = Programs(schedules.one_f_one_b(2, 3))
+    assert programs.is_late and programs.next() is programs.late
+    assert not programs.is_late and programs.next() is programs.early
+    programs.receive_late()
+    assert [programs.next() is programs.late for _ in range(STEPS_AFTER_RETRY + 1)] == [True] * STEPS_AFTER_RETRY + [
+        False
+    ]
