@@ -6,8 +6,8 @@ other streams (`engine.footprint.race_streams`) post to it what a GPU would run 
 same bytes the clocks (`engine.footprint.clocks`) prove an order, or both operators are reported.
 
 Freed memory goes back to the stream that allocated it, which may use it again at once (torch's caching allocator). So it may be
-freed only after that stream has waited for all others that use it. Torch keeps pinned host memory until the copies that use it
-have ended, so it may be freed at any time.
+freed only after that stream has waited for all others that use it. Host memory is not freed under a copy: torch's allocator waits
+for copies, and what the engine pins itself is kept (`engine.pinned_memory`). Its reuse is checked as any other use.
 """
 
 from collections import Counter

@@ -284,6 +284,10 @@ def stage_without_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.footprint.race_streams._WatchedStream.wait_stream", lambda self, other: None)
 
 
+def reuse_host_memory_without_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Staging, "_event", lambda self: None)
+
+
 def read_numbers_before_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostCopy, "arrived", lambda self: self._values)
 
@@ -343,6 +347,15 @@ PLANTED = [
         "aten::copy_",
         "c10d::send",
         "the pp_forward staging",
+    ),
+    (
+        reuse_host_memory_without_an_event,
+        PIPELINE_STAGED,
+        1,
+        "unordered overwrite",
+        "aten::copy_",
+        "c10d::recv",
+        "the computation's",
     ),
     (stage_without_an_event, PIPELINE_STAGED, 0, "unordered read", "aten::", "aten::copy_", "the computation's stream"),
 ]
