@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from engine.precision import AGREEMENT_DTYPE, accumulate
-from engine.staging import CPU, Seen, Staging, Use, Work
+from engine.staging import CPU, Carrier, Seen, Use, Work
 
 Op = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send", "recv"]
 ReduceOp = Literal["sum", "max"]
@@ -199,7 +199,7 @@ class Axis:
         rank: this rank.
         group: of the ranks; None for a group of one.
         ledger: what is called is written down there.
-        staging: of the group, where its backend cannot read this rank's tensors.
+        carrier: of the group, where somebody else makes its calls (`engine.staging`).
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class Axis:
         rank: int,
         group: dist.ProcessGroup | None,
         ledger: Ledger,
-        staging: Staging | None = None,
+        carrier: Carrier | None = None,
     ) -> None:
         self.name = name
         self.ranks = tuple(ranks)
@@ -218,7 +218,7 @@ class Axis:
         self.ledger = ledger
         assert (group is None) == (self.size == 1), "a group of one rank needs no process group, any other does"
         self._group = group
-        self._staging = staging
+        self._carrier = carrier
         self._is_gloo = group is not None and dist.get_backend(group) == "gloo"
         self._is_fake = group is not None and dist.get_backend(group) == "fake"
         self._is_nccl = group is not None and dist.get_backend(group) == "nccl"
@@ -260,8 +260,8 @@ class Axis:
 
     def _call(self, call: Callable[[Seen], Sequence[Any]], *uses: Use) -> list[Work]:
         """Make a call of the backend; `call` is given what the backend sees of a tensor, and returns a handle for each use."""
-        if self._staging is not None:
-            return self._staging.post(call, uses)
+        if self._carrier is not None:
+            return self._carrier.post(call, uses)
         return [_work(work) for work in call(lambda tensor: tensor)]
 
     def all_reduce(self, tensor: torch.Tensor, purpose: str, op: ReduceOp = "sum") -> Pending:
@@ -357,7 +357,7 @@ class Axis:
         ]
         uses = [Use([one.tensor]) if one.kind == "send" else Use((), [one.tensor]) for one in messages]
         works = self._call(post_the_group, *uses)
-        if self._is_fake:
+        if self._is_fake and self._carrier is None:
             works = [
                 _TakenSend() if message.kind == "send" else work for message, work in zip(messages, works, strict=True)
             ]

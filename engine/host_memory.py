@@ -12,7 +12,7 @@ whatever is put there comes later.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -20,8 +20,8 @@ from engine.pinned_memory import PageLock, PinnedPool, Purpose, page_lock_of
 
 PURPOSE = Purpose("offloaded activations", "offload fewer layers (offload.num_layers)")
 
-Mark = torch.cuda.Event | None
-"""The end of some copies; None where they were done at once."""
+Mark = Any
+"""The end of some copies, as their lane knows it: a `torch.cuda.Event` on a GPU, None where they were done at once."""
 
 
 class CopyLane(Protocol):
@@ -37,24 +37,29 @@ class CopyLane(Protocol):
 
 
 class SideStream:
-    """Of a GPU."""
+    """Of a GPU.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        cuda: makes streams and events; a race check has its own (`engine.footprint.race_streams`).
+    """
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device)
+        self.cuda = cuda
+        self.stream = cuda.Stream(device)
 
     def post(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
+        self.stream.wait_stream(self.cuda.current_stream(self.device))
+        with self.cuda.stream(self.stream):
             for destination, source in copies:
                 destination.copy_(source, non_blocking=True)
-            mark = torch.cuda.Event()
+            mark = self.cuda.Event()
             mark.record()
         return mark
 
     def wait(self, mark: Mark) -> None:
         assert mark is not None
-        torch.cuda.current_stream(self.device).wait_event(mark)
+        self.cuda.current_stream(self.device).wait_event(mark)
 
 
 class InPlace:

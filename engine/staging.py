@@ -16,8 +16,8 @@ post and wait sends the wrong numbers there too. The tests use that.
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -43,6 +43,18 @@ class Use(NamedTuple):
 
     read: Sequence[torch.Tensor] = ()
     written: Sequence[torch.Tensor] = ()
+
+
+class Carrier(Protocol):
+    """Makes the calls of one process group in place of its `Axis`."""
+
+    def post(self, call: Callable[[Seen], Sequence[Work]], uses: Sequence[Use]) -> list[Work]:
+        """Make `call`, after all calls that were posted before, and return a handle for each use."""
+        ...
+
+    def close(self) -> None:
+        """Let go of threads and other resources."""
+        ...
 
 
 class _Rooms:
@@ -82,11 +94,13 @@ class StagedWork:
         place: int,
         written: Sequence[tuple[torch.Tensor, torch.Tensor]],
         rooms: _Rooms,
+        event: Callable[[], torch.cuda.Event] | None,
     ) -> None:
         self._posted = posted
         self._place = place
         self._written = written
         self._rooms: _Rooms | None = rooms
+        self._event = event
 
     def wait(self) -> None:
         """Wait for the backend, and copy back (tensor, stand-in) on the current stream. A second wait copies nothing."""
@@ -97,9 +111,7 @@ class StagedWork:
         with torch.no_grad():
             for tensor, stand_in in self._written:
                 tensor.copy_(stand_in, non_blocking=True)
-        device = next((tensor.device for tensor, _ in self._written if tensor.is_cuda), None)
-        event = None if device is None else torch.cuda.current_stream(device).record_event()
-        rooms.over(event)
+        rooms.over(self._event() if self._written and self._event is not None else None)
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once, by an error too."""
@@ -113,14 +125,23 @@ class Staging:
 
     Args:
         device: of the tensors.
+        cuda: makes streams and events; None: torch's where the device is a GPU. A race check has its own.
+        worker: makes the calls; None: a new thread.
         page_lock: locks the host memory of stand-ins; None: the device's.
     """
 
-    def __init__(self, device: torch.device, page_lock: PageLock | None = None) -> None:
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
+    def __init__(
+        self,
+        device: torch.device,
+        page_lock: PageLock | None = None,
+        cuda: Any = None,
+        worker: Executor | None = None,
+    ) -> None:
+        self._worker = worker or ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
         self._pool = PinnedPool(page_lock or page_lock_of(device), PURPOSE)
         self._device = device
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._cuda = cuda or (torch.cuda if device.type == "cuda" else None)
+        self._side = None if self._cuda is None else self._cuda.Stream(device)
 
     def post(self, call: Callable[[Seen], Sequence[Work]], uses: Sequence[Use]) -> list[Work]:
         """Make `call` on stand-ins, after all calls that were posted before.
@@ -147,8 +168,9 @@ class Staging:
 
         posted = self._worker.submit(make_the_call)
         rooms = _Rooms(self._pool, list(vectors.values()), len(uses))
+        event = None if self._cuda is None else self._event
         return [
-            StagedWork(posted, place, [(tensor, stand_ins[id(tensor)]) for tensor in use.written], rooms)
+            StagedWork(posted, place, [(tensor, stand_ins[id(tensor)]) for tensor in use.written], rooms, event)
             for place, use in enumerate(uses)
         ]
 
@@ -157,21 +179,30 @@ class Staging:
         self._worker.shutdown(wait=True, cancel_futures=True)
         self._pool.close()
 
+    def _event(self) -> torch.cuda.Event:
+        """Record an event on the current stream."""
+        assert self._cuda is not None
+        return cast(torch.cuda.Event, self._cuda.current_stream(self._device).record_event())
+
+    def _lend(self, tensor: torch.Tensor) -> None:
+        """Let the owner let go of the tensor before the side stream has copied it."""
+        assert self._side is not None
+        tensor.record_stream(self._side)
+
     def _copying(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
         """Begin the copies (stand-in, tensor); what is returned waits for them."""
-        if self._side is None:
+        if self._cuda is None or self._side is None:
             return lambda: _copy(copies)
         if not copies:
             return lambda: None
-        self._side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._side):
+        self._side.wait_stream(self._cuda.current_stream(self._device))
+        with self._cuda.stream(self._side):
             _copy(copies)
-            done = torch.cuda.Event()
+            done = self._cuda.Event()
             done.record(self._side)
         for _, tensor in copies:
-            # Its owner may let go of it before the copy is made.
-            tensor.record_stream(self._side)
-        return done.synchronize
+            self._lend(tensor)
+        return lambda: done.synchronize()
 
 
 @torch.no_grad()

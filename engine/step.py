@@ -39,7 +39,7 @@ from engine.saved_tensors import SavedTensors
 from engine.signals import NO_STOP
 from engine.tensor_parallel.parameter import ShardedParameter, WeightGradQueue
 from engine.topology import Topology
-from engine.transfers import HostCopy
+from engine.transfers import HostCopy, ToHost
 
 
 class Chunk(Protocol):
@@ -91,10 +91,11 @@ class PendingResult:
         numbers: [loss, gradient norm, tokens, loss sum, sum of squares, whether the update was left out, *flags, *stop, ranks
             whose allocator retried].
         loss_limit: what the loss may be at most.
+        to_host: copies the numbers; None: the device's way.
     """
 
-    def __init__(self, numbers: torch.Tensor, loss_limit: float = math.inf) -> None:
-        self._numbers = HostCopy(numbers)
+    def __init__(self, numbers: torch.Tensor, loss_limit: float = math.inf, to_host: ToHost | None = None) -> None:
+        self._numbers = HostCopy(numbers, to_host)
         self._loss_limit = loss_limit
 
     def read(self) -> StepResult:
@@ -145,6 +146,7 @@ class Engine:
         count_retries: returns how often this rank's allocator has had to free memory and ask again.
         diverged: a bool on the device: loss or gradients were not finite, or the loss above its limit, so nothing is updated in
             this step (`resilience.on_nonfinite: skip`) or any more (else).
+        to_host: copies the numbers of a step to the host; None: the device's way.
     """
 
     config: Config
@@ -161,6 +163,7 @@ class Engine:
     forward_programs: Programs
     count_retries: Callable[[], int]
     diverged: torch.Tensor = field(init=False)
+    to_host: ToHost | None = None
 
     def __post_init__(self) -> None:
         self.diverged = torch.zeros((), dtype=torch.bool, device=self.topology.device)
@@ -232,7 +235,7 @@ class Engine:
         clipped = clip_factor(grad_norm, self.config.optimizer.clip_grad)
         self.optimizer.step(lr, scale if clipped is None else scale * clipped, skip=self.diverged)
         sums = torch.stack((loss_sum / tokens, grad_norm, num_tokens, loss_sum, square_sum, self.diverged))
-        return PendingResult(torch.cat((sums, agreed[3:])), loss_limit)
+        return PendingResult(torch.cat((sums, agreed[3:])), loss_limit, self.to_host)
 
     def receive_late(self) -> bool:
         """Use late receives in the next runs; whether the runs before had early ones. Every rank calls it after the same step."""

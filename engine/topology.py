@@ -18,7 +18,7 @@ group has its staging (`engine.staging`).
 All connections that a step uses are opened here, so that no call of a step holds the host while it connects.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -30,7 +30,7 @@ from engine.axis_groups import CONNECTED_LATER, StreamUse, axis_groups, stream_u
 from engine.collectives import Axis, Ledger
 from engine.errors import TopologyError
 from engine.rank_grid import AXES, RankGrid
-from engine.staging import Staging
+from engine.staging import Carrier, Staging
 
 
 def group_options(axes: Sequence[str], timeout: timedelta | None) -> Any:
@@ -60,6 +60,7 @@ class Topology:
         kv_heads: key/value heads of the model; with fewer than tp ranks, replicas share a `kv_replicas` axis.
         staged: carry tensors through host memory; None: where the default group is gloo's and this rank is on a GPU.
         timeout: after which a call of any of the groups fails; None: torch's own for the backend.
+        carrier: makes the carrier of a process group, from the name of its first axis and the ledger; for who watches calls.
 
     Attributes:
         staged: whether it does.
@@ -77,6 +78,7 @@ class Topology:
         kv_heads: int | None = None,
         staged: bool | None = None,
         timeout: timedelta | None = None,
+        carrier: Callable[[str, Ledger], Carrier] | None = None,
     ) -> None:
         if grid.world_size > 1 and dist.get_world_size() != grid.world_size:
             raise TopologyError(
@@ -92,7 +94,8 @@ class Topology:
         if staged is None:
             staged = grid.world_size > 1 and device.type == "cuda" and dist.get_backend() == "gloo"
         self.staged = staged
-        self._stagings: dict[dist.ProcessGroup, Staging] = {}
+        self._make_carrier = carrier or ((lambda name, ledger: Staging(device)) if staged else None)
+        self._carriers: dict[dist.ProcessGroup, Carrier] = {}
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
         self._axes: dict[str, Axis] = {}
 
@@ -112,7 +115,7 @@ class Topology:
         self, name: str, ranks: tuple[int, ...], channel: str, sharers: Sequence[str], timeout: timedelta | None
     ) -> None:
         """Create this rank's group of the axis, which all `sharers` use; every rank walks the axes in the same order."""
-        group, staging = None, None
+        group, carrier = None, None
         if len(ranks) > 1:
             key = (ranks, channel)
             if key not in self._groups:
@@ -127,10 +130,10 @@ class Topology:
                 self._groups[key] = created
             group = self._groups[key]
             # One for all axes of a process group: its calls have one order.
-            if self.staged and group not in self._stagings:
-                self._stagings[group] = Staging(self.device)
-            staging = self._stagings.get(group)
-        self._axes[name] = Axis(name, ranks, self.rank, group, self.ledger, staging)
+            if self._make_carrier is not None and group not in self._carriers:
+                self._carriers[group] = self._make_carrier(name, self.ledger)
+            carrier = self._carriers.get(group)
+        self._axes[name] = Axis(name, ranks, self.rank, group, self.ledger, carrier)
         if name not in CONNECTED_LATER:
             self._axes[name].connect(self.device)
         if channel:
@@ -154,10 +157,10 @@ class Topology:
         """Destroy the groups of this topology (not torch's default group)."""
         for axis in self._axes.values():
             axis.close()
-        for staging in self._stagings.values():
-            staging.close()
+        for carrier in self._carriers.values():
+            carrier.close()
         for group in self._groups.values():
             dist.destroy_process_group(group)
-        self._stagings.clear()
+        self._carriers.clear()
         self._groups.clear()
         self._axes.clear()

@@ -12,7 +12,7 @@ from the beginning, and every failure is told.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from engine.data.files import write_atomically
 from engine.optimizer.distributed import DistributedOptimizer
 from engine.optimizer.state import StoredState
 from engine.pinned_memory import PageLock, PinnedBuffer, Purpose, page_lock_of
+from engine.transfers import FromCpu, FromCuda, ToHost
 
 PURPOSE = Purpose(
     "a checkpoint's copy of the state",
@@ -53,6 +54,8 @@ class RankWriter:
             until `result` is there, and the file is written from the live state.
         on_retry: called in the thread with the error of an attempt that is tried again.
         page_lock: locks the host memory; None: the device's.
+        to_host: makes the copy; None: the device's way.
+        thread: writes the copy; None: a new thread.
 
     Raises:
         OutOfMemoryError: there is no host memory for the copy.
@@ -65,12 +68,16 @@ class RankWriter:
         in_background: bool,
         on_retry: Callable[[OSError], None],
         page_lock: PageLock | None = None,
+        *,
+        to_host: ToHost | None = None,
+        thread: Executor | None = None,
     ) -> None:
         self._buckets = saved_buckets(optimizer)
         self._name = f"rank_{rank:05d}"
         self._on_retry = on_retry
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._device = optimizer.buffers.device
+        self._thread = thread or ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        device = optimizer.buffers.device
+        self._to_host: ToHost = to_host or (FromCuda() if device.type == "cuda" else FromCpu())
         live = [{kind: owned.state.stored(kind) for kind in KINDS} for owned in self._buckets]
         self._sources: Sequence[dict[Kind, StoredState]] = live
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -78,7 +85,7 @@ class RankWriter:
             tensors = [tensor for by_kind in live for stored in by_kind.values() for tensor in stored.tensors]
             # Never closed, for `close` of this object is called after errors too.
             memory = PinnedBuffer(
-                [(tensor.numel(), tensor.dtype) for tensor in tensors], page_lock or page_lock_of(self._device), PURPOSE
+                [(tensor.numel(), tensor.dtype) for tensor in tensors], page_lock or page_lock_of(device), PURPOSE
             )
             self._copies = list(zip(memory.vectors, tensors, strict=True))
             vectors = iter(memory.vectors)
@@ -89,10 +96,8 @@ class RankWriter:
 
     def save(self, folder: Path) -> Future[Written]:
         """Copy the state and start to write it as `folder`/rank_<n>.safetensors; returns when the copy is made."""
-        for copy, live in self._copies:
-            copy.copy_(live, non_blocking=True)
-        if self._copies and self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        if self._copies:
+            self._to_host.finish(self._to_host.post(self._copies))
         return self._thread.submit(self._write, folder)
 
     def close(self) -> None:

@@ -68,7 +68,7 @@ def real_steps(
         topology = Topology(grid, rank, device, kv_heads=config.model.kv_heads)
         if is_cuda:
             torch.cuda.reset_peak_memory_stats(device)
-        engine = build(config, topology, build_model, _draw, open_kernels(config, topology, is_alone=True))
+        engine = build(config, topology, build_model, draw_weights, open_kernels(config, topology, is_alone=True))
         batches = microbatches(engine)
         seconds = []
         for _ in range(WARM_UP + num_steps):
@@ -90,7 +90,7 @@ def real_steps(
 
 
 @torch.no_grad()
-def _draw(parameters: Iterable[ShardedParameter], seed: int) -> None:
+def draw_weights(parameters: Iterable[ShardedParameter], seed: int) -> None:
     """Weights of an ordinary size, drawn where they are: nothing here depends on their values."""
     for parameter in parameters:
         parameter.value.normal_(std=WEIGHT_STD)

@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +36,7 @@ EXAMPLES = """examples:
   triaxis footprint configs/gpt_tiny.yaml --layout tp=2,pp=4,dp=64 --rank 511 train.global_batch_size=1024 --json step.json
   triaxis footprint configs/gpt_tiny.yaml --layout tp=2,pp=2,dp=1 --replay
   triaxis footprint configs/gpt_tiny.yaml --layout tp=2,pp=2,dp=2 --rank 5 --real
+  triaxis footprint configs/gpt_tiny.yaml --layout tp=2,pp=2,dp=2 --races
 
 It is the engine's own code in one process: the ranks beside it do not exist, and any layout can be looked at. Bytes are those
 that tensors hold; an allocator rounds up. Kernels are the CPU's, whose attention keeps other small tensors than a GPU's.
@@ -45,11 +47,12 @@ SHOWN_OPS = 4
 REAL_STEPS = 3
 MOST_RANKS_OF_A_WHOLE_REPLAY = 16
 """Up to here each rank runs for itself; in a larger layout a rank stands for those of its stage."""
+NO_RACES, RACES = 0, 1
 
 
 def add_arguments(parser: CommandParser) -> None:
     parser.usage = (
-        "triaxis footprint CONFIG [--rank N ... [--real] | --replay] [--gpus N] [--layout tp=N,pp=N,...] [options] "
+        "triaxis footprint CONFIG [--rank N ... [--real | --races] | --replay] [--gpus N] [--layout tp=N,pp=N,...] [options] "
         "[section.key=value ...]"
     )
     parser.epilog = EXAMPLES
@@ -70,25 +73,23 @@ def add_arguments(parser: CommandParser) -> None:
         action="store_true",
         help="then run the rank's steps on the GPU (or CPU) that is here: its kernels, allocator and time, without a network",
     )
+    parser.add_argument(
+        "--races",
+        action="store_true",
+        help="instead: run steps on the CPU with a small model and look for races between the streams of a GPU run (exit code 1)",
+    )
+    parser.add_argument("--full-size", action="store_true", help="with --races: the config's own sizes, not small ones")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers here as well")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the footprint of some ranks, or replay all of them."""
+    """Print the footprint of some ranks, or replay all of them, or look for races: then 1 says that there are some."""
+    if problems := list(_problems(args)):
+        raise ConfigError(problems, "the command line")
     check_counts(world_size=args.world_size)
     config = read_config(args)
-    if args.replay and args.rank:
-        raise ConfigError(
-            [
-                "--replay with --rank: a replay is of all ranks, and the tables of one would not be shown. Leave one away."
-            ],
-            "the command line",
-        )
-    if args.replay and args.real:
-        raise ConfigError(
-            ["--replay with --real: a replay runs nothing on a device, and no time would be shown. Leave one away."],
-            "the command line",
-        )
+    if args.races:
+        return _races(config, args)
     # torch is imported where it is needed: `--help` and mistakes are answered at once.
     from engine.footprint.run import Footprints
     from models.gpt import build_chunks
@@ -113,6 +114,35 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         args.json.write_text(json.dumps(tree, indent=2) + "\n")
     return 0
+
+
+def _problems(args: argparse.Namespace) -> Iterator[str]:
+    if args.replay and args.rank:
+        yield "--replay with --rank: a replay is of all ranks, and the tables of one would not be shown. Leave one away."
+    if args.replay and args.real:
+        yield "--replay with --real: a replay runs nothing on a device, and no time would be shown. Leave one away."
+    if args.races:
+        for word in ("replay", "real", "full"):
+            if getattr(args, word):
+                yield f"--races with --{word}: races are looked for in other steps, and --{word} would do nothing. Leave one away."
+    if args.full_size and not args.races:
+        yield "--full-size without --races: a footprint has the config's own sizes. Leave it away, or add --races."
+
+
+def _races(config: Config, args: argparse.Namespace) -> int:
+    """Look for races on some ranks."""
+    from launch.races import check_races, config_to_check
+
+    begin = time.monotonic()
+    config = config_to_check(config, small=not args.full_size)
+    sizes = parallel_sizes(config)
+    size = "its own size" if args.full_size else "a small model"
+    print(f"two steps, a save and a validation of ranks of {sizes}, with {size} ...", file=sys.stderr)
+    found = check_races(Console(highlight=False, soft_wrap=True), config, args.rank)
+    print(f"{time.monotonic() - begin:.1f} seconds", file=sys.stderr)
+    if args.json is not None:
+        args.json.write_text(json.dumps({"layout": str(sizes), "ranks": found}, indent=2) + "\n")
+    return RACES if any(rank["races"] for rank in found) else NO_RACES
 
 
 def read_config(args: argparse.Namespace) -> Config:

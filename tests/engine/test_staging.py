@@ -230,7 +230,7 @@ def shared_group(rank: int) -> tuple[bool, list[float]]:
     dp, world = topology.axis("dp"), topology.axis("world")
     pending = [axis.all_reduce(torch.tensor([float(place)]), "test") for place, axis in enumerate((dp, world) * 5)]
     values = [float(each.wait()) for each in reversed(pending)]
-    is_one = dp._staging is world._staging is not None
+    is_one = dp._carrier is world._carrier is not None
     topology.close()
     return is_one, values
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.pipeline.p2p import Transport
 from launch.cli import main
 from tests.launch.command_line import ROOT
 
@@ -48,6 +49,22 @@ def test_all_ranks_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert met["messages"] == {"pp_forward": 8, "pp_backward": 8}
 
 
+def test_races(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "races.json"
+    command = [*COMMAND, "--layout", "pp=2,dp=1", "--races", "kernels.attention=cudnn", "--json", str(path)]
+    assert main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and lines[0].startswith("rank 0 (pp 0, dp 0, tp 0): 0 races in ")
+    monkeypatch.setattr(Transport, "take", lambda self, key: self._arriving.pop(key)._result)
+    assert main([*command, "--rank", "1"]) == 1
+    out = capsys.readouterr().out
+    assert (
+        "unordered read of " in out and "recv (pp_forward, activations) on the pp_forward communicator's stream" in out
+    )
+    (rank,) = json.loads(path.read_text())["ranks"]
+    assert rank["rank"] == 1 and rank["races"][0]["second"]["stream"] == "the computation's stream"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -55,6 +72,8 @@ def test_all_ranks_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["parallel.dp=null"], "parallel.dp is open"),
         (["--layout", "tp=0"], "parallel.tp"),
         (["--replay", "--rank", "1"], "Leave one away"),
+        (["--races", "--replay"], "races are looked for in other steps"),
+        (["--full-size"], "or add --races"),
     ],
 )
 def test_mistakes(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:

@@ -1,0 +1,168 @@
+"""Vector clocks of streams, and what each byte of memory was last used by (no torch here).
+
+The host posts operators on streams and goes on. Two operators are ordered if they are on one stream, or if a chain of events and
+waits leads from the end of the first to the start of the second. Operators without an order may run at the same time.
+
+    clock[s] = n     the first n operators of stream s are over before the next operator of this stream begins
+    event            a copy of the stream's clock            wait     the largest of both clocks, stream by stream
+
+The host has a clock as well: what it posts begins after all that it has waited for. The clocks are those of Mattern, "Virtual Time
+and Global States of Distributed Systems" (1989); of each byte only the last write and the reads since are kept, as in FastTrack
+(Flanagan and Freund, PLDI 2009, section 3).
+"""
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+VectorClock = dict[int, int]
+"""Operators that are over, by the number of their stream; a stream that is missing counts as 0."""
+
+
+@dataclass(eq=False, slots=True)
+class Stream:
+    """A queue of operators that run one after another.
+
+    Attributes:
+        name: for reports.
+        number: the stream's key in a vector clock.
+        clock: what is over before the next operator of this stream begins.
+    """
+
+    name: str
+    number: int
+    clock: VectorClock = field(default_factory=dict)
+
+
+class Operator(NamedTuple):
+    """One operator on a stream.
+
+    Attributes:
+        name: such as `aten::mm`, or a collective with its axis and purpose.
+        place: the line of the program that posted it.
+        during: the instruction of the pipeline at that moment, such as `0F1`; "" outside of the pipeline.
+        tick: its number on its stream, counted from 1.
+    """
+
+    name: str
+    place: str
+    during: str
+    stream: Stream
+    tick: int
+
+    def __str__(self) -> str:
+        during = f" during {self.during}" if self.during else ""
+        return f"{self.name} on {self.stream.name}, posted at {self.place}{during}"
+
+
+class Clocks:
+    """All streams of one rank, and its host.
+
+    Attributes:
+        host: reads and writes host memory; it runs each operator when it posts it.
+    """
+
+    def __init__(self) -> None:
+        self._num_streams = 0
+        self.host = self.stream("the host")
+
+    def stream(self, name: str) -> Stream:
+        """Create a stream on which nothing has run."""
+        self._num_streams += 1
+        return Stream(name, self._num_streams - 1)
+
+    def post(self, stream: Stream, name: str, place: str, during: str = "") -> Operator:
+        """Post an operator behind all that is on the stream and all that the host has waited for."""
+        self.wait(stream, self.host.clock)
+        tick = stream.clock.get(stream.number, 0) + 1
+        stream.clock[stream.number] = tick
+        return Operator(name, place, during, stream, tick)
+
+    def record(self, stream: Stream) -> VectorClock:
+        """Record an event on the stream."""
+        self.wait(stream, self.host.clock)
+        return dict(stream.clock)
+
+    def wait(self, stream: Stream, event: VectorClock) -> None:
+        """Let what is posted on the stream from now on begin after the event."""
+        clock = stream.clock
+        for number, tick in event.items():
+            if clock.get(number, 0) < tick:
+                clock[number] = tick
+
+
+def is_over(operator: Operator, clock: VectorClock) -> bool:
+    """Tell whether the operator has ended before anything that comes after the clock."""
+    return operator.tick <= clock.get(operator.stream.number, 0)
+
+
+class Conflict(NamedTuple):
+    """Two operators without an order that use the same bytes [start, stop) of a region, at least one of them writing."""
+
+    first: Operator
+    first_writes: bool
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class _Cell:
+    """The last operators that used some bytes: one that wrote, and those that have read since, one per stream."""
+
+    write: Operator | None = None
+    reads: dict[int, Operator] = field(default_factory=dict)
+
+
+class Region:
+    """The memory of one storage, cut where tensors in it begin and end.
+
+    Args:
+        num_bytes: its size.
+        owner: the stream on which it was allocated.
+    """
+
+    def __init__(self, num_bytes: int, owner: Stream) -> None:
+        self.num_bytes = num_bytes
+        self.owner = owner
+        self._starts = [0]
+        self._cells = [_Cell()]
+
+    def use(self, operator: Operator, start: int, stop: int, *, writes: bool) -> list[Conflict]:
+        """Note that an operator uses the bytes [start, stop), and return the earlier uses that have no order with it."""
+        first, last = self._cut(start), self._cut(stop)
+        clock = operator.stream.clock
+        conflicts = []
+        for index in range(first, last):
+            cell = self._cells[index]
+            earlier = [] if cell.write is None else [cell.write]
+            if writes:
+                earlier += cell.reads.values()
+            for other in earlier:
+                if not is_over(other, clock):
+                    end = self._starts[index + 1] if index + 1 < len(self._starts) else self.num_bytes
+                    conflicts.append(Conflict(other, other is cell.write, self._starts[index], end))
+            if not writes:
+                cell.reads[operator.stream.number] = operator
+        if writes:
+            self._starts[first:last] = [start]
+            self._cells[first:last] = [_Cell(operator)]
+        return conflicts
+
+    def in_use(self, clock: VectorClock) -> list[Operator]:
+        """Return the operators that may still use the memory after the clock."""
+        found = {}
+        for cell in self._cells:
+            for operator in (*cell.reads.values(), *(() if cell.write is None else (cell.write,))):
+                if not is_over(operator, clock):
+                    found[operator.stream.number, operator.tick] = operator
+        return list(found.values())
+
+    def _cut(self, at: int) -> int:
+        """Return the index of the cell that begins at this byte; it is made if there is none."""
+        index = bisect_left(self._starts, at)
+        if at >= self.num_bytes or (index < len(self._starts) and self._starts[index] == at):
+            return index
+        before = self._cells[index - 1]
+        self._starts.insert(index, at)
+        self._cells.insert(index, _Cell(before.write, dict(before.reads)))
+        return index
