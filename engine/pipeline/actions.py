@@ -11,6 +11,7 @@ A schedule holds compute only. What is sent and received follows from it (`engin
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from engine.errors import ScheduleError
 
@@ -30,8 +31,7 @@ class Kind(StrEnum):
     """The deferred gradient of the weights."""
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One computation of one rank; its text is `<chunk><kind><microbatch>`, for example `0F3`."""
 
     kind: Kind

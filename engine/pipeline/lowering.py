@@ -29,7 +29,7 @@ is an execution of the program under NCCL's rules. (`engine.pipeline.validate` d
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from engine.pipeline.actions import Action, Kind, Schedule
 from engine.pipeline.simulate import Costs, Interval, simulate
@@ -41,8 +41,7 @@ Receives = Literal["early", "late"]
 """Before the action that precedes the consumer, or right before the consumer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
+class Transfer(NamedTuple):
     """One tensor that goes from one rank to another.
 
     Attributes:

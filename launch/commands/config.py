@@ -18,7 +18,8 @@ from engine.config_load import load_config, to_yaml
 from engine.errors import ConfigError
 from engine.pipeline import schedules
 from engine.pipeline.partition import partition
-from engine.rank_grid import RankGrid
+from engine.pipeline.programs import Programs
+from engine.rank_grid import ParallelSizes, RankGrid
 from launch.command_line import CONFIG, CommandParser, add_world_size, check_counts
 from models.fit import Devices, memory_line, memory_rule, uses_gpu, uses_nccl
 from models.interop.hf_config import FAMILIES, from_hugging_face
@@ -147,6 +148,7 @@ def _derived(
     nodes = "" if per_node is None else f" on {grid.num_nodes:,} x {grid.ranks_per_node}"
     lines.append(("layout", f"{sizes}: {ranks}{nodes}"))
     lines.append(("batch", str(batch_plan(config, sizes.dp))))
+    _check_programs(config, sizes)
     chosen = settled(config, sizes).recompute
     if config.recompute.is_any:
         lines.append(("recompute", str(chosen)))
@@ -155,6 +157,17 @@ def _derived(
     most = devices.memory_bytes if devices is not None and uses_gpu(config) else None
     lines.append(("memory", memory_line(predict(config, sizes, nccl=uses_nccl(config)), most)))
     return lines
+
+
+def _check_programs(config: Config, sizes: ParallelSizes) -> None:
+    """Execute the programs of a step and of a validation under NCCL's rules, as every rank does before it trains.
+
+    Raises:
+        ScheduleError: one of them would deadlock.
+    """
+    num_microbatches = batch_plan(config, sizes.dp).num_microbatches
+    for name in (schedules.resolve(config.schedule.name, sizes.vpp), "forward_only"):
+        Programs(schedules.build(name, sizes.pp, sizes.vpp, num_microbatches))
 
 
 def _stages(config: Config) -> str:

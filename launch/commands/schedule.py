@@ -16,9 +16,9 @@ from engine.errors import ScheduleError
 from engine.pipeline import schedules
 from engine.pipeline.actions import Action, Kind, Schedule
 from engine.pipeline.lowering import lower
+from engine.pipeline.programs import Programs
 from engine.pipeline.simulate import Costs, Timeline, simulate
 from engine.pipeline.text import KIND_NAMES, draw, ink, program_to_text, shade, to_text
-from engine.pipeline.validate import check
 from launch.command_line import CONFIG, CommandParser, add_world_size, check_counts
 
 if TYPE_CHECKING:
@@ -191,11 +191,11 @@ def _print(console: Console, schedule: Schedule, form: str, out: Path | None) ->
 
 def _check(console: Console, to_check: list[Schedule]) -> None:
     for schedule in to_check:
-        report = check(lower(schedule))
+        report = Programs(schedule).report
         placement = schedule.placement
         console.print(
             f"{schedule.name}, pp {placement.pp}, vpp {placement.vpp}, {schedule.num_microbatches} microbatches: complete, "
-            "in order, every send received, no deadlock under NCCL's rules"
+            "in order, every send received, no deadlock under NCCL's rules, with early and with late receives"
         )
         timeline = _timeline(schedule)
         table = Table(box=None, pad_edge=False, header_style="bold")

@@ -7,6 +7,8 @@ import pytest
 
 from engine.config_load import load_config
 from engine.errors import ConfigError
+from engine.pipeline.lowering import Program
+from engine.pipeline.validate import Report, check
 from launch.cli import command_module, command_parser, main
 from models.specs import model_specs
 
@@ -196,3 +198,23 @@ def test_from_hf_refuses_what_is_no_config(
     assert main(["config", "from-hf", str(path)]) == 2
     assert words in capsys.readouterr().err
     assert main(["config", "from-hf", str(tmp_path / "missing.json")]) == 2
+
+
+def test_check_executes_the_programs_of_a_step_and_of_a_validation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A lowering that opens no connection beforehand: the first receive of a pipeline would hold its host for ever."""
+    checked = []
+
+    def without_connections(program: Program) -> Report:
+        checked.append((program.schedule.name, program.receives))
+        return check(program, opened=())
+
+    monkeypatch.setattr("engine.pipeline.programs.check", without_connections)
+    assert main(["config", "check", TINY, "parallel.vpp=1", "train.global_batch_size=8", "--gpus", "8"]) == 2
+    assert "the first use of a connection that is not open holds the host" in capsys.readouterr().err
+    assert checked == [("1f1b", "early")]
+    monkeypatch.undo()
+    monkeypatch.setattr("engine.pipeline.programs.check", lambda program: checked.append(program.schedule.name))
+    assert main(["config", "check", TINY, "--gpus", "8"]) == 0
+    assert checked[1:] == ["interleaved", "interleaved", "forward_only", "forward_only"]

@@ -23,8 +23,8 @@ def split_backwards(schedule: Schedule) -> Schedule:
         waiting: list[Action] = []
         for action in row:
             if action.kind is Kind.B:
-                actions.append(replace(action, kind=Kind.I))
-                waiting.append(replace(action, kind=Kind.W))
+                actions.append(action._replace(kind=Kind.I))
+                waiting.append(action._replace(kind=Kind.W))
             else:
                 actions.append(action)
             if len(waiting) > 2:

@@ -174,7 +174,7 @@ def test_any_dropped_transfer_is_found(data: st.DataObject) -> None:
 def test_a_transfer_posted_twice_or_without_need() -> None:
     row = PROGRAM.instructions[0]
     assert f"posts the {F1} twice" in refused(with_row(PROGRAM, 0, [*row, Post("forward", (F1,))]))
-    nobody = replace(F1, microbatch=7)
+    nobody = F1._replace(microbatch=7)
     assert "has no place" in refused(with_row(PROGRAM, 0, [*row, Post("forward", (nobody,))]))
     assert "on the backward group" in refused(with_row(without(PROGRAM, 0, F1), 0, [*row, Post("backward", (F1,))]))
 
