@@ -6,7 +6,7 @@ A rank that differs would let the others wait for calls that it never makes. The
     rank 0         reads those of all ranks, judges them, writes the verdict
     every rank     reads the verdict; if it is bad, waits until all have read it, and raises it
 
-These are three small messages per rank to the store.
+These are three small messages per rank to the store; rank 0 alone reads one more for each rank.
 """
 
 import json

@@ -37,7 +37,10 @@ def group_options(axes: Sequence[str], timeout: timedelta | None) -> Any:
     """Return NCCL's options of a group that some axes share; None where another backend is used, which has none of these."""
     if dist.get_backend() != "nccl":
         return None
-    return nccl_options(stream_use(axes), timeout, dist.ProcessGroupNCCL.Options)
+    # Builds of torch without NCCL lack it.
+    from torch._C._distributed_c10d import ProcessGroupNCCL
+
+    return nccl_options(stream_use(axes), timeout, ProcessGroupNCCL.Options)
 
 
 def nccl_options(use: StreamUse, timeout: timedelta | None, make: Any) -> Any:
