@@ -11,8 +11,8 @@ ring has one neighbour to receive from and one to send to. The pipeline's two co
 connections, with both neighbours of the ring. NCCL chooses 24 channels for collectives and 32 for messages on a node of eight
 H100 (its log at NCCL_DEBUG=INFO); `max_ctas` of `engine.axis_groups.STREAM_USE` limits both.
 
-Left out: trees and NVLink SHARP, which NCCL connects at the start of a run (NCCL_RUNTIME_CONNECT=0, `engine/runtime.py`), and buffers
-of the network.
+Left out: trees and NVLink SHARP, which NCCL connects at the start of a run (NCCL_RUNTIME_CONNECT=0, `engine/runtime.py`), and
+buffers of the network.
 """
 
 from collections.abc import Sequence
