@@ -224,9 +224,12 @@ def test_the_parts_sum_to_the_step_on_every_rank(gpt: tuple[Path, Sequence[Measu
         for rank, parts in enumerate(split.ranks):
             assert sum(parts.values()) == pytest.approx(ranks[rank].step_seconds[split.first_step - 1], rel=0.01)
             assert min(parts.values()) >= 0.0
-            for part in ("compute", "exposed_tp", "bubble", "exposed_pp", "exposed_dp", "optimizer", "data"):
+            for part in ("compute", "exposed_tp", "exposed_dp", "optimizer", "data"):
                 assert parts[part] > 0.0, (rank, part)  # type: ignore[literal-required]
             assert parts["other"] < 0.5 * sum(parts.values())
+        # A rank that a busy machine makes the last waits for no other stage in that step; some rank does.
+        for part in ("bubble", "exposed_pp"):
+            assert sum(parts[part] for parts in split.ranks) > 0.0, part  # type: ignore[literal-required]
 
 
 def test_rows_travel_along_the_axes_before_a_line(gpt: tuple[Path, Sequence[Measured]]) -> None:
