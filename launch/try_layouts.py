@@ -32,7 +32,7 @@ from engine.telemetry.time_split import PARTS
 from launch.failure import AFTER, DIVERGED, INTERRUPTED
 from launch.launcher import Plan, Request, launch, make_plan
 from launch.verify import without_layout_variables
-from models.memory import predicted_memory, settled
+from models.memory import predicted_memory
 
 LEAST_STEPS = 3
 """The first step warms up and the split of the last step's line ends before it, so a run of three has one split step."""
@@ -229,8 +229,9 @@ def read_measured(plan: Plan) -> Measured:
 def _memory(config: Config, sizes: ParallelSizes, peaks: Sequence[int]) -> Memory:
     rank = max(range(len(peaks)), key=lambda one: peaks[one])
     grid = RankGrid(sizes, allow_tp_across_nodes=True)
-    predicted = predicted_memory(settled(config, sizes), sizes, grid.coordinates(rank).pp)
-    return Memory(rank, peaks[rank], predicted.total)
+    predicted = predicted_memory(config, sizes, grid.coordinates(rank).pp)
+    # What was measured is what torch has allocated, without NCCL's buffers.
+    return Memory(rank, peaks[rank], predicted.tensors)
 
 
 def _shares(split: Mapping[str, Any]) -> dict[str, float]:

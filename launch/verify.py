@@ -104,7 +104,9 @@ def trial(path: Path, overrides: tuple[str, ...], *, small: bool, num_steps: int
         "recompute": {"granularity": "none"},
         "offload": {},
     }
-    return Trial(checked(tree), checked(one))
+    reference = checked(one)
+    # Settled like the layout, so that a layout of one process is equal to it.
+    return Trial(checked(tree), settled(reference, parallel_sizes(reference)))
 
 
 def checked(tree: Mapping[str, Any]) -> Config:

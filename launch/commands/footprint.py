@@ -52,7 +52,7 @@ NO_RACES, RACES = 0, 1
 
 def add_arguments(parser: CommandParser) -> None:
     parser.usage = (
-        "triaxis footprint CONFIG [--rank N ... [--real | --races] | --replay] [--gpus N] [--layout tp=N,pp=N,...] [options] "
+        "triaxis footprint CONFIG [--rank N ... [--real | --races] | --replay] [--layout tp=N,...] [options] "
         "[section.key=value ...]"
     )
     parser.epilog = EXAMPLES

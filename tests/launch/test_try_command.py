@@ -247,8 +247,8 @@ def test_the_prediction_is_of_the_rank_that_held_most() -> None:
         TINY, ["parallel.vpp=1", "parallel.dp=1", "parallel.tp=1", "parallel.sequence_parallel=false"], {}
     )
     sizes = parallel_sizes(config)
-    assert try_layouts._memory(config, sizes, [5, 9]) == Memory(1, 9, predicted_memory(config, sizes, 1).total)
-    assert predicted_memory(config, sizes, 0).total != predicted_memory(config, sizes, 1).total
+    assert try_layouts._memory(config, sizes, [5, 9]) == Memory(1, 9, predicted_memory(config, sizes, 1).tensors)
+    assert predicted_memory(config, sizes, 0).tensors != predicted_memory(config, sizes, 1).tensors
 
 
 def test_the_machine_is_named(tmp_path: Path) -> None:
