@@ -16,6 +16,16 @@ from typing import Literal
 from pydantic import Field, create_model
 
 from engine.config_counts import Count
+from engine.config_limits import (
+    LARGEST_VOCABULARY,
+    LARGEST_WIDTH,
+    LONGEST_SEQUENCE,
+    LONGEST_TIMEOUT,
+    MOST_HEADS,
+    MOST_LAYERS,
+    MOST_RANKS,
+    SHORTEST_TIMEOUT,
+)
 from engine.config_section import Section
 from engine.config_telemetry import TelemetryConfig
 from engine.errors import ConfigError
@@ -28,15 +38,23 @@ FORMAT_VERSION = 1
 class ModelConfig(Section):
     """The GPT itself; nothing here depends on how it is cut."""
 
-    num_layers: int = Field(gt=0, description="transformer layers")
-    hidden_size: int = Field(gt=0, description="width h of the residual stream")
-    num_attention_heads: int = Field(gt=0, description="query heads")
-    num_kv_heads: int | None = Field(None, gt=0, description="key/value heads (GQA); null: as many as query heads")
-    head_dim: int | None = Field(None, gt=0, description="size of one head; null: hidden_size / num_attention_heads")
-    ffn_hidden_size: int | None = Field(None, gt=0, description="width of the MLP; null: 4 x hidden_size")
-    seq_length: int = Field(gt=0, description="tokens in a training sample")
-    vocab_size: int = Field(gt=0, description="tokens of the tokenizer, without padding")
-    vocab_multiple: int = Field(128, gt=0, description="the vocabulary is padded to this multiple, whatever tp is")
+    num_layers: int = Field(gt=0, le=MOST_LAYERS, description="transformer layers")
+    hidden_size: int = Field(gt=0, le=LARGEST_WIDTH, description="width h of the residual stream")
+    num_attention_heads: int = Field(gt=0, le=MOST_HEADS, description="query heads")
+    num_kv_heads: int | None = Field(
+        None, gt=0, le=MOST_HEADS, description="key/value heads (GQA); null: as many as query heads"
+    )
+    head_dim: int | None = Field(
+        None, gt=0, le=LARGEST_WIDTH, description="size of one head; null: hidden_size / num_attention_heads"
+    )
+    ffn_hidden_size: int | None = Field(
+        None, gt=0, le=LARGEST_WIDTH, description="width of the MLP; null: 4 x hidden_size"
+    )
+    seq_length: int = Field(gt=0, le=LONGEST_SEQUENCE, description="tokens in a training sample")
+    vocab_size: int = Field(gt=0, le=LARGEST_VOCABULARY, description="tokens of the tokenizer, without padding")
+    vocab_multiple: int = Field(
+        128, gt=0, le=LARGEST_VOCABULARY, description="the vocabulary is padded to this multiple, whatever tp is"
+    )
     norm: Literal["layernorm", "rmsnorm"] = Field("layernorm", description="before each branch and before the head")
     norm_eps: float = Field(1e-5, gt=0, description="added to the variance (layernorm) or mean square (rmsnorm)")
     activation: Literal["gelu", "gelu_tanh", "swiglu"] = Field("gelu", description="of the MLP; gelu_tanh is GPT-2's")
@@ -97,12 +115,12 @@ class TrainConfig(Section):
 class ParallelConfig(Section):
     """The layout: only a matter of speed."""
 
-    tp: int = Field(1, gt=0, description="tensor parallel: each matrix is cut over tp ranks of one node")
-    pp: int = Field(1, gt=0, description="pipeline parallel: layers are cut into stages")
-    vpp: int = Field(1, gt=0, description="model chunks per pipeline rank (interleaved schedule)")
-    dp: int | None = Field(None, gt=0, description="data parallel; null: world size / (tp pp)")
-    cp: int = Field(1, gt=0, description="context parallel: not built yet, 1 only")
-    ep: int = Field(1, gt=0, description="expert parallel: not built yet, 1 only")
+    tp: int = Field(1, gt=0, le=MOST_RANKS, description="tensor parallel: each matrix is cut over tp ranks of one node")
+    pp: int = Field(1, gt=0, le=MOST_RANKS, description="pipeline parallel: layers are cut into stages")
+    vpp: int = Field(1, gt=0, le=MOST_LAYERS, description="model chunks per pipeline rank (interleaved schedule)")
+    dp: int | None = Field(None, gt=0, le=MOST_RANKS, description="data parallel; null: world size / (tp pp)")
+    cp: int = Field(1, gt=0, le=MOST_RANKS, description="context parallel: not built yet, 1 only")
+    ep: int = Field(1, gt=0, le=MOST_RANKS, description="expert parallel: not built yet, 1 only")
     sequence_parallel: bool = Field(False, description="norms, dropout and residuals on 1/tp of the sequence")
     layers_per_stage: list[int] | None = Field(None, description="one entry per stage (pp x vpp), in stage order")
     allow_tp_across_nodes: bool = Field(False, description="accept tensor-parallel traffic on the slow network")
@@ -165,7 +183,9 @@ class RecomputeConfig(Section):
         description="selective: parts of each layer (null: attention); full, block: parts of the others",
     )
     method: Literal["uniform", "block"] = Field("uniform", description="full: all layers, or the first N of a chunk")
-    num_layers: int = Field(1, gt=0, description="uniform: layers per recomputed group; block: recomputed layers")
+    num_layers: int = Field(
+        1, gt=0, le=MOST_LAYERS, description="uniform: layers per recomputed group; block: recomputed layers"
+    )
     gathered_inputs: Literal["auto", "keep", "regather"] = Field(
         "auto",
         description="sequence parallelism: gathered inputs; auto: kept if they fit `memory_gb`, else regather",
@@ -207,7 +227,7 @@ class RecomputeConfig(Section):
 class OffloadConfig(Section):
     """Move activations to host memory between forward and backward, while other layers are computed."""
 
-    num_layers: int = Field(0, ge=0, description="the first N layers of each model chunk; 0: none")
+    num_layers: int = Field(0, ge=0, le=MOST_LAYERS, description="the first N layers of each model chunk; 0: none")
     min_bytes: int = Field(2**20, gt=0, description="smaller tensors stay on the device: a copy has a fixed cost")
 
 
@@ -294,10 +314,15 @@ class RuntimeConfig(Section):
         "error",
         description="error: refuse a run that is predicted to hold more than a GPU has; warn: only print it",
     )
-    ranks_per_node: int | None = Field(None, gt=0, description="null: LOCAL_WORLD_SIZE of the launcher")
-    timeout_seconds: float = Field(600.0, gt=0, description="a collective that waits longer ends the job")
+    ranks_per_node: int | None = Field(None, gt=0, le=MOST_RANKS, description="null: LOCAL_WORLD_SIZE of the launcher")
+    timeout_seconds: float = Field(
+        600.0, ge=SHORTEST_TIMEOUT, le=LONGEST_TIMEOUT, description="a collective that waits longer ends the job"
+    )
     hang_seconds: float | None = Field(
-        None, gt=0, description="a rank that stands still for so long ends the job; null: half of timeout_seconds"
+        None,
+        gt=0,
+        le=LONGEST_TIMEOUT,
+        description="a rank that stands still for so long ends the job; null: half of timeout_seconds",
     )
     gc_interval: Count = Field(
         100, gt=0, description="steps between collections of Python's cyclic garbage; none otherwise"

@@ -286,6 +286,8 @@ def _type_problems(error: ValidationError, origins: Mapping[str, str]) -> Iterat
                 yield f"{given}: must be greater than {context['gt']}{_meaning(detail['loc'])}."
             case "greater_than_equal":
                 yield f"{given}: must be at least {context['ge']}{_meaning(detail['loc'])}."
+            case "less_than_equal":
+                yield f"{given}: must be at most {context['le']:,}{_meaning(detail['loc'])}."
             case "less_than":
                 yield f"{given}: must be less than {context['lt']}{_meaning(detail['loc'])}."
             case "model_type":

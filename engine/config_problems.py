@@ -4,7 +4,8 @@
                                                                             |
        each candidate is put into the config and all rules run again:  gone, and nothing new broken  ->  it is named
 
-so a message never sends its reader from one mistake into the next.
+so a message never sends its reader from one mistake into the next. Where several broken rules could be mended by the same field,
+values that mend all of those come first, and values outside the bounds of the field are left out.
 """
 
 import math
@@ -79,9 +80,13 @@ def find_problems(subject: Subject, rules: Sequence[Rule]) -> list[Problem]:
         others = broken.keys() - {key}
         named: dict[str, Iterable[object]] = {}
         for name, values in problem.candidates.items():
-            tried = (value for value in islice(values, NUM_TRIED) if _mends(subject, rules, name, value, others))
-            if legal := tuple(islice(tried, NUM_NAMED)):
-                named[name] = legal
+            tried = [value for value in islice(values, NUM_TRIED) if Config.is_in_bounds(name, value)]
+            elsewhere = {other for other in others if name not in broken[other].candidates}
+            for may_stay in (elsewhere, others) if elsewhere != others else (others,):
+                mending = (value for value in tried if _mends(subject, rules, name, value, may_stay))
+                if legal := tuple(islice(mending, NUM_NAMED)):
+                    named[name] = legal
+                    break
         found.append(replace(problem, candidates=named))
     return found
 

@@ -14,6 +14,7 @@ from itertools import chain
 from engine.config import Config, planned_steps
 from engine.config_activation_rules import ACTIVATION_RULES
 from engine.config_checkpoint_rules import CHECKPOINT_RULES
+from engine.config_limits import LONGEST_NAME, MOST_MICROBATCHES, MOST_RANKS
 from engine.config_model_rules import MODEL_RULES
 from engine.config_problems import Problem, Rule, Subject, divisors, find_problems, multiples, numbers
 from engine.config_resilience_rules import RESILIENCE_RULES
@@ -210,6 +211,33 @@ def batch_is_whole_microbatches(subject: Subject) -> Iterator[Problem]:
         )
 
 
+def microbatches_can_be_listed(subject: Subject) -> Iterator[Problem]:
+    train, dp = subject.config.train, subject.dp or 1
+    num_microbatches = train.global_batch_size // (train.micro_batch_size * dp)
+    if num_microbatches > MOST_MICROBATCHES:
+        most = MOST_MICROBATCHES * train.micro_batch_size * dp
+        yield Problem(
+            "train.global_batch_size",
+            train.global_batch_size,
+            f"makes {num_microbatches:,} microbatches per pipeline and step, and at most {MOST_MICROBATCHES:,} are planned: a "
+            "schedule lists each of them, and would not fit in memory",
+            {"train.global_batch_size": [most]},
+        )
+
+
+def ranks_can_be_listed(subject: Subject) -> Iterator[Problem]:
+    parallel = subject.config.parallel
+    world_size = parallel.tp * parallel.pp * parallel.cp * (subject.dp or 1)
+    if world_size > MOST_RANKS:
+        yield Problem(
+            "parallel",
+            f"tp x pp x dp = {parallel.tp} x {parallel.pp} x {subject.dp or 1}",
+            f"is {world_size:,} ranks, and at most {MOST_RANKS:,} are planned: the groups of so many would not fit in memory",
+            {} if parallel.dp is None else {"parallel.dp": divisors(parallel.dp, parallel.dp)},
+            "Make the sizes smaller.",
+        )
+
+
 def run_has_one_length(subject: Subject) -> Iterator[Problem]:
     steps, tokens = subject.config.train.steps, subject.config.train.tokens
     if steps is None and tokens is None:
@@ -341,6 +369,15 @@ def name_is_a_folder(subject: Subject) -> Iterator[Problem]:
             {"runtime.name": [plain] if plain else []},
             "Choose a name without slashes.",
         )
+    elif name is not None and (len(name) > LONGEST_NAME or not name.isprintable()):
+        plain = "".join(letter for letter in name if letter.isprintable())[:LONGEST_NAME].strip(" .-")
+        yield Problem(
+            "runtime.name",
+            name if name.isprintable() else repr(name),
+            f"must be one line of at most {LONGEST_NAME} printable characters: no folder could have that name, or no log show it",
+            {"runtime.name": [plain] if plain else []},
+            "Choose a shorter name of one line.",
+        )
 
 
 def traced_steps_are_in_the_run(subject: Subject) -> Iterator[Problem]:
@@ -421,7 +458,9 @@ RULES: tuple[Rule, ...] = (
     dtype_is_built,
     axes_fill_world,
     nodes_are_whole,
+    ranks_can_be_listed,
     batch_is_whole_microbatches,
+    microbatches_can_be_listed,
     run_has_one_length,
     warmup_ends,
     decay_goes_down,

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import get_args
 
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 
@@ -37,3 +38,28 @@ class Section(BaseModel):
             yield f"{prefix}{name}"
             if (inner := cls.section_type(name)) is not None:
                 yield from inner.dotted_names(f"{prefix}{name}.")
+
+    @classmethod
+    def is_in_bounds(cls, dotted: str, value: object) -> bool:
+        """Return False where a number is outside the bounds that the field `dotted` declares, such as `gt=0`."""
+        name, _, rest = dotted.partition(".")
+        inner = cls.section_type(name)
+        if rest and inner is not None:
+            return inner.is_in_bounds(rest, value)
+        if not isinstance(value, int | float):
+            return True
+        for bound in cls.model_fields[name].metadata:
+            match bound:
+                case Gt(gt=limit):
+                    outside = not value > limit  # type: ignore[operator]
+                case Ge(ge=limit):
+                    outside = not value >= limit  # type: ignore[operator]
+                case Lt(lt=limit):
+                    outside = not value < limit  # type: ignore[operator]
+                case Le(le=limit):
+                    outside = not value <= limit  # type: ignore[operator]
+                case _:
+                    outside = False
+            if outside:
+                return False
+        return True

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from engine.config_limits import MOST_RANKS
 from engine.errors import TopologyError
 
 AXES = ("pp", "dp", "cp", "tp")
@@ -49,6 +50,11 @@ class ParallelSizes:
                     f"parallel.{name} = {getattr(self, name)}: {meaning} parallelism is not built yet; its axis exists "
                     f"with size 1 only. Use {name}=1."
                 )
+        if self.world_size > MOST_RANKS:
+            raise TopologyError(
+                f"{self} is {self.world_size:,} ranks: at most {MOST_RANKS:,} are planned, and the groups of so many would not "
+                f"fit in memory. Make the sizes smaller."
+            )
 
     @property
     def world_size(self) -> int:

@@ -50,6 +50,16 @@ BAD: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         {},
         ["checkpoint.accept", "and lr is none"],
     ),
+    "more microbatches than a schedule can list": (
+        ["train.global_batch_size=1000000000", "train.micro_batch_size=1"],
+        {},
+        ["1,000,000,000 microbatches", "at most 131,072", "train.global_batch_size = 131072"],
+    ),
+    "more ranks than groups can list": (
+        ["parallel.tp=8", "parallel.dp=262144", "train.global_batch_size=524288"],
+        {},
+        ["tp x pp x dp = 8 x 1 x 262144", "is 2,097,152 ranks", "at most 1,048,576", "parallel.dp = 131072"],
+    ),
     "rope with odd heads": (["model.hidden_size=40"], {}, ["model.head_dim = 5", "even", "position = learned"]),
     "rope with an odd head_dim": (["model.head_dim=7"], {}, ["model.head_dim = 7", "even", "head_dim = 6 or 8"]),
     "kv heads do not divide the heads": (

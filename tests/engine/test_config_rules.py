@@ -2,7 +2,8 @@
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import pytest
 import yaml
@@ -10,6 +11,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from engine.config import Config, batch_plan, parallel_sizes
+from engine.config_limits import (
+    LARGEST_VOCABULARY,
+    LARGEST_WIDTH,
+    LONGEST_SEQUENCE,
+    MOST_HEADS,
+    MOST_LAYERS,
+    MOST_RANKS,
+)
 from engine.config_load import load_config
 from engine.config_problems import Subject, divisors, multiples, numbers, with_value
 from engine.config_rules import RULES, broken_rules, nodes_are_whole, problems
@@ -53,9 +62,12 @@ def test_values_that_a_message_names_are_legal_when_typed_in(name: str) -> None:
             load_config(None, merged([*changes, f"{field}={value}"]))
 
 
-def merged(changes: Sequence[str]) -> list[str]:
-    """LEGAL and changes to it as overrides of which none repeats another's key."""
+def merged(changes: Sequence[str], unchecked: Mapping[str, object] = MappingProxyType({})) -> list[str]:
+    """LEGAL and changes to it as overrides of which none repeats another's key; `unchecked` may hold illegal values."""
     tree = config_with(*changes).model_dump(mode="json", exclude_unset=True)
+    for dotted, value in unchecked.items():
+        section, _, name = dotted.partition(".")
+        tree.setdefault(section, {})[name] = value
     return [f"{section}={yaml.safe_dump(values, default_flow_style=True)}" for section, values in tree.items()]
 
 
@@ -117,19 +129,66 @@ def test_recompute_may_reach_the_layers_of_the_largest_chunk() -> None:
             assert (problems(config) == []) == is_legal
 
 
-def test_absurd_numbers_are_answered_at_once() -> None:
+LARGEST = {
+    "model.num_layers": MOST_LAYERS,
+    "model.hidden_size": LARGEST_WIDTH,
+    "model.ffn_hidden_size": LARGEST_WIDTH,
+    "model.num_attention_heads": MOST_HEADS,
+    "model.seq_length": LONGEST_SEQUENCE,
+    "model.vocab_size": LARGEST_VOCABULARY,
+    "parallel.tp": MOST_RANKS,
+    "parallel.pp": MOST_RANKS,
+    "parallel.dp": MOST_RANKS,
+    "runtime.ranks_per_node": MOST_RANKS,
+    "runtime.hang_seconds": 30 * 24 * 3600,
+}
+"""By field, the largest value that it may have."""
+
+
+@pytest.mark.parametrize("field", LARGEST)
+def test_a_field_beyond_its_bound_is_refused_in_words(field: str) -> None:
+    for value in (LARGEST[field] + 1, 10**22 + 1):
+        with pytest.raises(ConfigError) as caught:
+            load_config(None, merged([], {field: value}))
+        assert f"must be at most {LARGEST[field]:,}" in str(caught.value)
+
+
+def test_the_largest_numbers_are_answered_at_once() -> None:
     started = time.perf_counter()
-    huge = 10**22 + 1
-    for field in (
-        "model.num_attention_heads",
-        "model.seq_length",
-        "parallel.tp",
-        "parallel.pp",
-        "train.global_batch_size",
-    ):
-        changes = [f"{field}={huge}", "parallel.sequence_parallel=true", "recompute={granularity: full, num_layers: 2}"]
-        assert problems(config_with(*changes), world_size=huge, ranks_per_node=8)
+    for field, value in (*LARGEST.items(), ("train.global_batch_size", 10**18 - 1)):
+        changes = [
+            f"{field}={value}",
+            "parallel.sequence_parallel=true",
+            "recompute={granularity: full, num_layers: 2}",
+        ]
+        problems(config_with(*changes), world_size=10**22 + 1, ranks_per_node=8)
     assert time.perf_counter() - started < 10
+
+
+def test_a_timeout_is_a_time_that_can_be_waited() -> None:
+    for seconds in ("1e300", "0.0001", "0"):
+        with pytest.raises(ConfigError, match=r"runtime.timeout_seconds .*: must be at (most 2,592,000|least 1)"):
+            load_config(None, [*LEGAL, f"runtime.timeout_seconds={float(seconds)}"])
+
+
+def test_no_proposal_is_outside_of_the_bounds_of_its_field() -> None:
+    most = 30 * 24 * 3600
+    [message] = problems(config_with(f"runtime={{hang_seconds: {most}, timeout_seconds: 600}}"))
+    assert "5.184e+06" not in message and "hang_seconds = 300 or null" in message
+
+
+def test_a_proposal_mends_all_rules_that_the_field_breaks() -> None:
+    """tp = 64 does not divide a world of 96, nor 8 heads: 48 would fill the world, and the heads would refuse it."""
+    found = problems(config_with("parallel.tp=64", "train.global_batch_size=192"), world_size=96)
+    [world] = [message for message in found if message.startswith("parallel = ")]
+    assert "parallel.tp = 8 or 4" in world, world
+
+
+@pytest.mark.parametrize("name", ["x" * 129, "one\ntwo", "a\x1b[2Jb"])
+def test_a_run_name_is_one_short_line(name: str) -> None:
+    config = with_value(config_with(), "runtime.name", name)
+    [message] = problems(config)
+    assert "one line of at most 128 printable characters" in message and "\n" not in message and "\x1b" not in message
 
 
 few = st.sampled_from

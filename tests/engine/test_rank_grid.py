@@ -139,3 +139,8 @@ def test_ranks_coordinates_and_axes_that_do_not_exist() -> None:
         grid.rank(tp=2)
     with pytest.raises(TopologyError, match="axis 'vpp' does not exist; the axes are pp, dp, cp, tp"):
         grid.groups("vpp")
+
+
+def test_more_ranks_than_can_be_listed_are_refused() -> None:
+    with pytest.raises(TopologyError, match="is 80,000,000,000 ranks: at most 1,048,576 are planned"):
+        ParallelSizes(tp=8, pp=100_000, dp=100_000)
