@@ -22,12 +22,8 @@ from engine.config_names import FOREIGN_VALUES, unknown_key
 from engine.config_problems import Rule
 from engine.config_rules import problems as broken_rules
 from engine.config_section import Section
+from engine.config_yaml import read_yaml
 from engine.errors import ConfigError
-
-try:
-    from yaml import CSafeLoader as SafeLoader
-except ImportError:  # PyYAML without libyaml: the same, ten times slower
-    from yaml import SafeLoader  # type: ignore[assignment]
 
 ENVIRONMENT = {
     "TP": "parallel.tp",
@@ -107,23 +103,6 @@ def load_config(
     return config
 
 
-class _UniqueKeys(SafeLoader):
-    """YAML in which a key that stands twice in one mapping is an error: the first value would be lost without a word."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        lines: dict[str, int] = {}
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            line = key.start_mark.line + 1
-            if key.value in lines and key.tag != "tag:yaml.org,2002:merge":
-                raise yaml.constructor.ConstructorError(
-                    problem=f"the key {key.value!r} stands twice in one mapping, in lines {lines[key.value]} and {line}: one "
-                    f"value would be lost. Keep one of them",
-                    problem_mark=key.start_mark,
-                )
-            lines[key.value] = line
-        return super().construct_mapping(node, deep)
-
-
 def _read_yaml(path: Path) -> dict[str, Any]:
     """The file as a mapping of text keys.
 
@@ -131,7 +110,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         ConfigError: no such file, not text, not YAML, a key that stands twice, empty, or not a mapping at the top.
     """
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
+        tree = read_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         there = sorted(path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, [other.name for other in there], n=1, cutoff=0.4)
@@ -222,7 +201,7 @@ def _leaf_above(dotted: str) -> str | None:
 
 def _value(reading: _Reading, text: str, given: str) -> Any:
     try:
-        return _text_keys(yaml.load(text, _UniqueKeys))
+        return _text_keys(read_yaml(text))
     except yaml.YAMLError as error:
         what = getattr(error, "problem", None) or str(error)
         reading.problems.append(

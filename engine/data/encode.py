@@ -6,7 +6,6 @@ A piece of a .jsonl is a range of bytes that may begin and end inside a line: th
 first byte.
 """
 
-import json
 import multiprocessing
 import os
 import signal
@@ -21,6 +20,7 @@ import numpy as np
 
 from engine.data.tokenizers import Tokenizer, load_tokenizer
 from engine.errors import DataError
+from engine.json_text import parse_json
 
 # A worker encodes many units with one tokenizer, whose .json may take a second to parse.
 _loaded = lru_cache(maxsize=1)(load_tokenizer)
@@ -123,7 +123,7 @@ def _lines(piece: Piece, json_key: str) -> Iterator[str]:
 
 def _text(line: bytes, json_key: str) -> str:
     """Raises ValueError (of which undecodable bytes and broken JSON are kinds) saying what is wrong."""
-    value = json.loads(line.decode())
+    value = parse_json(line.decode())
     if not isinstance(value, dict) or json_key not in value:
         names = ", ".join(map(repr, value)) if isinstance(value, dict) else f"a {type(value).__name__}"
         raise ValueError(f"it has no field {json_key!r}, but {names or 'no field'}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from engine.data.files import sha256_of_file
 from engine.data.indexed import bin_path, idx_path
 from engine.errors import DataError
+from engine.json_text import parse_json
 
 FORMAT = "triaxis corpus 1"
 
@@ -59,7 +60,7 @@ def read_record(prefix: str) -> CorpusRecord | None:
     if not path.exists():
         return None
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(path.read_bytes())
         if content.pop("format") != FORMAT:
             raise ValueError("another format")
         return CorpusRecord(**{field.name: content[field.name] for field in fields(CorpusRecord)})

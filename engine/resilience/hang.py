@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.data.files import write_atomically
+from engine.json_text import parse_json
 from engine.resilience.heartbeat import Beat, Heartbeat, file_of, read_beat, started_at
 from engine.resilience.waits import LastWords, Report, Scene
 
@@ -292,7 +293,7 @@ def write_words(path: Path, words: LastWords) -> None:
 def read_words(path: Path) -> LastWords | None:
     """What `write_words` wrote; None where it is not there (any more)."""
     try:
-        record: Mapping[str, Any] = json.loads(path.read_bytes())
+        record: Mapping[str, Any] = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return None
     beat = record["beat"]
@@ -302,7 +303,7 @@ def read_words(path: Path) -> LastWords | None:
 def hang_report(folder: Path) -> Mapping[str, Any] | None:
     """The report of a hang in RUN_DIR/hangs/attempt_<n>; None: there was none."""
     try:
-        report: Mapping[str, Any] = json.loads((folder / REPORT).read_bytes())
+        report: Mapping[str, Any] = parse_json((folder / REPORT).read_bytes())
     except (OSError, ValueError):
         return None
     return report

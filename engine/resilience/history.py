@@ -18,6 +18,7 @@ from pathlib import Path
 from engine.data.files import write_atomically
 from engine.data.skipped import SkippedRanges
 from engine.errors import CheckpointError
+from engine.json_text import parse_json
 
 SKIPPED = "skipped.json"
 """In the folder of a run's checkpoints."""
@@ -73,7 +74,7 @@ def read_history(folder: Path, saved: Sequence[tuple[int, int]] = (), num_rollba
     if not path.exists():
         return RunHistory(SkippedRanges.of(saved), num_rollbacks)
     try:
-        record = json.loads(path.read_bytes())
+        record = parse_json(path.read_bytes())
         ranges = [(int(start), int(stop)) for start, stop in record["skipped"]]
         return RunHistory(SkippedRanges.of([*saved, *ranges]), max(num_rollbacks, int(record["num_rollbacks"])))
     except (ValueError, KeyError, TypeError) as error:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.json_text import parse_json
 from engine.telemetry.metrics import StepMetrics
 
 
@@ -70,7 +71,7 @@ def heal(path: Path) -> int:
         if not rest:
             return 0
         try:
-            json.loads(rest)
+            parse_json(rest)
         except ValueError:
             file.truncate(start)
             return len(rest)
@@ -106,7 +107,7 @@ def read_records(path: Path, start: int = 0) -> Records:
     records, num_unreadable = [], int(bool(torn))
     for line in lines:
         with suppress(ValueError):
-            record = json.loads(line or b"null")
+            record = parse_json(line or b"null")
             if isinstance(record, dict):
                 records.append(record)
                 continue

@@ -20,6 +20,7 @@ from typing import Any
 
 from engine.data.files import write_atomically
 from engine.errors import TriaxisError
+from engine.json_text import parse_json
 from engine.pipeline.actions import Action, Placement
 from engine.pipeline.lowering import Instruction, Transfer
 from engine.telemetry.marks import Doing
@@ -181,7 +182,7 @@ def merge(run: Path) -> Merged:
     errors, world_size = [], 0
     for file in files:
         try:
-            content = json.loads(file.read_text())
+            content = parse_json(file.read_text())
             events += content["traceEvents"]
             errors.append(float(content["otherData"]["clock_error_seconds"]))
             world_size = int(content["otherData"]["world_size"])

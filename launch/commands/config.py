@@ -6,7 +6,6 @@ from-hf   a Hugging Face config.json      ->  our model section
 """
 
 import argparse
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import yaml
 from engine.config import Config, batch_plan, parallel_sizes
 from engine.config_load import load_config, to_yaml
 from engine.errors import ConfigError
+from engine.json_text import parse_json
 from engine.pipeline import schedules
 from engine.pipeline.partition import partition
 from engine.pipeline.programs import Programs
@@ -183,7 +183,7 @@ def _stages(config: Config) -> str:
 
 def _from_hf(path: Path, seq_length: int | None) -> str:
     try:
-        keys: Any = json.loads(path.read_text(encoding="utf-8"))
+        keys: Any = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
             [f"it cannot be read as JSON: {error}. Give the config.json of a model."], str(path)

@@ -7,7 +7,6 @@
 Nothing is written, and no lock is taken: a page may be made while the run runs.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from engine.checkpoint.manifest import parse_manifest
 from engine.config import Config
 from engine.config_load import load_config
 from engine.errors import CheckpointError, TriaxisError
+from engine.json_text import parse_json
 from engine.telemetry.events import Event, events_files, read_events
 from engine.telemetry.jsonl import read_records
 
@@ -159,7 +159,7 @@ def _read_config(path: Path) -> tuple[Config | None, str, str]:
 
 def _read_json(path: Path) -> Mapping[str, Any] | None:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None

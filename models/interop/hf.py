@@ -11,7 +11,6 @@ the pair (i, i + d/2) in both. The order of gate before up, and of keys before v
 Memory: one exchange at a time, here and in what reads and writes the files (`hf_files.py`).
 """
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from engine.checkpoint.offline import read_tensor, whole
 from engine.checkpoint.store import DTYPE_NAMES, Shard
 from engine.config import ModelConfig
 from engine.errors import CheckpointError, ConfigError
+from engine.json_text import parse_json
 from engine.shard_spec import ParamSpec
 from models.interop.hf_config import from_hugging_face
 from models.interop.hf_files import DTYPES, TensorPlan, WeightFiles, format_name
@@ -274,7 +274,7 @@ def read_config(path: Path) -> dict[str, Any]:
         ConfigError: it is not there, or no mapping.
     """
     try:
-        keys: Any = json.loads(path.read_text(encoding="utf-8"))
+        keys: Any = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError([f"it cannot be read as JSON: {error}. Give the folder of a model."], str(path)) from error
     if not isinstance(keys, dict):

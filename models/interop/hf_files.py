@@ -24,6 +24,7 @@ import torch
 from engine.checkpoint.store import TORCH_DTYPES
 from engine.data.files import sync, sync_folder
 from engine.errors import CheckpointError
+from engine.json_text import parse_json
 
 DTYPES: Mapping[str, torch.dtype] = {
     "BF16": TORCH_DTYPES["bfloat16"],
@@ -204,7 +205,7 @@ def _file_of_each_tensor(folder: Path) -> dict[str, str]:
             f"{folder}: {what}, so there are no weights to import. Give the folder of a Hugging Face model."
         )
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = parse_json(index.read_text(encoding="utf-8"))["weight_map"]
         files = {str(name): str(file) for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(

@@ -12,7 +12,6 @@
 beside the tensors (`_extra_state`, the RNG's state) are never opened. Memory: one chunk, read twice over.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import torch
 
 from engine.checkpoint.boxes import box_shape, intersect, within
 from engine.errors import CheckpointError
+from engine.json_text import parse_json
 from engine.shard_spec import Box
 from models.interop.foreign_pickle import Inert, Name, read_archive, read_pickle
 
@@ -206,7 +206,7 @@ def _check_format(folder: Path) -> None:
     if not config.exists():
         raise CheckpointError(f"{folder} {_what_it_is(folder)}")
     try:
-        backend = json.loads(config.read_text())["sharded_backend"]
+        backend = parse_json(config.read_text())["sharded_backend"]
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{config} does not say how the checkpoint is stored: {error!r}. Restore it from a copy."

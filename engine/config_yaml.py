@@ -1,0 +1,108 @@
+"""YAML that a user wrote, read into plain values: bounded in depth and in size before anything is built (no torch here).
+
+An alias stands for a whole value, and aliases of aliases multiply: ten lines can stand for a billion values. A composer calls
+itself for every level, and a text of brackets alone ends the process. The parser's events show both before any value exists.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+try:
+    from yaml import CSafeLoader as SafeLoader
+except ImportError:  # PyYAML without libyaml: the same, ten times slower
+    from yaml import SafeLoader  # type: ignore[assignment]
+
+MOST_LEVELS = 64
+"""Lists and mappings inside one another; a configuration has four."""
+
+MOST_VALUES = 100_000
+"""Keys and values, those behind aliases counted wherever an alias names them."""
+
+
+class UniqueKeysLoader(SafeLoader):
+    """YAML in which a key that stands twice in one mapping is an error: the first value would be lost without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            line = key.start_mark.line + 1
+            if key.value in lines and key.tag != "tag:yaml.org,2002:merge":
+                raise yaml.constructor.ConstructorError(
+                    problem=f"the key {key.value!r} stands twice in one mapping, in lines {lines[key.value]} and {line}: one "
+                    f"value would be lost. Keep one of them",
+                    problem_mark=key.start_mark,
+                )
+            lines[key.value] = line
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(text: str) -> Any:
+    """Return the value of a YAML text.
+
+    Raises:
+        yaml.YAMLError: it is no YAML, a key stands twice in one mapping, it has more levels or values than the limits
+            above, or a value such as the date 2024-13-45 does not exist.
+    """
+    _refuse_what_grows(text)
+    try:
+        return yaml.load(text, UniqueKeysLoader)
+    except ValueError as error:
+        raise yaml.constructor.ConstructorError(
+            problem=f"a value cannot be read: {error}. Quote it if it is text"
+        ) from None
+
+
+@dataclass(slots=True)
+class _Extent:
+    """Values of a node with all that is in it, and the levels below it."""
+
+    anchor: str | None = None
+    values: int = 1
+    levels: int = 0
+
+
+def _refuse_what_grows(text: str) -> None:
+    """Read the parser's events alone, and raise where levels or values exceed their limits."""
+    anchors: dict[str, _Extent] = {}
+    around: list[_Extent] = [_Extent()]
+    event: Any
+    for event in yaml.parse(text, SafeLoader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            around.append(_Extent(event.anchor))
+            _check(len(around) - 1, 0, event.start_mark)
+            continue
+        if isinstance(event, yaml.CollectionEndEvent):
+            node = around.pop()
+        elif isinstance(event, yaml.ScalarEvent):
+            node = _Extent(event.anchor)
+        elif isinstance(event, yaml.AliasEvent):
+            if any(outer.anchor == event.anchor for outer in around):
+                raise yaml.composer.ComposerError(
+                    problem=f"the alias *{event.anchor} lies inside of the value that it names, which would have no end",
+                    problem_mark=event.start_mark,
+                )
+            # The composer refuses an alias that names nothing.
+            named = anchors.get(str(event.anchor), _Extent())
+            node = _Extent(None, named.values, named.levels)
+        else:
+            continue
+        if node.anchor is not None:
+            anchors[node.anchor] = node
+        parent = around[-1]
+        parent.values += node.values
+        parent.levels = max(parent.levels, node.levels + 1)
+        _check(len(around) - 1 + node.levels, parent.values, event.start_mark)
+
+
+def _check(levels: int, values: int, mark: Any) -> None:
+    if levels > MOST_LEVELS:
+        problem = f"lists and mappings lie more than {MOST_LEVELS} deep in one another, and no field needs that"
+    elif values > MOST_VALUES:
+        problem = (
+            f"its aliases stand for more than {MOST_VALUES:,} values, which would fill the memory. Write the values out"
+        )
+    else:
+        return
+    raise yaml.composer.ComposerError(problem=problem, problem_mark=mark)
