@@ -4,6 +4,7 @@ An alias stands for a whole value, and aliases of aliases multiply: ten lines ca
 itself for every level, and a text of brackets alone ends the process. The parser's events show both before any value exists.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,8 +68,8 @@ def _refuse_what_grows(text: str) -> None:
     """Read the parser's events alone, and raise where levels or values exceed their limits."""
     anchors: dict[str, _Extent] = {}
     around: list[_Extent] = [_Extent()]
-    event: Any
-    for event in yaml.parse(text, SafeLoader):
+    events: Iterator[Any] = yaml.parse(text, SafeLoader)
+    for event in events:
         if isinstance(event, yaml.CollectionStartEvent):
             around.append(_Extent(event.anchor))
             _check(len(around) - 1, 0, event.start_mark)
@@ -79,9 +80,10 @@ def _refuse_what_grows(text: str) -> None:
             node = _Extent(event.anchor)
         elif isinstance(event, yaml.AliasEvent):
             if any(outer.anchor == event.anchor for outer in around):
+                mark: Any = event.start_mark
                 raise yaml.composer.ComposerError(
                     problem=f"the alias *{event.anchor} lies inside of the value that it names, which would have no end",
-                    problem_mark=event.start_mark,
+                    problem_mark=mark,
                 )
             # The composer refuses an alias that names nothing.
             named = anchors.get(str(event.anchor), _Extent())

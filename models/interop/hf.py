@@ -28,7 +28,7 @@ from engine.config import ModelConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.json_text import parse_json
 from engine.shard_spec import ParamSpec
-from models.interop.hf_config import from_hugging_face
+from models.interop.hf_config import from_hugging_face, passed_over
 from models.interop.hf_files import DTYPES, TensorPlan, WeightFiles, format_name
 from models.specs import model_specs
 
@@ -256,7 +256,7 @@ def open_folder(folder: Path, seq_length: int | None = None) -> HuggingFaceModel
         exchanges=exchanges(family, stored),
         files=(files := WeightFiles(folder)),
         prefix=_missing_prefix(files, NAMINGS[family]),
-        notes=_notes(model, stored.seq_length),
+        notes=(*_notes(model, stored.seq_length), *_passed_over(keys)),
     )
     if problems := list(_mismatches(found)):
         shown = problems[:12] + ([f"and {len(problems) - 12} more"] if len(problems) > 12 else [])
@@ -354,6 +354,11 @@ def _notes(model: ModelConfig, rows: int) -> tuple[str, ...]:
     if model.position == "learned" and rows != model.seq_length:
         return (f"of the {rows:,} learned positions the first {model.seq_length:,} are kept",)
     return ()
+
+
+def _passed_over(keys: Mapping[str, Any]) -> tuple[str, ...]:
+    found = passed_over(keys)
+    return (f"keys of config.json that compute nothing were passed over: {', '.join(found)}",) if found else ()
 
 
 def _mismatches(found: HuggingFaceModel) -> Iterator[str]:

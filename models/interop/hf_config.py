@@ -170,6 +170,43 @@ WITHOUT_EFFECT = frozenset(
 )
 """Keys that do not change what is trained: names, token ids of generation, dtypes of files, heads of other tasks."""
 
+OF_GENERATION = frozenset(
+    {
+        "begin_suppress_tokens",
+        "bad_words_ids",
+        "decoder_start_token_id",
+        "diversity_penalty",
+        "do_sample",
+        "early_stopping",
+        "encoder_no_repeat_ngram_size",
+        "exponential_decay_length_penalty",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "length_penalty",
+        "max_length",
+        "max_new_tokens",
+        "min_length",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "output_scores",
+        "prefix",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "return_dict_in_generate",
+        "sep_token_id",
+        "suppress_tokens",
+        "temperature",
+        "tokenizer_class",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "unk_token_id",
+    }
+)
+"""Keys of text generation and of the tokenizer, which older releases of transformers wrote into config.json."""
+
 HANDLED = frozenset(
     {
         "activation_function",
@@ -272,11 +309,21 @@ def _unusable(keys: Keys, family: Family) -> Iterator[str]:
             off, why = OFF_ONLY[key]
             if value not in off:
                 yield f"{key} = {value!r}: {why}; the model would be another one."
-        elif key not in family.names and key not in WITHOUT_EFFECT and key not in HANDLED:
+        elif key not in family.names and key not in HANDLED and not _has_no_effect(key):
             yield (
                 f"{key} = {value!r}: not a key that is known here, so whether it changes the model is not known either. Remove it "
                 f"from the file if it does not."
             )
+
+
+def _has_no_effect(key: str) -> bool:
+    """Return True for a key that no layer reads, such as one that begins with `_`: transformers keeps its own notes there."""
+    return key in WITHOUT_EFFECT or key in OF_GENERATION or key.startswith("_")
+
+
+def passed_over(keys: Keys) -> list[str]:
+    """Return the keys of generation and of bookkeeping that are in the file and compute nothing, sorted."""
+    return sorted(key for key in keys if key in OF_GENERATION or key.startswith("_"))
 
 
 def _activation(keys: Keys, model: dict[str, Any]) -> Sequence[str]:

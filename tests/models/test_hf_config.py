@@ -7,7 +7,7 @@ import pytest
 
 from engine.config import ModelConfig
 from engine.errors import ConfigError
-from models.interop.hf_config import FAMILIES, family_of, from_hugging_face, to_hugging_face
+from models.interop.hf_config import FAMILIES, family_of, from_hugging_face, passed_over, to_hugging_face
 from models.specs import model_specs
 
 LLAMA = {
@@ -244,6 +244,24 @@ def test_rope_parameters_of_newer_files() -> None:
 def test_what_is_not_built_is_refused_by_name(name: str, change: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         from_hugging_face({**PUBLISHED[name][0], **change})
+
+
+def test_keys_that_compute_nothing_are_let_through_and_listed() -> None:
+    keys = PUBLISHED["llama3_8b"][0]
+    more = {
+        "_model_name_or_path": "x",
+        "_attn_implementation": "sdpa",
+        "unk_token_id": 0,
+        "temperature": 0.7,
+        "top_p": 1,
+    }
+    assert from_hugging_face({**keys, **more}) == from_hugging_face(keys)
+    assert passed_over({**keys, **more}) == sorted(more) and passed_over(keys) == []
+
+
+def test_a_number_of_layers_beyond_the_bound_is_refused_before_anything_is_built() -> None:
+    with pytest.raises(ConfigError, match=r"model.num_layers = 1000000000: .*less than or equal to 10000"):
+        from_hugging_face({**PUBLISHED["llama3_8b"][0], "num_hidden_layers": 10**9})
 
 
 def test_all_problems_at_once() -> None:
