@@ -118,7 +118,9 @@ class IndexedTokens:
             lengths = self._lengths[start : start + CHECK_BLOCK_SEQUENCES].astype(np.int64)
             pointers = self._pointers[start : start + CHECK_BLOCK_SEQUENCES]
             ends = pointers + lengths * self.dtype.itemsize
-            wrong = (lengths < 0) | (pointers < 0) | (ends > size) | (pointers % self.dtype.itemsize != 0)
+            # A pointer near 2^63 makes its end wrap below 0, so it is compared by itself too.
+            wrong = (lengths < 0) | (pointers < 0) | (pointers > size) | (ends > size)
+            wrong |= pointers % self.dtype.itemsize != 0
             if wrong.any():
                 at = int(np.argmax(wrong))
                 raise DataError(

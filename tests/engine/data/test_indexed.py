@@ -153,6 +153,10 @@ DAMAGES: dict[str, tuple[Callable[[Path, Path], object], str]] = {
         lambda bin_, idx: _change(idx, POINTERS + 24, struct.pack("<q", 500)),
         r"sequence 3 claims .* byte 500",
     ),
+    "pointer that wraps": (
+        lambda bin_, idx: _change(idx, POINTERS + 24, struct.pack("<q", 2**63 - 100)),
+        r"sequence 3 claims .* byte 9,223,372,036,854,775,708",
+    ),
     "pointer negative": (lambda bin_, idx: _change(idx, POINTERS, struct.pack("<q", -2)), r"sequence 0 claims"),
     "pointer odd": (lambda bin_, idx: _change(idx, POINTERS, struct.pack("<q", 1)), r"sequence 0 claims"),
     "length negative": (lambda bin_, idx: _change(idx, HEADER.size, struct.pack("<i", -3)), r"sequence 0 claims"),
