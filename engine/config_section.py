@@ -1,9 +1,9 @@
 """The base of every part of the configuration (no torch here)."""
 
 from collections.abc import Iterator
+from operator import ge, gt, le, lt
 from typing import get_args
 
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 
@@ -48,18 +48,10 @@ class Section(BaseModel):
             return inner.is_in_bounds(rest, value)
         if not isinstance(value, int | float):
             return True
-        for bound in cls.model_fields[name].metadata:
-            match bound:
-                case Gt(gt=limit):
-                    outside = not value > limit  # type: ignore[operator]
-                case Ge(ge=limit):
-                    outside = not value >= limit  # type: ignore[operator]
-                case Lt(lt=limit):
-                    outside = not value < limit  # type: ignore[operator]
-                case Le(le=limit):
-                    outside = not value <= limit  # type: ignore[operator]
-                case _:
-                    outside = False
-            if outside:
-                return False
-        return True
+        # pydantic keeps `gt=0` as an object with the attribute `gt`, and likewise for the others.
+        limits = (
+            (getattr(bound, word, None), keeps)
+            for bound in cls.model_fields[name].metadata
+            for word, keeps in (("gt", gt), ("ge", ge), ("lt", lt), ("le", le))
+        )
+        return all(limit is None or keeps(value, limit) for limit, keeps in limits)
