@@ -262,7 +262,7 @@ def _check_whole(engine: Engine, candidate: Candidate, what: LoadWhat) -> None:
             "model, and what is left out would change the function. Give the config that it was trained with."
         )
     saved_dtypes = {piece.dtype for file in manifest.files for piece in file.pieces}
-    if saved_dtypes != {str(engine.optimizer.owned[0].state.wide).removeprefix("torch.")}:
+    if saved_dtypes != {str(engine.optimizer.wide).removeprefix("torch.")}:
         return
     saved_moments = manifest.config.get("precision", {}).get("moments", "full")
     rounds = engine.config.precision.moments == "bf16" != saved_moments

@@ -24,7 +24,7 @@ from engine.optimizer.grad_buffer import Bucket, FlatBuffer, GradBuffers
 from engine.optimizer.kinds import StateKind
 from engine.optimizer.param_layout import Segment
 from engine.optimizer.state import OptimizerState, read_master, write_master
-from engine.precision import AGREEMENT_DTYPE, STEP_DTYPE
+from engine.precision import AGREEMENT_DTYPE, STEP_DTYPE, accumulation_dtype
 
 DOT_NUMEL: Mapping[str, int] = MappingProxyType({"cpu": 2**16, "cuda": 2**30})
 """Most elements of one `torch.dot`, by device. A CPU's BLAS adds each lane one by one: in fp32 the sum would be 2e-6 off at four
@@ -75,6 +75,9 @@ class DistributedOptimizer:
         config: hyperparameters.
         precision: the form of the state.
         kernel: see above.
+
+    Attributes:
+        wide: the accumulation dtype of the parameters, in which an update is computed.
     """
 
     def __init__(
@@ -87,6 +90,8 @@ class DistributedOptimizer:
         self.buffers = buffers
         self.config = config
         self._fusion = Fusion("compiled" if kernel == "compiled" else "eager")
+        # Not that of a first bucket: a pipeline rank of a stage without layers owns none.
+        self.wide = accumulation_dtype(buffers.dtype)
         self._num_updates = torch.zeros((), dtype=STEP_DTYPE, device=buffers.device)
         self.owned: list[OwnedBucket] = []
         for buffer in buffers.buffers:
@@ -108,7 +113,7 @@ class DistributedOptimizer:
         Replicas are counted by the first of them; padding has gradient zero.
         """
         counted = [owned for owned in self.owned if owned.buffer.replica_index == 0]
-        total = self.owned[0].grads.new_zeros((), dtype=self.owned[0].state.wide)
+        total = torch.zeros((), dtype=self.wide, device=self.buffers.device)
         for owned in counted:
             add_squares(total, owned.grads.to(owned.state.wide))
         return total
@@ -126,7 +131,7 @@ class DistributedOptimizer:
             skip: a bool on the device: leave masters, moments and parameters as they are.
         """
         # Padding has a gradient of zero that nobody writes again: times a factor that is not finite, it would be nan for good.
-        grad_scale = grad_scale.to(self.owned[0].state.wide).masked_fill(skip, 1.0)
+        grad_scale = grad_scale.to(self.wide).masked_fill(skip, 1.0)
         skipped = skip.to(STEP_DTYPE)
         if self._fusion.is_compiled:
             self._update_compiled(lr, grad_scale, skip)
@@ -163,7 +168,7 @@ class DistributedOptimizer:
         step = self._num_updates.to(AGREEMENT_DTYPE) + 1
         bias_1, bias_2 = 1 - torch.pow(beta1, step), 1 - torch.pow(beta2, step)
         factors = torch.stack((grad_scale.to(step.dtype), lr / bias_1, bias_2.rsqrt(), torch.full_like(step, lr)))
-        factors = factors.to(self.owned[0].state.wide)
+        factors = factors.to(self.wide)
         update = self._fusion(_update, any_length=True)
         for owned in self.owned:
             for where, decays in owned.runs():

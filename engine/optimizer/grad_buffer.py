@@ -76,6 +76,7 @@ class GradBuffers:
         axes: the axes of second sums by name, as far as this rank has them.
 
     Attributes:
+        dtype: of the weights.
         observer: told of each gradient that was added, before anybody reduces it.
     """
 
@@ -90,6 +91,7 @@ class GradBuffers:
         axes: Mapping[str, Axis],
     ) -> None:
         self.dp = dp
+        self.dtype = dtype
         self.device = device
         self.observer: Callable[[ShardedParameter], None] | None = None
         self.buffers: list[FlatBuffer] = []

@@ -21,18 +21,18 @@ LAYOUTS = (
     {"tp": 2, "pp": 2, "dp": 2, "bucket_bytes": 700, "micro_batch_size": 6},
     {"tp": 8, "micro_batch_size": 24},
     {"dp": 8, "bucket_bytes": 3000, "micro_batch_size": 1},
-    {"pp": 4, "schedule": "gpipe", "layers_per_stage": (1, 2, 2, 1), "micro_batch_size": 8},
+    {"pp": 4, "schedule": "gpipe", "layers_per_stage": (3, 0, 2, 1), "micro_batch_size": 8},
     {
         "tp": 2,
         "pp": 4,
         "sequence_parallel": True,
-        "layers_per_stage": (2, 1, 1, 2),
+        "layers_per_stage": (3, 0, 1, 2),
         "recompute": ("full", "uniform", 1),
         "micro_batch_size": 8,
     },
     {"tp": 2, "dp": 3, "micro_batch_size": 8, "bucket_bytes": 100_000},
 )
-"""Uneven stages, tied embeddings across stages, replicated kv heads (tp above 1), dp that does not divide a bucket's contents."""
+"""Uneven and empty stages, tied embeddings across stages, replicated kv heads (tp above 1), dp that does not divide a bucket's contents."""
 
 MODELS = ("mqa_rope_bias", "qwen")
 NUM_BEFORE, NUM_AFTER = 2, 2

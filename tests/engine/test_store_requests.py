@@ -30,9 +30,7 @@ def requests_of(rank: int, sizes: ParallelSizes, folder: str) -> tuple[Counter[s
 def test_a_rank_asks_for_the_members_of_its_own_groups(sizes: ParallelSizes, tmp_path: Path) -> None:
     """gloo joins all members of a group with each other: one address to set, one to get from each member, itself too."""
     groups = [sizes.world_size, 2, 2] + ([2, 2, 2] if sizes.pp == 2 else [])
-    for rank, (for_default, for_topology) in enumerate(
-        run_ranks(requests_of, sizes.world_size, sizes, str(tmp_path))
-    ):
+    for rank, (for_default, for_topology) in enumerate(run_ranks(requests_of, sizes.world_size, sizes, str(tmp_path))):
         assert for_default == {"set": 1, "wait": sizes.world_size, "get": sizes.world_size}
         # The ends of a pipeline of two are the pipeline: they share its group.
         # And the comparison of group counts: every rank writes its own and reads the verdict, rank 0 reads those of all.
