@@ -32,7 +32,7 @@ LAYOUTS = (
     },
     {"tp": 2, "dp": 3, "micro_batch_size": 8, "bucket_bytes": 100_000},
 )
-"""Uneven and empty stages, tied embeddings across stages, replicated kv heads (tp above 1), dp that does not divide a bucket's contents."""
+"""Uneven and empty stages, tied embeddings across stages, replicated kv heads (tp above 1), dp that does not divide a bucket."""
 
 MODELS = ("mqa_rope_bias", "qwen")
 NUM_BEFORE, NUM_AFTER = 2, 2
