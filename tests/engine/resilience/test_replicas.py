@@ -91,6 +91,18 @@ def comparisons(rank: int, case: Case) -> tuple[list[list[str] | None], list[Eve
     return found, calls
 
 
+def alike(rank: int, case: Case) -> list[str] | None:
+    check = ReplicaCheck(engine_of(rank, config_of(case, {}), case))
+    check.post(0)
+    return check.read(0)
+
+
+def test_a_stage_without_layers_has_nothing_to_compare() -> None:
+    """Its rank takes part in the comparison of the world."""
+    case = Case("gpt", pp=3, num_layers=2, layers_per_stage=(1, 0, 1), global_batch_size=3)
+    assert run_ranks(alike, 3, case) == [[], [], []]
+
+
 def test_every_kind_of_replica_is_compared_and_raises_no_alarm_where_all_are_alike() -> None:
     for (first, second, *changed), calls in run_ranks(comparisons, 8, EVERYTHING):
         assert first == second == []
