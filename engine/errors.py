@@ -49,6 +49,12 @@ class CheckpointError(TriaxisError):
     """A checkpoint that is missing, incomplete, damaged or of another model."""
 
 
+class SaveError(CheckpointError):
+    """The last checkpoint of a run could not be written; with room on the disk the same command goes on from the one before."""
+
+    exit_code = 1
+
+
 class OutOfMemoryError(TriaxisError):
     """A rank asked for more memory than there is; the same configuration would do so again."""
 

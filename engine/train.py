@@ -163,7 +163,7 @@ def train(
 
     Raises:
         DivergenceError: loss or gradients are not finite; on every rank, before any weight changes.
-        CheckpointError: the last checkpoint could not be written; on every rank.
+        SaveError: the last checkpoint could not be written; on every rank.
     """
     config, plan = engine.config, engine.plan
     interval = config.train.eval_interval

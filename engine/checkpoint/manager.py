@@ -39,7 +39,7 @@ from engine.checkpoint.manifest import (
 from engine.checkpoint.state import fingerprint
 from engine.checkpoint.store import fingerprints
 from engine.checkpoint.writer import RankWriter, Written
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, SaveError
 from engine.resilience.history import RunHistory
 from engine.step import NO_FLAGS, Engine
 
@@ -174,11 +174,11 @@ class Checkpoints:
         """Wait for the save under way: the run is over.
 
         Raises:
-            CheckpointError: on every rank: the last save failed, so the end of the run would be lost.
+            SaveError: on every rank: the last save failed, so the end of the run would be lost.
         """
         self._drain()
         if self._failure is not None:
-            raise CheckpointError(
+            raise SaveError(
                 f"the last checkpoint could not be written: {self._failure}. The last steps exist in memory only and "
                 "are lost when this process ends; older checkpoints are untouched. Make room or restore access, and give the same "
                 "command again: it goes on from the newest complete checkpoint."

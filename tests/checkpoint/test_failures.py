@@ -58,6 +58,8 @@ def train(
     try:
         checkpoints.finish()
     except CheckpointError as caught:
+        # A full disk is no mistake in the configuration: a batch job may start again.
+        assert caught.exit_code == 1
         error = str(caught)
     checkpoints.close()
     batches.close()
