@@ -104,13 +104,14 @@ class Marks:
         self._go_on(None)
 
     def end_step(self) -> None:
-        """The running step ends and the next one begins."""
+        """End the running step and begin the next one; both share one mark, so that no time between them is lost."""
         self._phase, self._instruction = BETWEEN, None
-        step = self._step
+        mark = None
         if self._running is not None:
-            self._running.marks.append(self._clock.mark())
+            mark = self._clock.mark()
+            self._running.marks.append(mark)
             self._ended.append(self._running)
-        self._start(step + 1)
+        self._start(self._step + 1, mark)
 
     def take(self, step: int) -> MarkedStep | None:
         """The marks of a step that has ended, once; None: it was not marked. Earlier steps are forgotten."""
@@ -130,13 +131,14 @@ class Marks:
         """No more marks: what comes now is no step of the loop."""
         self._running, self._wants = None, lambda step: False
 
-    def _start(self, step: int) -> None:
+    def _start(self, step: int, mark: Any = None) -> None:
         self._step = step
         self._running = MarkedStep(step) if self._wants(step) else None
-        self._go_on(None)
+        self._go_on(None, mark)
 
-    def _go_on(self, wait: Waited | None) -> None:
+    def _go_on(self, wait: Waited | None, mark: Any = None) -> None:
+        """Begin to do something else, at a mark that is there or at a new one."""
         running = self._running
         if running is not None:
-            running.marks.append(self._clock.mark())
+            running.marks.append(self._clock.mark() if mark is None else mark)
             running.doings.append(Doing(self._phase, self._instruction, wait))
