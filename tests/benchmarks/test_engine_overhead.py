@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,8 @@ def test_a_toy_run_writes_what_it_measured(tmp_path: Path, capsys: pytest.Captur
         assert result.wall_ratio.low <= result.wall_ratio.median <= result.wall_ratio.high
         # Weights, main grads and two moments are alive on both sides, in fp32 at least.
         assert min(result.engine_peak_bytes, result.plain_peak_bytes) > 16 * result.num_parameters
-    printed = capsys.readouterr().out
+    # How far a column is padded depends on the widest ratio, which a busy machine may make large.
+    printed = re.sub(" +", " ", capsys.readouterr().out)
     assert f"llama bf16 │ {results[-1].wall_ratio}" in printed and f" {results[0].memory_ratio:.3f} │" in printed
 
 
