@@ -20,7 +20,7 @@ import torch.distributed as dist
 from engine.errors import TopologyError
 
 Facts = dict[str, object]
-"""What one rank says of itself, in JSON's types."""
+"""Facts about one rank, in JSON's types."""
 
 ALL_HAVE_READ = timedelta(seconds=5)
 """How long a rank waits, after a bad verdict, for the others to read it too."""

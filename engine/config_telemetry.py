@@ -31,7 +31,7 @@ class TimelineConfig(Section):
 
 
 class TelemetryConfig(Section):
-    """What is written down while training, and where; metrics.jsonl always is."""
+    """Measurements and logs of a training run; metrics.jsonl is always written."""
 
     log_interval: Count = Field(10, gt=0, description="steps between lines on the terminal")
     wandb: WandbConfig | None = Field(None, description="null: off")

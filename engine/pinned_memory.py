@@ -31,7 +31,7 @@ PAGE_BYTES = 4096
 """The smallest page of today's processors. Where pages are larger, only the rounding of the last one differs."""
 
 HUGE_PAGE_BYTES = 2 * 2**20
-"""Where a processor has larger or smaller ones, buffers are still aligned, and some of their pages stay small."""
+"""Bytes of a huge page; with pages of another size buffers are still aligned, and some of their pages stay small."""
 
 VECTOR_ALIGNMENT = 64
 """Vectors of a buffer begin at multiples of this many bytes: a cache line, and the widest vector register."""

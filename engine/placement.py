@@ -29,7 +29,7 @@ from engine.gpus import (
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a rank computes on and talks through."""
+    """Device and backend of a rank."""
 
     device: torch.device
     backend: str

@@ -38,7 +38,7 @@ EXPLAINED: dict[RaceKind, tuple[str, str, str]] = {
         "Keep a reference until that stream has waited for the first.",
     ),
 }
-"""Of each kind: what the two operators do, the rule and what would break, what to do."""
+"""For each kind: the two operators, the rule, what would break, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ class RaceWatch(TorchDispatchMode):
 
     @property
     def races(self) -> list[Race]:
-        """What was found, each pair of program lines once."""
+        """List the races, each pair of program lines once."""
         return [replace(race, times=self._times[key]) for key, race in self._found.items()]
 
     def __exit__(self, *error: Any) -> None:

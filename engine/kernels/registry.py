@@ -42,7 +42,7 @@ ORDER: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "optimizer": ("compiled", "torch"),
     }
 )
-"""What `auto` may come to, the fastest first; the last of each needs nothing special."""
+"""Choices for `auto`, the fastest first; the last of each needs nothing special."""
 
 CUDNN_FIRST = ((9, 0), (10, 0))
 """Compute capabilities on which torch itself puts cuDNN's attention first, ..."""

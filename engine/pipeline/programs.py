@@ -57,5 +57,5 @@ class Programs:
 
     @property
     def is_late(self) -> bool:
-        """Whether the next run has late receives."""
+        """Return whether the next run has late receives."""
         return self._late_runs > 0
