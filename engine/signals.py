@@ -7,7 +7,10 @@
 A handler only remembers. What this rank was asked travels as two flags in the step's small all-reduce; every rank reads the sum
 of the same step at the same point of its loop, so all of them stop after the same step and save it together.
 
-Before training and after it there is nothing to save: then these signals do what they do by default and end the rank.
+The batches of a validation (`engine/validation.py`) and the tokens of the sample text carry the same flags.
+
+Before training there is nothing to save: then these signals do what they do by default and end the rank. `evaluate`, `generate` and
+`verify` never save, so there they do so at any time.
 """
 
 import os

@@ -39,7 +39,7 @@ from engine.saved_tensors import SavedTensors
 from engine.signals import NO_STOP
 from engine.tensor_parallel.parameter import ShardedParameter, WeightGradQueue
 from engine.topology import Topology
-from engine.transfers import HostCopy, ToHost
+from engine.transfers import HostCopy, ToHost, to_device
 
 
 class Chunk(Protocol):
@@ -254,6 +254,16 @@ class Engine:
             counts += self._count(losses, microbatches)
         loss_sum, total = self.topology.axis("world").all_reduce(counts, "validation").wait().tolist()
         return float(loss_sum) / max(float(total), 1.0)
+
+    def post_stop(self, flags: Sequence[float]) -> Callable[[], list[float]]:
+        """Post the sum of this rank's stop flags (as `NO_STOP`) over the world, outside a step; every rank calls it.
+
+        Returns:
+            A function that waits for the sums and returns them. It is called once, in the order of the posts.
+        """
+        vector = to_device(flags, AGREEMENT_DTYPE, self.topology.device)
+        posted = self.topology.axis("world").all_reduce(vector, "validation")
+        return lambda: [float(total) for total in posted.wait().tolist()]
 
     def _loss(self, chunk: int, x: torch.Tensor | None, microbatch: Any) -> torch.Tensor:
         return self.chunks[chunk](x, microbatch)

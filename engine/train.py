@@ -7,10 +7,9 @@ place in the topology.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from engine.checkpoint.manager import Checkpoints
 from engine.config import Config, batch_plan
@@ -31,20 +30,12 @@ from engine.signals import Stop, StopRequest
 from engine.step import Chunk, Engine, PendingResult, StepResult
 from engine.tensor_parallel.parameter import ShardedParameter
 from engine.topology import Topology
+from engine.validation import StepSource, Validation
 
 ModelBuilder = Callable[
     [Config, Topology, Kernels, Sequence[StageLayers]], tuple[Sequence[Chunk], dict[str, ShardedParameter]]
 ]
 """Builds this rank's chunks (on the meta device) and its parameters by name; `models.gpt.build_chunks`."""
-
-
-class StepSource(Protocol):
-    """Global batches in order (`engine.data.loader.Batches`)."""
-
-    consumed_samples: int
-
-    def next_step(self) -> list[Any]: ...
-    def close(self) -> None: ...
 
 
 class Observer(Protocol):
@@ -56,6 +47,7 @@ class Observer(Protocol):
     def end_step(self) -> None: ...
     def on_step(self, step: int, result: StepResult, lr: float) -> None: ...
     def on_validation(self, step: int, loss: float) -> None: ...
+    def on_validation_left_out(self, step: int) -> None: ...
     def on_allocator_retry(self, step: int, num_ranks: int) -> None: ...
     def phase(self, name: str) -> None: ...
 
@@ -143,6 +135,8 @@ def train(
     checkpoints: Checkpoints,
     stop: StopRequest,
     guard: StepGuard,
+    *,
+    validation_is_due: bool = False,
 ) -> Stop | None:
     """Train to the last step, or until all ranks agree to stop; returns why it stopped, None after the last step.
 
@@ -150,7 +144,7 @@ def train(
 
     A step's numbers are read when the next one is posted, so that a GPU always has work; before a validation, a fingerprint or a
     save they are read at once. A stop that was agreed in a step comes after the one that is posted by then: it is saved whatever
-    the interval.
+    the interval. A stop also ends a validation (`engine/validation.py`): its step is saved, and the next attempt validates first.
 
     Args:
         engine: from `build`.
@@ -160,13 +154,14 @@ def train(
         checkpoints: saves what and when the configuration says.
         stop: what this rank is asked.
         guard: judges each step; what it raises ends the loop, on every rank after the same step.
+        validation_is_due: the attempt before has stopped without the validation of its last step, which comes first now.
 
     Raises:
         DivergenceError: loss or gradients are not finite; on every rank, before any weight changes.
         SaveError: the last checkpoint could not be written; on every rank.
     """
     config, plan = engine.config, engine.plan
-    interval = config.train.eval_interval
+    validation = Validation(engine, open_validation, observer, stop)
     first_step = batches.consumed_samples // plan.samples_per_step
     unread: list[_Posted] = []
     stops = False
@@ -186,8 +181,16 @@ def train(
                 observer.on_allocator_retry(each.step, result.num_retried)
         del unread[: len(results)]
 
+    def ends(*, is_last: bool, is_validated: bool) -> bool:
+        return stop.agreed is not None and not (is_last and is_validated)
+
+    if validation_is_due and validation.is_due(first_step - 1):
+        is_validated = validation.make(first_step - 1)
+        # What a stop would save here is the checkpoint that this attempt has begun from.
+        stops = ends(is_last=first_step == plan.num_steps, is_validated=is_validated)
+
     with GarbageCollection(config.runtime.gc_interval) as garbage:
-        for step in range(first_step, plan.num_steps):
+        for step in range(first_step, first_step if stops else plan.num_steps):
             observer.phase("data")
             microbatches = batches.next_step()
             observer.phase("forward_backward")
@@ -198,16 +201,18 @@ def train(
             limit = guard.loss_limit(step)
             unread.append(_Posted(step, lr, engine.update(counts, lr, checkpoints.flags(), stop.flags(), limit)))
             is_last = step + 1 == plan.num_steps
-            validates = open_validation is not None and interval is not None and ((step + 1) % interval == 0 or is_last)
+            validates = validation.is_due(step)
             read(newest=is_last or validates or checkpoints.is_due(step + 1, is_last=is_last))
-            stops = stop.agreed is not None and not is_last
-            if validates and open_validation is not None and not stops:
-                observer.phase("validation")
-                with closing(open_validation()) as source:
-                    loss = engine.evaluate(source.next_step() for _ in range(config.train.eval_steps))
-                observer.on_validation(step, loss)
+            is_validated = not validates or validation.make(step)
+            stops = ends(is_last=is_last, is_validated=is_validated)
             observer.phase("checkpoint")
-            checkpoints.after_step(step + 1, batches.consumed_samples, lr, is_last=is_last or stops)
+            checkpoints.after_step(
+                step + 1,
+                batches.consumed_samples,
+                lr,
+                is_last=is_last or stops,
+                validation_is_due=not is_validated,
+            )
             garbage.after_step(step + 1)
             if stops:
                 break

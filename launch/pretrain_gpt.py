@@ -258,6 +258,7 @@ def _train_and_report(
                 stop,
                 guard,
                 rollback,
+                validation_is_due=beginning.state.validation_is_due,
             )
             finish_step_times(times, directory, telemetry)
     finally:
@@ -272,7 +273,7 @@ def _train_and_report(
         say_stopped(telemetry, stopped, step, is_saved=config.checkpoint.interval is not None, peak_memory_bytes=held)
         return stopped
     steps = engine.plan.num_steps
-    prompt, text = write_sample(engine, valid) if valid is not None else ("", None)
+    prompt, text = write_sample(engine, valid, stop) if valid is not None else ("", None)
     if telemetry.report is not None:
         end = End(steps, seconds, observer.loss, observer.val_loss, corpus_entropies(config), prompt, text)
         show_end(telemetry.report, directory, end)

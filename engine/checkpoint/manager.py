@@ -143,7 +143,9 @@ class Checkpoints:
         """Whether `after_step` has something to do after `step` steps; then the flags of all of them must be in."""
         return self._fingerprint_is_due(step) or self._save_is_due(step, is_last)
 
-    def after_step(self, step: int, consumed_samples: int, lr: float, *, is_last: bool) -> None:
+    def after_step(
+        self, step: int, consumed_samples: int, lr: float, *, is_last: bool, validation_is_due: bool = False
+    ) -> None:
         """Step number `step` (from 1) is made: start the save that is due.
 
         Args:
@@ -151,12 +153,13 @@ class Checkpoints:
             consumed_samples: of the training data.
             lr: with which the step was made.
             is_last: of the run: it is saved whatever the interval.
+            validation_is_due: the validation after this step has no loss, because the run stops.
         """
         if self._fingerprint_is_due(step):
             values = fingerprint(self._engine)
             self._notices.on_fingerprint(step, {kind: to_text(value) for kind, value in values.items()})
         if self._save_is_due(step, is_last):
-            self._save(step, consumed_samples, lr)
+            self._save(step, consumed_samples, lr, validation_is_due)
 
     def _fingerprint_is_due(self, step: int) -> bool:
         every = self._config.fingerprint_interval
@@ -190,7 +193,7 @@ class Checkpoints:
             self._writer.close()
         self._committer.shutdown(wait=True)
 
-    def _save(self, step: int, consumed_samples: int, lr: float) -> None:
+    def _save(self, step: int, consumed_samples: int, lr: float, validation_is_due: bool) -> None:
         assert self._writer is not None, "a save without an interval"
         started = time.monotonic()
         self._drain()
@@ -211,6 +214,7 @@ class Checkpoints:
             skipped=self._facts.history.skipped.ranges,
             num_rollbacks=self._facts.history.num_rollbacks,
             recent_losses=tuple(self._facts.history.losses),
+            validation_is_due=validation_is_due,
         )
         self._failure = None
         self._started_seconds = time.monotonic()

@@ -118,6 +118,7 @@ class TrainingState(_Record):
         skipped: ranges [first, stop) of sample ids that the run leaves out (`engine/data/skipped.py`).
         num_rollbacks: how often it went back to a checkpoint by itself.
         recent_losses: (step, from 0, and its loss) as far as the limit of the next ones depends on them; empty without one.
+        validation_is_due: the run stopped before the validation after `step` had its loss, so who goes on makes it first.
     """
 
     step: int = Field(ge=0)
@@ -132,6 +133,7 @@ class TrainingState(_Record):
     skipped: Annotated[Ranges, Field(strict=False)] = ()
     num_rollbacks: int = Field(0, ge=0)
     recent_losses: Annotated[tuple[tuple[int, float], ...], Field(strict=False)] = ()
+    validation_is_due: bool = False
 
     @classmethod
     def at_start(cls) -> "TrainingState":

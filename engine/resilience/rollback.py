@@ -113,11 +113,14 @@ def train_through(
     stop: StopRequest,
     guard: Guard,
     rollback: Rollback,
+    *,
+    validation_is_due: bool = False,
 ) -> tuple[Stop | None, int]:
     """`engine.train.train`, from `consumed_samples` on, as often as the run goes back.
 
     Args:
         open_batches: opens the training batches at a number of consumed samples, without those that the run leaves out by then.
+        validation_is_due: the validation after the last step that was made has no loss yet.
 
     Returns:
         Why it stopped (None after the last step), and the samples that are consumed.
@@ -125,12 +128,20 @@ def train_through(
     while True:
         with closing(open_batches(consumed_samples)) as batches:
             try:
-                return train(
-                    engine, batches, open_validation, observer, checkpoints, stop, guard
-                ), batches.consumed_samples
+                stopped = train(
+                    engine,
+                    batches,
+                    open_validation,
+                    observer,
+                    checkpoints,
+                    stop,
+                    guard,
+                    validation_is_due=validation_is_due,
+                )
+                return stopped, batches.consumed_samples
             except GoBack as wanted:
                 samples = guard.samples(wanted.step)
                 checkpoints.settle()
                 state = rollback(wanted, samples)
-                consumed_samples = state.consumed_samples
+                consumed_samples, validation_is_due = state.consumed_samples, state.validation_is_due
                 observer.on_rollback(state.step)

@@ -154,6 +154,15 @@ class TrainingObserver:
         self.val_loss = loss
         self._telemetry.validation(step + 1, loss, self._timers.running_seconds())
 
+    def on_validation_left_out(self, step: int) -> None:
+        """The validation after step `step`, counted from 0, has no loss, because all ranks agreed to stop."""
+        if self._telemetry.report is not None:
+            self._telemetry.report.say(
+                f"no validation loss after step {step + 1:,}: the run stops first. The checkpoint of this step records that the "
+                "validation is due",
+                "yellow",
+            )
+
 
 def peak_memory_bytes(device: torch.device) -> int:
     """The most memory that this process has used: allocated by torch on a GPU, resident on the CPU."""

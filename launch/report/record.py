@@ -120,6 +120,7 @@ def read_run(path: Path) -> RunRecord:
     metrics, events = read_records(path / "metrics.jsonl"), read_events(path)
     records = [each for each in metrics.records if isinstance(each.get("step"), int)]
     steps, replaced = _latest(records)
+    steps = _with_later_validations(steps, events.events)
     results = _read_json(path / "finished")
     return RunRecord(
         path=path,
@@ -187,6 +188,18 @@ def _latest(
             replaced.append(gone[::-1])
         history.append(record)
     return history, replaced
+
+
+def _with_later_validations(steps: Sequence[Mapping[str, Any]], events: Sequence[Event]) -> list[Mapping[str, Any]]:
+    """Add `val_loss` to a step that an attempt made and a later attempt validated: the record of the step was written before."""
+    later = {event.step: event for event in events if event.kind == "validation"}
+    found: list[Mapping[str, Any]] = []
+    for record in steps:
+        event = later.get(record["step"])
+        if event is not None and event.attempt > _attempt_of(record):
+            record = {**record, "val_loss": event.details.get("val_loss")}
+        found.append(record)
+    return found
 
 
 def _attempts(records: Sequence[Mapping[str, Any]], events: Sequence[Event]) -> list[Attempt]:

@@ -1,6 +1,6 @@
 """The order of things in the training loop, with an engine that only writes down what it is asked."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
@@ -33,6 +33,21 @@ class Result:
         )
 
 
+class Endless:
+    """Validation batches that write down each one that is taken."""
+
+    consumed_samples = 0
+
+    def __init__(self, log: Log) -> None:
+        self.log = log
+
+    def next_step(self) -> list[Any]:
+        self.log.append(("batch", 0))
+        return []
+
+    def close(self) -> None: ...
+
+
 class Loop:
     """Engine, batches, observer and guard of one run, all writing to one log; steps count from 0."""
 
@@ -43,18 +58,31 @@ class Loop:
         diverges_at: int | None = None,
         asked_at: int | None = None,
         retries_at: Sequence[int] = (),
+        asked_in_batch: tuple[int, int] | None = None,
+        begins_at: int = 0,
     ) -> None:
         self.config, self.plan = config, batch_plan(config, 1)
         self.saves_every, self.diverges_at = saves_every, diverges_at
         self.asked_at, self.request, self.ended = asked_at, StopRequest(), None
         self.retries_at, self.is_late = retries_at, False
+        self.asked_in_batch = asked_in_batch
         self.log: Log = []
-        self.consumed_samples = 0
-        self.step = -1
+        self.consumed_samples = begins_at * self.plan.samples_per_step
+        self.step = begins_at - 1
+        self.saved: list[tuple[int, bool]] = []
 
-    def run(self) -> Log:
-        validation = (lambda: self) if self.config.train.eval_interval else None
-        self.ended = train(cast(Engine, self), self, validation, self, cast(Checkpoints, self), self.request, self)
+    def run(self, *, validation_is_due: bool = False) -> Log:
+        validation = (lambda: Endless(self.log)) if self.config.train.eval_interval else None
+        self.ended = train(
+            cast(Engine, self),
+            self,
+            validation,
+            self,
+            cast(Checkpoints, self),
+            self.request,
+            self,
+            validation_is_due=validation_is_due,
+        )
         return self.log
 
     # The engine
@@ -74,7 +102,13 @@ class Loop:
 
     def evaluate(self, steps: Any) -> float:
         self.log.append(("validate", self.step))
+        for batch, _ in enumerate(steps):
+            if (self.step, batch) == self.asked_in_batch:
+                self.request.ask(Stop.PREEMPTED)
         return 1.0
+
+    def post_stop(self, flags: tuple[float, ...]) -> Callable[[], list[float]]:
+        return lambda: list(flags)
 
     def receive_late(self) -> bool:
         self.log.append(("late", self.step))
@@ -113,7 +147,11 @@ class Loop:
         assert result.loss == step
         self.log.append(("tell", step))
 
-    def on_validation(self, step: int, loss: float) -> None: ...
+    def on_validation(self, step: int, loss: float) -> None:
+        self.log.append(("validated", step))
+
+    def on_validation_left_out(self, step: int) -> None:
+        self.log.append(("left out", step))
 
     def on_allocator_retry(self, step: int, num_ranks: int) -> None:
         assert num_ranks == 3
@@ -129,9 +167,12 @@ class Loop:
     def is_due(self, step: int, *, is_last: bool) -> bool:
         return self.saves_every is not None and (is_last or step % self.saves_every == 0)
 
-    def after_step(self, step: int, consumed_samples: int, lr: float, *, is_last: bool) -> None:
+    def after_step(
+        self, step: int, consumed_samples: int, lr: float, *, is_last: bool, validation_is_due: bool
+    ) -> None:
         if self.is_due(step, is_last=is_last):
             self.log.append(("save", step - 1))
+            self.saved.append((step - 1, validation_is_due))
 
     def finish(self) -> None: ...
 
@@ -212,8 +253,65 @@ def test_a_stop_finishes_the_step_that_is_posted_and_saves_it(loop: Loop, last: 
 
 
 @pytest.mark.parametrize("asked_at", [4, 5])
-def test_a_stop_in_the_last_steps_lets_the_run_finish(asked_at: int) -> None:
-    loop = Loop(config(eval_interval=6), saves_every=6, asked_at=asked_at)
+def test_a_stop_in_the_last_steps_lets_a_run_finish_that_has_no_validation(asked_at: int) -> None:
+    loop = Loop(config(), saves_every=6, asked_at=asked_at)
     log = loop.run()
     assert loop.ended is None
-    assert log[-2:] == [("validate", 5), ("save", 5)]
+    assert log[-1] == ("save", 5) and loop.saved == [(5, False)]
+
+
+@pytest.mark.parametrize("asked_at", [4, 5])
+def test_a_stop_in_the_last_steps_leaves_the_last_validation_to_the_next_attempt(asked_at: int) -> None:
+    loop = Loop(config(eval_interval=6), saves_every=6, asked_at=asked_at)
+    log = loop.run()
+    assert loop.ended is Stop.PREEMPTED
+    assert log[-2:] == [("left out", 5), ("save", 5)] and loop.saved == [(5, True)]
+    assert ("validate", 5) not in log
+
+    later = Loop(config(eval_interval=6), saves_every=6, begins_at=6)
+    assert [entry for entry in later.run(validation_is_due=True) if entry[0] != "batch"] == [
+        ("validate", 5),
+        ("validated", 5),
+    ]
+    assert later.ended is None
+
+
+@pytest.mark.parametrize("asked_at", [0, 7, 297, 298])
+def test_a_stop_ends_a_validation_after_the_batch_that_follows(asked_at: int) -> None:
+    """The flag travels behind batch `asked_at` and is read when the next batch is posted."""
+    loop = Loop(config(eval_interval=3, eval_steps=300), saves_every=50, asked_in_batch=(2, asked_at))
+    log = loop.run()
+    is_whole = asked_at == 298
+    assert log.count(("batch", 0)) == asked_at + 2
+    assert loop.ended is Stop.PREEMPTED and loop.step == 2
+    assert loop.saved == [(2, not is_whole)]
+    assert log[-2:] == [("validated" if is_whole else "left out", 2), ("save", 2)]
+
+
+def test_a_stop_in_the_last_batch_keeps_the_loss() -> None:
+    loop = Loop(config(eval_interval=3, eval_steps=4), saves_every=50, asked_in_batch=(2, 3))
+    assert loop.run()[-2:] == [("validated", 2), ("save", 2)]
+    assert loop.ended is Stop.PREEMPTED and loop.saved == [(2, False)]
+
+    # After the last step there is nothing left to do, so the run is finished.
+    loop = Loop(config(eval_interval=6, eval_steps=4), saves_every=50, asked_in_batch=(5, 3))
+    assert loop.run()[-2:] == [("validated", 5), ("save", 5)]
+    assert loop.ended is None
+
+
+def test_a_validation_that_is_due_comes_before_the_first_step() -> None:
+    straight = Loop(config(eval_interval=3, eval_steps=2), saves_every=50)
+    whole = straight.run()
+    cut = Loop(config(eval_interval=3, eval_steps=2), saves_every=50, asked_at=2)
+    assert ("validated", 2) not in cut.run() and cut.saved == [(2, True)]
+    later = Loop(config(eval_interval=3, eval_steps=2), saves_every=50, begins_at=3)
+    assert later.run(validation_is_due=True) == whole[whole.index(("validate", 2)) :]
+
+    # A stop that comes again leaves it due: the checkpoint that the attempt has begun from says so already.
+    again = Loop(config(eval_interval=3, eval_steps=9), saves_every=50, begins_at=3, asked_in_batch=(2, 0))
+    again.run(validation_is_due=True)
+    assert again.ended is Stop.PREEMPTED and again.saved == [] and again.log[-1] == ("left out", 2)
+
+    # Validations that the configuration no longer wants are not made.
+    changed = Loop(config(eval_interval=4), saves_every=50, begins_at=3)
+    assert ("validate", 2) not in changed.run(validation_is_due=True)

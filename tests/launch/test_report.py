@@ -240,6 +240,18 @@ def test_the_history_has_each_step_once_and_forgets_no_record(
     assert all(one["step"] < two["step"] for group in run.replaced for one, two in pairwise(group))
 
 
+def test_a_validation_of_the_next_attempt_belongs_to_the_step_that_was_made_before(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    for step, attempt in ((1, 0), (2, 0), (3, 1)):
+        log.record(replace(STEP, step=step, attempt=attempt))
+    log.close()
+    for attempt, step, loss in ((0, 3, 9.0), (1, 2, 2.5)):
+        events = EventLog(events_file(tmp_path, 0), attempt)
+        events.write("validation", step=step, val_loss=loss)
+        events.close()
+    assert [record.get("val_loss") for record in read_run(tmp_path).steps] == [None, 2.5, None]
+
+
 def test_a_loss_that_is_not_finite_is_a_gap_with_a_mark(tmp_path: Path) -> None:
     run = make_run(tmp_path / "demo")
     log = MetricsLog(run / "metrics.jsonl")

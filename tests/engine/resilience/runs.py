@@ -21,10 +21,11 @@ from engine.rank_grid import ParallelSizes, RankGrid
 from engine.resilience.guard import Guard
 from engine.resilience.history import RunHistory
 from engine.resilience.rollback import Rollback, train_through
-from engine.signals import StopRequest
+from engine.signals import Stop, StopRequest
 from engine.step import Engine, StepResult
 from engine.topology import Topology
 from engine.train import build
+from engine.validation import StepSource
 from models.gpt import build_chunks
 from models.specs import model_specs
 from tests.checkpoint.runs import Silent, fingerprint_of
@@ -76,6 +77,8 @@ class Trace:
 
     Attributes:
         told: (step from 0, loss) in the order in which they were told; steps that are made again come again.
+        validated: (step from 0, loss) of each validation.
+        stopped: why the run stopped before its end.
         events: (kind, step from 0, message, details).
         fingerprint: of the state at the end.
         num_updates: that the moments have seen at the end.
@@ -85,6 +88,8 @@ class Trace:
     """
 
     told: list[tuple[int, float]] = field(default_factory=list)
+    validated: list[tuple[int, float]] = field(default_factory=list)
+    stopped: Stop | None = None
     events: list[tuple[str, int, str, dict[str, Any]]] = field(default_factory=list)
     fingerprint: dict[Kind, str] = field(default_factory=dict)
     num_updates: int = 0
@@ -94,10 +99,13 @@ class Trace:
 
     # The observer
 
+    def on_validation(self, step: int, loss: float) -> None:
+        self.validated.append((step, loss))
+
     def end_step(self) -> None: ...
     def phase(self, name: str) -> None: ...
     def on_rollback(self, step: int) -> None: ...
-    def on_validation(self, step: int, loss: float) -> None: ...
+    def on_validation_left_out(self, step: int) -> None: ...
 
     def on_step(self, step: int, result: StepResult, lr: float) -> None:
         self.told.append((step, result.loss))
@@ -144,10 +152,12 @@ def run(
     plant: Plant | None = None,
     attempt: int = 0,
     change: Callable[[Engine, int], None] | None = None,
+    open_validation: Callable[[Engine, StopRequest], StepSource] | None = None,
 ) -> Trace:
     """One rank: begin from what `folder` holds and train to the end, with a fault in it.
 
-    `change` is called before the update of each step (from 0), with the gradients in.
+    `change` is called before the update of each step (from 0), with the gradients in. `open_validation` opens the
+    validation batches of this rank, which may ask its run to stop.
     """
     config = config_of(case, sections)
     engine = engine_of(rank, config, case)
@@ -168,17 +178,19 @@ def run(
 
         guard.before_update = change_and_check  # type: ignore[method-assign]
     with closing(Checkpoints(engine, directory, facts, Silent())) as checkpoints:
+        request = StopRequest(rank)
         try:
-            train_through(
+            trace.stopped, _ = train_through(
                 engine,
                 beginning.state.consumed_samples,
                 open_batches(engine, history),
-                None,
+                None if open_validation is None else lambda: open_validation(engine, request),
                 trace,
                 checkpoints,
-                StopRequest(),
+                request,
                 guard,
                 Rollback(engine, directory, DATA, history, trace),
+                validation_is_due=beginning.state.validation_is_due,
             )
         except TriaxisError as error:
             trace.error, trace.exit_code = str(error), error.exit_code
