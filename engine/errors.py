@@ -59,6 +59,12 @@ class OutOfMemoryError(TriaxisError):
     """A rank asked for more memory than there is; the same configuration would do so again."""
 
 
+class NoRoomError(TriaxisError):
+    """A node has no room for a small file that a rank needs; with room, or on another node, the same command runs."""
+
+    exit_code = 1
+
+
 class ReplicaError(TriaxisError):
     """Ranks that must hold the same weights do not: memory, a link or a kernel has failed."""
 

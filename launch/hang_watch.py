@@ -4,7 +4,7 @@ import sys
 
 from engine.axis_groups import axis_groups
 from engine.resilience.hang import HangLimits, HangWatch
-from engine.resilience.heartbeat import Heartbeat, file_of, folder_of
+from engine.resilience.heartbeat import Heartbeat, folders_of
 from engine.resilience.waits import Scene
 from engine.runtime import write_flight_record
 from engine.step import Engine
@@ -16,7 +16,9 @@ from engine.telemetry.run_dir import RunDirectory
 def open_hang_watch(engine: Engine, directory: RunDirectory, telemetry: Telemetry) -> tuple[Heartbeat, HangWatch]:
     """The heartbeat of this rank, and the watch over it, which is to be started."""
     topology, rank = engine.topology, engine.topology.rank
-    heartbeat = Heartbeat(file_of(folder_of(directory.path), rank), rank, directory.attempt)
+    heartbeat = Heartbeat(folders_of(directory.path), rank, directory.attempt)
+    for reason in heartbeat.passed_over:
+        print(f"rank {rank}: the heartbeat is in {heartbeat.path.parent} instead of {reason}", file=sys.stderr)
     scene = Scene(
         topology.grid,
         {name: groups for name, groups, _ in axis_groups(topology.grid, engine.config.model.kv_heads)},

@@ -31,7 +31,7 @@ from typing import Any
 
 from engine.data.files import write_atomically
 from engine.json_text import parse_json
-from engine.resilience.heartbeat import Beat, Heartbeat, file_of, read_beat, started_at
+from engine.resilience.heartbeat import Beat, Heartbeat, started_at
 from engine.resilience.waits import LastWords, Report, Scene
 
 HUNG = 4
@@ -265,8 +265,7 @@ class HangWatch:
 
     def _seen(self, rank: int, attempt: int) -> Beat | None:
         """What a silent rank of this node was doing."""
-        beat = read_beat(file_of(self._heartbeat.path.parent, rank))
-        return beat if beat is not None and beat.attempt == attempt else None
+        return self._heartbeat.of_rank(rank, attempt)
 
     def _kill(self, beat: Beat | None) -> None:
         if beat is None:
@@ -275,9 +274,7 @@ class HangWatch:
         if beat.started == started_at(beat.pid):
             with suppress(OSError):
                 os.kill(beat.pid, signal.SIGKILL)
-        file_of(self._heartbeat.path.parent, beat.rank).unlink(missing_ok=True)
-        with suppress(OSError):
-            self._heartbeat.path.parent.rmdir()
+        self._heartbeat.remove(beat.rank)
 
 
 def may_hang(beat: Beat) -> bool:

@@ -5,6 +5,9 @@
 A beat is a few stores into mapped memory: no system call, no clock, no lock. Whoever reads notices that nothing has changed. It
 reads no sequence of states, so half of a write does no harm.
 
+The file is written once before it is mapped. A store into a page that /dev/shm has no room for ends the process with SIGBUS. A
+write fails with an error instead, and the rank takes the folder for temporary files. Docker gives all processes 64 MB of /dev/shm.
+
     words (int64)    0 layout  1 rank  2 pid  3 attempt  4 beats  5 step  6 position  7 peer  8 begun  9 started
     texts            128.. phase   160.. op   192.. axis   224.. purpose, each padded with zeros to its end
 
@@ -12,12 +15,14 @@ reads no sequence of states, so half of a write does no harm.
 not instructions, since programs with early and with late receives share their actions.)
 """
 
+import errno
 import hashlib
 import mmap
 import os
 import stat
 import struct
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +30,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from engine.errors import TriaxisError
+from engine.errors import NoRoomError, TriaxisError
 from engine.pipeline.actions import Action
 from engine.pipeline.lowering import Instruction
 
@@ -100,51 +105,80 @@ class Beat:
     started: int
 
 
-def folder_of(run: Path) -> Path:
-    """Where the ranks of a run that are on this node keep their heartbeats: memory, where the system has a place for it."""
-    place = Path("/dev/shm")
-    if not os.access(place, os.W_OK):
-        place = Path(tempfile.gettempdir())
+def folders_of(run: Path) -> list[Path]:
+    """Return the folders where the ranks of a run that are on this node may keep their heartbeats, the best one first.
+
+    All ranks of a node get the same folders, so each finds the files of the others.
+    """
+    places = [place for place in [Path("/dev/shm")] if place.is_dir()]
+    with suppress(OSError):  # no folder for temporary files can be written
+        places.append(Path(tempfile.gettempdir()))
     name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
-    return place / f"triaxis-{os.getuid()}-{name}"
+    return [place / f"triaxis-{os.getuid()}-{name}" for place in places]
 
 
 def file_of(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank:05d}"
 
 
+def _is_ours(folder: Path) -> bool:
+    """Return whether a folder is a directory of this user that no other may write to; False where there is nothing."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+
+
 def _must_be_ours(folder: Path) -> None:
     """/dev/shm is open to all users of a node, and the folder's name can be guessed."""
+    if _is_ours(folder):
+        return
     found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise TriaxisError(
-            f"{folder} is a link, or another user owns it or may write to it (owner {found.st_uid}, mode {found.st_mode:o}). "
-            "Ranks keep their heartbeats there, and whoever can change them decides what a hang report says and which "
-            "processes it ends. Remove it, and start again."
-        )
+    raise TriaxisError(
+        f"{folder} is a link, or another user owns it or may write to it (owner {found.st_uid}, mode {found.st_mode:o}). "
+        "Ranks keep their heartbeats there, and whoever can change them decides what a hang report says and which "
+        "processes it ends. Remove it, and start again."
+    )
 
 
 class Heartbeat:
     """This rank's own; follows its steps (a `StepWatcher`) and its waits (a `WaitClock`).
 
     Args:
-        path: of the file, from `file_of`; replaced where an earlier attempt has left one.
+        folders: from `folders_of`; the file is in the first that has room for it. Files that an earlier attempt has left of this
+            rank are removed.
         rank: this rank.
         attempt: of the run.
 
+    Attributes:
+        path: of the file.
+        passed_over: why folders before the one of `path` were not taken, in one phrase each.
+
     Raises:
-        TriaxisError: the file's folder is not this user's alone.
+        NoRoomError: no folder takes the file.
+        TriaxisError: a folder is not this user's alone.
     """
 
-    def __init__(self, path: Path, rank: int, attempt: int) -> None:
+    def __init__(self, folders: Sequence[Path], rank: int, attempt: int) -> None:
         pid = os.getpid()
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        _must_be_ours(path.parent)
-        path.unlink(missing_ok=True)
-        self.path = path
-        with path.open("w+b") as file:
-            file.truncate(SIZE)
-            self._map = mmap.mmap(file.fileno(), SIZE)
+        self._folders, self._rank = tuple(folders), rank
+        self.passed_over: tuple[str, ...] = ()
+        self.remove(rank)
+        for folder in folders:
+            try:
+                self._map = _mapped(folder, rank)
+            except OSError as error:
+                self.passed_over += (f"{folder}: {error.strerror or error}",)
+                continue
+            self.path = file_of(folder, rank)
+            break
+        else:
+            tried = "; ".join(self.passed_over)
+            raise NoRoomError(
+                f"no folder takes the {SIZE} bytes of this rank's heartbeat: {tried}. When the run hangs, nobody could say what the "
+                "rank was doing. Make room in one of them, or set TMPDIR to a folder that has some."
+            )
         self._words = memoryview(self._map)[: 8 * _NUM_WORDS].cast("q")
         for place, value in enumerate((LAYOUT, rank, pid, attempt, 0, 0, 0, NO_PEER, 0, started_at(pid))):
             self._words[place] = value
@@ -199,11 +233,22 @@ class Heartbeat:
         """This rank's own, as another process would read it."""
         return _parse(self._map[:])
 
+    def of_rank(self, rank: int, attempt: int) -> Beat | None:
+        """Return the heartbeat of a rank of this node in an attempt, from any of the folders; None: there is none."""
+        beats = [read_beat(file_of(folder, rank)) for folder in self._folders if _is_ours(folder)]
+        return next((beat for beat in beats if beat is not None and beat.attempt == attempt), None)
+
+    def remove(self, rank: int) -> None:
+        """Remove what a rank of this node that has ended has left in this user's folders."""
+        for folder in filter(_is_ours, self._folders):
+            with suppress(OSError):
+                file_of(folder, rank).unlink(missing_ok=True)
+            with suppress(OSError):
+                folder.rmdir()  # the last rank of the node can
+
     def close(self) -> None:
         """Leave nothing behind; may be called twice."""
-        self.path.unlink(missing_ok=True)
-        with suppress(OSError):
-            self.path.parent.rmdir()  # the last rank of the node can
+        self.remove(self._rank)
 
     def _write(self, what: str, text: str) -> None:
         content = self._texts.get((what, text))
@@ -212,6 +257,29 @@ class Heartbeat:
             content = self._texts[what, text] = text.encode()[: size - 1].ljust(size, b"\0")
         start = _TEXTS[what]
         self._map[start : start + len(content)] = content
+
+
+def _mapped(folder: Path, rank: int) -> mmap.mmap:
+    """Map the file of a rank in a folder, with room for all of it.
+
+    Raises:
+        OSError: the folder cannot be written, or there is no room; no file of the rank is left in it.
+        TriaxisError: the folder is not this user's alone.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    _must_be_ours(folder)
+    path = file_of(folder, rank)
+    try:
+        with path.open("x+b", buffering=0) as file:
+            written = file.write(bytes(SIZE))
+            if written != SIZE:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            return mmap.mmap(file.fileno(), SIZE)
+    except OSError:
+        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            folder.rmdir()
+        raise
 
 
 def read_beat(path: Path) -> Beat | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.resilience.hang import HUNG, HangLimits, hang_report
-from engine.resilience.heartbeat import folder_of
+from engine.resilience.heartbeat import folders_of
 from tests.launch.command_line import PRETRAIN, ROOT, ended, events, ranks_of, started, wait_for_steps, wait_until_gone
 
 pytestmark = pytest.mark.distributed
@@ -54,4 +54,5 @@ def test_a_stopped_rank_is_named_and_the_job_ends(tmp_path: Path) -> None:
     assert text.splitlines()[1] in said.out + said.err
     [event] = [event for event in events(run) if event["kind"] == "hang"]
     assert event["rank"] == 0 and event["report"] == text and event["message"] in lines[1]
-    assert not list(folder_of(run).glob("rank_*")), "nothing is left in shared memory"
+    for folder in folders_of(run):
+        assert not list(folder.glob("rank_*")), "nothing is left in shared memory"

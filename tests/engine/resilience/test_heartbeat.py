@@ -2,6 +2,11 @@
 
 import io
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import redirect_stderr
@@ -13,14 +18,15 @@ from hypothesis import strategies as st
 
 from engine import runtime
 from engine.collectives import Event, Ledger
-from engine.errors import TriaxisError
+from engine.errors import NoRoomError, TriaxisError
 from engine.pipeline import schedules
 from engine.pipeline.actions import Action
 from engine.pipeline.lowering import Post
 from engine.rank_grid import ParallelSizes, RankGrid
 from engine.resilience.hang import HUNG, HangLimits, HangWatch, StillLimit, hang_report, may_hang
-from engine.resilience.heartbeat import NO_PEER, SIZE, Heartbeat, file_of, folder_of, read_beat
+from engine.resilience.heartbeat import NO_PEER, SIZE, Heartbeat, file_of, folders_of, read_beat
 from engine.resilience.waits import Scene
+from tests.lacking import give_up
 
 CALL = Event("post", 3, "recv", "pp_forward", "activations", None, 8, 2, peer=1)
 SCHEDULE = schedules.build("1f1b", 1, 1, 1)
@@ -29,7 +35,7 @@ ALONE = Scene(RankGrid(ParallelSizes()), {"world": [(0,)]}, SCHEDULE, SCHEDULE)
 
 @pytest.fixture
 def heartbeat(tmp_path: Path) -> Heartbeat:
-    return Heartbeat(file_of(tmp_path / "beats", 0), rank=0, attempt=2)
+    return Heartbeat([tmp_path / "beats"], rank=0, attempt=2)
 
 
 def test_another_process_reads_what_the_rank_does(heartbeat: Heartbeat) -> None:
@@ -78,7 +84,8 @@ def test_a_file_of_somebody_else_is_none_of_ours(tmp_path: Path) -> None:
     for content in (b"", b"\0" * SIZE, b"x" * 17):
         (tmp_path / "file").write_bytes(content)
         assert read_beat(tmp_path / "file") is None
-    assert folder_of(tmp_path) == folder_of(tmp_path / ".." / tmp_path.name) != folder_of(tmp_path / "other")
+    assert folders_of(tmp_path) == folders_of(tmp_path / ".." / tmp_path.name)
+    assert not set(folders_of(tmp_path)) & set(folders_of(tmp_path / "other"))
 
 
 def test_heartbeats_are_not_kept_where_others_may_write(tmp_path: Path) -> None:
@@ -91,8 +98,79 @@ def test_heartbeats_are_not_kept_where_others_may_write(tmp_path: Path) -> None:
     link.symlink_to(elsewhere)
     for folder in (open_to_all, link):
         with pytest.raises(TriaxisError, match=f"{folder} is a link, or another user"):
-            Heartbeat(file_of(folder, 0), rank=0, attempt=0)
+            Heartbeat([folder], rank=0, attempt=0)
     assert not list(elsewhere.iterdir())
+
+
+FILLED = """
+import json, os, sys
+from pathlib import Path
+from engine.resilience.heartbeat import Heartbeat, folders_of
+full = Path("/dev/shm")
+(full / "page").write_bytes(bytes(4096))
+folders = folders_of(Path(sys.argv[1]))
+beat = Heartbeat(folders, rank=3, attempt=1)
+beat.phase("forward_backward")
+seen = Heartbeat(folders, rank=4, attempt=1).of_rank(3, 1)
+print(json.dumps([[str(folder) for folder in folders], str(beat.path), beat.passed_over, seen.phase, os.listdir(full)]))
+"""
+"""A rank where another program has filled /dev/shm, and its neighbour."""
+
+
+def in_small_shared_memory(program: str, *arguments: str, temporary: Path) -> subprocess.CompletedProcess[str]:
+    """Run a Python program in a mount namespace of its own, whose /dev/shm has room for one page."""
+    if shutil.which("unshare") is None:
+        give_up("the command `unshare` is missing (apt-get install util-linux)")
+    become_root = [] if os.geteuid() == 0 else ["--map-root-user"]
+    enter = ["unshare", "--mount", *become_root, "sh", "-c"]
+    mounts = "mount -t tmpfs -o size=4k small /dev/shm"
+    if subprocess.run([*enter, mounts], capture_output=True, check=False).returncode:
+        give_up(
+            "a mount namespace cannot be made: it takes root, or user namespaces (sysctl kernel.unprivileged_userns_clone=1)"
+        )
+    command = [*enter, f'{mounts} && exec "$@"', "sh", sys.executable, "-c", program, *arguments]
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "TMPDIR": str(temporary)},
+    )
+
+
+def test_where_shared_memory_is_full_the_heartbeat_is_a_temporary_file(tmp_path: Path) -> None:
+    ran = in_small_shared_memory(FILLED, str(tmp_path / "run"), temporary=tmp_path)
+    assert ran.returncode == 0, f"signal {-ran.returncode} (SIGBUS is {signal.SIGBUS}): {ran.stderr}"
+    folders, path, passed_over, phase, left = json.loads(ran.stdout)
+    assert Path(folders[0]).parent == Path("/dev/shm") and Path(folders[1]).parent == tmp_path
+    assert path == str(file_of(Path(folders[1]), 3))
+    assert passed_over == [f"{folders[0]}: No space left on device"]
+    assert phase == "forward_backward" and left == ["page"]
+
+
+def test_without_any_room_there_are_words(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NoRoomError, match=r"file/a: Not a directory; .*file/b: Not a directory") as raised:
+        Heartbeat([tmp_path / "file" / "a", tmp_path / "file" / "b"], rank=0, attempt=0)
+    assert raised.value.exit_code == 1
+
+
+def test_heartbeats_of_ranks_in_several_folders_are_found_and_removed(tmp_path: Path) -> None:
+    folders = [tmp_path / "first", tmp_path / "second"]
+    killed = Heartbeat(folders[1:], rank=1, attempt=0)
+    own = Heartbeat(folders, rank=0, attempt=0)
+    assert own.path.parent == folders[0]
+    beat = own.of_rank(1, 0)
+    assert beat is not None and beat.rank == 1 and own.of_rank(1, 1) is None
+    folders[1].chmod(0o777)
+    assert own.of_rank(1, 0) is None, "whoever may write there decides which process is ended"
+    folders[1].chmod(0o700)
+    again = Heartbeat(folders, rank=1, attempt=1)
+    assert not killed.path.exists() and again.path.parent == folders[0]
+    own.close()
+    again.close()
+    assert not any(folder.exists() for folder in folders)
 
 
 def test_a_beat_is_a_matter_of_microseconds(heartbeat: Heartbeat) -> None:
@@ -226,7 +304,7 @@ def test_one_rank_of_a_node_lists_the_words_of_all(tmp_path: Path, monkeypatch: 
     folder, listings = tmp_path / "hang", []
     folder.mkdir()
     (folder / "rank_00000.answers.json").write_text("{}")
-    heartbeat = Heartbeat(file_of(tmp_path / "shm", 1), 1, 0)
+    heartbeat = Heartbeat([tmp_path / "shm"], 1, 0)
     heartbeat.phase("data")
     left: list[int] = []
     watch = HangWatch(heartbeat, three, folder, LIMITS, lambda step, text: None, leave=left.append)
