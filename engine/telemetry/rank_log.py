@@ -1,37 +1,68 @@
 """Everything that a rank says goes to its log file; what rank 0 says goes to the terminal too (no torch here).
 
     rank 3    print, warnings, C++ and NCCL (file descriptors 1 and 2)  ->  rank_00003.log
-    rank 0    the same                                                  ->  tee  ->  rank_00000.log and the terminal
-              the progress bar                                          ->  the terminal alone
+    rank 0    the same                                                  ->  relay  ->  rank_00000.log and the terminal
+              the progress bar                                          ->  relay  ->  the terminal alone
 
-`tee` is a process of its own and ends with the last writer, so that the last words of a rank 0 that crashes in C++ are not
-lost with it.
+No write of a rank fails or waits for a terminal: `engine.telemetry.relay` is a process that keeps, drops or loses what the terminal
+or a full disk does not take. Other ranks count what their log refuses. Without its relay, rank 0 goes on with its log alone.
 """
 
+import errno
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Literal, TextIO
 
-_TEE_ENDS_SECONDS = 2.0
+from engine.telemetry.lossy_file import LossyFile, text_over
+from engine.telemetry.relay import DROPPED, END_SECONDS
+
+_RELAY_ENDS_SECONDS = END_SECONDS + 1.0
 """A child of this rank may still hold the pipe; it must not keep the rank from ending."""
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+_RELAY = f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from engine.telemetry.relay import main; main()"
+
+_FOR_THE_RANK = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP})
+"""Signals that SLURM or a terminal sends to every process of a job. The relay ignores them and ends after its rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputChange:
+    """A change of the terminal or of the log.
+
+    Attributes:
+        output: which of them.
+        what: `dropped` (the terminal, for good), `stopped` (there is no room), or `resumed`.
+        cause: the system's words for the error.
+        num_lost: lines that are missing, where it has resumed.
+    """
+
+    output: Literal["terminal", "log"]
+    what: str
+    cause: str
+    num_lost: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Where a rank writes while `rank_log` is active.
+    """Where a rank writes while `rank_log` is active. No write to them raises an OSError.
 
     Attributes:
         log: the log file, line by line.
         terminal: standard output as it was before; None on ranks that are not shown.
+        changes: takes the changes of both since the last call.
     """
 
     log: TextIO
     terminal: TextIO | None
+    changes: Callable[[], Sequence[OutputChange]] = tuple
 
 
 @contextmanager
@@ -41,58 +72,117 @@ def rank_log(path: Path, *, show: bool) -> Iterator[Streams]:
     Exceptions pass through unprinted: print them inside, or they miss the log.
 
     Raises:
-        OSError: the log cannot be written.
+        OSError: the log cannot be opened.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     before = sys.stdout, sys.stderr
-    for stream in before:
-        stream.flush()
+    _flush(before)
+    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     saved = os.dup(1), os.dup(2)
-    tee: subprocess.Popen[bytes] | None = None
-    with path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace") as log:
-        terminal = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="replace") if show else None
-        try:
-            if show:
-                # A session of its own, and deaf: Ctrl-C and the launcher's signals are for the rank, but SLURM sends them to every
-                # process of a job. tee ends when the rank has; a rank without it could not say that it saves.
-                tee = subprocess.Popen(
-                    ["sh", "-c", 'trap "" TERM INT USR1; exec tee -a "$0"', str(path)],
-                    stdin=subprocess.PIPE,
-                    stdout=saved[0],
-                    start_new_session=True,
-                )
-                assert tee.stdin is not None, "it was asked for a pipe"
-                target = tee.stdin.fileno()
-            else:
-                target = log.fileno()
-            os.dup2(target, 1)
-            os.dup2(target, 2)
-            if tee is not None and tee.stdin is not None:
-                tee.stdin.close()
-            sys.stdout, sys.stderr = _text(1), _text(2)
-            yield Streams(log, terminal)
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            sys.stdout, sys.stderr = before
-            os.dup2(saved[0], 1)
-            os.dup2(saved[1], 2)
-            for descriptor in saved:
-                os.close(descriptor)
-            if tee is not None:
-                _wait(tee)
-            if terminal is not None:
-                terminal.close()
-
-
-def _text(descriptor: int) -> TextIO:
-    """A file descriptor as text, a line at a time; it stays open when the object goes."""
-    return os.fdopen(descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
-
-
-def _wait(tee: subprocess.Popen[bytes]) -> None:
+    relay = _Relay(log, saved[0]) if show else None
     try:
-        tee.wait(_TEE_ENDS_SECONDS)
-    except subprocess.TimeoutExpired:
-        tee.kill()
-        tee.wait()
+        target = log if relay is None else relay.both
+        os.dup2(target, 1)
+        os.dup2(target, 2)
+        if relay is None:
+            said = text_over(LossyFile(1))
+            streams = Streams(said, None)
+        else:
+            os.close(relay.both)
+            said = text_over(LossyFile(1, replace=relay.replace))
+            terminal = text_over(LossyFile(relay.for_terminal, stands_for=saved[0], replace=relay.replace))
+            streams = Streams(text_over(LossyFile(relay.for_log, replace=relay.replace)), terminal, relay.changes)
+        sys.stdout = sys.stderr = said
+        yield streams
+    finally:
+        _flush((sys.stdout, sys.stderr))
+        sys.stdout, sys.stderr = before
+        os.dup2(saved[0], 1)
+        os.dup2(saved[1], 2)
+        if relay is not None:
+            relay.close()
+        for descriptor in (*saved, log):
+            os.close(descriptor)
+
+
+def _flush(streams: Sequence[TextIO]) -> None:
+    for stream in streams:
+        with suppress(OSError, ValueError):
+            stream.flush()
+
+
+class _Relay:
+    """The relay's process, and this rank's ends of its pipes.
+
+    Args:
+        log: descriptor of the log file.
+        terminal: descriptor of standard output as it was.
+
+    Attributes:
+        both: pipe to the log and the terminal; the caller closes it.
+        for_terminal: pipe to the terminal alone.
+        for_log: pipe to the log alone.
+    """
+
+    def __init__(self, log: int, terminal: int) -> None:
+        self._log = log
+        self._is_replaced = False
+        self._end_is_told = False
+        self._unread = b""
+        pipes = [os.pipe() for _ in range(3)]
+        self._changes, told = os.pipe()
+        os.set_blocking(self._changes, False)
+        (self.both, self.for_terminal, self.for_log) = (end for _, end in pipes)
+        given = (*(end for end, _ in pipes), terminal, log, told)
+        # The child inherits what is blocked: it is deaf to these signals from its first instruction on.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_RANK)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _RELAY, *map(str, given)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                pass_fds=given,
+                start_new_session=True,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for descriptor in (*(end for end, _ in pipes), told):
+            os.close(descriptor)
+
+    def replace(self, error: OSError) -> bool:
+        """Write to the log alone from now on, where the relay has ended; true where that helps against `error`."""
+        if error.errno != errno.EPIPE or self._is_replaced:
+            return False
+        self._is_replaced = True
+        for descriptor in (1, 2, self.for_log):
+            os.dup2(self._log, descriptor)
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), self.for_terminal)
+        return True
+
+    def changes(self) -> Sequence[OutputChange]:
+        """Take the changes since the last call."""
+        with suppress(BlockingIOError):
+            while more := os.read(self._changes, 1 << 16):
+                self._unread += more
+        *lines, self._unread = self._unread.split(b"\n")
+        found = []
+        for line in lines:
+            output, what, num_lost, cause = line.decode().split("\t", 3)
+            assert output == "terminal" or output == "log", "the relay has two outlets"
+            found.append(OutputChange(output, what, cause, int(num_lost)))
+        if self._is_replaced and not self._end_is_told:
+            self._end_is_told = True
+            found.append(OutputChange("terminal", DROPPED, "the relay has ended"))
+        return found
+
+    def close(self) -> None:
+        """Close the pipes and wait for the relay, which ends with their last writer."""
+        for descriptor in (self.for_terminal, self.for_log, self._changes):
+            os.close(descriptor)
+        try:
+            self._process.wait(_RELAY_ENDS_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

@@ -73,16 +73,14 @@ with rank_log(path, show=show):
 
 
 def test_signals_for_all_processes_of_a_job_leave_rank_0_its_voice(tmp_path: Path) -> None:
-    """SLURM sends SIGTERM to every process of a job, so to tee as well; the rank itself goes on to save."""
+    """SLURM sends SIGTERM to every process of a job, so to the relay as well; the rank itself goes on to save."""
     body = """
 import signal, time
 import psutil
 with rank_log(path, show=show):
-    tee = psutil.Process().children()[0]
-    while tee.name() != "tee":
-        time.sleep(0.01)
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        tee.send_signal(number)
+    relay = psutil.Process().children()[0]
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+        relay.send_signal(number)
     time.sleep(0.2)
     print("saved")
 """

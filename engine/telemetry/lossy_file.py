@@ -1,0 +1,140 @@
+"""Writes to a file or pipe that may refuse them: what is refused is counted, never raised (no torch here).
+
+    step 7 ...
+    step 8 .                                              no room for the rest of this line
+    [3 lines are missing here: No space left on device]
+    step 11 ...                                           there is room again
+
+This module imports little: `engine.telemetry.relay` starts with it.
+"""
+
+import io
+import os
+import select
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+class Gap:
+    """A hole in a stream of lines.
+
+    Attributes:
+        num_lines: lines that were lost and not reported yet.
+    """
+
+    def __init__(self) -> None:
+        self.num_lines = 0
+        self._inside_line = False
+
+    def lose(self, data: bytes) -> None:
+        """Count `data` as lost."""
+        if data:
+            self.num_lines += data.count(b"\n")
+            if not data.endswith(b"\n"):
+                self.num_lines += 1
+                self._inside_line = True
+
+    def rest(self, data: bytes) -> bytes:
+        """Return `data` without the end of a line whose beginning was lost."""
+        if not self._inside_line:
+            return data
+        _, newline, data = data.partition(b"\n")
+        self._inside_line = not newline
+        return data
+
+    def report(self, cause: str, *, after: bytes) -> bytes:
+        """Return the line that stands for the lost ones, on a line of its own, and count from 0 again.
+
+        Args:
+            cause: why they were lost.
+            after: the last byte that was written before it.
+        """
+        lines = "1 line is" if self.num_lines == 1 else f"{self.num_lines} lines are"
+        self.num_lines = 0
+        begins = b"" if after in (b"", b"\n") else b"\n"
+        return begins + f"[{lines} missing here: {cause}]\n".encode()
+
+
+class LossyFile(io.RawIOBase):
+    """A file descriptor as a binary stream whose writes never fail. It does not own the descriptor.
+
+    Args:
+        descriptor: written to; a write waits as long as the descriptor makes it wait.
+        stands_for: the descriptor whose terminal and number the stream claims; None: its own.
+        replace: called with the error of a write; true where it has put another file in the descriptor's place.
+    """
+
+    def __init__(
+        self, descriptor: int, *, stands_for: int | None = None, replace: Callable[[OSError], bool] | None = None
+    ) -> None:
+        self._descriptor = descriptor
+        self._stands_for = descriptor if stands_for is None else stands_for
+        self._replace = replace
+        # A signal handler may print between two bytes of another print of the same thread.
+        self._lock = threading.RLock()
+        self._gap = Gap()
+        self._cause = ""
+        self._last = b""
+
+    def fileno(self) -> int:
+        return self._stands_for
+
+    def isatty(self) -> bool:
+        return os.isatty(self._stands_for)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write all of `data`, or count what was refused; returns the number of bytes in `data`."""
+        given = bytes(data)
+        with self._lock:
+            self._write(given)
+        return len(given)
+
+    def _write(self, given: bytes) -> None:
+        data = self._gap.rest(given)
+        if not data:
+            return
+        num_lost = self._gap.num_lines
+        report = self._gap.report(self._cause, after=self._last) if num_lost else b""
+        whole = report + data
+        written, error = self._put(whole)
+        if error is not None:
+            self._cause = error.strerror or str(error)
+            self._gap.lose(data[max(0, written - len(report)) :])
+            if written < len(report):
+                self._gap.num_lines += num_lost
+        if written:
+            self._last = whole[written - 1 : written]
+
+    def _put(self, data: bytes) -> tuple[int, OSError | None]:
+        """Write; returns the number of bytes written, and why they are not all."""
+        written = 0
+        while written < len(data):
+            try:
+                written += os.write(self._descriptor, data[written:])
+            except BlockingIOError:
+                wait_for_room(self._descriptor)
+            except OSError as error:
+                if self._replace is None or not self._replace(error):
+                    return written, error
+        return written, None
+
+
+def text_over(file: LossyFile) -> io.TextIOWrapper:
+    """Return a text stream that writes whole lines to `file` at once."""
+    return io.TextIOWrapper(
+        file,  # type: ignore[arg-type]  # a raw stream that takes everything needs no buffer
+        encoding="utf-8",
+        errors="backslashreplace",
+        line_buffering=True,
+    )
+
+
+def wait_for_room(descriptor: int) -> None:
+    """Wait until a descriptor that another program has made non-blocking takes bytes."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    poll.poll()
