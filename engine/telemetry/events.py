@@ -55,6 +55,9 @@ EventKind = Literal[
     "fingerprint",
     "profiled",
     "sink_failed",
+    "output_stopped",
+    "output_resumed",
+    "output_dropped",
     "wandb",
     "non_finite",
     "loss_spike",
@@ -80,6 +83,7 @@ ALERTS: Mapping[str, Literal["ERROR", "WARN"]] = {
     "rolled_back": "WARN",
     "checkpoint_failed": "WARN",
     "sink_failed": "WARN",
+    "output_stopped": "WARN",
     "slow_rank": "WARN",
     "stopped": "WARN",
 }
@@ -156,7 +160,7 @@ class EventLog:
     def write(
         self, kind: EventKind, *, step: int | None = None, rank: int | None = None, message: str = "", **details: Any
     ) -> None:
-        """Append an event of now; it has left this process when this returns.
+        """Append an event of now; it has left this process when this returns, unless the disk is full (`JsonLines`).
 
         Args:
             kind: what happened.

@@ -4,8 +4,9 @@
                                            `->  sinks       metrics.jsonl, wandb, TensorBoard; after its validation if one follows
                                            `->  events  ->  wandb's alerts
 
-A sink that fails is told no more: that it failed is an event and a line on the terminal, and training goes on. A loss is agreed
-by all ranks, so rank 0 can log; on the others every call returns at once.
+A sink that fails is told no more: that it failed is an event and a line on the terminal, and training goes on. Files on a full disk
+keep their rows and write them when there is room; a terminal that fails is dropped. Each such change is an event and a line too.
+A loss is agreed by all ranks, so rank 0 can log; on the others every call returns at once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +17,11 @@ from typing import Any, Protocol
 from engine.config import Config
 from engine.telemetry.console import Report
 from engine.telemetry.events import EventKind, EventLog
-from engine.telemetry.jsonl import MetricsLog
+from engine.telemetry.jsonl import JsonLines, MetricsLog
 from engine.telemetry.metrics import StepMetrics
-from engine.telemetry.rank_log import Streams
+from engine.telemetry.rank_log import OutputChange, Streams
 from engine.telemetry.redaction import without_secrets
+from engine.telemetry.relay import RESUMED, STOPPED
 from engine.telemetry.run_dir import RunDirectory
 from engine.telemetry.tensorboard_sink import TensorBoardSink, check_installed
 from engine.telemetry.wandb_sink import WandbSink
@@ -43,14 +45,21 @@ class Telemetry:
         report: for people; None on ranks that do not log.
         events: None on ranks that do not log.
         sinks: where each step's record goes.
+        output_changes: takes the changes of terminal and log since its last call.
     """
 
     def __init__(
-        self, report: Report | None = None, events: EventLog | None = None, sinks: Sequence[Sink] = ()
+        self,
+        report: Report | None = None,
+        events: EventLog | None = None,
+        sinks: Sequence[Sink] = (),
+        output_changes: Callable[[], Sequence[OutputChange]] = tuple,
     ) -> None:
         self.report = report
         self._events = events
         self._sinks = list(sinks)
+        self._output_changes = output_changes
+        self._stopped_files: list[JsonLines] = []
         self._pending: StepMetrics | None = None
         self._last_step: int | None = None
 
@@ -61,6 +70,7 @@ class Telemetry:
         self._last_step = metrics.step
         if self.report is not None:
             self.report.step(metrics)
+        self._look_at_outputs()
 
     def validation(self, step: int, loss: float, seconds: float) -> None:
         """A validation after `step` steps (counted from 1) has ended."""
@@ -95,17 +105,22 @@ class Telemetry:
     def close(self) -> None:
         """Flush and close everything; may be called after an error, and twice."""
         self.flush()
+        self._look_at_outputs()
         if self.report is not None:
             self.report.close()
         for sink in tuple(self._sinks):
             self._guard(sink, sink.close)
             if isinstance(sink, WandbSink) and sink.sync_command is not None:
                 self._say(f"wandb kept the run on disk ({sink.why}); to upload it: {sink.sync_command}", "")
+        files = self._files()
         self._sinks.clear()
         self.event("attempt_ended", step=self._last_step)
         if self._events is not None:
             self._events.close()
             self._events = None
+        for file in files:
+            if file.error is not None:
+                self._say(f"{file.path.name}: {file.num_lost} rows could not be written: {_cause(file.error)}")
 
     def last_words(self) -> None:
         """The process is about to be ended by another thread than the loop's, which hangs: wandb would lose what it has not
@@ -124,6 +139,37 @@ class Telemetry:
         self._sinks.append(sink)
         return sink
 
+    def _files(self) -> list[JsonLines]:
+        metrics = [sink.lines for sink in self._sinks if isinstance(sink, MetricsLog)]
+        return metrics if self._events is None else [*metrics, self._events.lines]
+
+    def _look_at_outputs(self) -> None:
+        """Write an event and a line for each file that has stopped or resumed, and for each change of terminal and log."""
+        for file in self._files():
+            file.retry()
+            name = file.path.name
+            if file.error is not None and file not in self._stopped_files:
+                self._stopped_files.append(file)
+                self._output_event(OutputChange(name, STOPPED, _cause(file.error)))
+            elif file.error is None and file in self._stopped_files:
+                self._stopped_files.remove(file)
+                self._output_event(OutputChange(name, RESUMED, "", file.num_lost))
+        for change in self._output_changes():
+            self._output_event(change)
+
+    def _output_event(self, change: OutputChange) -> None:
+        if change.what == STOPPED:
+            message = f"{change.output} cannot be written ({change.cause}): training goes on, and it is tried again"
+            self.event("output_stopped", output=change.output, message=message)
+        elif change.what == RESUMED:
+            lost = f"{change.num_lost} rows or lines are missing" if change.num_lost else "nothing is missing"
+            message = f"{change.output} is written again; {lost}"
+            self.event("output_resumed", output=change.output, message=message, num_lost=change.num_lost)
+        else:
+            message = f"the {change.output} cannot be written any more ({change.cause}): the run goes on without it"
+            self.event("output_dropped", output=change.output, message=message)
+        self._say(message)
+
     def _guard(self, sink: Sink, call: Callable[[], None]) -> None:
         try:
             call()
@@ -138,6 +184,10 @@ class Telemetry:
     def _say(self, text: str, style: str = "yellow") -> None:
         if self.report is not None:
             self.report.say(without_secrets(text), style)
+
+
+def _cause(error: OSError) -> str:
+    return error.strerror or str(error)
 
 
 def open_telemetry(
@@ -172,7 +222,7 @@ def open_telemetry(
         num_steps, config.telemetry.log_interval, terminal=streams.terminal, log=streams.log, show_mfu=show_mfu
     )
     events = EventLog(directory.events(node=0), directory.attempt)
-    telemetry = Telemetry(report, events)
+    telemetry = Telemetry(report, events, output_changes=streams.changes)
     telemetry.event("attempt_started", layout=dict(layout))
     metrics = telemetry.add_sink(MetricsLog.name, lambda: MetricsLog(directory.metrics))
     for lines in (events.lines, *([metrics.lines] if isinstance(metrics, MetricsLog) else [])):

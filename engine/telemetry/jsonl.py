@@ -8,10 +8,11 @@ Floats are written with all their digits: reading gives the same float64. JSON k
 written as the strings "nan", "inf", "-inf".
 """
 
-import errno
 import json
 import math
 import os
+import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,9 +22,18 @@ from typing import Any
 from engine.json_text import parse_json
 from engine.telemetry.metrics import StepMetrics
 
+MOST_WAITING_BYTES = 16 * 2**20
+"""Bytes of lines that wait for room on the disk: the metrics of some ten thousand steps."""
+
+_UNKNOWN = -1
+"""Place of a torn end that another process may be completing."""
+
 
 class JsonLines:
     """A file to which objects are appended, over all attempts of a run.
+
+    Objects that the disk refuses wait in memory, in order, and every later call tries again. Beyond `MOST_WAITING_BYTES` they are
+    lost. A line of which a part was written is completed; where another process has appended meanwhile, it is written again.
 
     Args:
         path: made where it is missing. A last line that is not whole is cut off.
@@ -32,28 +42,74 @@ class JsonLines:
 
     Attributes:
         num_healed_bytes: how much of a half-written line was cut off.
+        error: why objects wait; None: none do.
+        num_lost: objects that were lost.
     """
 
     def __init__(self, path: Path, *, heals: bool = True) -> None:
         self.path = path
         self.num_healed_bytes = heal(path) if heals else 0
+        self.error: OSError | None = None
+        self.num_lost = 0
         self._file = path.open("ab", buffering=0)
-        if not heals and not _ends_with_newline(path):
-            self._file.write(b"\n")
+        self._lock = threading.Lock()
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._torn_at: int | None = None if heals or _ends_with_newline(path) else _UNKNOWN
+        self._rest = b""
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one object in one call; it has left this process when this returns.
-
-        Raises:
-            OSError: it was not written, or not whole (the disk is full).
-        """
+        """Append one object in one call. Without an `error` it has left this process when this returns."""
         line = (json.dumps(_plain(record), allow_nan=False, ensure_ascii=False) + "\n").encode()
-        written = self._file.write(line)
-        if written != len(line):
-            raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes of a line were written", str(self.path))
+        with self._lock:
+            if self._waiting_bytes + len(line) > MOST_WAITING_BYTES:
+                self.num_lost += 1
+            else:
+                self._waiting.append(line)
+                self._waiting_bytes += len(line)
+            self._write_waiting()
+
+    def retry(self) -> None:
+        """Write the objects that wait, as far as there is room."""
+        with self._lock:
+            self._write_waiting()
 
     def close(self) -> None:
-        self._file.close()
+        """Try once more to write what waits; objects that still wait are lost."""
+        with self._lock:
+            if self._file.closed:
+                return
+            self._write_waiting()
+            self.num_lost += len(self._waiting)
+            self._waiting.clear()
+            try:
+                self._file.close()
+            except OSError as error:
+                self.error = error
+
+    def _write_waiting(self) -> None:
+        try:
+            while self._waiting:
+                self._append(self._waiting[0])
+                self._waiting_bytes -= len(self._waiting.popleft())
+        except OSError as error:
+            self.error = error
+        else:
+            self.error = None
+
+    def _append(self, line: bytes) -> None:
+        """Write a line, or the rest of it where the file still ends with its beginning.
+
+        Raises:
+            OSError: it was not written, or not whole.
+        """
+        rest = line
+        if self._torn_at is not None:
+            is_last = os.fstat(self._file.fileno()).st_size == self._torn_at
+            rest = self._rest if is_last else b"\n" + line
+        while rest:
+            rest = rest[self._file.write(rest) :]
+            self._torn_at, self._rest = (self._file.tell(), rest) if rest else (None, b"")
 
 
 def heal(path: Path) -> int:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import TextIO
 
 from engine.telemetry.lossy_file import LossyFile, text_over
 from engine.telemetry.relay import DROPPED, END_SECONDS
@@ -35,16 +35,16 @@ _FOR_THE_RANK = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal
 
 @dataclass(frozen=True, slots=True)
 class OutputChange:
-    """A change of the terminal or of the log.
+    """A change of a place to which a run writes.
 
     Attributes:
-        output: which of them.
-        what: `dropped` (the terminal, for good), `stopped` (there is no room), or `resumed`.
+        output: `terminal`, `log`, or the name of a file.
+        what: `DROPPED`, `STOPPED` or `RESUMED` of `engine.telemetry.relay`.
         cause: the system's words for the error.
         num_lost: lines that are missing, where it has resumed.
     """
 
-    output: Literal["terminal", "log"]
+    output: str
     what: str
     cause: str
     num_lost: int = 0
@@ -170,7 +170,6 @@ class _Relay:
         found = []
         for line in lines:
             output, what, num_lost, cause = line.decode().split("\t", 3)
-            assert output == "terminal" or output == "log", "the relay has two outlets"
             found.append(OutputChange(output, what, cause, int(num_lost)))
         if self._is_replaced and not self._end_is_told:
             self._end_is_told = True

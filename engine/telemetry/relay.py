@@ -40,7 +40,9 @@ END_SECONDS = 2.0
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors that end when somebody makes room."""
 
-DROPPED, STOPPED, RESUMED = "dropped", "stopped", "resumed"
+DROPPED = "dropped"
+STOPPED = "stopped"
+RESUMED = "resumed"
 """Changes of an outlet: it is gone for good; it has no room; it has taken everything that was kept."""
 
 PAUSED = "the terminal was paused; the log of the rank has them"

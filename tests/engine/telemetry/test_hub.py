@@ -18,9 +18,10 @@ from engine.telemetry.events import EventLog
 from engine.telemetry.hub import Telemetry, open_telemetry
 from engine.telemetry.metrics import Meter, StepMetrics
 from engine.telemetry.observer import TrainingObserver, peak_memory_bytes
-from engine.telemetry.rank_log import Streams
+from engine.telemetry.rank_log import OutputChange, Streams
 from engine.telemetry.run_dir import RunDirectory
 from engine.telemetry.timers import Timers
+from tests.engine.telemetry.full_disk import room_for
 
 MakeConfig = Callable[..., Config]
 MakeMetrics = Callable[..., StepMetrics]
@@ -76,6 +77,52 @@ def test_a_failing_sink_is_an_event_and_a_line_and_the_others_go_on(make_metrics
     failed = [event for event in read(tmp_path / "events.jsonl") if event["kind"] == "sink_failed"]
     assert [(event["sink"], event["error"]) for event in failed] == [("memory", "OSError: No space left on device")]
     assert screen.getvalue().count("memory is switched off, training goes on") == 1
+
+
+def test_a_full_disk_keeps_all_rows_and_says_when_it_begins_and_ends(
+    make_config: MakeConfig, run: RunDirectory, make_metrics: MakeMetrics
+) -> None:
+    screen = io.StringIO()
+    telemetry = open_telemetry(
+        make_config(),
+        run,
+        is_logging_rank=True,
+        streams=Streams(io.StringIO(), screen),
+        num_steps=30,
+        show_mfu=False,
+        layout={"tp": 1},
+    )
+    with room_for(run.events(0).stat().st_size + 30):
+        for step in range(1, 8):
+            telemetry.step(make_metrics(step=step))
+    for step in range(8, 10):
+        telemetry.step(make_metrics(step=step))
+    telemetry.close()
+    assert [record["step"] for record in read(run.metrics)] == list(range(1, 10))
+    events = [(event["kind"], event.get("output")) for event in read(run.events(0))]
+    files = ["metrics.jsonl", run.events(0).name]
+    assert events == [
+        ("attempt_started", None),
+        *(("output_stopped", name) for name in files),
+        *(("output_resumed", name) for name in files),
+        ("attempt_ended", None),
+    ]
+    for name in files:
+        assert screen.getvalue().count(f"{name} cannot be written (File too large): training goes on") == 1
+        assert screen.getvalue().count(f"{name} is written again; nothing is missing") == 1
+
+
+def test_a_terminal_that_was_dropped_is_one_event(make_metrics: MakeMetrics, tmp_path: Path) -> None:
+    changes = [OutputChange("terminal", "dropped", "Broken pipe")]
+    telemetry = Telemetry(
+        None, EventLog(tmp_path / "events.jsonl", 0), output_changes=lambda: [changes.pop()] if changes else []
+    )
+    for step in range(1, 4):
+        telemetry.step(make_metrics(step=step))
+    telemetry.close()
+    (dropped, ended) = read(tmp_path / "events.jsonl")
+    assert (dropped["kind"], dropped["output"], ended["kind"]) == ("output_dropped", "terminal", "attempt_ended")
+    assert dropped["message"] == "the terminal cannot be written any more (Broken pipe): the run goes on without it"
 
 
 def test_a_sink_that_cannot_be_opened_does_not_stop_the_start(

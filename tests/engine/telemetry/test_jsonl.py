@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.telemetry import jsonl
 from engine.telemetry.events import EventLog
 from engine.telemetry.jsonl import JsonLines, MetricsLog, heal
 from engine.telemetry.metrics import StepMetrics
+from tests.engine.telemetry.full_disk import room_for
 
 
 def read(path: Path) -> list[dict[str, object]]:
@@ -98,3 +100,45 @@ def test_events_carry_their_attempt_and_time(tmp_path: Path) -> None:
     (event,) = read(tmp_path / "events.jsonl")
     assert isinstance(event.pop("unix_time_seconds"), float)
     assert event == {"attempt": 3, "kind": "sink_failed", "sink": "wandb", "error": "no disk"}
+
+
+@pytest.mark.parametrize("room", [0, 1, 12, 13, 23, 24, 25])
+def test_rows_wait_for_room_and_none_is_torn(tmp_path: Path, room: int) -> None:
+    path = tmp_path / "m.jsonl"
+    lines = JsonLines(path)
+    with room_for(room):
+        for step in range(1, 4):
+            lines.write({"step": step})
+        assert lines.error is not None and lines.error.strerror == "File too large"
+        lines.retry()
+        assert path.stat().st_size == room
+    lines.write({"step": 4})
+    assert lines.error is None and lines.num_lost == 0
+    lines.close()
+    assert read(path) == [{"step": step} for step in range(1, 5)]
+
+
+def test_a_torn_row_behind_which_another_process_wrote_is_ended_and_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    lines = JsonLines(path)
+    with room_for(5):
+        lines.write({"step": 1})
+    with path.open("a") as other:
+        other.write('\n{"other": 1}\n')
+    lines.write({"step": 2})
+    lines.close()
+    assert path.read_text() == '{"ste\n{"other": 1}\n\n{"step": 1}\n{"step": 2}\n'
+
+
+def test_rows_beyond_the_bound_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsonl, "MOST_WAITING_BYTES", 30)
+    lines = JsonLines(tmp_path / "m.jsonl")
+    with room_for(0):
+        for step in range(1, 6):
+            lines.write({"step": step})
+    lines.retry()
+    assert read(tmp_path / "m.jsonl") == [{"step": 1}, {"step": 2}] and lines.num_lost == 3
+    with room_for(0):
+        lines.write({"step": 6})
+        lines.close()
+    assert lines.num_lost == 4 and lines.error is not None

@@ -3,7 +3,6 @@
 import os
 import pty
 import re
-import resource
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from engine.telemetry.lossy_file import LossyFile, text_over
 from engine.telemetry.relay import DROPPED, RESUMED, STOPPED, Outlet
+from tests.engine.telemetry.full_disk import room_for
 from tests.engine.telemetry.test_rank_log import PREAMBLE, execute
 
 ROOT = Path(__file__).parents[3]
@@ -207,16 +207,12 @@ with rank_log(path, show=show) as streams:
 
 def test_a_half_line_after_a_gap_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with path.open("wb", buffering=0) as file:
         lossy = LossyFile(file.fileno())
         lossy.write(b"one\n")
-        try:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (4, hard))
+        with room_for(4):
             lossy.write(b"lost\nlost in the")
             lossy.write(b" middle")
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert lossy.write(b" of a line\ntwo\n") == 15
         print("three", file=text_over(lossy))
     assert path.read_text() == "one\n[2 lines are missing here: File too large]\ntwo\nthree\n"
@@ -224,18 +220,14 @@ def test_a_half_line_after_a_gap_is_left_out(tmp_path: Path) -> None:
 
 def test_an_outlet_that_stays_full_loses_lines_beyond_its_bound(tmp_path: Path) -> None:
     changes: list[tuple[str, str, int]] = []
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     path = tmp_path / "log"
     with path.open("wb", buffering=0) as file:
         outlet = Outlet(file.fileno(), is_terminal=False, on_change=lambda *it: changes.append(it), most_bytes=12)
-        try:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+        with room_for(0):
             outlet.write(b"stopped\n")
             wait_until(lambda: changes)
             outlet.write(b"kept\nkept\nlost\nlo")
             outlet.write(b"st\nlost\n")
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         wait_until(lambda: len(changes) == 2)
         outlet.write(b"after\n")
         outlet.finish(time.monotonic() + 10)
