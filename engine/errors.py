@@ -55,6 +55,19 @@ class SaveError(CheckpointError):
     exit_code = 1
 
 
+class StorageError(TriaxisError):
+    """A folder of the run that cannot be used: it is of another user, read-only, or below a file.
+
+    Args:
+        text: the message.
+        is_passing: the next start may go better: the disk is full, or its server does not answer. Then the exit code is 1.
+    """
+
+    def __init__(self, text: str, *, is_passing: bool = False) -> None:
+        self.exit_code = 1 if is_passing else 2
+        super().__init__(text)
+
+
 class OutOfMemoryError(TriaxisError):
     """A rank asked for more memory than there is; the same configuration would do so again."""
 

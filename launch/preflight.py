@@ -1,5 +1,5 @@
-"""What can be known before eight processes import torch: is the run finished, is the directory its own, is the corpus there?
-Is there a GPU where something asks for one?
+"""What can be known before eight processes import torch: is the run finished, is the directory its own, can it be written,
+is the corpus there? Is there a GPU where something asks for one?
 
 The ranks check the same again (they may stand on other nodes); here it costs a second instead of ten.
 """
@@ -14,15 +14,21 @@ from engine.errors import ConfigError
 from engine.telemetry.run_dir import RunDirectory, run_name
 
 
-def look_before_training(config: Config, config_path: Path) -> str | None:
+def look_before_training(config: Config, config_path: Path, *, from_scratch: bool = False) -> str | None:
     """What to say instead of starting, if the run is finished; None: start.
 
+    Args:
+        config: of the run.
+        config_path: its file, after which a run without a name is named.
+        from_scratch: whether the run starts at step 0 again, whatever its directory holds.
+
     Raises:
-        TriaxisError: the run directory belongs to another configuration.
+        StorageError: the run directory or the folder of checkpoints cannot be written.
+        TriaxisError: the run directory belongs to another configuration, or holds what no run makes.
         DataError: a corpus is missing or damaged.
     """
     name = run_name(config, config_path.stem, os.environ)
-    finished = RunDirectory.look(config, config.runtime.runs_dir, name)
+    finished = RunDirectory.look(config, config.runtime.runs_dir, name, from_scratch=from_scratch)
     if finished is not None:
         return finished.finished_message()
     if not config.data.synthetic:

@@ -41,7 +41,7 @@ from engine.telemetry.summary import End, Start, show_end, show_start
 from engine.train import build
 from launch.batches import open_batches
 from launch.ending import WayOut, run_rank
-from launch.failure import AFTER, INTERRUPTED, MISTAKE, code_of
+from launch.failure import AFTER, INTERRUPTED, code_of
 from launch.hang_watch import open_hang_watch
 from launch.launcher import FROM_SCRATCH
 from launch.measuring import finish_step_times, open_memory_check, open_slow_ranks, open_step_times
@@ -50,7 +50,7 @@ from launch.out_of_memory import explaining_memory
 from launch.parent_death import end_with_parent
 from launch.preflight import refuse_without_gpu
 from launch.rank import Rank, join, read_config
-from launch.rank_directory import open_directory
+from launch.rank_directory import RefusedError, begin_attempt, open_directory
 from launch.run_facts import corpus_entropies, count_parameters, describe, predicted_memory
 from launch.sample_text import write_sample
 from launch.step_watchers import open_watchers
@@ -68,22 +68,21 @@ def main(argv: Sequence[str]) -> int:
         end_with_parent()
     environment = RankEnvironment.from_variables(os.environ)
     words = [word for word in argv if word != FROM_SCRATCH]
-    # A requeued or restarted job goes on from what it has saved since: the word was meant for its first start.
     is_first_start = not (environment.restart_count or int(os.environ.get("SLURM_RESTART_COUNT") or 0))
     try:
         config = read_config(words, environment, trains=True)
         with WayOut() as way_out, join(config, environment) as rank:
             refuse_without_gpu(config, has_gpu=rank.topology.device.type == "cuda")
-            directory = open_directory(rank, Path(words[0]).stem, from_scratch=FROM_SCRATCH in argv and is_first_start)
-            if directory is None:
-                raise PrintedError(MISTAKE)  # by rank 0
+            from_scratch = FROM_SCRATCH in argv
+            stem = Path(words[0]).stem
+            directory = open_directory(rank, stem, from_scratch=from_scratch, is_first_start=is_first_start)
             if directory.finished is not None:
                 if rank.number == 0:
                     print(directory.finished_message())
                 return 0
             with rank_log(directory.rank_log(rank.number), show=rank.number == 0) as streams, _printing_errors():
                 return _train(rank, directory, streams, way_out)
-    except PrintedError as error:
+    except (PrintedError, RefusedError) as error:
         return error.code
     except TriaxisError as error:
         if environment.rank == 0:
@@ -166,7 +165,14 @@ def _train(rank: Rank, directory: RunDirectory, streams: Streams, way_out: WayOu
         data = {"samples": datasets.fingerprint}
         if not config.data.synthetic:
             data[TOKENIZER] = load_tokenizer(config.data.tokenizer).identity
-        beginning = begin(engine, directory.checkpoints(config), has_saved=directory.has_saved, data=data)
+        beginning = begin(
+            engine,
+            directory.checkpoints(config),
+            has_saved=directory.has_saved,
+            data=data,
+            from_scratch=directory.from_scratch,
+        )
+        begin_attempt(rank, directory)
         say_beginning(telemetry, directory, beginning)
         facts = RunFacts(
             run=directory.path.name,

@@ -261,13 +261,14 @@ class Again:
         job: this one.
         script: the batch script, as SLURM keeps it for this job.
         words: of the command line, for a job that takes this one's place.
+        starts_over: whether that one is to start from scratch still.
         name: of the run, which a new job has to keep.
     """
 
-    def __init__(self, job: Job, script: str, words: Sequence[str], name: str) -> None:
+    def __init__(self, job: Job, script: str, words: Sequence[str], name: str, *, starts_over: bool = False) -> None:
         self._job = job
         self._script = script
-        self._words = [word for word in words if word != FROM_SCRATCH]
+        self._words = [word for word in words if word != FROM_SCRATCH or starts_over]
         self._name = name
 
     def start(self, excluded: Sequence[str]) -> bool:
@@ -395,11 +396,12 @@ def _run(root: Path, script: str, words: Sequence[str]) -> int:
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, step.heard)
     config, path = _config(words, job)
-    if FROM_SCRATCH not in words and (finished := look_before_training(config, path)) is not None:
-        print(finished)
-        return 0
     name = run_name(config, path.stem, os.environ)
     directory = RunDirectory.join(config.runtime.runs_dir, name, 0)
+    starts_over = FROM_SCRATCH in words and (not job.restart or directory.is_starting_over)
+    if (finished := look_before_training(config, path, from_scratch=starts_over)) is not None:
+        print(finished)
+        return 0
     history = History(directory.path)
     history.begin(job.number, job.restart, job.nodes, newest_step(directory, config))
     exit_code = step.run(step_words(root, words, os.environ), step_variables(job, os.environ))
@@ -427,7 +429,11 @@ def _run(root: Path, script: str, words: Sequence[str]) -> int:
             "longer than a run lives?"
         )
         return BROKE
-    return 0 if Again(job, script, words, name).start(history.excluded) else max(exit_code, BROKE)
+    return (
+        0
+        if Again(job, script, words, name, starts_over=directory.is_starting_over).start(history.excluded)
+        else max(exit_code, BROKE)
+    )
 
 
 def newest_step(directory: RunDirectory, config: Config) -> int:

@@ -1,5 +1,6 @@
 """How a run begins: from its own newest checkpoint, from one that it was told to load, or from nothing.
 
+    --from-scratch: its own are left out, and moved aside once the run begins
     the run has checkpoints of its own     go on from the newest complete one (what `latest` names first)
       .. none of them is complete          stop; --from-scratch starts again
     else checkpoint.load names one         go on from it, or take its weights (checkpoint.load_what)
@@ -51,7 +52,14 @@ class Beginning:
     history: RunHistory = field(default_factory=RunHistory)
 
 
-def begin(engine: Engine, directory: CheckpointDirectory, *, has_saved: bool, data: dict[str, str]) -> Beginning:
+def begin(
+    engine: Engine,
+    directory: CheckpointDirectory,
+    *,
+    has_saved: bool,
+    data: dict[str, str],
+    from_scratch: bool = False,
+) -> Beginning:
     """Load what the run is to begin from into the engine; every rank calls it.
 
     Args:
@@ -59,13 +67,16 @@ def begin(engine: Engine, directory: CheckpointDirectory, *, has_saved: bool, da
         directory: of the run's own checkpoints.
         has_saved: whether this run is known to have saved (rank 0's word counts).
         data: fingerprints of the data of this run, as checkpoints record them.
+        from_scratch: whether the run's own checkpoints are left out (rank 0's word counts); they are moved aside afterwards.
 
     Raises:
         CheckpointError: on every rank, with the reasons of all: nothing can be loaded where something should be, it is damaged,
             of another model, or differs in a field that may not change.
     """
     passed_over: list[str] = []
-    beginning = _first_that_loads(engine, _offers(engine, directory, has_saved, passed_over), data, passed_over)
+    own = None if from_scratch else directory
+    offers = _offers(engine, own, has_saved and not from_scratch, passed_over)
+    beginning = _first_that_loads(engine, offers, data, passed_over)
     if beginning is not None:
         return beginning
     return Beginning(TrainingState.at_start(), history=RunHistory(SkippedRanges.of(engine.config.data.skip_samples)))
@@ -119,15 +130,18 @@ class Offer:
     is_own: bool
 
 
-def _offers(engine: Engine, directory: CheckpointDirectory, has_saved: bool, passed_over: list[str]) -> Iterator[Offer]:
+def _offers(
+    engine: Engine, directory: CheckpointDirectory | None, has_saved: bool, passed_over: list[str]
+) -> Iterator[Offer]:
     """Checkpoints to try, the one to prefer first; ends where initial weights are right (used on rank 0)."""
     config = engine.config
-    for candidate in directory.candidates(passed_over):
+    for candidate in directory.candidates(passed_over) if directory is not None else ():
         refuse(
             changes(candidate.manifest.config, config), config.checkpoint.accept, f"{candidate.folder} (of this run)"
         )
         yield Offer(candidate.folder, "all", True)
     if passed_over or has_saved:
+        assert directory is not None, "a start from scratch looks for none"
         what = "\n".join(passed_over) or f"{directory.path} holds none any more."
         raise CheckpointError(
             f"this run has saved checkpoints, but none of them can be loaded, and starting from random weights would lose it:\n"

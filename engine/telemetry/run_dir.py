@@ -1,7 +1,7 @@
 """The run directory: everything that a run leaves behind, in one place (no torch here).
 
     runs/<name>/                  name: runtime.name, or the config's stem; <stem>-<jobid> under SLURM, kept over requeues
-        config.yaml               resolved: what was asked for, with every default
+        config.yaml               resolved: what was asked for, with every default, by the last attempt that began
         metrics.jsonl             one object per step, appended over all attempts
         events/node_00000.jsonl   starts, ends, validations, trouble; a file per node, read as one (`engine.telemetry.events`)
         logs/attempt_00/rank_00003.log
@@ -15,28 +15,31 @@
         checkpoints/              unless checkpoint.dir says otherwise (`engine/checkpoint/directory.py`)
         saved                     JSON; there once a checkpoint was saved: this run never starts from random weights again
         finished                  JSON; there once the last step is made
+        starting_over             there while a start from scratch was asked for and has not begun yet
         lock                      held by rank 0 while the run lives
 
-Rank 0 calls `RunDirectory.create`; the caller tells the others its attempt, and they call `RunDirectory.join`.
+Rank 0 calls `RunDirectory.create`; the caller tells the others its attempt, and they call `RunDirectory.join`. Once its engine is
+built and its checkpoint loaded, rank 0 calls `RunDirectory.begin`: an attempt that fails before leaves its log and nothing else.
+Which entries are accepted is in `engine/telemetry/run_entries.py`.
 """
 
-import errno
-import fcntl
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-import yaml
-
-from engine.checkpoint.changes import changes, refuse
 from engine.checkpoint.directory import CheckpointDirectory
-from engine.config import Config, planned_steps
+from engine.checkpoint.lock import FolderLock
+from engine.config import Config
 from engine.config_load import to_yaml
 from engine.config_telemetry import ProfileConfig
 from engine.data.files import write_atomically
-from engine.errors import CheckpointError, TriaxisError
+from engine.errors import TriaxisError
+from engine.state_files import explaining_storage, try_to_write
+from engine.telemetry import run_entries
 from engine.telemetry.events import events_file
+from engine.telemetry.run_entries import CHECKPOINTS, CONFIG, FINISHED, LOGS, METRICS, SAVED, STARTING_OVER, next_name
 
 
 def run_name(config: Config, stem: str, variables: Mapping[str, str]) -> str:
@@ -62,81 +65,147 @@ class RunDirectory:
         path: the directory.
         attempt: number of earlier attempts; of a finished run, its last attempt.
         finished: what `finish` wrote; None while the run is not done.
+        from_scratch: whether this attempt begins at step 0 whatever is there; on rank 0.
         swept: what attempts that died left half-written among the checkpoints, and was removed.
         set_aside: where the checkpoints were moved for a start from scratch.
     """
 
-    def __init__(
-        self, path: Path, attempt: int, finished: Mapping[str, Any] | None, locks: Sequence[TextIO] = ()
-    ) -> None:
+    def __init__(self, path: Path, attempt: int, finished: Mapping[str, Any] | None) -> None:
         self.path = path
         self.attempt = attempt
         self.finished = finished
+        self.from_scratch = False
         self.swept: Sequence[str] = ()
         self.set_aside: Path | None = None
-        self._locks = locks
+        self._locks: list[FolderLock] = []
 
     @classmethod
     def create(cls, config: Config, runs_dir: str | Path, name: str, *, from_scratch: bool = False) -> "RunDirectory":
         """Open the directory for a new attempt, on the one rank that decides (rank 0).
 
         A finished run is left untouched, unless the configuration now asks for more steps: `finished` tells what it came
-        to, and there is nothing to start.
+        to, and there is nothing to start. Of other runs nothing is changed but the locks and `logs/`, until `begin`.
 
         Args:
             config: of this attempt. What may differ from earlier attempts' is said in `engine/checkpoint/changes.py`.
             runs_dir: parent of run directories.
             name: of this one.
-            from_scratch: begin at step 0 again whatever is there; checkpoints are moved aside, not removed.
+            from_scratch: begin at step 0 again whatever is there; `begin` moves checkpoints aside and removes none.
 
         Raises:
-            TriaxisError: the name is no folder name; it, or something in it, is a link to somewhere else; the directory holds
-                steps of a run with another configuration (attempts that never made a step have nothing to protect); or a run that
-                is alive writes there.
+            StorageError: the directory or the folder of checkpoints cannot be written.
+            TriaxisError: the name is no folder name; it, or something in it, is a link to somewhere else; an entry is damaged or
+                of another kind than a run makes; the directory holds steps of a run with another configuration (attempts that
+                never made a step have nothing to protect); checkpoint.dir lies in another run's directory; or a run that is alive
+                writes in one of the two folders.
         """
         path = _path_of(runs_dir, name)
-        path.mkdir(parents=True, exist_ok=True)
-        _check_links(path)
-        locks = [_locked(path)]
+        with _explaining_runs(runs_dir, name):
+            path.mkdir(parents=True, exist_ok=True)
+        run = cls(path, 0, None)
         try:
-            if _has_results(path) and not from_scratch:
-                _check_same_config(path, config)
-            finished = None if from_scratch else _read_finished(path, config)
-            attempts = [int(folder.name.removeprefix("attempt_")) for folder in (path / "logs").glob("attempt_*")]
-            if finished is not None:
-                locks[0].close()
-                return cls(path, max(attempts, default=0), finished)
-            run = cls(path, max(attempts, default=-1) + 1, None, locks)
-            checkpoints = run.checkpoints(config)
-            if config.checkpoint.interval is not None and config.checkpoint.dir is not None:
-                checkpoints.path.mkdir(parents=True, exist_ok=True)
-                locks.append(_locked(checkpoints.path))
-            run.swept = checkpoints.sweep()
-            if from_scratch:
-                run.set_aside = checkpoints.set_aside()
-                (path / "saved").unlink(missing_ok=True)
-            (path / "finished").unlink(missing_ok=True)
-            write_atomically(path / "config.yaml", [to_yaml(config, describe=True).encode()])
-            run.rank_log(0).parent.mkdir(parents=True)
+            with _explaining_runs(runs_dir, name):
+                run._locks.append(_lock_of_run(path))
+                run.finished = run._check(config, from_scratch=from_scratch)
+            if run.finished is not None:
+                run.close()
+                run.attempt = run_entries.last_attempt(path)
+                return run
+            run._lock_checkpoints(config)
+            with _explaining_runs(runs_dir, name):
+                run.attempt = run_entries.next_attempt(path)
+                run.from_scratch = from_scratch
+                if from_scratch:
+                    (path / STARTING_OVER).touch()
+                run.rank_log(0).parent.mkdir(parents=True)
         except BaseException:
-            for lock in locks:
-                lock.close()
+            run.close()
             raise
         return run
 
+    def begin(self, config: Config) -> None:
+        """Make this attempt that of the directory, on rank 0: the engine is built, and what it begins with is loaded.
+
+        Earlier checkpoints are moved aside for a start from scratch, and what dead attempts left half-written is removed.
+
+        Raises:
+            StorageError: the directory or the folder of checkpoints cannot be written.
+        """
+        checkpoints = self.checkpoints(config)
+        with _explaining_checkpoints(checkpoints.path):
+            self.swept = checkpoints.sweep()
+            if self.from_scratch:
+                self.set_aside = checkpoints.set_aside()
+        with _explaining_runs(self.path.parent, self.path.name):
+            if self.from_scratch:
+                (self.path / SAVED).unlink(missing_ok=True)
+            (self.path / FINISHED).unlink(missing_ok=True)
+            self._write_config(config)
+            (self.path / STARTING_OVER).unlink(missing_ok=True)
+
     @classmethod
-    def look(cls, config: Config, runs_dir: str | Path, name: str) -> "RunDirectory | None":
+    def look(
+        cls, config: Config, runs_dir: str | Path, name: str, *, from_scratch: bool = False
+    ) -> "RunDirectory | None":
         """The directory if it holds a finished run of this configuration, else None; nothing is changed.
 
         Raises:
-            TriaxisError: the name is no folder name, or it holds steps of a run with another configuration.
+            TriaxisError: as `create`, but for another run that is alive.
         """
-        path = _path_of(runs_dir, name)
-        if not _has_results(path):
+        run = cls(_path_of(runs_dir, name), 0, None)
+        with _explaining_runs(runs_dir, name):
+            run.finished = run._check(config, from_scratch=from_scratch)
+            if run.finished is not None:
+                return run
+            for folder in (run.path, run.path / LOGS):
+                try_to_write(folder)
+        if config.checkpoint.interval is not None:
+            folder = run.checkpoints(config).path
+            with _explaining_checkpoints(folder):
+                try_to_write(folder)
+        return None
+
+    def _check(self, config: Config, *, from_scratch: bool) -> Mapping[str, Any] | None:
+        """Refuse a directory in which this attempt cannot run; returns what a finished run came to.
+
+        Raises:
+            TriaxisError: as `create`.
+            OSError: the directory cannot be read.
+        """
+        if config.checkpoint.dir is not None:
+            run_entries.check_checkpoint_folder(Path(config.checkpoint.dir), self.path)
+        if not self.path.exists():
             return None
-        _check_same_config(path, config)
-        finished = _read_finished(path, config)
-        return None if finished is None else cls(path, 0, finished)
+        run_entries.check_links(self.path)
+        run_entries.check_kinds(self.path, self.checkpoints(config).path)
+        if from_scratch:
+            return None
+        if not run_entries.has_results(self.path):
+            return run_entries.read_finished(self.path, config)
+        run_entries.check_same_config(self.path, config)
+        return run_entries.read_finished(self.path, config)
+
+    def _lock_checkpoints(self, config: Config) -> None:
+        """Lock the folder of checkpoints against other runs, wherever it is: they may name it by `checkpoint.dir`."""
+        folder = self.checkpoints(config).path
+        with _explaining_checkpoints(folder):
+            if config.checkpoint.interval is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+            if folder.exists():
+                self._locks.append(_lock_of_checkpoints(folder))
+
+    def _write_config(self, config: Config) -> None:
+        write_atomically(self.path / CONFIG, [to_yaml(config, describe=True).encode()])
+
+    @property
+    def is_starting_over(self) -> bool:
+        """Whether a start from scratch was asked for and has not begun.
+
+        Raises:
+            StorageError: the directory cannot be read.
+        """
+        with _explaining_runs(self.path.parent, self.path.name):
+            return (self.path / STARTING_OVER).exists()
 
     @classmethod
     def join(cls, runs_dir: str | Path, name: str, attempt: int) -> "RunDirectory":
@@ -145,7 +214,7 @@ class RunDirectory:
 
     def checkpoints(self, config: Config) -> CheckpointDirectory:
         """The folder of this run's checkpoints."""
-        return CheckpointDirectory(Path(config.checkpoint.dir or self.path / "checkpoints"))
+        return CheckpointDirectory(Path(config.checkpoint.dir or self.path / CHECKPOINTS))
 
     def profile(self, rank: int, profile: ProfileConfig) -> Path:
         """Where the trace of a rank goes in this attempt."""
@@ -165,11 +234,11 @@ class RunDirectory:
         return self.path / "hangs" / f"attempt_{self.attempt:02d}"
 
     def rank_log(self, rank: int) -> Path:
-        return self.path / "logs" / f"attempt_{self.attempt:02d}" / f"rank_{rank:05d}.log"
+        return self.path / LOGS / f"attempt_{self.attempt:02d}" / f"rank_{rank:05d}.log"
 
     @property
     def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
+        return self.path / METRICS
 
     def events(self, node: int) -> Path:
         """The file in which the ranks of a node of the layout write down events."""
@@ -177,26 +246,26 @@ class RunDirectory:
 
     @property
     def wandb_id(self) -> Path:
-        return self.path / "wandb_id"
+        return self.path / run_entries.WANDB_ID
 
     @property
     def wandb_alerted(self) -> Path:
-        return self.path / "wandb_alerted"
+        return self.path / run_entries.WANDB_ALERTED
 
     def known_wandb_id(self) -> str | None:
         """The id of the run's page; None where it has none."""
-        return self.wandb_id.read_text().strip() if self.wandb_id.exists() else None
+        return run_entries.known_wandb_id(self.wandb_id)
 
     @property
     def has_saved(self) -> bool:
         """Whether an attempt of this run has completed a checkpoint."""
-        return (self.path / "saved").exists()
+        return (self.path / SAVED).exists()
 
     def mark_saved(self, folder: Path, step: int) -> None:
         """Remember the first checkpoint: from now on the run resumes, and never starts from random weights unasked."""
         if not self.has_saved:
             record = {"first_checkpoint": str(folder), "step": step}
-            write_atomically(self.path / "saved", [(json.dumps(record, indent=2) + "\n").encode()])
+            write_atomically(self.path / SAVED, [(json.dumps(record, indent=2) + "\n").encode()])
 
     @property
     def tensorboard(self) -> Path:
@@ -204,7 +273,7 @@ class RunDirectory:
 
     def finish(self, **results: Any) -> None:
         """Mark the run as done: `results` (steps, loss, val_loss, ...) as JSON, complete or not there."""
-        write_atomically(self.path / "finished", [(json.dumps(results, indent=2) + "\n").encode()])
+        write_atomically(self.path / FINISHED, [(json.dumps(results, indent=2) + "\n").encode()])
         self.finished = results
 
     def finished_message(self) -> str:
@@ -214,7 +283,7 @@ class RunDirectory:
         return (
             f"The run {self.path.name} is finished ({results}); nothing was started.\n"
             f"  results      {self.path}/ (metrics.jsonl, events/, logs/)\n"
-            f"  another one  RUN_NAME={_next_name(self.path)} and the same command\n"
+            f"  another one  RUN_NAME={next_name(self.path)} and the same command\n"
             f"  longer       the same command with a larger train.steps goes on from the last checkpoint, if one was saved\n"
             f"  from zero    the same command with --from-scratch"
         )
@@ -223,7 +292,7 @@ class RunDirectory:
         """Let another process use the directory. The kernel does this too when this process dies."""
         for lock in self._locks:
             lock.close()
-        self._locks = ()
+        self._locks.clear()
 
 
 def _path_of(runs_dir: str | Path, name: str) -> Path:
@@ -231,6 +300,7 @@ def _path_of(runs_dir: str | Path, name: str) -> Path:
 
     Raises:
         TriaxisError: the name is not that of one folder in `runs_dir`.
+        StorageError: the folder cannot be reached.
     """
     path = Path(runs_dir) / name
     if name in ("", ".", "..") or "/" in name or not name.isprintable():
@@ -238,7 +308,9 @@ def _path_of(runs_dir: str | Path, name: str) -> Path:
             f"runtime.name = {name!r} must be the name of one folder, or the run would write outside of {runs_dir}. "
             f"Leave slashes and control characters away; runtime.runs_dir says where run directories go."
         )
-    if path.is_symlink():
+    with _explaining_runs(runs_dir, name):
+        is_link = path.is_symlink()
+    if is_link:
         raise TriaxisError(
             f"{path} is a link to {path.readlink()}, so the run would write outside of {runs_dir}. Set runtime.runs_dir to where "
             f"run directories are to stand, or move the folder here."
@@ -246,73 +318,25 @@ def _path_of(runs_dir: str | Path, name: str) -> Path:
     return path
 
 
-def _check_links(path: Path) -> None:
-    """Refuse links out of the run directory: what a run writes stays in the places that its configuration names.
-
-    Raises:
-        TriaxisError: naming the links.
-    """
-    inside = path.resolve()
-    links = [entry for entry in path.iterdir() if entry.is_symlink() and not entry.resolve().is_relative_to(inside)]
-    if links:
-        raise TriaxisError(
-            f"links lead out of the run directory: {', '.join(f'{link} -> {link.readlink()}' for link in sorted(links))}. The run "
-            "would write where its configuration does not say. Remove them; checkpoint.dir and runtime.runs_dir choose other disks."
-        )
+def _lock_of_run(path: Path) -> FolderLock:
+    return FolderLock(path, f"start this one under another name: RUN_NAME={next_name(path)}")
 
 
-def _locked(path: Path) -> TextIO:
-    lock = (path / "lock").open("a")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise TriaxisError(
-            f"another run is alive and writes in {path}; two would mix their metrics. Wait for it or end it, or start this one "
-            f"under another name: RUN_NAME={_next_name(path)}"
-        ) from None
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
-            lock.close()
-            raise
-        # A file system without locks: nothing tells two runs apart there, and that is no reason not to train.
-    return lock
+def _lock_of_checkpoints(folder: Path) -> FolderLock:
+    return FolderLock(folder, "name another folder by checkpoint.dir")
 
 
-def _read_finished(path: Path, config: Config) -> Mapping[str, Any] | None:
-    """What the run came to; None where it is not done, or has a checkpoint from which it is to go on for more steps."""
-    marker = path / "finished"
-    if not marker.exists():
-        return None
-    results: dict[str, Any] = json.loads(marker.read_text())
-    planned = planned_steps(config)
-    longer = planned is not None and planned > results.get("steps", planned)
-    return None if longer and (path / "saved").exists() else results
+@contextmanager
+def _explaining_runs(runs_dir: str | Path, name: str) -> Iterator[None]:
+    advice = "Name a folder that this user can write, by runtime.runs_dir, or start under another name: RUN_NAME=..."
+    with explaining_storage(Path(runs_dir) / name, "what this run writes", advice):
+        yield
 
 
-def _has_results(path: Path) -> bool:
-    metrics = path / "metrics.jsonl"
-    return (path / "config.yaml").exists() and metrics.exists() and metrics.stat().st_size > 0
-
-
-def _check_same_config(path: Path, config: Config) -> None:
-    written = path / "config.yaml"
-    there = yaml.safe_load(written.read_text()) or {}
-    try:
-        refuse(changes(there, config), config.checkpoint.accept, f"the run in {path}")
-    except CheckpointError as error:
-        raise TriaxisError(
-            f"{error}\nIts metrics would no longer be those of one run. Or start this one under another name: "
-            f"RUN_NAME={_next_name(path)}"
-        ) from None
-
-
-def _next_name(path: Path) -> str:
-    """The first of name-2, name-3, ... that is free."""
-    number = 2
-    while (path.parent / f"{path.name}-{number}").exists():
-        number += 1
-    return f"{path.name}-{number}"
+@contextmanager
+def _explaining_checkpoints(folder: Path) -> Iterator[None]:
+    with explaining_storage(folder, "checkpoints", "Name a folder that this user can write, by checkpoint.dir."):
+        yield
 
 
 def _short(value: Any) -> str:

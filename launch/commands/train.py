@@ -3,6 +3,7 @@
 import argparse
 import os
 from dataclasses import replace
+from functools import partial
 
 from launch import hostfile
 from launch.command_line import CONFIG, CommandParser
@@ -52,8 +53,7 @@ def run(args: argparse.Namespace) -> int:
     asked = replace(asked, explained_codes=(DIVERGED,), trains=True)
     if args.from_scratch:
         asked = replace(asked, worker_flags=(FROM_SCRATCH,))
-    else:
-        asked = replace(asked, preflight=look_before_training)
+    asked = replace(asked, preflight=partial(look_before_training, from_scratch=args.from_scratch))
     return launch(asked, os.environ)
 
 

@@ -33,6 +33,7 @@ def test_a_new_run_may_start(tmp_path: Path) -> None:
 def test_a_finished_run_says_so_and_another_config_is_refused(tmp_path: Path) -> None:
     synthetic = config(tmp_path, "data.synthetic=true")
     directory = RunDirectory.create(synthetic, synthetic.runtime.runs_dir, "run")
+    directory.begin(synthetic)
     directory.metrics.write_text('{"step": 1}\n')
     assert look_before_training(synthetic, TINY) is None, "an unfinished run starts its next attempt"
     directory.finish(steps=240, loss=1.5, val_loss=None)

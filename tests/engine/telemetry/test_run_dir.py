@@ -9,7 +9,7 @@ import pytest
 
 from engine.config import Config
 from engine.config_load import load_config
-from engine.errors import TriaxisError
+from engine.errors import StorageError, TriaxisError
 from engine.telemetry.run_dir import RunDirectory, run_name
 
 MakeConfig = Callable[..., Config]
@@ -18,6 +18,7 @@ MakeConfig = Callable[..., Config]
 def start(config: Config, runs: Path, name: str = "demo", *, make_a_step: bool = True) -> RunDirectory:
     """One attempt that ends without finishing."""
     run = RunDirectory.create(config, runs, name)
+    run.begin(config)
     if make_a_step:
         with run.metrics.open("a") as metrics:
             metrics.write("{}\n")
@@ -102,6 +103,8 @@ def test_a_finished_run_goes_on_for_more_steps_only_from_a_checkpoint(make_confi
     run.mark_saved(tmp_path / "step_00000300", 300)
     again = RunDirectory.create(longer, tmp_path, "demo")
     assert again.finished is None and again.has_saved
+    assert (again.path / "finished").exists(), "the attempt may fail before it begins"
+    again.begin(longer)
     assert not (again.path / "finished").exists()
 
 
@@ -115,7 +118,9 @@ def test_from_scratch_moves_checkpoints_aside(make_config: MakeConfig, tmp_path:
     run.mark_saved(saved, 4)
     run.finish(steps=1, loss=1.0)
     again = RunDirectory.create(config, tmp_path, "demo", from_scratch=True)
-    assert again.finished is None and not again.has_saved and again.swept == [half.name]
+    assert again.finished is None and again.has_saved and saved.exists(), "nothing moves before it begins"
+    again.begin(config)
+    assert not again.has_saved and not again.is_starting_over and again.swept == [half.name]
     assert again.set_aside is not None and (again.set_aside / saved.name / "inside").is_dir()
     assert not saved.exists() and not half.exists()
 
@@ -179,7 +184,7 @@ def test_a_file_system_without_locks_still_trains(
     if starts:
         assert start(make_config(), tmp_path).attempt == 0
     else:
-        with pytest.raises(OSError, match="no lock"):
+        with pytest.raises(StorageError, match="no lock"):
             start(make_config(), tmp_path)
 
 

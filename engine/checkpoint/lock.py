@@ -1,0 +1,103 @@
+"""An exclusive lock on a folder, so that one process at a time writes in it (no torch here).
+
+    runs/demo/lock                 held by rank 0 of the run while it lives
+    runs/demo/checkpoints/lock     held by whoever writes checkpoints there: a run or a conversion, under whatever name
+
+The kernel lets go of a lock when its holder dies. A lock belongs to the file, not to its name: after the folder was removed or
+moved, another process may lock a new file of that name, which `is_in_place` shows.
+"""
+
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from engine.errors import TriaxisError
+from engine.state_files import kind_of
+
+LOCK = "lock"
+
+
+class FolderLock:
+    """The lock of one folder, held until `close`.
+
+    Args:
+        folder: that exists.
+        advice: what a user can do where another process holds it; a clause.
+
+    Raises:
+        TriaxisError: another process holds it, or `lock` in the folder is no regular file.
+        OSError: the lock cannot be opened.
+    """
+
+    def __init__(self, folder: Path, advice: str) -> None:
+        self.folder = folder
+        self._descriptor: int | None = _open(folder / LOCK)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise TriaxisError(
+                f"another run is alive and writes in {folder}; two would mix their files. Wait for it or end it, or {advice}"
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
+                self.close()
+                raise
+            # A file system without locks: nothing tells two runs apart there, and that is no reason not to train.
+
+    def is_in_place(self) -> bool:
+        """Whether the folder still holds the file that is locked; false after the folder was removed or moved."""
+        if self._descriptor is None:
+            return False
+        try:
+            there = (self.folder / LOCK).stat()
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True  # a server that does not answer has lost nothing yet
+        return os.path.samestat(there, os.fstat(self._descriptor))
+
+    def close(self) -> None:
+        """Let another process have the folder."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+@contextmanager
+def holding(folder: Path, advice: str) -> Iterator[None]:
+    """Hold the lock of a folder, which is made where it is missing.
+
+    Raises:
+        TriaxisError: another process holds it.
+        OSError: the folder or the lock cannot be made.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FolderLock(folder, advice)
+    try:
+        yield
+    finally:
+        lock.close()
+
+
+def _open(path: Path) -> int:
+    """Open the lock's file without waiting: a FIFO of this name would make an ordinary open wait for ever."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    except IsADirectoryError:
+        raise _no_lock(path, "a folder") from None
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise _no_lock(path, kind_of(mode))
+    return descriptor
+
+
+def _no_lock(path: Path, kind: str) -> TriaxisError:
+    return TriaxisError(
+        f"{path} is {kind}, where the file must be that keeps two runs apart. Remove or rename it, and give the command again."
+    )
