@@ -100,9 +100,10 @@ class RunDirectory:
                 writes in one of the two folders.
         """
         path = _path_of(runs_dir, name)
+        run = cls(path, 0, None)
+        run._check_checkpoints(config)
         with _explaining_runs(runs_dir, name):
             path.mkdir(parents=True, exist_ok=True)
-        run = cls(path, 0, None)
         try:
             with _explaining_runs(runs_dir, name):
                 run._locks.append(_lock_of_run(path))
@@ -153,6 +154,7 @@ class RunDirectory:
             TriaxisError: as `create`, but for another run that is alive.
         """
         run = cls(_path_of(runs_dir, name), 0, None)
+        run._check_checkpoints(config)
         with _explaining_runs(runs_dir, name):
             run.finished = run._check(config, from_scratch=from_scratch)
             if run.finished is not None:
@@ -172,18 +174,28 @@ class RunDirectory:
             TriaxisError: as `create`.
             OSError: the directory cannot be read.
         """
-        if config.checkpoint.dir is not None:
-            run_entries.check_checkpoint_folder(Path(config.checkpoint.dir), self.path)
         if not self.path.exists():
             return None
         run_entries.check_links(self.path)
-        run_entries.check_kinds(self.path, self.checkpoints(config).path)
+        run_entries.check_kinds(self.path)
         if from_scratch:
             return None
         if not run_entries.has_results(self.path):
             return run_entries.read_finished(self.path, config)
         run_entries.check_same_config(self.path, config)
         return run_entries.read_finished(self.path, config)
+
+    def _check_checkpoints(self, config: Config) -> None:
+        """Refuse a folder of checkpoints in another run's directory, or one that holds what no run makes.
+
+        Raises:
+            TriaxisError: as `create`.
+        """
+        folder = self.checkpoints(config).path
+        with _explaining_checkpoints(folder):
+            if config.checkpoint.dir is not None:
+                run_entries.check_checkpoint_folder(folder, self.path)
+            run_entries.check_kinds_of_checkpoints(folder)
 
     def _lock_checkpoints(self, config: Config) -> None:
         """Lock the folder of checkpoints against other runs, wherever it is: they may name it by `checkpoint.dir`."""

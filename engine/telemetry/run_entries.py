@@ -7,7 +7,7 @@ FIFO would hold a rank for ever, and a folder in a file's place would end the ru
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,24 +79,34 @@ def _resolved(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def check_kinds(path: Path, checkpoints: Path) -> None:
-    """Refuse entries of another kind than the run expects under their names: a FIFO as `finished`, a folder as `lock`.
-
-    Args:
-        path: of the run directory.
-        checkpoints: folder of its checkpoints.
+def check_kinds(path: Path) -> None:
+    """Refuse entries of another kind than a run expects in its directory: a FIFO as `finished`, a folder as `metrics.jsonl`.
 
     Raises:
         TriaxisError: naming all of them.
+        OSError: one of them cannot be looked at.
     """
     found = [*_of_other_kind(path, FILES, stat.S_IFREG), *_of_other_kind(path, FOLDERS, stat.S_IFDIR)]
-    found += _of_other_kind(checkpoints, (LATEST, SKIPPED, LOCK), stat.S_IFREG)
     if (path / EVENTS).is_dir():
         names = tuple(entry.name for entry in (path / EVENTS).glob("node_*.jsonl"))
         found += _of_other_kind(path / EVENTS, names, stat.S_IFREG)
+    _refuse(path, found)
+
+
+def check_kinds_of_checkpoints(folder: Path) -> None:
+    """Refuse entries of another kind than a run expects beside its checkpoints.
+
+    Raises:
+        TriaxisError: naming all of them.
+        OSError: one of them cannot be looked at.
+    """
+    _refuse(folder, list(_of_other_kind(folder, (LATEST, SKIPPED, LOCK), stat.S_IFREG)))
+
+
+def _refuse(folder: Path, found: Sequence[str]) -> None:
     if found:
         raise TriaxisError(
-            f"the run directory {path} holds entries that no run makes:\n"
+            f"{folder} holds entries that no run makes:\n"
             + "\n".join(f"  {line}" for line in found)
             + "\nThe run could not write there. Remove or rename them, and give the command again."
         )
