@@ -6,38 +6,44 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import Any
 
 from engine.config import Config, parallel_sizes
-from engine.config_load import ENVIRONMENT, load_config, to_yaml
-from engine.config_problems import with_value
-from engine.errors import ConfigError
+from engine.config_load import ENVIRONMENT, to_yaml
 from engine.pipeline.partition import partition
 from engine.shard_spec import localize
-from engine.verify.judge import TOLERANCES, Evidence, Verdict, judge
-from engine.verify.records import REFERENCE_STEPS, ParameterFacts, RankReport, StepFacts
-from engine.verify.shrink import shrink
+from engine.verify.evidence import Evidence
+from engine.verify.judge import Verdict, judge
+from engine.verify.records import (
+    NOISE_REPORT,
+    REFERENCE_SAMPLES,
+    REFERENCE_STEPS,
+    ParameterFacts,
+    RankReport,
+    StepFacts,
+    samples_of,
+)
 from launch.from_checkpoint import JOB
 from launch.launcher import Request, launch
-from models.memory import settled
+from launch.verify_sweep import attributed
+from launch.verify_trial import CLIP, ONE_PROCESS, Trial, checked, trial
 from models.specs import model_specs, stage_specs
 
+__all__ = [
+    "CLIP",
+    "ONE_PROCESS",
+    "Trial",
+    "VerificationError",
+    "checked",
+    "evidence",
+    "show_plan",
+    "start_ranks",
+    "trial",
+    "verify",
+]
+
 WORKER = "launch.verify_rank"
-
-CLIP = 0.5
-"""Below any gradient norm off the initial point, so that clipping is at work."""
-
-LEARNING_RATE = 1e-2
-ONE_PROCESS = {
-    "tp": 1,
-    "pp": 1,
-    "vpp": 1,
-    "dp": 1,
-    "sequence_parallel": False,
-    "layers_per_stage": None,
-}
 
 
 class VerificationError(Exception):
@@ -48,107 +54,49 @@ class VerificationError(Exception):
         self.exit_code = exit_code
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """One thing to verify.
-
-    Attributes:
-        config: the layout's, as it will run.
-        reference: the same in one process.
-    """
-
-    config: Config
-    reference: Config
-
-    @property
-    def tolerance(self) -> float:
-        return TOLERANCES[self.config.precision.dtype]
-
-
-def trial(path: Path, overrides: tuple[str, ...], *, small: bool, num_steps: int, dtype: str | None) -> Trial:
-    """The two configurations of a verification.
-
-    Args:
-        path, overrides: as for training, the layout among the overrides.
-        small: shrink it (`engine/verify/shrink.py`).
-        num_steps: optimizer steps.
-        dtype: of both runs; None: the config's own.
-
-    Raises:
-        ConfigError: all problems at once.
-    """
-    asked = load_config(path, overrides, os.environ)
-    asked = with_value(asked, "parallel.dp", asked.parallel.dp or 1)
-    # What is chosen by memory is chosen for the sizes that were asked for.
-    asked = settled(asked, parallel_sizes(asked))
-    tree = asked.model_dump(mode="json")
-    for section, values in (shrink(asked) if small else {}).items():
-        tree[section] |= values
-    tree["data"] = {"synthetic": True}
-    tree["train"] |= {"steps": num_steps, "tokens": None, "eval_interval": None}
-    optimizer = asked.optimizer
-    tree["optimizer"] |= {
-        "lr": LEARNING_RATE,
-        "min_lr": 0.0,
-        "warmup_steps": 0,
-        "decay_steps": None,
-        "clip_grad": CLIP,
-        "weight_decay": optimizer.weight_decay or 0.1,
-    }
-    tree["precision"]["dtype"] = dtype or asked.precision.dtype
-    tree["checkpoint"] = {}
-    tree["telemetry"] = {}
-    one = tree | {
-        "parallel": tree["parallel"] | ONE_PROCESS,
-        "schedule": {"name": "auto"},
-        "recompute": {"granularity": "none"},
-        "offload": {},
-    }
-    reference = checked(one)
-    # Settled like the layout, so that a layout of one process is equal to it.
-    return Trial(checked(tree), settled(reference, parallel_sizes(reference)))
-
-
-def checked(tree: Mapping[str, Any]) -> Config:
-    """A tree as a configuration.
-
-    Raises:
-        ConfigError: all problems at once.
-    """
-    with tempfile.TemporaryDirectory(prefix="triaxis-") as folder:
-        path = Path(folder) / "verify.yaml"
-        path.write_text(json.dumps(tree))
-        try:
-            return load_config(path)
-        except ConfigError as error:
-            raise ConfigError(error.problems, "the configuration to verify") from None
-
-
 def verify(asked: Trial) -> Verdict:
-    """Run both and compare.
+    """Run the reference and the layout, and compare; where they differ, run sub-layouts to name the axis.
 
     Raises:
         VerificationError: a run did not end well.
     """
     with tempfile.TemporaryDirectory(prefix="triaxis-verify-") as name:
         folder = Path(name)
-        for config, is_reference in ((asked.reference, True), (asked.config, False)):
-            exit_code = _start(config, folder, is_reference=is_reference)
-            if exit_code:
+        for number, (config, job) in enumerate(_runs(asked, folder)):
+            if exit_code := start_ranks(config, folder / f"run_{number}", job):
                 raise VerificationError(exit_code)
-        return judge(evidence(asked.config, folder), asked.tolerance)
+        seen = evidence(asked.config, folder)
+        sub_layouts = count()
+
+        def is_equal(config: Config) -> bool | None:
+            for report in folder.glob("rank_*.json"):
+                report.unlink()
+            if start_ranks(config, folder / f"sub_layout_{next(sub_layouts)}", layout_job(folder)):
+                return None
+            return judge(evidence(config, folder), asked.tolerance).equal
+
+        return attributed(asked.config, seen, judge(seen, asked.tolerance), is_equal)
 
 
 def show_plan(asked: Trial) -> None:
     """Say how both runs would be started; start nothing."""
     with tempfile.TemporaryDirectory(prefix="triaxis-verify-") as name:
-        for config, is_reference in ((asked.reference, True), (asked.config, False)):
-            _start(config, Path(name), is_reference=is_reference, dry_run=True)
+        folder = Path(name)
+        for number, (config, job) in enumerate(_runs(asked, folder)):
+            start_ranks(config, folder / f"run_{number}", job, dry_run=True)
 
 
-def _start(config: Config, folder: Path, *, is_reference: bool, dry_run: bool = False) -> int:
-    job = {"folder": str(folder), "is_reference": is_reference, "sites": None}
-    return start_ranks(config, folder / ("reference" if is_reference else "layout"), job, dry_run=dry_run)
+def _runs(asked: Trial, folder: Path) -> Iterator[tuple[Config, dict[str, object]]]:
+    """Yield the reference, the measurement of its rounding if there is one, and the layout, with their jobs."""
+    yield asked.reference, layout_job(folder) | {"is_reference": True}
+    if asked.noise is not None:
+        yield asked.noise, layout_job(folder) | {"noise_of": asked.reference.precision.dtype}
+    yield asked.config, layout_job(folder)
+
+
+def layout_job(folder: Path) -> dict[str, object]:
+    """Return the job of a layout's ranks, as `launch/verify_rank.py` reads it."""
+    return {"folder": str(folder), "is_reference": False, "sites": None, "noise_of": None}
 
 
 def start_ranks(config: Config, place: Path, job: Mapping[str, object], *, dry_run: bool = False) -> int:
@@ -180,14 +128,18 @@ def without_layout_variables() -> Iterator[None]:
 
 
 def evidence(config: Config, folder: Path) -> Evidence:
-    """What the ranks of a layout left in `folder`, with what the layout does with each parameter."""
-    steps = json.loads((folder / REFERENCE_STEPS).read_text())
+    """Return what the ranks of a layout left in `folder`, with what the layout does with each parameter."""
+    num_steps = config.train.steps
+    steps = json.loads((folder / REFERENCE_STEPS).read_text())[:num_steps]
+    samples, noise = folder / REFERENCE_SAMPLES, folder / NOISE_REPORT
     return Evidence(
         parallel_sizes(config),
         config.parallel.sequence_parallel,
         parameter_facts(config),
         tuple(StepFacts(**one) for one in steps),
         tuple(RankReport.read(path) for path in sorted(folder.glob("rank_*.json"))),
+        samples_of(json.loads(samples.read_text())[:num_steps]) if samples.exists() else (),
+        RankReport.read(noise) if noise.exists() else None,
     )
 
 

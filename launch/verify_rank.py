@@ -1,8 +1,10 @@
 """The rank of `triaxis verify`: a few steps from a fixed start; the one process writes them down, a layout's ranks compare."""
 
 import json
+import math
 import os
 import sys
+import zlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,11 +17,28 @@ from engine.config import Config
 from engine.data.loader import Batches, MicroBatch
 from engine.data.synthetic import SyntheticDataset
 from engine.errors import TriaxisError
+from engine.precision import DTYPES
 from engine.runtime import RankEnvironment
 from engine.topology import Topology
 from engine.train import build
-from engine.verify.measure import Comparing, Writing, deviation, leave_the_initial_point, run_steps
-from engine.verify.records import REFERENCE_STEPS, RankReport, SiteReport, together
+from engine.verify.deviation import Deviation
+from engine.verify.measure import (
+    Comparing,
+    Writing,
+    deviation,
+    leave_the_initial_point,
+    run_steps,
+    start_from_rounded,
+)
+from engine.verify.records import (
+    NOISE_REPORT,
+    REFERENCE_SAMPLES,
+    REFERENCE_STEPS,
+    RankReport,
+    Sample,
+    SiteReport,
+    together,
+)
 from launch.ending import run_rank
 from launch.from_checkpoint import read_job
 from launch.rank import join, read_config
@@ -27,6 +46,7 @@ from models.gpt import build_chunks
 from models.probes import Probes, site_order
 
 MASKED_FRACTION = 0.3
+UNKNOWN = Deviation(0, 0.0, 0.0, 0.0, math.inf)
 REFERENCE_SITES = "reference.sites.safetensors"
 
 
@@ -38,7 +58,14 @@ def main(argv: Sequence[str]) -> int:
         job = read_job(argv)
         with join(config, environment) as rank:
             folder, sites = Path(job["folder"]), job["sites"]
-            observe(rank.topology, config, folder, is_reference=job["is_reference"], sites=sites)
+            observe(
+                rank.topology,
+                config,
+                folder,
+                is_reference=job["is_reference"],
+                sites=sites,
+                noise_of=job.get("noise_of"),
+            )
     except TriaxisError as error:
         if environment.rank == 0:
             print(f"error: {error}", file=sys.stderr)
@@ -47,7 +74,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def observe(
-    topology: Topology, config: Config, folder: Path, *, is_reference: bool, sites: Sequence[str] | None = None
+    topology: Topology,
+    config: Config,
+    folder: Path,
+    *,
+    is_reference: bool,
+    sites: Sequence[str] | None = None,
+    noise_of: str | None = None,
 ) -> None:
     """Train `config.train.steps` steps and leave in `folder` what the judge needs.
 
@@ -57,15 +90,21 @@ def observe(
         folder: shared by all ranks; holds the reference's files unless this is the reference.
         is_reference: write whole tensors, instead of comparing with them.
         sites: places whose outputs the reference has; None: all of them.
+        noise_of: the narrower dtype of a reference whose rounding this run measures: it starts from weights in that dtype.
     """
     engine = build(config, topology, build_chunks)
-    leave_the_initial_point(engine, config.train.seed)
+    if noise_of is None:
+        leave_the_initial_point(engine, config.train.seed)
+    else:
+        start_from_rounded(engine, config.train.seed, DTYPES[noise_of])
     probes = Probes(engine.chunks)
     notebook = Writing(folder) if is_reference else Comparing(folder)
     dp = topology.axis("dp")
     steps = batches_of_steps(config, dp.size, dp.index, topology.device)
+    samples = tuple(tuple(sample for microbatch in step for sample in checksums(microbatch)) for step in steps)
     facts = run_steps(engine, steps, config.optimizer.lr, notebook, probes.open())
     if isinstance(notebook, Writing):
+        (folder / REFERENCE_SAMPLES).write_text(json.dumps(samples))
         (folder / REFERENCE_STEPS).write_text(json.dumps([asdict(one) for one in facts]))
         outputs = {
             f"{site}|{samples}": value for site, found in probes.values.items() for samples, value in found.items()
@@ -79,11 +118,19 @@ def observe(
         steps=tuple(facts),
         tensors=tuple(notebook.reports()),
         sites=tuple(_sites(folder, probes, config, topology, sites)),
-    ).write(report_path(folder, topology.rank))
+        samples=samples,
+    ).write(report_path(folder, topology.rank) if noise_of is None else folder / NOISE_REPORT)
 
 
 def report_path(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank:05d}.json"
+
+
+def checksums(microbatch: MicroBatch) -> list[Sample]:
+    """Return the id and a checksum of what is read of each sample of a microbatch."""
+    rows = zip(microbatch.tokens.cpu(), microbatch.labels.cpu(), microbatch.loss_mask.cpu(), strict=True)
+    contents = [b"".join(part.numpy().tobytes() for part in row) for row in rows]
+    return [(number, zlib.crc32(read)) for number, read in zip(microbatch.sample_ids, contents, strict=True)]
 
 
 def batches_of_steps(
@@ -108,16 +155,20 @@ def batches_of_steps(
 def _sites(
     folder: Path, probes: Probes, config: Config, topology: Topology, wanted_sites: Sequence[str] | None
 ) -> list[SiteReport]:
-    """This rank's outputs against the same tokens' in the reference."""
+    """This rank's outputs against the same tokens' in the reference; samples that it has not read are infinitely far off."""
     tp = topology.axis("tp")
     reports = []
     with safe_open(folder / REFERENCE_SITES, framework="pt") as reference:
+        known = set(reference.keys())
         for site, found in probes.values.items():
             if wanted_sites is not None and site not in wanted_sites:
                 continue
             parts = []
             for samples, got in found.items():
-                wanted = reference.get_tensor(f"{site}|{samples}")
+                if (key := f"{site}|{samples}") not in known:
+                    parts.append(UNKNOWN)
+                    continue
+                wanted = reference.get_tensor(key)
                 if len(got) < len(wanted):
                     wanted = wanted[tp.index * len(got) : (tp.index + 1) * len(got)]
                 parts.append(deviation(wanted, got))

@@ -51,8 +51,21 @@ def leave_the_initial_point(engine: Engine, seed: int) -> None:
         record = parameter.record
         flat = parameter.value.data.view(-1)[: record.box_numel]
         flat += _noise(record, seed).to(flat.device, flat.dtype)
+    _masters_follow(engine)
+
+
+def _masters_follow(engine: Engine) -> None:
     for owned in engine.optimizer.owned:
         owned.state.write({"master": owned.parameters.to(owned.state.wide)})
+
+
+@torch.no_grad()
+def start_from_rounded(engine: Engine, seed: int, dtype: torch.dtype) -> None:
+    """Give every parameter and master the weights that a run in `dtype` has after `leave_the_initial_point`."""
+    for parameter in engine.parameters.values():
+        flat = parameter.value.data.view(-1)[: parameter.record.box_numel]
+        flat.copy_(starting_values(parameter.record, seed, dtype))
+    _masters_follow(engine)
 
 
 def starting_values(record: ParamRecord, seed: int, dtype: torch.dtype) -> torch.Tensor:

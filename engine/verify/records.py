@@ -21,6 +21,15 @@ KINDS: tuple[TensorKind, ...] = get_args(TensorKind)
 REFERENCE_STEPS = "reference.steps.json"
 """Where the one process writes its `StepFacts`."""
 
+REFERENCE_SAMPLES = "reference.samples.json"
+"""Where the one process writes the samples of its steps, as `RankReport.samples`."""
+
+NOISE_REPORT = "noise.json"
+"""Where the one process in a wider dtype writes its `RankReport`: the rounding of the reference."""
+
+Sample = tuple[int, int]
+"""The id of a sample, and a checksum of its tokens, labels and mask."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
@@ -57,13 +66,19 @@ class SiteReport:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """Everything of one rank; `coordinates` are its place on the axes pp, dp and tp."""
+    """Everything of one rank.
+
+    Attributes:
+        coordinates: its place on the axes pp, dp and tp.
+        samples: by step, in the order in which they are read.
+    """
 
     rank: int
     coordinates: dict[str, int]
     steps: tuple[StepFacts, ...]
     tensors: tuple[TensorReport, ...]
     sites: tuple[SiteReport, ...]
+    samples: tuple[tuple[Sample, ...], ...] = ()
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))
@@ -80,7 +95,13 @@ class RankReport:
                 for one in tree["tensors"]
             ),
             tuple(SiteReport(one["order"], one["name"], Deviation(**one["deviation"])) for one in tree["sites"]),
+            samples_of(tree["samples"]),
         )
+
+
+def samples_of(steps: Iterable[Iterable[Iterable[int]]]) -> tuple[tuple[Sample, ...], ...]:
+    """Return the samples of steps as they were before they became JSON."""
+    return tuple(tuple((int(number), int(checksum)) for number, checksum in step) for step in steps)
 
 
 @dataclass(frozen=True, slots=True)

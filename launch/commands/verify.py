@@ -13,6 +13,7 @@ from rich.table import Table
 
 from engine.config import Config, parallel_sizes
 from engine.errors import ConfigError
+from engine.verify.bounds import noise_factor
 from engine.verify.judge import Difference, Verdict
 from engine.verify.matrix import Row
 from launch.command_line import CONFIG, LAYOUT_WORDS, CommandParser, layout_overrides
@@ -220,7 +221,8 @@ def certificate(asked: Trial, verdict: Verdict, against: str = ONE_PROCESS) -> d
         "against": against,
         "steps": asked.config.train.steps,
         "dtype": asked.config.precision.dtype,
-        "tolerance": asked.tolerance,
+        "tolerance": asked.tolerance if asked.noise is None else None,
+        "largest_error_of_its_bound": verdict.of_bound,
         "largest_errors": {what: {"error": error, "name": name} for what, (error, name) in verdict.largest.items()},
         "differences": [asdict(one) for one in verdict.differences],
         "likely_cause": None if verdict.cause is None else asdict(verdict.cause),
@@ -257,7 +259,7 @@ def show(console: Console, asked: Trial, verdict: Verdict, against: str = ONE_PR
         style="dim",
     )
     console.print(
-        f"errors are relative to a tensor's norm, or to its share of all of its kind; at most {asked.tolerance:g} is rounding",
+        f"errors are relative to a tensor's norm, or to its share of all of its kind; {_rounding(asked)} is rounding",
         style="dim",
     )
     clip = config.optimizer.clip_grad
@@ -274,6 +276,15 @@ def show(console: Console, asked: Trial, verdict: Verdict, against: str = ONE_PR
     assert verdict.cause is not None
     axis = "" if verdict.cause.axis is None else f" [bold]{verdict.cause.axis}[/]:"
     console.print(f"likely cause:{axis} {verdict.cause.text}.")
+
+
+def _rounding(asked: Trial) -> str:
+    """Return the bound of errors in words."""
+    if asked.noise is None:
+        return f"at most {asked.tolerance:g}"
+    dtype, wider = asked.config.precision.dtype, asked.noise.precision.dtype
+    factor = noise_factor(asked.config.parallel.tp)
+    return f"at most {factor:.2g} times the distance of one process in {dtype} from itself in {wider}"
 
 
 def _show_differences(console: Console, differences: Sequence[Difference], against: str) -> None:

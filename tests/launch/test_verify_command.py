@@ -60,7 +60,8 @@ def test_a_layout_gets_its_certificate(
     certificate = json.loads(path.read_text())
     assert [step["grad_norm"] > CLIP for step in certificate["reference_steps"]] == [True, True]
     assert certificate["equal"] and certificate["differences"] == [] and certificate["likely_cause"] is None
-    kinds = ["start", "output", "loss", "gradient", "gradient norm", "master", "exp_avg", "exp_avg_sq", "parameter"]
+    kinds = ["samples", "start", "output", "loss", "gradient", "gradient norm", "master", "exp_avg", "exp_avg_sq"]
+    kinds.append("parameter")
     assert list(certificate["largest_errors"]) == kinds
     assert all(one["error"] <= certificate["tolerance"] for one in certificate["largest_errors"].values())
     assert certificate["config"]["parallel"]["pp"] == 2

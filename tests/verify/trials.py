@@ -11,9 +11,11 @@ import torch
 from engine.config import Config, parallel_sizes
 from engine.rank_grid import RankGrid
 from engine.topology import Topology
+from engine.verify.evidence import Evidence
 from engine.verify.judge import Verdict, judge
 from launch.verify import Trial, evidence
-from tests.harness import run_ranks
+from launch.verify_sweep import attributed
+from tests.harness import RankFailedError, run_ranks
 
 Plant = Callable[[], None]
 
@@ -25,6 +27,7 @@ def observe(
     is_reference: bool,
     plant: Plant | None,
     sites: Sequence[str] | None = None,
+    noise_of: str | None = None,
 ) -> None:
     """What a rank of `triaxis verify` does, with a bug in it."""
     from launch import verify_rank
@@ -32,7 +35,7 @@ def observe(
     if plant is not None:
         plant()
     topology = Topology(RankGrid(parallel_sizes(config)), rank, torch.device("cpu"), kv_heads=config.model.kv_heads)
-    verify_rank.observe(topology, config, Path(folder), is_reference=is_reference, sites=sites)
+    verify_rank.observe(topology, config, Path(folder), is_reference=is_reference, sites=sites, noise_of=noise_of)
 
 
 def written_once(kept: Path, name: str, write: Callable[[str], object], to: Path) -> None:
@@ -45,15 +48,37 @@ def written_once(kept: Path, name: str, write: Callable[[str], object], to: Path
     shutil.copytree(source, to, dirs_exist_ok=True)
 
 
-def run(asked: Trial, references: Path, plant: Plant | None = None) -> Verdict:
-    """The verdict about a layout whose ranks have the bug; `references`: a folder for what one process writes."""
+def run(asked: Trial, references: Path, plant: Plant | None = None, *, sub_layouts: bool = True) -> Verdict:
+    """Return the verdict about a layout whose ranks have the bug, as `triaxis verify` finds it.
+
+    Args:
+        asked: what is verified.
+        references: a folder for what one process writes.
+        plant: the bug.
+        sub_layouts: run them where something differs, to name the axis.
+    """
     with tempfile.TemporaryDirectory(prefix="triaxis-test-") as name:
         folder = Path(name)
-        one = asked.reference
 
         def refer(where: str) -> None:
-            run_ranks(observe, 1, one, where, True, None)
+            run_ranks(observe, 1, asked.reference, where, True, None)
+            if asked.noise is not None:
+                run_ranks(observe, 1, asked.noise, where, False, None, None, asked.reference.precision.dtype)
 
-        written_once(references, one.model_dump_json(), refer, folder)
-        run_ranks(observe, parallel_sizes(asked.config).world_size, asked.config, name, False, plant)
-        return judge(evidence(asked.config, folder), asked.tolerance)
+        written_once(references, asked.reference.model_dump_json(), refer, folder)
+
+        def seen(config: Config) -> Evidence:
+            for report in folder.glob("rank_*.json"):
+                report.unlink()
+            run_ranks(observe, parallel_sizes(config).world_size, config, name, False, plant, timeout_seconds=30.0)
+            return evidence(config, folder)
+
+        def is_equal(config: Config) -> bool | None:
+            try:
+                return judge(seen(config), asked.tolerance).equal
+            except RankFailedError:
+                return None
+
+        found = seen(asked.config)
+        verdict = judge(found, asked.tolerance)
+        return attributed(asked.config, found, verdict, is_equal) if sub_layouts else verdict
