@@ -24,6 +24,15 @@ LARGEST_VOCABULARY = 2**28
 MOST_MICROBATCHES = 2**17
 """Microbatches per pipeline and step: a schedule lists a forward and a backward of each."""
 
+MOST_STEPS = 2**40
+"""Optimizer steps of a run; at one step per millisecond they would take 35 years."""
+
+MOST_SAMPLES = 2**50
+"""Training samples that a run consumes."""
+
+MOST_TOKENS = 2**60
+"""Training tokens that a run consumes."""
+
 SHORTEST_TIMEOUT = 1.0
 """Seconds; the start of a process alone takes longer than less."""
 

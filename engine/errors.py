@@ -6,6 +6,32 @@ whether trying again makes sense.
 """
 
 from collections.abc import Sequence
+from itertools import islice
+
+_SHOWN_CHARACTERS = 60
+
+
+def shown(value: object) -> str:
+    """Return a value from a foreign file in at most about 80 characters, for a message.
+
+    `repr` alone would not do: it fails for an integer of 10,000 digits, and a list may contain itself a million times over.
+    """
+    if isinstance(value, str):
+        return (
+            repr(value)
+            if len(value) <= _SHOWN_CHARACTERS
+            else f"{value[:_SHOWN_CHARACTERS]!r}.. ({len(value):,} characters)"
+        )
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"an integer of {value.bit_length():,} bits"
+    if value is None or isinstance(value, bool | int | float):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        nested = (list, tuple, dict)
+        items = [f"a {type(item).__name__}" if isinstance(item, nested) else shown(item) for item in islice(value, 3)]
+        text = ", ".join([*items, ".."] if len(value) > 3 else items)
+        return f"[{text}]" if isinstance(value, list) else f"({text})"
+    return f"a {type(value).__name__}"
 
 
 class TriaxisError(Exception):

@@ -25,6 +25,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine.checkpoint.boxes import box_shape, flat_boxes, intersect
+from engine.config_limits import MOST_SAMPLES, MOST_STEPS, MOST_TOKENS
 from engine.data.files import write_atomically
 from engine.data.skipped import Ranges
 from engine.errors import CheckpointError
@@ -52,7 +53,7 @@ FileName = Annotated[str, Field(pattern=r"^[a-z0-9_]{1,64}\.safetensors$")]
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Piece(_Record):
@@ -121,17 +122,17 @@ class TrainingState(_Record):
         validation_is_due: the run stopped before the validation after `step` had its loss, so who goes on makes it first.
     """
 
-    step: int = Field(ge=0)
-    consumed_samples: int = Field(ge=0)
-    consumed_tokens: int = Field(ge=0)
-    num_updates: int = Field(ge=0)
-    lr: float
+    step: int = Field(ge=0, le=MOST_STEPS)
+    consumed_samples: int = Field(ge=0, le=MOST_SAMPLES)
+    consumed_tokens: int = Field(ge=0, le=MOST_TOKENS)
+    num_updates: int = Field(ge=0, le=MOST_STEPS)
+    lr: float = Field(ge=0)
     rng: dict[str, Any]
     loss_scale: float | None = None
     data: dict[str, Any]
     wandb_id: str | None = None
     skipped: Annotated[Ranges, Field(strict=False)] = ()
-    num_rollbacks: int = Field(0, ge=0)
+    num_rollbacks: int = Field(0, ge=0, le=MOST_STEPS)
     recent_losses: Annotated[tuple[tuple[int, float], ...], Field(strict=False)] = ()
     validation_is_due: bool = False
 
@@ -153,15 +154,15 @@ class Manifest(_Record):
         lineage: what the run was started from, oldest first.
     """
 
-    format_version: int = Field(ge=1)
+    format_version: int = Field(ge=1, le=FORMAT_VERSION)
     content: Literal["training", "weights"]
     run: str
-    attempt: int = Field(ge=0)
+    attempt: int = Field(ge=0, le=MOST_STEPS)
     written_at: str
     state: TrainingState
     fingerprint: dict[Kind, Hex64]
     layout: dict[str, Any]
-    config: dict[str, Any]
+    config: dict[str, dict[str, Any]]
     lineage: Annotated[tuple[Ancestor, ...], Field(strict=False)]
     tensors: dict[str, TensorInfo] = Field(min_length=1)
     files: Annotated[tuple[DataFile, ...], Field(strict=False)]

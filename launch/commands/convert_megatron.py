@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 from rich.console import Console
 
 from engine.config import Config, ModelConfig, OptimizerConfig, PrecisionConfig, TrainConfig
 from engine.config_load import load_config
 from engine.config_section import Section
-from engine.errors import CheckpointError, ConfigError
+from engine.errors import CheckpointError, ConfigError, shown
 from models.interop.megatron_config import differences, megatron_args, model_section, training_sections
 
 IMPORT_EXAMPLES = """examples:
@@ -205,19 +206,29 @@ def _model(
             "with its model section: --config YAML."
         )
     model = ModelConfig.model_validate(model_section(theirs, args.vocab_size, source))
-    sections, notes = training_sections(theirs)
+    try:
+        sections, notes = training_sections(theirs)
+        known = _known(sections)
+    except (ValidationError, TypeError, ArithmeticError) as error:
+        first = error.errors()[0] if isinstance(error, ValidationError) else None
+        what = f"{first['loc'][-1]} = {shown(first['input'])}: {first['msg']}" if first else str(error)
+        raise ConfigError(
+            [f"{what}. The run's own settings cannot be read. Give a config of ours: --config YAML."], source
+        ) from None
+    return model, {"model": model.model_dump(mode="json"), **known}, notes
+
+
+def _known(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Sections of ours, whole and checked, from what Megatron's arguments say of them."""
     kinds: dict[str, type[Section]] = {"train": TrainConfig, "optimizer": OptimizerConfig, "precision": PrecisionConfig}
-    known = {
+    return {
         name: kinds[name].model_validate(values).model_dump(mode="json")
         for name, values in sections.items()
         if name != "train" or "global_batch_size" in values
     }
-    return model, {"model": model.model_dump(mode="json"), **known}, notes
 
 
 def _validated(kind: Any, values: Any, folder: Path) -> Any:
-    from pydantic import ValidationError
-
     try:
         return kind.model_validate(values if values is not None else {})
     except ValidationError as error:

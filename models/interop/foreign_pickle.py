@@ -8,10 +8,15 @@ name ends the reading before anything was called.
     os.system("..")                             ->  CheckpointError that names os.system    not on the list
 
 `read_archive` is for what torch.save wrote (a zip file of one pickle and the raw bytes of tensors), `read_pickle` for the rest.
+
+Time and memory are bounded by the length of what is read. An archive may not unpack to more bytes than it has, a tensor may not
+have more elements than its storage, and a pickle may not number its objects beyond its own length.
 """
 
 import io
+import math
 import pickle
+import pickletools
 import zipfile
 from collections import OrderedDict
 from collections.abc import Collection
@@ -19,7 +24,7 @@ from typing import Any
 
 import torch
 
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, shown
 from engine.precision import DTYPES
 
 Name = tuple[str, str]
@@ -76,7 +81,8 @@ def read_pickle(content: bytes, allowed: Collection[Name], prefix: str, source: 
         source: the file's name, for messages.
 
     Raises:
-        CheckpointError: it names anything else, or is no pickle. Nothing that it names was called.
+        CheckpointError: it names anything else, is no pickle, or would need more memory than its length justifies. Nothing that
+            it names was called.
     """
     return _read(content, allowed, prefix, source, None)
 
@@ -85,18 +91,41 @@ def read_archive(content: bytes, allowed: Collection[Name], prefix: str, source:
     """The same for what torch.save wrote; its tensors become torch tensors on the CPU.
 
     Raises:
-        CheckpointError: as `read_pickle`; or it is no such archive, or an old one without a zip file around it.
+        CheckpointError: as `read_pickle`; or it is no such archive, an old one without a zip file around it, or one that unpacks
+            to more than its length.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            _check_sizes(archive, len(content))
             (pickled,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
             folder = pickled.removesuffix("data.pkl")
             return _read(archive.read(pickled), allowed, prefix, source, (archive, folder))
-    except (zipfile.BadZipFile, ValueError, KeyError) as error:
+    except (zipfile.BadZipFile, ValueError, LookupError, RuntimeError, OSError, EOFError) as error:
         raise CheckpointError(
-            f"{source} is no archive of torch.save: {error}. It is damaged, or was written by a version of torch before 1.6. "
-            "Restore it from a copy."
+            f"{source} is no archive of torch.save: {_short(error)}. It is damaged, or was written by a version of torch before "
+            "1.6. Restore it from a copy."
         ) from None
+
+
+def _check_sizes(archive: zipfile.ZipFile, num_bytes: int) -> None:
+    """Refuse an archive whose entries have more bytes than the archive; torch.save compresses nothing."""
+    entries = archive.infolist()
+    if packed := next((entry for entry in entries if entry.compress_type != zipfile.ZIP_STORED), None):
+        raise zipfile.BadZipFile(f"{shown(packed.filename)} in it is compressed, which torch.save never does")
+    if (claimed := sum(entry.file_size for entry in entries)) > num_bytes:
+        raise zipfile.BadZipFile(f"its entries claim {claimed:,} bytes, and the archive has {num_bytes:,}")
+
+
+def _check_numbers(content: bytes) -> None:
+    """Refuse a pickle that numbers an object beyond its own length: Python makes a table of that many entries at once."""
+    for opcode, argument, _ in pickletools.genops(content):
+        if opcode.name in ("PUT", "LONG_BINPUT") and argument is not None and argument > len(content):
+            raise pickle.UnpicklingError(f"object number {argument:,} in {len(content):,} bytes")
+
+
+def _short(error: Exception) -> str:
+    text = str(error)
+    return text if len(text) <= 300 else f"{text[:300]}.."
 
 
 def _read(
@@ -104,13 +133,14 @@ def _read(
 ) -> Any:
     reader = _Reader(content, frozenset(allowed), prefix, source, archive)
     try:
+        _check_numbers(content)
         return reader.load()
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle can fail in any way
         raise CheckpointError(
-            f"{source} cannot be read: {type(error).__name__}: {error}. It is damaged, or no file of Megatron's. Restore it from "
-            "a copy."
+            f"{source} cannot be read: {type(error).__name__}: {_short(error)}. It is damaged, or no file of Megatron's. Restore "
+            "it from a copy."
         ) from None
 
 
@@ -128,6 +158,7 @@ class _Reader(pickle.Unpickler):
         self._prefix = prefix
         self._source = source
         self._archive = archive
+        self._storages: dict[str, torch.Tensor] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         """What stands for a name; an unknown one is refused here, before the pickle can call it."""
@@ -153,16 +184,22 @@ class _Reader(pickle.Unpickler):
         if self._archive is None:
             raise pickle.UnpicklingError("a tensor outside of an archive")
         _, dtype, key, _, numel = pid
+        # Tensors may share a storage; its bytes are read once, however often the pickle refers to them.
+        if key in self._storages and self._storages[key].dtype == dtype:
+            return self._storages[key]
         archive, folder = self._archive
         raw = archive.read(f"{folder}data/{key}")
         if not isinstance(dtype, torch.dtype) or len(raw) != numel * dtype.itemsize:
             raise pickle.UnpicklingError(f"{len(raw)} bytes for {numel} elements of {dtype}")
         # A bytearray may be written to, as a tensor may; an empty one makes no tensor.
-        return torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+        made = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+        return self._storages.setdefault(key, made)
 
 
 def _encode(text: str, encoding: str) -> bytes:
     """`_codecs.encode`: how old pickles write bytes."""
+    if encoding not in ("latin1", "latin-1", "utf-8", "ascii"):
+        raise pickle.UnpicklingError(f"the encoding {shown(encoding)}")
     return text.encode(encoding)
 
 
@@ -170,7 +207,18 @@ def _rebuild_tensor(
     storage: torch.Tensor, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any
 ) -> torch.Tensor:
     """`torch._utils._rebuild_tensor_v2`."""
+    if math.prod(size) > storage.numel():  # a stride of 0 makes any number of elements of one
+        raise pickle.UnpicklingError(
+            f"a tensor of {shown(math.prod(size))} elements from {storage.numel():,} in its storage"
+        )
     return storage.as_strided(size, stride, offset)
+
+
+def _layout(name: Any) -> str:
+    """`torch.serialization._get_layout`: the name of a layout."""
+    if not isinstance(name, str):
+        raise pickle.UnpicklingError(f"{shown(name)} where the name of a layout belongs")
+    return name
 
 
 def _member(owner: Any, name: Any) -> Inert:
@@ -179,14 +227,14 @@ def _member(owner: Any, name: Any) -> Inert:
     Nothing is looked up, and of nothing but a class on the list is there a member.
     """
     if not (isinstance(owner, type) and issubclass(owner, Inert) and isinstance(name, str)):
-        raise pickle.UnpicklingError(f"an attribute of {owner!r}, which is no class of Megatron-Core")
+        raise pickle.UnpicklingError(f"an attribute of {shown(owner)}, which is no class of Megatron-Core")
     return owner(name)
 
 
 _KNOWN: dict[Name, Any] = {
     ("torch", "Size"): tuple,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
-    ("torch.serialization", "_get_layout"): str,
+    ("torch.serialization", "_get_layout"): _layout,
     ("collections", "OrderedDict"): OrderedDict,
     ("_codecs", "encode"): _encode,
     ("builtins", "getattr"): _member,

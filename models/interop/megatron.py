@@ -190,7 +190,7 @@ def optimizer_format(source: TorchDist) -> str | None:
         ("content_metadata", "distrib_optim_sharding_type"),
     ):
         state = source.common.get(holder)
-        if isinstance(state, dict) and word in state:
+        if isinstance(state, dict) and isinstance(state.get(word), str):
             return str(state[word])
     # An optimizer that is not distributed has no such word: its state has the shapes of the weights.
     whole_tensors = any(key.startswith("optimizer.state.exp_avg.") for key in source.tensors)

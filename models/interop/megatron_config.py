@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from engine.config import Config, ModelConfig, planned_steps
-from engine.errors import ConfigError
+from engine.errors import ConfigError, shown
 
 Args = Mapping[str, Any]
 
@@ -49,6 +49,22 @@ _OPTIMIZER = {
     "adam_eps": "eps",
 }
 """The same for `train` and `optimizer`."""
+
+_CHOICES = (
+    "normalization",
+    "position_embedding_type",
+    "num_query_groups",
+    "norm_epsilon",
+    "layernorm_epsilon",
+    "clip_grad",
+    "lr_decay_style",
+    "lr_warmup_iters",
+    "lr_warmup_fraction",
+    "padded_vocab_size",
+    "vocab_size",
+    "tokenizer_type",
+)
+"""Arguments that the functions below look at by name, beside those of the tables."""
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "padded_vocab_size")
 
@@ -99,6 +115,8 @@ def model_section(args: Args, vocab_size: int | None, source: str) -> dict[str, 
         f"{name} is missing; the model has no shape without it." for name in _REQUIRED if args.get(name) is None
     ]
     problems += _unusable(args)
+    if nested := list(_nested(args)):
+        raise ConfigError([*problems, *nested], source)
     model = {ours: args[theirs] for theirs, ours in _NAMES.items() if args.get(theirs) is not None}
     model["num_kv_heads"] = args.get("num_query_groups") if args.get("group_query_attention") else None
     model["tie_embeddings"] = not args.get("untie_embeddings_and_output_weights", False)
@@ -112,7 +130,7 @@ def model_section(args: Args, vocab_size: int | None, source: str) -> dict[str, 
     ):
         given = args.get(theirs, default)
         if given not in values:
-            problems.append(f"{theirs} = {given!r}: must be one of {', '.join(values)}; no other one is built.")
+            problems.append(f"{theirs} = {shown(given)}: must be one of {', '.join(values)}; no other one is built.")
         model[ours] = values.get(given)
     if model["qk_norm"] and model["norm"] == "layernorm":
         problems.append(
@@ -130,7 +148,7 @@ def model_section(args: Args, vocab_size: int | None, source: str) -> dict[str, 
     try:
         ModelConfig.model_validate(section)
     except ValidationError as error:
-        wrong = [f"model.{detail['loc'][0]} = {detail['input']!r}: {detail['msg']}." for detail in error.errors()]
+        wrong = [f"model.{detail['loc'][0]} = {shown(detail['input'])}: {detail['msg']}." for detail in error.errors()]
         raise ConfigError(wrong, source) from error
     return section
 
@@ -238,8 +256,16 @@ def differences(section: Mapping[str, Any], model: ModelConfig) -> list[str]:
 def _unusable(args: Args) -> Iterator[str]:
     for name, (off, why) in OFF_ONLY.items():
         value = args.get(name)
-        if value not in off and value is not None:
-            yield f"{name} = {value!r}: {why}; the model would be another one."
+        # What is nested is never compared: the comparison of a tensor, or of lists in lists, has no bound.
+        if value is not None and (not isinstance(value, bool | int | float | str) or value not in off):
+            yield f"{name} = {shown(value)}: {why}; the model would be another one."
+
+
+def _nested(args: Args) -> Iterator[str]:
+    for name in dict.fromkeys((*_NAMES, *_TRAIN, *_OPTIMIZER, *_REQUIRED, *_CHOICES)):
+        value = args.get(name)
+        if value is not None and not isinstance(value, bool | int | float | str):
+            yield f"{name} = {shown(value)}: must be a number or a word; Megatron-LM writes no other. Restore the file from a copy."
 
 
 def _activation(args: Args) -> str:

@@ -9,7 +9,8 @@
             __0_0.distcp  __0_1.distcp ..     chunks, one after another, each written by torch.save
 
 `.metadata`, common.pt and every chunk are pickles, and all of them are read by `foreign_pickle.py`, which runs nothing. Objects
-beside the tensors (`_extra_state`, the RNG's state) are never opened. Memory: one chunk, read twice over.
+beside the tensors (`_extra_state`, the RNG's state) are never opened. Memory: one chunk, read twice over. No tensor is made
+before the chunks that fill it were found to lie inside their files, so no number in a file asks for more memory than files have.
 """
 
 import math
@@ -21,12 +22,17 @@ from typing import Any
 import torch
 
 from engine.checkpoint.boxes import box_shape, intersect, within
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, shown
 from engine.json_text import parse_json
 from engine.shard_spec import Box
 from models.interop.foreign_pickle import Inert, Name, read_archive, read_pickle
 
 TRACKER = "latest_checkpointed_iteration.txt"
+_TRACKER_CHARACTERS = 64
+"""More than the tracker file can have: an iteration or the word `release`."""
+
+_LARGEST_METADATA = 4 * 2**30
+"""Bytes of `.metadata` or common.pt; those of a model of a trillion parameters have less than 1 GiB."""
 
 _DCP = "torch.distributed.checkpoint"
 _METADATA_CLASSES: frozenset[Name] = frozenset(
@@ -123,19 +129,16 @@ class TorchDist:
         """
         stored = self.tensors[key]
         box = box if box is not None else tuple((0, size) for size in stored.shape)
-        values = torch.empty(box_shape(box), dtype=stored.dtype)
-        filled = 0
-        for chunk in stored.chunks:
-            if (common := intersect(chunk.box, box)) is None:
-                continue
-            part = self._chunk(key, stored, chunk)
-            values[within(common, box)] = part[within(common, chunk.box)]
-            filled += math.prod(box_shape(common))
-        if filled != values.numel():
+        parts = [(chunk, common) for chunk in stored.chunks if (common := intersect(chunk.box, box)) is not None]
+        filled, numel = sum(math.prod(box_shape(common)) for _, common in parts), math.prod(box_shape(box))
+        if filled != numel:
             raise CheckpointError(
-                f"{self.folder}: {key} is there only in part: {filled:,} of {values.numel():,} elements. Chunks were written by "
+                f"{self.folder}: {key} is there only in part: {filled:,} of {numel:,} elements. Chunks were written by "
                 "ranks whose files are missing, or the save did not end. Copy the whole folder, or take another iteration."
             )
+        values = torch.empty(box_shape(box), dtype=stored.dtype)
+        for chunk, common in parts:
+            values[within(common, box)] = self._chunk(key, stored, chunk)[within(common, chunk.box)]
         return values
 
     def _chunk(self, key: str, stored: Stored, chunk: Chunk) -> torch.Tensor:
@@ -174,13 +177,22 @@ def find_iteration(path: Path) -> Path:
     if not path.is_dir():
         raise CheckpointError(f"{path}: there is no such folder. Give the folder that Megatron's --save named.")
     tracker = path / TRACKER
-    if not tracker.exists():
+    if not tracker.is_file():
         return path
-    name = tracker.read_text(errors="replace").strip()
-    folder = path / (f"iter_{int(name):07d}" if name.isdecimal() else "release")
-    if not folder.is_dir():
+    try:
+        with tracker.open(errors="replace") as file:
+            name = file.read(_TRACKER_CHARACTERS + 1).strip()
+    except OSError as error:
         raise CheckpointError(
-            f"{tracker} says {name[:40]!r}, and {folder.name} is not there. Give the folder of an iteration that is: "
+            f"{tracker} cannot be read: {error.strerror}. It names the newest iteration. Give the folder of an iteration."
+        ) from None
+    folder = path / (f"iter_{int(name):07d}" if name.isdecimal() else "release")
+    if len(name) > _TRACKER_CHARACTERS or not folder.is_dir():
+        there = (
+            f"is longer than {_TRACKER_CHARACTERS} characters" if len(name) > _TRACKER_CHARACTERS else "is not there"
+        )
+        raise CheckpointError(
+            f"{tracker} says {name[:40]!r}, and {folder.name[:40]} {there}. Give the folder of an iteration that is: "
             f"{', '.join(sorted(entry.name for entry in path.glob('iter_*'))) or 'none'}."
         )
     return folder
@@ -206,13 +218,13 @@ def _check_format(folder: Path) -> None:
     if not config.exists():
         raise CheckpointError(f"{folder} {_what_it_is(folder)}")
     try:
-        backend = parse_json(config.read_text())["sharded_backend"]
-    except (ValueError, KeyError, TypeError) as error:
+        backend = str(parse_json(config.read_text())["sharded_backend"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{config} does not say how the checkpoint is stored: {error!r}. Restore it from a copy."
+            f"{config} does not say how the checkpoint is stored: {type(error).__name__}: {error}. Restore it from a copy."
         ) from None
     if backend != "torch_dist":
-        what = _OTHER_FORMATS.get(backend, f"the backend {backend!r}")
+        what = _OTHER_FORMATS.get(backend, f"the backend {shown(backend)}")
         raise CheckpointError(f"{folder} is stored by {what}; only torch_dist is read here. {_SAVE_AGAIN}")
 
 
@@ -228,6 +240,11 @@ def _what_it_is(folder: Path) -> str:
 
 def _bytes(path: Path) -> bytes:
     try:
+        if (size := path.stat().st_size) > _LARGEST_METADATA:
+            raise CheckpointError(
+                f"{path} has {size:,} bytes, and at most {_LARGEST_METADATA:,} are read: it would not fit into memory. Restore it "
+                "from a copy."
+            )
         return path.read_bytes()
     except OSError as error:
         raise CheckpointError(
@@ -250,28 +267,60 @@ def _read_metadata(folder: Path) -> tuple[dict[str, Stored], frozenset[str]]:
                 objects.add(key)
             else:
                 tensors[key] = _stored(key, entry, places)
-    except (AttributeError, TypeError, ValueError, IndexError) as error:
+        _check_lengths(folder, tensors)
+    except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError) as error:
         raise CheckpointError(
-            f"{path} does not describe tensors in the way of torch.distributed.checkpoint: {error}. Restore it from a copy."
+            f"{path} does not describe tensors in the way of torch.distributed.checkpoint: {str(error)[:300]}. Restore it from a "
+            "copy."
         ) from None
     return tensors, frozenset(objects)
 
 
+def _check_lengths(folder: Path, tensors: Mapping[str, Stored]) -> None:
+    """Raise ValueError where chunks reach beyond their file or have more bytes together; a missing file is left to `read`."""
+    together: dict[str, int] = {}
+    for key, stored in tensors.items():
+        for chunk in stored.chunks:
+            path = folder / chunk.file
+            if not path.exists():
+                continue
+            size = path.stat().st_size
+            together[chunk.file] = together.get(chunk.file, 0) + chunk.length
+            if chunk.offset + chunk.length > size or together[chunk.file] > size:
+                raise ValueError(
+                    f"{chunk.file} has {size:,} bytes, and chunks of {key} and others reach beyond them (a chunk of "
+                    f"{shown(chunk.length)} bytes at {shown(chunk.offset)}): it was cut, or is of another save"
+                )
+
+
+def _whole_numbers(values: Any, what: str) -> tuple[int, ...]:
+    """Return the values as a tuple; raises ValueError for anything but integers of at least 0."""
+    if not isinstance(values, tuple | list) or any(type(value) is not int or value < 0 for value in values):
+        raise ValueError(f"{what} is {shown(values)}")
+    return tuple(values)
+
+
 def _stored(key: str, entry: Inert, places: Mapping[tuple[Any, tuple[int, ...]], Inert]) -> Stored:
-    shape, dtype = tuple(entry.get("size")), entry.get("properties").state[0]
+    shape, dtype = _whole_numbers(entry.get("size"), f"the shape of {key}"), entry.get("properties").state[0]
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{key} has the dtype {shown(dtype)}")
     chunks = []
     for part in entry.get("chunks"):
-        offsets, sizes = tuple(part.get("offsets")), tuple(part.get("sizes"))
+        offsets, sizes = (
+            _whole_numbers(part.get(name), f"{name} of a chunk of {key}") for name in ("offsets", "sizes")
+        )
         place = places.get((key, offsets))
         if place is None:
             raise ValueError(f"no file holds the chunk of {key} at {offsets}")
         file = place.get("relative_path")
-        if Path(file).name != file or place.get("transform_descriptors"):
-            raise ValueError(f"{key} is in {file!r} with {place.get('transform_descriptors')}")
+        if Path(file).name != file or "\0" in file or place.get("transform_descriptors"):
+            raise ValueError(f"{key} is in {shown(file)} with {shown(place.get('transform_descriptors'))}")
         box = tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
         if not all(0 <= low < high <= size for (low, high), size in zip(box, shape, strict=True)):
             raise ValueError(f"a chunk of {key} lies outside of its shape {shape}")
-        chunks.append(Chunk(box, file, place.get("offset"), place.get("length")))
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{key} has the dtype {dtype!r}")
+        at = (place.get("offset"), place.get("length"))
+        offset, length = _whole_numbers(at, f"the place of a chunk of {key}")
+        if (least := math.prod(sizes) * dtype.itemsize) > length:
+            raise ValueError(f"a chunk of {key} needs {shown(least)} bytes and has {shown(length)}")
+        chunks.append(Chunk(box, file, offset, length))
     return Stored(shape, dtype, tuple(chunks))

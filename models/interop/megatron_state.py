@@ -5,14 +5,16 @@
 Megatron's random states and its order of samples mean nothing here, and ours nothing there: they are not carried over.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from engine.checkpoint.manifest import TrainingState
 from engine.config import Config, planned_steps
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, shown
 from models.interop.megatron_config import megatron_training_args
 from models.interop.megatron_files import TorchDist
 
@@ -21,21 +23,29 @@ def training_state(source: TorchDist) -> TrainingState:
     """The state that a run goes on from.
 
     Raises:
-        CheckpointError: the iteration, the samples or Adam's step are not there.
+        CheckpointError: the iteration, the samples, Adam's step or the learning rate are not there, or are no such numbers.
     """
     step = _number(source.common.get("iteration"), source, "iteration")
     samples = _number(source.args.get("consumed_train_samples"), source, "args.consumed_train_samples")
     groups, state = _param_groups(source)
     num_updates = next((group["step"] for group in groups if group.get("step") is not None), state.get("common_step"))
-    return TrainingState(
-        step=step,
-        consumed_samples=samples,
-        consumed_tokens=samples * int(source.args.get("seq_length", 0)),
-        num_updates=_number(num_updates, source, "Adam's step"),
-        lr=float(max(group.get("lr", 0.0) for group in groups)),
-        rng={},
-        data={},
-    )
+    seq_length = _number(source.args.get("seq_length", 0), source, "args.seq_length")
+    try:
+        return TrainingState(
+            step=step,
+            consumed_samples=samples,
+            consumed_tokens=samples * seq_length,
+            num_updates=_number(num_updates, source, "Adam's step"),
+            lr=max(_scalar(group.get("lr", 0.0), source, "the learning rate") for group in groups),
+            rng={},
+            data={},
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise CheckpointError(
+            f"{source.folder / 'common.pt'} says {shown(first['input'])} where {first['loc'][0]} belongs: {first['msg']}. No run "
+            "came that far. Import the weights: --weights-only."
+        ) from None
 
 
 def common_state(state: TrainingState, config: Config) -> dict[str, Any]:
@@ -119,7 +129,7 @@ def _param_groups(source: TorchDist) -> tuple[list[Mapping[str, Any]], Mapping[s
     held = source.common.get("optimizer")
     inner = held.get("optimizer", held) if isinstance(held, dict) else None
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
-    if not groups:
+    if not isinstance(groups, list) or not groups or not all(isinstance(group, dict) for group in groups):
         raise CheckpointError(
             f"{source.folder / 'common.pt'} has no parameter groups of an optimizer, so neither Adam's step nor the learning rate "
             "is known. Import the weights: --weights-only."
@@ -129,11 +139,26 @@ def _param_groups(source: TorchDist) -> tuple[list[Mapping[str, Any]], Mapping[s
 
 
 def _number(value: Any, source: TorchDist, what: str) -> int:
+    """Return a count that may have been saved as a float or as a tensor of one element."""
+    number = _scalar(value, source, what)
+    if number != int(number):
+        raise _wrong(value, source, what)
+    return int(number)
+
+
+def _scalar(value: Any, source: TorchDist, what: str) -> float:
+    """Return a finite number of at least 0, an int where it was saved as one."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
-    if not isinstance(value, int | float) or value != int(value) or value < 0:
-        raise CheckpointError(
-            f"{source.folder / 'common.pt'} says {value!r} where {what} belongs; the run could not go on from there. Import the "
-            "weights: --weights-only."
-        )
-    return int(value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise _wrong(value, source, what)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise _wrong(value, source, what)
+    return value
+
+
+def _wrong(value: Any, source: TorchDist, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{source.folder / 'common.pt'} says {shown(value)} where {what} belongs; the run could not go on from there. Import the "
+        "weights: --weights-only."
+    )

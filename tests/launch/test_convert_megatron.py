@@ -267,3 +267,39 @@ def test_an_imported_run_goes_on_where_it_stood(theirs, tmp_path, monkeypatch):
     assert trained.exit_code == 0, trained.err
     steps = [record["step"] for record in records(tmp_path / "runs" / "moved" / "metrics.jsonl") if "step" in record]
     assert steps and min(steps) == 4 and max(steps) == 6
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ({"consumed_train_samples": 10**25}, "where consumed_samples belongs"),
+        ({"consumed_train_samples": float("inf")}, "says inf where args.consumed_train_samples belongs"),
+        ({"consumed_train_samples": float("nan")}, "says nan where args.consumed_train_samples belongs"),
+        ({"consumed_train_samples": [3]}, "says .3. where args.consumed_train_samples belongs"),
+        ({"num_layers": 10**10_000}, r"model.num_layers = an integer of 33,\d+ bits"),
+        ({"num_layers": [[2]]}, "num_layers = .a list.: must be a number"),
+        ({"normalization": ["RMSNorm"]}, "normalization = .'RMSNorm'.: must be a number or a word"),
+        ({"lr_decay_style": {"a": 1}}, "lr_decay_style = a dict"),
+        ({"lr_warmup_iters": "x"}, "settings cannot be read"),
+        ({"lr": -1.0}, "lr = -1.0"),
+        ({"num_experts": torch.ones(3)}, "num_experts = a Tensor: mixture of experts"),
+    ],
+)
+def test_absurd_arguments_are_refused_in_words(theirs, tmp_path, capsys, args, said):
+    rewrite(theirs, **args)
+    assert main(["convert", "megatron-import", str(theirs), str(tmp_path / "out")]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert re.search(said, error), error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "groups", [[], [3], "x", [{"step": 2**80, "lr": 1.0}], [{"step": 3, "lr": "x"}], [{"step": 3, "lr": float("nan")}]]
+)
+def test_an_absurd_optimizer_is_refused_in_words(theirs, tmp_path, capsys, groups):
+    path = open_checkpoint(theirs).folder / "common.pt"
+    common = torch.load(path, weights_only=False)
+    common["optimizer"]["optimizer"]["param_groups"] = groups
+    torch.save(common, path)
+    assert main(["convert", "megatron-import", str(theirs), str(tmp_path / "out")]) == 2
+    assert "Import the weights: --weights-only" in " ".join(capsys.readouterr().err.split())

@@ -183,9 +183,13 @@ def test_damage_is_an_error_and_not_a_traceback(checkpoint):
             open_checkpoint(checkpoint)
     metadata.write_bytes(content)
     data = checkpoint / "__0_0.distcp"
-    data.write_bytes(data.read_bytes()[:200])
+    whole = data.read_bytes()
+    data.write_bytes(bytes(len(whole)))
     with pytest.raises(CheckpointError, match=r"__0_0.distcp .*a.weight.* is no archive"):
         open_checkpoint(checkpoint).read("a.weight")
+    data.write_bytes(whole[:200])
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp has 200 bytes, and chunks of a.weight .* reach beyond"):
+        open_checkpoint(checkpoint)
     data.unlink()
     with pytest.raises(CheckpointError, match=r"No such file.*Copy the whole folder"):
         open_checkpoint(checkpoint).read("a.weight")
@@ -197,4 +201,105 @@ def test_a_file_outside_of_the_folder_is_not_read(checkpoint):
     assert content.count(b"__0_0.distcp") == 1
     metadata.write_bytes(content.replace(b"__0_0.distcp", b"../../secret"))
     with pytest.raises(CheckpointError, match="secret"):
+        open_checkpoint(checkpoint)
+
+
+def _packed(entries: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", compression) as archive:
+        for name, content in entries.items():
+            archive.writestr(name, content)
+    return stream.getvalue()
+
+
+def test_an_archive_that_unpacks_to_more_than_it_has_is_refused():
+    compressed = _packed({"a/data.pkl": pickle.dumps(bytes(10**7))}, zipfile.ZIP_DEFLATED)
+    with pytest.raises(CheckpointError, match=r"compressed, which torch\.save never does"):
+        read_archive(compressed, (), "", "a file")
+    stored = _packed({"a/data.pkl": pickle.dumps(7), "a/data/0": b"1234"})
+    # The size of the last entry in the directory at the archive's end: 4 becomes 2^31.
+    at = stored.rindex(b"PK\x01\x02") + 24
+    with pytest.raises(CheckpointError, match=r"its entries claim 2,147,483,\d+ bytes"):
+        read_archive(stored[:at] + (2**31).to_bytes(4, "little") + stored[at + 4 :], (), "", "a file")
+
+
+def test_a_tensor_of_more_elements_than_its_storage_is_refused():
+    with pytest.raises(CheckpointError, match=r"1,?000,?000,?000,?000 elements from 1 in its storage"):
+        read_archive(saved(torch.ones(1).expand(10**6, 10**6)), (), "", "a file")
+
+
+def test_a_pickle_that_numbers_an_object_beyond_its_length_is_refused():
+    """Python would make a table of 2^29 entries, 4 GiB, for this one object."""
+    with pytest.raises(CheckpointError, match="object number 268,435,456 in 8 bytes"):
+        read_pickle(b"N" + b"r" + (2**28).to_bytes(4, "little") + b"." + b"x", [], "", "a file")
+
+
+def test_a_layout_that_is_a_list_of_lists_is_refused():
+    """Thirty lists, each twice in the next, have a text of gigabytes."""
+    nested: Any = []
+    for _ in range(30):
+        nested = [nested, nested]
+    content = pickle.dumps(nested, 4)[2:-1]
+    head = b"\x80\x04ctorch.serialization\n_get_layout\n"
+    with pytest.raises(CheckpointError, match="where the name of a layout belongs"):
+        read_pickle(head + content + b"\x85R.", [], "", "a file")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"length": 2**62}, "reach beyond them .a chunk of 4611686018427387904 bytes"),
+        ({"length": 1}, "needs 24 bytes and has 1"),
+        ({"length": -1}, r"the place of a chunk of a.weight is \("),
+        ({"offset": [[0]]}, r"the place of a chunk of a.weight is \("),
+        ({"offset": 10**10_000}, r"an integer of 33,\d+ bits"),
+        ({"relative_path": ["a"]}, "argument should be|expected str"),
+        ({"relative_path": "a\0b"}, "a.weight is in 'a.*b'"),
+    ],
+)
+def test_an_absurd_place_of_a_chunk_is_refused_before_anything_is_made(checkpoint, change, said):
+    metadata = checkpoint / ".metadata"
+    record = pickle.loads(metadata.read_bytes())
+    for index, place in record.storage_data.items():
+        if index.fqn == "a.weight":
+            vars(place).update(change)
+    metadata.write_bytes(pickle.dumps(record))
+    with pytest.raises(CheckpointError, match=said):
+        open_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        ((2**50, 3), "6 of 3,377,699,720,527,872 elements"),
+        ([[2]], r"the shape of a.weight is \["),
+        ((2.0, 3), r"the shape of a.weight is \("),
+    ],
+)
+def test_an_absurd_shape_is_refused_before_anything_is_made(checkpoint, size, said):
+    metadata = checkpoint / ".metadata"
+    record = pickle.loads(metadata.read_bytes())
+    vars(record.state_dict_metadata["a.weight"])["size"] = size
+    metadata.write_bytes(pickle.dumps(record))
+    with pytest.raises(CheckpointError, match=said):
+        open_checkpoint(checkpoint).read("a.weight")
+
+
+@pytest.mark.parametrize("text", ["7" * 10_000, "iter" * 5_000, "\0", "7" * 64])
+def test_an_absurd_tracker_is_refused(checkpoint, text):
+    (checkpoint.parent / "latest_checkpointed_iteration.txt").write_text(text)
+    with pytest.raises(CheckpointError, match=r"latest_checkpointed_iteration.txt says"):
+        open_checkpoint(checkpoint.parent)
+
+
+@pytest.mark.parametrize("backend", ["[]", "{}", '"\\u0000"', "1e400", "[" * 10_000])
+def test_a_backend_that_is_no_name_is_refused(checkpoint, backend):
+    (checkpoint / "metadata.json").write_text(f'{{"sharded_backend": {backend}}}')
+    with pytest.raises(CheckpointError, match=r"is stored by the backend|does not say how the checkpoint is stored"):
+        open_checkpoint(checkpoint)
+
+
+def test_a_sparse_file_of_terabytes_is_not_read(checkpoint):
+    os.truncate(checkpoint / "common.pt", 2**42)
+    with pytest.raises(CheckpointError, match="4,398,046,511,104 bytes, and at most"):
         open_checkpoint(checkpoint)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import pickle
 from collections.abc import Callable
@@ -67,6 +68,10 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
     "state.consumed_samples": lambda tree: tree["state"].update(consumed_samples=1.5),
     "state.num_updates": lambda tree: tree["state"].update(num_updates=True),
     "state.lr": lambda tree: tree["state"].update(lr="fast"),
+    "state.consumed_tokens": lambda tree: tree["state"].update(consumed_tokens=10**25),
+    "state.num_rollbacks": lambda tree: tree["state"].update(num_rollbacks=10**30),
+    "state.loss_scale": lambda tree: tree["state"].update(loss_scale=math.nan),
+    "config.model": lambda tree: tree.update(config={"model": [1]}),
     "state.rng": lambda tree: tree["state"].update(rng=[]),
     "state.surprise": lambda tree: tree["state"].update(surprise=1),
     "fingerprint.master": lambda tree: tree["fingerprint"].update(master="xyz"),
