@@ -65,20 +65,7 @@ class JsonTokenizer:
     """
 
     def __init__(self, path: Path, eod_token: str | None = None) -> None:
-        import tokenizers  # 10 MB of native code: only for those who have a .json
-
-        if not path.is_file():
-            raise DataError(
-                f"there is no tokenizer at {path}. Give `bytes`, or the path of a tokenizer.json of the Hugging Face "
-                f"`tokenizers` library."
-            )
-        try:
-            self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises a bare Exception
-            raise DataError(
-                f"{path} is no tokenizer of the Hugging Face `tokenizers` library ({error}). Give its tokenizer.json, not "
-                f"vocab.json or tokenizer_config.json."
-            ) from error
+        self._tokenizer: Any = _open(path)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
@@ -91,7 +78,7 @@ class JsonTokenizer:
                 f"document continues the other. Name the token with --eod-token."
             )
         self.eod_id = ids[found[0]]
-        self.vocab_size = max(ids.values()) + 1
+        self.vocab_size = _vocab_size(self._tokenizer)
         self.identity = hashlib.sha256(f"{sha256_of_file(path)} {self.eod_id}".encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -102,6 +89,44 @@ class JsonTokenizer:
         known = [token for token in ids if token < self.vocab_size and token != self.eod_id]
         text: str = self._tokenizer.decode(known, skip_special_tokens=True)
         return text
+
+
+def check_tokenizer(path: Path, vocab_size: int) -> None:
+    """Check that a tokenizer.json of another model can be read and that the model has an embedding for each of its ids.
+
+    Raises:
+        DataError: the file is no tokenizer, or has ids of `vocab_size` or above.
+    """
+    ids = _vocab_size(_open(path))
+    if ids > vocab_size:
+        raise DataError(
+            f"{path} has ids up to {ids - 1:,}, and the model {vocab_size:,} tokens: some words would have no embedding. The "
+            "tokenizer is another model's. Put the model's own in its place, or move this one out of the folder."
+        )
+
+
+def _open(path: Path) -> Any:
+    """Read a tokenizer of the `tokenizers` library; DataError where there is none."""
+    import tokenizers  # 10 MB of native code: only for those who have a .json
+
+    if not path.is_file():
+        raise DataError(
+            f"there is no tokenizer at {path}. Give `bytes`, or the path of a tokenizer.json of the Hugging Face "
+            f"`tokenizers` library."
+        )
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises a bare Exception
+        raise DataError(
+            f"{path} is no tokenizer of the Hugging Face `tokenizers` library ({error}). Give its tokenizer.json, not "
+            f"vocab.json or tokenizer_config.json."
+        ) from error
+
+
+def _vocab_size(tokenizer: Any) -> int:
+    """Return the largest id + 1; 0 where the tokenizer has no token."""
+    ids: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+    return max(ids.values(), default=-1) + 1
 
 
 def load_tokenizer(name: str, eod_token: str | None = None) -> Tokenizer:

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from engine.config import ModelConfig
-from engine.data.tokenizers import load_tokenizer
+from engine.data.tokenizers import check_tokenizer, load_tokenizer
 from engine.errors import CheckpointError, DataError
 from launch.commands import convert_megatron
 from models.interop.hf_config import FAMILIES, family_of, to_hugging_face
@@ -125,6 +125,8 @@ def hf_import(args: argparse.Namespace) -> None:
     console = Console(highlight=False, soft_wrap=True, markup=False)
     found = open_folder(args.source, args.seq_length)
     tokenizer = args.source / TOKENIZER
+    if tokenizer.is_file():
+        check_tokenizer(tokenizer, found.model.vocab_size)
     config = {**found.sections, "data": {"tokenizer": str(args.out / TOKENIZER)}}
     with whole_folder(args.out) as partial:
         with _progress(console, "import", found.num_bytes) as advance:

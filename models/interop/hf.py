@@ -28,6 +28,7 @@ from engine.config import ModelConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.json_text import parse_json
 from engine.shard_spec import ParamSpec
+from models.interop.finite import check_finite
 from models.interop.hf_config import from_hugging_face, passed_over
 from models.interop.hf_files import DTYPES, TensorPlan, WeightFiles, format_name
 from models.specs import model_specs
@@ -214,9 +215,15 @@ class HuggingFaceModel:
         """Every tensor of ours, one exchange in memory at a time, in `dtype` (None: that of the file).
 
         `on_tensor` hears how many bytes of the files were read.
+
+        Raises:
+            CheckpointError: a tensor has elements that are not finite.
         """
         for exchange in self.exchanges:
-            theirs = [self.files.read(name.removeprefix(self.prefix)) for name in exchange.theirs]
+            names = [name.removeprefix(self.prefix) for name in exchange.theirs]
+            theirs = [self.files.read(name) for name in names]
+            for name, tensor in zip(names, theirs, strict=True):
+                check_finite(tensor, name, self.files.folder)
             for spec, values in zip(exchange.ours, exchange.to_ours(theirs), strict=True):
                 if spec.name == "embedding.position.weight":
                     values = values[: self.model.seq_length]

@@ -61,6 +61,7 @@ class WeightFiles:
     """The safetensors of a folder as one mapping of names. Tensors are mapped from the disk when they are read.
 
     Attributes:
+        folder: where the files are.
         tensors: by name, from the headers alone.
 
     Raises:
@@ -68,7 +69,7 @@ class WeightFiles:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._handles: dict[str, Any] = {}
         self._files: dict[str, str] = {}
         self.tensors: dict[str, TensorPlan] = {}
@@ -90,14 +91,14 @@ class WeightFiles:
         import safetensors
 
         try:
-            handle = safetensors.safe_open(self._folder / file, framework="pt")
+            handle = safetensors.safe_open(self.folder / file, framework="pt")
         except FileNotFoundError:
             raise CheckpointError(
-                f"{self._folder / file} is missing; the index names it. The model would lack its tensors. Get the folder again."
+                f"{self.folder / file} is missing; the index names it. The model would lack its tensors. Get the folder again."
             ) from None
         except (safetensors.SafetensorError, OSError) as error:
             raise CheckpointError(
-                f"{self._folder / file} is no whole safetensors file: {error}. Its tensors cannot be trusted. Get it again."
+                f"{self.folder / file} is no whole safetensors file: {error}. Its tensors cannot be trusted. Get it again."
             ) from None
         self._handles[file] = handle
         for name in handle.keys():  # noqa: SIM118 (it is no mapping)

@@ -26,6 +26,7 @@ from engine.checkpoint.store import Shard
 from engine.config import ModelConfig
 from engine.errors import CheckpointError
 from engine.shard_spec import Box
+from models.interop.finite import check_finite
 from models.interop.megatron_files import TorchDist
 from models.interop.megatron_writer import Written
 from models.specs import model_specs
@@ -227,12 +228,18 @@ def dropped_rows(source: TorchDist, model: ModelConfig) -> dict[str, int]:
 
 
 def import_shards(source: TorchDist, model: ModelConfig, prefixes: Prefixes) -> Iterator[Shard]:
-    """Our tensors, whole, from a checkpoint that `check` accepts; one of Megatron's is in memory at a time."""
+    """Our tensors, whole, from a checkpoint that `check` accepts; one of Megatron's is in memory at a time.
+
+    Raises:
+        CheckpointError: a part of a file is not what `.metadata` says, or has elements that are not finite.
+    """
     for parameter in parameters(model):
         for kind, below in prefixes.items():
             place = _find(source, parameter, below)
             assert place is not None, f"{parameter.ours[0][0]} was not checked"
             pieces = [_read(source, parameter, place, key) for key in place.keys]
+            for key, piece in zip(place.keys, pieces, strict=True):
+                check_finite(piece, key, source.folder)
             values = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
             for (name, _), tensor in zip(parameter.ours, parameter.to_ours(values), strict=True):
                 yield whole(name, tensor, kind)

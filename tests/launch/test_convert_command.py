@@ -263,3 +263,37 @@ def test_mistakes_are_answered_without_a_traceback(tmp_path: Path, capsys: pytes
     )
     assert "does not say what model it is" in refused(capsys, "convert", "hf-export", nameless, out)
     assert not out.exists()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(
+    value: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import save_file
+
+    said(capsys, "convert", "hf-export", checkpoint(tmp_path / "ours", MODEL), tmp_path / "theirs")
+    tensors = tensors_of(tmp_path / "theirs")
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = value
+    save_file(tensors, str(tmp_path / "theirs" / "model.safetensors"))
+    error = refused(capsys, "convert", "hf-import", tmp_path / "theirs", tmp_path / "back")
+    assert "model.layers.1.mlp.down_proj.weight has 1 of 960 elements that are NaN or infinite" in error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "theirs"]
+
+
+def test_a_tokenizer_that_is_none_or_does_not_fit_is_refused(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import random
+
+    said(
+        capsys, "convert", "hf-export", checkpoint(tmp_path / "ours", {**MODEL, "vocab_size": 43}), tmp_path / "theirs"
+    )
+    beside = tmp_path / "theirs" / "tokenizer.json"
+    for content, words in (
+        (random.Random(1).randbytes(1000), "is no tokenizer of the Hugging Face"),
+        (b"[" * 10_000, "is no tokenizer of the Hugging Face"),
+        (tokenizer.read_bytes(), "has ids up to 299, and the model 43 tokens"),
+    ):
+        beside.write_bytes(content)
+        assert words in refused(capsys, "convert", "hf-import", tmp_path / "theirs", tmp_path / "back")
+    assert not (tmp_path / "back").exists()

@@ -12,7 +12,7 @@ import yaml
 
 from engine.checkpoint.directory import find
 from engine.checkpoint.manifest import KINDS, TrainingState
-from engine.checkpoint.offline import whole, write_checkpoint
+from engine.checkpoint.offline import read_tensor, whole, write_checkpoint
 from engine.config import Config, ModelConfig
 from engine.config_load import load_config
 from launch.cli import main
@@ -303,3 +303,19 @@ def test_an_absurd_optimizer_is_refused_in_words(theirs, tmp_path, capsys, group
     torch.save(common, path)
     assert main(["convert", "megatron-import", str(theirs), str(tmp_path / "out")]) == 2
     assert "Import the weights: --weights-only" in " ".join(capsys.readouterr().err.split())
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, capsys):
+    start = checkpoint(tmp_path / "start", has_moments=False)
+    manifest = find(start).manifest
+    model = Config.model_validate(RUN).model
+    tensors = {spec.name: read_tensor(start, manifest, spec.name) for spec in model_specs(model)}
+    tensors["layers.1.mlp.down.weight"][0, 0] = float("nan")
+    shards = (whole(name, values) for name, values in tensors.items())
+    tree = {"model": model.model_dump(mode="json")}
+    write_checkpoint(tmp_path / "bad", shards, TrainingState.at_start(), config=tree, source="a test")
+    assert main(["convert", "megatron-export", str(tmp_path / "bad"), str(tmp_path / "megatron")]) == 0
+    assert main(["convert", "megatron-import", str(tmp_path / "megatron"), str(tmp_path / "out")]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "decoder.layers.mlp.linear_fc2.weight has 1 of 384 elements that are NaN" in error
+    assert not (tmp_path / "out").exists()
