@@ -1,6 +1,7 @@
 """A run that is asked to stop before its last step: signals on any rank, agreed by all (no torch here).
 
     SIGTERM, SIGUSR1    preempted      finish the step, save, end with the requeue code: the run goes on later
+    SIGHUP              the same       the terminal or the connection is gone; under nohup it stays ignored
     SIGINT              interrupted    finish the step, save, end as after Ctrl-C
     SIGINT again        -              end at once, nothing is saved
 
@@ -16,6 +17,7 @@ Before training there is nothing to save: then these signals do what they do by 
 import os
 import signal
 from collections.abc import Sequence
+from contextlib import suppress
 from enum import Enum
 from types import FrameType
 
@@ -33,9 +35,15 @@ class Stop(Enum):
 ASKS_FOR = {
     signal.SIGTERM: Stop.PREEMPTED,
     signal.SIGUSR1: Stop.PREEMPTED,
+    signal.SIGHUP: Stop.PREEMPTED,
     signal.SIGINT: Stop.INTERRUPTED,
 }
 """What a signal asks a rank that trains for."""
+
+
+def asking() -> list[signal.Signals]:
+    """Return the signals of `ASKS_FOR` that have an effect here: under nohup, SIGHUP is ignored from the start."""
+    return [one for one in ASKS_FOR if one != signal.SIGHUP or signal.getsignal(one) is not signal.SIG_IGN]
 
 
 class StopRequest:
@@ -56,7 +64,7 @@ class StopRequest:
 
     def listen(self) -> None:
         """From now on signals ask this rank to stop; only in the main thread (Python's rule)."""
-        for number in ASKS_FOR:
+        for number in asking():
             self._before[number] = signal.signal(number, self._heard)  # type: ignore[assignment]
 
     def close(self) -> None:
@@ -86,7 +94,8 @@ class StopRequest:
         if stop not in self._asked:
             # Past Python's buffers: the handler may have come between two bytes of another print.
             name = signal.Signals(number).name
-            os.write(2, f"rank {self._rank}: {name}: all ranks finish their step, save and stop\n".encode())
+            with suppress(OSError):  # a full disk under the log; the handler must not end the step
+                os.write(2, f"rank {self._rank}: {name}: all ranks finish their step, save and stop\n".encode())
         self.ask(stop)
         if stop is Stop.INTERRUPTED:
             # The kernel's own action for the second one, which also ends a rank that hangs in a collective.

@@ -1,7 +1,9 @@
 """Signals that reach a launcher are for its ranks, which finish their step and save (`engine/signals.py`).
 
-    SIGTERM, SIGUSR1, SIGINT    handed to every rank of this node; then it waits for them, for LONGEST_SAVE_SECONDS at most
-    SIGINT again                handed on too; a rank that is still there after AT_ONCE_SECONDS is killed
+    SIGTERM, SIGUSR1, SIGHUP, SIGINT    handed to every rank of this node; then it waits for them, for LONGEST_SAVE_SECONDS at most
+    SIGINT again                        handed on too; a rank that is still there after AT_ONCE_SECONDS is killed
+    SIGHUP under nohup                  ignored, as it was when the launcher began; torchrun alone would end its ranks
+    SIGUSR2                             ends the ranks as torchrun does after a failure: SIGTERM, then SIGKILL
 
 torchrun's own way would end the ranks 30 seconds after the signal, saved or not.
 """
@@ -9,23 +11,25 @@ torchrun's own way would end the ranks 30 seconds after the signal, saved or not
 import argparse
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 import psutil
 
-from engine.signals import ASKS_FOR
+from engine.signals import ASKS_FOR, asking
 
 LONGEST_SAVE_SECONDS = 1800.0
 """A rank that has not ended by then never will: its disk or a peer hangs."""
 
 AT_ONCE_SECONDS = 5.0
 
-LEFT_TO_TORCHRUN = "SIGHUP,SIGQUIT"
-"""The signals at which torchrun itself still ends its ranks."""
+END_RANKS = signal.SIGUSR2
+"""A launcher of several hosts sends it to the others once one has failed. SIGQUIT would make every rank dump core."""
+
+LEFT_TO_TORCHRUN = "SIGQUIT"
+"""The signal at which torchrun itself still ends its ranks."""
 
 
 class NoRanksError(Exception):
@@ -53,7 +57,8 @@ class ForwardedSignals:
         Raises:
             NoRanksError: inside the block, when a signal comes before the first rank was started.
         """
-        before = {number: signal.signal(number, self._heard) for number in ASKS_FOR}
+        before = {number: signal.signal(number, self._heard) for number in asking()}
+        before[END_RANKS] = signal.signal(END_RANKS, _end_ranks)
         try:
             with self._instead_of_torchruns(words):
                 yield self
@@ -72,10 +77,14 @@ class ForwardedSignals:
             return
         from torch.distributed.elastic.multiprocessing import api
 
-        installed, torchruns = vars(api), api._terminate_process_handler
+        installed, torchruns, heard = vars(api), api._terminate_process_handler, asking()
 
         def handle(number: int, frame: FrameType | None) -> None:
-            (self._heard if number in ASKS_FOR else torchruns)(number, frame)
+            if number in ASKS_FOR:
+                if number in heard:
+                    self._heard(number, frame)
+            else:
+                torchruns(number, frame)
 
         installed["_terminate_process_handler"] = handle
         try:
@@ -103,6 +112,12 @@ class ForwardedSignals:
         self._killer.start()
 
 
+def _end_ranks(number: int, frame: FrameType | None) -> None:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    raise SignalException("another host has failed", signal.SIGTERM)
+
+
 def ranks() -> list[psutil.Process]:
     """The live ranks that this process has started."""
     found = []
@@ -123,6 +138,7 @@ def _send(rank: psutil.Process, number: int) -> None:
 
 
 def _kill_ranks(seconds: float) -> None:
-    os.write(sys.stderr.fileno(), f"ranks that have not ended within {seconds:g} seconds are killed\n".encode())
     for rank in ranks():
         _send(rank, signal.SIGKILL)
+    with suppress(OSError):  # after the kill: the terminal may be gone, or paused
+        os.write(2, f"ranks that have not ended within {seconds:g} seconds are killed\n".encode())

@@ -27,7 +27,9 @@ from typing import TextIO
 from engine.config_load import load_config
 from engine.config_rules import problems
 from engine.errors import ConfigError, TopologyError
+from engine.signals import asking
 from launch.failure import AFTER, OTHERS_END_SECONDS
+from launch.forward_signals import END_RANKS
 from launch.slurm_step import LOOPBACK
 
 VARIABLE = "HOSTFILE"
@@ -172,9 +174,7 @@ class OverSsh:
 
     def run(self) -> int:
         """Start all hosts and wait for all; the exit code of the run. The first host's words are shown, of the others' errors."""
-        before = {
-            number: signal.signal(number, self._hand_on) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-        }
+        before = {number: signal.signal(number, self._hand_on) for number in asking()}
         readers = []
         try:
             for index, host in enumerate(self._hosts):
@@ -224,8 +224,7 @@ class OverSsh:
             if failures and not first_failure:
                 first_failure, kill_at_seconds = failures[0], time.monotonic() + OTHERS_END_SECONDS
             if time.monotonic() > kill_at_seconds:
-                # torchrun ends its ranks with this signal, for which they have no handler.
-                self._hand_on(signal.SIGHUP, None)
+                self._hand_on(END_RANKS, None)
                 kill_at_seconds = math.inf
             time.sleep(_POLL_SECONDS)
         ended = [code for code in codes if code is not None]

@@ -40,7 +40,7 @@ LEAST_STEPS = 3
 WARM_UP_SHARE = 4
 """One step in so many, from the first on, is left out of the speeds."""
 
-STOPPED = frozenset({INTERRUPTED, *AFTER.values(), 128 + signal.SIGINT, 128 + signal.SIGTERM})
+STOPPED = frozenset({INTERRUPTED, *AFTER.values(), 128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP})
 """Exit codes of a run that somebody stopped: no further layout is tried."""
 
 _ERROR = re.compile(r"^\s*(?:\| )?\s*(?:error: |torch\.\w*OutOfMemoryError: )(.+)$", re.MULTILINE)

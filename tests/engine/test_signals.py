@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.signals import NO_STOP, Stop, StopRequest
+from engine.signals import ASKS_FOR, NO_STOP, Stop, StopRequest
 
 
 def test_nobody_asked() -> None:
@@ -24,11 +24,12 @@ def test_nobody_asked() -> None:
     [
         (signal.SIGTERM, Stop.PREEMPTED, (1.0, 0.0)),
         (signal.SIGUSR1, Stop.PREEMPTED, (1.0, 0.0)),
+        (signal.SIGHUP, Stop.PREEMPTED, (1.0, 0.0)),
         (signal.SIGINT, Stop.INTERRUPTED, (0.0, 1.0)),
     ],
 )
 def test_a_signal_raises_a_flag_and_says_so_once(number, stop, flags, capfd) -> None:
-    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    before = [signal.getsignal(each) for each in ASKS_FOR]
     request = StopRequest(rank=3)
     request.listen()
     try:
@@ -39,7 +40,29 @@ def test_a_signal_raises_a_flag_and_says_so_once(number, stop, flags, capfd) -> 
     assert request.flags() == flags
     assert request.agreed is None, "it is the ranks together who agree"
     assert capfd.readouterr().err == f"rank 3: {number.name}: all ranks finish their step, save and stop\n"
-    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == before
+    assert [signal.getsignal(each) for each in ASKS_FOR] == before
+
+
+def test_a_hangup_that_nohup_ignores_asks_nothing() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    request = StopRequest()
+    request.listen()
+    try:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert request.flags() == NO_STOP
+    finally:
+        request.close()
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_asks_though_nothing_can_be_said() -> None:
+    program = (
+        "import os, signal, sys; from engine.signals import StopRequest\n"
+        "request = StopRequest(); request.listen(); os.dup2(os.open('/dev/full', os.O_WRONLY), 2)\n"
+        "os.kill(os.getpid(), signal.SIGTERM); print(request.flags())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout) == (0, "(1.0, 0.0)\n")
 
 
 def test_a_second_ctrl_c_ends_the_rank_at_once() -> None:

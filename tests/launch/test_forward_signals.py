@@ -1,13 +1,18 @@
 """Signals for the ranks are kept away from torchrun, in each version of torch."""
 
+import os
 import signal
+import subprocess
+import sys
 from argparse import Namespace
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from torch.distributed.elastic.multiprocessing import api
 
-from launch.forward_signals import LEFT_TO_TORCHRUN, ForwardedSignals, NoRanksError
+from launch import forward_signals
+from launch.forward_signals import END_RANKS, LEFT_TO_TORCHRUN, ForwardedSignals, NoRanksError
 
 handler: Any = vars(api)["_terminate_process_handler"]
 
@@ -30,5 +35,52 @@ def test_without_the_argument_its_one_handler_hands_on() -> None:
         with pytest.raises(NoRanksError):
             installed(signal.SIGTERM, None)
         assert signals.first is signal.SIGTERM
+        with pytest.raises(NoRanksError):
+            installed(signal.SIGHUP, None)
     assert vars(api)["_terminate_process_handler"] is handler
     assert vars(words) == {}
+
+
+@pytest.fixture
+def nohup() -> Iterator[None]:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("words", [Namespace(), Namespace(signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT")])
+def test_under_nohup_a_hangup_stays_ignored(nohup: None, words: Namespace) -> None:
+    signals = ForwardedSignals()
+    with signals.listening(words):
+        if not vars(words):
+            vars(api)["_terminate_process_handler"](signal.SIGHUP, None)
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    assert signals.first is None
+
+
+def test_another_host_that_failed_ends_torchrun_with_sigterm() -> None:
+    before = signal.getsignal(END_RANKS)
+    with ForwardedSignals().listening(Namespace()), pytest.raises(api.SignalException) as ended:
+        os.kill(os.getpid(), END_RANKS)
+    assert ended.value.sigval == signal.SIGTERM
+    assert signal.getsignal(END_RANKS) == before
+
+
+def test_ranks_are_killed_though_the_terminal_is_gone() -> None:
+    program = "import os; os.environ['RANK']; print('up', flush=True); import time; time.sleep(60)"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, env=os.environ | {"RANK": "0"}, text=True
+    ) as rank:
+        assert rank.stdout is not None and rank.stdout.readline() == "up\n"
+        reading, writing = os.pipe()
+        os.close(reading)
+        saved = os.dup(2)
+        os.dup2(writing, 2)
+        try:
+            forward_signals._kill_ranks(1.0)
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+            os.close(writing)
+        assert rank.wait(30) == -signal.SIGKILL

@@ -22,7 +22,7 @@ echo "$NODE_RANK of $NNODES, $NPROC_PER_NODE ranks, at $MASTER_ADDR $MASTER_PORT
 trap 'echo saved >> told_$NODE_RANK; exit 75' TERM USR1
 trap 'exit 130' INT
 [ "$1" = fail ] && [ "$NODE_RANK" = 1 ] && { echo "a rank died" >&2; exit 137; }
-[ "$1" = stuck ] && { [ "$NODE_RANK" = 1 ] && exit 2; trap '' TERM USR1 INT; trap 'exit 129' HUP; }
+[ "$1" = stuck ] && { [ "$NODE_RANK" = 1 ] && exit 2; trap '' TERM USR1 INT; trap 'exit 129' USR2; }
 [ "$1" = wait ] || [ "$1" = stuck ] || exit 0
 for _ in $(seq 600); do sleep 0.05; done
 """
