@@ -86,9 +86,13 @@ def command_parser(command: Command) -> "CommandParser":
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; `argv` is without the program's name."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    command = command_module(_chosen(arguments))
     try:
-        return command.run(command_parser(command).parse(arguments[1:]))
+        try:
+            command = command_module(_chosen(arguments))
+            return command.run(command_parser(command).parse(arguments[1:]))
+        finally:
+            if sys.stdout is not None:  # it was closed before the start
+                sys.stdout.flush()  # here, not at exit, where an ended reader cannot be handled
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

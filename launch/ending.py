@@ -20,6 +20,7 @@ from typing import NoReturn, Self
 
 from engine.errors import TriaxisError
 from launch.failure import code_of
+from launch.lasting_output import lasting_output
 
 GRACE_SECONDS = 20.0
 """What closing may take after a failure: a profiler and a checkpoint's copies wait for the device, which may never finish."""
@@ -27,15 +28,16 @@ GRACE_SECONDS = 20.0
 
 def run_rank(main: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> NoReturn:
     """End this process with the exit code of `main(arguments)`; an exception is printed and ends it with `code_of` it."""
-    try:
-        code = main(arguments)
-    except TriaxisError as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = code_of(error)
-    except (Exception, KeyboardInterrupt) as error:
-        traceback.print_exc()
-        code = code_of(error)
-    end(code)
+    with lasting_output():
+        try:
+            code = main(arguments)
+        except TriaxisError as error:
+            print(f"error: {error}", file=sys.stderr)
+            code = code_of(error)
+        except (Exception, KeyboardInterrupt) as error:
+            traceback.print_exc()
+            code = code_of(error)
+        end(code)
 
 
 class WayOut:

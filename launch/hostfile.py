@@ -30,6 +30,7 @@ from engine.errors import ConfigError, TopologyError
 from engine.signals import asking
 from launch.failure import AFTER, OTHERS_END_SECONDS
 from launch.forward_signals import END_RANKS
+from launch.lasting_output import lasting_output
 from launch.slurm_step import LOOPBACK
 
 VARIABLE = "HOSTFILE"
@@ -272,4 +273,5 @@ def start(config_path: Path, overrides: Sequence[str], flags: Sequence[str], *, 
     if dry_run:
         run.show()
         return 0
-    return run.run()
+    with lasting_output():
+        return run.run()

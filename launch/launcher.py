@@ -39,6 +39,7 @@ from launch.ending import run_rank
 from launch.failure import AFTER, MISTAKE, OTHERS_END_SECONDS, RankFailure, describe, describe_hang, first_cause
 from launch.forward_signals import ForwardedSignals, NoRanksError
 from launch.gpu_memory import read_devices
+from launch.lasting_output import lasting_output
 from launch.preflight import refuse_without_gpu
 from launch.slurm_step import LOOPBACK, is_rank, rank_variables
 from launch.world import World, decide
@@ -101,8 +102,11 @@ def launch(request: Request, variables: Mapping[str, str]) -> int:
         ConfigError: problems in the configuration, all at once.
         TopologyError: the ranks, nodes or GPUs do not fit.
     """
-    if is_rank(variables):
-        return _be_a_rank(request, variables)
+    with lasting_output():
+        return _be_a_rank(request, variables) if is_rank(variables) else _launch(request, variables)
+
+
+def _launch(request: Request, variables: Mapping[str, str]) -> int:
     plan = make_plan(request, variables)
     arguments = torchrun_arguments(plan, request.worker, variables)
     environment = thread_variables(variables) | device_variables(plan.world)

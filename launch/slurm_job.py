@@ -36,6 +36,7 @@ from launch.cli import command_module, command_parser
 from launch.commands.train import request
 from launch.failure import BROKE, DIVERGED, INTERRUPTED, MISTAKE, OTHERS_END_SECONDS
 from launch.gpu_memory import read_devices
+from launch.lasting_output import lasting_output
 from launch.launcher import DEFAULT_CONFIG, FROM_SCRATCH
 from launch.preflight import look_before_training
 from launch.slurm_history import ATTEMPTS_WITHOUT_PROGRESS, FAILURES_TO_EXCLUDE, History, Outcome
@@ -384,7 +385,8 @@ def main(argv: Sequence[str]) -> int:
         if DRY_RUN in words:
             _show(root, [word for word in words if word != DRY_RUN])
             return 0
-        return _run(root, script, words)
+        with lasting_output():
+            return _run(root, script, words)
     except TriaxisError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -12,6 +12,7 @@ import sys
 import textwrap
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Protocol, TextIO
 
 from rich.console import Console
@@ -24,6 +25,9 @@ from engine.telemetry.table import Table, cells, columns_of, has_line
 
 Rows = Sequence[tuple[str, str]]
 """Labels and values; a value may have several lines."""
+
+_COLUMNS = 80
+"""Width of a terminal that does not say its own."""
 
 _ETA_STEPS = 50
 """Steps whose mean time the ETA is made of: enough to be calm, few enough to follow a change."""
@@ -70,13 +74,16 @@ class Live:
         self._log = log
         self._num_steps = num_steps
         self._console = Console(file=terminal, highlight=False, soft_wrap=True)
+        self._columns = _COLUMNS
         self._bar: Progress | None = None
         self._streams: tuple[TextIO, TextIO] | None = None
 
     @property
     def width(self) -> int:
         """Of the terminal now; rich would ask standard output, which may be a pipe to the log. Some say 0."""
-        return os.get_terminal_size(self._terminal.fileno()).columns or 80
+        with suppress(OSError):  # it has hung up: the last width stays
+            self._columns = os.get_terminal_size(self._terminal.fileno()).columns or _COLUMNS
+        return self._columns
 
     @property
     def text_width(self) -> int:

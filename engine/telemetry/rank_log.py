@@ -143,6 +143,7 @@ class _Relay:
                 stdout=subprocess.DEVNULL,
                 stderr=log,
                 pass_fds=given,
+                env={name: value for name, value in os.environ.items() if name != "RANK"},  # it is none
                 start_new_session=True,
             )
         finally:

@@ -32,22 +32,26 @@ class Ended:
     err: str
 
 
-@contextmanager
-def started(folder: Path, *command: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
-    """The command, running in `folder` on CPUs; it does not outlive the block."""
-    environment = {
+def environment() -> dict[str, str]:
+    """Return this process's variables without those of other launchers and runs, for a run on CPUs."""
+    kept = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(OTHER_LAUNCHERS) and name not in OTHER_RUNS
     }
-    environment |= {
+    return kept | {
         "TRIAXIS_PYTHON": sys.executable,
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
+
+
+@contextmanager
+def started(folder: Path, *command: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """The command, running in `folder` on CPUs; it does not outlive the block."""
     process = subprocess.Popen(
-        command, env=environment | variables, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, env=environment() | variables, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
         yield process

@@ -1,5 +1,6 @@
 """The `triaxis` command: quick help, examples everywhere, errors that a user can read, tracebacks only for bugs."""
 
+import os
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
@@ -140,3 +141,21 @@ def test_a_reader_that_has_read_enough_is_no_error() -> None:
     assert done.returncode == 0
     assert done.stdout.startswith("schedule=1f1b")
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "words", ["--help", "config --help", "config print configs/gpt_tiny.yaml", "topology configs/gpt_tiny.yaml"]
+)
+def test_a_reader_that_ends_before_a_short_output_is_no_error(words: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "launch.cli", *words.split()],
+        cwd=ROOT,
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(writing)
+    assert done.stderr == "" and done.returncode in (0, 1)

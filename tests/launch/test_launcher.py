@@ -41,6 +41,11 @@ def start(folder: Path, words: list[str], environment: dict[str, str]) -> None:
     for number, name in ((1, "out"), (2, "err")):
         file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, number)
+    if "TOY_READER_ENDS" in environment:
+        reading, writing = os.pipe()
+        os.close(reading)
+        os.dup2(writing, 1)
+        os.dup2(writing, 2)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -194,6 +199,24 @@ def test_a_signal_is_handed_to_all_ranks_who_save(tmp_path, number, exit_code):
         assert all("saved" in started.log(rank) for rank in range(4))
         assert "so the job was stopped" not in err, "no rank has failed"
         assert all_end(ranks, within_seconds=5)
+
+
+def test_a_hangup_reaches_the_ranks_though_the_terminal_is_gone(tmp_path):
+    with job(tmp_path, "save", TOY_READER_ENDS="1") as started:
+        ranks = started.wait_for_ranks()
+        started.send_signal(signal.SIGHUP)
+        exit_code, _, _ = started.finish()
+        assert exit_code == 75
+        assert all("saved" in started.log(rank) for rank in range(4))
+        assert all_end(ranks, within_seconds=5)
+
+
+@pytest.mark.slow
+def test_a_dead_rank_has_its_exit_code_though_the_terminal_is_gone(tmp_path):
+    with job(tmp_path, "die 3", TOY_READER_ENDS="1") as started:
+        exit_code, _, _ = started.finish()
+        assert exit_code == 128 + signal.SIGKILL
+        assert all_end(started.ranks(), within_seconds=5)
 
 
 def test_ctrl_c_twice_does_not_wait_for_a_save(tmp_path):

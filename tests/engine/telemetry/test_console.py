@@ -16,8 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.telemetry.console import Report
+from engine.telemetry.console import Live, Report
 from engine.telemetry.format import compact, duration, gibibytes, significant
+from engine.telemetry.lossy_file import LossyFile, text_over
 from engine.telemetry.metrics import StepMetrics
 from engine.telemetry.summary import ladder
 from engine.telemetry.table import columns_of, fitting
@@ -231,3 +232,18 @@ def test_a_terminal_that_grew_gets_more_columns_under_a_new_header(
         lines.close()
         headers = [line.split() for line in visible_lines(read()) if line.lstrip().startswith("step")]
     assert len(headers) == 2 and "memory" not in headers[0] and "memory" in headers[1]
+
+
+def test_a_terminal_that_has_hung_up_keeps_its_last_width(make_metrics: MakeMetrics) -> None:
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    lines = report(text_over(LossyFile(slave)))
+    lines.step(make_metrics(step=1))
+    os.close(master)
+    with pytest.raises(OSError, match="Input/output error"):
+        os.get_terminal_size(slave)
+    lines.step(make_metrics(step=2))
+    lines.close()
+    live = Live(text_over(LossyFile(slave)), None, 30)
+    assert live.width == 80, "it has never said its own"
+    os.close(slave)
