@@ -176,8 +176,8 @@ class Heartbeat:
         else:
             tried = "; ".join(self.passed_over)
             raise NoRoomError(
-                f"no folder takes the {SIZE} bytes of this rank's heartbeat: {tried}. When the run hangs, nobody could say what the "
-                "rank was doing. Make room in one of them, or set TMPDIR to a folder that has some."
+                f"no folder takes the {SIZE} bytes of this rank's heartbeat: {tried}. When the run hangs, nobody could say what "
+                "the rank was doing. Make room in one of them, or set TMPDIR to a folder that has some."
             )
         self._words = memoryview(self._map)[: 8 * _NUM_WORDS].cast("q")
         for place, value in enumerate((LAYOUT, rank, pid, attempt, 0, 0, 0, NO_PEER, 0, started_at(pid))):
