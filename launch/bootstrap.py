@@ -206,6 +206,7 @@ def _make(checkout: Checkout, extras: Sequence[str], missing: Mapping[str, str])
     constraints.write_text(_constraints(checkout, extras, torch))
     command = [
         str(checkout.python),
+        "-P",  # not from the folder where this was typed
         "-m",
         "pip",
         "install",
@@ -287,12 +288,14 @@ def own_torch() -> OwnTorch | None:
 def _create(checkout: Checkout, torch: OwnTorch | None) -> None:
     """A virtual environment that also sees the active Python's packages where its torch is to be kept."""
     share = ["--system-site-packages"] if torch else []
-    made = subprocess.run([sys.executable, "-m", "venv", *share, str(checkout.venv)], stdout=sys.stderr, check=False)
+    made = subprocess.run(
+        [sys.executable, "-P", "-m", "venv", *share, str(checkout.venv)], stdout=sys.stderr, check=False
+    )
     if made.returncode:
         raise BootstrapError(f"{sys.executable} -m venv {checkout.venv} failed; its message is above.")
     if torch:
         report = "import sys, sysconfig; print(sysconfig.get_paths()['purelib'], *sys.path, sep='\\n')"
-        inside = subprocess.run([str(checkout.python), "-c", report], capture_output=True, text=True, check=True)
+        inside = subprocess.run([str(checkout.python), "-P", "-c", report], capture_output=True, text=True, check=True)
         own_packages, *seen = inside.stdout.splitlines()
         if str(torch.folder) not in seen:
             # The active Python is a virtual environment itself: what venv shares are its base's packages, not its own.
@@ -302,7 +305,9 @@ def _create(checkout: Checkout, torch: OwnTorch | None) -> None:
 def _has_pip(python: Path) -> bool:
     if not python.exists():
         return False
-    return subprocess.run([str(python), "-m", "pip", "--version"], capture_output=True, check=False).returncode == 0
+    return (
+        subprocess.run([str(python), "-P", "-m", "pip", "--version"], capture_output=True, check=False).returncode == 0
+    )
 
 
 @contextmanager

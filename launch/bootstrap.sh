@@ -15,7 +15,7 @@ triaxis_python() {
   local candidate
   for candidate in python3 python python3.13 python3.12 python3.11 "${TRIAXIS_PYTHON:-}"; do
     if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-      "$candidate" "$triaxis_root/launch/bootstrap.py" "${@/#/--extra=}"
+      PYTHONSAFEPATH=1 "$candidate" "$triaxis_root/launch/bootstrap.py" "${@/#/--extra=}"
       return
     fi
   done

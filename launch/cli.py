@@ -86,6 +86,11 @@ def command_parser(command: Command) -> "CommandParser":
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; `argv` is without the program's name."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        # This process is the command, so whatever it starts is ours: torchrun's ranks, workers that encode text, compilers.
+        from launch.import_path import import_variables
+
+        os.environ.update(import_variables(os.environ))
     try:
         try:
             command = command_module(_chosen(arguments))

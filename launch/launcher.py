@@ -39,6 +39,7 @@ from launch.ending import run_rank
 from launch.failure import AFTER, MISTAKE, OTHERS_END_SECONDS, RankFailure, describe, describe_hang, first_cause
 from launch.forward_signals import ForwardedSignals, NoRanksError
 from launch.gpu_memory import read_devices
+from launch.import_path import import_variables
 from launch.lasting_output import lasting_output
 from launch.preflight import refuse_without_gpu
 from launch.slurm_step import LOOPBACK, is_rank, rank_variables
@@ -109,13 +110,13 @@ def launch(request: Request, variables: Mapping[str, str]) -> int:
 def _launch(request: Request, variables: Mapping[str, str]) -> int:
     plan = make_plan(request, variables)
     arguments = torchrun_arguments(plan, request.worker, variables)
-    environment = thread_variables(variables) | device_variables(plan.world)
+    environment = import_variables(variables) | thread_variables(variables) | device_variables(plan.world)
     console = Console(highlight=False, soft_wrap=True)
     show(console, plan, arguments, environment)
     if request.dry_run:
         return 0
     if request.config_path is None and not any(word.startswith("data.") for word in request.overrides):
-        exit_code = _prepare_corpus(console, plan.config)
+        exit_code = _prepare_corpus(console, plan.config, os.environ | environment)
         if exit_code:
             return exit_code
     if request.preflight is not None:
@@ -206,7 +207,7 @@ def show(console: Console, plan: Plan, arguments: Sequence[str], environment: Ma
     world = plan.world
     nodes = "1 node" if world.num_nodes == 1 else f"{world.num_nodes} nodes of {world.ranks_per_node}"
     words = [sys.executable, "-m", "torch.distributed.run", *arguments]
-    line = " ".join([*(f"{name}={value}" for name, value in environment.items()), shlex.join(words)])
+    line = " ".join([*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(words)])
     rows = [
         ("config", " ".join(plan.worker_arguments)),
         ("ranks", f"{world.size} on {nodes}, {world.backend} ({world.reason})"),
@@ -220,14 +221,14 @@ def show(console: Console, plan: Plan, arguments: Sequence[str], environment: Ma
         console.print(text, markup=False)
 
 
-def _prepare_corpus(console: Console, config: Config) -> int:
+def _prepare_corpus(console: Console, config: Config, variables: Mapping[str, str]) -> int:
     """The default command trains on text that every machine has; make the corpus if it is not there. An exit code."""
     for _, prefix in config.data.train:
         if not (bin_path(prefix).exists() and idx_path(prefix).exists()):
             console.print(f"[bold]{'corpus':<8}[/bold]{prefix} is not there yet, so it is prepared first")
             sys.stdout.flush()
             command = [sys.executable, "-m", "launch.cli", "prepare", "--stdlib", "--output", prefix]
-            prepared = subprocess.run([*command, "--tokenizer", config.data.tokenizer], check=False)
+            prepared = subprocess.run([*command, "--tokenizer", config.data.tokenizer], env=variables, check=False)
             if prepared.returncode:
                 return prepared.returncode
     return 0

@@ -1,6 +1,6 @@
 """One rank of a training run: puts a GPT, its data and its telemetry together and trains.
 
-    python -m torch.distributed.run --nproc-per-node 8 --module launch.pretrain_gpt configs/gpt_tiny.yaml train.steps=20
+    PYTHONSAFEPATH=1 torchrun --nproc-per-node 8 --module launch.pretrain_gpt configs/gpt_tiny.yaml train.steps=20
 
 `launch/pretrain_gpt.sh` starts it; so does srun with one task per GPU. The only place that knows engine, models and
 telemetry at once:

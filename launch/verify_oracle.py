@@ -8,6 +8,7 @@ process goes first: when it differs too, the model is another one, and no layout
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from engine.config_load import to_yaml
 from engine.errors import ConfigError
 from engine.verify.judge import Cause, Verdict, judge
 from launch.from_checkpoint import JOB
+from launch.import_path import import_variables
 from launch.launcher import thread_variables
 from launch.verify import ONE_PROCESS, Trial, VerificationError, checked, evidence, start_ranks, trial
 from models.interop.hf_config import family_of
@@ -197,7 +199,8 @@ def show_oracle_plan(asked: OracleTrial) -> None:
     """Say how all runs would be started; start nothing."""
     with tempfile.TemporaryDirectory(prefix="triaxis-oracle-") as name:
         folder = Path(name)
-        print("oracle ", *_oracle_command(folder / "oracle" / "verify.yaml"))
+        variables = [f"{name}={shlex.quote(value)}" for name, value in import_variables(os.environ).items()]
+        print("oracle ", *variables, *_oracle_command(folder / "oracle" / "verify.yaml"))
         for number, one in enumerate(asked.trials):
             start_ranks(one.config, folder / f"layout_{number}", _job(folder), dry_run=True)
 
@@ -219,6 +222,7 @@ def _run_oracle(asked: OracleTrial, folder: Path) -> int:
     (place / JOB).write_text(json.dumps({"folder": str(folder), "oracle": asked.oracle}))
     # On the CPU wherever the layouts run, and without a look at the network.
     variables = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"} | thread_variables(os.environ)
+    variables |= import_variables(os.environ)
     return subprocess.run(_oracle_command(path), env=os.environ | variables, stdout=sys.stderr, check=False).returncode
 
 

@@ -1,6 +1,6 @@
 """A saved view of the runs in a wandb project: our panels in our order, where wandb would sort them by the alphabet.
 
-python -m launch.wandb_workspace ENTITY PROJECT       needs a key, a network, and: pip install 'triaxis[workspace]'
+python -P -m launch.wandb_workspace ENTITY PROJECT    needs a key, a network, and: pip install 'triaxis[workspace]'
 """
 
 import argparse

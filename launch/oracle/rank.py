@@ -1,6 +1,6 @@
 """The process of an oracle: the steps of `triaxis verify` in somebody else's model, written down as our one process would.
 
-    python -m launch.oracle.rank verify.yaml        beside it job.json: {"folder": .., "oracle": "megatron-core"}
+    python -P -m launch.oracle.rank verify.yaml        beside it job.json: {"folder": .., "oracle": "megatron-core"}
 
 It starts from our weights at the same point, on the same samples with the same masks, and writes whole tensors under our names.
 """
