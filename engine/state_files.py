@@ -58,8 +58,9 @@ def read_regular(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
         OSError: it is not there, cannot be read, is no regular file, or has more than `most_bytes`.
     """
     with open_regular(path) as file:
-        content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:
+        is_large = os.fstat(file.fileno()).st_size > most_bytes
+        content = b"" if is_large else file.read(most_bytes + 1)
+    if is_large or len(content) > most_bytes:
         raise OSError(errno.EFBIG, f"it has more than {most_bytes:,} bytes", str(path))
     return content
 

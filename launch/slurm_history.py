@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.data.files import write_atomically
+from engine.errors import TriaxisError
+from engine.json_text import parse_json
+from engine.state_files import read_regular
 
 FAILURES_TO_EXCLUDE = 2
 """A node may fail once by accident."""
@@ -74,13 +77,26 @@ class History:
 
     Args:
         run: the run directory; made where it is missing.
+
+    Raises:
+        TriaxisError: the file is damaged.
     """
 
     def __init__(self, run: Path) -> None:
         self._path = run / HISTORY
         self.attempts: list[Attempt] = []
-        if self._path.exists():
-            self.attempts = [_attempt(record) for record in json.loads(self._path.read_text())]
+        try:
+            records = parse_json(read_regular(self._path))
+            if not isinstance(records, list):
+                raise ValueError("it holds no list of attempts")
+            self.attempts = [_attempt(record) for record in records]
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise TriaxisError(
+                f"{self._path} is damaged ({error}): it says how the attempts of this job ended, and on which nodes. Without it, a "
+                "node that fails again and again would not be left out. Restore it, or remove it to begin counting anew."
+            ) from None
 
     def begin(self, job: str, restart: int, nodes: Sequence[str], from_step: int) -> None:
         """A new attempt starts now."""

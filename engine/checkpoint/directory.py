@@ -26,6 +26,7 @@ from engine.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from engine.data.files import sync_folder, write_atomically
 from engine.errors import CheckpointError
 from engine.resilience.history import SKIPPED
+from engine.state_files import read_regular
 
 LATEST = "latest"
 _STEP = re.compile(r"step_(\d{8,})")
@@ -62,7 +63,7 @@ class CheckpointDirectory:
     def latest(self) -> Path | None:
         """The folder that `latest` names; None where there is no such file or it names nothing of this folder."""
         try:
-            name = (self.path / LATEST).read_text(errors="replace").strip()
+            name = read_regular(self.path / LATEST).decode(errors="replace").strip()
         except OSError:
             return None
         match = _STEP.fullmatch(name)

@@ -1,7 +1,7 @@
 """An exclusive lock on a folder, so that one process at a time writes in it (no torch here).
 
     runs/demo/lock                 held by rank 0 of the run while it lives
-    runs/demo/checkpoints/lock     held by whoever writes checkpoints there: a run or a conversion, under whatever name
+    runs/demo/checkpoints/lock     held by the run that saves there, whatever its name, or by a conversion that writes there
 
 The kernel lets go of a lock when its holder dies. A lock belongs to the file, not to its name: after the folder was removed or
 moved, another process may lock a new file of that name, which `is_in_place` shows.
@@ -70,13 +70,15 @@ class FolderLock:
 
 @contextmanager
 def holding(folder: Path, advice: str) -> Iterator[None]:
-    """Hold the lock of a folder, which is made where it is missing.
+    """Hold the lock of a folder if a run has made one there; another folder is no run's, and nothing is left in it.
 
     Raises:
         TriaxisError: another process holds it.
-        OSError: the folder or the lock cannot be made.
+        OSError: the lock cannot be opened.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    if not os.path.lexists(folder / LOCK):
+        yield
+        return
     lock = FolderLock(folder, advice)
     try:
         yield

@@ -31,12 +31,16 @@ from engine.data.skipped import Ranges
 from engine.errors import CheckpointError
 from engine.optimizer.kinds import STATE_KINDS, StateKind
 from engine.shard_spec import Box
+from engine.state_files import read_regular
 
 FORMAT_VERSION = 1
 """Raised when a reader of the old format could misread the new one. Every released format stays readable."""
 
 MANIFEST = "manifest.json"
 MANIFEST_HASH = "manifest.sha256"
+
+MOST_MANIFEST_BYTES = 2**30
+"""Largest manifest that is read. About 200 bytes describe a piece of up to `PIECE_BYTES`: 600 MB for 100 TB."""
 
 PIECE_BYTES = 32 * 2**20
 """Largest piece: what a reader holds in memory at a time."""
@@ -223,8 +227,8 @@ def parse_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        content = path.read_bytes()
-        recorded = (folder / MANIFEST_HASH).read_bytes()
+        content = read_regular(path, MOST_MANIFEST_BYTES)
+        recorded = read_regular(folder / MANIFEST_HASH)
     except OSError as error:
         raise CheckpointError(
             f"{folder} is no complete checkpoint: {error.strerror or error} ({Path(error.filename or path).name}). A checkpoint "

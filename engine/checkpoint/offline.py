@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from engine.checkpoint.directory import CheckpointDirectory
+from engine.checkpoint.lock import holding
 from engine.checkpoint.manifest import (
     FORMAT_VERSION,
     Ancestor,
@@ -62,10 +63,24 @@ def write_checkpoint(
     Raises:
         OSError: the disk is full, or the folder cannot be written; nothing half-written is left.
         CheckpointError: the shards are not every element of their tensors exactly once; nothing is left either.
+        TriaxisError: a run that is alive writes in the folder.
     """
-    checkpoints = CheckpointDirectory(directory)
+    with holding(directory, "write into another folder"):
+        return _write(CheckpointDirectory(directory), shards, state, config, source, lineage, has_moments=has_moments)
+
+
+def _write(
+    checkpoints: CheckpointDirectory,
+    shards: Iterable[Shard],
+    state: TrainingState,
+    config: Mapping[str, Any],
+    source: str,
+    lineage: Iterable[Ancestor],
+    *,
+    has_moments: bool,
+) -> Path:
     partial = checkpoints.partial(state.step, 0)
-    # Only this one is ours: the folder may be that of a run that is alive.
+    # Only this one is ours: a run may have left others, and it sweeps them itself.
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:

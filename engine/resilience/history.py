@@ -18,7 +18,7 @@ from pathlib import Path
 from engine.data.files import write_atomically
 from engine.data.skipped import SkippedRanges
 from engine.errors import CheckpointError
-from engine.json_text import parse_json
+from engine.state_files import read_object
 
 SKIPPED = "skipped.json"
 """In the folder of a run's checkpoints."""
@@ -71,13 +71,13 @@ def read_history(folder: Path, saved: Sequence[tuple[int, int]] = (), num_rollba
         CheckpointError: the file is damaged: samples that were left out would be trained on.
     """
     path = folder / SKIPPED
-    if not path.exists():
-        return RunHistory(SkippedRanges.of(saved), num_rollbacks)
     try:
-        record = parse_json(path.read_bytes())
+        record = read_object(path)
+        if record is None:
+            return RunHistory(SkippedRanges.of(saved), num_rollbacks)
         ranges = [(int(start), int(stop)) for start, stop in record["skipped"]]
         return RunHistory(SkippedRanges.of([*saved, *ranges]), max(num_rollbacks, int(record["num_rollbacks"])))
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{path} is damaged ({error}): it names the samples that this run leaves out, and without it they would be trained on. "
             'Restore it, or write what the files in events/ say of them: {"skipped": [[first, stop], ...], "num_rollbacks": 1}'

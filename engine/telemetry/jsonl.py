@@ -155,7 +155,7 @@ def read_records(path: Path, start: int = 0) -> Records:
 
     A last line that was never ended and a line that is no object are counted, not raised: a run that was killed leaves one.
     """
-    if not path.exists():
+    if not path.is_file():  # a FIFO would be waited for
         return Records([], 0, start)
     with path.open("rb") as file:
         file.seek(start)

@@ -23,9 +23,12 @@ from engine.errors import TriaxisError
 from engine.json_text import parse_json
 from engine.pipeline.actions import Action, Placement
 from engine.pipeline.lowering import Instruction, Transfer
+from engine.state_files import read_regular
 from engine.telemetry.marks import Doing
 
 RANK_FILES = "rank_*.json"
+_MOST_BYTES = 2**30
+"""Of the row of one rank; an event has about 200."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,11 +185,11 @@ def merge(run: Path) -> Merged:
     errors, world_size = [], 0
     for file in files:
         try:
-            content = parse_json(file.read_text())
+            content = parse_json(read_regular(file, _MOST_BYTES))
             events += content["traceEvents"]
             errors.append(float(content["otherData"]["clock_error_seconds"]))
             world_size = int(content["otherData"]["world_size"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise TriaxisError(
                 f"{file} is no timeline of a rank ({type(error).__name__}: {error}): put together without it, its row would be "
                 "missing unnoticed. Remove the file to leave the rank out."

@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -34,6 +35,8 @@ from engine.config import Config
 from engine.config_telemetry import WandbConfig
 from engine.data.files import write_atomically
 from engine.errors import TriaxisError
+from engine.json_text import parse_json
+from engine.state_files import read_regular
 from engine.telemetry.events import ALERTS, OLD_FILE, Event, read_events
 from engine.telemetry.metrics import StepMetrics
 from engine.telemetry.redaction import without_secrets
@@ -122,7 +125,7 @@ class _Alerts:
         self._directory, self._marker = directory.path, directory.wandb_alerted
         self._name = directory.path.name
         self._lock = threading.Lock()
-        self._ends: Mapping[str, int] = _alerted(self._marker.read_text()) if self._marker.exists() else {}
+        self._ends: Mapping[str, int] = _alerted(self._marker)
 
     def send(self) -> None:
         with self._lock:
@@ -139,10 +142,17 @@ class _Alerts:
                     self._run.mark_preempting()
 
 
-def _alerted(text: str) -> Mapping[str, int]:
-    """What `wandb_alerted` holds: bytes by file. Runs from before nodes had files of their own hold the bytes of their one file."""
-    held = json.loads(text)
-    return {OLD_FILE: held} if isinstance(held, int) else held
+def _alerted(marker: Path) -> Mapping[str, int]:
+    """Read `wandb_alerted`: bytes by file; none where it is missing or damaged, so people are alerted once more.
+
+    Runs from before nodes had files of their own hold the bytes of their one file.
+    """
+    try:
+        held = parse_json(read_regular(marker))
+    except (OSError, ValueError):
+        return {}
+    ends = held if isinstance(held, dict) else {OLD_FILE: held}
+    return {name: end for name, end in ends.items() if type(end) is int and end >= 0}
 
 
 def _in_words(event: Event) -> str:
@@ -259,7 +269,7 @@ def _kept_id(directory: RunDirectory) -> str:
     """
     if not directory.wandb_id.exists():
         write_atomically(directory.wandb_id, [secrets.token_hex(4).encode()])
-    kept = directory.wandb_id.read_text().strip()
+    kept = directory.known_wandb_id() or ""
     if not _ID.fullmatch(kept):
         raise TriaxisError(
             f"{directory.wandb_id} holds {kept!r}, which is no id of a run: letters, digits, - and _, at most 64. Write the id of "

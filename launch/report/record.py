@@ -18,7 +18,7 @@ from engine.checkpoint.manifest import parse_manifest
 from engine.config import Config
 from engine.config_load import load_config
 from engine.errors import CheckpointError, TriaxisError
-from engine.json_text import parse_json
+from engine.state_files import explaining_storage, read_object, read_regular, reason
 from engine.telemetry.events import Event, events_files, read_events
 from engine.telemetry.jsonl import read_records
 
@@ -110,7 +110,13 @@ def read_run(path: Path) -> RunRecord:
 
     Raises:
         TriaxisError: it is none.
+        StorageError: a file in it cannot be read.
     """
+    with explaining_storage(path, "a report", "Make it as a user who can read the files of the run."):
+        return _read(path)
+
+
+def _read(path: Path) -> RunRecord:
     if not any((path / name).is_file() for name in ("config.yaml", "metrics.jsonl")) and not events_files(path):
         raise TriaxisError(
             f"{path} is no run directory: it has neither config.yaml nor metrics.jsonl nor events, so there is nothing to "
@@ -151,7 +157,10 @@ def number(record: Mapping[str, Any], *keys: str) -> float:
 def _read_config(path: Path) -> tuple[Config | None, str, str]:
     if not path.is_file():
         return None, "", "there is no config.yaml"
-    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        text = read_regular(path).decode(errors="replace")
+    except OSError as error:
+        return None, "", f"config.yaml cannot be read: {reason(error)}"
     try:
         return load_config(path), text, ""
     except TriaxisError as error:
@@ -160,10 +169,9 @@ def _read_config(path: Path) -> tuple[Config | None, str, str]:
 
 def _read_json(path: Path) -> Mapping[str, Any] | None:
     try:
-        value = parse_json(path.read_text(encoding="utf-8"))
+        return read_object(path)
     except (OSError, ValueError):
         return None
-    return value if isinstance(value, dict) else None
 
 
 def _attempt_of(record: Mapping[str, Any]) -> int:

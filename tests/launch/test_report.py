@@ -218,6 +218,18 @@ def test_what_is_not_there_is_said(tmp_path: Path, kept: str) -> None:
     assert ("there is no config.yaml" in page.sections["config"]) is (kept != "config.yaml")
 
 
+def test_pipes_and_folders_in_the_place_of_files_hold_no_page(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "demo")
+    for name, put in (("config.yaml", Path.mkdir), ("finished", os.mkfifo), ("events/node_00000.jsonl", os.mkfifo)):
+        (run / name).unlink()
+        put(run / name)
+    record = read_run(run)
+    assert record.results is None and record.events == [] and record.config is None
+    (run / "metrics.jsonl").unlink()
+    os.mkfifo(run / "metrics.jsonl")
+    assert page_of(run).sections["loss"].count("No step is written down yet.") == 1
+
+
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=6))
 def test_the_history_has_each_step_once_and_forgets_no_record(

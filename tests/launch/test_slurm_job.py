@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import TopologyError
+from engine.errors import TopologyError, TriaxisError
 from engine.resilience.hang import HUNG
 from launch.failure import DIVERGED, MISTAKE
 from launch.slurm_history import History, Outcome
@@ -95,6 +95,21 @@ def test_a_node_is_excluded_when_it_has_failed_twice(tmp_path: Path) -> None:
         assert history.excluded == []
         history.end(Outcome.FAILED, restart + 1, blamed)
     assert History(tmp_path / "run").excluded == ["node2"]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"5", b'["x"]', b'[{"job": "1"}]', b"\xff", b"[" * 100_000, b'[{"nodes": 1, "blamed": []}]']
+)
+def test_a_history_that_is_damaged_is_said(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "slurm.json").write_bytes(content)
+    with pytest.raises(TriaxisError, match=r"slurm.json is damaged .* or remove it to begin counting anew"):
+        History(tmp_path)
+
+
+def test_a_pipe_in_the_place_of_the_history_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "slurm.json")
+    with pytest.raises(TriaxisError, match="it is a FIFO, not a regular file"):
+        History(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -68,12 +68,17 @@ def put_pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
+def make_huge(path: Path) -> None:
+    """A reader of the whole file would run out of memory."""
+    os.truncate(path, 2**40)
+
+
 def put_dangling_link(path: Path) -> None:
     path.unlink()
     path.symlink_to("nowhere")
 
 
-DAMAGE = (truncate, grow, flip, clear, delete, put_folder, put_dangling_link)
+DAMAGE = (truncate, grow, flip, clear, delete, put_folder, put_dangling_link, put_pipe, make_huge)
 
 
 @pytest.mark.parametrize("name", [MANIFEST, MANIFEST_HASH, "rank_00000.safetensors", "rank_00001.safetensors"])
@@ -99,6 +104,13 @@ def test_a_pipe_in_the_place_of_a_file_does_not_hang_the_reader(tmp_path: Path) 
     put_pipe(folder / "rank_00000.safetensors")
     with pytest.raises(CheckpointError, match=r"rank_00000.safetensors: it is no file"):
         read_all(folder)
+
+
+def test_a_pipe_as_latest_does_not_hang_the_reader(tmp_path: Path) -> None:
+    directory = CheckpointDirectory(tmp_path)
+    commit(directory, 1)
+    put_pipe(tmp_path / "latest")
+    assert directory.latest() is None and find(tmp_path).manifest.state.step == 1
 
 
 @pytest.mark.parametrize("at", range(0, 100, 7))

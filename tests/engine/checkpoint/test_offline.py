@@ -8,10 +8,11 @@ import torch
 
 from engine.checkpoint import offline
 from engine.checkpoint.directory import CheckpointDirectory, find
+from engine.checkpoint.lock import FolderLock
 from engine.checkpoint.manifest import KINDS, Ancestor, TrainingState
 from engine.checkpoint.offline import read_tensor, whole, write_checkpoint
 from engine.checkpoint.store import Shard
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, TriaxisError
 from tests.engine.checkpoint.samples import bits, commit, model, training_shards
 
 STATE = TrainingState.at_start()
@@ -114,3 +115,15 @@ def test_a_tensor_that_is_not_there(tmp_path: Path) -> None:
     for name, kind in (("v", "master"), ("w", "exp_avg")):
         with pytest.raises(CheckpointError, match=f"has no {kind} of {name}"):
             read_tensor(folder, manifest, name, kind)
+
+
+def test_nothing_is_written_where_a_run_is_alive(tmp_path: Path) -> None:
+    directory = CheckpointDirectory(tmp_path)
+    commit(directory, 0)
+    alive = FolderLock(tmp_path, "")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(TriaxisError, match=r"is alive and writes in .* or write into another folder"):
+        write_checkpoint(tmp_path, [whole("w", torch.ones(4))], STATE, config={}, source="x")
+    assert sorted(tmp_path.rglob("*")) == before
+    alive.close()
+    write_checkpoint(tmp_path, [whole("w", torch.ones(4))], STATE, config={}, source="x")

@@ -271,6 +271,18 @@ def test_alerts_go_on_where_a_run_of_one_file_has_stopped(
         assert [title for title, _, _ in told.alerts] == ["demo: non_finite", "demo: hang"]
 
 
+@pytest.mark.parametrize("marked", [b"", b"\xff", b"[1]", b'{"events/node_00000.jsonl": "far"}', b"-5"])
+def test_a_damaged_mark_alerts_once_more(
+    make_config: MakeConfig, run: RunDirectory, monkeypatch: pytest.MonkeyPatch, bare_wandb: None, marked: bytes
+) -> None:
+    EventLog(run.events(0), 0).write("non_finite", step=5)
+    run.wandb_alerted.write_bytes(marked)
+    sink, _ = open_fake(FakeWandb(key=True, online_works=True), make_config(telemetry=WANDB), run, monkeypatch)
+    told: Any = sink._run
+    sink.send_alerts()
+    assert [title for title, _, _ in told.alerts] == ["demo: non_finite"]
+
+
 def test_a_run_that_hangs_alerts_and_finishes_before_it_is_ended(
     make_config: MakeConfig, run: RunDirectory, monkeypatch: pytest.MonkeyPatch, bare_wandb: None
 ) -> None:
