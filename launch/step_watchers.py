@@ -1,4 +1,4 @@
-"""Who watches a rank's steps and instructions: heartbeat, times, NVTX ranges, torch's profiler."""
+"""Watchers of a rank's steps and instructions: heartbeat, times, NVTX ranges, the run directory, torch's profiler."""
 
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from engine.telemetry.nvtx import NvtxRanges
 from engine.telemetry.profile import StepProfiler, StepWatcher
 from engine.telemetry.run_dir import RunDirectory
 from engine.telemetry.step_times import StepTimes
+from launch.directory_watch import DirectoryWatch
 
 
 def open_watchers(
@@ -34,6 +35,8 @@ def open_watchers(
     watchers: list[StepWatcher] = [heartbeat] if times is None else [heartbeat, times]
     if engine.config.telemetry.nvtx:
         watchers.append(NvtxRanges(steps_made))
+    if telemetry.report is not None:
+        watchers.append(DirectoryWatch(directory, telemetry))
     wanted = engine.config.telemetry.profile
     if wanted is not None and engine.topology.rank in wanted.ranks:
         watchers.append(_profiler(engine, directory, telemetry, steps_made, wanted))

@@ -35,19 +35,8 @@ class FolderLock:
 
     def __init__(self, folder: Path, advice: str) -> None:
         self.folder = folder
-        self._descriptor: int | None = _open(folder / LOCK)
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.close()
-            raise TriaxisError(
-                f"another run is alive and writes in {folder}; two would mix their files. Wait for it or end it, or {advice}"
-            ) from None
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
-                self.close()
-                raise
-            # A file system without locks: nothing tells two runs apart there, and that is no reason not to train.
+        self._advice = advice
+        self._descriptor: int | None = _lock(folder, advice)
 
     def is_in_place(self) -> bool:
         """Whether the folder still holds the file that is locked; false after the folder was removed or moved."""
@@ -60,6 +49,18 @@ class FolderLock:
         except OSError:
             return True  # a server that does not answer has lost nothing yet
         return os.path.samestat(there, os.fstat(self._descriptor))
+
+    def take_again(self) -> None:
+        """Make the folder and lock it again after it was removed or moved; the file that was locked before is let go.
+
+        Raises:
+            TriaxisError: another process has locked the folder meanwhile.
+            OSError: the folder or the lock cannot be made.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        descriptor = _lock(self.folder, self._advice)
+        self.close()
+        self._descriptor = descriptor
 
     def close(self) -> None:
         """Let another process have the folder."""
@@ -84,6 +85,24 @@ def holding(folder: Path, advice: str) -> Iterator[None]:
         yield
     finally:
         lock.close()
+
+
+def _lock(folder: Path, advice: str) -> int:
+    """Lock a folder; returns the descriptor that holds the lock."""
+    descriptor = _open(folder / LOCK)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise TriaxisError(
+            f"another run is alive and writes in {folder}; two would mix their files. Wait for it or end it, or {advice}"
+        ) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
+            os.close(descriptor)
+            raise
+        # A file system without locks: nothing tells two runs apart there, and that is no reason not to train.
+    return descriptor
 
 
 def _open(path: Path) -> int:

@@ -40,7 +40,13 @@ class CheckpointNotices:
         )
         if self._telemetry.report is None:
             return
-        self._directory.mark_saved(folder, step)
+        try:
+            self._directory.mark_saved(folder, step)
+        except OSError as error:
+            # The checkpoint is whole, wherever it is; the next save tries again.
+            self._telemetry.report.say(
+                f"it cannot be noted in {self._directory.path} that the run has saved: {error}", "yellow"
+            )
         waited = self._stall_seconds + self._waited_seconds
         self._telemetry.report.say(
             f"saved step {step:,}: {num_bytes / 1e6:,.1f} MB in {seconds:.1f} s, training waited {waited:.2f} s ({folder})"

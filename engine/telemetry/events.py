@@ -58,6 +58,7 @@ EventKind = Literal[
     "output_stopped",
     "output_resumed",
     "output_dropped",
+    "directory_put_back",
     "wandb",
     "non_finite",
     "loss_spike",
@@ -84,6 +85,7 @@ ALERTS: Mapping[str, Literal["ERROR", "WARN"]] = {
     "checkpoint_failed": "WARN",
     "sink_failed": "WARN",
     "output_stopped": "WARN",
+    "directory_put_back": "WARN",
     "slow_rank": "WARN",
     "stopped": "WARN",
 }

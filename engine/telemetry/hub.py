@@ -143,6 +143,15 @@ class Telemetry:
         metrics = [sink.lines for sink in self._sinks if isinstance(sink, MetricsLog)]
         return metrics if self._events is None else [*metrics, self._events.lines]
 
+    def reopen_files(self) -> None:
+        """Append to new files of metrics and events: the run directory was removed or moved, and is there again.
+
+        Raises:
+            OSError: one cannot be opened.
+        """
+        for file in self._files():
+            file.reopen()
+
     def _look_at_outputs(self) -> None:
         """Write an event and a line for each file that has stopped or resumed, and for each change of terminal and log."""
         for file in self._files():

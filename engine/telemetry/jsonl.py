@@ -74,6 +74,19 @@ class JsonLines:
         with self._lock:
             self._write_waiting()
 
+    def reopen(self) -> None:
+        """Append to the file that has the path now; the one that was open may have been removed or moved.
+
+        Raises:
+            OSError: it cannot be opened; the file that was open stays open.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = self.path.open("ab", buffering=0)
+        with self._lock:
+            self._file.close()
+            self._file = file
+            self._torn_at, self._rest = None, b""
+
     def close(self) -> None:
         """Try once more to write what waits; objects that still wait are lost."""
         with self._lock:

@@ -78,6 +78,7 @@ class RunDirectory:
         self.swept: Sequence[str] = ()
         self.set_aside: Path | None = None
         self._locks: list[FolderLock] = []
+        self._config: Config | None = None
 
     @classmethod
     def create(cls, config: Config, runs_dir: str | Path, name: str, *, from_scratch: bool = False) -> "RunDirectory":
@@ -143,6 +144,25 @@ class RunDirectory:
             (self.path / FINISHED).unlink(missing_ok=True)
             self._write_config(config)
             (self.path / STARTING_OVER).unlink(missing_ok=True)
+        self._config = config
+
+    def put_back(self) -> bool:
+        """Make the directory and the locks again that were removed or moved under this run; on rank 0, after `begin`.
+
+        Returns whether any was missing. What was in a removed directory stays lost.
+
+        Raises:
+            TriaxisError: another run is alive in one of the folders by now.
+            OSError: they cannot be made.
+        """
+        missing = [lock for lock in self._locks if not lock.is_in_place()]
+        for lock in missing:
+            lock.take_again()
+        if any(lock.folder == self.path for lock in missing):
+            assert self._config is not None, "the attempt has begun"
+            self.rank_log(0).parent.mkdir(parents=True, exist_ok=True)
+            self._write_config(self._config)
+        return bool(missing)
 
     @classmethod
     def look(
@@ -274,7 +294,13 @@ class RunDirectory:
         return (self.path / SAVED).exists()
 
     def mark_saved(self, folder: Path, step: int) -> None:
-        """Remember the first checkpoint: from now on the run resumes, and never starts from random weights unasked."""
+        """Remember the first checkpoint: from now on the run resumes, and never starts from random weights unasked.
+
+        Raises:
+            TriaxisError: the directory was removed, and another run is alive in its place.
+            OSError: the directory cannot be written.
+        """
+        self.put_back()
         if not self.has_saved:
             record = {"first_checkpoint": str(folder), "step": step}
             write_atomically(self.path / SAVED, [(json.dumps(record, indent=2) + "\n").encode()])
@@ -284,8 +310,15 @@ class RunDirectory:
         return self.path / "tensorboard"
 
     def finish(self, **results: Any) -> None:
-        """Mark the run as done: `results` (steps, loss, val_loss, ...) as JSON, complete or not there."""
-        write_atomically(self.path / FINISHED, [(json.dumps(results, indent=2) + "\n").encode()])
+        """Mark the run as done: `results` (steps, loss, val_loss, ...) as JSON, complete or not there.
+
+        Raises:
+            TriaxisError: the directory was removed, and another run is alive in its place.
+            StorageError: the directory cannot be written.
+        """
+        with _explaining_runs(self.path.parent, self.path.name):
+            self.put_back()
+            write_atomically(self.path / FINISHED, [(json.dumps(results, indent=2) + "\n").encode()])
         self.finished = results
 
     def finished_message(self) -> str:
