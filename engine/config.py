@@ -260,7 +260,9 @@ _InBackground = create_model(
 class CheckpointConfig(_InBackground):
     """Saving and loading. A run directory with checkpoints resumes from them when the same command is given again."""
 
-    dir: str | None = Field(None, description="folder of checkpoints; null: checkpoints/ in the run directory")
+    dir: str | None = Field(
+        None, description="folder of checkpoints, in no other run's directory; null: checkpoints/ in the run directory"
+    )
     interval: Count | None = Field(
         None, gt=0, description="steps between saves (the last step too); null: none is saved"
     )
