@@ -20,6 +20,11 @@ CLIP = 0.5
 """Below any gradient norm off the initial point, so that clipping is at work."""
 
 LEARNING_RATE = 1e-2
+
+NARROW_EPS = 1e-3
+"""Of Adam in fp32 and bf16, near the size of a clipped gradient's elements. With 1e-8 the first update is lr x sign(g), and where
+a gradient is zero up to rounding, its sign is a draw: one such element would be an error of 2 lr, however small the rounding."""
+
 ONE_PROCESS = {
     "tp": 1,
     "pp": 1,
@@ -85,6 +90,8 @@ def trial(path: Path, overrides: tuple[str, ...], *, small: bool, num_steps: int
         "weight_decay": optimizer.weight_decay or 0.1,
     }
     tree["precision"]["dtype"] = dtype or asked.precision.dtype
+    if tree["precision"]["dtype"] in WIDER:
+        tree["optimizer"]["eps"] = NARROW_EPS
     tree["checkpoint"] = {}
     tree["telemetry"] = {}
     one = tree | {

@@ -13,10 +13,10 @@ from engine.optimizer.distributed import DistributedOptimizer, OwnedBucket
 from engine.optimizer.grad_buffer import FlatBuffer, GradBuffers
 from engine.pipeline.executor import Executor
 from engine.step import Engine
-from engine.tensor_parallel.parameter import ShardedParameter
 from models.attention import Attention
 from models.gpt import GPTChunk
 from tests.parity.cases import Case
+from tests.verify import planted_axes
 
 FULL = Case("gpt", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True, num_layers=4)
 
@@ -29,7 +29,10 @@ class Bug:
         plant: called in each rank before anything is built.
         what: the kind of the first difference.
         names: parameters (or the first place) that must be named, and nothing else of that kind.
-        axis: that must be given.
+        axis: that must be given; None: none may be.
+        text: part of the cause.
+        dtype: of both runs.
+        lives_on: axes without which the bug is none; None: `axis` alone.
     """
 
     plant: Callable[[], None]
@@ -39,9 +42,17 @@ class Bug:
     axis: str | None
     text: str
     dtype: str = "float64"
+    lives_on: frozenset[str] | None = None
 
     def __str__(self) -> str:
         return self.plant.__name__
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The axes that may be named for it."""
+        if self.lives_on is not None:
+            return self.lives_on
+        return frozenset() if self.axis is None else frozenset({self.axis})
 
 
 def _lose_sums(which: Callable[[FlatBuffer], bool]) -> None:
@@ -164,19 +175,6 @@ def chunks_run_in_another_order() -> None:
     Engine._loss = swapped  # type: ignore[method-assign]
 
 
-def a_bucket_is_reduced_before_its_last_microbatch() -> None:
-    added = GradBuffers.grad_added
-
-    def early(self: GradBuffers, parameter: ShardedParameter) -> None:
-        place = self._places[parameter.record.name]
-        if parameter.record.name.endswith("mlp.down.weight") and place.missing == 1:
-            parameter.bound_main_grad().copy_(parameter.kept)  # type: ignore[arg-type]
-        parameter.kept = parameter.bound_main_grad().clone()
-        added(self, parameter)
-
-    GradBuffers.grad_added = early  # type: ignore[method-assign]
-
-
 def padded_vocabulary_is_in_the_softmax() -> None:
     cross_entropy = models.gpt.vocab_parallel_cross_entropy
 
@@ -269,7 +267,71 @@ KV = Case("llama", tp=4, dp=2, sequence_parallel=True, num_layers=2)
 QK = Case("qwen", tp=2, pp=2, dp=2, sequence_parallel=True, num_layers=2)
 DEEP = Case("gpt", pp=2, vpp=4, dp=2, global_batch_size=6)
 
+DOWN = Case("gpt", tp=2, dp=2, num_layers=2)
+PIPE = Case("gpt", pp=2, dp=2, num_layers=4)
+SMALL_PIPE = Case("gpt", pp=2, num_layers=2)
+REPLICAS = Case("gpt", dp=2, num_layers=2)
+
+
+def is_down(name: str) -> bool:
+    return name.endswith("mlp.down.weight")
+
+
+def is_embedding(name: str) -> bool:
+    return name == "embedding.word.weight"
+
+
+def is_attention(layer: int) -> Callable[[str], bool]:
+    return lambda name: name == f"layers.{layer}.attention"
+
+
 BUGS = (
+    Bug(
+        planted_axes.whole_gradients_of_replicas_are_added,
+        DOWN,
+        "gradient",
+        lambda name: is_norm(name) or name.endswith(("proj.bias", "down.bias")) or "position" in name,
+        "tp",
+        "2 times what it should be",
+    ),
+    Bug(
+        planted_axes.row_parallel_bias_is_added_by_every_rank,
+        DOWN,
+        "output",
+        is_attention(0),
+        "tp",
+        "vanishes with tp=1",
+    ),
+    Bug(
+        planted_axes.the_last_stage_keeps_its_old_embedding, SMALL_PIPE, "master", is_embedding, "pp", "pp 1 are wrong"
+    ),
+    Bug(
+        planted_axes.gradient_norm_counts_whole_buckets, REPLICAS, "gradient norm", anything, "dp", "vanishes with dp=1"
+    ),
+    Bug(
+        one_all_gather_after_the_step_is_stale,
+        Case("gpt", dp=2, bucket_bytes=2**20, num_layers=2),
+        "parameter",
+        anything,
+        "dp",
+        "all-gather",
+    ),
+    Bug(
+        planted_axes.every_dp_rank_reads_the_samples_of_the_first,
+        REPLICAS,
+        "samples",
+        lambda name: name.startswith("sample "),
+        "dp",
+        "deal of samples",
+    ),
+    Bug(
+        planted_axes.parts_of_weights_start_alike,
+        Case("gpt", tp=2, num_layers=2),
+        "start",
+        lambda name: "weight" in name and not is_norm(name) and "position" not in name,
+        "tp",
+        "initial weights depend on the layout",
+    ),
     Bug(
         norm_gradients_are_not_summed_under_sequence_parallelism,
         FULL,
@@ -278,61 +340,32 @@ BUGS = (
         "tp",
         "not added over tp",
     ),
-    Bug(
-        tied_embedding_is_not_summed_over_its_two_stages,
-        FULL,
-        "gradient",
-        lambda name: name == "embedding.word.weight",
-        "pp",
-        "not added over ends",
-    ),
+    Bug(tied_embedding_is_not_summed_over_its_two_stages, FULL, "gradient", is_embedding, "pp", "not added over pp"),
     Bug(loss_is_scaled_twice, FULL, "gradient", anything, None, "the loss is scaled twice"),
     Bug(
         last_stage_takes_microbatches_in_another_order,
         Case("gpt", pp=4, num_layers=4),
         "output",
-        lambda name: name == "layers.3.attention",
+        is_attention(3),
         "pp",
         "another order",
     ),
     Bug(dp_takes_the_mean, FULL, "gradient", anything, "dp", "0.5 times"),
+    Bug(kv_head_replicas_are_counted_twice, KV, "gradient", lambda name: ".kv." in name, "tp", "added twice"),
+    Bug(attention_dropout_is_the_same_on_every_tp_rank, DROPOUT, "output", is_attention(0), "tp", "dropout"),
+    Bug(masters_do_not_follow_new_weights, FULL, "master", anything, None, "masters that do not follow", "bf16"),
     Bug(
-        kv_head_replicas_are_counted_twice,
-        KV,
-        "gradient",
-        lambda name: ".kv." in name,
-        "tp",
-        "added twice",
-    ),
-    Bug(
-        attention_dropout_is_the_same_on_every_tp_rank,
-        DROPOUT,
-        "output",
-        lambda name: name == "layers.0.attention",
-        "tp",
-        "dropout",
-    ),
-    Bug(masters_do_not_follow_new_weights, FULL, "master", anything, "dp", "masters that do not follow", "bf16"),
-    Bug(gradient_norm_counts_replicas, FULL, "gradient norm", lambda name: name == "", "tp", "replicas"),
-    Bug(chunks_run_in_another_order, DEEP, "output", lambda name: name == "layers.2.attention", "pp", "chunks"),
-    Bug(
-        a_bucket_is_reduced_before_its_last_microbatch,
+        gradient_norm_counts_replicas,
         FULL,
-        "gradient",
-        lambda name: name.endswith("mlp.down.weight"),
-        "dp",
-        "before the last microbatch",
-    ),
-    Bug(padded_vocabulary_is_in_the_softmax, FULL, "output", lambda name: name == "token_losses", "tp", "padded rows"),
-    Bug(rope_counts_from_each_shard, QK, "output", lambda name: name == "layers.0.attention", "tp", "RoPE"),
-    Bug(
-        one_all_gather_after_the_step_is_stale,
-        Case("gpt", tp=2, dp=2, bucket_bytes=2**20, num_layers=2),
-        "parameter",
+        "gradient norm",
         anything,
-        "dp",
-        "all-gather",
+        None,
+        "replicas",
+        lives_on=frozenset({"tp", "pp"}),
     ),
+    Bug(chunks_run_in_another_order, DEEP, "output", is_attention(2), "pp", "chunks"),
+    Bug(padded_vocabulary_is_in_the_softmax, FULL, "output", lambda name: name == "token_losses", None, "padded rows"),
+    Bug(rope_counts_from_each_shard, QK, "output", is_attention(0), "tp", "RoPE"),
     Bug(
         qk_norm_gradients_are_not_summed,
         Case("qwen", tp=2, dp=2, num_layers=2),
@@ -349,7 +382,15 @@ BUGS = (
         None,
         "a mean over the counted tokens",
     ),
-    Bug(second_sum_runs_over_another_ranks_part, FULL, "gradient", is_summed_over_tp, "tp", "not added over tp"),
+    Bug(
+        second_sum_runs_over_another_ranks_part,
+        FULL,
+        "gradient",
+        is_summed_over_tp,
+        "tp",
+        "not added over tp",
+        lives_on=frozenset({"tp", "dp"}),
+    ),
     Bug(
         norms_are_decayed,
         FULL,
@@ -358,4 +399,69 @@ BUGS = (
         None,
         "decay on norms",
     ),
+    Bug(planted_axes.parts_of_the_mlp_are_not_added, DOWN, "output", lambda name: name == "layers.0.mlp", "tp", "tp=1"),
+    Bug(planted_axes.gradients_of_inputs_are_not_added, DOWN, "gradient", anything, "tp", "vanishes with tp=1"),
+    Bug(
+        planted_axes.every_rank_takes_the_first_part_of_the_sequence,
+        Case("gpt", tp=2, dp=2, sequence_parallel=True, num_layers=2),
+        "output",
+        lambda name: name == "embedding",
+        "tp",
+        "with sp=false",
+    ),
+    Bug(planted_axes.a_stage_gets_the_gradient_of_the_microbatch_before, PIPE, "gradient", anything, "pp", "with pp=1"),
+    Bug(planted_axes.gradients_between_stages_are_halved, PIPE, "gradient", anything, "pp", "vanishes with pp=1"),
+    Bug(planted_axes.activations_between_stages_are_rounded, PIPE, "output", is_attention(2), "pp", "layers.1 gave"),
+    Bug(
+        planted_axes.dropout_counts_layers_of_the_stage,
+        Case("gpt_dropout", pp=2, dp=2, num_layers=4),
+        "output",
+        is_attention(2),
+        "pp",
+        "vanishes with pp=1",
+    ),
+    Bug(
+        planted_axes.loss_is_divided_by_the_stages,
+        Case("gpt", pp=4, num_layers=4),
+        "gradient",
+        anything,
+        "pp",
+        "0.25 times",
+    ),
+    Bug(
+        planted_axes.dp_ranks_read_from_places_of_their_own,
+        Case("gpt", tp=2, dp=2, num_layers=2),
+        "samples",
+        anything,
+        "dp",
+        "deal of samples",
+    ),
+    Bug(planted_axes.one_bucket_is_not_reduced, DOWN, "gradient", anything, "dp", "vanishes with dp=1"),
+    Bug(
+        planted_axes.a_weight_is_reduced_before_its_last_microbatch, FULL, "gradient", is_down, "dp", "every microbatch"
+    ),
+    Bug(planted_axes.later_owners_mix_up_decay, DOWN, "master", anything, "dp", "dp 1 are wrong"),
+    Bug(planted_axes.each_dp_rank_divides_by_its_own_tokens, DOWN, "gradient", anything, "dp", "vanishes with dp=1"),
+    Bug(planted_axes.later_owners_forget_their_moments, DOWN, "master", anything, "dp", "dp 1 are wrong"),
+    Bug(planted_axes.gradients_are_not_clipped, DOWN, "master", anything, None, "stays with tp=1"),
+    Bug(planted_axes.weights_decay_twice, PIPE, "master", anything, None, "decay on the wrong weights"),
+    Bug(planted_axes.a_microbatch_is_written_over, DOWN, "gradient", is_down, None, "stays with tp=1, with dp=1"),
+    Bug(planted_axes.masked_labels_are_counted, PIPE, "output", lambda name: name == "loss", None, "mask"),
+    Bug(
+        planted_axes.recomputed_layers_draw_other_masks,
+        Case("gpt_dropout", tp=2, dp=2, num_layers=2, recompute=("full", "uniform", 1)),
+        "gradient",
+        anything,
+        None,
+        "vanishes with recompute.granularity=none",
+    ),
+    Bug(
+        planted_axes.query_heads_take_keys_in_turn,
+        Case("llama", pp=2, dp=2, num_layers=2),
+        "output",
+        is_attention(0),
+        None,
+        "stays with pp=1",
+    ),
+    Bug(planted_axes.bias_correction_is_a_step_ahead, PIPE, "master", anything, None, "bias correction"),
 )

@@ -1,0 +1,31 @@
+"""Right layouts are equal to one process, whatever the dtype: no false alarm in random ones."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.verify.random_layouts import random_trial
+from tests.verify.trials import run
+
+DTYPES = ("float64", "fp32", "bf16")
+NUM_LAYOUTS = 200
+IN_CI = 12
+"""Layouts of at most 4 ranks, each in one of the dtypes."""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("number", range(IN_CI))
+def test_no_false_alarm_in_small_layouts(number: int, references: Path) -> None:
+    asked = random_trial(number, DTYPES[number % len(DTYPES)], most_ranks=4)
+    verdict = run(asked, references, sub_layouts=False)
+    assert verdict.equal, (asked.config.parallel, verdict.differences[:3], verdict.of_bound)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("number", range(NUM_LAYOUTS))
+def test_no_false_alarm(number: int, dtype: str, references: Path) -> None:
+    asked = random_trial(number, dtype)
+    verdict = run(asked, references, sub_layouts=False)
+    assert verdict.equal, (asked.config.parallel, verdict.differences[:3], verdict.of_bound)
