@@ -51,14 +51,9 @@ def test_a_config_has_a_matrix_of_its_own() -> None:
     assert all(asked.config.precision.dtype == "fp32" for _, asked in trials)
 
 
-IN_CI = (0, 5)
-
-
+@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "number",
-    [pytest.param(number, marks=() if number in IN_CI else pytest.mark.slow) for number in range(len(TRIALS))],
-)
+@pytest.mark.parametrize("number", range(len(TRIALS)))
 def test_no_false_alarm(number: int, references: Path) -> None:
     row, asked = TRIALS[number]
     verdict = run(asked, references)

@@ -1,0 +1,82 @@
+"""Bounds of errors: a constant, or a multiple of the rounding that one process shows."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from engine.rank_grid import ParallelSizes
+from engine.verify.bounds import DRAWS
+from engine.verify.deviation import Deviation
+from engine.verify.evidence import Evidence
+from engine.verify.judge import Verdict, judge
+from engine.verify.records import ParameterFacts, RankReport, SiteReport, StepFacts, TensorKind, TensorReport
+
+KINDS: tuple[TensorKind, ...] = ("start", "gradient", "master", "exp_avg", "exp_avg_sq", "parameter")
+NAMES = ("a", "b")
+FACTS = StepFacts(3.0, 1.0, 8)
+NOISE = 1e-3
+
+
+def off(error: float) -> Deviation:
+    """Return a tensor of norm 1 with an error of this norm."""
+    return Deviation(4, 1.0, 1.0 + error**2, 1.0, error**2)
+
+
+def report(errors: dict[tuple[str, str], float], facts: StepFacts = FACTS, *, dp: int = 0) -> RankReport:
+    """Return one rank's report of one step; errors that are not given are 0."""
+    return RankReport(
+        dp,
+        {"pp": 0, "dp": dp, "tp": 0},
+        (facts,),
+        tuple(TensorReport(0, kind, name, off(errors.get((kind, name), 0.0))) for kind in KINDS for name in NAMES),
+        (SiteReport(0, "token_losses", off(errors.get(("output", "token_losses"), 0.0))),),
+        (((dp, 7),),),
+    )
+
+
+ROUNDING = {(kind, name): NOISE for kind in KINDS[1:] for name in NAMES} | {("output", "token_losses"): NOISE}
+
+
+def verdict(rank: RankReport, *, tp: int = 1) -> Verdict:
+    parameters = tuple(ParameterFacts(name, None, None, True, False, 0) for name in NAMES)
+    noise = report(ROUNDING)
+    return judge(Evidence(ParallelSizes(tp=tp), False, parameters, (FACTS,), (rank,), (((0, 7),),), noise), None)
+
+
+@pytest.mark.parametrize("what", ["gradient", "master", "parameter"])
+@pytest.mark.parametrize("tp", [1, 4])
+def test_a_bound_is_a_multiple_of_the_rounding(what: str, tp: int) -> None:
+    bound = DRAWS * math.sqrt(2 + tp / 2) * NOISE
+    inside, outside = (verdict(report({(what, "b"): bound * part}), tp=tp) for part in (0.99, 1.01))
+    assert inside.equal and inside.of_bound == pytest.approx(0.99)
+    assert [(one.what, one.name) for one in outside.differences] == [(what, "b")]
+
+
+def test_starts_are_equal_to_the_bit() -> None:
+    assert [one.what for one in verdict(report({("start", "a"): 1e-12})).differences] == ["start"]
+
+
+def test_a_loss_that_is_right_by_luck_has_a_bound() -> None:
+    """The noise run has the very same loss; that of its token losses is the bound."""
+    assert verdict(report({}, replace(FACTS, loss=FACTS.loss * (1 + NOISE)))).equal
+    assert not verdict(report({}, replace(FACTS, loss=FACTS.loss * (1 + 6 * NOISE)))).equal
+    assert not verdict(report({}, replace(FACTS, loss=math.nan))).equal
+    assert not verdict(report({}, replace(FACTS, grad_norm=FACTS.grad_norm * (1 + 6 * NOISE)))).equal
+
+
+def test_a_sample_that_is_read_twice_is_named() -> None:
+    two = tuple(replace(report({}, dp=dp), samples=(((0, 7),),)) for dp in (0, 1))
+    wanted = (((0, 7), (1, 7)),)
+    parameters = tuple(ParameterFacts(name, None, None, True, False, 0) for name in NAMES)
+    found = judge(Evidence(ParallelSizes(dp=2), False, parameters, (FACTS,), two, wanted), 1e-9)
+    assert [(one.what, one.name, one.wanted, one.got) for one in found.differences] == [
+        ("samples", "sample 0", 1, 2),
+        ("samples", "sample 1", 1, 0),
+    ]
+    assert found.cause is not None and found.cause.axis == "dp"
+
+
+def test_other_tokens_of_a_sample_are_named() -> None:
+    found = verdict(replace(report({}), samples=(((0, 8),),)))
+    assert {one.name for one in found.differences} == {"sample 0", "other tokens, labels or mask of sample 0"}
