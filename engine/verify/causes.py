@@ -41,7 +41,8 @@ def cause_of(evidence: Evidence, differing: Sequence[Difference], outcomes: Sequ
 
 def axes_apart(evidence: Evidence, differing: Sequence[Difference]) -> dict[str, tuple[int, ...]]:
     """Return the axes along which right and wrong ranks part, with the coordinates of the wrong ones."""
-    right_ranks, wrong_ranks = [], []
+    right_ranks: list[RankReport] = []
+    wrong_ranks: list[RankReport] = []
     for rank in evidence.ranks:
         found = _deviation_on(rank, differing)
         if found is not None:
