@@ -152,6 +152,17 @@ def add_world_size(parser: argparse.ArgumentParser, meaning: str) -> None:
     parser.add_argument("--world-size", "--gpus", type=int, metavar="N", help=meaning)
 
 
+def add_ignore(parser: argparse.ArgumentParser) -> None:
+    """Add `--ignore KEY`: a key of a Hugging Face config.json that nobody here knows and that is let through."""
+    parser.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="let a key of config.json through that is not known here, if it does not change the model; may be repeated",
+    )
+
+
 def check_counts(**given: int | None) -> None:
     """Refuse options that count something and are below 1; names with `_` for `-`, None where an option was not given.
 

@@ -25,7 +25,7 @@ from typing import Any
 import yaml
 
 from engine.checkpoint.directory import Candidate, find
-from engine.checkpoint.manifest import Manifest
+from engine.checkpoint.recorded import recorded_tokenizer
 from engine.config import Config
 from engine.config_load import load_config
 from engine.data.tokenizers import Tokenizer, load_tokenizer
@@ -76,7 +76,7 @@ def ask(args: argparse.Namespace, train: Mapping[str, int] | None = None) -> Ask
     """
     overrides = list(args.overrides)
     candidate = find(args.checkpoint)
-    tree = readers_config(candidate.manifest, train or {})
+    tree = readers_config(candidate, train or {})
     sizes = ("tp", "pp", "dp")
     overrides += [f"parallel.{size}={given}" for size in sizes if (given := getattr(args, size, None)) is not None]
     with tempfile.TemporaryDirectory(prefix="triaxis-") as folder:
@@ -87,20 +87,21 @@ def ask(args: argparse.Namespace, train: Mapping[str, int] | None = None) -> Ask
     return Asked(candidate, tree, tuple(overrides), config)
 
 
-def readers_config(manifest: Manifest, train: Mapping[str, int]) -> dict[str, Any]:
+def readers_config(candidate: Candidate, train: Mapping[str, int]) -> dict[str, Any]:
     """What a manifest says of the model and how it computes; layout, schedule and cluster of the run that wrote it are left."""
+    manifest = candidate.manifest
     saved = manifest.config
     if not isinstance(saved.get("model"), dict):
         raise CheckpointError(
             f"the checkpoint of {manifest.run!r} has no `model` section in its manifest: its tensors have no meaning without "
             "heads, norms and positions. Write it again with the section."
         )
-    data = saved.get("data", {})
+    tokenizer = recorded_tokenizer(candidate)
     dtypes = {piece.dtype for file in manifest.files for piece in file.pieces}
     return {
         "model": saved["model"],
         # No corpus is opened through the configuration, so none has to be named.
-        "data": {"synthetic": True, **({"tokenizer": data["tokenizer"]} if "tokenizer" in data else {})},
+        "data": {"synthetic": True, **({"tokenizer": tokenizer} if tokenizer is not None else {})},
         "precision": saved.get("precision") or {"dtype": DTYPE_OF_WEIGHTS[max(dtypes)]},
         "kernels": saved.get("kernels", {}),
         "parallel": {"dp": 1},

@@ -7,6 +7,7 @@ from-hf   a Hugging Face config.json      ->  our model section
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from engine.pipeline import schedules
 from engine.pipeline.partition import partition
 from engine.pipeline.programs import Programs
 from engine.rank_grid import ParallelSizes, RankGrid
-from launch.command_line import CONFIG, CommandParser, add_world_size, check_counts
+from launch.command_line import CONFIG, CommandParser, add_ignore, add_world_size, check_counts
 from models.fit import Devices, memory_line, memory_rule, uses_gpu, uses_nccl
-from models.interop.hf_config import FAMILIES, from_hugging_face
+from models.interop.hf_config import FAMILIES, from_hugging_face, passed_over_notes
 from models.memory import GB, predict, settled
 from models.specs import model_specs
 
@@ -81,7 +82,7 @@ def add_arguments(parser: CommandParser) -> None:
         description="Make a model section from a Hugging Face config.json.",
         epilog=FROM_HF_EXAMPLES,
     )
-    from_hf.usage = "triaxis config from-hf CONFIG_JSON [--seq-length N]"
+    from_hf.usage = "triaxis config from-hf CONFIG_JSON [--seq-length N] [--ignore KEY]"
     from_hf.add_argument(
         "path", type=Path, metavar="config.json", help=f"of a model of the family {', '.join(FAMILIES)}"
     )
@@ -91,12 +92,13 @@ def add_arguments(parser: CommandParser) -> None:
         metavar="N",
         help="tokens in a training sample (default: the longest that the model was made for)",
     )
+    add_ignore(from_hf)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print what the verb asks for; ConfigError with all problems if there are any."""
     if args.verb == "from-hf":
-        print(_from_hf(args.path, args.seq_length), end="")
+        print(_from_hf(args.path, args.seq_length, args.ignore), end="")
         return 0
     if args.verb == "print":
         print(to_yaml(load_config(args.config, args.overrides, os.environ), describe=True), end="")
@@ -181,7 +183,7 @@ def _stages(config: Config) -> str:
     return f"{config.model.num_layers} layers over {stages}: {each}"
 
 
-def _from_hf(path: Path, seq_length: int | None) -> str:
+def _from_hf(path: Path, seq_length: int | None, ignore: Sequence[str]) -> str:
     try:
         keys: Any = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -190,8 +192,7 @@ def _from_hf(path: Path, seq_length: int | None) -> str:
         ) from error
     if not isinstance(keys, dict):
         raise ConfigError(["it is no mapping of keys to values. Give the config.json of a model."], str(path))
-    sections = from_hugging_face(keys, seq_length, str(path))
+    sections = from_hugging_face(keys, seq_length, str(path), ignore)
+    notes = "".join(f"# Note: {note}.\n" for note in passed_over_notes(keys, ignore))
     text = yaml.safe_dump(sections, sort_keys=False)
-    return (
-        f"# From a Hugging Face config.json of the family {keys['model_type']}; add data, train and parallel.\n{text}"
-    )
+    return f"# From a Hugging Face config.json of the family {keys['model_type']}; add data, train and parallel.\n{notes}{text}"

@@ -19,11 +19,16 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from engine.checkpoint.directory import Candidate
+from engine.checkpoint.recorded import recorded_tokenizer
 from engine.config import ModelConfig
+from engine.data.files import sha256_of_file
 from engine.data.tokenizers import check_tokenizer, load_tokenizer
 from engine.errors import CheckpointError, DataError
+from launch.command_line import add_ignore
 from launch.commands import convert_megatron
 from models.interop.hf_config import FAMILIES, family_of, to_hugging_face
+from models.interop.hf_record import GENERATION_CONFIG, RECORD, ImportRecord, read_record
 from models.specs import model_specs
 
 NAME = "convert"
@@ -68,7 +73,7 @@ def add_parsers(verbs: Any) -> None:
         description="Turn a folder of Hugging Face's format into weights to start from, and a config.",
         epilog=IMPORT_EXAMPLES,
     )
-    bring.usage = "triaxis convert hf-import HF_DIR OUT_DIR [--seq-length N] [--dtype DTYPE]"
+    bring.usage = "triaxis convert hf-import HF_DIR OUT_DIR [--seq-length N] [--dtype DTYPE] [--ignore KEY]"
     bring.add_argument("source", type=Path, metavar="HF_DIR", help="folder with config.json and safetensors")
     bring.add_argument("out", type=Path, metavar="OUT_DIR", help="folder of checkpoints to make; it must not exist")
     bring.add_argument(
@@ -78,6 +83,7 @@ def add_parsers(verbs: Any) -> None:
         help="tokens in a training sample (default: the most that the model knows)",
     )
     _add_dtype(bring, "of the weights in the checkpoint (default: source, as they are in the files)")
+    add_ignore(bring)
     bring.set_defaults(convert=hf_import)
 
     take = verbs.add_parser(
@@ -100,7 +106,7 @@ def add_parsers(verbs: Any) -> None:
     take.add_argument(
         "--tokenizer",
         metavar="PATH",
-        help="`bytes`, or a tokenizer.json to copy (default: what the checkpoint's config names)",
+        help="`bytes`, a tokenizer.json to copy, or `none` (default: what the checkpoint's config names)",
     )
     take.add_argument(
         "--max-shard-gb", type=float, default=5.0, metavar="N", help="largest file, in units of 10^9 bytes (default: 5)"
@@ -123,11 +129,11 @@ def hf_import(args: argparse.Namespace) -> None:
     from models.interop.hf_files import copy_file, whole_folder, write_text
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
-    found = open_folder(args.source, args.seq_length)
+    found = open_folder(args.source, args.seq_length, args.ignore)
     tokenizer = args.source / TOKENIZER
     if tokenizer.is_file():
         check_tokenizer(tokenizer, found.model.vocab_size)
-    config = {**found.sections, "data": {"tokenizer": str(args.out / TOKENIZER)}}
+    config = {**found.sections, "data": {"tokenizer": str((args.out / TOKENIZER).absolute())}}
     with whole_folder(args.out) as partial:
         with _progress(console, "import", found.num_bytes) as advance:
             write_checkpoint(
@@ -135,11 +141,17 @@ def hf_import(args: argparse.Namespace) -> None:
                 found.shards(_torch_dtype(args.dtype), advance),
                 TrainingState.at_start(),
                 # Every field, as a run's own checkpoint has it: what is absent would count as changed.
-                config={**config, "model": found.model.model_dump(mode="json")},
+                # The tokenizer's path is relative to the checkpoint's folder, so that both can be moved.
+                config={
+                    **config,
+                    "model": found.model.model_dump(mode="json"),
+                    "data": {"tokenizer": f"../{TOKENIZER}"},
+                },
                 source=f"hf-import of a {found.family}: {args.source}",
             )
         if tokenizer.is_file():
             copy_file(tokenizer, partial / TOKENIZER)
+        write_text(partial / RECORD, found.record.to_text())
         write_text(partial / TRAIN_CONFIG, _train_config(found.family, config, args.out))
     num_parameters = sum(spec.numel for spec in model_specs(found.model))
     console.print(f"model      {found.family}, {num_parameters:,} parameters, from {args.source}")
@@ -179,15 +191,24 @@ def hf_export(args: argparse.Namespace) -> None:
             f"{candidate.folder} does not say what model it is: model.{error.errors()[0]['loc'][0]}: {error.errors()[0]['msg']}. "
             "Its tensors could not be named. Make the checkpoint again."
         ) from None
-    tokenizer, end_of_document, notes = _tokenizer(args.tokenizer, candidate.manifest.config, model.vocab_size)
+    tokenizer, end_of_document, notes = _tokenizer(args.tokenizer, candidate, model.vocab_size)
+    record = _import_record(candidate, tokenizer)
     family = family_of(model, args.family)
     export = plan_export(candidate, family, model, _torch_dtype(args.dtype))
-    keys, more = to_hugging_face(model, family, dtype=export.dtype, end_of_document=end_of_document)
+    keys, more = to_hugging_face(
+        model,
+        family,
+        dtype=export.dtype,
+        end_of_document=end_of_document,
+        special_ids=None if record is None else record.special_ids,
+    )
     num_bytes = sum(plan.num_bytes for plan in export.plans)
     with whole_folder(args.out) as partial:
         with _progress(console, "export", num_bytes) as advance:
             files = write_weights(partial, export.plans, export.tensors(advance), int(args.max_shard_gb * 1e9))
         write_text(partial / "config.json", json.dumps(keys, indent=2) + "\n")
+        if record is not None and record.generation_config is not None:
+            write_text(partial / GENERATION_CONFIG, record.generation_config)
         if tokenizer == "bytes":
             write_text(partial / TOKENIZER, bytes_tokenizer_json())
         elif tokenizer is not None:
@@ -223,15 +244,24 @@ def _torch_dtype(name: str) -> Any:
     return None if name == "source" else TORCH_DTYPES[name]
 
 
-def _tokenizer(given: str | None, config: dict[str, Any], vocab_size: int) -> tuple[str | None, int | None, list[str]]:
+def _tokenizer(given: str | None, candidate: Candidate, vocab_size: int) -> tuple[str | None, int | None, list[str]]:
     """(`bytes` or a file to copy, id that ends a document, notes).
 
     Raises:
-        DataError: the one that was asked for is not there, is none, or is of another model.
+        DataError: the one that was asked for is not there, is none, or is of another model; or the checkpoint's own is not there.
     """
-    named = given or config.get("data", {}).get("tokenizer")
+    if given == "none":
+        return None, None, ["no tokenizer was asked for"]
+    named = given or recorded_tokenizer(candidate)
     if named is None:
         return None, None, ["the checkpoint names no tokenizer; give one with --tokenizer"]
+    # Synthetic data have no tokenizer, and an import without one names the place where it belongs.
+    is_in_use = candidate.manifest.content == "training" and not candidate.manifest.config["data"].get("synthetic")
+    if given is None and named != "bytes" and not Path(named).is_file() and is_in_use:
+        raise DataError(
+            f"{candidate.folder} names the tokenizer {named}, which is not there: the export would lack it. Say where it is now "
+            "with --tokenizer PATH, or --tokenizer none to export without one."
+        )
     try:
         tokenizer = load_tokenizer(named)
         if tokenizer.vocab_size > vocab_size:
@@ -240,11 +270,27 @@ def _tokenizer(given: str | None, config: dict[str, Any], vocab_size: int) -> tu
                 "its words would have no embedding. Give the tokenizer that the model was trained with by --tokenizer."
             )
     except DataError as error:
-        # What a config names need not be here, or in use: synthetic data have no tokenizer.
         if given is not None:
             raise
         return None, None, [f"no tokenizer was written: {error}"]
     return named, tokenizer.eod_id, []
+
+
+def _import_record(candidate: Candidate, tokenizer: str | None) -> ImportRecord | None:
+    """Return what is known of the Hugging Face model that a checkpoint came from, if its tokenizer is the one that is exported.
+
+    It lies beside the import's checkpoint, to which a run's lineage leads, and beside its tokenizer.
+    """
+    folders = [candidate.folder, *(Path(ancestor.path) for ancestor in reversed(candidate.manifest.lineage))]
+    places = [folder.parent / RECORD for folder in folders]
+    if tokenizer is not None and tokenizer != "bytes":
+        places.append(Path(tokenizer).with_name(RECORD))
+    for path in places:
+        if path.is_file():
+            record = read_record(path)
+            mine = sha256_of_file(Path(tokenizer)) if tokenizer not in (None, "bytes") else None
+            return record if tokenizer is None or record.tokenizer_sha256 == mine else None
+    return None
 
 
 def _train_config(family: str, config: dict[str, Any], out: Path) -> str:
@@ -252,7 +298,7 @@ def _train_config(family: str, config: dict[str, Any], out: Path) -> str:
     model = yaml.safe_dump({"model": config["model"]}, sort_keys=False)
     kernels = yaml.safe_dump({"kernels": config["kernels"]}, sort_keys=False) + "\n" if "kernels" in config else ""
     tokenizer = config["data"]["tokenizer"]
-    rest = yaml.safe_dump({"load": str(out), "load_what": "weights"}, sort_keys=False)
+    rest = yaml.safe_dump({"load": str(out.absolute()), "load_what": "weights"}, sort_keys=False)
     return f"""# Training that starts from the weights of an imported {family}: give data.train, and make the rest your own.
 # Make a corpus with:  triaxis prepare --tokenizer {tokenizer} --input 'TEXT/*.txt' --output PREFIX
 

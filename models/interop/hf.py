@@ -29,8 +29,9 @@ from engine.errors import CheckpointError, ConfigError
 from engine.json_text import parse_json
 from engine.shard_spec import ParamSpec
 from models.interop.finite import check_finite
-from models.interop.hf_config import from_hugging_face, passed_over
+from models.interop.hf_config import from_hugging_face, passed_over_notes
 from models.interop.hf_files import DTYPES, TensorPlan, WeightFiles, format_name
+from models.interop.hf_record import ImportRecord, record_of
 from models.specs import model_specs
 
 Names = tuple[str, ...]
@@ -199,6 +200,7 @@ class HuggingFaceModel:
         files: the weights; names as in the files.
         prefix: what the files' names lack.
         notes: what a reader should know.
+        record: what an export gives back.
     """
 
     family: str
@@ -208,6 +210,7 @@ class HuggingFaceModel:
     files: WeightFiles
     prefix: str
     notes: tuple[str, ...]
+    record: ImportRecord
 
     def shards(
         self, dtype: torch.dtype | None = None, on_tensor: Callable[[int], None] = lambda num_bytes: None
@@ -237,25 +240,26 @@ class HuggingFaceModel:
         return sum(self.files.tensors[name].num_bytes for name in names)
 
 
-def open_folder(folder: Path, seq_length: int | None = None) -> HuggingFaceModel:
+def open_folder(folder: Path, seq_length: int | None = None, ignore: Sequence[str] = ()) -> HuggingFaceModel:
     """Look at a Hugging Face model: everything that can be wrong with it is found here, from headers.
 
     Args:
         folder: with config.json and safetensors.
         seq_length: our samples' length in place of the longest that the model was made for.
+        ignore: keys of config.json that are let through though nobody here knows them.
 
     Raises:
         ConfigError: of another family, or with features that are not built, by name.
         CheckpointError: pickles, or files that are missing, damaged, or of another model.
     """
     keys = read_config(folder / "config.json")
-    sections = from_hugging_face(keys, seq_length, str(folder / "config.json"))
+    sections = from_hugging_face(keys, seq_length, str(folder / "config.json"), ignore)
     model = ModelConfig.model_validate(sections["model"])
     family = str(keys["model_type"])
     # A table of learned positions is stored whole, and cut where samples are shorter.
     stored = model
     if model.position == "learned":
-        stored = ModelConfig.model_validate(from_hugging_face(keys, None, str(folder / "config.json"))["model"])
+        stored = ModelConfig.model_validate(from_hugging_face(keys, None, str(folder / "config.json"), ignore)["model"])
     found = HuggingFaceModel(
         family=family,
         model=model,
@@ -263,7 +267,8 @@ def open_folder(folder: Path, seq_length: int | None = None) -> HuggingFaceModel
         exchanges=exchanges(family, stored),
         files=(files := WeightFiles(folder)),
         prefix=_missing_prefix(files, NAMINGS[family]),
-        notes=(*_notes(model, stored.seq_length), *_passed_over(keys)),
+        notes=(*_notes(model, stored.seq_length), *passed_over_notes(keys, ignore)),
+        record=record_of(folder, keys, {key: keys[key] for key in ignore}),
     )
     if problems := list(_mismatches(found)):
         shown = problems[:12] + ([f"and {len(problems) - 12} more"] if len(problems) > 12 else [])
@@ -361,11 +366,6 @@ def _notes(model: ModelConfig, rows: int) -> tuple[str, ...]:
     if model.position == "learned" and rows != model.seq_length:
         return (f"of the {rows:,} learned positions the first {model.seq_length:,} are kept",)
     return ()
-
-
-def _passed_over(keys: Mapping[str, Any]) -> tuple[str, ...]:
-    found = passed_over(keys)
-    return (f"keys of config.json that compute nothing were passed over: {', '.join(found)}",) if found else ()
 
 
 def _mismatches(found: HuggingFaceModel) -> Iterator[str]:

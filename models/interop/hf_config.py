@@ -11,7 +11,7 @@ Sources: the configuration classes of transformers (`configuration_gpt2.py`, `..
 `..._qwen2.py`, `..._qwen3.py`) for keys and for the defaults of those that a file may leave out.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -221,7 +221,7 @@ HANDLED = frozenset(
 
 
 def from_hugging_face(
-    keys: Keys, seq_length: int | None = None, source: str = "config.json"
+    keys: Keys, seq_length: int | None = None, source: str = "config.json", ignore: Collection[str] = ()
 ) -> dict[str, dict[str, Any]]:
     """Our sections for a Hugging Face model: `model`, and `kernels` where the model needs a choice there.
 
@@ -229,9 +229,11 @@ def from_hugging_face(
         keys: the file's content.
         seq_length: training samples of this length in place of the longest that the model was made for.
         source: the file's name, for messages.
+        ignore: keys that nobody here knows and that are let through all the same.
 
     Raises:
-        ConfigError: another family, keys that are missing, unknown, or switch on what is not built; all at once.
+        ConfigError: another family; keys that are missing, unknown, or switch on what is not built; a key to ignore that is not
+            there or whose effect is known. All at once.
     """
     family = FAMILIES.get(str(keys.get("model_type")))
     if family is None:
@@ -242,7 +244,8 @@ def from_hugging_face(
             source,
         )
     keys, problems = _with_rope_parameters(keys)
-    problems += _unusable(keys, family)
+    problems += _unusable({key: value for key, value in keys.items() if key not in ignore}, family)
+    problems += _not_to_ignore(keys, family, ignore)
     model: dict[str, Any] = {}
     for theirs, ours in family.names.items():
         if theirs in keys or theirs in family.defaults:
@@ -311,9 +314,17 @@ def _unusable(keys: Keys, family: Family) -> Iterator[str]:
                 yield f"{key} = {value!r}: {why}; the model would be another one."
         elif key not in family.names and key not in HANDLED and not _has_no_effect(key):
             yield (
-                f"{key} = {value!r}: not a key that is known here, so whether it changes the model is not known either. Remove it "
-                f"from the file if it does not."
+                f"{key} = {value!r}: not a key that is known here, so whether it changes the model is not known either. If it "
+                f"does not, let it through with --ignore {key}."
             )
+
+
+def _not_to_ignore(keys: Keys, family: Family, ignore: Collection[str]) -> Iterator[str]:
+    for key in ignore:
+        if key not in keys:
+            yield f"--ignore {key}: the file has no such key, so another one may be meant. Remove the option."
+        elif key in family.names or key in HANDLED or key == "model_type" or key in OFF_ONLY:
+            yield f"--ignore {key}: the key changes the model, which would be another one without it. Remove the option."
 
 
 def _has_no_effect(key: str) -> bool:
@@ -324,6 +335,18 @@ def _has_no_effect(key: str) -> bool:
 def passed_over(keys: Keys) -> list[str]:
     """Return the keys of generation and of bookkeeping that are in the file and compute nothing, sorted."""
     return sorted(key for key in keys if key in OF_GENERATION or key.startswith("_"))
+
+
+def passed_over_notes(keys: Keys, ignore: Collection[str] = ()) -> list[str]:
+    """Return a line about the keys that were let through, and one about those that `--ignore` named; empty where there is none."""
+    found, notes = passed_over(keys), []
+    if found:
+        notes.append(f"keys of config.json that compute nothing were passed over: {', '.join(found)}")
+    if ignore:
+        notes.append(
+            f"keys of config.json that are not known here were ignored (--ignore): {', '.join(sorted(ignore))}"
+        )
+    return notes
 
 
 def _activation(keys: Keys, model: dict[str, Any]) -> Sequence[str]:
@@ -381,7 +404,7 @@ def family_of(model: ModelConfig, wanted: str | None = None) -> str:
 
 
 def to_hugging_face(
-    model: ModelConfig, family: str, *, dtype: str, end_of_document: int | None = None
+    model: ModelConfig, family: str, *, dtype: str, end_of_document: int | None = None, special_ids: Keys | None = None
 ) -> tuple[dict[str, Any], list[str]]:
     """The content of a config.json for a model of ours, and what a reader should know about it.
 
@@ -390,6 +413,7 @@ def to_hugging_face(
         family: from `family_of`.
         dtype: of the weights, in torch's word (`bfloat16`).
         end_of_document: the id at which generation stops; None: none is known.
+        special_ids: `bos_token_id` and the like of the model that this one came from, written as they are; None: it came from none.
     """
     chosen = FAMILIES[family]
     keys: dict[str, Any] = {"architectures": [chosen.architecture], "model_type": family}
@@ -409,7 +433,8 @@ def to_hugging_face(
     if family.startswith("qwen"):
         keys["use_sliding_window"] = False
     # Left out, these would be ids of the family's own vocabulary: generation would stop at a token that means something else.
-    keys |= {"bos_token_id": None, "eos_token_id": end_of_document, "pad_token_id": None}
+    none_but_eos = {"bos_token_id": None, "eos_token_id": end_of_document, "pad_token_id": None}
+    keys |= none_but_eos if special_ids is None else special_ids
     # The word that transformers 4 and 5 both read.
     return {**keys, "torch_dtype": dtype}, notes
 

@@ -187,6 +187,16 @@ def test_from_hf_gives_the_model_section_of_the_shipped_llama(
     assert load_config(target) == load_config(shipped)
 
 
+def test_from_hf_says_what_it_passed_over_and_ignored(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    source = tmp_path / "config.json"
+    source.write_text(json.dumps({**LLAMA, "_model_name_or_path": "x", "strange": 1}))
+    lines = shown(capsys, "from-hf", str(source), "--ignore", "strange").splitlines()
+    assert lines[1:3] == [
+        "# Note: keys of config.json that compute nothing were passed over: _model_name_or_path.",
+        "# Note: keys of config.json that are not known here were ignored (--ignore): strange.",
+    ]
+
+
 @pytest.mark.parametrize(
     ("content", "words"), [("{", "as JSON"), ("[1]", "no mapping"), ('{"model_type": "bert"}', "model_type = 'bert'")]
 )

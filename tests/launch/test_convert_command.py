@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from engine.checkpoint.directory import find
-from engine.checkpoint.manifest import TrainingState
+from engine.checkpoint.manifest import KINDS, Ancestor, TrainingState
 from engine.checkpoint.offline import read_tensor, whole, write_checkpoint
 from engine.config import ModelConfig
 from engine.config_load import load_config
+from engine.data.tokenizers import load_tokenizer
 from engine.initial_weights import initial_box
 from engine.shard_spec import localize
 from launch.cli import main
@@ -138,8 +139,6 @@ def test_transformers_loads_the_folder_with_its_tokenizer(
     """A Qwen3, whose AutoTokenizer would otherwise split text by Qwen's own rules instead of the file's."""
     import transformers
 
-    from engine.data.tokenizers import load_tokenizer
-
     source = checkpoint(tmp_path / "ours", {**MODEL, "qk_norm": True})
     said(capsys, "convert", "hf-export", source, tmp_path / "out", "--tokenizer", tokenizer, "--dtype", "bf16")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -168,8 +167,6 @@ def test_a_qwen2_says_how_its_tokenizer_is_loaded(
 ) -> None:
     """Its AutoTokenizer does not read what a folder says; the class that does is named, and reads it."""
     import transformers
-
-    from engine.data.tokenizers import load_tokenizer
 
     source = checkpoint(tmp_path / "ours", {**MODEL, "bias": "qkv"})
     text = said(capsys, "convert", "hf-export", source, tmp_path / "out", "--tokenizer", tokenizer)
@@ -297,3 +294,79 @@ def test_a_tokenizer_that_is_none_or_does_not_fit_is_refused(
         beside.write_bytes(content)
         assert words in refused(capsys, "convert", "hf-import", tmp_path / "theirs", tmp_path / "back")
     assert not (tmp_path / "back").exists()
+
+
+def test_special_ids_and_the_generation_config_come_out_as_they_went_in(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through an import that was moved, typed in one folder and exported in another, with a key that nobody knows."""
+    theirs, there = tmp_path / "theirs", tmp_path / "there"
+    said(capsys, "convert", "hf-export", checkpoint(tmp_path / "ours", MODEL), theirs, "--tokenizer", tokenizer)
+    keys = json.loads((theirs / "config.json").read_text())
+    ids = {"bos_token_id": 7, "eos_token_id": [299, 3], "pad_token_id": None, "unk_token_id": 0}
+    (theirs / "config.json").write_text(json.dumps({**keys, **ids, "strange": [1]}))
+    generation = b'{"eos_token_id": [299, 3],\r\n "temperature": 0.60}'
+    (theirs / "generation_config.json").write_bytes(generation)
+    assert "--ignore strange" in refused(capsys, "convert", "hf-import", theirs, tmp_path / "back")
+    there.mkdir()
+    monkeypatch.chdir(tmp_path)
+    text = said(capsys, "convert", "hf-import", "theirs", "back", "--ignore", "strange")
+    assert "were ignored (--ignore): strange" in text and "passed over: unk_token_id" in text
+    assert json.loads((tmp_path / "back" / "hugging_face.json").read_text())["ignored"] == {"strange": [1]}
+    (tmp_path / "back").rename(there / "moved")
+    monkeypatch.chdir(there)
+    text = said(capsys, "convert", "hf-export", "moved", "out")
+    assert "tokenizer  out/tokenizer.json" in text
+    assert (there / "out" / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
+    assert (there / "out" / "generation_config.json").read_bytes() == generation
+    written = json.loads((there / "out" / "config.json").read_text())
+    assert {key: written.get(key, "absent") for key in ids} == ids
+    # With another tokenizer the ids would name other tokens.
+    said(capsys, "convert", "hf-export", "moved", "bytes", "--tokenizer", "bytes")
+    written = json.loads((there / "bytes" / "config.json").read_text())
+    assert (written["bos_token_id"], written["eos_token_id"]) == (None, 256)
+    assert not (there / "bytes" / "generation_config.json").exists()
+
+
+def test_a_run_from_an_import_exports_its_special_ids(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said(capsys, "convert", "hf-export", checkpoint(tmp_path / "ours", MODEL, str(tokenizer)), tmp_path / "theirs")
+    keys = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps({**keys, "bos_token_id": 5}))
+    said(capsys, "convert", "hf-import", tmp_path / "theirs", tmp_path / "back")
+    manifest = find(tmp_path / "back").manifest
+    ancestor = Ancestor(
+        path=str(tmp_path / "back" / "step_00000000"), step=0, loaded="weights", fingerprint=manifest.fingerprint
+    )
+    model = ModelConfig.model_validate(manifest.config["model"])
+    shards = (whole(spec.name, torch.ones(spec.shape)) for spec in model_specs(model))
+    run_config = {**manifest.config, "data": {"tokenizer": str(tmp_path / "back" / "tokenizer.json")}}
+    write_checkpoint(
+        tmp_path / "run", shards, TrainingState.at_start(), config=run_config, source="run", lineage=[ancestor]
+    )
+    said(capsys, "convert", "hf-export", tmp_path / "run", tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["bos_token_id"] == 5
+
+
+def test_the_tokenizer_of_a_run_is_found_above_it_or_asked_for(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path was typed in the folder where the run was started; a file of the same name and other content is not taken."""
+    start, elsewhere = tmp_path / "start", tmp_path / "elsewhere"
+    for folder in (start / "tok", elsewhere):
+        folder.mkdir(parents=True)
+    (start / "tok" / "t.json").write_bytes(tokenizer.read_bytes())
+    model = ModelConfig.model_validate(MODEL)
+    state = TrainingState.at_start().model_copy(update={"data": {"tokenizer": load_tokenizer(str(tokenizer)).identity}})
+    shards = (whole(spec.name, torch.ones(spec.shape), kind) for spec in model_specs(model) for kind in KINDS)
+    config = {"model": model.model_dump(mode="json"), "data": {"tokenizer": "tok/t.json"}}
+    write_checkpoint(start / "runs/a/checkpoints", shards, state, config=config, source="a", has_moments=True)
+    monkeypatch.chdir(elsewhere)
+    said(capsys, "convert", "hf-export", start / "runs/a/checkpoints", "out")
+    assert Path("out/tokenizer.json").read_bytes() == tokenizer.read_bytes()
+    (start / "tok" / "t.json").write_bytes(tokenizer.read_bytes() + b" ")
+    error = refused(capsys, "convert", "hf-export", start / "runs/a/checkpoints", "more")
+    assert "names the tokenizer tok/t.json, which is not there" in error and not Path("more").exists()
+    text = said(capsys, "convert", "hf-export", start / "runs/a/checkpoints", "more", "--tokenizer", "none")
+    assert "none was written" in text and "no tokenizer was asked for" in text

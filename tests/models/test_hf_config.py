@@ -7,7 +7,14 @@ import pytest
 
 from engine.config import ModelConfig
 from engine.errors import ConfigError
-from models.interop.hf_config import FAMILIES, family_of, from_hugging_face, passed_over, to_hugging_face
+from models.interop.hf_config import (
+    FAMILIES,
+    family_of,
+    from_hugging_face,
+    passed_over,
+    passed_over_notes,
+    to_hugging_face,
+)
 from models.specs import model_specs
 
 LLAMA = {
@@ -257,6 +264,24 @@ def test_keys_that_compute_nothing_are_let_through_and_listed() -> None:
     }
     assert from_hugging_face({**keys, **more}) == from_hugging_face(keys)
     assert passed_over({**keys, **more}) == sorted(more) and passed_over(keys) == []
+
+
+def test_a_key_that_nobody_knows_is_let_through_by_name_only() -> None:
+    keys = PUBLISHED["llama3_8b"][0]
+    with pytest.raises(ConfigError, match=r"strange = 1: not a key that is known here.*--ignore strange"):
+        from_hugging_face({**keys, "strange": 1})
+    assert from_hugging_face({**keys, "strange": 1}, ignore=["strange"]) == from_hugging_face(keys)
+    assert passed_over_notes({**keys, "strange": 1}, ["strange"]) == [
+        "keys of config.json that are not known here were ignored (--ignore): strange"
+    ]
+    for key, value, words in (
+        ("absent", None, "no such key"),
+        ("mlp_bias", True, "changes the model"),
+        ("hidden_size", 1, "changes"),
+    ):
+        more = {} if value is None else {key: value}
+        with pytest.raises(ConfigError, match=f"--ignore {key}: .*{words}"):
+            from_hugging_face({**keys, **more}, ignore=[key])
 
 
 def test_a_number_of_layers_beyond_the_bound_is_refused_before_anything_is_built() -> None:
