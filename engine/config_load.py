@@ -208,6 +208,11 @@ def _value(reading: _Reading, text: str, given: str) -> Any:
             f"{given!r}: its value is not readable as YAML: {what}. Quote it, or balance its brackets."
         )
         return text
+    except UnicodeError:
+        reading.problems.append(
+            f"{given!r}: its value is no UTF-8, so no file of the run could hold it. Type it in UTF-8."
+        )
+        return text
 
 
 def _get(tree: Mapping[str, Any], dotted: str) -> Any:

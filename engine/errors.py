@@ -94,6 +94,12 @@ class StorageError(TriaxisError):
         super().__init__(text)
 
 
+class OutputError(TriaxisError):
+    """Standard output cannot be written; with room on its disk the same command succeeds."""
+
+    exit_code = 1
+
+
 class OutOfMemoryError(TriaxisError):
     """A rank asked for more memory than there is; the same configuration would do so again."""
 

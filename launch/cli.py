@@ -86,27 +86,41 @@ def command_parser(command: Command) -> "CommandParser":
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; `argv` is without the program's name."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if argv is None:
-        # This process is the command, so whatever it starts is ours: torchrun's ranks, workers that encode text, compilers.
+    try:
+        name = _chosen(arguments)
+        # Imported here, so that Ctrl-C during an import is answered like any other.
+        from launch.front import check_words, standard_streams
         from launch.import_path import import_variables
 
-        os.environ.update(import_variables(os.environ))
-    try:
-        try:
-            command = command_module(_chosen(arguments))
-            return command.run(command_parser(command).parse(arguments[1:]))
-        finally:
-            if sys.stdout is not None:  # it was closed before the start
-                sys.stdout.flush()  # here, not at exit, where an ended reader cannot be handled
+        if argv is None:
+            # This process is the command, so whatever it starts is ours: torchrun's ranks, workers that encode text, compilers.
+            os.environ.update(import_variables(os.environ))
+
+        with standard_streams():
+            try:
+                check_words(arguments)
+                command = command_module(name)
+                return command.run(command_parser(command).parse(arguments[1:]))
+            except (KeyboardInterrupt, BrokenPipeError):
+                raise
+            except Exception as error:
+                return _report(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # `triaxis ... | head` has read enough. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        # `triaxis ... | head` has read enough.
+        return _without_output(0)
     except Exception as error:
-        return _report(error)
+        # Of the streams: what the command itself raised has been reported.
+        return _without_output(_report(error))
+
+
+def _without_output(code: int) -> int:
+    from launch.front import drop_output
+
+    drop_output()
+    return code
 
 
 def _chosen(arguments: Sequence[str]) -> str:

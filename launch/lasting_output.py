@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import TextIO
 
 from engine.telemetry.lossy_file import LossyFile, text_over
+from engine.telemetry.redaction import blotted
 
 
 @contextmanager
@@ -35,6 +36,6 @@ def _lasting(stream: TextIO) -> TextIO:
     with suppress(OSError):
         stream.flush()
     try:
-        return text_over(LossyFile(stream.fileno()))
+        return blotted(text_over(LossyFile(stream.fileno())))
     except OSError:  # io.UnsupportedOperation
         return stream

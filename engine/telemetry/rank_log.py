@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TextIO
 
 from engine.telemetry.lossy_file import LossyFile, text_over
+from engine.telemetry.redaction import blotted
 from engine.telemetry.relay import DROPPED, END_SECONDS
 
 _RELAY_ENDS_SECONDS = END_SECONDS + 1.0
@@ -85,13 +86,14 @@ def rank_log(path: Path, *, show: bool) -> Iterator[Streams]:
         os.dup2(target, 1)
         os.dup2(target, 2)
         if relay is None:
-            said = text_over(LossyFile(1))
+            said = blotted(text_over(LossyFile(1)))
             streams = Streams(said, None)
         else:
             os.close(relay.both)
-            said = text_over(LossyFile(1, replace=relay.replace))
-            terminal = text_over(LossyFile(relay.for_terminal, stands_for=saved[0], replace=relay.replace))
-            streams = Streams(text_over(LossyFile(relay.for_log, replace=relay.replace)), terminal, relay.changes)
+            said = blotted(text_over(LossyFile(1, replace=relay.replace)))
+            terminal = blotted(text_over(LossyFile(relay.for_terminal, stands_for=saved[0], replace=relay.replace)))
+            log_lines = blotted(text_over(LossyFile(relay.for_log, replace=relay.replace)))
+            streams = Streams(log_lines, terminal, relay.changes)
         sys.stdout = sys.stderr = said
         yield streams
     finally:

@@ -1,16 +1,27 @@
 """Secrets of the environment stay out of what is written down (no torch here).
 
-Nothing of ours writes an environment variable; an error's text may quote one (a key in an address, say), so whatever quotes errors
-passes through here.
+    WANDB_API_KEY=0123abcd.., HF_TOKEN=hf_..    ->    [redacted] in every line, event, metric, page and recorded configuration
+
+Nothing of ours writes an environment variable; a path, a configuration or an error's text may hold one. The doors through which
+text leaves blot it out: `blotted_streams` for what Python prints, `JsonLines`, the writers of config.yaml and of manifests, the
+report and the wandb sink. What C++ libraries write to descriptors 1 and 2 by themselves passes no door.
 """
 
+import errno
+import json
 import os
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TextIO, cast
+from urllib.parse import quote
 
-_NAMES = re.compile(r".*(API_?KEY|ACCESS_KEY|TOKEN|SECRET|PASSWORD|PASSWD)", re.IGNORECASE)
-_LEAST_LENGTH = 8
-"""A shorter value is a word or a number that other text may well contain."""
+from engine.errors import OutputError
+
+_NAMES = re.compile(r".*(API_?KEY|ACCESS_KEY|PRIVATE_KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE)", re.IGNORECASE)
+LEAST_LENGTH = 8
+"""Characters; a shorter value is a word or a number that other text may well contain."""
 
 REDACTED = "[redacted]"
 
@@ -23,7 +34,96 @@ def without_secrets(text: str, variables: Mapping[str, str] | None = None) -> st
         variables: the environment; None: this process's.
     """
     given = os.environ if variables is None else variables
-    values = {value for name, value in given.items() if _NAMES.fullmatch(name) and len(value) >= _LEAST_LENGTH}
-    for value in sorted(values, key=len, reverse=True):
-        text = text.replace(value, REDACTED)
+    values = {value for name, value in given.items() if len(value) >= LEAST_LENGTH and _NAMES.fullmatch(name)}
+    if not values:
+        return text
+    # As they are, as JSON and repr write them, and as an address does.
+    forms = {
+        form for value in values for form in (value, json.dumps(value)[1:-1], repr(value)[1:-1], quote(value, safe=""))
+    }
+    for form in sorted(forms, key=len, reverse=True):
+        text = text.replace(form, REDACTED)
     return text
+
+
+def tree_without_secrets(value: Any, variables: Mapping[str, str] | None = None) -> Any:
+    """Return a tree of mappings, lists and scalars, as JSON has them, with secrets blotted out of its texts and keys."""
+    if isinstance(value, str):
+        return without_secrets(value, variables)
+    if isinstance(value, Mapping):
+        return {
+            without_secrets(key, variables) if isinstance(key, str) else key: tree_without_secrets(item, variables)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [tree_without_secrets(item, variables) for item in value]
+    return value
+
+
+class _Blotted:
+    """A text stream that blots secrets out of what is written to `stream`; all else is the stream's own.
+
+    Args:
+        stream: that takes the text.
+        what: its name, for an error; "" where an error of it is of no consequence.
+    """
+
+    def __init__(self, stream: TextIO, what: str) -> None:
+        self._stream = stream
+        self._what = what
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._explained():
+            shown = without_secrets(text)
+            try:
+                self._stream.write(shown)
+            except UnicodeEncodeError as error:  # a terminal of another encoding, or a name that is no UTF-8
+                self._stream.write(shown.encode(error.encoding, "backslashreplace").decode(error.encoding))
+        return len(text)
+
+    def flush(self) -> None:
+        with self._explained():
+            self._stream.flush()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._what:
+                return
+            if error.errno == errno.EPIPE:
+                raise
+            raise OutputError(
+                f"{self._what} cannot be written: {error.strerror}. What the command prints would be lost. Make room, or send "
+                "it to another place."
+            ) from None
+
+
+def blotted(stream: TextIO, what: str = "") -> TextIO:
+    """Return a stream that blots secrets out of what is written to `stream`.
+
+    Args:
+        stream: an open text stream.
+        what: its name in the OutputError that a failed write raises; "": a failed write is of no consequence.
+    """
+    return cast(TextIO, _Blotted(stream, what))
+
+
+@contextmanager
+def blotted_streams() -> Iterator[None]:
+    """Blot secrets out of what this process prints to `sys.stdout` and `sys.stderr` within the block.
+
+    Raises:
+        OutputError: standard output cannot be written; of standard error nothing is said, for there is no place left.
+        BrokenPipeError: the reader of standard output has gone.
+    """
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = blotted(sys.stdout, "standard output"), blotted(sys.stderr)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
