@@ -300,6 +300,15 @@ def run_case(rank: int, case: Case, weights: Mapping[str, torch.Tensor], num_ste
     return RankResult(loss_sum, num_tokens, grads, steps, owned_pieces(engine, "master"))
 
 
+def is_decayed(name: str) -> bool:
+    """Decide by the documented rule of `optimizer.weight_decay`: matrices decay, norms and biases do not.
+
+    The rule reads the name alone. The engine's own specs are what the parity tests check.
+    """
+    *_, part, kind = name.split(".")
+    return kind == "weight" and not part.endswith("norm")
+
+
 @dataclass
 class OracleResult:
     loss: float
@@ -321,7 +330,7 @@ def run_oracle(case: Case, weights: Mapping[str, torch.Tensor], num_steps: int) 
         consumed_samples=0,
         device="cpu",
     )
-    decayed = {spec.name: spec.decay for spec in model_specs(config.model)}
+    decayed = {name: is_decayed(name) for name in weights}
     groups = [
         {"params": [w for name, w in weights.items() if decayed[name]], "weight_decay": config.optimizer.weight_decay},
         {"params": [w for name, w in weights.items() if not decayed[name]], "weight_decay": 0.0},

@@ -2,8 +2,9 @@
 
 The CI tier has a covering set of small cases: every axis alone and all of them together on eight ranks, every schedule, uneven
 stages, sequence parallelism, replicated kv heads, tied and untied embeddings, dropout, every kind of recomputation,
-heads in pieces, gathered inputs that are kept, offload, transfers through other memory; loss masks are in all of them. The slow
-tier adds the product of the axes at the models' full depth, more cases of eight ranks, and compiled kernels.
+heads in pieces, gathered inputs that are kept, offload, transfers through other memory, explicit attention whose head_dim is not
+hidden_size / heads; loss masks are in all of them. The slow tier adds the product of the axes at the models' full depth, more
+cases of eight ranks, and compiled kernels.
 """
 
 from dataclasses import replace
@@ -50,6 +51,7 @@ COVERING = [
     Case("gpt", tp=2, pp=2, dp=2, recompute=SELECTIVE, bucket_bytes=1, num_layers=4),
     Case("gpt_dropout", tp=2, pp=2, dp=2, sequence_parallel=True, recompute=("full", "uniform", 1), num_layers=4),
     Case("gpt_dropout", dp=2, micro_batch_size=2, num_layers=2),
+    Case("qwen", attention="explicit", **SMALL),
     Case("qwen", tp=2, pp=2, vpp=2, recompute=SELECTIVE, modules=ALL_PARTS, offload=1, global_batch_size=4),
     Case(
         "gpt_dropout", tp=2, pp=2, sequence_parallel=True, recompute=SELECTIVE, modules=CHEAP, offload=2, **SMALL_STAGES
