@@ -9,12 +9,13 @@ import torch
 import engine.data.loader
 import engine.initial_weights
 import engine.step
-from engine.collectives import Pending
+from engine.collectives import Axis, Pending
 from engine.data.sampler import step_sample_ids
 from engine.optimizer.distributed import DistributedOptimizer, OwnedBucket, add_squares
 from engine.optimizer.grad_buffer import Bucket, FlatBuffer, GradBuffers
 from engine.pipeline.executor import Executor, _Run
 from engine.shard_spec import ParamRecord
+from engine.tensor_parallel.cross_entropy import TargetsHere
 from engine.tensor_parallel.dropout import DropoutKeys
 from engine.tensor_parallel.layers import RowParallelLinear
 from engine.tensor_parallel.mappings import TensorParallelRegion
@@ -341,3 +342,39 @@ def bias_correction_is_a_step_ahead() -> None:
         self._num_updates += 1
 
     DistributedOptimizer.__init__ = ahead  # type: ignore[method-assign]
+
+
+# Only where sizes have a certain relation -------------------------------------------------------------------------------
+
+
+def a_rank_of_padding_counts_one_column() -> None:
+    of = TargetsHere.of
+
+    def at_least_one(targets: torch.Tensor, axis: Axis, columns: int, vocab_size: int) -> TargetsHere:
+        return of(targets, axis, columns, max(vocab_size, axis.index * columns + 1))
+
+    TargetsHere.of = at_least_one  # type: ignore[method-assign, assignment]
+
+
+def a_last_group_of_fewer_layers_runs_first() -> None:
+    groups = GPTChunk._groups
+
+    def reordered(self: GPTChunk) -> list[Any]:
+        *others, last = groups(self)
+        is_short = len(last.blocks) < self.context.recompute.num_layers
+        return [last, *others] if is_short else [*others, last]
+
+    GPTChunk._groups = reordered  # type: ignore[method-assign]
+
+
+def the_third_round_repeats_the_second() -> None:
+    run = Executor.run
+
+    def repeated(
+        self: Executor, program: Any, microbatches: Sequence[Any], *args: Any, **kwargs: Any
+    ) -> list[torch.Tensor]:
+        pp = self.topology.axis("pp").size
+        third = microbatches[pp : 2 * pp][: len(microbatches[2 * pp : 3 * pp])]
+        return run(self, program, [*microbatches[: 2 * pp], *third, *microbatches[3 * pp :]], *args, **kwargs)
+
+    Executor.run = repeated  # type: ignore[method-assign]
