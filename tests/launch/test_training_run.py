@@ -167,7 +167,7 @@ def test_what_a_run_leaves_behind(command_1: Finished) -> None:
     written = {"config.yaml", "metrics.jsonl", "events", "checkpoints", "saved", "finished", "lock", "logs"}
     assert names == written
     saved = sorted(path.name for path in (command_1.path / "checkpoints").iterdir())
-    assert saved == ["latest", "step_00000012", "step_00000024", "step_00000030"]
+    assert saved == ["latest", "lock", "step_00000012", "step_00000024", "step_00000030"]
     logs = sorted((command_1.path / "logs" / "attempt_00").iterdir())
     assert [log.name for log in logs] == [f"rank_{rank:05d}.log" for rank in range(8)]
     banner = command_1.said.out[command_1.said.out.index("Triaxis: gpt_tiny") :]
