@@ -143,19 +143,18 @@ def test_a_reader_that_has_read_enough_is_no_error() -> None:
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize(
-    "words", ["--help", "config --help", "config print configs/gpt_tiny.yaml", "topology configs/gpt_tiny.yaml"]
-)
+@pytest.mark.parametrize("words", ["--help", "topology configs/gpt_tiny.yaml"])
 def test_a_reader_that_ends_before_a_short_output_is_no_error(words: str) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(
         [sys.executable, "-m", "launch.cli", *words.split()],
         cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
         stdout=writing,
         stderr=subprocess.PIPE,
         text=True,
         check=False,
     )
     os.close(writing)
-    assert done.stderr == "" and done.returncode in (0, 1)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing import api
 
-from launch import forward_signals
 from launch.forward_signals import END_RANKS, LEFT_TO_TORCHRUN, ForwardedSignals, NoRanksError
 
 handler: Any = vars(api)["_terminate_process_handler"]
@@ -52,6 +51,7 @@ def nohup() -> Iterator[None]:
 def test_under_nohup_a_hangup_stays_ignored(nohup: None, words: Namespace) -> None:
     signals = ForwardedSignals()
     with signals.listening(words):
+        assert "SIGHUP" not in vars(words).get("signals_to_handle", "")
         if not vars(words):
             vars(api)["_terminate_process_handler"](signal.SIGHUP, None)
         os.kill(os.getpid(), signal.SIGHUP)
@@ -68,19 +68,14 @@ def test_another_host_that_failed_ends_torchrun_with_sigterm() -> None:
 
 
 def test_ranks_are_killed_though_the_terminal_is_gone() -> None:
-    program = "import os; os.environ['RANK']; print('up', flush=True); import time; time.sleep(60)"
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, env=os.environ | {"RANK": "0"}, text=True
-    ) as rank:
-        assert rank.stdout is not None and rank.stdout.readline() == "up\n"
-        reading, writing = os.pipe()
-        os.close(reading)
-        saved = os.dup(2)
-        os.dup2(writing, 2)
-        try:
-            forward_signals._kill_ranks(1.0)
-        finally:
-            os.dup2(saved, 2)
-            os.close(saved)
-            os.close(writing)
-        assert rank.wait(30) == -signal.SIGKILL
+    program = (
+        "import os, subprocess\n"
+        "from launch.forward_signals import _kill_ranks, ranks\n"
+        "rank = subprocess.Popen(['sleep', '60'], env=os.environ | {'RANK': '0'})\n"
+        "while not ranks(): pass\n"
+        "reading, writing = os.pipe(); os.close(reading); os.dup2(writing, 2)\n"
+        "_kill_ranks(1.0)\n"
+        "print(rank.wait(30))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "-9\n")
