@@ -164,7 +164,7 @@ class Heartbeat:
         pid = os.getpid()
         self._folders, self._rank = tuple(folders), rank
         self.passed_over: tuple[str, ...] = ()
-        self.remove(rank)
+        self._unlink(rank)  # and leave the folders: another rank may have just made one, and has no file in it yet
         for folder in folders:
             try:
                 self._map = _mapped(folder, rank)
@@ -240,15 +240,19 @@ class Heartbeat:
 
     def remove(self, rank: int) -> None:
         """Remove what a rank of this node that has ended has left in this user's folders."""
+        self._unlink(rank)
         for folder in filter(_is_ours, self._folders):
-            with suppress(OSError):
-                file_of(folder, rank).unlink(missing_ok=True)
             with suppress(OSError):
                 folder.rmdir()  # the last rank of the node can
 
     def close(self) -> None:
         """Leave nothing behind; may be called twice."""
         self.remove(self._rank)
+
+    def _unlink(self, rank: int) -> None:
+        for folder in filter(_is_ours, self._folders):
+            with suppress(OSError):
+                file_of(folder, rank).unlink(missing_ok=True)
 
     def _write(self, what: str, text: str) -> None:
         content = self._texts.get((what, text))

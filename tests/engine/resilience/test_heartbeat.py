@@ -166,8 +166,17 @@ def test_heartbeats_of_ranks_in_several_folders_are_found_and_removed(tmp_path: 
     folders[1].chmod(0o777)
     assert own.of_rank(1, 0) is None, "whoever may write there decides which process is ended"
     folders[1].chmod(0o700)
+    empty = tmp_path / "empty"
+    empty.mkdir(mode=0o700)
+    Heartbeat([*folders, empty], rank=2, attempt=0).close()
+    assert not empty.exists(), "the last rank removes the folder"
+    empty.mkdir(mode=0o700)
+    Heartbeat([folders[0], empty], rank=2, attempt=0)
+    assert empty.exists(), "a rank that starts leaves a folder that another has just made"
+    empty.rmdir()
     again = Heartbeat(folders, rank=1, attempt=1)
     assert not killed.path.exists() and again.path.parent == folders[0]
+    again.remove(2)
     own.close()
     again.close()
     assert not any(folder.exists() for folder in folders)
