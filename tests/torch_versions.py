@@ -59,7 +59,10 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "engine/runtime.py": ("torch._C._distributed_c10d", "torch.cuda.memory._set_allocator_settings"),
     "engine/topology.py": ("torch._C._distributed_c10d.ProcessGroupNCCL.Options",),
     "engine/saved_tensors.py": ("torch.autograd.graph.saved_tensors_hooks",),
-    "launch/forward_signals.py": ("torch.distributed.elastic.multiprocessing.api._terminate_process_handler",),
+    "launch/forward_signals.py": (
+        "torch.distributed.elastic.multiprocessing.api.SignalException",
+        "torch.distributed.elastic.multiprocessing.api._terminate_process_handler",
+    ),
     "launch/launcher.py": (
         "torch.distributed.elastic.multiprocessing.api.SignalException",
         "torch.distributed.elastic.multiprocessing.errors.ChildFailedError",
