@@ -7,6 +7,7 @@ A trace opens in https://ui.perfetto.dev or chrome://tracing. While steps are tr
 looking at one beside the other, not for reporting.
 """
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -89,15 +90,19 @@ class StepProfiler:
             self._instruction = _entered(instruction_name(instruction))
 
     def close(self) -> None:
-        """Write the trace if one is open: the last traced step is over, or the run is."""
+        """Write the trace if one is open: the last traced step is over, or the run is. A full disk is a line in the rank's log."""
         if self._profile is None:
             return
         self._leave()
         done, self._profile = self._profile, None
         done.stop()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        done.export_chrome_trace(str(self._path))
-        self._on_written(self._path)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            done.export_chrome_trace(str(self._path))
+        except OSError as error:
+            print(f"the trace could not be written, training goes on: {error}", file=sys.stderr)
+        else:
+            self._on_written(self._path)
 
     def _leave(self) -> None:
         """End the ranges that are open; after an error in a step there may be two."""

@@ -13,6 +13,7 @@ import torch
 from engine.config_telemetry import ProfileConfig
 from engine.pipeline.lowering import Post
 from engine.telemetry.profile import POST, StepProfiler
+from tests.engine.telemetry.full_disk import room_for
 from tests.harness import run_ranks
 from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank
@@ -62,6 +63,15 @@ def test_a_run_that_ends_early_leaves_what_it_traced(tmp_path: Path) -> None:
     profiler.close()
     profiler.close()
     assert [name for name, _, _ in ranges_of(path)] == ["data"]
+
+
+def test_a_trace_without_room_is_a_line_and_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written: list[Path] = []
+    profiler = StepProfiler(ProfileConfig(start=1, steps=1), tmp_path / "trace.json.gz", CPU, 0, written.append)
+    profiler.phase("data")
+    with room_for(0):
+        profiler.close()
+    assert "the trace could not be written, training goes on" in capsys.readouterr().err and not written
 
 
 def trace_a_step(rank: int, case: Case, folder: str) -> list[str]:

@@ -1,10 +1,13 @@
 """The relay of rank 0: a terminal that ends, is paused or is full never holds the rank, and the log is whole."""
 
+import fcntl
 import os
 import pty
 import re
+import struct
 import subprocess
 import sys
+import termios
 import time
 import tty
 from collections.abc import Callable, Sequence
@@ -74,6 +77,8 @@ def test_a_paused_terminal_holds_nobody_and_says_how_many_lines_it_missed(tmp_pa
     body = """
 errors = os.dup(2)
 with rank_log(path, show=show) as streams:
+    assert streams.terminal.isatty()
+    assert os.get_terminal_size(streams.terminal.fileno()).columns == 60
     for number in range(40_000):
         print(f"{number:059}")
     print("trained")
@@ -82,6 +87,7 @@ with rank_log(path, show=show) as streams:
 """
     master, slave = pty.openpty()
     tty.setraw(slave)
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
     rank, log = start(tmp_path, body, slave)
     os.close(slave)
     assert rank.stderr is not None
