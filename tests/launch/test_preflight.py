@@ -9,7 +9,7 @@ from engine.config_load import load_config
 from engine.errors import ConfigError, DataError, TopologyError, TriaxisError
 from engine.gpus import Gpus
 from engine.telemetry.run_dir import RunDirectory
-from launch import launcher
+from launch import cli, launcher
 from launch.preflight import look_before_training, refuse_without_gpu
 
 TINY = Path(__file__).resolve().parents[2] / "configs" / "gpt_tiny.yaml"
@@ -43,6 +43,23 @@ def test_a_finished_run_says_so_and_another_config_is_refused(tmp_path: Path) ->
     assert "finished (steps 240, loss 1.5000)" in message
     with pytest.raises(TriaxisError, match=r"train\.seed: 1234 there, 5 here"):
         look_before_training(config(tmp_path, "data.synthetic=true", "train.seed=5"), TINY)
+
+
+@pytest.mark.parametrize("flags", [[], ["--from-scratch"]])
+def test_a_folder_that_cannot_be_written_starts_no_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    def no_ranks(*_: object) -> int:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(launcher, "_run_torchrun", no_ranks)
+    (tmp_path / "file").write_text("")
+    for field, runs_dir in (("runtime.runs_dir", tmp_path / "file" / "runs"), ("checkpoint.dir", tmp_path / "runs")):
+        words = ["data.synthetic=true", f"runtime.runs_dir={runs_dir}"]
+        words += ["checkpoint.interval=5", f"checkpoint.dir={tmp_path / 'file' / 'saved'}"]
+        assert cli.main(["train", str(TINY), *words, *flags]) == 2
+        assert f"file is not a folder. Name a folder that this user can write, by {field}" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_what_looks_at_a_gpu_is_refused_without_one(tmp_path: Path) -> None:

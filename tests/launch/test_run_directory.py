@@ -57,6 +57,7 @@ def test_a_start_that_fails_leaves_the_run_to_the_original_command(tmp_path: Pat
     assert load_config(tmp_path / "run" / "config.yaml").train.steps == 4
 
 
+@pytest.mark.slow  # the directory's part is in tests/engine/telemetry/test_run_entries.py
 def test_a_restart_starts_over_where_the_first_start_failed(tmp_path: Path) -> None:
     assert train(tmp_path, "train.steps=2")[0] == [0, 0]
     assert train(tmp_path, "train.steps=2", "checkpoint.load=/nowhere", "--from-scratch")[0] == [2, 2]
