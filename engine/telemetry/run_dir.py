@@ -107,6 +107,7 @@ class RunDirectory:
             path.mkdir(parents=True, exist_ok=True)
         try:
             with _explaining_runs(runs_dir, name):
+                run_entries.check_links(path)
                 run._locks.append(_lock_of_run(path))
                 run.finished = run._check(config, from_scratch=from_scratch)
             if run.finished is not None:
@@ -200,9 +201,8 @@ class RunDirectory:
         run_entries.check_kinds(self.path)
         if from_scratch:
             return None
-        if not run_entries.has_results(self.path):
-            return run_entries.read_finished(self.path, config)
-        run_entries.check_same_config(self.path, config)
+        if run_entries.has_results(self.path):
+            run_entries.check_same_config(self.path, config)
         return run_entries.read_finished(self.path, config)
 
     def _check_checkpoints(self, config: Config) -> None:

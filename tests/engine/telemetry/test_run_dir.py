@@ -206,7 +206,7 @@ def test_a_run_does_not_write_through_links_to_other_places(make_config: MakeCon
     with pytest.raises(TriaxisError, match="is a link to"):
         start(make_config(), runs)
     (runs / "demo").unlink()
-    for name in ("checkpoints", "metrics.jsonl", "logs"):
+    for name in ("checkpoints", "metrics.jsonl", "logs", "lock"):
         (runs / "demo").mkdir(exist_ok=True)
         (runs / "demo" / name).symlink_to(elsewhere / name)
         with pytest.raises(TriaxisError, match=f"lead out of the run directory: .*{name} -> "):
