@@ -13,6 +13,7 @@ row's name.
 """
 
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,8 @@ from engine.pipeline.lowering import Instruction, Transfer
 from engine.state_files import read_regular
 from engine.telemetry.marks import Doing
 
-RANK_FILES = "rank_*.json"
+_RANK_FILE = re.compile(r"rank_\d{1,9}\.json")
+_ATTEMPT = re.compile(r"attempt_(\d{1,9})")
 _MOST_BYTES = 2**30
 """Of the row of one rank; an event has about 200."""
 
@@ -178,11 +180,12 @@ def merge(run: Path) -> Merged:
     Raises:
         TriaxisError: no rank wrote a timeline, or what one wrote cannot be read.
     """
-    folders = sorted((run / "timeline").glob("attempt_*"))
-    files = sorted(folders[-1].glob(RANK_FILES)) if folders else []
+    numbers = {int(match[1]): match[0] for entry in _names(run / "timeline") if (match := _ATTEMPT.fullmatch(entry))}
+    folder = run / "timeline" / numbers[max(numbers)] if numbers else None
+    files = [folder / name for name in _names(folder) if _RANK_FILE.fullmatch(name)] if folder is not None else []
     if not files:
         raise TriaxisError(
-            f"{run} holds no timeline of a rank (timeline/attempt_*/{RANK_FILES}): there is nothing to put together. Train with "
+            f"{run} holds no timeline of a rank (timeline/attempt_*/rank_*.json): there is nothing to put together. Train with "
             "telemetry.timeline={start: 10, steps: 2}, and look when those steps are made."
         )
     events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": run.name}}]
@@ -208,3 +211,8 @@ def merge(run: Path) -> Merged:
     write_atomically(path, [json.dumps(merged).encode()])
     missing = tuple(rank for rank in range(world_size) if rank not in present)
     return Merged(path, len(files), missing, max(errors))
+
+
+def _names(folder: Path) -> list[str]:
+    """Names in a folder, sorted; none where it is no folder."""
+    return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []

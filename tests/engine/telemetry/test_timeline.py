@@ -1,6 +1,7 @@
 """The timeline of one rank, and the file that is made of all of them."""
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,6 +91,17 @@ def test_the_latest_attempt_counts_and_a_rank_that_wrote_nothing_is_named(tmp_pa
     merged = merge(tmp_path)
     assert merged.num_ranks == 1 and merged.missing == (0, 1, 3)
     assert str(merged).endswith("; ranks 0, 1, 3 wrote none")
+
+
+def test_entries_that_no_rank_wrote_are_passed_over_and_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    for attempt in (9, 100):
+        write_row(tmp_path, 0, attempt=attempt)
+    (tmp_path / "timeline" / "attempt_old").mkdir()
+    (tmp_path / "timeline" / "attempt_100" / "rank_old.json").write_text("{}")
+    assert merge(tmp_path).num_ranks == 1
+    os.mkfifo(tmp_path / "timeline" / "attempt_100" / "rank_00001.json")
+    with pytest.raises(TriaxisError, match=r"rank_00001\.json is no timeline of a rank .*it is a FIFO"):
+        merge(tmp_path)
 
 
 def test_the_command_says_where_it_is_or_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
