@@ -24,6 +24,7 @@ from engine.config_rules import problems as broken_rules
 from engine.config_section import Section
 from engine.config_yaml import read_yaml
 from engine.errors import ConfigError
+from engine.telemetry.redaction import without_secrets
 
 ENVIRONMENT = {
     "TP": "parallel.tp",
@@ -333,9 +334,11 @@ def to_yaml(config: Config, *, describe: bool = False) -> str:
 
     Args:
         config: what to write.
-        describe: with the meaning of each field as a comment.
+        describe: for people to read and to keep: with the meaning of each field as a comment, and without secrets of the
+            environment, in whose place the reader finds `[redacted]`.
     """
-    return "\n".join([f"format_version: {FORMAT_VERSION}", *_lines(config, "", describe)]) + "\n"
+    text = "\n".join([f"format_version: {FORMAT_VERSION}", *_lines(config, "", describe)]) + "\n"
+    return without_secrets(text) if describe else text
 
 
 def _lines(section: Section, indent: str, describe: bool) -> Iterator[str]:

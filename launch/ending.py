@@ -20,6 +20,7 @@ from typing import NoReturn, Self
 
 from engine.errors import TriaxisError
 from launch.failure import code_of
+from launch.front import standard_streams
 from launch.lasting_output import lasting_output
 
 GRACE_SECONDS = 20.0
@@ -28,7 +29,7 @@ GRACE_SECONDS = 20.0
 
 def run_rank(main: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> NoReturn:
     """End this process with the exit code of `main(arguments)`; an exception is printed and ends it with `code_of` it."""
-    with lasting_output():
+    with standard_streams(), lasting_output():
         try:
             code = main(arguments)
         except TriaxisError as error:

@@ -20,6 +20,7 @@ from engine.data.files import write_atomically
 from engine.errors import TriaxisError
 from engine.json_text import parse_json
 from engine.state_files import read_regular
+from engine.telemetry.redaction import without_secrets
 
 FAILURES_TO_EXCLUDE = 2
 """A node may fail once by accident."""
@@ -130,7 +131,7 @@ class History:
 
     def _write(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps([asdict(attempt) for attempt in self.attempts], indent=2)
+        text = without_secrets(json.dumps([asdict(attempt) for attempt in self.attempts], indent=2))
         write_atomically(self._path, [f"{text}\n".encode()])
 
 

@@ -35,6 +35,7 @@ from engine.telemetry.run_dir import RunDirectory, run_name
 from launch.cli import command_module, command_parser
 from launch.commands.train import request
 from launch.failure import BROKE, DIVERGED, INTERRUPTED, MISTAKE, OTHERS_END_SECONDS
+from launch.front import standard_streams
 from launch.gpu_memory import read_devices
 from launch.lasting_output import lasting_output
 from launch.launcher import DEFAULT_CONFIG, FROM_SCRATCH
@@ -489,4 +490,6 @@ def _show(root: Path, words: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with standard_streams():
+        code = main(sys.argv[1:])
+    sys.exit(code)

@@ -16,6 +16,7 @@ from pydantic_core import to_jsonable_python
 from engine.config import Config
 from engine.config_section import Section
 from engine.errors import CheckpointError
+from engine.telemetry.redaction import tree_without_secrets
 
 Verdict = Literal["layout", "meant", "never"]
 
@@ -83,8 +84,9 @@ def changes(there: Mapping[str, Any], config: Config) -> list[Change]:
     and what is new does nothing by default. Any other field that one of the two does not have counts as "absent" there: an import
     may know no data.
     """
-    saved = dict(flat({key: value for key, value in there.items() if key != "format_version"}))
-    asked = dict(flat(config.model_dump(mode="json")))
+    # Recorded values have no secrets; a secret that was renewed since is no other configuration.
+    saved = dict(flat(tree_without_secrets({key: value for key, value in there.items() if key != "format_version"})))
+    asked = dict(flat(tree_without_secrets(config.model_dump(mode="json"))))
     sections = {key.rpartition(".")[0] for key in saved}
     found = []
     for key in [*asked, *(key for key in saved if key not in asked)]:

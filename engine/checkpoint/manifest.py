@@ -32,6 +32,7 @@ from engine.errors import CheckpointError
 from engine.optimizer.kinds import STATE_KINDS, StateKind
 from engine.shard_spec import Box
 from engine.state_files import read_regular
+from engine.telemetry.redaction import tree_without_secrets, without_secrets
 
 FORMAT_VERSION = 1
 """Raised when a reader of the old format could misread the new one. Every released format stays readable."""
@@ -191,12 +192,19 @@ class Manifest(_Record):
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write manifest.json, then its hash; each complete or not there.
+    """Write manifest.json, then its hash; each complete or not there. Secrets of the environment are blotted out.
 
     Raises:
         OSError: the folder cannot be written, or the disk is full.
     """
-    content = _to_json(manifest).encode()
+    told = {
+        "config": tree_without_secrets(manifest.config),
+        "run": without_secrets(manifest.run),
+        "lineage": tuple(
+            ancestor.model_copy(update={"path": without_secrets(ancestor.path)}) for ancestor in manifest.lineage
+        ),
+    }
+    content = _to_json(manifest.model_copy(update=told)).encode()
     write_atomically(folder / MANIFEST, [content])
     write_atomically(folder / MANIFEST_HASH, [_hash_line(content)])
 

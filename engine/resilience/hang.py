@@ -33,6 +33,7 @@ from engine.data.files import write_atomically
 from engine.json_text import parse_json
 from engine.resilience.heartbeat import Beat, Heartbeat, started_at
 from engine.resilience.waits import LastWords, Report, Scene
+from engine.telemetry.redaction import without_secrets
 
 HUNG = 4
 """Exit code of a rank that ends because the job hangs."""
@@ -244,7 +245,7 @@ class HangWatch:
         with suppress(OSError):
             self._tell(report.step, text)
         record = {"reporter": self._rank, "step": report.step, "culprits": report.culprits, "text": text}
-        write_atomically(self._folder / REPORT, [(json.dumps(record, indent=2) + "\n").encode()])
+        write_atomically(self._folder / REPORT, [(without_secrets(json.dumps(record, indent=2)) + "\n").encode()])
 
     def _wait_for(self, is_done: Callable[[], bool], *, graces: int = 1, unless_goes_on: Beat | None = None) -> bool:
         """Wait until it is done, at most for the grace; False where the rank has gone on meanwhile."""
@@ -284,7 +285,7 @@ def may_hang(beat: Beat) -> bool:
 
 def write_words(path: Path, words: LastWords) -> None:
     """A rank's words as JSON, complete or not there."""
-    write_atomically(path, [(json.dumps(asdict(words)) + "\n").encode()])
+    write_atomically(path, [(without_secrets(json.dumps(asdict(words))) + "\n").encode()])
 
 
 def read_words(path: Path) -> LastWords | None:

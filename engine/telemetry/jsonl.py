@@ -21,6 +21,7 @@ from typing import Any
 
 from engine.json_text import parse_json
 from engine.telemetry.metrics import StepMetrics
+from engine.telemetry.redaction import without_secrets
 
 MOST_WAITING_BYTES = 16 * 2**20
 """Bytes of lines that wait for room on the disk: the metrics of some ten thousand steps."""
@@ -60,7 +61,7 @@ class JsonLines:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one object in one call. Without an `error` it has left this process when this returns."""
-        line = (json.dumps(_plain(record), allow_nan=False, ensure_ascii=False) + "\n").encode()
+        line = (without_secrets(json.dumps(_plain(record), allow_nan=False, ensure_ascii=False)) + "\n").encode()
         with self._lock:
             if self._waiting_bytes + len(line) > MOST_WAITING_BYTES:
                 self.num_lost += 1

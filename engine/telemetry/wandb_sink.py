@@ -22,6 +22,7 @@ import os
 import re
 import secrets
 import shlex
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -39,7 +40,7 @@ from engine.json_text import parse_json
 from engine.state_files import read_regular
 from engine.telemetry.events import ALERTS, OLD_FILE, Event, read_events
 from engine.telemetry.metrics import StepMetrics
-from engine.telemetry.redaction import without_secrets
+from engine.telemetry.redaction import tree_without_secrets, without_secrets
 from engine.telemetry.run_dir import RunDirectory
 from engine.telemetry.sections import sections
 
@@ -84,8 +85,8 @@ class WandbSink:
         import wandb
 
         arguments = _arguments(config.telemetry.wandb, directory)
-        arguments["config"] = {**config.model_dump(mode="json"), "layout": dict(layout)}
-        with _cache_in(directory):
+        arguments["config"] = tree_without_secrets({**config.model_dump(mode="json"), "layout": dict(layout)})
+        with _cache_in(directory), _words_without_secrets():
             self._run, self.mode, self.why = _start(wandb, _settings(wandb), arguments)
         self.url: str | None = self._run.url if self.mode == "online" else None
         self.sync_command = _sync_command(arguments["dir"], arguments["id"]) if self.mode == "offline" else None
@@ -182,6 +183,17 @@ def _cache_in(directory: RunDirectory) -> Iterator[None]:
         yield
     finally:
         del os.environ[name]
+
+
+@contextmanager
+def _words_without_secrets() -> Iterator[None]:
+    """Blot secrets out of `sys.argv` within the block: wandb uploads the command line with its metadata."""
+    words = sys.argv
+    sys.argv = [without_secrets(word) for word in words]
+    try:
+        yield
+    finally:
+        sys.argv = words
 
 
 def _start(wandb: Any, settings: Any, arguments: dict[str, Any]) -> tuple[Any, str, str]:

@@ -37,7 +37,8 @@ def trained(folder: Path) -> Ended:
         "HOME": str(folder / "home"),
         "HF_TOKEN": MARKER[::-1],
     }
-    said = run(folder / "work", *PRETRAIN, "small.yaml", **variables)
+    # A key in a value of the configuration, which is a path too.
+    said = run(folder / "work", *PRETRAIN, "small.yaml", f"data.cache_dir={folder}/cache-{MARKER}", **variables)
     assert said.exit_code == 0, said.err
     assert run(folder / "work", *TRIAXIS, "report", "runs/small", **variables).exit_code == 0
     return said
@@ -53,15 +54,40 @@ def test_no_file_of_a_run_and_nothing_it_says_holds_a_key(folder: Path, trained:
     for secret in (MARKER.encode(), MARKER[::-1].encode()):
         assert [path for path in files(folder) if secret in path.read_bytes()] == []
     assert MARKER not in trained.out + trained.err
+    assert f"data.cache_dir={folder}/cache-[redacted]" in trained.out
+    assert f"{folder}/cache-[redacted]" in (folder / "work/runs/small/config.yaml").read_text()
     modes = [event["mode"] for event in events(folder / "work/runs/small") if event["kind"] == "wandb"]
     assert modes == ["offline"], "wandb did write"
     assert "to upload it: wandb sync runs/small/wandb/offline-run-*" in trained.out
 
 
+def test_an_error_quotes_a_path_without_its_key_and_the_run_goes_on_with_a_renewed_one(
+    folder: Path, trained: Ended
+) -> None:
+    assert trained.exit_code == 0
+    renewed = "renewed" + MARKER
+    cache = f"data.cache_dir={folder}/cache-{renewed}"
+    said = run(folder / "work", *PRETRAIN, "small.yaml", cache, WANDB_API_KEY=renewed)
+    assert said.exit_code == 0, said.err
+    started = run(
+        folder / "work",
+        *PRETRAIN,
+        "small.yaml",
+        "runtime.name=other",
+        f"checkpoint.load={folder}/none-{renewed}",
+        HF_TOKEN=renewed,
+        WANDB_MODE="disabled",
+    )
+    assert started.exit_code == 2 and f"{folder}/none-[redacted]" in started.out + started.err
+    for ended in (said, started):
+        assert MARKER not in ended.out + ended.err
+    assert [path for path in files(folder) if MARKER.encode() in path.read_bytes()] == []
+
+
 def test_a_run_writes_in_its_own_folder_alone(folder: Path, trained: Ended) -> None:
     assert trained.exit_code == 0
     assert {path.name for path in (folder / "work").iterdir()} == {"small.yaml", "runs"}
-    assert [path.name for path in (folder / "work" / "runs").iterdir()] == ["small"]
+    assert {path.name for path in (folder / "work" / "runs").iterdir()} <= {"small", "other"}
     assert list(files(folder / "home")) == [], "neither does wandb write elsewhere"
 
 
