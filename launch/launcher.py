@@ -36,7 +36,16 @@ from engine.rank_grid import ParallelSizes
 from engine.resilience.hang import HUNG
 from engine.telemetry.run_dir import run_name
 from launch.ending import run_rank
-from launch.failure import AFTER, MISTAKE, OTHERS_END_SECONDS, RankFailure, describe, describe_hang, first_cause
+from launch.failure import (
+    AFTER,
+    MISTAKE,
+    OTHERS_END_SECONDS,
+    RankFailure,
+    describe,
+    describe_hang,
+    first_cause,
+    rank_log,
+)
 from launch.forward_signals import ForwardedSignals, NoRanksError
 from launch.gpu_memory import read_devices
 from launch.import_path import import_variables
@@ -51,6 +60,9 @@ DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "gpt_tiny.
 
 WORKER = "launch.pretrain_gpt"
 """The module that each rank runs: `main(argv) -> int`, argv being the config's path and the overrides."""
+
+START = "launch.start_rank"
+"""The module that torchrun runs: it imports the worker."""
 
 FROM_SCRATCH = "--from-scratch"
 """The word that lets a run which has saved checkpoints start at step 0 again."""
@@ -189,7 +201,7 @@ def torchrun_arguments(plan: Plan, worker: str, variables: Mapping[str, str]) ->
     else:
         # A free port, so that two runs on one machine do not meet; the address, so that no name has to resolve.
         ranks += ["--standalone", f"--local-addr={LOOPBACK[0]}"]
-    return [*ranks, "--module", worker, *plan.worker_arguments]
+    return [*ranks, "--module", START, worker, *plan.worker_arguments]
 
 
 def thread_variables(variables: Mapping[str, str]) -> dict[str, str]:
@@ -271,7 +283,8 @@ def _run_torchrun(plan: Plan, arguments: Sequence[str], environment: Mapping[str
             print(describe_hang(failures, logs, started_seconds), file=sys.stderr)
             return HUNG
         cause = first_cause(failures, logs, started_seconds)
-        if signals.first is not None and cause.exit_code in (-signals.first, -signal.SIGKILL):
+        has_begun = rank_log(logs, cause.rank, started_seconds) is not None
+        if signals.first is not None and (not has_begun or cause.exit_code in (-signals.first, -signal.SIGKILL)):
             return _stopped_by(signals.first)
         _show_cursor()
         # A user's mistake has been explained by rank 0; that a rank ended with it is no news.

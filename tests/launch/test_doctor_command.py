@@ -86,7 +86,7 @@ def test_without_a_config_one_process_looks_at_this_node(capsys: pytest.CaptureF
     assert doctor.run(words()) == 0
     out = capsys.readouterr().out
     assert "--nproc-per-node=1 " in out
-    assert "--module launch.doctor_rank" in out
+    assert "--module launch.start_rank launch.doctor_rank" in out
 
 
 def test_several_ranks_without_a_config_have_nothing_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
