@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigError
+from engine.config_limits import MOST_RANKS
+from engine.errors import ConfigError, shown
 
 OVERRIDES = "section.key=value"
 HELP_COLUMN = 30
@@ -164,7 +165,10 @@ def add_ignore(parser: argparse.ArgumentParser) -> None:
 
 
 def check_counts(**given: int | None) -> None:
-    """Refuse options that count something and are below 1; names with `_` for `-`, None where an option was not given.
+    """Refuse options that count ranks and are below 1 or above `MOST_RANKS`.
+
+    Args:
+        given: by the option's name, with `_` for `-`; None where it was not given.
 
     Raises:
         ConfigError: all of them.
@@ -173,6 +177,12 @@ def check_counts(**given: int | None) -> None:
         f"--{name.replace('_', '-')} {number}: must be at least 1; there would be nothing to run on."
         for name, number in given.items()
         if number is not None and number < 1
+    ]
+    problems += [
+        f"--{name.replace('_', '-')} {shown(number)}: must be at most {MOST_RANKS:,}; no run has more ranks, and their groups "
+        "would not fit in memory."
+        for name, number in given.items()
+        if number is not None and number > MOST_RANKS
     ]
     if problems:
         raise ConfigError(problems, "the command line")

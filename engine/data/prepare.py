@@ -25,10 +25,13 @@ from engine.data.files import locked, sha256_of_file, write_atomically
 from engine.data.indexed import IndexedWriter, bin_path, idx_path, smallest_dtype
 from engine.data.record import CorpusRecord, read_record, record_path, request_digest
 from engine.data.tokenizers import load_tokenizer
-from engine.errors import DataError
+from engine.errors import DataError, shown
 
 UNIT_BYTES = 2**20
 """Input bytes per unit of work: large against the cost of handing it over, small against a worker's memory."""
+MOST_WORKERS = 1024
+"""Processes that encode; no node has more cores by far."""
+
 UNITS_AHEAD = 3
 """Units per worker that are encoded before their turn to be written."""
 NAMES_SHOWN = 5
@@ -130,6 +133,11 @@ def prepare(request: PrepareRequest, *, num_workers: int, force: bool = False, p
     """
     if num_workers < 1:
         raise DataError(f"--workers {num_workers}: at least one process must encode.")
+    if num_workers > MOST_WORKERS:
+        raise DataError(
+            f"--workers {shown(num_workers)}: at most {MOST_WORKERS:,}; each is a process with a tokenizer of its own, and more "
+            "than there are cores gain nothing."
+        )
     tokenizer = load_tokenizer(request.tokenizer, request.eod_token)
     digest = request_digest(request.files, tokenizer.identity, request.json_key)
     folder = Path(request.output).parent

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from engine.errors import ScheduleError
+from engine.errors import ScheduleError, shown
 from engine.pipeline import schedules
 from engine.pipeline.actions import Action, Kind, Schedule
 from engine.pipeline.lowering import lower
@@ -39,6 +39,9 @@ CHECK_EXAMPLES = """examples:
 """
 BACKWARD_COST = 2
 """Of a forward, in pictures and in the bubble that `check` prints: two matrix products for each one of the forward."""
+MOST_PASSES = 2**21
+"""Forward passes (stages x microbatches) of a schedule whose sizes are typed; the largest published runs have half a million."""
+
 USUAL_ROUNDS = 4
 """Microbatches per pipeline rank where neither the config nor `--gpus` says dp: enough to fill the pipeline, and quick to check."""
 MOST_LABELLED_ACTIONS = 1200
@@ -117,10 +120,22 @@ def _asked_for(args: argparse.Namespace) -> list[Schedule]:
             "Example: triaxis schedule print --pp 4 --microbatches 8"
         )
     vpp = 1 if args.vpp is None else args.vpp
+    _check_size(args.pp, vpp, args.microbatches)
     name = args.name or "auto"
     if name != "forward_only":
         name = schedules.resolve(name, vpp)
     return [schedules.build(name, args.pp, vpp, args.microbatches)]
+
+
+def _check_size(pp: int, vpp: int, num_microbatches: int) -> None:
+    """Refuse a schedule of more than `MOST_PASSES` forward passes; one below 1 is left to the schedule itself."""
+    passes = max(pp, 0) * max(vpp, 0) * max(num_microbatches, 0)
+    if passes > MOST_PASSES:
+        raise ScheduleError(
+            f"--pp {shown(pp)} --vpp {shown(vpp)} --microbatches {shown(num_microbatches)}: a schedule lists each forward and each "
+            f"backward, here {shown(passes)} of both, and at most {MOST_PASSES:,} can be looked at; more would take hours and "
+            "gigabytes. The pattern repeats, so give fewer microbatches."
+        )
 
 
 def _given(args: argparse.Namespace, *names: str) -> list[str]:

@@ -140,3 +140,26 @@ def test_the_ranks_fill_in_an_open_dp(capsys: pytest.CaptureFixture[str]) -> Non
 def test_no_ranks_are_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*command.split(), TINY, "--gpus", "0"]) == 2
     assert "--world-size 0: must be at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["schedule", "check", "--pp", "100000000", "--microbatches", "100000000"],
+            "at most 2,097,152 can be looked at",
+        ),
+        (["schedule", "print", "--pp", "4", "--vpp", "1000000000", "--microbatches", "4"], "--vpp 1000000000"),
+        (["schedule", "check", "--pp", "1", "--microbatches", "1" + "0" * 400], "an integer of 1,329 bits"),
+        (["config", "check", TINY, "--gpus", "100000000000"], "--world-size 100000000000: must be at most 1,048,576"),
+        (["topology", "--tp", "8", "--pp", "1000000000"], "at most 1,048,576 are planned"),
+        (
+            ["prepare", "--stdlib", "--output", "never", "--workers", "1000000000"],
+            "--workers 1000000000: at most 1,024",
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_absurd_counts_are_refused_at_once(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 2
+    assert said in capsys.readouterr().err
