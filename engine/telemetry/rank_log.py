@@ -23,7 +23,7 @@ from engine.telemetry.lossy_file import LossyFile, text_over
 from engine.telemetry.redaction import blotted
 from engine.telemetry.relay import DROPPED, END_SECONDS
 
-_RELAY_ENDS_SECONDS = END_SECONDS + 1.0
+_RELAY_ENDS_SECONDS = END_SECONDS + 0.5
 """A child of this rank may still hold the pipe; it must not keep the rank from ending."""
 
 _ROOT = Path(__file__).resolve().parents[2]

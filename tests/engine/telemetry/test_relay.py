@@ -13,6 +13,8 @@ import tty
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pytest
+
 from engine.telemetry.lossy_file import LossyFile, text_over
 from engine.telemetry.relay import DROPPED, RESUMED, STOPPED, Outlet
 from tests.engine.telemetry.full_disk import room_for
@@ -126,6 +128,7 @@ def wait_until(true: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow  # a terminal that never takes its lines has two seconds at the end
 def test_a_terminal_without_room_costs_no_line_of_the_log(tmp_path: Path) -> None:
     body = """
 with rank_log(path, show=show) as streams:
