@@ -2,6 +2,8 @@
 
     oracle (one process, CPU)  ->  whole tensors under our names  <-  our one process, then our layouts: each rank its parts
 
+All of them train on a small corpus (`launch/oracle/corpus.py`), which the oracle reads, cuts and counts by itself.
+
 The files are those of an ordinary verification, so ranks and judge are the same; only who wrote the reference differs. Our one
 process goes first: when it differs too, the model is another one, and no layout is to blame.
 """
@@ -24,6 +26,7 @@ from engine.verify.judge import Cause, Verdict, judge
 from launch.from_checkpoint import JOB
 from launch.import_path import import_variables
 from launch.launcher import thread_variables
+from launch.oracle.corpus import with_corpus, write_corpus
 from launch.verify import ONE_PROCESS, Trial, VerificationError, checked, evidence, start_ranks, trial
 from models.interop.hf_config import family_of
 from models.interop.megatron_config import megatron_args
@@ -175,12 +178,13 @@ def verify_against(asked: OracleTrial) -> Iterator[tuple[Trial, Verdict]]:
     """
     with tempfile.TemporaryDirectory(prefix="triaxis-oracle-") as name:
         folder = Path(name)
+        write_corpus(asked.trials[0].reference, folder)
         if exit_code := _run_oracle(asked, folder):
             raise VerificationError(exit_code)
         for number, one in enumerate(asked.trials):
             for report in folder.glob("rank_*.json"):
                 report.unlink()  # of the layout before
-            exit_code = start_ranks(one.config, folder / f"layout_{number}", _job(folder))
+            exit_code = start_ranks(with_corpus(one.config, folder), folder / f"layout_{number}", _job(folder))
             if exit_code:
                 raise VerificationError(exit_code)
             verdict = verdict_against(asked, one, folder)
@@ -218,7 +222,7 @@ def _run_oracle(asked: OracleTrial, folder: Path) -> int:
     place = folder / "oracle"
     place.mkdir()
     path = place / "verify.yaml"
-    path.write_text(to_yaml(asked.trials[0].reference))
+    path.write_text(to_yaml(with_corpus(asked.trials[0].reference, folder)))
     (place / JOB).write_text(json.dumps({"folder": str(folder), "oracle": asked.oracle}))
     # On the CPU wherever the layouts run, and without a look at the network.
     variables = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"} | thread_variables(os.environ)
@@ -231,6 +235,12 @@ def _cause(asked: OracleTrial, one: Trial, verdict: Verdict) -> Cause | None:
     if verdict.equal:
         return None
     first = verdict.differences[0]
+    if first.what == "samples":
+        return Cause(
+            verdict.cause.axis if verdict.cause and one.config != one.reference else None,
+            f"the model was not reached: {asked.oracle} and our loader read the corpus apart from each other, and ids, tokens, "
+            "labels or masks of samples differ",
+        )
     if one.config == one.reference:
         return Cause(
             None,

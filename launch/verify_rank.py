@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 
 from engine.config import Config
 from engine.data.loader import Batches, MicroBatch
-from engine.data.synthetic import SyntheticDataset
 from engine.errors import TriaxisError
 from engine.precision import DTYPES
 from engine.runtime import RankEnvironment
@@ -42,10 +41,10 @@ from engine.verify.records import (
 from launch.ending import run_rank
 from launch.from_checkpoint import read_job
 from launch.rank import join, read_config
+from launch.verify_samples import samples_of
 from models.gpt import build_chunks
 from models.probes import Probes, site_order
 
-MASKED_FRACTION = 0.3
 UNKNOWN = Deviation(0, 0.0, 0.0, 0.0, math.inf)
 REFERENCE_SITES = "reference.sites.safetensors"
 
@@ -136,10 +135,10 @@ def checksums(microbatch: MicroBatch) -> list[Sample]:
 def batches_of_steps(
     config: Config, dp: int = 1, dp_rank: int = 0, device: torch.device | str = "cpu"
 ) -> list[list[MicroBatch]]:
-    """All steps of a dp rank: random tokens, some labels masked, so that microbatches have unequal counts."""
-    model, train = config.model, config.train
+    """Return all steps of a dp rank, with labels masked so that microbatches have unequal counts."""
+    train = config.train
     batches = Batches(
-        SyntheticDataset(train.seed, model.vocab_size, model.seq_length, MASKED_FRACTION),
+        samples_of(config),
         global_batch_size=train.global_batch_size,
         micro_batch_size=train.micro_batch_size,
         dp=dp,

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -246,7 +247,7 @@ def show(console: Console, asked: Trial, verdict: Verdict, against: str = ONE_PR
         box=SIMPLE_HEAD,
     )
     for column in ("compared", "largest error", "of"):
-        table.add_column(column, justify="right" if column == "largest error" else "left", no_wrap=True)
+        _add_column(table, column, is_name=column == "of", justify="right" if column == "largest error" else "left")
     wrong = {one.what for one in verdict.differences}
     for what, (error, name) in verdict.largest.items():
         table.add_row(what, f"{error:.1e}", name, style="bold red" if what in wrong else "")
@@ -278,6 +279,11 @@ def show(console: Console, asked: Trial, verdict: Verdict, against: str = ONE_PR
     console.print(f"likely cause:{axis} {verdict.cause.text}.")
 
 
+def _add_column(table: Table, name: str, *, is_name: bool, justify: Literal["left", "right"]) -> None:
+    """Add a column that a narrow terminal folds (of names) or never shortens (of numbers)."""
+    table.add_column(name, justify=justify, no_wrap=not is_name, overflow="fold" if is_name else "ellipsis")
+
+
 def _rounding(asked: Trial) -> str:
     """Return the bound of errors in words."""
     if asked.noise is None:
@@ -292,7 +298,7 @@ def _show_differences(console: Console, differences: Sequence[Difference], again
     console.print(f"[bold red]different[/], first in step {first.step + 1}, {first.what}:")
     table = Table(box=SIMPLE_HEAD)
     for column in ("name", against, "layout", "factor", "error"):
-        table.add_column(column, justify="left" if column == "name" else "right", no_wrap=True)
+        _add_column(table, column, is_name=column == "name", justify="left" if column == "name" else "right")
     for one in differences[:SHOWN]:
         factor = "" if one.factor is None else f"{one.factor:.6g}"
         table.add_row(one.name or one.what, f"{one.wanted:.6g}", f"{one.got:.6g}", factor, f"{one.error:.1e}")

@@ -2,7 +2,8 @@
 
     python -P -m launch.oracle.rank verify.yaml        beside it job.json: {"folder": .., "oracle": "megatron-core"}
 
-It starts from our weights at the same point, on the same samples with the same masks, and writes whole tensors under our names.
+It starts from our weights at the same point and writes whole tensors under our names. It reads the corpus by itself
+(`launch/oracle/corpus.py`): labels, masks and counts are its own.
 """
 
 import json
@@ -18,16 +19,19 @@ from safetensors.torch import save_file
 
 from engine.config import Config
 from engine.config_load import load_config
+from engine.data.loader import MicroBatch
 from engine.errors import TriaxisError
 from engine.precision import DTYPES
 from engine.shard_spec import ParamRecord, ParamSpec, localize
 from engine.verify.measure import Part, Writing, starting_values
-from engine.verify.records import REFERENCE_STEPS, StepFacts, TensorKind
+from engine.verify.records import REFERENCE_SAMPLES, REFERENCE_STEPS, Sample, StepFacts, TensorKind
 from launch.ending import run_rank
 from launch.from_checkpoint import read_job
+from launch.oracle.corpus import Rows, rows_of_steps
 from launch.oracle.model import Oracle
 from launch.parent_death import end_with_parent
-from launch.verify_rank import REFERENCE_SITES, batches_of_steps
+from launch.verify_rank import REFERENCE_SITES, checksums
+from launch.verify_samples import MASKED_FRACTION
 from models.probes import LOSS, TOKEN_LOSSES
 from models.specs import model_specs
 
@@ -80,7 +84,7 @@ def observe(oracle: Oracle, config: Config, start: Mapping[str, torch.Tensor], f
 
     Args:
         oracle: with any weights; they are set.
-        config: of one process.
+        config: of one process, with the corpus in `data.train`.
         start: our weights by name, in their logical shapes and the run's dtype.
         folder: where `launch.verify_rank` looks for its reference.
     """
@@ -89,8 +93,11 @@ def observe(oracle: Oracle, config: Config, start: Mapping[str, torch.Tensor], f
     book.set_start(start)
     nominal = train.global_batch_size * model.seq_length
     facts = []
+    samples: list[list[Sample]] = []
     sites: dict[str, torch.Tensor] = {}
-    for step, microbatches in enumerate(batches_of_steps(config)):
+    for step, rows in enumerate(rows_of_steps(config, MASKED_FRACTION)):
+        microbatches = [microbatch_of(one) for one in rows]
+        samples.append([sample for one in microbatches for sample in checksums(one)])
         oracle.begin_step()
         loss_sum, num_tokens = 0.0, 0
         for microbatch in microbatches:
@@ -112,8 +119,22 @@ def observe(oracle: Oracle, config: Config, start: Mapping[str, torch.Tensor], f
         book.write(step, "parameter", oracle.parameter)
         book.step_done(step)
         facts.append(StepFacts(loss_sum / counted, grad_norm, num_tokens))
+    (folder / REFERENCE_SAMPLES).write_text(json.dumps(samples))
     (folder / REFERENCE_STEPS).write_text(json.dumps([asdict(one) for one in facts]))
     save_file(sites, folder / REFERENCE_SITES)
+
+
+def microbatch_of(rows: Rows) -> MicroBatch:
+    """Return the oracle's own rows as the tensors that a model reads."""
+    num_rows, length = rows.tokens.shape
+    return MicroBatch(
+        tokens=torch.from_numpy(rows.tokens),
+        labels=torch.from_numpy(rows.labels),
+        loss_mask=torch.from_numpy(rows.loss_mask),
+        position_ids=torch.arange(length).expand(num_rows, length),
+        sample_ids=rows.sample_ids,
+        num_tokens=int(rows.loss_mask.sum()),
+    )
 
 
 class _Book:

@@ -3,9 +3,11 @@
 import json
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import launch.commands.verify as command
 from engine.config import Config, parallel_sizes
@@ -193,7 +195,18 @@ def test_an_oracle_in_a_process_of_its_own(
     one, layout = certificate["trials"]
     assert one["against"] == layout["against"] == f"transformers {certificate['oracle']['version']}"
     assert one["config"]["parallel"]["pp"] == 1 and layout["config"]["parallel"]["pp"] == 2
-    kinds = ["start", "output", "loss", "gradient", "gradient norm", "master", "exp_avg", "exp_avg_sq", "parameter"]
+    kinds = [
+        "samples",
+        "start",
+        "output",
+        "loss",
+        "gradient",
+        "gradient norm",
+        "master",
+        "exp_avg",
+        "exp_avg_sq",
+        "parameter",
+    ]
     assert list(layout["largest_errors"]) == kinds
     assert all(error["error"] <= layout["tolerance"] for error in layout["largest_errors"].values())
 
@@ -279,3 +292,25 @@ def test_an_oracles_plan_starts_nothing(capsys: pytest.CaptureFixture[str], monk
     assert main([*CONFIG, "--oracle", "megatron-core", "--layout", "tp=2", "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "-m launch.oracle.rank" in out and out.count("torch.distributed.run") == 2 and not asked
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_no_number_of_the_tables_is_cut(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_installed(monkeypatch)
+    asked = verify_oracle.oracle_trial(
+        ROOT / "configs" / "gpt_tiny.yaml",
+        (),
+        oracle="megatron-core",
+        layout=None,
+        small=True,
+        num_steps=1,
+        dtype="float64",
+    )
+    name = "layers.11.attention.kv_norm_of_a_long_name.weight"
+    one = Difference(0, "gradient", name, 1.23457e-05, 2.46913e-05, 1.5e-05, 2.00001)
+    verdict = Verdict({"gradient": (1.5e-05, name)}, (one,), Cause(None, "a cause"))
+    console = Console(file=StringIO(), width=width, highlight=False, soft_wrap=True)
+    command.show(console, asked.trials[1], verdict, asked.against)
+    assert isinstance(console.file, StringIO)
+    out = console.file.getvalue()
+    assert all(number in out for number in ("1.23457e-05", "2.46913e-05", "2.00001", "1.5e-05")) and "\u2026" not in out

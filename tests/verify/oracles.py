@@ -9,6 +9,7 @@ import yaml
 
 from engine.config import Config, parallel_sizes
 from engine.verify.judge import Verdict
+from launch.oracle.corpus import with_corpus, write_corpus
 from launch.verify_oracle import SITES, OracleTrial, oracle_trial, verdict_against
 from tests.harness import run_ranks
 from tests.verify import trials
@@ -63,16 +64,21 @@ def run_oracle(rank: int, name: str, config: Config, folder: str, plant: Plant |
 
 
 def verdicts(
-    one: OracleTrial, references: Path, plant: Plant | None = None, layout_plant: Plant | None = None
+    one: OracleTrial,
+    references: Path,
+    plant: Plant | None = None,
+    layout_plant: Plant | None = None,
+    our_plant: Plant | None = None,
 ) -> dict[str, Verdict]:
-    """By layout, our one process first; bugs are in the oracle, or in the ranks of layouts.
+    """By layout, our one process first; bugs are in the oracle, in the ranks of layouts, or in all ranks of ours.
 
     `references`: a folder for what oracles write; one without a bug is run once.
     """
     reference = one.trials[0].reference
 
     def refer(where: str) -> None:
-        run_ranks(run_oracle, 1, one.oracle, reference, where, plant)
+        write_corpus(reference, Path(where))
+        run_ranks(run_oracle, 1, one.oracle, with_corpus(reference, Path(where)), where, plant)
 
     found = {}
     with tempfile.TemporaryDirectory(prefix="triaxis-test-") as name:
@@ -83,8 +89,9 @@ def verdicts(
             refer(name)
         for trial in one.trials:
             sizes = parallel_sizes(trial.config)
-            bug = layout_plant if found else None
-            run_ranks(trials.observe, sizes.world_size, trial.config, name, False, bug, SITES)
+            bug = our_plant or (layout_plant if found else None)
+            config = with_corpus(trial.config, folder)
+            run_ranks(trials.observe, sizes.world_size, config, name, False, bug, SITES)
             found[str(sizes)] = verdict_against(one, trial, folder)
             for report in folder.glob("rank_*.json"):
                 report.unlink()

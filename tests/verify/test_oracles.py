@@ -11,11 +11,27 @@ import pytest
 from launch.verify_oracle import ORACLES
 from tests.lacking import need_package
 from tests.verify import planted
+from tests.verify.loader_bugs import (
+    each_sample_begins_one_token_early,
+    the_last_label_of_a_row_is_its_first_token,
+    the_last_label_of_a_row_is_not_counted,
+)
 from tests.verify.oracles import MODELS, ONLY_MEGATRON, asked, verdicts
 
 pytestmark = pytest.mark.distributed
 
-COMPARED = ["start", "output", "loss", "gradient", "gradient norm", "master", "exp_avg", "exp_avg_sq", "parameter"]
+COMPARED = [
+    "samples",
+    "start",
+    "output",
+    "loss",
+    "gradient",
+    "gradient norm",
+    "master",
+    "exp_avg",
+    "exp_avg_sq",
+    "parameter",
+]
 TP2_PP2 = ("parallel.tp=2", "parallel.pp=2", "parallel.dp=1")
 TP2_SP = ("parallel.tp=2", "parallel.sequence_parallel=true", "parallel.dp=1")
 ONE = ("parallel.dp=1",)
@@ -165,3 +181,20 @@ def test_a_bug_of_the_layout_is_told_from_one_of_the_model(plant, what, axis, te
     if what == "gradient":
         assert all("norm" in difference.name for difference in layout.differences)
     assert layout.cause.axis == axis and text in layout.cause.text
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        the_last_label_of_a_row_is_its_first_token,
+        pytest.param(the_last_label_of_a_row_is_not_counted, marks=pytest.mark.slow),
+        pytest.param(each_sample_begins_one_token_early, marks=pytest.mark.slow),
+    ],
+    ids=lambda plant: plant.__name__,
+)
+def test_a_bug_of_our_loader_is_on_our_side_alone(plant, references) -> None:
+    needs("transformers")
+    (verdict,) = verdicts(asked("transformers", "llama", layout=ONE), references, our_plant=plant).values()
+    assert {one.what for one in verdict.differences} == {"samples"}
+    assert verdict.cause is not None and verdict.cause.axis is None and "our loader" in verdict.cause.text
+    assert verdict.largest["loss"][0] > 1e-6, "the samples differ and the loss does not"
