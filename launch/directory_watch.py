@@ -36,6 +36,7 @@ class DirectoryWatch:
         self._clock = clock
         self._next_look_seconds = clock()
         self._failed = False
+        self._num_said = 0
 
     def phase(self, name: str) -> None:
         """Look at the directory, at most once in `LOOK_SECONDS`.
@@ -48,8 +49,8 @@ class DirectoryWatch:
         self._next_look_seconds = self._clock() + LOOK_SECONDS
         path = self._directory.path
         try:
-            was_missing = self._directory.put_back()
-            if not was_missing and not self._failed:
+            self._directory.put_back()
+            if self._directory.num_losses == self._num_said:
                 return
             self._telemetry.reopen_files()
         except OSError as error:
@@ -57,7 +58,7 @@ class DirectoryWatch:
                 self._say(f"{path} was removed or moved, and cannot be made again ({error}); it is tried again")
             self._failed = True
             return
-        self._failed = False
+        self._failed, self._num_said = False, self._directory.num_losses
         message = (
             f"{path} or its checkpoints were removed or moved while this run writes there: training goes on in a new folder of "
             "that name. What the old one held is missing in it; logs of this attempt go where the old folder is"

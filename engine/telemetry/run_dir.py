@@ -68,6 +68,7 @@ class RunDirectory:
         from_scratch: whether this attempt begins at step 0 whatever is there; on rank 0.
         swept: what attempts that died left half-written among the checkpoints, and was removed.
         set_aside: where the checkpoints were moved for a start from scratch.
+        num_losses: how often the directory or the checkpoints were found removed or moved, on rank 0.
     """
 
     def __init__(self, path: Path, attempt: int, finished: Mapping[str, Any] | None) -> None:
@@ -77,6 +78,7 @@ class RunDirectory:
         self.from_scratch = False
         self.swept: Sequence[str] = ()
         self.set_aside: Path | None = None
+        self.num_losses = 0
         self._locks: list[FolderLock] = []
         self._config: Config | None = None
 
@@ -147,23 +149,23 @@ class RunDirectory:
             (self.path / STARTING_OVER).unlink(missing_ok=True)
         self._config = config
 
-    def put_back(self) -> bool:
+    def put_back(self) -> None:
         """Make the directory and the locks again that were removed or moved under this run; on rank 0, after `begin`.
 
-        Returns whether any was missing. What was in a removed directory stays lost.
+        `num_losses` counts how often any was missing. What was in a removed directory stays lost.
 
         Raises:
             TriaxisError: another run is alive in one of the folders by now.
             OSError: they cannot be made.
         """
         missing = [lock for lock in self._locks if not lock.is_in_place()]
+        self.num_losses += bool(missing)
         for lock in missing:
             lock.take_again()
         if any(lock.folder == self.path for lock in missing):
             assert self._config is not None, "the attempt has begun"
             self.rank_log(0).parent.mkdir(parents=True, exist_ok=True)
             self._write_config(self._config)
-        return bool(missing)
 
     @classmethod
     def look(

@@ -82,6 +82,15 @@ def test_checkpoints_that_are_lost_have_their_lock_again(tmp_path: Path) -> None
     assert run.kinds() == ["directory_put_back"] and (run.directory.path / "checkpoints" / "lock").exists()
 
 
+def test_it_is_said_where_a_save_notices_it_first(tmp_path: Path) -> None:
+    run = Watched(tmp_path)
+    shutil.rmtree(run.directory.path)
+    run.directory.mark_saved(run.directory.path / "checkpoints" / "step_00000002", 2)
+    for _ in range(2):
+        run.look()
+    assert run.kinds() == ["directory_put_back"] and run.directory.has_saved
+
+
 def test_a_run_that_has_taken_the_place_keeps_it(tmp_path: Path) -> None:
     run = Watched(tmp_path)
     move(run.directory.path)
