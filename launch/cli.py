@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; `argv` is without the program's name."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        name = _chosen(arguments)
+        name = _chosen_and_flushed(arguments)
         # Imported here, so that Ctrl-C during an import is answered like any other.
         from launch.front import check_words, standard_streams
         from launch.import_path import import_variables
@@ -121,6 +121,22 @@ def _without_output(code: int) -> int:
 
     drop_output()
     return code
+
+
+def _chosen_and_flushed(arguments: Sequence[str]) -> str:
+    """Return what `_chosen` does; --help leaves its buffer here, not at exit, where an ended reader cannot be handled."""
+    try:
+        return _chosen(arguments)
+    finally:
+        try:
+            if sys.stdout is not None:  # it was closed before the start
+                sys.stdout.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            from engine.telemetry.redaction import unwritable
+
+            raise unwritable("standard output", error) from None
 
 
 def _chosen(arguments: Sequence[str]) -> str:

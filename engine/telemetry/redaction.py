@@ -60,6 +60,14 @@ def tree_without_secrets(value: Any, variables: Mapping[str, str] | None = None)
     return value
 
 
+def unwritable(what: str, error: OSError) -> OutputError:
+    """Return the error that says in words why `what` cannot be written."""
+    return OutputError(
+        f"{what} cannot be written: {error.strerror}. What the command prints would be lost. Make room, or send it to another "
+        "place."
+    )
+
+
 class _Blotted:
     """A text stream that blots secrets out of what is written to `stream`; all else is the stream's own.
 
@@ -97,10 +105,7 @@ class _Blotted:
                 return
             if error.errno == errno.EPIPE:
                 raise
-            raise OutputError(
-                f"{self._what} cannot be written: {error.strerror}. What the command prints would be lost. Make room, or send "
-                "it to another place."
-            ) from None
+            raise unwritable(self._what, error) from None
 
 
 def blotted(stream: TextIO, what: str = "") -> TextIO:
