@@ -17,11 +17,16 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from engine.config import Config, DataConfig
 
 CORPUS = "corpus"
 """Name of the pair of files in the folder of a comparison."""
+
+TOKENIZER = "tokenizer.json"
+"""Name of its tokenizer there."""
 
 HEADER = struct.Struct("<9sQBQQ")
 MAGIC, VERSION, UINT16 = b"MMIDIDX\x00\x00", 1, 8
@@ -46,13 +51,17 @@ class Rows:
 
 
 def with_corpus(config: Config, folder: Path) -> Config:
-    """Return the configuration that reads the corpus in `folder`, every document of it."""
-    data = DataConfig(train=[(1.0, str(folder / CORPUS))], split=(1.0, 0.0, 0.0))
+    """Return the configuration that reads the corpus in `folder`, every document of it, and names its tokenizer."""
+    corpus, tokenizer = str(folder / CORPUS), str(folder / TOKENIZER)
+    data = DataConfig(train=[(1.0, corpus)], split=(1.0, 0.0, 0.0), tokenizer=tokenizer)
     return config.model_copy(update={"data": data})
 
 
 def write_corpus(config: Config, folder: Path) -> None:
-    """Write documents of random tokens and lengths, so few that the steps of `config` need more than one epoch."""
+    """Write documents of random tokens and lengths, so few that the steps of `config` need more than one epoch.
+
+    Beside them a tokenizer of as many words as the model has ids: a small model has too few for bytes.
+    """
     model, train = config.model, config.train
     draw = np.random.default_rng(train.seed)
     needed = (train.steps or 1) * train.global_batch_size * model.seq_length
@@ -67,6 +76,8 @@ def write_corpus(config: Config, folder: Path) -> None:
         handle.write(np.array(lengths, "<i4").tobytes())
         handle.write(starts.astype("<i8").tobytes())
         handle.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
+    words = WordLevel({str(token): token for token in range(model.vocab_size)}, unk_token="0")
+    Tokenizer(words).save(str(folder / TOKENIZER))
 
 
 def rows_of_steps(config: Config, masked_fraction: float) -> Iterator[list[Rows]]:
