@@ -1,6 +1,13 @@
-"""Tests marked `gpu` skip where torch finds no CUDA device."""
+"""Tests marked `gpu` skip where torch finds no CUDA device. Tests start with SIGHUP as a terminal leaves it."""
+
+import signal
 
 import pytest
+
+
+def pytest_configure() -> None:
+    # A CI service, or nohup, may have ignored it. Every process that a test starts would ignore it too, and bash cannot undo that.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
