@@ -16,7 +16,6 @@ def main(arguments: Sequence[str]) -> NoReturn:
         import importlib
 
         from launch.ending import run_rank
-        from launch.front import standard_streams
 
         worker = importlib.import_module(arguments[0]).main
     except KeyboardInterrupt:
@@ -24,8 +23,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
         import os
 
         os._exit(130)
-    with standard_streams():
-        run_rank(worker, arguments[1:])
+    run_rank(worker, arguments[1:])
 
 
 if __name__ == "__main__":
