@@ -14,7 +14,6 @@ row's name.
 
 import json
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +92,11 @@ class Timeline:
                 began = place
 
     def write(self) -> None:
-        """Write the rank's file, if there is anything that was not written yet. A full disk is a line in the rank's log."""
+        """Write the rank's file, if there is anything that was not written yet.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
         if not self._events:
             return
         name = f"rank {self._row.rank}  {self._row.text}"
@@ -109,11 +112,8 @@ class Timeline:
             "displayTimeUnit": "ms",
             "otherData": {"world_size": self._row.world_size, "clock_error_seconds": self._error_seconds},
         }
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._path, [json.dumps(content).encode()])
-        except OSError as error:
-            print(f"the timeline could not be written, training goes on: {error}", file=sys.stderr)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self._path, [json.dumps(content).encode()])
         self._events.clear()
 
     def _named(self, layer: str, what: Any, start: float, stop: float) -> None:

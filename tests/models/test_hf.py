@@ -453,7 +453,9 @@ def test_reading_holds_one_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     found = open_folder(tmp_path)
     read: list[str] = []
     original = found.files.read
-    counting = SimpleNamespace(read=lambda name: read.append(name) or original(name), tensors=found.files.tensors)
+    counting = SimpleNamespace(
+        read=lambda name: read.append(name) or original(name), tensors=found.files.tensors, folder=tmp_path
+    )
     object.__setattr__(found, "files", counting)
     stream = found.shards()
     next(stream)

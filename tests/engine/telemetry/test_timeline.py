@@ -13,7 +13,6 @@ from engine.pipeline.lowering import Post, Transfer
 from engine.telemetry.marks import Doing
 from engine.telemetry.timeline import Row, Timeline, merge
 from launch import cli
-from tests.engine.telemetry.full_disk import room_for
 
 
 @dataclass(frozen=True)
@@ -27,15 +26,6 @@ F3, B1 = Action(Kind.F, 1, 3), Action(Kind.B, 0, 1)
 TP = Call("all_reduce", "tp", "mlp forward")
 POST = Post("forward", (Transfer("forward", 1, 0, 4, 3), Transfer("forward", 0, 1, 1, 2)))
 BACK = Post("backward", (Transfer("backward", 1, 0, 2, 1), Transfer("backward", 0, 1, 3, 0)))
-
-
-def test_a_row_without_room_is_a_line_and_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    timeline = Timeline(range(7, 8), Row(0, 2, "pp 0  host0", 0, Placement(2, 3)), tmp_path / "rank_00000.json")
-    timeline.add(7, [Doing("data")], [1000.0, 1000.1])
-    with room_for(0):
-        timeline.write()
-    assert "the timeline could not be written, training goes on" in capsys.readouterr().err
-    assert not (tmp_path / "rank_00000.json").exists()
 
 
 def write_row(run: Path, rank: int, world_size: int = 2, attempt: int = 0) -> None:
