@@ -131,7 +131,7 @@ def _undisturbed(folder: Path, host: str, skipped: SkippedRanges, steps: int) ->
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    kinds = "\n".join(f"  {kind.value:<10} {words}" for kind, words in WORDS.items())
+    kinds = "\n".join(f"  {kind.value:<11} {words}" for kind, words in WORDS.items())
     parser = argparse.ArgumentParser(
         prog="python -m tests.soak",
         description="Disturb one small run on two hosts, judge what comes of it, compare it with an undisturbed one.",

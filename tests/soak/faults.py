@@ -14,6 +14,7 @@ EARLIEST, LATEST = 3, 2 * SAVE_INTERVAL
 _WEIGHTS = ("attention.proj.weight", "mlp.norm.weight", "mlp.up.weight", "mlp.down.weight")
 _MODULES = ("attention", "mlp")
 _MANTISSA_BITS = 23
+_PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Kind(Enum):
@@ -28,18 +29,20 @@ class Kind(Enum):
     NAN = "nan"
     SLOW_RANK = "slow-rank"
     FLIP_BIT = "flip-bit"
+    READER_ENDS = "reader-ends"
 
 
 WORDS = {
     Kind.KILL_RANK: "SIGKILL to a rank",
     Kind.KILL_NODE: "SIGKILL to a launcher: its node dies",
     Kind.STOP_RANK: "SIGSTOP to a rank",
-    Kind.PREEMPT: "SIGTERM or SIGUSR1 to one rank",
+    Kind.PREEMPT: "SIGTERM, SIGUSR1 or SIGHUP to one rank",
     Kind.FULL_DISK: "the disk of the checkpoints is full",
     Kind.CUT_LINK: "the link between the hosts is cut",
     Kind.NAN: "a NaN in the output of a module",
     Kind.SLOW_RANK: "a rank computes slowly",
     Kind.FLIP_BIT: "one bit of one weight of one replica flips",
+    Kind.READER_ENDS: "the reader of rank 0's terminal ends; a preemption some steps later",
 }
 """What a kind does, for people."""
 
@@ -50,7 +53,8 @@ class Fault:
 
     Attributes:
         number: from 1.
-        rank: that it strikes; of a node that dies, one of its ranks. A full disk and a cut link strike all.
+        rank: that it strikes; of a node that dies, one of its ranks. A full disk and a cut link strike all, the end of a reader
+            rank 0.
         after_steps: made since the attempt began or the fault before was over.
         signal: of a preemption.
         layer: global number, of the rank's stage.
@@ -78,6 +82,8 @@ class Fault:
                 return f"host {GRID.node(self.rank)}"
             case Kind.FULL_DISK | Kind.CUT_LINK:
                 return "all ranks"
+            case Kind.READER_ENDS:
+                return "host 0"
             case Kind.PREEMPT:
                 return f"rank {self.rank}, {self.signal.name}"
             case Kind.NAN:
@@ -111,7 +117,7 @@ def draw(seed: int, num_faults: int, kinds: Sequence[Kind] = tuple(Kind)) -> lis
             kind=kind,
             rank=rank,
             after_steps=chance.randint(EARLIEST, LATEST),
-            signal=(signal.SIGTERM, signal.SIGUSR1)[num_preemptions % 2],
+            signal=_PREEMPTING[num_preemptions % len(_PREEMPTING)],
             layer=first_layer + chance.randrange(LAYERS_PER_STAGE),
             module=chance.choice(_MODULES),
             weight=chance.choice(_WEIGHTS),

@@ -141,6 +141,9 @@ def expected_of(fault: Fault, settings: Settings, *, in_background: bool) -> Exp
             reason = f"{pauses:.0f} s of pauses before two more attempts to write, and a step that does not hang"
             bound = Bound(pauses + hang_seconds, "s", reason)
             return Expected(None, ("No space left on device", "rank "), None, bound, 0)
+        case Kind.READER_ENDS:
+            bound = Bound(KILL_WAIT_SECONDS, "s", "SLURM's KillWait, of the preemption that follows")
+            return Expected(None, ("terminal", "Broken pipe"), (PREEMPTED,) * NUM_HOSTS, bound, 0)
 
 
 def problems(expected: Expected, seen: Seen) -> list[str]:

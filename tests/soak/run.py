@@ -29,6 +29,7 @@ MARK = "TRIAXIS_SOAK"
 
 NAME = "soak"
 POLL_SECONDS = 0.05
+_READER_ENDS_SECONDS = 1.0
 _PORT = 29_500
 _IN_RANKS = Path(__file__).parent / "in_ranks"
 
@@ -39,14 +40,19 @@ class Stuck(Exception):  # noqa: N818 - no error of ours: the run did not do wha
 
 @dataclass(frozen=True)
 class Launcher:
-    """`triaxis train` on one host, and the file with all that it and its ranks said."""
+    """`triaxis train` on one host, the reader of its standard output, and the file that the reader writes."""
 
     host: int
     process: subprocess.Popen[bytes]
+    reader: subprocess.Popen[bytes]
     said: Path
 
     @property
     def words(self) -> str:
+        if self.process.poll() is not None:
+            # The reader ends with the last writer; ranks may outlive a launcher that was killed.
+            with suppress(subprocess.TimeoutExpired):
+                self.reader.wait(_READER_ENDS_SECONDS)
         return self.said.read_text(errors="replace")
 
 
@@ -111,6 +117,8 @@ class Run:
                 process.kill()
         for launcher in self.launchers:
             launcher.process.wait()
+            launcher.reader.kill()
+            launcher.reader.wait()
 
     def read(self) -> None:
         """Read what has been written since the last time."""
@@ -205,16 +213,20 @@ class Run:
         }
         variables = {**meeting, "NPROC_PER_NODE": str(RANKS_PER_HOST), "RUN_NAME": NAME}
         with said.open("wb") as file:
+            reader = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=file, preexec_fn=end_with_parent)
+        assert reader.stdin is not None, "it was asked for a pipe"
+        # This process keeps no end of the pipe: the reader ends with its last writer, and a writer learns that it has ended.
+        with reader.stdin as pipe:
             process = subprocess.Popen(
                 train_command(self.folder, overrides),
                 env=environment(self.folder, disturbed=True) | variables,
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
-                stdout=file,
+                stdout=pipe,
                 stderr=subprocess.STDOUT,
                 preexec_fn=begin,
             )
-        return Launcher(host, process, said)
+        return Launcher(host, process, reader, said)
 
 
 def train_command(folder: Path, overrides: Sequence[str]) -> list[str]:

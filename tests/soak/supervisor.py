@@ -186,6 +186,8 @@ class Supervisor:
                 self._slow_rank(fault, expected, seen)
             case Kind.FULL_DISK:
                 self._full_disk(expected, seen)
+            case Kind.READER_ENDS:
+                self._reader_ends(expected, seen)
 
     def _kill_rank(self, fault: Fault, expected: Expected, seen: Seen) -> None:
         run, host = self._run, host_of(fault.rank)
@@ -360,6 +362,24 @@ class Supervisor:
         # A save that was due while the failed one was tried again waited for it.
         if saved["step"] > failed["step"] + 2 * SAVE_INTERVAL:
             seen.wrong.append(f"the next complete checkpoint is that of step {saved['step']}")
+
+    def _reader_ends(self, expected: Expected, seen: Seen) -> None:
+        """End the reader; the run goes on until it is preempted, because later faults need their launcher's words."""
+        run, since = self._run, time.time()
+        run.launchers[0].reader.kill()
+        dropped = run.wait(
+            lambda: self._alive() and list(run.of_kind("output_dropped", since)), self._patience(), "an event"
+        )
+        seen.source, seen.told = "event output_dropped", dropped[0]["message"]
+        after = dropped[0]["unix_time_seconds"] - since
+        due = run.last_step() + LOG_INTERVAL
+        run.wait(lambda: self._alive() and run.last_step() >= due, self._patience(), "steps without a terminal")
+        preempted_since = time.time()
+        run.rank(0).send_signal(signal.SIGTERM)
+        self._see_end(seen, expected.bound, preempted_since, lambda: bool(list(run.of_kind("stopped"))))
+        seen.after = after
+        if len(list(run.of_kind("output_dropped", since))) > 1:
+            seen.wrong.append("the terminal is dropped more than once")
 
     # What ranks do to themselves
 

@@ -20,7 +20,7 @@ from tests.soak.scene import (
 from tests.soak.supervisor import Verdict
 
 HEADINGS = ("#", "fault", "where", "step", "told by", "after", "ended", "bound", "exit codes", "lost", "verdict")
-WIDTHS = (2, 9, 38, 5, 23, 8, 7, 8, 7, 7, 7)
+WIDTHS = (2, 11, 38, 5, 23, 8, 7, 8, 7, 7, 7)
 
 RIGHT, WRONG = "right", "WRONG"
 

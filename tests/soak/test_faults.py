@@ -16,7 +16,7 @@ def test_thirty_faults_are_of_all_kinds_three_times_and_more(seed: int) -> None:
     counts = Counter(fault.kind for fault in faults)
     assert set(counts) == set(Kind) and min(counts.values()) >= 3
     asked = {fault.signal for fault in faults if fault.kind is Kind.PREEMPT}
-    assert asked == {signal.SIGTERM, signal.SIGUSR1}
+    assert asked == {signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
     for fault in faults:
         assert fault.rank in RANKS and EARLIEST <= fault.after_steps <= LATEST
         assert fault.layer // LAYERS_PER_STAGE == GRID.coordinates(fault.rank).pp, "a rank has its own layers only"

@@ -11,15 +11,15 @@ from tests.launch.command_line import ROOT
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-KINDS = ("kill-node", "stop-rank", "nan", "preempt")
+KINDS = ("kill-node", "stop-rank", "nan", "preempt", "reader-ends")
 
 
-def test_faults_of_four_kinds_come_out_right(tmp_path: Path) -> None:
+def test_faults_of_five_kinds_come_out_right(tmp_path: Path) -> None:
     with netns.hosts(1):
         pass  # skips, with its reason, where no hosts can be made
     page = tmp_path / "soak.md"
     said = subprocess.run(
-        [sys.executable, "-m", "tests.soak", "--faults=4", "--seed=3", f"--table={page}", "--kinds", *KINDS],
+        [sys.executable, "-m", "tests.soak", "--faults=5", "--seed=3", f"--table={page}", "--kinds", *KINDS],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -29,4 +29,4 @@ def test_faults_of_four_kinds_come_out_right(tmp_path: Path) -> None:
     assert said.returncode == 0, f"{said.stdout}\n{said.stderr}"
     for kind in KINDS:
         assert f"| {kind} |" in page.read_text()
-    assert "4 of 4 faults came out right" in page.read_text()
+    assert "5 of 5 faults came out right" in page.read_text()
