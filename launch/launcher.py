@@ -50,6 +50,7 @@ from launch.forward_signals import ForwardedSignals, NoRanksError
 from launch.gpu_memory import read_devices
 from launch.import_path import import_variables
 from launch.lasting_output import lasting_output
+from launch.open_files import allow_open_files
 from launch.preflight import refuse_without_gpu
 from launch.slurm_step import LOOPBACK, is_rank, rank_variables
 from launch.world import World, decide
@@ -114,6 +115,7 @@ def launch(request: Request, variables: Mapping[str, str]) -> int:
     Raises:
         ConfigError: problems in the configuration, all at once.
         TopologyError: the ranks, nodes or GPUs do not fit.
+        TriaxisError: too few files may be open.
     """
     with lasting_output():
         return _be_a_rank(request, variables) if is_rank(variables) else _launch(request, variables)
@@ -127,6 +129,7 @@ def _launch(request: Request, variables: Mapping[str, str]) -> int:
     show(console, plan, arguments, environment)
     if request.dry_run:
         return 0
+    allow_open_files()
     if request.config_path is None and not any(word.startswith("data.") for word in request.overrides):
         exit_code = _prepare_corpus(console, plan.config, os.environ | environment)
         if exit_code:

@@ -5,6 +5,7 @@ Every launcher is `triaxis train` in a host of its own (`tests/netns.py`); attem
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -202,6 +203,7 @@ class Run:
         def begin() -> None:
             netns.enter(self._hosts[host])
             end_with_parent()  # a soak that is killed leaves nothing behind
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a soak under nohup has ignored it, and the run would too
 
         said = self.folder / "said" / f"attempt_{self.attempt:02d}.host_{host}"
         said.parent.mkdir(exist_ok=True)
