@@ -39,7 +39,7 @@ class FolderLock:
         self._descriptor: int | None = _lock(folder, advice)
 
     def is_in_place(self) -> bool:
-        """Whether the folder still holds the file that is locked; false after the folder was removed or moved."""
+        """Return True while the folder holds the file that is locked; false after the folder was removed or moved."""
         if self._descriptor is None:
             return False
         try:

@@ -53,7 +53,7 @@ class OutputChange:
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Where a rank writes while `rank_log` is active. No write to them raises an OSError.
+    """Streams of a rank while `rank_log` is active. No write to them raises an OSError.
 
     Attributes:
         log: the log file, line by line.

@@ -233,7 +233,7 @@ class RunDirectory:
 
     @property
     def is_starting_over(self) -> bool:
-        """Whether a start from scratch was asked for and has not begun.
+        """Return True if a start from scratch was asked for and has not begun.
 
         Raises:
             StorageError: the directory cannot be read.

@@ -123,7 +123,7 @@ def _of_other_kind(folder: Path, names: tuple[str, ...], kind: int) -> Iterator[
 
 
 def has_results(path: Path) -> bool:
-    """Whether an attempt has made a step: then another configuration would mix two runs."""
+    """Return True if an attempt has made a step: then another configuration would mix two runs."""
     metrics = path / METRICS
     return (path / CONFIG).is_file() and metrics.is_file() and metrics.stat().st_size > 0
 

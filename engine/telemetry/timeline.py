@@ -30,7 +30,7 @@ from engine.telemetry.marks import Doing
 _RANK_FILE = re.compile(r"rank_\d{1,9}\.json")
 _ATTEMPT = re.compile(r"attempt_(\d{1,9})")
 _MOST_BYTES = 2**30
-"""Of the row of one rank; an event has about 200."""
+"""Largest row of one rank; an event has about 200."""
 
 
 @dataclass(frozen=True, slots=True)

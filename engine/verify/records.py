@@ -19,13 +19,13 @@ KINDS: tuple[TensorKind, ...] = get_args(TensorKind)
 """In the order in which a step makes them."""
 
 REFERENCE_STEPS = "reference.steps.json"
-"""Where the one process writes its `StepFacts`."""
+"""File of the one process, with its `StepFacts`."""
 
 REFERENCE_SAMPLES = "reference.samples.json"
-"""Where the one process writes the samples of its steps, as `RankReport.samples`."""
+"""File of the one process, with the samples of its steps, as `RankReport.samples`."""
 
 NOISE_REPORT = "noise.json"
-"""Where the one process in a wider dtype writes its `RankReport`: the rounding of the reference."""
+"""File of the one process in a wider dtype, with its `RankReport`: the rounding of the reference."""
 
 Sample = tuple[int, int]
 """The id of a sample, and a checksum of its tokens, labels and mask."""

@@ -22,7 +22,7 @@ from engine.verify.relations import (
 HEAD_DIM = 8
 LEAST_SEQ_LENGTH = 8
 ROWS_PER_RANK = 8
-"""Of the padded vocabulary, on a tp rank; without tensor parallelism `ROWS`, so that tokens differ."""
+"""Rows of the padded vocabulary on a tp rank; without tensor parallelism `ROWS`, so that tokens differ."""
 ROWS = 40
 PADDING = 3
 BUCKET_BYTES = 4096

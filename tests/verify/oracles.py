@@ -38,6 +38,19 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2 and qwen3": BASE | LLAMA | {"bias": "qkv", "qk_norm": True},
 }
 ONLY_MEGATRON = ("one kv head", "qwen2 and qwen3")
+COMPARED = [
+    "samples",
+    "start",
+    "output",
+    "loss",
+    "gradient",
+    "gradient norm",
+    "master",
+    "exp_avg",
+    "exp_avg_sq",
+    "parameter",
+]
+"""The kinds of numbers that a comparison with an oracle reports."""
 
 
 def asked(oracle: str, name: str, *, layout: Sequence[str] | None = None, dtype: str = "float64") -> OracleTrial:

@@ -16,22 +16,10 @@ from tests.verify.loader_bugs import (
     the_last_label_of_a_row_is_its_first_token,
     the_last_label_of_a_row_is_not_counted,
 )
-from tests.verify.oracles import MODELS, ONLY_MEGATRON, asked, verdicts
+from tests.verify.oracles import COMPARED, MODELS, ONLY_MEGATRON, asked, verdicts
 
 pytestmark = pytest.mark.distributed
 
-COMPARED = [
-    "samples",
-    "start",
-    "output",
-    "loss",
-    "gradient",
-    "gradient norm",
-    "master",
-    "exp_avg",
-    "exp_avg_sq",
-    "parameter",
-]
 TP2_PP2 = ("parallel.tp=2", "parallel.pp=2", "parallel.dp=1")
 TP2_SP = ("parallel.tp=2", "parallel.sequence_parallel=true", "parallel.dp=1")
 ONE = ("parallel.dp=1",)

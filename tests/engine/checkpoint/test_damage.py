@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-import resource
 import shutil
 import subprocess
 import tempfile
@@ -21,6 +20,7 @@ from engine.checkpoint.store import write_file
 from engine.checkpoint.verify import verify
 from engine.errors import CheckpointError
 from tests.engine.checkpoint.samples import commit
+from tests.full_disk import room_for
 
 NOBODY = 65534
 STATE = TrainingState.at_start()
@@ -190,19 +190,8 @@ def small_disk(folder: Path, num_bytes: int) -> Iterator[None]:
         finally:
             subprocess.run(["umount", str(folder)], check=True)
         return
-    with small_files(num_bytes // 2):
+    with room_for(num_bytes // 2):
         yield
-
-
-@contextmanager
-def small_files(num_bytes: int) -> Iterator[None]:
-    """No file may grow beyond this size."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_full_disk_harms_nothing_that_is_there(tmp_path: Path) -> None:
@@ -220,7 +209,7 @@ def test_a_full_disk_harms_nothing_that_is_there(tmp_path: Path) -> None:
 
 
 def test_a_file_that_may_not_grow_says_its_name(tmp_path: Path) -> None:
-    with small_files(2**12), pytest.raises(OSError, match=r"File too large: .*rank_00000\.safetensors"):
+    with room_for(2**12), pytest.raises(OSError, match=r"File too large: .*rank_00000\.safetensors"):
         write_file(tmp_path / "rank_00000.safetensors", [whole("w", torch.ones(2**12))])
 
 

@@ -21,7 +21,7 @@ from engine.telemetry.observer import TrainingObserver, peak_memory_bytes
 from engine.telemetry.rank_log import OutputChange, Streams
 from engine.telemetry.run_dir import RunDirectory
 from engine.telemetry.timers import Timers
-from tests.engine.telemetry.full_disk import room_for
+from tests.full_disk import room_for
 
 MakeConfig = Callable[..., Config]
 MakeMetrics = Callable[..., StepMetrics]

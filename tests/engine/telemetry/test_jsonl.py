@@ -13,7 +13,7 @@ from engine.telemetry import jsonl
 from engine.telemetry.events import EventLog
 from engine.telemetry.jsonl import JsonLines, MetricsLog, heal
 from engine.telemetry.metrics import StepMetrics
-from tests.engine.telemetry.full_disk import room_for
+from tests.full_disk import room_for
 
 
 def read(path: Path) -> list[dict[str, object]]:

@@ -13,7 +13,7 @@ import torch
 from engine.config_telemetry import ProfileConfig
 from engine.pipeline.lowering import Post
 from engine.telemetry.profile import POST, StepProfiler
-from tests.engine.telemetry.full_disk import room_for
+from tests.full_disk import room_for
 from tests.harness import run_ranks
 from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank

@@ -17,8 +17,8 @@ import pytest
 
 from engine.telemetry.lossy_file import LossyFile, text_over
 from engine.telemetry.relay import DROPPED, RESUMED, STOPPED, Outlet
-from tests.engine.telemetry.full_disk import room_for
 from tests.engine.telemetry.test_rank_log import PREAMBLE, execute
+from tests.full_disk import room_for
 
 ROOT = Path(__file__).parents[3]
 
