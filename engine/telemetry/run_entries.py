@@ -227,8 +227,9 @@ def _is_run(path: Path) -> bool:
 
 
 def known_wandb_id(path: Path) -> str | None:
-    """The id of the run's page; None where it has none, or where the file holds no text."""
+    """Return the id of the run's page; None where it has none, or where the file holds more or other than a line of text."""
     try:
-        return read_regular(path, 1024).decode().strip() or None
+        text = read_regular(path, 1024).decode().strip()
     except (OSError, ValueError):
         return None
+    return text if text and text.isprintable() else None

@@ -303,5 +303,7 @@ def test_an_id_of_a_page_that_is_no_text_is_none(make_config: MakeConfig, tmp_pa
     run = trained(make_config(), tmp_path)
     run.wandb_id.write_bytes(b"\xff\xfe\x00")
     assert run.known_wandb_id() is None
+    run.wandb_id.write_text("one line\nand another")
+    assert run.known_wandb_id() is None
     run.wandb_id.write_text(json.dumps(5))
     assert run.known_wandb_id() == "5"
