@@ -24,6 +24,7 @@ from engine.config_limits import (
     MOST_HEADS,
     MOST_LAYERS,
     MOST_RANKS,
+    MOST_STEPS,
     SHORTEST_TIMEOUT,
 )
 from engine.config_section import Section
@@ -103,7 +104,7 @@ class DataConfig(Section):
 class TrainConfig(Section):
     """How long, in what batches. Give `steps` or `tokens`, not both."""
 
-    steps: Count | None = Field(None, gt=0, description="optimizer steps")
+    steps: Count | None = Field(None, gt=0, le=MOST_STEPS, description="optimizer steps")
     tokens: Count | None = Field(None, gt=0, description="rounded up to whole steps")
     global_batch_size: Count = Field(gt=0, description="samples per optimizer step, over all ranks")
     micro_batch_size: Count = Field(1, gt=0, description="samples per forward of one pipeline")

@@ -32,6 +32,8 @@ def count(value: object) -> object:
     """
     if isinstance(value, float) and isfinite(value):
         return _whole(Fraction(value))
+    if isinstance(value, int) and not isinstance(value, bool):
+        return _whole(Fraction(value))
     if not isinstance(value, str):
         return value
     written = _WRITTEN.fullmatch(value.strip())

@@ -164,6 +164,20 @@ def add_ignore(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def above(name: str, number: int, most: int, reason: str) -> list[str]:
+    """Return the problem of an option that counts more than `most`; an empty list where there is none.
+
+    Args:
+        name: of the option, with `_` for `-`.
+        number: its value.
+        most: its largest legal value.
+        reason: the end of the sentence, which says why there is a bound.
+    """
+    if number <= most:
+        return []
+    return [f"--{name.replace('_', '-')} {shown(number)}: must be at most {most:,}; {reason}."]
+
+
 def check_counts(**given: int | None) -> None:
     """Refuse options that count ranks and are below 1 or above `MOST_RANKS`.
 
@@ -178,12 +192,11 @@ def check_counts(**given: int | None) -> None:
         for name, number in given.items()
         if number is not None and number < 1
     ]
-    problems += [
-        f"--{name.replace('_', '-')} {shown(number)}: must be at most {MOST_RANKS:,}; no run has more ranks, and their groups "
-        "would not fit in memory."
-        for name, number in given.items()
-        if number is not None and number > MOST_RANKS
-    ]
+    for name, number in given.items():
+        if number is not None:
+            problems += above(
+                name, number, MOST_RANKS, "no run has more ranks, and their groups would not fit in memory"
+            )
     if problems:
         raise ConfigError(problems, "the command line")
 

@@ -10,10 +10,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from engine.config_limits import MOST_STEPS
 from engine.errors import ConfigError, TriaxisError
 from engine.gpus import find_gpus
 from launch import hostfile
-from launch.command_line import CONFIG, LAYOUT_WORDS, CommandParser, add_world_size, check_counts, layout_overrides
+from launch.command_line import (
+    CONFIG,
+    LAYOUT_WORDS,
+    CommandParser,
+    above,
+    add_world_size,
+    check_counts,
+    layout_overrides,
+)
 from launch.slurm_step import is_rank
 from launch.try_layouts import LEAST_STEPS, STOPPED, Failed, Measured, refused, show_plan, try_layout, write_config
 from launch.try_report import Tried, look_at_machine, to_json, to_text
@@ -70,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
             ],
             "the command line",
         )
+    if too_many := above("steps", args.steps, MOST_STEPS, "no run makes more"):
+        raise ConfigError(too_many, "the command line")
     layouts = [OWN] if args.layouts is None else [text.strip() for text in args.layouts.split(";") if text.strip()]
     changes = [[] if text == OWN else layout_overrides(text, dp_is_open=True) for text in layouts]
     if not layouts:

@@ -13,11 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.config import Config, parallel_sizes
+from engine.config_limits import MOST_RANKS as LARGEST_WORLD
+from engine.config_limits import MOST_STEPS
 from engine.errors import ConfigError
 from engine.verify.bounds import noise_factor
 from engine.verify.judge import Difference, Verdict
 from engine.verify.matrix import Row
-from launch.command_line import CONFIG, LAYOUT_WORDS, CommandParser, layout_overrides
+from launch.command_line import CONFIG, LAYOUT_WORDS, CommandParser, above, layout_overrides
 from launch.verify import Trial, VerificationError, show_plan, trial, verify
 from launch.verify_matrix import MOST_RANKS, matrix
 from launch.verify_oracle import NUM_STEPS, ORACLES, OracleTrial, oracle_trial, show_oracle_plan, verify_against
@@ -121,6 +123,7 @@ def run(args: argparse.Namespace) -> int:
 def _problems(args: argparse.Namespace) -> Iterator[str]:
     if args.steps < 1:
         yield f"--steps {args.steps}: at least one step is compared."
+    yield from above("steps", args.steps, MOST_STEPS, "no run makes more")
     if args.config is None and not args.matrix:
         yield "neither a config nor --matrix: nothing says what to verify. Give a config, or --matrix for built-in models."
     if args.config is None and args.overrides:
@@ -131,6 +134,7 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
         yield "--matrix compares with our own one process: --oracle would be ignored. Leave one of them out."
     if args.max_ranks < 2:
         yield f"--max-ranks {args.max_ranks}: a layout of one rank is the reference itself. At least 2."
+    yield from above("max_ranks", args.max_ranks, LARGEST_WORLD, "no run has more ranks")
 
 
 def _run_matrix(console: Console, args: argparse.Namespace) -> int:

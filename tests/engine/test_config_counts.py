@@ -57,6 +57,8 @@ def test_tokens_are_read_as_they_are_written(written: str, meant: int) -> None:
         ("8e-2", "must be a whole number, such as"),
         ("many", "must be a whole number, such as"),
         ("1e18", "must be below 10^18"),
+        ("1000000000000000000", "must be below 10^18"),
+        ("-1000000000000000000", "must be below 10^18"),
         ("1.0e+300", "must be below 10^18"),
         ("1e999999999", "must be a whole number, such as"),
         ("'-10k'", "must be a whole number, such as"),

@@ -18,6 +18,7 @@ from engine.config_limits import (
     MOST_HEADS,
     MOST_LAYERS,
     MOST_RANKS,
+    MOST_STEPS,
 )
 from engine.config_load import load_config
 from engine.config_problems import Subject, divisors, multiples, numbers, with_value
@@ -151,6 +152,12 @@ def test_a_field_beyond_its_bound_is_refused_in_words(field: str) -> None:
         with pytest.raises(ConfigError) as caught:
             load_config(None, merged([], {field: value}))
         assert f"must be at most {LARGEST[field]:,}" in str(caught.value)
+
+
+def test_a_run_has_a_largest_number_of_steps() -> None:
+    assert problems(config_with(f"train.steps={MOST_STEPS}")) == []
+    with pytest.raises(ConfigError, match=f"must be at most {MOST_STEPS:,}"):
+        load_config(None, merged([], {"train.steps": MOST_STEPS + 1}))
 
 
 def test_the_largest_numbers_are_answered_at_once() -> None:

@@ -146,6 +146,8 @@ def test_a_matrix_says_each_verdict_and_counts_them(
         (["--layout", "tp=2,tp=4"], "each at most once"),
         (["--layout", "tp=3"], "model.num_attention_heads"),
         (["--steps", "0"], "at least one step"),
+        (["--steps", str(2**40 + 1), "--dry-run"], "--steps 1099511627777: must be at most 1,099,511,627,776"),
+        (["--matrix", "--max-ranks", str(2**20 + 1), "--dry-run"], "--max-ranks 1048577: must be at most 1,048,576"),
         (["--matrix", "--layout", "tp=2"], "would be ignored"),
         (["--matrix", "--max-ranks", "1"], "the reference itself"),
         (["optimizer.learning_rate=1"], "unknown key"),
