@@ -225,7 +225,7 @@ def test_a_dry_run_shows_the_launch_of_each_layout(monkeypatch: pytest.MonkeyPat
     ("words", "said"),
     [
         (["--steps", "2"], "--steps 2: at least 3"),
-        (["--steps", str(2**40 + 1)], "--steps 1099511627777: must be at most 1,099,511,627,776"),
+        (["--steps", str(2**40 + 1), "--dry-run"], "--steps 1099511627777: must be at most 1,099,511,627,776"),
         (["--steps", "1" + "0" * 400, "--dry-run"], "--steps an integer of 1,329 bits"),
         (["--layouts", "tq=2"], "layout tq=2: 'tq=2' is not one of tp=.."),
         (["--layouts", " ; "], "--layouts names none"),
