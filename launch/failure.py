@@ -82,7 +82,8 @@ def describe_hang(failures: Iterable[RankFailure], logs: Path, since_seconds: fl
 
 def rank_log(logs: Path, rank: int, since_seconds: float) -> Path | None:
     """The log that a rank wrote in its last attempt under `runs/<name>/logs`; none if it wrote nothing since then."""
-    written = [path for path in logs.glob(f"attempt_*/rank_{rank:05d}.log") if path.stat().st_mtime >= since_seconds]
+    found = (path for path in logs.glob(f"attempt_*/rank_{rank:05d}.log") if path.is_file())
+    written = [path for path in found if path.stat().st_mtime >= since_seconds]
     return max(written, key=lambda path: path.parent.name, default=None)
 
 

@@ -19,6 +19,7 @@ There NCCL's flight recorder knows more: its last calls are written beside the w
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -30,9 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.data.files import write_atomically
-from engine.json_text import parse_json
 from engine.resilience.heartbeat import Beat, Heartbeat, started_at
 from engine.resilience.waits import LastWords, Report, Scene
+from engine.state_files import read_object
 from engine.telemetry.redaction import without_secrets
 
 HUNG = 4
@@ -41,6 +42,8 @@ HUNG = 4
 REPORT = "report.json"
 ANSWERS, SILENT = "answers", "silent"
 """Of a rank's file: who wrote it, the rank itself or its deputy."""
+
+_RANK_FILE = re.compile(r"rank_(?P<rank>[0-9]{5,9})\.\w+\.json")
 
 _FIRST_STEP = 0.9
 """Of the time after which a collective fails."""
@@ -259,7 +262,8 @@ class HangWatch:
 
     def _ranks(self, kind: str) -> list[int]:
         """Whose words of a kind are there; by the names of files alone, since all ranks look at once."""
-        return [int(path.name[5:10]) for path in self._folder.glob(f"rank_*.{kind}.json")]
+        found = (_RANK_FILE.fullmatch(path.name) for path in self._folder.glob(f"rank_*.{kind}.json"))
+        return [int(match["rank"]) for match in found if match is not None]
 
     def _path(self, rank: int, kind: str) -> Path:
         return self._folder / f"rank_{rank:05d}.{kind}.json"
@@ -289,19 +293,24 @@ def write_words(path: Path, words: LastWords) -> None:
 
 
 def read_words(path: Path) -> LastWords | None:
-    """What `write_words` wrote; None where it is not there (any more)."""
+    """Read what `write_words` wrote; None where it is not there (any more), or something else has its name."""
     try:
-        record: Mapping[str, Any] = parse_json(path.read_bytes())
-    except (OSError, ValueError):
+        record = read_object(path)
+        if record is None:
+            return None
+        beat = record["beat"]
+        return LastWords(
+            record["rank"], None if beat is None else Beat(**beat), record["answers"], record["still_seconds"]
+        )
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    beat = record["beat"]
-    return LastWords(record["rank"], None if beat is None else Beat(**beat), record["answers"], record["still_seconds"])
 
 
 def hang_report(folder: Path) -> Mapping[str, Any] | None:
-    """The report of a hang in RUN_DIR/hangs/attempt_<n>; None: there was none."""
+    """Read the report of a hang in RUN_DIR/hangs/attempt_<n>; None: there was none, or something else has its name."""
     try:
-        report: Mapping[str, Any] = parse_json((folder / REPORT).read_bytes())
+        report = read_object(folder / REPORT)
     except (OSError, ValueError):
         return None
-    return report
+    is_ours = report is not None and isinstance(report.get("reporter"), int) and isinstance(report.get("text"), str)
+    return report if is_ours else None

@@ -33,6 +33,7 @@ import psutil
 from engine.errors import NoRoomError, TriaxisError
 from engine.pipeline.actions import Action
 from engine.pipeline.lowering import Instruction
+from engine.state_files import read_regular
 
 LAYOUT = 0x0154_5249_4158_0001
 """The first word of the file: what it is, and which layout of the words."""
@@ -289,7 +290,7 @@ def _mapped(folder: Path, rank: int) -> mmap.mmap:
 def read_beat(path: Path) -> Beat | None:
     """What the rank of this node whose file this is was doing; None where there is no such file, or it is not one of ours."""
     try:
-        content = path.read_bytes()
+        content = read_regular(path, SIZE)
     except OSError:
         return None
     if len(content) != SIZE or struct.unpack_from("q", content)[0] != LAYOUT:

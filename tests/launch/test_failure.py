@@ -80,3 +80,11 @@ def test_every_launcher_says_why_the_run_hangs_once(reporter, ranks_here, is_sai
     failures = [failure(rank, HUNG) for rank in ranks_here]
     said = describe_hang(failures, tmp_path / "logs", START_SECONDS)
     assert said == ("rank 2 waits for rank 0" if is_said else "")
+
+
+def test_a_log_that_is_no_file_is_not_read(tmp_path):
+    path = tmp_path / "attempt_00" / "rank_00003.log"
+    path.parent.mkdir()
+    os.mkfifo(path)
+    assert rank_log(tmp_path, 3, 0.0) is None
+    assert "had not opened its log" in describe(failure(3, -signal.SIGSEGV), tmp_path, 0.0)

@@ -23,9 +23,10 @@ from engine.pipeline import schedules
 from engine.pipeline.actions import Action
 from engine.pipeline.lowering import Post
 from engine.rank_grid import ParallelSizes, RankGrid
-from engine.resilience.hang import HUNG, HangLimits, HangWatch, StillLimit, hang_report, may_hang
+from engine.resilience.hang import HUNG, REPORT, HangLimits, HangWatch, StillLimit, hang_report, may_hang, read_words
 from engine.resilience.heartbeat import NO_PEER, SIZE, Heartbeat, file_of, folders_of, read_beat
 from engine.resilience.waits import Scene
+from engine.state_files import MOST_BYTES
 from tests.lacking import give_up
 
 CALL = Event("post", 3, "recv", "pp_forward", "activations", None, 8, 2, peer=1)
@@ -84,6 +85,9 @@ def test_a_file_of_somebody_else_is_none_of_ours(tmp_path: Path) -> None:
     for content in (b"", b"\0" * SIZE, b"x" * 17):
         (tmp_path / "file").write_bytes(content)
         assert read_beat(tmp_path / "file") is None
+    (tmp_path / "file").unlink()
+    os.mkfifo(tmp_path / "file")
+    assert read_beat(tmp_path / "file") is None
     assert folders_of(tmp_path) == folders_of(tmp_path / ".." / tmp_path.name)
     assert not set(folders_of(tmp_path)) & set(folders_of(tmp_path / "other"))
 
@@ -276,6 +280,36 @@ def test_a_lone_rank_that_stands_still_says_so_and_leaves(heartbeat: Heartbeat, 
     assert report is not None and (report["reporter"], report["text"]) == (0, text)
     assert json.loads((tmp_path / "hang" / "rank_00000.answers.json").read_text())["beat"]["phase"] == "data"
     assert not heartbeat.path.exists()
+
+
+STRANGE = {
+    "FIFO": os.mkfifo,
+    "folder": Path.mkdir,
+    "long": lambda path: path.touch() or os.truncate(path, MOST_BYTES + 1),
+    "nested": lambda path: path.write_text("[" * 100_000),
+    "list": lambda path: path.write_text("[1]"),
+    "other keys": lambda path: path.write_text('{"beat": {"speed": 1}, "reporter": "0"}'),
+}
+"""By kind, what makes an entry that is no file of the watch."""
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_a_strange_entry_among_the_words_is_passed_over(kind: str, tmp_path: Path) -> None:
+    for name in (REPORT, "words.json"):
+        STRANGE[kind](tmp_path / name)
+    assert hang_report(tmp_path) is None
+    assert read_words(tmp_path / "words.json") is None
+
+
+def test_a_file_of_another_name_does_not_stop_the_watch(heartbeat: Heartbeat, tmp_path: Path) -> None:
+    folder = tmp_path / "hang"
+    folder.mkdir()
+    (folder / "rank_other.answers.json").touch()
+    left = threading.Event()
+    heartbeat.phase("data")
+    limits = HangLimits(0.05, 0.05, 0.01, 0.5)
+    HangWatch(heartbeat, ALONE, folder, limits, lambda step, text: None, leave=lambda code: left.set()).start()
+    assert left.wait(30.0)
 
 
 def test_a_rank_that_goes_on_takes_its_words_back(heartbeat: Heartbeat, tmp_path: Path) -> None:
