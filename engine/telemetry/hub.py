@@ -4,13 +4,20 @@
                                            `->  sinks       metrics.jsonl, wandb, TensorBoard; after its validation if one follows
                                            `->  events  ->  wandb's alerts
 
-A sink that fails is told no more: that it failed is an event and a line on the terminal, and training goes on. Files on a full disk
-keep their rows and write them when there is room; a terminal that fails is dropped. Each such change is an event and a line too.
+Training goes on when an output fails, and each change is an event and a line on the terminal:
+
+    metrics.jsonl, events    rows wait in memory and are written when there is room
+    TensorBoard              opened again after a pause; steps in between are missing, and counted
+    wandb                    stays off: opening it again would make the ranks wait for a network
+    the terminal             dropped
+
 A loss is agreed by all ranks, so rank 0 can log; on the others every call returns at once.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -28,6 +35,10 @@ from engine.telemetry.wandb_sink import WandbSink
 
 _LAST_WORDS_SECONDS = 15.0
 
+_SHORTEST_PAUSE_SECONDS = 30.0
+_LONGEST_PAUSE_SECONDS = 1800.0
+"""Pauses before a sink is opened again: the first one, and the bound of the later ones, each twice as long as the one before."""
+
 
 class Sink(Protocol):
     """Where the record of a step goes."""
@@ -38,6 +49,23 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(slots=True)
+class _Stopped:
+    """A sink that has failed and is opened again.
+
+    Attributes:
+        cause: its first error.
+        pause_seconds: between the last try and the next.
+        next_try_seconds: time of the next try, by the clock of `Telemetry`.
+        num_lost: steps that it has not taken.
+    """
+
+    cause: str
+    pause_seconds: float
+    next_try_seconds: float
+    num_lost: int = 0
+
+
 class Telemetry:
     """What is written down about a run.
 
@@ -46,6 +74,7 @@ class Telemetry:
         events: None on ranks that do not log.
         sinks: where each step's record goes.
         output_changes: takes the changes of terminal and log since its last call.
+        clock: returns seconds; times the pause before a sink is opened again.
     """
 
     def __init__(
@@ -54,12 +83,16 @@ class Telemetry:
         events: EventLog | None = None,
         sinks: Sequence[Sink] = (),
         output_changes: Callable[[], Sequence[OutputChange]] = tuple,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.report = report
         self._events = events
         self._sinks = list(sinks)
         self._output_changes = output_changes
+        self._clock = clock
         self._stopped_files: list[JsonLines] = []
+        self._openers: dict[str, Callable[[], Sink]] = {}
+        self._stopped_sinks: dict[str, _Stopped] = {}
         self._pending: StepMetrics | None = None
         self._last_step: int | None = None
 
@@ -99,8 +132,12 @@ class Telemetry:
         if self._pending is None:
             return
         metrics, self._pending = self._pending, None
+        self._open_again()
         for sink in tuple(self._sinks):
-            self._guard(sink, partial(sink.record, metrics))
+            if self._guard(sink, partial(sink.record, metrics)) and sink.name in self._stopped_sinks:
+                self._resumed(sink.name)
+        for stopped in self._stopped_sinks.values():
+            stopped.num_lost += 1
 
     def close(self) -> None:
         """Flush and close everything; may be called after an error, and twice."""
@@ -112,8 +149,11 @@ class Telemetry:
             self._guard(sink, sink.close)
             if isinstance(sink, WandbSink) and sink.sync_command is not None:
                 self._say(f"wandb kept the run on disk ({sink.why}); to upload it: {sink.sync_command}", "")
+        for name, stopped in self._stopped_sinks.items():
+            self._say(f"{name}: {_missing_steps(stopped.num_lost)} missing: {stopped.cause}")
         files = self._files()
         self._sinks.clear()
+        self._stopped_sinks.clear()
         self.event("attempt_ended", step=self._last_step)
         if self._events is not None:
             self._events.close()
@@ -129,8 +169,16 @@ class Telemetry:
             if isinstance(sink, WandbSink):
                 self._guard(sink, partial(sink.close, _LAST_WORDS_SECONDS))
 
-    def add_sink(self, name: str, open_sink: Callable[[], Sink]) -> Sink | None:
-        """Open a sink; one that cannot be opened is an event, and None."""
+    def add_sink(self, name: str, open_sink: Callable[[], Sink], *, opens_again: bool = True) -> Sink | None:
+        """Open a sink; return None, and write an event, where that fails.
+
+        Args:
+            name: of the sink.
+            open_sink: opens it.
+            opens_again: call `open_sink` again after a failure, with a pause before; it must not wait.
+        """
+        if opens_again:
+            self._openers[name] = open_sink
         try:
             sink = open_sink()
         except Exception as error:
@@ -138,6 +186,23 @@ class Telemetry:
             return None
         self._sinks.append(sink)
         return sink
+
+    def _open_again(self) -> None:
+        """Open the sinks that have stopped and whose pause is over."""
+        for name, stopped in self._stopped_sinks.items():
+            if self._clock() < stopped.next_try_seconds or any(sink.name == name for sink in self._sinks):
+                continue
+            try:
+                self._sinks.append(self._openers[name]())
+            except Exception as error:
+                self._failed(name, error)
+
+    def _resumed(self, name: str) -> None:
+        """Write an event and a line: a sink that had stopped has taken a step."""
+        num_lost = self._stopped_sinks.pop(name).num_lost
+        message = f"{name} is written again; {_missing_steps(num_lost)} missing"
+        self.event("output_resumed", output=name, message=message, num_lost=num_lost)
+        self._say(message)
 
     def _files(self) -> list[JsonLines]:
         metrics = [sink.lines for sink in self._sinks if isinstance(sink, MetricsLog)]
@@ -179,20 +244,41 @@ class Telemetry:
             self.event("output_dropped", output=change.output, message=message)
         self._say(message)
 
-    def _guard(self, sink: Sink, call: Callable[[], None]) -> None:
+    def _guard(self, sink: Sink, call: Callable[[], None]) -> bool:
+        """Call a sink; switch it off and return False where it fails."""
         try:
             call()
         except Exception as error:
             self._sinks.remove(sink)
             self._failed(sink.name, error)
+            if sink.name in self._openers:
+                with suppress(Exception):
+                    sink.close()
+            return False
+        return True
 
     def _failed(self, name: str, error: Exception) -> None:
-        self.event("sink_failed", sink=name, error=f"{type(error).__name__}: {error}")
-        self._say(f"{name} is switched off, training goes on: {type(error).__name__}: {error}")
+        """Write an event and a line for the first failure of a sink, and set the time of the next try."""
+        if name not in self._openers:
+            self.event("sink_failed", sink=name, error=f"{type(error).__name__}: {error}")
+            self._say(f"{name} is switched off, training goes on: {type(error).__name__}: {error}")
+            return
+        stopped = self._stopped_sinks.get(name)
+        if stopped is None:
+            cause = _cause(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            stopped = self._stopped_sinks[name] = _Stopped(cause, _SHORTEST_PAUSE_SECONDS / 2, 0.0)
+            self._output_event(OutputChange(name, STOPPED, cause))
+        stopped.pause_seconds = min(2 * stopped.pause_seconds, _LONGEST_PAUSE_SECONDS)
+        stopped.next_try_seconds = self._clock() + stopped.pause_seconds
 
     def _say(self, text: str, style: str = "yellow") -> None:
         if self.report is not None:
             self.report.say(without_secrets(text), style)
+
+
+def _missing_steps(num_lost: int) -> str:
+    """Say how many steps a sink lacks; those that its library had not written yet are not known."""
+    return f"at least {num_lost} {'step is' if num_lost == 1 else 'steps are'}"
 
 
 def _cause(error: OSError) -> str:
@@ -238,7 +324,7 @@ def open_telemetry(
         if lines.num_healed_bytes:
             telemetry.event("log_healed", file=lines.path.name, bytes_cut_off=lines.num_healed_bytes)
     if config.telemetry.wandb is not None:
-        sink = telemetry.add_sink(WandbSink.name, lambda: WandbSink(config, directory, layout))
+        sink = telemetry.add_sink(WandbSink.name, lambda: WandbSink(config, directory, layout), opens_again=False)
         if isinstance(sink, WandbSink):
             telemetry.event("wandb", mode=sink.mode, why=sink.why, url=sink.url, sync_command=sink.sync_command)
             report.say(f"wandb: {sink.url}" if sink.url is not None else f"wandb is {sink.mode}: {sink.why}")

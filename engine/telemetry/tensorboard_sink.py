@@ -3,6 +3,7 @@
 import importlib.util
 
 from engine.errors import TriaxisError
+from engine.state_files import try_to_write
 from engine.telemetry.metrics import StepMetrics
 from engine.telemetry.run_dir import RunDirectory
 from engine.telemetry.sections import sections
@@ -23,7 +24,11 @@ def check_installed() -> None:
 
 
 class TensorBoardSink:
-    """The sink behind TensorBoard. Attempts write files beside each other; a repeated step replaces the earlier one."""
+    """The sink behind TensorBoard. Attempts write files beside each other; a repeated step replaces the earlier one.
+
+    Raises:
+        OSError: the folder cannot be written; no empty file is left in it.
+    """
 
     name = "tensorboard"
 
@@ -31,6 +36,7 @@ class TensorBoardSink:
         check_installed()
         from torch.utils.tensorboard import SummaryWriter
 
+        try_to_write(directory.tensorboard)
         self._writer = SummaryWriter(log_dir=str(directory.tensorboard), flush_secs=30)
 
     def record(self, metrics: StepMetrics) -> None:

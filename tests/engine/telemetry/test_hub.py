@@ -1,5 +1,6 @@
 """The facade and the observer: every step once in every sink, with its validation; failing sinks never stop a run."""
 
+import errno
 import io
 import json
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from engine.telemetry.metrics import Meter, StepMetrics
 from engine.telemetry.observer import TrainingObserver, peak_memory_bytes
 from engine.telemetry.rank_log import OutputChange, Streams
 from engine.telemetry.run_dir import RunDirectory
+from engine.telemetry.tensorboard_sink import TensorBoardSink
 from engine.telemetry.timers import Timers
 from tests.full_disk import room_for
 
@@ -77,6 +79,92 @@ def test_a_failing_sink_is_an_event_and_a_line_and_the_others_go_on(make_metrics
     failed = [event for event in read(tmp_path / "events.jsonl") if event["kind"] == "sink_failed"]
     assert [(event["sink"], event["error"]) for event in failed] == [("memory", "OSError: No space left on device")]
     assert screen.getvalue().count("memory is switched off, training goes on") == 1
+
+
+def test_a_sink_that_has_failed_is_opened_again_and_its_missing_steps_are_counted(
+    make_metrics: MakeMetrics, tmp_path: Path
+) -> None:
+    opened, clock, screen = [], Clock(), io.StringIO()
+    is_full = False
+
+    class Full(Memory):
+        def __init__(self) -> None:
+            super().__init__()
+            opened.append(self)
+            if is_full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        def record(self, metrics: StepMetrics) -> None:
+            if is_full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            super().record(metrics)
+
+    lines = Report(9, 100, terminal=screen, log=None, show_mfu=False)
+    telemetry = Telemetry(lines, EventLog(tmp_path / "events.jsonl", 0), clock=clock)
+    telemetry.add_sink("memory", Full)
+    for step in range(1, 121):
+        is_full = 3 <= step <= 90 or step > 110
+        telemetry.step(make_metrics(step=step))
+        telemetry.flush()
+        clock.seconds += 1.0
+    telemetry.close()
+    # It is tried 30 seconds after step 3, which fails, and 60 seconds after that.
+    assert len(opened) == 3 and opened[0].is_closed
+    assert [record.step for sink in opened for record in sink.records] == [1, 2, *range(93, 111)]
+    events = read(tmp_path / "events.jsonl")[:-1]
+    assert [(event["kind"], event["output"], event.get("num_lost")) for event in events] == [
+        ("output_stopped", "memory", None),
+        ("output_resumed", "memory", 90),
+        ("output_stopped", "memory", None),
+    ]
+    said = screen.getvalue()
+    assert (
+        said.count("memory cannot be written (No space left on device): training goes on, and it is tried again") == 2
+    )
+    assert "memory is written again; at least 90 steps are missing" in said
+    assert "memory: at least 10 steps are missing: No space left on device" in said
+
+
+# The thread of TensorBoard's writer says why it ends.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_tensorboard_comes_back_when_there_is_room(
+    make_config: MakeConfig, run: RunDirectory, make_metrics: MakeMetrics
+) -> None:
+    event_file_loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
+    clock, screen = Clock(), io.StringIO()
+    lines = Report(99, 100, terminal=screen, log=None, show_mfu=False)
+    telemetry = Telemetry(lines, EventLog(run.events(0), 0), clock=clock)
+    telemetry.add_sink(TensorBoardSink.name, lambda: TensorBoardSink(run))
+
+    def train(first: int, last: int) -> None:
+        for step in range(first, last + 1):
+            telemetry.step(make_metrics(step=step))
+            telemetry.flush()
+
+    train(1, 2)
+    (before,) = run.tensorboard.iterdir()
+    with room_for(0):
+        step = 3
+        while "tensorboard cannot be written (File too large)" not in screen.getvalue():
+            train(step, step)
+            step += 1
+        lost_from = step - 1
+        clock.seconds += 31.0
+        train(step, step + 2)
+        assert [*run.tensorboard.iterdir()] == [before], "a try on a full disk leaves no file"
+    train(step + 3, step + 4)
+    clock.seconds += 61.0
+    train(step + 5, step + 6)
+    telemetry.close()
+    (after,) = {*run.tensorboard.iterdir()} - {before}
+    assert {event.step for event in event_file_loader.EventFileLoader(str(after)).Load() if event.step} == {
+        step + 5,
+        step + 6,
+    }
+    num_lost = step + 5 - lost_from
+    assert screen.getvalue().count(f"tensorboard is written again; at least {num_lost} steps are missing") == 1
+    resumed = [event for event in read(run.events(0)) if event["kind"] == "output_resumed"]
+    assert ("tensorboard", num_lost) in [(event["output"], event["num_lost"]) for event in resumed]
 
 
 def test_a_full_disk_keeps_all_rows_and_says_when_it_begins_and_ends(
