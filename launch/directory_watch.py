@@ -1,11 +1,11 @@
 """A watch over the run directory on rank 0: removed or moved under a live run, it is made again, and that is said once.
 
     removed    rm -r runs/demo            earlier metrics, events, logs and checkpoints are lost
-    moved      mv runs/demo runs/old      they are in the moved folder, where ranks go on to write their logs
+    moved      mv runs/demo runs/old      they are in the moved folder
 
 Either way the lock went with the folder, and a second start of the run would write in the same place. So the locks are taken again,
-config.yaml is written, and metrics, events and checkpoints go on in a new folder of the old name. Another run that has taken the
-place meanwhile keeps it: this one ends.
+config.yaml is written, and metrics, events, logs and checkpoints go on in a new folder of the old name. Logs of a node that
+shares no folder with rank 0 do not. Another run that has taken the place meanwhile keeps it: this one ends.
 """
 
 import time
@@ -61,7 +61,7 @@ class DirectoryWatch:
         self._failed, self._num_said = False, self._directory.num_losses
         message = (
             f"{path} or its checkpoints were removed or moved while this run writes there: training goes on in a new folder of "
-            "that name. What the old one held is missing in it; logs of this attempt go where the old folder is"
+            "that name. What the old one held is missing in it"
         )
         self._telemetry.event("directory_put_back", message=message)
         self._say(message)

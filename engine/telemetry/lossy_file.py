@@ -12,7 +12,9 @@ import io
 import os
 import select
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 
@@ -56,6 +58,55 @@ class Gap:
         return begins + f"[{lines} missing here: {cause}]\n".encode()
 
 
+LOOK_SECONDS = 1.0
+"""Time between two looks at a log's path, each of one system call."""
+
+BEGINS_AGAIN = b"[this log begins again: its folder was removed or moved]\n"
+
+
+class LogPath:
+    """The path of an open log file, which gets a new file where the old one was removed or moved with its folder.
+
+    The folder is made again by rank 0, with the locks of the run (`RunDirectory.put_back`). A file that has the path by then is
+    another run's, and is left alone.
+
+    Args:
+        path: of the log; absolute.
+        descriptors: of the log, all open for appending. The new file takes their numbers.
+        clock: returns seconds.
+    """
+
+    def __init__(self, path: str, descriptors: Sequence[int], clock: Callable[[], float] = time.monotonic) -> None:
+        self._path = path
+        self._descriptors = tuple(descriptors)
+        self._clock = clock
+        self._next_look_seconds = clock() + LOOK_SECONDS
+
+    def look(self) -> None:
+        """Open a new file where there is none at the path; at most once in `LOOK_SECONDS` as long as there is one."""
+        if self._clock() < self._next_look_seconds:
+            return
+        if not os.access(self._path, os.F_OK):
+            try:
+                self._make()
+            except OSError:
+                return  # no folder yet: it is looked at again at the next write
+        self._next_look_seconds = self._clock() + LOOK_SECONDS
+
+    def _make(self) -> None:
+        """Make a new file and give it the numbers of the old one.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        made = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        with suppress(OSError):  # a full disk: lines that follow are kept or counted as in any log
+            os.write(made, BEGINS_AGAIN)
+        for descriptor in self._descriptors:
+            os.dup2(made, descriptor)
+        os.close(made)
+
+
 class LossyFile(io.RawIOBase):
     """A file descriptor as a binary stream whose writes never fail. It does not own the descriptor.
 
@@ -63,14 +114,21 @@ class LossyFile(io.RawIOBase):
         descriptor: written to; a write waits as long as the descriptor makes it wait.
         stands_for: the descriptor whose terminal and number the stream claims; None: its own.
         replace: called with the error of a write; true where it has put another file in the descriptor's place.
+        log: of the file, where it is a log that may be removed under the run; looked at before each write.
     """
 
     def __init__(
-        self, descriptor: int, *, stands_for: int | None = None, replace: Callable[[OSError], bool] | None = None
+        self,
+        descriptor: int,
+        *,
+        stands_for: int | None = None,
+        replace: Callable[[OSError], bool] | None = None,
+        log: LogPath | None = None,
     ) -> None:
         self._descriptor = descriptor
         self._stands_for = descriptor if stands_for is None else stands_for
         self._replace = replace
+        self._log = log
         # A signal handler may print between two bytes of another print of the same thread.
         self._lock = threading.RLock()
         self._gap = Gap()
@@ -90,6 +148,8 @@ class LossyFile(io.RawIOBase):
         """Write all of `data`, or count what was refused; returns the number of bytes in `data`."""
         given = bytes(data)
         with self._lock:
+            if self._log is not None:
+                self._log.look()
             self._write(given)
         return len(given)
 

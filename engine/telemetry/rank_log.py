@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from engine.telemetry.lossy_file import LossyFile, text_over
+from engine.telemetry.lossy_file import LogPath, LossyFile, text_over
 from engine.telemetry.redaction import blotted
 from engine.telemetry.relay import DROPPED, END_SECONDS
 
@@ -80,13 +80,14 @@ def rank_log(path: Path, *, show: bool) -> Iterator[Streams]:
     _flush(before)
     log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     saved = os.dup(1), os.dup(2)
-    relay = _Relay(log, saved[0]) if show else None
+    absolute = str(path.absolute())  # the rank may change its folder
+    relay = _Relay(log, saved[0], absolute) if show else None
     try:
         target = log if relay is None else relay.both
         os.dup2(target, 1)
         os.dup2(target, 2)
         if relay is None:
-            said = blotted(text_over(LossyFile(1)))
+            said = blotted(text_over(LossyFile(1, log=LogPath(absolute, (1, 2)))))
             streams = Streams(said, None)
         else:
             os.close(relay.both)
@@ -119,6 +120,7 @@ class _Relay:
     Args:
         log: descriptor of the log file.
         terminal: descriptor of standard output as it was.
+        path: of the log file; absolute.
 
     Attributes:
         both: pipe to the log and the terminal; the caller closes it.
@@ -126,7 +128,7 @@ class _Relay:
         for_log: pipe to the log alone.
     """
 
-    def __init__(self, log: int, terminal: int) -> None:
+    def __init__(self, log: int, terminal: int, path: str) -> None:
         self._log = log
         self._is_replaced = False
         self._end_is_told = False
@@ -140,7 +142,7 @@ class _Relay:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_RANK)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _RELAY, *map(str, given)],
+                [sys.executable, "-I", "-S", "-c", _RELAY, *map(str, given), path],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=log,

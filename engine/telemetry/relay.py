@@ -12,6 +12,7 @@ thread, which may block, and a bounded queue. O_NONBLOCK is never set: the flag 
     the outlet                        what the relay does
     blocks (Ctrl-S, a paused less)    keeps MOST_BYTES, then loses lines; a line says how many when the outlet goes on
     has no room (ENOSPC, ...)         the same, and tries again every RETRY_SECONDS
+    was removed (a log)               begins a new file once its folder is there again
     fails (EPIPE, EIO, ...)           drops a terminal for good; a log is tried again as above
 
 It is a process of its own, so that the last words of a rank 0 that crashes in C++ are not lost with it. It ends with the last
@@ -26,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from engine.telemetry.lossy_file import Gap, wait_for_room
+from engine.telemetry.lossy_file import Gap, LogPath, wait_for_room
 
 MOST_BYTES = 1 << 20
 """Bytes that an outlet keeps while it cannot write: some thousand lines."""
@@ -60,6 +61,7 @@ class Outlet:
         is_terminal: an error that is not a lack of room drops it for good.
         on_change: called by the thread with a change, its cause and the number of lines that were lost.
         most_bytes: of the queue.
+        log: of a log file, which is looked at before each write.
     """
 
     def __init__(
@@ -69,8 +71,10 @@ class Outlet:
         is_terminal: bool,
         on_change: Callable[[str, str, int], None],
         most_bytes: int = MOST_BYTES,
+        log: LogPath | None = None,
     ) -> None:
         self._descriptor = descriptor
+        self._log = log
         self._is_terminal = is_terminal
         self._on_change = on_change
         self._most_bytes = most_bytes
@@ -135,6 +139,8 @@ class Outlet:
     def _put(self, chunk: bytes) -> None:
         """Write a chunk, however long that takes."""
         while chunk and not self._is_dropped:
+            if self._log is not None:
+                self._log.look()
             try:
                 chunk = chunk[os.write(self._descriptor, chunk) :]
             except BlockingIOError:
@@ -153,7 +159,7 @@ class Outlet:
                 time.sleep(RETRY_SECONDS)
 
 
-def relay(both: int, for_terminal: int, for_log: int, *, terminal: int, log: int, changes: int) -> None:
+def relay(both: int, for_terminal: int, for_log: int, *, terminal: int, log: int, changes: int, path: str) -> None:
     """Carry bytes until all three pipes have ended.
 
     Args:
@@ -162,6 +168,7 @@ def relay(both: int, for_terminal: int, for_log: int, *, terminal: int, log: int
         for_log: pipe to the log alone.
         terminal: descriptor of the terminal, or what stands in its place.
         log: descriptor of the log file, open for appending.
+        path: of the log file; absolute.
         changes: pipe to the rank, with a line `outlet TAB change TAB lost lines TAB cause` per change.
     """
 
@@ -176,7 +183,7 @@ def relay(both: int, for_terminal: int, for_log: int, *, terminal: int, log: int
             in_log.write(f"[the terminal cannot be written any more ({cause}); the run goes on]\n".encode())
         change("terminal", what, cause, num_lost)
 
-    in_log = Outlet(log, is_terminal=False, on_change=lambda *it: change("log", *it))
+    in_log = Outlet(log, is_terminal=False, on_change=lambda *it: change("log", *it), log=LogPath(path, (log,)))
     on_terminal = Outlet(terminal, is_terminal=True, on_change=terminal_changed)
     outlets = {both: (in_log, on_terminal), for_terminal: (on_terminal,), for_log: (in_log,)}
     poll = select.poll()
@@ -198,7 +205,7 @@ def relay(both: int, for_terminal: int, for_log: int, *, terminal: int, log: int
 
 def main() -> None:
     """Run the relay on the descriptors that the command line numbers; it ends at once, whatever its threads wait for."""
-    both, for_terminal, for_log, terminal, log, changes = map(int, sys.argv[1:])
+    both, for_terminal, for_log, terminal, log, changes = map(int, sys.argv[1:7])
     os.set_blocking(changes, False)  # a rank that hangs does not read it
-    relay(both, for_terminal, for_log, terminal=terminal, log=log, changes=changes)
+    relay(both, for_terminal, for_log, terminal=terminal, log=log, changes=changes, path=sys.argv[7])
     os._exit(0)

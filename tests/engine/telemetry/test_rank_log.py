@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from engine.telemetry.lossy_file import LogPath, LossyFile
+
 PREAMBLE = """
 import os, subprocess, sys
 from pathlib import Path
@@ -55,6 +59,44 @@ def test_rank_0_writes_to_both_and_what_is_for_people_stays_out_of_the_log(tmp_p
     assert set(log.splitlines()) == said | {"for the log"}
     assert set(done.stdout.splitlines()) == said | {"before", "after", "for people"}
     assert done.stdout.splitlines()[0] == "before" and done.stdout.splitlines()[-1] == "after"
+
+
+@pytest.mark.parametrize("show", [True, False])
+def test_a_log_that_is_removed_or_moved_goes_on_when_its_folder_is_there_again(show: bool, tmp_path: Path) -> None:
+    body = """
+import time
+os.chdir("/")
+with rank_log(path, show=show):
+    print("before", flush=True)
+    while "before" not in path.read_text():
+        time.sleep(0.01)
+    path.parent.rename(path.parent.with_name("old"))
+    time.sleep(1.1)
+    print("between")
+    time.sleep(0.1)
+    path.parent.mkdir()
+    print("after")
+    os.write(2, b"from C\\n")
+"""
+    _, log = execute(tmp_path, show, body)
+    assert log.splitlines() == ["[this log begins again: its folder was removed or moved]", "after", "from C"]
+    assert (tmp_path / "old" / "rank_00000.log").read_text().splitlines() == ["before", "between"]
+
+
+def test_a_log_of_another_run_that_has_the_path_is_left_alone(tmp_path: Path) -> None:
+    path, seconds = tmp_path / "log", 0.0
+    with path.open("ab", buffering=0) as file:
+        lossy = LossyFile(file.fileno(), log=LogPath(str(path), (file.fileno(),), lambda: seconds))
+        path.rename(tmp_path / "old")
+        path.write_text("another run\n")
+        seconds = 2.0
+        lossy.write(b"one\n")
+        path.unlink()
+        lossy.write(b"two\n")
+        seconds = 4.0
+        lossy.write(b"three\n")
+    assert (tmp_path / "old").read_text() == "one\ntwo\n"
+    assert path.read_text() == "[this log begins again: its folder was removed or moved]\nthree\n"
 
 
 def test_the_last_words_of_a_crash_are_kept(tmp_path: Path) -> None:
