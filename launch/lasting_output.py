@@ -2,6 +2,7 @@
 
     triaxis train config.yaml | head    the banner fills head; the run goes on, and its last words are lost
     triaxis train config.yaml > file    the disk of the file is full for a while; lost lines are counted there
+    Ctrl-S                              a line waits for PATIENCE_SECONDS, then lines are lost and counted; the process goes on
 
 A rank replaces both again while its log is open (`engine.telemetry.rank_log`).
 """
@@ -14,10 +15,16 @@ from typing import TextIO
 from engine.telemetry.lossy_file import LossyFile, text_over
 from engine.telemetry.redaction import blotted
 
+PATIENCE_SECONDS = 10.0
+"""Time for which a paused terminal may hold a launcher, or a rank whose log is not open."""
+
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Let no print inside the block raise an OSError; streams without a descriptor, as in a test, stay as they are."""
+    """Let no print inside the block raise an OSError, or wait for a paused terminal longer than `PATIENCE_SECONDS`.
+
+    Streams without a descriptor, as in a test, stay as they are.
+    """
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = _lasting(sys.stdout), _lasting(sys.stderr)
     try:
@@ -36,6 +43,6 @@ def _lasting(stream: TextIO) -> TextIO:
     with suppress(OSError):
         stream.flush()
     try:
-        return blotted(text_over(LossyFile(stream.fileno())))
+        return blotted(text_over(LossyFile(stream.fileno(), patience_seconds=PATIENCE_SECONDS)))
     except OSError:  # io.UnsupportedOperation
         return stream

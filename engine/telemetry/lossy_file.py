@@ -8,6 +8,7 @@
 This module imports little: `engine.telemetry.relay` starts with it.
 """
 
+import errno
 import io
 import os
 import select
@@ -111,10 +112,12 @@ class LossyFile(io.RawIOBase):
     """A file descriptor as a binary stream whose writes never fail. It does not own the descriptor.
 
     Args:
-        descriptor: written to; a write waits as long as the descriptor makes it wait.
+        descriptor: written to.
         stands_for: the descriptor whose terminal and number the stream claims; None: its own.
         replace: called with the error of a write; true where it has put another file in the descriptor's place.
         log: of the file, where it is a log that may be removed under the run; looked at before each write.
+        patience_seconds: for which a write waits for a paused terminal or pipe. Lines are lost after that, and the next writes do
+            not wait until there is room. None: a write waits as long as the descriptor makes it wait.
     """
 
     def __init__(
@@ -124,8 +127,11 @@ class LossyFile(io.RawIOBase):
         stands_for: int | None = None,
         replace: Callable[[OSError], bool] | None = None,
         log: LogPath | None = None,
+        patience_seconds: float | None = None,
     ) -> None:
         self._descriptor = descriptor
+        self._patience_seconds = patience_seconds
+        self._is_paused = False
         self._stands_for = descriptor if stands_for is None else stands_for
         self._replace = replace
         self._log = log
@@ -171,16 +177,28 @@ class LossyFile(io.RawIOBase):
 
     def _put(self, data: bytes) -> tuple[int, OSError | None]:
         """Write; returns the number of bytes written, and why they are not all."""
-        written = 0
+        written, most = 0, len(data)
+        if self._patience_seconds is not None:
+            # A terminal with room takes one byte without a wait, and a pipe takes PIPE_BUF.
+            most = 1 if os.isatty(self._descriptor) else select.PIPE_BUF
         while written < len(data):
+            if self._waits_too_long():
+                return written, TimeoutError(errno.ETIMEDOUT, "the terminal was paused")
             try:
-                written += os.write(self._descriptor, data[written:])
+                written += os.write(self._descriptor, data[written : written + most])
             except BlockingIOError:
                 wait_for_room(self._descriptor)
             except OSError as error:
                 if self._replace is None or not self._replace(error):
                     return written, error
         return written, None
+
+    def _waits_too_long(self) -> bool:
+        """Wait for room, at most for the patience of the stream; true where there is none."""
+        if self._patience_seconds is None:
+            return False
+        self._is_paused = not wait_for_room(self._descriptor, 0.0 if self._is_paused else self._patience_seconds)
+        return self._is_paused
 
 
 def text_over(file: LossyFile) -> io.TextIOWrapper:
@@ -193,8 +211,8 @@ def text_over(file: LossyFile) -> io.TextIOWrapper:
     )
 
 
-def wait_for_room(descriptor: int) -> None:
-    """Wait until a descriptor that another program has made non-blocking takes bytes."""
+def wait_for_room(descriptor: int, most_seconds: float | None = None) -> bool:
+    """Wait until a descriptor takes bytes or fails; return False where it does neither within `most_seconds`."""
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
-    poll.poll()
+    return bool(poll.poll(None if most_seconds is None else 1000 * most_seconds))

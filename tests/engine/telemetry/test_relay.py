@@ -4,6 +4,7 @@ import fcntl
 import os
 import pty
 import re
+import select
 import struct
 import subprocess
 import sys
@@ -212,6 +213,38 @@ with rank_log(path, show=show) as streams:
     done, log = execute(tmp_path, False, body)
     assert done.returncode == 0, done.stderr
     assert log.splitlines() == ["before", "a line t", "[2 lines are missing here: File too large]", "after"]
+
+
+@pytest.mark.parametrize("pauses", ["with Ctrl-S", "without a reader", "a pipe"])
+def test_a_paused_terminal_holds_a_launcher_for_a_bounded_time(pauses: str) -> None:
+    reading, writing = os.pipe() if pauses == "a pipe" else pty.openpty()
+    if pauses != "a pipe":
+        tty.setraw(writing)
+    stream = text_over(LossyFile(writing, patience_seconds=0.05))
+    print("before", file=stream)
+    assert os.read(reading, 100) == b"before\n"
+    if pauses == "with Ctrl-S":
+        termios.tcflow(writing, termios.TCOOFF)
+    started_seconds = time.monotonic()
+    for number in range(3000):
+        print(f"{number:059}", file=stream)
+    assert time.monotonic() - started_seconds < 20.0, "3000 lines have waited once, and not each of them"
+    if pauses == "with Ctrl-S":
+        termios.tcflow(writing, termios.TCOON)
+    read = b""
+    while select.select([reading], [], [], 0.2)[0]:
+        read += os.read(reading, 1 << 16)
+    print("after", file=stream)
+    read += os.read(reading, 1 << 16)
+    *lines, missing, last = read.decode().splitlines()
+    assert last == "after"
+    found = re.fullmatch(r"\[(\d+) lines are missing here: the terminal was paused\]", missing)
+    assert found is not None, missing
+    whole = [line for line in lines if len(line) == 59]
+    assert whole == [f"{number:059}" for number in range(len(whole))] and len(lines) - len(whole) <= 1
+    assert len(whole) + int(found[1]) == 3000
+    os.close(writing)
+    os.close(reading)
 
 
 def test_a_half_line_after_a_gap_is_left_out(tmp_path: Path) -> None:
