@@ -10,7 +10,9 @@ name ends the reading before anything was called.
 `read_archive` is for what torch.save wrote (a zip file of one pickle and the raw bytes of tensors), `read_pickle` for the rest.
 
 Time and memory are bounded by the length of what is read. An archive may not unpack to more bytes than it has, a tensor may not
-have more elements than its storage, and a pickle may not number its objects beyond its own length.
+have more elements than its storage, and a pickle may not number its objects beyond its own length. Keys of dicts and members of
+sets are looked at before they are hashed. A tuple that another one holds twice is hashed twice, so 60 such tuples in 200 bytes
+would take thousands of years. Only the unpickler that is written in Python, `pickle._Unpickler`, has a place for that look.
 """
 
 import io
@@ -19,13 +21,16 @@ import pickle
 import pickletools
 import zipfile
 from collections import OrderedDict
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, ClassVar
 
 import torch
 
 from engine.errors import CheckpointError, shown
 from engine.precision import DTYPES
+
+_VALUES_PER_BYTE = 16
+"""Values of keys that may be hashed per byte of a pickle: an old key is named again in two bytes, and has some parts."""
 
 Name = tuple[str, str]
 """(module, name) as a pickle writes it."""
@@ -144,7 +149,62 @@ def _read(
         ) from None
 
 
-class _Reader(pickle.Unpickler):
+class _Keys:
+    """A budget of the values that hashing the keys of one pickle may visit.
+
+    Args:
+        num_bytes: length of the pickle. A key that is not shared has fewer values than bytes.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_left = _VALUES_PER_BYTE * num_bytes
+
+    def check(self, keys: Iterable[Any]) -> None:
+        """Take the values of `keys` from the budget, tuples and frozensets inside of tuples each time that they occur.
+
+        Raises:
+            UnpicklingError: the budget is spent.
+        """
+        for key in keys:
+            within = [key]
+            while within:
+                value = within.pop()
+                self._num_left -= 1 + (value.bit_length() >> 5 if isinstance(value, int) else 0)
+                if isinstance(value, tuple | frozenset):
+                    self._num_left -= len(value)
+                    within += value if self._num_left >= 0 else ()
+                if self._num_left < 0:
+                    raise pickle.UnpicklingError("its keys are tuples that share parts, and hashing them would not end")
+
+
+_HASHED = {
+    pickle.SETITEM: slice(-2, -1),
+    pickle.SETITEMS: slice(0, None, 2),
+    pickle.DICT: slice(0, None, 2),
+    pickle.ADDITEMS: slice(None),
+    pickle.FROZENSET: slice(None),
+}
+"""By opcode, the part of the reader's stack that it hashes; the stack begins behind the last mark."""
+
+
+def _checking(opcode: bytes, hashed: slice) -> Callable[[Any], None]:
+    """Return a function that carries out an opcode after a check of what it hashes."""
+    carry_out: Callable[[Any], None] = pickle._Unpickler.dispatch[opcode[0]]
+
+    def check_and_carry_out(reader: Any) -> None:
+        reader.keys.check(reader.stack[hashed])
+        carry_out(reader)
+
+    return check_and_carry_out
+
+
+class _Reader(pickle._Unpickler):
+    stack: list[Any]
+    dispatch: ClassVar = {
+        **pickle._Unpickler.dispatch,
+        **{opcode[0]: _checking(opcode, hashed) for opcode, hashed in _HASHED.items()},
+    }
+
     def __init__(
         self,
         content: bytes,
@@ -159,6 +219,19 @@ class _Reader(pickle.Unpickler):
         self._source = source
         self._archive = archive
         self._storages: dict[str, torch.Tensor] = {}
+        self.keys = _Keys(len(content))
+
+    def _set(self, members: Iterable[Any] = ()) -> set[Any]:
+        """`set`, with a check of the members."""
+        members = list(members)
+        self.keys.check(members)
+        return set(members)
+
+    def _ordered_dict(self, items: Iterable[tuple[Any, Any]] = ()) -> "OrderedDict[Any, Any]":
+        """`OrderedDict`, with a check of the keys."""
+        items = [(key, value) for key, value in items]
+        self.keys.check(key for key, _ in items)
+        return OrderedDict(items)
 
     def find_class(self, module: str, name: str) -> Any:
         """What stands for a name; an unknown one is refused here, before the pickle can call it."""
@@ -169,6 +242,10 @@ class _Reader(pickle.Unpickler):
         if is_plain and module == "torch" and name in _STORAGES and self._archive is not None:
             return _STORAGES[name]
         known = _KNOWN.get((module, name))
+        if known is set:
+            return self._set
+        if known is OrderedDict:
+            return self._ordered_dict
         if known is not None:
             return known
         if is_plain and ((module, name) in self._allowed or (self._prefix and module.startswith(self._prefix))):
@@ -184,6 +261,8 @@ class _Reader(pickle.Unpickler):
         if self._archive is None:
             raise pickle.UnpicklingError("a tensor outside of an archive")
         _, dtype, key, _, numel = pid
+        if not isinstance(key, str):
+            raise pickle.UnpicklingError("a storage whose key is no text")
         # Tensors may share a storage; its bytes are read once, however often the pickle refers to them.
         if key in self._storages and self._storages[key].dtype == dtype:
             return self._storages[key]

@@ -234,6 +234,37 @@ def test_a_pickle_that_numbers_an_object_beyond_its_length_is_refused():
         read_pickle(b"N" + b"r" + (2**28).to_bytes(4, "little") + b"." + b"x", [], "", "a file")
 
 
+SHARED = b")\x94" + b"".join(b"h" + bytes([number]) + b"\x86\x94" for number in range(60))
+"""Opcodes of a tuple that holds another one twice, which holds another one twice, ...: 2^60 values for who follows each."""
+
+
+@pytest.mark.parametrize(
+    "opcodes",
+    [
+        b"}" + SHARED + b"K\x01s",
+        b"}(" + SHARED + b"K\x01u",
+        b"(" + SHARED + b"K\x01d",
+        b"\x8f(" + SHARED + b"\x90",
+        b"(" + SHARED + b"\x91",
+        b"cbuiltins\nset\n](" + SHARED + b"e\x85R",
+        b"ccollections\nOrderedDict\n](" + SHARED + b"K\x01\x86e\x85R",
+        b"(cbuiltins\nset\n](" + SHARED + b"eo",
+        b"(](" + SHARED + b"eibuiltins\nset\n",
+    ],
+    ids=["SETITEM", "SETITEMS", "DICT", "ADDITEMS", "FROZENSET", "set", "OrderedDict", "OBJ", "INST"],
+)
+def test_keys_that_share_their_parts_are_refused_before_they_are_hashed(opcodes: bytes) -> None:
+    with pytest.raises(CheckpointError, match="its keys are tuples that share parts"):
+        read_pickle(b"\x80\x04" + opcodes + b".", [], "", "metadata")
+
+
+def test_keys_of_many_parts_are_read() -> None:
+    keys = {(name, (0, number), frozenset({number})): number for number in range(2000) for name in ("weight", "bias")}
+    for protocol in range(2, 6):
+        named = {(*key[:2],): value for key, value in keys.items()} if protocol < 4 else keys
+        assert read_pickle(pickle.dumps(named, protocol), [], "", "metadata") == named
+
+
 def test_a_layout_that_is_a_list_of_lists_is_refused():
     """Thirty lists, each twice in the next, have a text of gigabytes."""
     nested: Any = []
