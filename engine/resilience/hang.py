@@ -51,7 +51,7 @@ _FIRST_STEP = 0.9
 _FIRST_STEPS = 2
 """In its second step a rank waits for the numbers of the first, and so for all that its device does for the first time."""
 
-_SLOWER = 2.0
+SLOWER = 2.0
 """A step may take so many times as long as the slowest one before."""
 
 _LOOKS_PER_LIMIT = 10
@@ -116,7 +116,7 @@ class StillLimit:
         slowest = self._later_seconds
         if begun == _FIRST_STEPS + 1:
             slowest = max(slowest, self._first_seconds)
-        return max(self._limits.still_seconds, _SLOWER * slowest)
+        return max(self._limits.still_seconds, SLOWER * slowest)
 
     def went_on(self, begun: int, still_seconds: float) -> None:
         """Take into account that the rank has stood still in the step `begun` and has gone on by itself."""

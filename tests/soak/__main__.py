@@ -1,6 +1,6 @@
-"""The soak: one small run on two hosts, disturbed by random faults, judged, and compared with a run that nobody disturbed.
+"""The soak: one small run on two hosts, disturbed by random faults, judged, and compared with an undisturbed run.
 
-    python -m tests.soak --faults 30 --seed 1 --table docs/soak.md
+    python -m tests.soak --faults 40 --seed 1 --table docs/soak.md
     python -m tests.soak --faults 4 --kinds nan full-disk
 
 Needs root, `ip` and about 20 seconds for each fault on an idle machine with two cores. Exit code 0: every verdict is right and the
@@ -27,7 +27,7 @@ from tests import netns
 from tests.soak import table
 from tests.soak.faults import WORDS, Kind, draw
 from tests.soak.run import MARK, NAME, Run, Stuck, environment, train_command
-from tests.soak.scene import DISK_BYTES, NUM_HOSTS, RANKS, Settings, config_text
+from tests.soak.scene import DISK_BYTES, NUM_HOSTS, RANKS, RUNS_DISK_BYTES, Settings, config_text
 from tests.soak.supervisor import Supervisor, Verdict
 
 _UNDISTURBED_SECONDS_PER_STEP = 1.0
@@ -38,24 +38,27 @@ def main(argv: Sequence[str]) -> int:
     asked = _parse(argv)
     settings = Settings(hang_seconds=asked.hang_seconds)
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
-    disk = folder / "disk"
+    disk, runs = folder / "disk", folder / "runs"
     disk.mkdir()
+    runs.mkdir()
     os.environ[MARK] = str(folder)
     is_right = False
     try:
-        # First the disk: the namespaces are then made where both are seen, and both are gone with this process.
+        # First the disks: the hosts are then made where all are seen, and all are gone with this process.
         netns.mount_another_disk(disk, num_bytes=DISK_BYTES)
+        netns.mount_another_disk(runs, num_bytes=RUNS_DISK_BYTES)
         with netns.hosts(NUM_HOSTS) as hosts:
             is_right = _soak(asked, settings, folder, hosts, disk)
     except (OSError, pytest.skip.Exception, pytest.fail.Exception) as error:
         print(f"error: the soak cannot be made here: {error}", file=sys.stderr)
         return 2
     finally:
-        subprocess.run(["umount", str(disk)], capture_output=True, check=False)
+        if not is_right:
+            shutil.copytree(runs, folder / "left", dirs_exist_ok=True)
+            print(f"{folder}/left and {folder}/said hold the files and the output of the run", file=sys.stderr)
+        subprocess.run(["umount", str(disk), str(runs)], capture_output=True, check=False)
         if is_right:
             shutil.rmtree(folder, ignore_errors=True)
-        else:
-            print(f"what the run wrote is left in {folder}", file=sys.stderr)
     return 0 if is_right else 1
 
 
@@ -131,14 +134,14 @@ def _undisturbed(folder: Path, host: str, skipped: SkippedRanges, steps: int) ->
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    kinds = "\n".join(f"  {kind.value:<11} {words}" for kind, words in WORDS.items())
+    kinds = "\n".join(f"  {kind.value:<18} {words}" for kind, words in WORDS.items())
     parser = argparse.ArgumentParser(
         prog="python -m tests.soak",
         description="Disturb one small run on two hosts, judge what comes of it, compare it with an undisturbed one.",
         epilog=f"kinds:\n{kinds}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--faults", type=int, default=30, help="how many (30)")
+    parser.add_argument("--faults", type=int, default=40, help="how many (40)")
     parser.add_argument("--seed", type=int, default=1, help="of kinds, ranks, steps and details (1)")
     parser.add_argument("--table", type=Path, default=None, help="write the page there")
     parser.add_argument(

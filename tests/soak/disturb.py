@@ -1,4 +1,4 @@
-"""What a soak does inside of a rank: each forward takes a while; a NaN, a flipped bit or slowness, when a file says so.
+"""Disturbances inside of a rank: each forward takes a while; a NaN, a flipped bit and others come when a file asks for them.
 
     plan.json     {"number": 7, "kind": "nan", "rank": 2, ...}     written by the supervisor; no file: no fault
     acts.jsonl    {"number": 7, "samples": [...], ...}             one line when it was done, by the rank that did it
@@ -8,6 +8,7 @@ A NaN belongs to its samples: the step that is made again under hooks has it too
 
 import json
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import nn
 
 from engine.resilience.nonfinite import module_title
 from engine.step import Engine
-from tests.soak.scene import ACTS, PACE_SECONDS, PLAN, SLOW_PACE_SECONDS
+from tests.soak.scene import ACTS, PACE_SECONDS, PLAN, PRINTED_LINE_BYTES, PRINTED_LINES, SLOW_PACE_SECONDS
 
 
 def install(folder: str, rank: int) -> None:
@@ -46,6 +47,7 @@ class Disturber:
         self._rank = rank
         self._pause_seconds = PACE_SECONDS
         self._has_hooks = False
+        self._is_validating = False
         self._done: set[int] = set()
         self._poisoned: dict[str, set[int]] = {}
         self._current: Sequence[int] = ()
@@ -56,7 +58,7 @@ class Disturber:
             self._add_hooks(engine)
         self._pause_seconds = PACE_SECONDS
         plan = self._read()
-        if plan is None or plan["rank"] != self._rank:
+        if plan is None or plan["kind"] == "stop-in-validation":
             return
         if plan["kind"] == "slow-rank":
             self._pause_seconds = SLOW_PACE_SECONDS
@@ -71,14 +73,20 @@ class Disturber:
             engine.buffers.wait_all()  # a gathered weight must not be written over the flipped bit
             bits = engine.parameters[plan["weight"]].value.detach().view(-1).view(torch.int32)
             bits[0] ^= 1 << plan["bit"]
+        elif plan["kind"] == "paused-terminal":
+            begin = f"line of fault {plan['number']}, "
+            print(
+                "\n".join(f"{begin}{number:.>{PRINTED_LINE_BYTES - len(begin) - 1}}" for number in range(PRINTED_LINES))
+            )
         first = microbatches[0].sample_ids[0]
         self._tell({"number": plan["number"], "first_sample": first, "samples": samples})
 
     def _read(self) -> Mapping[str, Any] | None:
         try:
-            return cast(Mapping[str, Any], json.loads(self._plan.read_bytes()))
+            plan = cast(Mapping[str, Any], json.loads(self._plan.read_bytes()))
         except FileNotFoundError:
             return None
+        return plan if plan["rank"] == self._rank else None
 
     def _tell(self, act: dict[str, Any]) -> None:
         line = json.dumps({**act, "unix_time_seconds": time.time()}) + "\n"
@@ -95,9 +103,21 @@ class Disturber:
                 if title.startswith("layers.") and title.count(".") == 2:
                     module.register_forward_hook(self._spoiler(title))
 
-    def _begins(self, _: nn.Module, arguments: Any) -> None:
-        self._current = arguments[1].sample_ids
+    def _begins(self, chunk: nn.Module, arguments: Any) -> None:
+        # Validations number their samples from 0 again, and the samples of a NaN are training samples.
+        self._current = arguments[1].sample_ids if chunk.training else ()
+        if not chunk.training and not self._is_validating:
+            self._begin_validation()
+        self._is_validating = not chunk.training
         time.sleep(self._pause_seconds)
+
+    def _begin_validation(self) -> None:
+        plan = self._read()
+        if plan is None or plan["kind"] != "stop-in-validation" or plan["number"] in self._done:
+            return
+        self._done.add(plan["number"])
+        self._tell({"number": plan["number"]})
+        os.kill(os.getpid(), plan["signal"])
 
     def _spoiler(self, title: str) -> Any:
         def spoil(_: nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor | None:

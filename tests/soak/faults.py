@@ -2,6 +2,7 @@
 
 import random
 import signal
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -30,6 +31,10 @@ class Kind(Enum):
     SLOW_RANK = "slow-rank"
     FLIP_BIT = "flip-bit"
     READER_ENDS = "reader-ends"
+    PAUSED_TERMINAL = "paused-terminal"
+    FULL_LOG_DISK = "full-log-disk"
+    STOP_IN_VALIDATION = "stop-in-validation"
+    REMOVED_RUN_DIR = "removed-run-dir"
 
 
 WORDS = {
@@ -43,6 +48,10 @@ WORDS = {
     Kind.SLOW_RANK: "a rank computes slowly",
     Kind.FLIP_BIT: "one bit of one weight of one replica flips",
     Kind.READER_ENDS: "the reader of rank 0's terminal ends; a preemption some steps later",
+    Kind.PAUSED_TERMINAL: "the reader of rank 0's terminal stops reading for some steps, in which rank 0 prints over 1 MiB",
+    Kind.FULL_LOG_DISK: "the disk of the run directory (metrics, events, logs) is full for some steps",
+    Kind.STOP_IN_VALIDATION: "SIGTERM, SIGUSR1 or SIGHUP to one rank during a validation",
+    Kind.REMOVED_RUN_DIR: "the run directory is removed; a preemption some steps later",
 }
 """What a kind does, for people."""
 
@@ -53,10 +62,10 @@ class Fault:
 
     Attributes:
         number: from 1.
-        rank: that it strikes; of a node that dies, one of its ranks. A full disk and a cut link strike all, the end of a reader
-            rank 0.
+        rank: that it strikes; of a node that dies, one of its ranks. Full disks, a cut link and a removed directory strike all,
+            faults of the terminal rank 0.
         after_steps: made since the attempt began or the fault before was over.
-        signal: of a preemption.
+        signal: of a preemption, also during a validation.
         layer: global number, of the rank's stage.
         module, weight: of that layer, where a NaN comes from and whose bit flips.
         bit: of the weight's first element, from the lowest.
@@ -80,11 +89,11 @@ class Fault:
         match self.kind:
             case Kind.KILL_NODE:
                 return f"host {GRID.node(self.rank)}"
-            case Kind.FULL_DISK | Kind.CUT_LINK:
+            case Kind.FULL_DISK | Kind.CUT_LINK | Kind.FULL_LOG_DISK | Kind.REMOVED_RUN_DIR:
                 return "all ranks"
-            case Kind.READER_ENDS:
+            case Kind.READER_ENDS | Kind.PAUSED_TERMINAL:
                 return "host 0"
-            case Kind.PREEMPT:
+            case Kind.PREEMPT | Kind.STOP_IN_VALIDATION:
                 return f"rank {self.rank}, {self.signal.name}"
             case Kind.NAN:
                 return f"rank {self.rank}, {self.module_name}"
@@ -107,7 +116,7 @@ def draw(seed: int, num_faults: int, kinds: Sequence[Kind] = tuple(Kind)) -> lis
     whole, rest = divmod(num_faults, len(kinds))
     drawn = [*kinds] * whole + chance.sample(list(kinds), rest)
     chance.shuffle(drawn)
-    num_preemptions = 0
+    num_drawn = Counter[Kind]()
     faults = []
     for number, kind in enumerate(drawn, start=1):
         rank = chance.choice(RANKS)
@@ -117,13 +126,13 @@ def draw(seed: int, num_faults: int, kinds: Sequence[Kind] = tuple(Kind)) -> lis
             kind=kind,
             rank=rank,
             after_steps=chance.randint(EARLIEST, LATEST),
-            signal=_PREEMPTING[num_preemptions % len(_PREEMPTING)],
+            signal=_PREEMPTING[num_drawn[kind] % len(_PREEMPTING)],
             layer=first_layer + chance.randrange(LAYERS_PER_STAGE),
             module=chance.choice(_MODULES),
             weight=chance.choice(_WEIGHTS),
             bit=chance.randrange(_MANTISSA_BITS),
             microbatch=chance.randrange(NUM_MICROBATCHES),
         )
-        num_preemptions += kind is Kind.PREEMPT
+        num_drawn[kind] += 1
         faults.append(fault)
     return faults

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from engine.checkpoint.writer import RETRY_PAUSES_SECONDS
 from engine.data.skipped import SkippedRanges
-from engine.resilience.hang import HUNG
+from engine.resilience.hang import HUNG, SLOWER
 from engine.telemetry.slow_ranks import IN_A_ROW
 from tests.soak.faults import Fault, Kind
 from tests.soak.scene import (
@@ -20,6 +20,7 @@ from tests.soak.scene import (
     LEAVING_SECONDS,
     LOG_INTERVAL,
     NUM_HOSTS,
+    ROWS_PER_PAGE,
     SAMPLES_PER_STEP,
     SAVE_INTERVAL,
     Settings,
@@ -35,7 +36,7 @@ _WAITS = re.compile(r"rank (\d+) \([^)]*\) waits .*?\branks? (\d+(?:, \d+)*)")
 _BETWEEN = re.compile(r"is between node 0 \(ranks 0, 1\) and node 1 \(ranks 2, 3\)")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Bound:
     """How long something may take, and where that comes from."""
 
@@ -100,12 +101,25 @@ def most_lost(*, in_background: bool) -> int:
     return SAVE_INTERVAL + (BACKGROUND_SAVE_STEPS if in_background else 0)
 
 
-def expected_of(fault: Fault, settings: Settings, *, in_background: bool) -> Expected:
-    """What has to come of a fault in an attempt that saves in the background, or not."""
-    limits, hang_seconds = settings.limits, settings.hang_seconds
+def hang_bound(settings: Settings, slowest_seconds: float) -> Bound:
+    """Return the bound on the end of a hang.
+
+    Args:
+        settings: of the soak.
+        slowest_seconds: the longest time between two steps of the attempt, after its first two (docs/resilience.md, Hangs). No rank
+            has stood still for longer, and a rank may stand still for twice as long as before.
+    """
+    slower_seconds = max(0.0, SLOWER * slowest_seconds - settings.hang_seconds)
+    reason = "the end of a hang (docs/resilience.md), and leaving"
+    return Bound(settings.limits.end_seconds + slower_seconds + LEAVING_SECONDS, "s", reason)
+
+
+def expected_of(fault: Fault, settings: Settings, *, in_background: bool, slowest_seconds: float = 0.0) -> Expected:
+    """What has to come of a fault in an attempt that saves in the background, or not; see `hang_bound` for `slowest_seconds`."""
+    hang_seconds = settings.hang_seconds
     rank, host = frozenset({fault.rank}), host_of(fault.rank)
     lost = most_lost(in_background=in_background)
-    hang = Bound(limits.end_seconds + LEAVING_SECONDS, "s", "the end of a hang (docs/resilience.md), and leaving")
+    hang = hang_bound(settings, slowest_seconds)
 
     def on_host(there: int, elsewhere: int) -> tuple[int, ...]:
         return tuple(there if each == host else elsewhere for each in range(NUM_HOSTS))
@@ -144,19 +158,36 @@ def expected_of(fault: Fault, settings: Settings, *, in_background: bool) -> Exp
         case Kind.READER_ENDS:
             bound = Bound(KILL_WAIT_SECONDS, "s", "SLURM's KillWait, of the preemption that follows")
             return Expected(None, ("terminal", "Broken pipe"), (PREEMPTED,) * NUM_HOSTS, bound, 0)
+        case Kind.PAUSED_TERMINAL:
+            bound = Bound(hang_seconds, "s", "a step that does not hang, while the terminal is paused")
+            return Expected(None, ("missing here", "the terminal was paused"), None, bound, 0)
+        case Kind.FULL_LOG_DISK:
+            bound = Bound(ROWS_PER_PAGE + 2, "steps", "rows that the last page of the file has room for, and two steps")
+            words = (
+                "metrics.jsonl cannot be written (No space left on device)",
+                "metrics.jsonl is written again; nothing is",
+            )
+            return Expected(None, words, None, bound, 0)
+        case Kind.STOP_IN_VALIDATION:
+            bound = Bound(KILL_WAIT_SECONDS, "s", "SLURM's KillWait")
+            words = (f"rank {fault.rank}: {fault.signal.name}", "preempted")
+            return Expected(rank, words, (PREEMPTED,) * NUM_HOSTS, bound, 0)
+        case Kind.REMOVED_RUN_DIR:
+            bound = Bound(KILL_WAIT_SECONDS, "s", "SLURM's KillWait, of the preemption that follows")
+            return Expected(None, ("were removed", "training goes on"), (PREEMPTED,) * NUM_HOSTS, bound, 0)
 
 
 def problems(expected: Expected, seen: Seen) -> list[str]:
     """What is not as it must be; []: the run did what it promises."""
     found = []
     if not seen.source:
-        found.append("nobody has noticed it")
+        found.append("it was not reported")
     else:
         if seen.ranks != expected.ranks:
             found.append(f"{_ranks(seen.ranks)} named, not {_ranks(expected.ranks)}")
-        found += [f"not told: {words!r}" for words in expected.words if words not in seen.told]
+        found += [f"not reported: {words!r}" for words in expected.words if words not in seen.told]
         if seen.after > expected.bound.most:
-            found.append(f"told after {seen.after:.1f} {expected.bound.unit}, the bound is {expected.bound}")
+            found.append(f"reported after {seen.after:.1f} {expected.bound.unit}, the bound is {expected.bound}")
     if seen.exit_codes != expected.exit_codes:
         found.append(f"exit codes {_codes(seen.exit_codes)}, not {_codes(expected.exit_codes)}")
     if expected.exit_codes is not None:

@@ -5,6 +5,7 @@ Every launcher is `triaxis train` in a host of its own (`tests/netns.py`); attem
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +150,17 @@ class Run:
 
     def last_step(self) -> int:
         """The last step of the present attempt that was written down; where it began if it has made none."""
-        made = [record["step"] for record in self.steps if record["attempt"] == self.attempt]
-        return int(made[-1]) if made else self.began() or 0
+        made = self.rows()
+        return int(made[-1]["step"]) if made else self.began() or 0
+
+    def rows(self) -> list[Mapping[str, Any]]:
+        """Return the records of the steps of the present attempt."""
+        return [record for record in self.steps if record["attempt"] == self.attempt]
+
+    def slowest_seconds(self) -> float:
+        """Return the longest time between two steps of the present attempt, after its first two steps."""
+        times = [row["unix_time_seconds"] for row in self.rows()[1:]]
+        return max((later - earlier for earlier, later in pairwise(times)), default=0.0)
 
     def began(self) -> int | None:
         """The step that the present attempt goes on from; None: it has not said so yet."""
@@ -189,6 +200,14 @@ class Run:
                 if is_ours and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
+
+    def remove_directory(self) -> None:
+        """Remove the run directory under the live run. It gets another name first, so that none sees half of it."""
+        removed = self.path.with_name("removed")
+        self.path.rename(removed)
+        self._metrics = Grown(self.path / "metrics.jsonl")
+        self._events_read = {}
+        shutil.rmtree(removed)
 
     def cut(self) -> None:
         netns.cut(self._hosts[-1])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from engine.rank_grid import ParallelSizes, RankGrid
 from engine.resilience.hang import HangLimits
+from engine.telemetry.relay import MOST_BYTES
 
 SIZES = ParallelSizes(pp=2, dp=2)
 RANKS_PER_HOST = 2
@@ -23,6 +24,9 @@ SAMPLES_PER_STEP = NUM_MICROBATCHES * SIZES.dp
 
 SAVE_INTERVAL = 8
 LOG_INTERVAL = 4
+EVAL_INTERVAL = 12
+EVAL_STEPS = 3
+"""Batches of a validation. Ranks agree on a stop two batches after its signal, so the third is left out."""
 
 BACKGROUND_SAVE_STEPS = 6
 """Steps that are made while a save is written in the background: what each rank and then rank 0 has written is told with the next
@@ -54,6 +58,16 @@ PLAN, ACTS = "plan.json", "acts.jsonl"
 DISK_BYTES = 48 * 2**20
 """Of the disk that checkpoints are written to; one checkpoint is below a megabyte."""
 
+RUNS_DISK_BYTES = 48 * 2**20
+"""Size of the disk of the run directory: some KiB per step, and a few MiB per paused terminal."""
+
+ROWS_PER_PAGE = 4096 // 400
+"""Rows of metrics.jsonl, each above 400 bytes, in one page of a full disk: a file's last page is its own."""
+
+PRINTED_LINE_BYTES = 200
+PRINTED_LINES = (MOST_BYTES + 2**18) // PRINTED_LINE_BYTES
+"""Lines that rank 0 prints while its terminal is paused: more than the pipe (64 KiB) and the relay's queue hold."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -76,7 +90,8 @@ def config_text(settings: Settings, disk: str) -> str:
     return f"""\
 model: {{num_layers: {layers}, hidden_size: 32, num_attention_heads: 2, seq_length: 16, vocab_size: 64}}
 data: {{synthetic: true}}
-train: {{steps: {ENDLESS_STEPS}, global_batch_size: {SAMPLES_PER_STEP}, micro_batch_size: 1, seed: 7}}
+train: {{steps: {ENDLESS_STEPS}, global_batch_size: {SAMPLES_PER_STEP}, micro_batch_size: 1, seed: 7,
+        eval_interval: {EVAL_INTERVAL}, eval_steps: {EVAL_STEPS}}}
 parallel: {{tp: {SIZES.tp}, pp: {SIZES.pp}, dp: {SIZES.dp}}}
 optimizer: {{lr: 1.0e-3, lr_schedule: constant}}
 precision: {{dtype: fp32}}

@@ -5,28 +5,22 @@
 The run is never asked to wait: a fault comes when metrics.jsonl says that its step is made, and all moments are those of the files.
 """
 
-import json
-import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from engine.data.skipped import SkippedRanges
 from engine.resilience.history import read_history
 from tests.soak.faults import Fault, Kind
-from tests.soak.judge import Bound, Expected, Seen, expected_of, names_the_link, problems, step_of
-from tests.soak.run import Run, Stuck, write_plan
+from tests.soak.judge import Expected, Seen, expected_of, names_the_link, problems, step_of
+from tests.soak.output_faults import fill_log_disk, pause_terminal, reader_ends, remove_run_directory
+from tests.soak.preemptions import check_repeated_validation, preempt, stop_in_validation
+from tests.soak.run import Run, Stuck
 from tests.soak.scene import (
-    ACTS,
-    KILL_WAIT_SECONDS,
-    LEAVING_SECONDS,
     LOG_INTERVAL,
-    PLAN,
     SAMPLES_PER_STEP,
     SAVE_INTERVAL,
     START_SECONDS,
@@ -34,9 +28,8 @@ from tests.soak.scene import (
     Settings,
     host_of,
 )
+from tests.soak.watcher import PATIENCE, Watcher, filling
 
-_PATIENCE = 4
-"""How many bounds the soak waits before it ends what does not end: so much too late is told as a number."""
 _QUIET_REPORTS = 4
 """After a rank is no longer slow, nobody may be called slow for so many reports."""
 _ENDED = re.compile(r"(rank (\d+) ended with signal \w+)")
@@ -66,27 +59,36 @@ class Supervisor:
     def __init__(self, run: Run, settings: Settings) -> None:
         self.skipped = SkippedRanges()
         self._run = run
+        self._watcher = Watcher(run, settings)
         self._settings = settings
         self._in_background = True
 
     def begin(self) -> None:
         """Start the run for the first time, and let it save once: before that there is nothing to go back to."""
         self._start()
-        self._run.wait(lambda: list(self._run.of_kind("checkpoint_saved")), self._patience(), "the first checkpoint")
+        self._run.wait(
+            lambda: list(self._run.of_kind("checkpoint_saved")), self._watcher.patience(), "the first checkpoint"
+        )
 
     def strike(self, fault: Fault) -> Verdict:
         """Do it when its step is made, see what comes of it, and bring the run back."""
-        run, expected = self._run, expected_of(fault, self._settings, in_background=self._in_background)
-        seen, due = Seen(run.last_step()), run.last_step() + fault.after_steps
+        run, seen = self._run, Seen(self._run.last_step())
+        expected = self._expected(fault)
         try:
-            run.wait(lambda: self._alive() and run.last_step() >= due, self._patience(), "its step")
-            seen.step = run.last_step()
+            self._watcher.make_steps(fault.after_steps, "its step")
+            seen.step, expected = run.last_step(), self._expected(fault)
             self._act(fault, expected, seen)
         except Stuck as stuck:
             seen.wrong.append(str(stuck))
         if expected.exit_codes is not None or run.has_ended():
             self._go_on(seen)
+            if fault.kind is Kind.STOP_IN_VALIDATION and seen.lost is not None:
+                check_repeated_validation(self._watcher, seen)
         return Verdict(fault, expected, seen, problems(expected, seen))
+
+    def _expected(self, fault: Fault) -> Expected:
+        slowest_seconds = self._run.slowest_seconds()
+        return expected_of(fault, self._settings, in_background=self._in_background, slowest_seconds=slowest_seconds)
 
     def finish(self) -> int:
         """Preempt the run, let it go on to a last step, and see it end with 0; returns that step.
@@ -96,11 +98,11 @@ class Supervisor:
         """
         run = self._run
         run.rank(0).send_signal(signal.SIGTERM)
-        run.wait(run.has_ended, self._patience(), "the last preemption")
+        run.wait(run.has_ended, self._watcher.patience(), "the last preemption")
         run.read()
         last = run.last_step() + STEPS_AFTER_THE_LAST_FAULT
         self._start(f"train.steps={last}")
-        run.wait(run.has_ended, self._patience(), "the last steps")
+        run.wait(run.has_ended, self._watcher.patience(), "the last steps")
         if run.exit_codes() != [0, 0] or run.last_step() != last:
             raise Stuck(
                 f"the last attempt ended with {run.exit_codes()} after step {run.last_step()}, not after {last}"
@@ -114,13 +116,8 @@ class Supervisor:
         self._in_background = not self._in_background
         run = self._run
         run.start(f"checkpoint.async={str(self._in_background).lower()}", *overrides)
-        run.wait(lambda: self._alive() and run.began() is not None, START_SECONDS, "the run to begin")
+        run.wait(lambda: self._watcher.alive() and run.began() is not None, START_SECONDS, "the run to begin")
         run.wait(lambda: run.last_step() > (run.began() or 0) or run.has_ended(), START_SECONDS, "its first step")
-
-    def _alive(self) -> bool:
-        if self._run.has_ended():
-            raise Stuck(f"the run ended with {self._run.exit_codes()}, and nobody had asked it to")
-        return True
 
     def _go_on(self, seen: Seen) -> None:
         """Start the run again and see what it has lost."""
@@ -137,33 +134,6 @@ class Supervisor:
             return
         seen.lost = last - (run.began() or 0)
 
-    def _see_end(self, seen: Seen, bound: Bound, since: float, tells: Callable[[], bool]) -> None:
-        """Wait for words and for the end of all launchers, then for nobody to be left."""
-        run, told_after, ended_after = self._run, None, None
-        while told_after is None or ended_after is None:
-            now = time.time() - since
-            run.read()
-            if told_after is None and tells():
-                told_after = now
-            if run.has_ended():
-                ended_after = now
-                if told_after is None and tells():
-                    told_after = now
-                break
-            if now > _PATIENCE * bound.most:
-                break
-            time.sleep(0.05)
-        seen.after = told_after if told_after is not None else time.time() - since
-        seen.ended_after, seen.exit_codes = ended_after, tuple(run.exit_codes())
-        deadline = time.monotonic() + LEAVING_SECONDS
-        while (left := run.processes()) and ended_after is not None and time.monotonic() < deadline:
-            time.sleep(0.1)
-        seen.left = [f"{process.name()} {process.pid}" for process in left]
-        run.end()
-
-    def _patience(self) -> float:
-        return _PATIENCE * (self._settings.limits.end_seconds + KILL_WAIT_SECONDS)
-
     # The faults
 
     def _act(self, fault: Fault, expected: Expected, seen: Seen) -> None:
@@ -177,7 +147,7 @@ class Supervisor:
             case Kind.CUT_LINK:
                 self._cut_link(expected, seen)
             case Kind.PREEMPT:
-                self._preempt(fault, expected, seen)
+                preempt(self._watcher, fault, expected, seen)
             case Kind.FLIP_BIT:
                 self._flip_bit(fault, expected, seen)
             case Kind.NAN:
@@ -187,7 +157,15 @@ class Supervisor:
             case Kind.FULL_DISK:
                 self._full_disk(expected, seen)
             case Kind.READER_ENDS:
-                self._reader_ends(expected, seen)
+                reader_ends(self._watcher, expected, seen)
+            case Kind.PAUSED_TERMINAL:
+                pause_terminal(self._watcher, fault, seen)
+            case Kind.FULL_LOG_DISK:
+                fill_log_disk(self._watcher, seen)
+            case Kind.STOP_IN_VALIDATION:
+                stop_in_validation(self._watcher, fault, expected, seen)
+            case Kind.REMOVED_RUN_DIR:
+                remove_run_directory(self._watcher, self._settings, expected, seen)
 
     def _kill_rank(self, fault: Fault, expected: Expected, seen: Seen) -> None:
         run, host = self._run, host_of(fault.rank)
@@ -202,7 +180,7 @@ class Supervisor:
             seen.source = "its launcher" if named else ""
             return bool(named)
 
-        self._see_end(seen, expected.bound, since, tells)
+        self._watcher.see_end(seen, expected.bound, since, tells)
         tells()
 
     def _kill_node(self, fault: Fault, expected: Expected, seen: Seen) -> None:
@@ -216,12 +194,12 @@ class Supervisor:
             seen.source = "the other launcher" if has_told else ""
             return has_told
 
-        self._see_end(seen, expected.bound, since, tells)
+        self._watcher.see_end(seen, expected.bound, since, tells)
 
     def _stop_rank(self, fault: Fault, expected: Expected, seen: Seen) -> None:
         since = time.time()
         self._run.rank(fault.rank).send_signal(signal.SIGSTOP)
-        self._see_end(seen, expected.bound, since, lambda: self._hang_is_told(seen))
+        self._watcher.see_end(seen, expected.bound, since, lambda: self._hang_is_told(seen))
         self._check_launchers(seen)
         report = self._run.hang_report()
         seen.ranks = None if report is None else frozenset(report["culprits"])
@@ -230,7 +208,7 @@ class Supervisor:
         since = time.time()
         self._run.cut()
         try:
-            self._see_end(seen, expected.bound, since, lambda: self._hang_is_told(seen))
+            self._watcher.see_end(seen, expected.bound, since, lambda: self._hang_is_told(seen))
         finally:
             self._run.mend()
         self._check_launchers(seen)
@@ -253,23 +231,9 @@ class Supervisor:
             if headline not in launcher.words:
                 seen.wrong.append(f"the launcher of host {launcher.host} does not say who waits for whom")
 
-    def _preempt(self, fault: Fault, expected: Expected, seen: Seen) -> None:
-        run = self._run
-        since = time.time()
-        run.rank(fault.rank).send_signal(fault.signal)
-
-        def tells() -> bool:
-            seen.told = run.rank_log(fault.rank) + "".join(f"\n{event['reason']}" for event in run.of_kind("stopped"))
-            named = re.findall(r"rank (\d+): SIG[A-Z0-9]+: all ranks finish", seen.told)
-            seen.ranks = frozenset(map(int, named)) or None
-            seen.source = "event stopped" if list(run.of_kind("stopped")) else ""
-            return bool(seen.source and named)
-
-        self._see_end(seen, expected.bound, since, tells)
-
     def _flip_bit(self, fault: Fault, expected: Expected, seen: Seen) -> None:
-        with self._plan(fault, weight=fault.weight_name, bit=fault.bit):
-            act = self._wait_for_act(fault)
+        with self._watcher.plan(fault, weight=fault.weight_name, bit=fault.bit):
+            act = self._watcher.wait_for_act(fault)
         seen.step = step_of(act["first_sample"], self.skipped)
 
         def tells() -> bool:
@@ -282,14 +246,14 @@ class Supervisor:
                 return True
             return False
 
-        self._see_end(seen, expected.bound, act["unix_time_seconds"], tells)
+        self._watcher.see_end(seen, expected.bound, act["unix_time_seconds"], tells)
 
     def _nan(self, fault: Fault, expected: Expected, seen: Seen) -> None:
         run = self._run
-        with self._plan(fault, module=fault.module_name, microbatch=fault.microbatch):
-            act = self._wait_for_act(fault)
+        with self._watcher.plan(fault, module=fault.module_name, microbatch=fault.microbatch):
+            act = self._watcher.wait_for_act(fault)
         seen.step, since = step_of(act["first_sample"], self.skipped), act["unix_time_seconds"]
-        wait_seconds = _PATIENCE * expected.bound.most
+        wait_seconds = PATIENCE * expected.bound.most
         flagged = run.wait(lambda: list(run.of_kind("non_finite", since)), wait_seconds, "non_finite")[0]
         seen.source, seen.told = "event non_finite", flagged["message"]
         seen.ranks = None if flagged.get("first_rank") is None else frozenset({flagged["first_rank"]})
@@ -308,21 +272,23 @@ class Supervisor:
         if written != self.skipped:
             seen.wrong.append(f"skipped.json leaves out {written.ranges}, not {self.skipped.ranges}")
         run.wait(
-            lambda: self._alive() and run.last_step() > seen.step, self._patience(), "the steps after the rollback"
+            lambda: self._watcher.alive() and run.last_step() > seen.step,
+            self._watcher.patience(),
+            "the steps after the rollback",
         )
 
     def _slow_rank(self, fault: Fault, expected: Expected, seen: Seen) -> None:
         run, name = self._run, self._run.host_name(host_of(fault.rank))
-        with self._plan(fault):
-            act = self._wait_for_act(fault)
+        with self._watcher.plan(fault):
+            act = self._watcher.wait_for_act(fault)
             seen.step, since = step_of(act["first_sample"], self.skipped), act["unix_time_seconds"]
-            patience = _PATIENCE * expected.bound.most
+            patience = PATIENCE * expected.bound.most
 
             def all_told() -> bool:
-                is_late = self._alive() and run.last_step() > seen.step + patience
+                is_late = self._watcher.alive() and run.last_step() > seen.step + patience
                 return is_late or any(event["rank"] == fault.rank for event in run.of_kind("slow_rank", since))
 
-            run.wait(all_told, self._patience(), "a slow rank")
+            run.wait(all_told, self._watcher.patience(), "a slow rank")
         over = time.time()
         told = list(run.of_kind("slow_rank", since))
         if told:
@@ -332,22 +298,21 @@ class Supervisor:
             seen.after = about["step"] - seen.step
             if about["host"] != name:
                 seen.wrong.append(f"host {about['host']} named, not {name}")
-        due = run.last_step() + _QUIET_REPORTS * LOG_INTERVAL
-        run.wait(lambda: self._alive() and run.last_step() >= due, self._patience(), "steps in which all are as fast")
+        self._watcher.make_steps(_QUIET_REPORTS * LOG_INTERVAL, "steps in which all are as fast")
         again = list(run.of_kind("slow_rank", over))
         if again:
             seen.wrong.append(f"when it was over: {again[0]['message']}")
 
     def _full_disk(self, expected: Expected, seen: Seen) -> None:
         run, began = self._run, time.time()
-        with _filling(run.disk) as fill:
+        with filling(run.disk) as fill:
 
             def failed_saves() -> list[Mapping[str, Any]]:
-                self._alive()
+                self._watcher.alive()
                 fill()
                 return list(run.of_kind("checkpoint_failed", began))
 
-            failed = run.wait(failed_saves, self._patience(), "a failed save")[0]
+            failed = run.wait(failed_saves, self._watcher.patience(), "a failed save")[0]
             complete = [path for path in run.disk.glob("step_*") if (path / "manifest.json").exists()]
         due = [record for record in run.steps if record["step"] == failed["step"]][-1]
         seen.step, seen.after = failed["step"], failed["unix_time_seconds"] - due["unix_time_seconds"]
@@ -355,66 +320,10 @@ class Supervisor:
         if not complete:
             seen.wrong.append("the older checkpoints are gone")
         saved = run.wait(
-            lambda: self._alive() and list(run.of_kind("checkpoint_saved", failed["unix_time_seconds"])),
-            self._patience(),
+            lambda: self._watcher.alive() and list(run.of_kind("checkpoint_saved", failed["unix_time_seconds"])),
+            self._watcher.patience(),
             "the next save",
         )[0]
         # A save that was due while the failed one was tried again waited for it.
         if saved["step"] > failed["step"] + 2 * SAVE_INTERVAL:
             seen.wrong.append(f"the next complete checkpoint is that of step {saved['step']}")
-
-    def _reader_ends(self, expected: Expected, seen: Seen) -> None:
-        """End the reader; the run goes on until it is preempted, because later faults need their launcher's words."""
-        run, since = self._run, time.time()
-        run.launchers[0].reader.kill()
-        dropped = run.wait(
-            lambda: self._alive() and list(run.of_kind("output_dropped", since)), self._patience(), "an event"
-        )
-        seen.source, seen.told = "event output_dropped", dropped[0]["message"]
-        after = dropped[0]["unix_time_seconds"] - since
-        due = run.last_step() + LOG_INTERVAL
-        run.wait(lambda: self._alive() and run.last_step() >= due, self._patience(), "steps without a terminal")
-        preempted_since = time.time()
-        run.rank(0).send_signal(signal.SIGTERM)
-        self._see_end(seen, expected.bound, preempted_since, lambda: bool(list(run.of_kind("stopped"))))
-        seen.after = after
-        if len(list(run.of_kind("output_dropped", since))) > 1:
-            seen.wrong.append("the terminal is dropped more than once")
-
-    # What ranks do to themselves
-
-    @contextmanager
-    def _plan(self, fault: Fault, **details: Any) -> Iterator[None]:
-        path = self._run.folder / PLAN
-        write_plan(path, {"number": fault.number, "kind": fault.kind.value, "rank": fault.rank, **details})
-        try:
-            yield
-        finally:
-            write_plan(path, None)
-
-    def _wait_for_act(self, fault: Fault) -> Mapping[str, Any]:
-        path = self._run.folder / ACTS
-
-        def done() -> Mapping[str, Any] | None:
-            lines = path.read_text().splitlines() if path.exists() else []
-            return next((act for line in lines if (act := json.loads(line))["number"] == fault.number), None)
-
-        return self._run.wait(done, self._patience(), f"rank {fault.rank} to do it to itself")
-
-
-@contextmanager
-def _filling(disk: Path) -> Iterator[Callable[[], None]]:
-    """While the block runs, each call takes all that is free of the disk: also what was freed since the last one."""
-    filling = disk / "filling"
-    with filling.open("wb", buffering=0) as file:
-
-        def fill() -> None:
-            state = os.statvfs(disk)
-            # A rank may write at the same moment.
-            with suppress(OSError):
-                os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), state.f_bavail * state.f_frsize)
-
-        try:
-            yield fill
-        finally:
-            filling.unlink()

@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from engine.data.skipped import SkippedRanges
+from engine.resilience.hang import StillLimit
 from tests.soak.faults import Fault, Kind, draw
 from tests.soak.judge import Expected, Seen, expected_of, names_the_link, problems, step_of
-from tests.soak.scene import SAMPLES_PER_STEP, SAVE_INTERVAL, Settings
+from tests.soak.scene import LEAVING_SECONDS, SAMPLES_PER_STEP, SAVE_INTERVAL, Settings
 
 SETTINGS = Settings(hang_seconds=5.0)
 
@@ -86,11 +87,11 @@ def another_step(seen: Seen, expected: Expected) -> None:
 @pytest.mark.parametrize(
     ("spoil", "word"),
     [
-        (late, "told after"),
+        (late, "reported after"),
         (wrong_rank, "named, not"),
         (one_rank_too_many, "named, not"),
-        (unnoticed, "nobody has noticed"),
-        (wordless, "not told"),
+        (unnoticed, "it was not reported"),
+        (wordless, "not reported"),
         (another_end, "exit codes 0 2"),
         (too_many_lost, "steps lost, at most"),
         (not_resumed, "did not go on"),
@@ -109,7 +110,7 @@ def test_one_thing_that_is_not_is_wrong_and_told(
     assert word in problem
 
 
-ENDING = [Kind.KILL_RANK, Kind.KILL_NODE, Kind.STOP_RANK, Kind.CUT_LINK, Kind.PREEMPT, Kind.FLIP_BIT]
+ENDING = [kind for kind in Kind if expected_of(fault_of(kind), SETTINGS, in_background=False).exit_codes is not None]
 
 
 @pytest.mark.parametrize("kind", ENDING)
@@ -126,8 +127,19 @@ def test_a_preemption_loses_nothing_and_a_fault_at_most_an_interval() -> None:
     def lost(kind: Kind, *, in_background: bool) -> int:
         return expected_of(fault_of(kind), SETTINGS, in_background=in_background).most_lost
 
-    assert lost(Kind.PREEMPT, in_background=True) == 0
+    for kind in (Kind.PREEMPT, Kind.STOP_IN_VALIDATION, Kind.REMOVED_RUN_DIR, Kind.PAUSED_TERMINAL, Kind.FULL_LOG_DISK):
+        assert lost(kind, in_background=True) == 0
     assert lost(Kind.KILL_RANK, in_background=False) == SAVE_INTERVAL < lost(Kind.KILL_RANK, in_background=True)
+
+
+def test_kinds_that_end_a_run_are_the_documented_ones() -> None:
+    assert set(Kind) - set(ENDING) == {
+        Kind.NAN,
+        Kind.SLOW_RANK,
+        Kind.FULL_DISK,
+        Kind.PAUSED_TERMINAL,
+        Kind.FULL_LOG_DISK,
+    }
 
 
 def test_codes_belong_to_hosts() -> None:
@@ -155,6 +167,16 @@ def test_the_step_of_a_sample_does_not_count_those_that_are_left_out() -> None:
     skipped = SkippedRanges.of([(8, 16), (48, 56)])
     for position in range(80):
         assert step_of(skipped.id_at(position), skipped) == position // SAMPLES_PER_STEP + 1
+
+
+@pytest.mark.parametrize("kind", [Kind.KILL_RANK, Kind.KILL_NODE, Kind.STOP_RANK, Kind.CUT_LINK])
+def test_the_bound_of_a_hang_follows_the_watch_of_the_ranks(kind: Kind) -> None:
+    limits, limit = SETTINGS.limits, StillLimit(SETTINGS.limits)
+    for slowest_seconds in (0.0, 2.4, 2.6, 9.0):
+        limit.went_on(begun=10, still_seconds=slowest_seconds)
+        end_seconds = limits.end_seconds - limits.still_seconds + limit.seconds(begun=11)
+        expected = expected_of(fault_of(kind), SETTINGS, in_background=False, slowest_seconds=slowest_seconds)
+        assert expected.bound.most == pytest.approx(end_seconds + LEAVING_SECONDS)
 
 
 def test_bounds_follow_from_the_configuration() -> None:
