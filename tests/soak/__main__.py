@@ -14,21 +14,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine.checkpoint.directory import CheckpointDirectory
 from engine.checkpoint.manifest import read_manifest
 from engine.data.skipped import SkippedRanges
+from engine.telemetry.events import read_events
 from tests import netns
 from tests.soak import table
 from tests.soak.faults import WORDS, Kind, draw
 from tests.soak.run import MARK, NAME, Run, Stuck, environment, train_command
 from tests.soak.scene import DISK_BYTES, NUM_HOSTS, RANKS, RUNS_DISK_BYTES, Settings, config_text
 from tests.soak.supervisor import Supervisor, Verdict
+
+UNDISTURBED = "undisturbed"
+"""Name of the run that is compared with."""
 
 _UNDISTURBED_SECONDS_PER_STEP = 1.0
 
@@ -81,7 +86,11 @@ def _soak(asked: argparse.Namespace, settings: Settings, folder: Path, hosts: li
             disturbed, skipped = _saved(disk, steps)
             if skipped != supervisor.skipped:
                 raise Stuck(f"the last checkpoint leaves out {skipped.ranges}, not {supervisor.skipped.ranges}")
-            is_same = _undisturbed(folder, hosts[0], supervisor.skipped, steps) == disturbed
+            fingerprint = _undisturbed(folder, hosts[0], supervisor.skipped, steps)
+            undisturbed = read_events(folder / "runs" / UNDISTURBED).events
+            losses = dict(_validation_losses(event.to_record() for event in undisturbed))
+            is_same = fingerprint == disturbed
+            is_same &= all(losses.get(step) == loss for step, loss in _validation_losses(run.events))
         except Stuck as stuck:
             print(f"the soak ends here: {stuck}", file=sys.stderr, flush=True)
             seconds = time.monotonic() - began
@@ -109,9 +118,14 @@ def _saved(disk: Path, step: int) -> tuple[dict[str, str], SkippedRanges]:
     return dict(manifest.fingerprint), SkippedRanges.of(manifest.state.skipped)
 
 
+def _validation_losses(events: Iterable[Mapping[str, Any]]) -> list[tuple[int, float]]:
+    """Return (step, loss) of each validation that was made to its end."""
+    return [(event["step"], event["val_loss"]) for event in events if event["kind"] == "validation"]
+
+
 def _undisturbed(folder: Path, host: str, skipped: SkippedRanges, steps: int) -> dict[str, str]:
     """The fingerprint of the same config's steps, made in one attempt on one host."""
-    place = folder / "undisturbed"
+    place = folder / UNDISTURBED
     overrides = [
         f"train.steps={steps}",
         f"checkpoint.dir={place}",
@@ -120,7 +134,7 @@ def _undisturbed(folder: Path, host: str, skipped: SkippedRanges, steps: int) ->
     ]
     made = subprocess.run(
         train_command(folder, overrides),
-        env=environment(folder, disturbed=False) | {"RUN_NAME": "undisturbed", "NPROC_PER_NODE": str(len(RANKS))},
+        env=environment(folder, disturbed=False) | {"RUN_NAME": UNDISTURBED, "NPROC_PER_NODE": str(len(RANKS))},
         cwd=folder,
         capture_output=True,
         text=True,

@@ -131,7 +131,7 @@ def expected_of(fault: Fault, settings: Settings, *, in_background: bool, slowes
         case Kind.KILL_NODE:
             return Expected(None, (f"[{address(host)}]",), on_host(KILLED, BROKE), hang, lost)
         case Kind.STOP_RANK:
-            return Expected(rank, ("does not answer", f"for rank {fault.rank}"), (HUNG,) * NUM_HOSTS, hang, lost)
+            return Expected(rank, ("does not answer",), (HUNG,) * NUM_HOSTS, hang, lost)
         case Kind.CUT_LINK:
             return Expected(None, ("the run hangs",), (HUNG,) * NUM_HOSTS, hang, lost)
         case Kind.PREEMPT:
@@ -208,8 +208,17 @@ def problems(expected: Expected, seen: Seen) -> list[str]:
 
 def names_the_link(report: str) -> bool:
     """Whether a hang report says of a rank that it waits for one of another host, or which hosts a call that does not end joins."""
-    pairs = [(int(one), int(other)) for one, several in _WAITS.findall(report) for other in several.split(", ")]
-    return any(host_of(one) != host_of(other) for one, other in pairs) or _BETWEEN.search(report) is not None
+    return any(host_of(one) != host_of(other) for one, other in _waits(report)) or _BETWEEN.search(report) is not None
+
+
+def names_as_awaited(rank: int, report: str) -> bool:
+    """Return True if a hang report has another rank that waits for this one."""
+    return any(other == rank for _, other in _waits(report))
+
+
+def _waits(report: str) -> list[tuple[int, int]]:
+    """Return all pairs (rank that waits, rank that it waits for) of a hang report."""
+    return [(int(one), int(other)) for one, several in _WAITS.findall(report) for other in several.split(", ")]
 
 
 def step_of(sample: int, skipped: SkippedRanges) -> int:

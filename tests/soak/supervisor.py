@@ -15,7 +15,7 @@ from typing import Any
 from engine.data.skipped import SkippedRanges
 from engine.resilience.history import read_history
 from tests.soak.faults import Fault, Kind
-from tests.soak.judge import Expected, Seen, expected_of, names_the_link, problems, step_of
+from tests.soak.judge import Expected, Seen, expected_of, names_as_awaited, names_the_link, problems, step_of
 from tests.soak.output_faults import fill_log_disk, pause_terminal, reader_ends, remove_run_directory
 from tests.soak.preemptions import check_repeated_validation, preempt, stop_in_validation
 from tests.soak.run import Run, Stuck
@@ -203,6 +203,8 @@ class Supervisor:
         self._check_launchers(seen)
         report = self._run.hang_report()
         seen.ranks = None if report is None else frozenset(report["culprits"])
+        if seen.source and not names_as_awaited(fault.rank, seen.told):
+            seen.wrong.append(f"no rank is reported to wait for rank {fault.rank}")
 
     def _cut_link(self, expected: Expected, seen: Seen) -> None:
         since = time.time()

@@ -66,8 +66,8 @@ def summary(verdicts: Sequence[Verdict], is_same: bool | None, steps: int, secon
     num_right = sum(not verdict.problems for verdict in verdicts)
     lost = [verdict.seen.lost or 0 for verdict in verdicts]
     weights = {
-        True: f"After {steps} steps the weights and moments are, bit by bit, those of an undisturbed run.",
-        False: f"After {steps} steps the weights or moments are NOT those of an undisturbed run.",
+        True: f"After {steps} steps the weights, moments and validation losses are, bit by bit, those of an undisturbed run.",
+        False: f"After {steps} steps the weights, moments or validation losses are NOT those of an undisturbed run.",
         None: "The run did not reach its last step, so its weights were compared with nothing.",
     }[is_same]
     return [
@@ -137,7 +137,7 @@ def page(verdicts: Sequence[Verdict], told: Sequence[str], command: str, setting
         _wrapped(
             f"""After the last fault the run is preempted once more and goes on for {STEPS_AFTER_THE_LAST_FAULT} steps. Then the
             same steps are made from the start in one undisturbed attempt, with the left-out samples in `data.skip_samples`, and
-            both fingerprints (weights and both moments) must be equal."""
+            both fingerprints (weights and both moments) and the loss of each validation must be equal."""
         ),
         "| kind | what is done | bound | where the bound comes from |\n|---|---|---|---|\n" + "\n".join(what),
         _wrapped(

@@ -8,7 +8,7 @@ import pytest
 from engine.data.skipped import SkippedRanges
 from engine.resilience.hang import StillLimit
 from tests.soak.faults import Fault, Kind, draw
-from tests.soak.judge import Expected, Seen, expected_of, names_the_link, problems, step_of
+from tests.soak.judge import Expected, Seen, expected_of, names_as_awaited, names_the_link, problems, step_of
 from tests.soak.scene import LEAVING_SECONDS, SAMPLES_PER_STEP, SAVE_INTERVAL, Settings
 
 SETTINGS = Settings(hang_seconds=5.0)
@@ -161,6 +161,21 @@ def test_codes_belong_to_hosts() -> None:
 )
 def test_a_report_of_a_cut_link_names_both_sides(line: str, is_named: bool) -> None:
     assert names_the_link(f"the run hangs in step 7: nothing has moved for 5 seconds.\n  {line}") is is_named
+
+
+@pytest.mark.parametrize(
+    ("line", "is_named"),
+    [
+        ("rank 1 (pp 0, dp 1, tp 0) waits for the backward of microbatch 2 from rank 3", True),
+        ("rank 1 (pp 0, dp 1, tp 0) waits until rank 3 takes its activations", True),
+        ("rank 0 (pp 0, dp 0, tp 0) waits for ranks 1, 3 in the all_reduce over world (validation)", True),
+        ("rank 0 (pp 0, dp 0, tp 0) waits for ranks 1, 2 in the all_reduce over world (validation)", False),
+        ("rank 3 (pp 1, dp 1, tp 0) waits for the forward of microbatch 2 from rank 1", False),
+    ],
+)
+def test_a_stopped_rank_is_awaited_by_another(line: str, is_named: bool) -> None:
+    report = f"the run hangs in step 7: nothing has moved for 5 seconds.\n  rank 3 (pp 1, dp 1, tp 0) does not answer\n  {line}"
+    assert names_as_awaited(3, report) is is_named
 
 
 def test_the_step_of_a_sample_does_not_count_those_that_are_left_out() -> None:
