@@ -81,6 +81,7 @@ class RunDirectory:
         self.num_losses = 0
         self._locks: list[FolderLock] = []
         self._config: Config | None = None
+        self._saved: bytes | None = None
 
     @classmethod
     def create(cls, config: Config, runs_dir: str | Path, name: str, *, from_scratch: bool = False) -> "RunDirectory":
@@ -147,12 +148,14 @@ class RunDirectory:
             (self.path / FINISHED).unlink(missing_ok=True)
             self._write_config(config)
             (self.path / STARTING_OVER).unlink(missing_ok=True)
+            self._saved = (self.path / SAVED).read_bytes() if self.has_saved else None
         self._config = config
 
     def put_back(self) -> None:
         """Make the directory and the locks again that were removed or moved under this run; on rank 0, after `begin`.
 
-        `num_losses` counts how often any was missing. What was in a removed directory stays lost.
+        `num_losses` counts how often any was missing. What was in a removed directory stays lost. `saved` is written again where
+        the checkpoints are in another folder and still there: the next attempt must not start from random weights without them.
 
         Raises:
             TriaxisError: another run is alive in one of the folders by now.
@@ -166,6 +169,8 @@ class RunDirectory:
             assert self._config is not None, "the attempt has begun"
             self.rank_log(0).parent.mkdir(parents=True, exist_ok=True)
             self._write_config(self._config)
+            if self._saved is not None and len(missing) < len(self._locks):
+                write_atomically(self.path / SAVED, [self._saved])
 
     @classmethod
     def look(
@@ -305,7 +310,8 @@ class RunDirectory:
         self.put_back()
         if not self.has_saved:
             record = {"first_checkpoint": str(folder), "step": step}
-            write_atomically(self.path / SAVED, [(json.dumps(record, indent=2) + "\n").encode()])
+            self._saved = (json.dumps(record, indent=2) + "\n").encode()
+            write_atomically(self.path / SAVED, [self._saved])
 
     @property
     def tensorboard(self) -> Path:

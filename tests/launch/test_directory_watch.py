@@ -25,8 +25,8 @@ TINY = Path(__file__).resolve().parents[2] / "configs" / "gpt_tiny.yaml"
 class Watched:
     """A run that is alive, with its files open and a clock that a test sets."""
 
-    def __init__(self, runs: Path) -> None:
-        self.config = load_config(TINY, ["data.synthetic=true", "checkpoint.interval=2"])
+    def __init__(self, runs: Path, *overrides: str) -> None:
+        self.config = load_config(TINY, ["data.synthetic=true", "checkpoint.interval=2", *overrides])
         self.directory = RunDirectory.create(self.config, runs, "demo")
         self.directory.begin(self.config)
         self.metrics = MetricsLog(self.directory.metrics)
@@ -80,6 +80,28 @@ def test_checkpoints_that_are_lost_have_their_lock_again(tmp_path: Path) -> None
     shutil.rmtree(run.directory.path / "checkpoints")
     run.look()
     assert run.kinds() == ["directory_put_back"] and (run.directory.path / "checkpoints" / "lock").exists()
+
+
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_checkpoints_elsewhere_are_still_known_to_be_there(tmp_path: Path, attempts: int) -> None:
+    elsewhere = f"checkpoint.dir={tmp_path / 'disk'}"
+    run = Watched(tmp_path, elsewhere)
+    run.directory.mark_saved(tmp_path / "disk" / "step_00000002", 2)
+    for _ in range(attempts - 1):
+        run.directory.close()
+        run = Watched(tmp_path, elsewhere)
+    record = json.loads((run.directory.path / "saved").read_text())
+    shutil.rmtree(run.directory.path)
+    run.look()
+    assert json.loads((run.directory.path / "saved").read_text()) == record
+
+
+def test_checkpoints_that_were_removed_too_are_not_known(tmp_path: Path) -> None:
+    run = Watched(tmp_path)
+    run.directory.mark_saved(run.directory.path / "checkpoints" / "step_00000002", 2)
+    shutil.rmtree(run.directory.path)
+    run.look()
+    assert not run.directory.has_saved
 
 
 def test_it_is_said_where_a_save_notices_it_first(tmp_path: Path) -> None:
