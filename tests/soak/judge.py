@@ -148,7 +148,9 @@ def expected_of(fault: Fault, settings: Settings, *, in_background: bool, slowes
             return Expected(rank, (place, f"forward of microbatch {fault.microbatch} "), None, bound, lost)
         case Kind.SLOW_RANK:
             reports = IN_A_ROW + 2
-            bound = Bound(reports * LOG_INTERVAL, "steps", f"{IN_A_ROW} reports, one under way, one told a line later")
+            bound = Bound(
+                reports * LOG_INTERVAL, "steps", f"{IN_A_ROW} reports, one under way, one reported a line later"
+            )
             return Expected(rank, ("is slow",), None, bound, 0)
         case Kind.FULL_DISK:
             pauses = sum(RETRY_PAUSES_SECONDS)

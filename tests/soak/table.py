@@ -131,8 +131,8 @@ def page(verdicts: Sequence[Verdict], told: Sequence[str], command: str, setting
             f"""on the full disk of the run directory at least {2 * LOG_INTERVAL} more steps were made after the terminal reported
             it, and metrics.jsonl has the row of every step, in order and once;""",
             """a validation that a signal broke off reported no loss, and the next attempt made it first and once;""",
-            """a removed run directory was made again within a second and a step, with one event; later steps are in its
-            metrics.jsonl without a gap, and the next attempt has the next number and resumes from the last step.""",
+            """a removed run directory was made again within a second and a step that does not hang, with one event; later steps
+            are in its metrics.jsonl without a gap, and the next attempt has the next number and resumes from the last step.""",
         ),
         _wrapped(
             f"""After the last fault the run is preempted once more and goes on for {STEPS_AFTER_THE_LAST_FAULT} steps. Then the
