@@ -215,6 +215,15 @@ with rank_log(path, show=show) as streams:
     assert log.splitlines() == ["before", "a line t", "[2 lines are missing here: File too large]", "after"]
 
 
+def read_until(descriptor: int, end: bytes) -> bytes:
+    """Read up to these bytes, which may come one by one; at most for 20 seconds without any."""
+    read = b""
+    while not read.endswith(end):
+        assert select.select([descriptor], [], [], 20.0)[0], f"{read!r} does not end with {end!r}"
+        read += os.read(descriptor, 1 << 16)
+    return read
+
+
 @pytest.mark.parametrize("pauses", ["with Ctrl-S", "without a reader", "a pipe"])
 def test_a_paused_terminal_holds_a_launcher_for_a_bounded_time(pauses: str) -> None:
     reading, writing = os.pipe() if pauses == "a pipe" else pty.openpty()
@@ -222,7 +231,7 @@ def test_a_paused_terminal_holds_a_launcher_for_a_bounded_time(pauses: str) -> N
         tty.setraw(writing)
     stream = text_over(LossyFile(writing, patience_seconds=0.05))
     print("before", file=stream)
-    assert os.read(reading, 100) == b"before\n"
+    assert read_until(reading, b"\n") == b"before\n"
     if pauses == "with Ctrl-S":
         termios.tcflow(writing, termios.TCOOFF)
     started_seconds = time.monotonic()
@@ -235,7 +244,7 @@ def test_a_paused_terminal_holds_a_launcher_for_a_bounded_time(pauses: str) -> N
     while select.select([reading], [], [], 0.2)[0]:
         read += os.read(reading, 1 << 16)
     print("after", file=stream)
-    read += os.read(reading, 1 << 16)
+    read += read_until(reading, b"after\n")
     *lines, missing, last = read.decode().splitlines()
     assert last == "after"
     found = re.fullmatch(r"\[(\d+) lines are missing here: the terminal was paused\]", missing)
