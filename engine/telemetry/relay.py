@@ -49,6 +49,9 @@ RESUMED = "resumed"
 PAUSED = "the terminal was paused; the log of the rank has them"
 """Cause of a gap where no write has failed."""
 
+WHOLE_LINE_SECONDS = 1.0
+"""Time that the beginning of a line waits for its end, so that lines of two pipes never mix."""
+
 _CHUNK_BYTES = 4096
 """Bytes of one write: a blocked pipe of that room takes them in one piece."""
 
@@ -159,6 +162,49 @@ class Outlet:
                 time.sleep(RETRY_SECONDS)
 
 
+class Lines:
+    """Bytes of one pipe, given out as whole lines; a line that does not go on for `WHOLE_LINE_SECONDS` is given out as it is.
+
+    A read of the pipe may end inside a line. Another pipe's line would then be written into it, and into another place of it in the
+    log than on the terminal.
+
+    Args:
+        clock: returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._begun = b""
+        self._since_seconds = 0.0
+
+    def take(self, data: bytes) -> bytes:
+        """Return the whole lines that have come with `data`; everything where the pipe has ended (no data)."""
+        whole, newline, begun = data.rpartition(b"\n")
+        if newline or not data:
+            given, self._begun = self._begun + whole + newline, begun
+        else:
+            given, self._begun = b"", self._begun + begun
+        self._since_seconds = self._clock()
+        return given
+
+    def late(self) -> bytes:
+        """Return the beginning of a line that has waited long enough for its end."""
+        if not self._begun or self._clock() - self._since_seconds < WHOLE_LINE_SECONDS:
+            return b""
+        given, self._begun = self._begun, b""
+        return given
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the end of a line has not come yet."""
+        return bool(self._begun)
+
+    @property
+    def wait_milliseconds(self) -> float:
+        """The time until `late` returns the beginning of a line."""
+        return max(0.0, 1000 * (self._since_seconds + WHOLE_LINE_SECONDS - self._clock()))
+
+
 def relay(both: int, for_terminal: int, for_log: int, *, terminal: int, log: int, changes: int, path: str) -> None:
     """Carry bytes until all three pipes have ended.
 
@@ -186,18 +232,27 @@ def relay(both: int, for_terminal: int, for_log: int, *, terminal: int, log: int
     in_log = Outlet(log, is_terminal=False, on_change=lambda *it: change("log", *it), log=LogPath(path, (log,)))
     on_terminal = Outlet(terminal, is_terminal=True, on_change=terminal_changed)
     outlets = {both: (in_log, on_terminal), for_terminal: (on_terminal,), for_log: (in_log,)}
+    # What goes to a live terminal alone is a progress bar, which has no lines.
+    lines = {pipe: Lines() for pipe in outlets if pipe != for_terminal or not os.isatty(terminal)}
     poll = select.poll()
     for pipe in outlets:
         poll.register(pipe, select.POLLIN)
     num_open = len(outlets)
     while num_open:
-        for pipe, _ in poll.poll():
+        for pipe, _ in poll.poll(
+            min((each.wait_milliseconds for each in lines.values() if each.is_inside), default=None)
+        ):
             data = os.read(pipe, 1 << 16)
+            given = lines[pipe].take(data) if pipe in lines else data
             for outlet in outlets[pipe]:
-                outlet.write(data)
+                outlet.write(given)
             if not data:
                 poll.unregister(pipe)
                 num_open -= 1
+        for pipe, begun in lines.items():
+            late = begun.late()
+            for outlet in outlets[pipe]:
+                outlet.write(late)
     deadline_seconds = time.monotonic() + END_SECONDS
     on_terminal.finish(deadline_seconds)
     in_log.finish(deadline_seconds)

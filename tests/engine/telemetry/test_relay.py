@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from engine.telemetry.lossy_file import LossyFile, text_over
-from engine.telemetry.relay import DROPPED, RESUMED, STOPPED, Outlet
+from engine.telemetry.relay import DROPPED, RESUMED, STOPPED, WHOLE_LINE_SECONDS, Lines, Outlet
 from tests.engine.telemetry.test_rank_log import PREAMBLE, execute
 from tests.full_disk import room_for
 
@@ -176,6 +176,38 @@ def test_a_log_without_room_is_whole_when_there_is_room_again(tmp_path: Path) ->
         "('log', 'stopped', 'File too large', 0)",
         "('log', 'resumed', 'File too large', 0)",
     ]
+
+
+def test_lines_of_two_pipes_never_mix(tmp_path: Path) -> None:
+    """Reads of a pipe end inside lines of 100,000 bytes, and rows of the table come meanwhile."""
+    body = """
+with rank_log(path, show=show) as streams:
+    for number in range(5):
+        os.write(1, b"a line that has " + b"." * 50_000)
+        print(f"row {number}", file=streams.log)
+        print(f"row {number}", file=streams.terminal)
+        os.write(1, b"." * 50_000 + b" its end\\n")
+"""
+    done, log = execute(tmp_path, True, body)
+    assert done.returncode == 0, done.stderr
+    lines = [*(f"row {number}" for number in range(5)), *5 * [f"a line that has {'.' * 100_000} its end"]]
+    assert sorted(done.stdout.splitlines()) == sorted(lines) == sorted(log.splitlines())
+
+
+def test_the_beginning_of_a_line_waits_for_its_end_for_a_bounded_time() -> None:
+    seconds = 5.0
+    lines = Lines(lambda: seconds)
+    assert lines.take(b"one\ntw") == b"one\n" and lines.is_inside
+    assert lines.take(b"o, three") == b"" == lines.late()
+    assert lines.wait_milliseconds == 1000 * WHOLE_LINE_SECONDS
+    assert lines.take(b", four\nfive") == b"two, three, four\n"
+    seconds += WHOLE_LINE_SECONDS / 2
+    assert lines.late() == b"" and lines.is_inside
+    seconds += WHOLE_LINE_SECONDS / 2
+    assert lines.late() == b"five" and not lines.is_inside
+    assert lines.take(b" goes on\n") == b" goes on\n"
+    assert lines.take(b"the last") == b""
+    assert lines.take(b"") == b"the last" and not lines.is_inside
 
 
 def test_a_rank_whose_relay_was_killed_goes_on_with_its_log(tmp_path: Path) -> None:
