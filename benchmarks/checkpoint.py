@@ -32,18 +32,18 @@ from rich.table import Table
 
 from benchmarks.engine_overhead import machine
 from engine.checkpoint.directory import CheckpointDirectory
-from engine.checkpoint.manager import Checkpoints, RunFacts
-from engine.checkpoint.manifest import KINDS, Kind, read_manifest
+from engine.checkpoint.format.manifest import KINDS, Kind, read_manifest
+from engine.checkpoint.format.store import load
 from engine.checkpoint.resume import begin
-from engine.checkpoint.state import saved_buckets, shards
-from engine.checkpoint.store import load
-from engine.config import Config
-from engine.runtime import RankEnvironment
+from engine.checkpoint.saving import Checkpoints, RunFacts
+from engine.checkpoint.shards import saved_buckets, shards
+from engine.comm.runtime import RankEnvironment
+from engine.config.schema import Config
 from engine.step import Engine
 from engine.train import build
-from launch.ending import run_rank
-from launch.rank import Rank, join
-from models.gpt import build_chunks
+from launch.rank.join import Rank, join
+from launch.start.process.ending import run_rank
+from models.gpt.chunk import build_chunks
 from models.specs import model_specs
 
 HIDDEN = 1024

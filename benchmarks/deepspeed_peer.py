@@ -13,9 +13,9 @@ from torch import nn
 
 from benchmarks.plain_gpt import rotation
 from benchmarks.torch_peer import Block, Stage, load
-from engine.config import Config, ModelConfig
+from engine.config.schema import Config, ModelConfig
 from engine.data.loader import MicroBatch
-from engine.rank_grid import ParallelSizes
+from engine.layout.rank_grid import ParallelSizes
 
 
 class RotatedBlock(nn.Module):

@@ -37,15 +37,15 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.plain_gpt import PlainLoop
-from engine.config import Config
+from engine.comm.topology import Topology
+from engine.config.schema import Config
 from engine.data.loader import Batches, MicroBatch
 from engine.data.synthetic import SyntheticDataset
-from engine.rank_grid import ParallelSizes, RankGrid
+from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.step import Engine
-from engine.topology import Topology
 from engine.train import build
-from launch.ending import end
-from models.gpt import build_chunks
+from launch.start.process.ending import end
+from models.gpt.chunk import build_chunks
 
 LEARNING_RATE = 1e-3
 WARM_UP_STEPS = 2

@@ -24,16 +24,16 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.engine_overhead import Interval, machine, median_interval
-from engine.collectives import Axis, Ledger
-from engine.config import OptimizerConfig, PrecisionConfig
+from engine.comm.collectives import Axis, Ledger
+from engine.config.schema import OptimizerConfig, PrecisionConfig
 from engine.kernels.elementwise import activation, apply_rope, keyed_dropout, layer_norm, rms_norm, rope_tables
 from engine.kernels.fusion import Fusion
 from engine.kernels.weight_grad import add_matmul
+from engine.layout.param_layout import layout_parameters
+from engine.layout.shard_spec import Init, ParamSpec, localize
+from engine.numerics.precision import DTYPES, accumulation_dtype, main_grad_dtype
 from engine.optimizer.distributed import DistributedOptimizer
 from engine.optimizer.grad_buffer import GradBuffers
-from engine.optimizer.param_layout import layout_parameters
-from engine.precision import DTYPES, accumulation_dtype, main_grad_dtype
-from engine.shard_spec import Init, ParamSpec, localize
 from engine.tensor_parallel.chunked_head import chunked_head_losses
 from engine.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from engine.tensor_parallel.layers import ColumnParallelLinear

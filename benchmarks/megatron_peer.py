@@ -1,7 +1,7 @@
 """Megatron-Core on the CPU in the same layout: its tensor parallelism, 1F1B, data-parallel wrapper and distributed optimizer.
 
-Through the patches of `launch/oracle/megatron_cpu.py`. What it asks of a GPU for speed (Transformer Engine, fused kernels, apex) is
-not there: this is its plain PyTorch code, as ours is.
+Through the patches of `launch/verify/oracles/megatron_cpu.py`. What it asks of a GPU for speed (Transformer Engine, fused kernels,
+apex) is not there: this is its plain PyTorch code, as ours is.
 """
 
 import sys
@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine.config import Config
+from engine.config.schema import Config
 from engine.data.loader import MicroBatch
-from engine.precision import DTYPES
-from engine.rank_grid import ParallelSizes
-from launch.oracle.megatron_core import constant_schedule, distributed_optimizer, gpt_model
-from launch.oracle.megatron_cpu import on_cpu
-from models.interop.megatron import parameters
+from engine.layout.rank_grid import ParallelSizes
+from engine.numerics.precision import DTYPES
+from launch.verify.oracles.megatron_core import constant_schedule, distributed_optimizer, gpt_model
+from launch.verify.oracles.megatron_cpu import on_cpu
+from models.interop.megatron.weights import parameters
 
 _LAYERS = "decoder.layers."
 

@@ -38,16 +38,16 @@ from benchmarks.deepspeed_peer import DeepSpeedPeer
 from benchmarks.engine_overhead import LEARNING_RATE, Interval, machine, median_interval, traced_peak
 from benchmarks.megatron_peer import MegatronPeer
 from benchmarks.torch_peer import TorchPeer
-from engine.config import Config
+from engine.comm.runtime import RankEnvironment
+from engine.config.schema import Config
 from engine.data.loader import Batches, MicroBatch
 from engine.data.synthetic import SyntheticDataset
-from engine.initial_weights import initial_box
-from engine.runtime import RankEnvironment
-from engine.shard_spec import localize
+from engine.layout.shard_spec import localize
+from engine.tensor_parallel.initial_weights import initial_box
 from engine.train import build
-from launch.ending import run_rank
-from launch.rank import Rank, join
-from models.gpt import build_chunks
+from launch.rank.join import Rank, join
+from launch.start.process.ending import run_rank
+from models.gpt.chunk import build_chunks
 from models.specs import model_specs
 
 WARM_UP_STEPS = 2

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine.config import Config, ModelConfig
-from engine.precision import DTYPES, accumulation_dtype
+from engine.config.schema import Config, ModelConfig
+from engine.numerics.precision import DTYPES, accumulation_dtype
 
 
 class PlainBlock(nn.Module):

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from engine.comm.runtime import RankEnvironment
 from engine.data.loader import Batches, MicroBatch
 from engine.data.synthetic import SyntheticDataset
-from engine.runtime import RankEnvironment
 from engine.step import Engine
 from engine.train import build
-from launch.batches import open_batches
-from launch.rank import Rank, join, read_config
-from models.gpt import build_chunks
+from launch.rank.batches import open_batches
+from launch.rank.join import Rank, join, read_config
+from models.gpt.chunk import build_chunks
 
 LEARNING_RATE = 1e-3
 

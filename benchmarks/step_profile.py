@@ -33,11 +33,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.rank_steps import LEARNING_RATE, parser_of, ready, timed
-from engine.collectives import Ledger, Pending
+from engine.comm.collectives import Ledger, Pending
 from engine.data.loader import MicroBatch
 from engine.step import Engine
-from launch.ending import run_rank
-from launch.rank import Rank
+from launch.rank.join import Rank
+from launch.start.process.ending import run_rank
 
 WARM_UP_STEPS = 3
 

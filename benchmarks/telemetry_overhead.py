@@ -31,17 +31,17 @@ from rich.table import Table
 
 from benchmarks.engine_overhead import Interval, median_interval
 from benchmarks.rank_steps import LEARNING_RATE, Stepping, parser_of, ready, timed
-from engine.collectives import Ledger
-from engine.config_telemetry import TelemetryConfig
-from engine.garbage import GarbageCollection
+from engine.comm.collectives import Ledger
+from engine.config.telemetry import TelemetryConfig
+from engine.layout.rank_grid import RankGrid
 from engine.pipeline.actions import Action, Kind, Schedule
-from engine.rank_grid import RankGrid
-from engine.telemetry.attribution import Attribution, num_actions
-from engine.telemetry.clocks import HostClock
-from engine.telemetry.marks import Marks
-from engine.telemetry.step_times import StepTimes
-from engine.telemetry.time_split import STEP_NUMBERS, USUAL, Tally
-from launch.ending import run_rank
+from engine.run.garbage import GarbageCollection
+from engine.telemetry.timing.bubble import Attribution, num_actions
+from engine.telemetry.timing.clocks import HostClock
+from engine.telemetry.timing.marks import Marks
+from engine.telemetry.timing.step_times import StepTimes
+from engine.telemetry.timing.time_split import STEP_NUMBERS, USUAL, Tally
+from launch.start.process.ending import run_rank
 
 WARM_UP_ROUNDS = 2
 MIN_ROUNDS = 6

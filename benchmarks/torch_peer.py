@@ -29,8 +29,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from benchmarks.plain_gpt import rotate, rotation
-from engine.config import Config, ModelConfig
-from engine.rank_grid import ParallelSizes
+from engine.config.schema import Config, ModelConfig
+from engine.layout.rank_grid import ParallelSizes
 
 
 class Attention(nn.Module):

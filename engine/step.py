@@ -24,22 +24,22 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from engine.config import BatchPlan, Config, RecomputeConfig
+from engine.activations.saved_tensors import SavedTensors
+from engine.comm.stop import NO_STOP
+from engine.comm.topology import Topology
+from engine.config.schema import BatchPlan, Config, RecomputeConfig
+from engine.device.host_copy import HostCopy, ToHost, to_device
 from engine.errors import DivergenceError
 from engine.kernels.registry import Kernels
+from engine.layout.partition import StageLayers
+from engine.numerics.precision import AGREEMENT_DTYPE
 from engine.optimizer.clip import clip_factor
 from engine.optimizer.distributed import DistributedOptimizer
 from engine.optimizer.grad_buffer import GradBuffers
 from engine.pipeline.actions import Schedule
 from engine.pipeline.executor import Executor
-from engine.pipeline.partition import StageLayers
 from engine.pipeline.programs import Programs
-from engine.precision import AGREEMENT_DTYPE
-from engine.saved_tensors import SavedTensors
-from engine.signals import NO_STOP
 from engine.tensor_parallel.parameter import ShardedParameter, WeightGradQueue
-from engine.topology import Topology
-from engine.transfers import HostCopy, ToHost, to_device
 
 
 class Chunk(Protocol):
@@ -70,7 +70,7 @@ class StepResult:
         grad_norm: global, before clipping.
         num_tokens: counted tokens of the global batch.
         flags: how many ranks raised each flag of a save.
-        stop: how many ranks were asked to stop, by kind (`engine/signals.py`).
+        stop: how many ranks were asked to stop, by kind (`engine/comm/stop.py`).
         num_retried: ranks whose allocator had to free memory and ask again since the step before.
         flaw: why the step has updated nothing; "": it has.
     """

@@ -11,31 +11,31 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from engine.checkpoint.manager import Checkpoints
-from engine.config import Config, batch_plan
-from engine.garbage import GarbageCollection
-from engine.initial_weights import initialize
+from engine.checkpoint.saving import Checkpoints
+from engine.comm.runtime import allocator_retries
+from engine.comm.stop import Stop, StopRequest
+from engine.comm.topology import Topology
+from engine.config.schema import Config, batch_plan
 from engine.kernels.registry import Kernels, open_kernels
+from engine.layout.param_layout import layout_parameters
+from engine.layout.partition import StageLayers, partition
+from engine.numerics.precision import DTYPES, main_grad_dtype
 from engine.optimizer.distributed import DistributedOptimizer
 from engine.optimizer.grad_buffer import GradBuffers
 from engine.optimizer.lr import learning_rate
-from engine.optimizer.param_layout import layout_parameters
 from engine.pipeline import schedules
 from engine.pipeline.executor import Executor
-from engine.pipeline.partition import StageLayers, partition
 from engine.pipeline.programs import Programs
-from engine.precision import DTYPES, main_grad_dtype
-from engine.runtime import allocator_retries
-from engine.signals import Stop, StopRequest
+from engine.run.garbage import GarbageCollection
+from engine.run.validation import StepSource, Validation
 from engine.step import Chunk, Engine, PendingResult, StepResult
+from engine.tensor_parallel.initial_weights import initialize
 from engine.tensor_parallel.parameter import ShardedParameter
-from engine.topology import Topology
-from engine.validation import StepSource, Validation
 
 ModelBuilder = Callable[
     [Config, Topology, Kernels, Sequence[StageLayers]], tuple[Sequence[Chunk], dict[str, ShardedParameter]]
 ]
-"""Builds this rank's chunks (on the meta device) and its parameters by name; `models.gpt.build_chunks`."""
+"""Builds this rank's chunks (on the meta device) and its parameters by name; `models.gpt.chunk.build_chunks`."""
 
 
 class Observer(Protocol):
@@ -144,7 +144,8 @@ def train(
 
     A step's numbers are read when the next one is posted, so that a GPU always has work; before a validation, a fingerprint or a
     save they are read at once. A stop that was agreed in a step comes after the one that is posted by then: it is saved whatever
-    the interval. A stop also ends a validation (`engine/validation.py`): its step is saved, and the next attempt validates first.
+    the interval. A stop also ends a validation (`engine/run/validation.py`): its step is saved, and the next attempt
+    validates first.
 
     Args:
         engine: from `build`.

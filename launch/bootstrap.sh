@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Finds a Python that can run Triaxis and makes .venv where there is none (launch/bootstrap.py has the rules).
+# Finds a Python that can run Triaxis and makes .venv where there is none (launch/start/bootstrap.py has the rules).
 # Sourced by launch/pretrain_gpt.sh and tests/run.sh. By itself it prepares the environment and prints its Python:
 #
 #   bash launch/bootstrap.sh          # what training needs
@@ -15,7 +15,7 @@ triaxis_python() {
   local candidate
   for candidate in python3 python python3.13 python3.12 python3.11 "${TRIAXIS_PYTHON:-}"; do
     if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-      PYTHONSAFEPATH=1 "$candidate" "$triaxis_root/launch/bootstrap.py" "${@/#/--extra=}"
+      PYTHONSAFEPATH=1 "$candidate" "$triaxis_root/launch/start/bootstrap.py" "${@/#/--extra=}"
       return
     fi
   done

@@ -4,7 +4,7 @@
 
 Only the module of the command that was asked for is imported, so `triaxis --help` costs no more than starting Python.
 Exit codes: 0 done; 2 a mistake in what was typed or configured; 1 a run that broke; 75 preempted and saved; 130 interrupted; the
-others stand in launch/failure.py.
+others stand in launch/start/process/failure.py.
 A traceback means a bug of ours.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:  # `triaxis --help` imports nothing of ours
-    from launch.command_line import CommandParser
+    from launch.start.command_line import CommandParser
 
 GROUPS = {
     "train": {
@@ -76,7 +76,7 @@ def command_module(name: str) -> Command:
 
 def command_parser(command: Command) -> "CommandParser":
     """Build the parser of one subcommand."""
-    from launch.command_line import CommandParser
+    from launch.start.command_line import CommandParser
 
     parser = CommandParser(prog=f"triaxis {command.NAME}", description=command.HELP)
     command.add_arguments(parser)
@@ -89,8 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         name = _chosen_and_flushed(arguments)
         # Imported here, so that Ctrl-C during an import is answered like any other.
-        from launch.front import check_words, standard_streams
-        from launch.import_path import import_variables
+        from launch.start.import_path import import_variables
+        from launch.start.process.front import check_words, standard_streams
 
         if argv is None:
             # This process is the command, so whatever it starts is ours: torchrun's ranks, workers that encode text, compilers.
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _without_output(code: int) -> int:
-    from launch.front import drop_output
+    from launch.start.process.front import drop_output
 
     drop_output()
     return code
@@ -134,7 +134,7 @@ def _chosen_and_flushed(arguments: Sequence[str]) -> str:
         except BrokenPipeError:
             raise
         except OSError as error:
-            from engine.telemetry.redaction import unwritable
+            from engine.storage.redaction import unwritable
 
             raise unwritable("standard output", error) from None
 

@@ -18,51 +18,51 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from engine.checkpoint.layout import describe_layout
-from engine.checkpoint.manager import Checkpoints, RunFacts
+from engine.checkpoint.environment import describe_layout
 from engine.checkpoint.resume import TOKENIZER, Beginning, begin
+from engine.checkpoint.saving import Checkpoints, RunFacts
+from engine.comm.runtime import RankEnvironment
+from engine.comm.stop import Stop, StopRequest
+from engine.data.corpus.tokenizers import load_tokenizer
 from engine.data.datasets import Datasets, open_datasets
 from engine.data.loader import Batches
-from engine.data.tokenizers import load_tokenizer
 from engine.errors import CheckpointError, TriaxisError
 from engine.resilience.guard import Guard
-from engine.resilience.notices import TroubleNotices
 from engine.resilience.rollback import Rollback, train_through
-from engine.runtime import RankEnvironment
-from engine.signals import Stop, StopRequest
+from engine.run.directory import RunDirectory
 from engine.step import Engine
-from engine.telemetry.checkpoint_notices import CheckpointNotices, say_beginning, say_stopped
-from engine.telemetry.hub import Telemetry, open_telemetry
-from engine.telemetry.metrics import Meter
 from engine.telemetry.observer import TrainingObserver, peak_memory_of_ranks
-from engine.telemetry.rank_log import Streams, rank_log
-from engine.telemetry.run_dir import RunDirectory
-from engine.telemetry.summary import End, Start, show_end, show_start
+from engine.telemetry.outlets.banner import End, Start, show_end, show_start
+from engine.telemetry.outlets.checkpoint_notices import CheckpointNotices, say_beginning, say_stopped
+from engine.telemetry.outlets.hub import Telemetry, open_telemetry
+from engine.telemetry.outlets.rank_log import Streams, rank_log
+from engine.telemetry.outlets.resilience_notices import TroubleNotices
+from engine.telemetry.record.metrics import Meter
 from engine.train import build
-from launch.batches import open_batches
-from launch.ending import WayOut, run_rank
-from launch.failure import AFTER, INTERRUPTED, code_of
-from launch.hang_watch import open_hang_watch
-from launch.launcher import FROM_SCRATCH
-from launch.measuring import finish_step_times, open_memory_check, open_slow_ranks, open_step_times
-from launch.memory_snapshot import MemorySnapshot, open_memory_snapshot
-from launch.out_of_memory import explaining_memory
-from launch.parent_death import end_with_parent
-from launch.preflight import refuse_without_gpu
-from launch.rank import Rank, join, read_config
-from launch.rank_directory import RefusedError, begin_attempt, open_directory
-from launch.run_facts import corpus_entropies, count_parameters, describe, predicted_memory
-from launch.sample_text import write_sample
-from launch.step_watchers import open_watchers
-from models.gpt import build_chunks
-from models.memory import settled
+from launch.rank.banner import corpus_entropies, count_parameters, describe, predicted_memory
+from launch.rank.batches import open_batches
+from launch.rank.directory import RefusedError, begin_attempt, open_directory
+from launch.rank.hang_watch import open_hang_watch
+from launch.rank.join import Rank, join, read_config
+from launch.rank.memory_snapshot import MemorySnapshot, open_memory_snapshot
+from launch.rank.out_of_memory import explaining_memory
+from launch.rank.sample_text import write_sample
+from launch.rank.step_times import finish_step_times, open_memory_check, open_slow_ranks, open_step_times
+from launch.rank.watchers import open_watchers
+from launch.start.launcher import FROM_SCRATCH
+from launch.start.preflight import refuse_without_gpu
+from launch.start.process.ending import WayOut, run_rank
+from launch.start.process.failure import AFTER, INTERRUPTED, code_of
+from launch.start.process.parent_death import end_with_parent
+from models.gpt.chunk import build_chunks
+from models.predict.rank_memory import settled
 from models.specs import model_specs
 
 
 def main(argv: Sequence[str]) -> int:
     """Run one rank of `[config.yaml, section.key=value ..., --from-scratch]`.
 
-    What the exit code means stands in `launch/failure.py`.
+    What the exit code means stands in `launch/start/process/failure.py`.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()

@@ -32,6 +32,6 @@ source "$here/bootstrap.sh"
 
 python=$(triaxis_python)
 export PYTHONPATH="$triaxis_root${PYTHONPATH:+:$PYTHONPATH}"
-# A launch.py or torch.py in the folder where this is typed is not ours (launch/import_path.py).
+# A launch.py or torch.py in the folder where this is typed is not ours (launch/start/import_path.py).
 export PYTHONSAFEPATH=1
 exec "$python" -m launch.cli train "$@"

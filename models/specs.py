@@ -24,12 +24,12 @@ import math
 from collections.abc import Iterator
 from typing import Protocol
 
-from engine.config import ModelConfig
-from engine.shard_spec import Init, ParamSpec
+from engine.config.schema import ModelConfig
+from engine.layout.shard_spec import Init, ParamSpec
 
 
 class StageContents(Protocol):
-    """What a pipeline stage holds (`engine.pipeline.partition.StageLayers`)."""
+    """What a pipeline stage holds (`engine.layout.partition.StageLayers`)."""
 
     @property
     def layers(self) -> range: ...

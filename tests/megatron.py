@@ -1,6 +1,6 @@
 """Megatron-Core on a CPU, as far as checkpoints need it: models, its distributed optimizer, and saves in any tp x pp.
 
-How it runs on a CPU is the oracle's knowledge (`launch/oracle/megatron_cpu.py`); here its checkpoint writer is made to use
+How it runs on a CPU is the oracle's knowledge (`launch/verify/oracles/megatron_cpu.py`); here its checkpoint writer is made to use
 threads where it would fork: a rank of a test is a daemon and may have no children. Everything runs in ranks of
 `tests/harness.py`, never in the test process: Megatron-Core's groups are globals.
 """
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine.config import ModelConfig, OptimizerConfig
-from launch.oracle.megatron_core import constant_schedule, distributed_optimizer, gpt_model
-from launch.oracle.megatron_cpu import on_cpu
+from engine.config.schema import ModelConfig, OptimizerConfig
+from launch.verify.oracles.megatron_core import constant_schedule, distributed_optimizer, gpt_model
+from launch.verify.oracles.megatron_cpu import on_cpu
 
 ITERATION, SAMPLES, BATCH = 3, 24, 8
 ROWS_MULTIPLE = 44

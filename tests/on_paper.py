@@ -21,13 +21,13 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the fake backend
 
 from engine.checkpoint import resume
-from engine.collectives import Axis, Event, Ledger, Message
-from engine.config import Config, parallel_sizes
-from engine.rank_grid import RankGrid
-from engine.runtime import RankEnvironment, Runtime
-from engine.topology import Topology
+from engine.comm.collectives import Axis, Event, Ledger, Message
+from engine.comm.runtime import RankEnvironment, Runtime
+from engine.comm.topology import Topology
+from engine.config.schema import Config, parallel_sizes
+from engine.layout.rank_grid import RankGrid
 from launch import pretrain_gpt
-from launch.rank import Rank
+from launch.rank.join import Rank
 from tests.counting_store import CountingStore
 
 RANKS_PER_NODE = 8

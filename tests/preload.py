@@ -11,9 +11,9 @@ import torch.optim.adamw
 import torch.testing  # noqa: F401
 
 import engine.train  # noqa: F401
-import launch.verify_oracle
-import launch.verify_rank  # noqa: F401
-import models.gpt  # noqa: F401
+import launch.verify.oracle
+import launch.verify.rank  # noqa: F401
+import models.gpt.chunk  # noqa: F401
 import tests.checkpoint.runs
 import tests.harness
 import tests.parity.cases  # noqa: F401

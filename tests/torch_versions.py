@@ -26,7 +26,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from launch.bootstrap import TESTED_CUDA, TORCH_OF_CUDA
+from launch.start.bootstrap import TESTED_CUDA, TORCH_OF_CUDA
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -34,42 +34,48 @@ VERSIONS = ("2.9.1", "2.10.0", "2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.15.0")
 """One of each minor version that pyproject.toml allows."""
 
 NAMES: Mapping[str, tuple[str, ...]] = {
-    "engine/agreement.py": (
+    "engine/comm/store_agreement.py": (
         "torch.distributed.distributed_c10d._get_default_store",
         "torch.distributed.distributed_c10d._world.pg_names",
     ),
-    "engine/backward.py": ("torch.autograd.graph.GradientEdge", "torch.autograd.graph._engine_run_backward"),
-    "engine/footprint/memory.py": (
+    "engine/activations/backward.py": (
+        "torch.autograd.graph.GradientEdge",
+        "torch.autograd.graph._engine_run_backward",
+    ),
+    "launch/footprint/memory.py": (
         "torch._C._current_autograd_node",
         "torch.autograd._get_sequence_nr",
         "torch.utils._python_dispatch.TorchDispatchMode",
         "torch.utils._pytree.tree_iter",
     ),
-    "engine/footprint/run.py": (
+    "launch/footprint/run.py": (
         "torch._subclasses.fake_tensor.FakeTensorMode",
         "torch.testing._internal.distributed.fake_pg.FakeStore",
     ),
-    "engine/footprint/race_streams.py": ("torch.overrides.TorchFunctionMode",),
-    "engine/footprint/races.py": ("torch.utils._python_dispatch.TorchDispatchMode", "torch.utils._pytree.tree_iter"),
+    "launch/footprint/races/streams.py": ("torch.overrides.TorchFunctionMode",),
+    "launch/footprint/races/watch.py": (
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        "torch.utils._pytree.tree_iter",
+    ),
     "engine/kernels/attention.py": ("torch.nn.attention.SDPBackend", "torch.nn.attention.sdpa_kernel"),
     "engine/kernels/elementwise.py": ("torch.ops.aten.silu_backward.grad_input",),
     "engine/kernels/weight_grad.py": ("torch.ops.aten.addmm.dtype_out",),
     "engine/optimizer/distributed.py": ("torch.optim.adamw.adamw",),
     "engine/pipeline/executor.py": ("torch.autograd.graph.GradientEdge", "torch.autograd.graph.get_gradient_edge"),
-    "engine/runtime.py": ("torch._C._distributed_c10d", "torch.cuda.memory._set_allocator_settings"),
-    "engine/topology.py": ("torch._C._distributed_c10d.ProcessGroupNCCL.Options",),
-    "engine/saved_tensors.py": ("torch.autograd.graph.saved_tensors_hooks",),
-    "launch/forward_signals.py": (
+    "engine/comm/runtime.py": ("torch._C._distributed_c10d", "torch.cuda.memory._set_allocator_settings"),
+    "engine/comm/topology.py": ("torch._C._distributed_c10d.ProcessGroupNCCL.Options",),
+    "engine/activations/saved_tensors.py": ("torch.autograd.graph.saved_tensors_hooks",),
+    "launch/start/process/forward_signals.py": (
         "torch.distributed.elastic.multiprocessing.api.SignalException",
         "torch.distributed.elastic.multiprocessing.api._terminate_process_handler",
     ),
-    "launch/launcher.py": (
+    "launch/start/launcher.py": (
         "torch.distributed.elastic.multiprocessing.api.SignalException",
         "torch.distributed.elastic.multiprocessing.errors.ChildFailedError",
     ),
-    "launch/memory_snapshot.py": ("torch.cuda.memory._dump_snapshot", "torch.cuda.memory._record_memory_history"),
-    "launch/oracle/megatron_cpu.py": ("torch._dynamo.config.disable",),
-    "launch/rendezvous.py": (
+    "launch/rank/memory_snapshot.py": ("torch.cuda.memory._dump_snapshot", "torch.cuda.memory._record_memory_history"),
+    "launch/verify/oracles/megatron_cpu.py": ("torch._dynamo.config.disable",),
+    "launch/start/rendezvous.py": (
         "torch.distributed.elastic.rendezvous.RendezvousHandler",
         "torch.distributed.elastic.rendezvous.RendezvousInfo",
         "torch.distributed.elastic.rendezvous.RendezvousParameters",
@@ -77,8 +83,8 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "torch.distributed.elastic.rendezvous.rendezvous_handler_registry",
         "torch.distributed.elastic.rendezvous.utils.parse_rendezvous_endpoint",
     ),
-    "launch/short_end.py": ("torch.distributed.elastic.multiprocessing.PContext",),
-    "models/interop/megatron_writer.py": (
+    "launch/start/process/short_end.py": ("torch.distributed.elastic.multiprocessing.PContext",),
+    "models/interop/megatron/writer.py": (
         "torch.distributed.checkpoint.filesystem._StorageInfo",
         "torch.distributed.checkpoint.metadata.BytesStorageMetadata",
         "torch.distributed.checkpoint.metadata.ChunkStorageMetadata",
@@ -116,23 +122,29 @@ _TORCHRUNS_WORDS = (
 )
 
 WORDS = (
-    Word(("all_gather_single", "all_gather_into_tensor"), _C10D, "engine/collectives.py"),
-    Word(("reduce_scatter_single", "reduce_scatter_tensor"), _C10D, "engine/collectives.py"),
-    Word(("_dump_nccl_trace_json", "_dump_fr_trace_json"), _PYTHON_LIBRARY, "engine/runtime.py"),
-    Word(("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"), "torch/include/*/c10d/*.hpp", "engine/runtime.py"),
-    Word(("TORCHINDUCTOR_COMPILE_THREADS",), "torch/_inductor/config.py", "engine/runtime.py"),
-    Word(("TORCHELASTIC_USE_AGENT_STORE",), "torch/distributed/elastic/agent/server/*.py", "engine/runtime.py"),
-    Word(("uuid",), "torch/_C/__init__.pyi", "engine/placement.py"),
-    Word(("use_local_synchronization",), _C10D, "engine/topology.py"),
-    Word(("group_desc",), _C10D, "engine/topology.py"),
-    Word(("master_listen_fd",), _PYTHON_LIBRARY, "engine/runtime.py"),
-    Word(("multi_tenant",), _STUBS, "engine/runtime.py"),
+    Word(("all_gather_single", "all_gather_into_tensor"), _C10D, "engine/comm/collectives.py"),
+    Word(("reduce_scatter_single", "reduce_scatter_tensor"), _C10D, "engine/comm/collectives.py"),
+    Word(("_dump_nccl_trace_json", "_dump_fr_trace_json"), _PYTHON_LIBRARY, "engine/comm/runtime.py"),
+    Word(
+        ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"), "torch/include/*/c10d/*.hpp", "engine/comm/runtime.py"
+    ),
+    Word(("TORCHINDUCTOR_COMPILE_THREADS",), "torch/_inductor/config.py", "engine/comm/runtime.py"),
+    Word(("TORCHELASTIC_USE_AGENT_STORE",), "torch/distributed/elastic/agent/server/*.py", "engine/comm/runtime.py"),
+    Word(("uuid",), "torch/_C/__init__.pyi", "engine/comm/placement.py"),
+    Word(("use_local_synchronization",), _C10D, "engine/comm/topology.py"),
+    Word(("group_desc",), _C10D, "engine/comm/topology.py"),
+    Word(("master_listen_fd",), _PYTHON_LIBRARY, "engine/comm/runtime.py"),
+    Word(("multi_tenant",), _STUBS, "engine/comm/runtime.py"),
     Word(("found_inf",), "torch/optim/adamw.py", "engine/optimizer/distributed.py"),
-    Word(("accumulate_grad",), "torch/autograd/__init__.py", "engine/backward.py"),
+    Word(("accumulate_grad",), "torch/autograd/__init__.py", "engine/activations/backward.py"),
     Word(("CUDNN_ATTENTION",), "torch/_C/__init__.pyi", "engine/kernels/attention.py"),
-    *(Word((word,), _TORCHRUN, "launch/rendezvous.py") for word in _TORCHRUNS_WORDS),
+    *(Word((word,), _TORCHRUN, "launch/start/rendezvous.py") for word in _TORCHRUNS_WORDS),
     # torch 2.9 has the second only.
-    Word(("signals_to_handle", "_terminate_process_handler"), "torch/distributed/*.py", "launch/forward_signals.py"),
+    Word(
+        ("signals_to_handle", "_terminate_process_handler"),
+        "torch/distributed/*.py",
+        "launch/start/process/forward_signals.py",
+    ),
 )
 
 _STABLE = ("torch", "torch.distributed", "torch.nn", "torch.nn.functional", "torch.profiler", "torch.utils.tensorboard")
@@ -291,7 +303,7 @@ def linux_build(version: str, folder: Path) -> dict[str, str]:
 
 
 def wrong_choices(cuda_of: Mapping[str, str], tested: str) -> list[str]:
-    """Compare what `launch/bootstrap.py` takes for a driver with what the builds are made for.
+    """Compare what `launch/start/bootstrap.py` takes for a driver with what the builds are made for.
 
     Args:
         cuda_of: CUDA version of the Linux build, by version of torch, oldest first.
@@ -330,7 +342,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     assert tested is not None, "a version of torch is tested"
     wrong = wrong_choices(cuda_of, tested[1])
     for line in wrong:
-        print(f"launch/bootstrap.py: {line}")
+        print(f"launch/start/bootstrap.py: {line}")
     return 1 if wrong or any(lacking.values()) else 0
 
 

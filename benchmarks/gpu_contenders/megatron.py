@@ -3,8 +3,8 @@
     local layers         its own PyTorch code: attention unfused, whose probabilities are kept unless they are recomputed
     Transformer Engine   its fused layers, where the package is installed
 
-Its fusions by torch.compile are on, as in its own scripts. On a CPU it runs through the patches of `launch/oracle/megatron_cpu.py`,
-with them off.
+Its fusions by torch.compile are on, as in its own scripts. On a CPU it runs through the patches of
+`launch/verify/oracles/megatron_cpu.py`, with them off.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,11 +21,11 @@ from benchmarks.gpu_contenders.records import Job, Run
 from benchmarks.gpu_contenders.shapes import resolve, write_config
 from benchmarks.gpu_contenders.timed_loop import peak_memory_bytes, train, write_corpus
 from benchmarks.megatron_peer import make_on_cpu
-from engine.config import Config, RecomputeConfig
+from engine.config.schema import Config, RecomputeConfig
 from engine.data.loader import MicroBatch
-from engine.precision import DTYPES
-from launch.oracle.megatron_core import constant_schedule
-from launch.oracle.megatron_cpu import on_cpu
+from engine.numerics.precision import DTYPES
+from launch.verify.oracles.megatron_core import constant_schedule
+from launch.verify.oracles.megatron_cpu import on_cpu
 
 
 def run(job: Job, folder: Path, *, transformer_engine: bool, selective: bool) -> Run:

@@ -15,7 +15,7 @@ from benchmarks.gpu_contenders.timed_loop import read_lines, write_corpus
 from launch import pretrain_gpt
 
 OUT_OF_MEMORY = "is out of memory"
-"""What a rank says that a smaller microbatch would help (`launch.out_of_memory`)."""
+"""What a rank says that a smaller microbatch would help (`launch.rank.out_of_memory`)."""
 
 
 class OursFailedError(Exception):

@@ -36,10 +36,10 @@ from benchmarks.gpu_contenders.records import (
     failed,
     measured,
 )
-from engine.precision import DTYPES
-from launch.ending import run_rank
-from launch.memory_errors import exhausted
-from launch.parent_death import end_with_parent
+from engine.numerics.precision import DTYPES
+from launch.rank.memory_errors import exhausted
+from launch.start.process.ending import run_rank
+from launch.start.process.parent_death import end_with_parent
 
 PACKAGES = ("triton", "transformers", "megatron-core", "transformer-engine", "torchtitan", "nvidia-cudnn-cu13", "numpy")
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_contenders.shapes import SHAPES, Shape
-from engine.config import ModelConfig, RecomputeConfig
-from engine.telemetry.flops import hardware_flops_per_token, model_flops_per_token
-from engine.telemetry.jsonl import heal
+from engine.config.schema import ModelConfig, RecomputeConfig
+from engine.telemetry.record.flops import hardware_flops_per_token, model_flops_per_token
+from engine.telemetry.record.jsonl import heal
 
 FORMAT = 1
 
@@ -114,7 +114,7 @@ class Run:
 def rates(job: Job, run: Run, ceiling_tflops: float) -> dict[str, Any]:
     """Tokens and FLOPs per second of a run, over the whole of its timed steps.
 
-    FLOPs are those of `engine.telemetry.flops`: model FLOPs of the logical vocabulary, causal and not; hardware FLOPs with
+    FLOPs are those of `engine.telemetry.record.flops`: model FLOPs of the logical vocabulary, causal and not; hardware FLOPs with
     its padding and with what is computed twice. r = causal model TFLOP/s / `ceiling_tflops`.
     """
     model, seconds = job.model, sum(run.step_seconds)

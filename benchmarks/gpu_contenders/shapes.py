@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config import Config
-from engine.config_load import load_config, to_yaml
+from engine.config.load import load_config, to_yaml
+from engine.config.schema import Config
 
 GPT: dict[str, Any] = {
     "norm": "layernorm",

@@ -16,12 +16,12 @@ import torch
 
 from benchmarks.gpu_contenders.ceiling import synchronize
 from benchmarks.gpu_contenders.records import Job
-from engine.config import Config
+from engine.config.schema import Config
+from engine.data.corpus.indexed import IndexedWriter, smallest_dtype
 from engine.data.datasets import open_datasets
-from engine.data.indexed import IndexedWriter, smallest_dtype
 from engine.data.loader import Batches, MicroBatch
-from engine.telemetry.jsonl import JsonLines
-from engine.transfers import HostCopy
+from engine.device.host_copy import HostCopy
+from engine.telemetry.record.jsonl import JsonLines
 
 DOCUMENT_TOKENS = 2**16
 

@@ -20,9 +20,9 @@ from benchmarks.gpu_contenders.records import Job, Run
 from benchmarks.gpu_contenders.shapes import resolve, write_config
 from benchmarks.gpu_contenders.timed_loop import peak_memory_bytes, train, write_corpus
 from benchmarks.plain_gpt import PlainGPT, adds_to
-from engine.config import Config, ModelConfig, RecomputeConfig
+from engine.config.schema import Config, ModelConfig, RecomputeConfig
 from engine.data.loader import MicroBatch
-from engine.precision import DTYPES, accumulation_dtype
+from engine.numerics.precision import DTYPES, accumulation_dtype
 
 LossOf = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(tokens, labels, position ids), int64 [b, s] each -> the mean loss of a microbatch."""

@@ -4,7 +4,7 @@
         step_00000900/                  complete: it was renamed to this name when every byte of it was on the disk
         step_00001000/
         latest                          a text file: step_00001000
-        skipped.json                    samples that the run leaves out since it went back (`engine/resilience/history.py`)
+        skipped.json                    samples that the run leaves out since it went back (`engine/checkpoint/history.py`)
         step_00001100.attempt_02/       being written, or left by an attempt that died: swept by the next one
         step_00000900.replaced/         its successor of the same step is being put in its place
         step_00000800.retired/          being removed
@@ -22,11 +22,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from engine.data.files import sync_folder, write_atomically
+from engine.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest
+from engine.checkpoint.history import SKIPPED
 from engine.errors import CheckpointError
-from engine.resilience.history import SKIPPED
-from engine.state_files import read_regular
+from engine.storage.files import sync_folder, write_atomically
+from engine.storage.state_files import read_regular
 
 LATEST = "latest"
 _STEP = re.compile(r"step_(\d{8,})")

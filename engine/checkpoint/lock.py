@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from engine.errors import TriaxisError
-from engine.state_files import kind_of
+from engine.storage.state_files import kind_of
 
 LOCK = "lock"
 

@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from engine.checkpoint.changes import ABSENT, changes, refuse
 from engine.checkpoint.directory import Candidate, CheckpointDirectory, find
-from engine.checkpoint.fingerprint import to_text
-from engine.checkpoint.layout import describe_layout, layout_differences
-from engine.checkpoint.manifest import KINDS, Ancestor, Kind, TrainingState, parse_manifest
-from engine.checkpoint.state import LoadWhat, fingerprint, restore, saved_numel
+from engine.checkpoint.environment import describe_layout, layout_differences
+from engine.checkpoint.format.fingerprint import to_text
+from engine.checkpoint.format.manifest import KINDS, Ancestor, Kind, TrainingState, parse_manifest
+from engine.checkpoint.history import RunHistory, read_history
+from engine.checkpoint.resume_rules import ABSENT, changes, refuse
+from engine.checkpoint.shards import LoadWhat, fingerprint, restore, saved_numel
 from engine.data.skipped import SkippedRanges
 from engine.errors import CheckpointError
-from engine.resilience.history import RunHistory, read_history
 from engine.step import Engine
 
 TOKENIZER = "tokenizer"

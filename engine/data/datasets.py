@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.config import DataConfig
+from engine.config.schema import DataConfig
 from engine.data.blend import Blend
-from engine.data.indexed import IndexedTokens
-from engine.data.record import read_record
+from engine.data.corpus.indexed import IndexedTokens
+from engine.data.corpus.record import read_record
 from engine.data.samples import SampleSource, SampleStream
 from engine.data.split import PARTS, split_documents
 from engine.data.synthetic import SyntheticDataset

@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.data.files import HASH_BLOCK_BYTES, locked, write_atomically
 from engine.data.shuffle import permutation
 from engine.errors import DataError
+from engine.storage.files import HASH_BLOCK_BYTES, locked, write_atomically
 
 MAGIC = b"TRXEPOC1"
 DIGEST_BYTES = 32

@@ -18,8 +18,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.data.corpus.indexed import IndexedTokens
 from engine.data.epoch_index import EpochIndex, EpochKey, open_epoch
-from engine.data.indexed import IndexedTokens
 from engine.errors import DataError
 
 EPOCHS_KEPT_OPEN = 2

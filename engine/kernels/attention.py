@@ -4,7 +4,7 @@
     flash, cudnn, efficient    this one, or an error before anything is built
     math                       torch's own formula, operator by operator: for decoding where no fused kernel runs
 
-None of them keeps the probabilities; `explicit` attention, which does, is the model's own (`models/attention.py`).
+None of them keeps the probabilities; `explicit` attention, which does, is the model's own (`models/gpt/attention.py`).
 """
 
 from collections.abc import Callable, Mapping

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from engine.kernels.fusion import Fusion
-from engine.mix64 import GOLDEN, mix64_, shift_right
-from engine.precision import accumulate, accumulation_dtype
+from engine.numerics.hashing import GOLDEN, mix64_, shift_right
+from engine.numerics.precision import accumulate, accumulation_dtype
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, fusion: Fusion) -> torch.Tensor:

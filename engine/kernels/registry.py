@@ -23,13 +23,13 @@ from typing import Literal
 
 import torch
 
-from engine.config import Config, KernelsConfig
+from engine.comm.topology import Topology
+from engine.config.schema import Config, KernelsConfig
 from engine.errors import ConfigError
 from engine.kernels.attention import AttentionShape, chosen, decoding_failure, failure, require
 from engine.kernels.fusion import Form, Fusion, compiler_failure, require_compiler
 from engine.kernels.weight_grad import WeightGradKernel, require_weight_grad, weight_grad_failure
-from engine.precision import DTYPES, main_grad_dtype
-from engine.topology import Topology
+from engine.numerics.precision import DTYPES, main_grad_dtype
 
 OptimizerKernel = Literal["torch", "compiled"]
 
@@ -291,7 +291,7 @@ def open_kernels(config: Config, topology: Topology, *, is_alone: bool = False) 
     Args:
         config: of the run.
         topology: where it runs.
-        is_alone: the other ranks do not exist (`engine/footprint/real.py`), so nobody is asked.
+        is_alone: the other ranks do not exist (`launch/footprint/real.py`), so nobody is asked.
 
     Raises:
         ConfigError: kernels that the configuration names do not run here; all of them at once.

@@ -18,13 +18,13 @@ from typing import Literal
 import torch
 from torch.optim.adamw import adamw
 
-from engine.config import OptimizerConfig, PrecisionConfig
+from engine.config.schema import OptimizerConfig, PrecisionConfig
 from engine.kernels.fusion import Fusion
+from engine.layout.param_layout import Segment
+from engine.numerics.precision import AGREEMENT_DTYPE, STEP_DTYPE, accumulation_dtype
 from engine.optimizer.grad_buffer import Bucket, FlatBuffer, GradBuffers
 from engine.optimizer.kinds import StateKind
-from engine.optimizer.param_layout import Segment
 from engine.optimizer.state import OptimizerState, read_master, write_master
-from engine.precision import AGREEMENT_DTYPE, STEP_DTYPE, accumulation_dtype
 
 DOT_NUMEL: Mapping[str, int] = MappingProxyType({"cpu": 2**16, "cuda": 2**30})
 """Most elements of one `torch.dot`, by device. A CPU's BLAS adds each lane one by one: in fp32 the sum would be 2e-6 off at four

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.collectives import Axis, Pending
-from engine.optimizer.param_layout import BucketLayout, BufferLayout
+from engine.comm.collectives import Axis, Pending
+from engine.layout.param_layout import BucketLayout, BufferLayout
 from engine.tensor_parallel.parameter import ShardedParameter
 
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.config import PrecisionConfig
+from engine.config.schema import PrecisionConfig
+from engine.numerics.precision import accumulation_dtype
 from engine.optimizer.kinds import STATE_KINDS, StateKind
-from engine.precision import accumulation_dtype
 
 _HALF_BITS = 16
 

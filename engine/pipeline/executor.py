@@ -18,12 +18,12 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from engine.backward import run_backward
+from engine.activations.backward import run_backward
+from engine.comm.topology import Topology
 from engine.pipeline.actions import Action, Kind
 from engine.pipeline.lowering import Instruction, Post, Program
 from engine.pipeline.p2p import HandOver, Transport
 from engine.tensor_parallel.parameter import WeightGradQueue
-from engine.topology import Topology
 
 
 class ChunkFunction(Protocol):

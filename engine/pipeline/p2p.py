@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.collectives import Axis, Message, Pending
+from engine.comm.collectives import Axis, Message, Pending
 from engine.pipeline.lowering import Direction, Post
 
 

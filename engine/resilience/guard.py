@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any, Protocol
 
+from engine.checkpoint.history import RunHistory
 from engine.errors import DivergenceError, ReplicaError
-from engine.resilience.history import RunHistory
 from engine.resilience.nonfinite import Finding, locate
 from engine.resilience.replicas import ReplicaCheck
 from engine.step import Engine, StepResult, explain
-from engine.telemetry.events import EventKind
+from engine.telemetry.record.events import EventKind
 
 
 class Notices(Protocol):

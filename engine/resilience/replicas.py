@@ -23,9 +23,9 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.collectives import Axis
+from engine.comm.collectives import Axis
+from engine.device.host_copy import HostCopy, to_device
 from engine.step import Engine
-from engine.transfers import HostCopy, to_device
 
 PURPOSE = "replicas"
 

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Protocol
 
 from engine.checkpoint.directory import CheckpointDirectory
-from engine.checkpoint.manager import Checkpoints
-from engine.checkpoint.manifest import TrainingState
+from engine.checkpoint.format.manifest import TrainingState
+from engine.checkpoint.history import RunHistory
 from engine.checkpoint.resume import go_back
+from engine.checkpoint.saving import Checkpoints
+from engine.comm.stop import Stop, StopRequest
 from engine.errors import CheckpointError, DivergenceError
 from engine.resilience.guard import GoBack, Guard, Notices
-from engine.resilience.history import RunHistory
-from engine.signals import Stop, StopRequest
 from engine.step import Engine
 from engine.train import Observer, StepSource, train
 

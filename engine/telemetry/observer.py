@@ -15,18 +15,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.gather import Gathering
-from engine.precision import AGREEMENT_DTYPE
+from engine.comm.gather import Gathering
+from engine.comm.topology import Topology
+from engine.device.host_copy import to_device
+from engine.numerics.precision import AGREEMENT_DTYPE
 from engine.step import StepResult
-from engine.telemetry.hub import Telemetry
-from engine.telemetry.memory_check import MemoryCheck
-from engine.telemetry.metrics import Meter
-from engine.telemetry.profile import StepWatcher
-from engine.telemetry.slow_ranks import SlowRanks
-from engine.telemetry.step_times import StepTimes
-from engine.telemetry.timers import VALIDATION, Timers
-from engine.topology import Topology
-from engine.transfers import to_device
+from engine.telemetry.outlets.hub import Telemetry
+from engine.telemetry.outlets.memory_check import MemoryCheck
+from engine.telemetry.record.metrics import Meter
+from engine.telemetry.timing.phases import VALIDATION, Timers
+from engine.telemetry.timing.slow_ranks import SlowRanks
+from engine.telemetry.timing.step_times import StepTimes
+from engine.telemetry.trace.profile import StepWatcher
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from engine.collectives import Pending
+from engine.comm.collectives import Pending
 from engine.kernels.fusion import EAGER, Fusion
 from engine.tensor_parallel.cross_entropy import TargetsHere
 from engine.tensor_parallel.layers import ColumnParallelLinear

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from engine.collectives import Axis
+from engine.comm.collectives import Axis
 from engine.kernels.fusion import EAGER, Fusion
-from engine.precision import accumulate, accumulation_dtype
+from engine.numerics.precision import accumulate, accumulation_dtype
 
 CHUNK_NUMEL: Mapping[str, int] = MappingProxyType({"cpu": 2**18, "cuda": 2**25})
 """Exponentials at a time, by device: on a CPU what stays in a core's cache, on a GPU what makes kernels few."""

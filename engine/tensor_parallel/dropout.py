@@ -3,8 +3,8 @@
     keep(element) = hash(seed, sample id, site, position of the element in the whole activation of that sample) >= p 2^32
 
 A mask therefore does not depend on the layout, the microbatch, the schedule, the device or what ran before: recomputation
-replays it, a resumed run continues it, and a rank that holds a slice draws exactly its slice. The hash is `engine/mix64.py`, who
-applies it `engine/kernels/elementwise.py`.
+replays it, a resumed run continues it, and a rank that holds a slice draws exactly its slice. The hash is
+`engine/numerics/hashing.py`; `engine/kernels/elementwise.py` applies it.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.device.host_copy import to_device
 from engine.kernels.elementwise import keyed_dropout
 from engine.kernels.fusion import EAGER, Fusion
-from engine.mix64 import key64
-from engine.transfers import to_device
+from engine.numerics.hashing import key64
 
 
 @dataclass(frozen=True, slots=True)

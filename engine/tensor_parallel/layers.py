@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from engine.kernels.weight_grad import add
-from engine.precision import accumulate, accumulation_dtype
+from engine.numerics.precision import accumulate, accumulation_dtype
 from engine.tensor_parallel.mappings import TensorParallelRegion
 from engine.tensor_parallel.parameter import FusedWeights, ShardedParameter, WeightGradQueue
 

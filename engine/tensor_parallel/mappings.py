@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.collectives import Axis, Pending
+from engine.comm.collectives import Axis, Pending
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from engine.kernels.weight_grad import WeightGradKernel, add, add_matmul
-from engine.shard_spec import ParamRecord
+from engine.layout.shard_spec import ParamRecord
 
 
 class GradSink(Protocol):

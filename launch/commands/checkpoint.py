@@ -21,14 +21,14 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from engine.errors import CheckpointError
-from engine.telemetry.format import compact, significant
-from engine.telemetry.parameters import MODULES, module_of
+from engine.telemetry.outlets.format import compact, significant
+from engine.telemetry.record.parameters import MODULES, module_of
 
 if TYPE_CHECKING:  # they import torch, which takes a second: not for --help
-    from engine.checkpoint.compare import Difference, Values
     from engine.checkpoint.directory import Candidate
-    from engine.checkpoint.manifest import Manifest
-    from engine.checkpoint.verify import Verified
+    from engine.checkpoint.format.manifest import Manifest
+    from engine.checkpoint.inspect.compare import Difference, Values
+    from engine.checkpoint.inspect.verify import Verified
 
 NAME = "checkpoint"
 HELP = "Look into checkpoints: what they hold, where two differ, whether every byte is as it was written."
@@ -129,8 +129,8 @@ def inspect(args: argparse.Namespace) -> int:
 
 def diff(args: argparse.Namespace) -> int:
     """Print what is not the same in two checkpoints; 1 if any tensor differs."""
-    from engine.checkpoint.compare import compare_values, differences
     from engine.checkpoint.directory import find
+    from engine.checkpoint.inspect.compare import compare_values, differences
 
     a, b = find(args.one), find(args.other)
     certain: list[Difference] = []
@@ -155,8 +155,8 @@ def diff(args: argparse.Namespace) -> int:
 
 def verify(args: argparse.Namespace) -> int:
     """Read every byte of one checkpoint, or of all in a folder; 1 if anything is damaged."""
-    from engine.checkpoint import verify as engine_verify
     from engine.checkpoint.directory import folders_at
+    from engine.checkpoint.inspect import verify as engine_verify
 
     folders = folders_at(args.path)
     console = _console()
@@ -174,7 +174,7 @@ def verify(args: argparse.Namespace) -> int:
 def fingerprint(args: argparse.Namespace) -> int:
     """Print the fingerprint of each kind; with --recompute from the bytes, 1 if it is another one."""
     from engine.checkpoint.directory import find
-    from engine.checkpoint.verify import recompute
+    from engine.checkpoint.inspect.verify import recompute
 
     candidate = find(args.path)
     stored = candidate.manifest.fingerprint
@@ -240,7 +240,7 @@ def _module_table(manifest: "Manifest") -> Table:
 
 
 def _tensor_table(manifest: "Manifest") -> Table:
-    from engine.checkpoint.compare import tensors_of
+    from engine.checkpoint.inspect.compare import tensors_of
 
     dtypes: dict[str, dict[str, str]] = {}
     for (name, kind), tensor in tensors_of(manifest).items():
@@ -303,7 +303,7 @@ def _show_diff(
     values: "dict[tuple[str, str], Values]",
     recast: int,
 ) -> None:
-    from engine.checkpoint.compare import compared_kinds, other_fields, tensors_of
+    from engine.checkpoint.inspect.compare import compared_kinds, other_fields, tensors_of
 
     console.print(f"A  {a.folder}", markup=False)
     console.print(f"B  {b.folder}", markup=False)
@@ -357,7 +357,7 @@ def _diff_as_json(
     values: "dict[tuple[str, str], Values]",
     recast: int,
 ) -> dict[str, Any]:
-    from engine.checkpoint.compare import compared_kinds, other_fields
+    from engine.checkpoint.inspect.compare import compared_kinds, other_fields
 
     tensors = []
     for difference in found:
@@ -414,7 +414,7 @@ def _show_verified(console: Console, verified: "Verified") -> None:
 
 def _data_bytes(folder: Path) -> int:
     """What a progress bar counts to; 0 where the manifest cannot be read (`verify` says why)."""
-    from engine.checkpoint.manifest import parse_manifest
+    from engine.checkpoint.format.manifest import parse_manifest
 
     try:
         manifest = parse_manifest(folder)

@@ -13,18 +13,18 @@ from typing import Any
 
 import yaml
 
-from engine.config import Config, batch_plan, parallel_sizes
-from engine.config_load import load_config, to_yaml
+from engine.config.load import load_config, to_yaml
+from engine.config.schema import Config, batch_plan, parallel_sizes
 from engine.errors import ConfigError
-from engine.json_text import parse_json
+from engine.layout.partition import partition
+from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.pipeline import schedules
-from engine.pipeline.partition import partition
 from engine.pipeline.programs import Programs
-from engine.rank_grid import ParallelSizes, RankGrid
-from launch.command_line import CONFIG, CommandParser, add_ignore, add_world_size, check_counts
-from models.fit import Devices, memory_line, memory_rule, uses_gpu, uses_nccl
-from models.interop.hf_config import FAMILIES, from_hugging_face, passed_over_notes
-from models.memory import GB, predict, settled
+from engine.storage.json_text import parse_json
+from launch.start.command_line import CONFIG, CommandParser, add_ignore, add_world_size, check_counts
+from models.interop.huggingface.config import FAMILIES, from_hugging_face, passed_over_notes
+from models.predict.fit import Devices, memory_line, memory_rule, uses_gpu, uses_nccl
+from models.predict.rank_memory import GB, predict, settled
 from models.specs import model_specs
 
 NAME = "config"

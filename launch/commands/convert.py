@@ -20,15 +20,15 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from engine.checkpoint.directory import Candidate
-from engine.checkpoint.recorded import recorded_tokenizer
-from engine.config import ModelConfig
-from engine.data.files import sha256_of_file
-from engine.data.tokenizers import check_tokenizer, load_tokenizer
+from engine.checkpoint.inspect.recorded import recorded_tokenizer
+from engine.config.schema import ModelConfig
+from engine.data.corpus.tokenizers import check_tokenizer, load_tokenizer
 from engine.errors import CheckpointError, DataError
-from launch.command_line import add_ignore
+from engine.storage.files import sha256_of_file
 from launch.commands import convert_megatron
-from models.interop.hf_config import FAMILIES, family_of, to_hugging_face
-from models.interop.hf_record import GENERATION_CONFIG, RECORD, ImportRecord, read_record
+from launch.start.command_line import add_ignore
+from models.interop.huggingface.config import FAMILIES, family_of, to_hugging_face
+from models.interop.huggingface.record import GENERATION_CONFIG, RECORD, ImportRecord, read_record
 from models.specs import model_specs
 
 NAME = "convert"
@@ -123,10 +123,10 @@ def run(args: argparse.Namespace) -> int:
 
 def hf_import(args: argparse.Namespace) -> None:
     """Weights of a Hugging Face folder as a checkpoint of ours, with a config beside it."""
-    from engine.checkpoint.manifest import TrainingState
-    from engine.checkpoint.offline import write_checkpoint
-    from models.interop.hf import open_folder
-    from models.interop.hf_files import copy_file, whole_folder, write_text
+    from engine.checkpoint.format.manifest import TrainingState
+    from engine.checkpoint.import_weights import write_checkpoint
+    from models.interop.huggingface.files import copy_file, whole_folder, write_text
+    from models.interop.huggingface.weights import open_folder
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
     found = open_folder(args.source, args.seq_length, args.ignore)
@@ -174,9 +174,9 @@ def hf_import(args: argparse.Namespace) -> None:
 def hf_export(args: argparse.Namespace) -> None:
     """A checkpoint's weights as a folder that transformers loads."""
     from engine.checkpoint.directory import find
-    from models.interop.hf import plan_export
-    from models.interop.hf_files import copy_file, whole_folder, write_text, write_weights
-    from models.interop.hf_tokenizer import bytes_tokenizer_json
+    from models.interop.huggingface.files import copy_file, whole_folder, write_text, write_weights
+    from models.interop.huggingface.tokenizer import bytes_tokenizer_json
+    from models.interop.huggingface.weights import plan_export
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
     if not args.max_shard_gb > 0:
@@ -239,7 +239,7 @@ def _add_dtype(parser: argparse.ArgumentParser, meaning: str) -> None:
 
 def _torch_dtype(name: str) -> Any:
     """torch's dtype, or None for `source`."""
-    from engine.precision import DTYPES as TORCH_DTYPES
+    from engine.numerics.precision import DTYPES as TORCH_DTYPES
 
     return None if name == "source" else TORCH_DTYPES[name]
 

@@ -16,11 +16,11 @@ import yaml
 from pydantic import ValidationError
 from rich.console import Console
 
-from engine.config import Config, ModelConfig, OptimizerConfig, PrecisionConfig, TrainConfig
-from engine.config_load import load_config
-from engine.config_section import Section
+from engine.config.load import load_config
+from engine.config.schema import Config, ModelConfig, OptimizerConfig, PrecisionConfig, TrainConfig
+from engine.config.section import Section
 from engine.errors import CheckpointError, ConfigError, shown
-from models.interop.megatron_config import differences, megatron_args, model_section, training_sections
+from models.interop.megatron.config import differences, megatron_args, model_section, training_sections
 
 IMPORT_EXAMPLES = """examples:
   triaxis convert megatron-import megatron/checkpoints imported --vocab-size 50257
@@ -78,10 +78,12 @@ def add_parsers(verbs: Any) -> None:
 
 def megatron_import(args: argparse.Namespace) -> None:
     """Weights, and where it can be read the optimizer's state, as a checkpoint of ours, with a config beside it."""
-    from engine.checkpoint.manifest import TrainingState
-    from engine.checkpoint.offline import write_checkpoint
-    from models.interop.hf_files import whole_folder, write_text
-    from models.interop.megatron import (
+    from engine.checkpoint.format.manifest import TrainingState
+    from engine.checkpoint.import_weights import write_checkpoint
+    from models.interop.huggingface.files import whole_folder, write_text
+    from models.interop.megatron.files import open_checkpoint
+    from models.interop.megatron.state import training_state
+    from models.interop.megatron.weights import (
         TRAINING,
         WEIGHTS,
         check,
@@ -90,8 +92,6 @@ def megatron_import(args: argparse.Namespace) -> None:
         import_shards,
         optimizer_format,
     )
-    from models.interop.megatron_files import open_checkpoint
-    from models.interop.megatron_state import training_state
 
     console = Console(highlight=False, soft_wrap=True)
     source = open_checkpoint(args.source)
@@ -141,11 +141,11 @@ def megatron_import(args: argparse.Namespace) -> None:
 def megatron_export(args: argparse.Namespace) -> None:
     """A checkpoint of ours in Megatron's format, with the optimizer's state where there is one."""
     from engine.checkpoint.directory import find
-    from engine.checkpoint.offline import read_tensor
-    from engine.precision import DTYPES as TORCH_DTYPES
-    from models.interop.megatron import empty_objects, export_chunks
-    from models.interop.megatron_state import common_state, training_args, weights_state
-    from models.interop.megatron_writer import write_checkpoint
+    from engine.checkpoint.import_weights import read_tensor
+    from engine.numerics.precision import DTYPES as TORCH_DTYPES
+    from models.interop.megatron.state import common_state, training_args, weights_state
+    from models.interop.megatron.weights import empty_objects, export_chunks
+    from models.interop.megatron.writer import write_checkpoint
 
     candidate = find(args.source)
     manifest = candidate.manifest

@@ -6,16 +6,16 @@ import os
 from pathlib import Path
 
 from engine.errors import ConfigError
-from launch.command_line import CONFIG, CommandParser
 from launch.commands.train import request
-from launch.ending import run_rank
-from launch.failure import OUT_OF_LINE
-from launch.launcher import DEFAULT_CONFIG, Request, launch
-from launch.slurm_step import is_rank
+from launch.start.command_line import CONFIG, CommandParser
+from launch.start.launcher import DEFAULT_CONFIG, Request, launch
+from launch.start.process.ending import run_rank
+from launch.start.process.failure import OUT_OF_LINE
+from launch.start.srun_task import is_rank
 
 NAME = "doctor"
 HELP = "Compare versions, links, clocks and folders of all nodes, and measure the bandwidth of the layout's groups."
-WORKER = "launch.doctor_rank"
+WORKER = "launch.doctor.rank"
 EXAMPLES = f"""examples:
   triaxis doctor
   triaxis doctor configs/gpt_tiny.yaml --json doctor.json

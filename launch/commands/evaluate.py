@@ -1,16 +1,16 @@
-"""`triaxis evaluate`: loss and perplexity of a text under a checkpoint's model (the ranks: launch/evaluate_rank.py)."""
+"""`triaxis evaluate`: loss and perplexity of a text under a checkpoint's model (the ranks: launch/inference/evaluate.py)."""
 
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from engine.data.indexed import IndexedTokens
-from engine.data.record import read_record
-from engine.data.tokenizers import Tokenizer
+from engine.data.corpus.indexed import IndexedTokens
+from engine.data.corpus.record import read_record
+from engine.data.corpus.tokenizers import Tokenizer
 from engine.errors import ConfigError, DataError
-from launch.command_line import CommandParser
-from launch.from_checkpoint import Asked, ask, open_tokenizer, start
-from launch.from_checkpoint import add_arguments as add_checkpoint_arguments
+from launch.inference.request import Asked, ask, open_tokenizer, start
+from launch.inference.request import add_arguments as add_checkpoint_arguments
+from launch.start.command_line import CommandParser
 
 NAME = "evaluate"
 HELP = "Loss and perplexity of a text or a corpus under the model of a checkpoint, per token and per byte."
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         "stride": args.stride,
         "json": args.json,
     }
-    return start(asked, "launch.evaluate_rank", job)
+    return start(asked, "launch.inference.evaluate", job)
 
 
 def _problems(args: argparse.Namespace) -> Iterator[str]:

@@ -16,17 +16,17 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from engine.config import Config, parallel_sizes
-from engine.config_load import load_config
-from engine.config_problems import with_value
+from engine.config.load import load_config
+from engine.config.problems import with_value
+from engine.config.schema import Config, parallel_sizes
 from engine.errors import ConfigError
-from engine.telemetry.format import in_bytes
-from launch.command_line import CONFIG, CommandParser, add_world_size, check_counts, layout_overrides
+from engine.telemetry.outlets.format import in_bytes
+from launch.start.command_line import CONFIG, CommandParser, add_world_size, check_counts, layout_overrides
 
 if TYPE_CHECKING:
     import torch
 
-    from engine.footprint.run import Footprint, Footprints
+    from launch.footprint.run import Footprint, Footprints
 
 NAME = "footprint"
 HELP = "Run one rank's training step on tensors without memory; print its bytes, calls and operators."
@@ -91,9 +91,9 @@ def run(args: argparse.Namespace) -> int:
     if args.races:
         return _races(config, args)
     # torch is imported where it is needed: `--help` and mistakes are answered at once.
-    from engine.footprint.run import Footprints
-    from models.gpt import build_chunks
-    from models.memory import settled
+    from launch.footprint.run import Footprints
+    from models.gpt.chunk import build_chunks
+    from models.predict.rank_memory import settled
 
     begin = time.monotonic()
     footprints = Footprints(config, build_chunks, full=args.full)
@@ -131,7 +131,7 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
 
 def _races(config: Config, args: argparse.Namespace) -> int:
     """Look for races on some ranks."""
-    from launch.races import check_races, config_to_check
+    from launch.footprint.races.run import check_races, config_to_check
 
     begin = time.monotonic()
     config = config_to_check(config, small=not args.full_size)
@@ -166,10 +166,10 @@ def read_config(args: argparse.Namespace) -> Config:
 
 def _real(console: Console, config: Config, rank: int, counted: "Footprint") -> dict[str, object]:
     """The rank's steps on a device, beside what was counted."""
-    from engine.footprint.real import real_steps
-    from engine.placement import place
-    from engine.runtime import set_up_allocator
-    from models.gpt import build_chunks
+    from engine.comm.placement import place
+    from engine.comm.runtime import set_up_allocator
+    from launch.footprint.real import real_steps
+    from models.gpt.chunk import build_chunks
 
     device = place(config.runtime, 0, os.environ).device
     if device.type == "cuda":
@@ -202,7 +202,7 @@ def _device_name(device: "torch.device") -> str:
 
 def _replay(console: Console, footprints: "Footprints") -> dict[str, object]:
     """Run and replay; a layout in which ranks would not meet ends in an error."""
-    from engine.footprint.replay import replay
+    from launch.footprint.replay import replay
 
     world = footprints.sizes.world_size
     if world <= MOST_RANKS_OF_A_WHOLE_REPLAY:
@@ -259,7 +259,7 @@ def show(console: Console, config: Config, rank: int, found: "Footprint") -> Non
 
 def _show_formula(console: Console, config: Config, found: "Footprint") -> None:
     """The terms of a layer and their sum, beside what was measured."""
-    from models.activations import block_terms, paper_per_token, per_token
+    from models.predict.activation_memory import block_terms, paper_per_token, per_token
 
     terms = block_terms(config, parallel_sizes(config))
     h = config.model.hidden_size
@@ -284,8 +284,8 @@ def _show_formula(console: Console, config: Config, found: "Footprint") -> None:
 
 def _formula_bytes(config: Config, found: "Footprint") -> float:
     """What a microbatch saves on the rank's chunks, from the formula; what it moves to the host included."""
-    from engine.pipeline.partition import partition
-    from models.activations import kept_bytes, moved_bytes
+    from engine.layout.partition import partition
+    from models.predict.activation_memory import kept_bytes, moved_bytes
 
     sizes = parallel_sizes(config)
     stages = partition(config.model.num_layers, sizes.pp, sizes.vpp, config.parallel.layers_per_stage)
@@ -312,7 +312,7 @@ def _alike(found: "Footprint") -> Counter[tuple[str, str, int]]:
 
 def _traffic(found: "Footprint") -> dict[tuple[str, str, str], tuple[int, int]]:
     """(calls, ring bytes) by axis, purpose and operation."""
-    from models.traffic import measured_traffic
+    from models.predict.traffic import measured_traffic
 
     volumes = measured_traffic(found.events)
     return {

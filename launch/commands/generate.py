@@ -1,14 +1,14 @@
-"""`triaxis generate`: text from a checkpoint, one prompt after another, on one process or on ranks (launch/generate_rank.py)."""
+"""`triaxis generate`: text from a checkpoint, one prompt after another, on one rank or many (launch/inference/generate.py)."""
 
 import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from engine.config import ModelConfig
+from engine.config.schema import ModelConfig
 from engine.errors import ConfigError
-from launch.command_line import CommandParser
-from launch.from_checkpoint import add_arguments as add_checkpoint_arguments
-from launch.from_checkpoint import ask, open_tokenizer, start
+from launch.inference.request import add_arguments as add_checkpoint_arguments
+from launch.inference.request import ask, open_tokenizer, start
+from launch.start.command_line import CommandParser
 
 NAME = "generate"
 HELP = "Continue a prompt with the model of a checkpoint."
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         "window": window,
         "json": args.json,
     }
-    return start(asked, "launch.generate_rank", job)
+    return start(asked, "launch.inference.generate", job)
 
 
 def _sampling_problems(args: argparse.Namespace) -> Iterator[str]:

@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from engine.data.corpus import STDLIB_BYTES, stdlib_files
-from engine.data.indexed import bin_path, idx_path
-from engine.data.prepare import Prepared, PrepareRequest, find_inputs, prepare
-from engine.data.record import record_path
+from engine.data.corpus.indexed import bin_path, idx_path
+from engine.data.corpus.prepare import Prepared, PrepareRequest, find_inputs, prepare
+from engine.data.corpus.record import record_path
+from engine.data.corpus.stdlib import STDLIB_BYTES, stdlib_files
 from engine.errors import DataError
 
 NAME = "prepare"

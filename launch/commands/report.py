@@ -4,8 +4,8 @@ import argparse
 import time
 from pathlib import Path
 
-from engine.data.files import write_atomically
 from engine.errors import TriaxisError
+from engine.storage.files import write_atomically
 from launch.report.page import render
 from launch.report.record import read_run
 

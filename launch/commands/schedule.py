@@ -19,10 +19,10 @@ from engine.pipeline.lowering import lower
 from engine.pipeline.programs import Programs
 from engine.pipeline.simulate import Costs, Timeline, simulate
 from engine.pipeline.text import KIND_NAMES, draw, ink, program_to_text, shade, to_text
-from launch.command_line import CONFIG, CommandParser, add_world_size, check_counts
+from launch.start.command_line import CONFIG, CommandParser, add_world_size, check_counts
 
 if TYPE_CHECKING:
-    from engine.config import Config
+    from engine.config.schema import Config
 
 NAME = "schedule"
 HELP = "Print, draw or check a pipeline schedule."
@@ -145,8 +145,8 @@ def _given(args: argparse.Namespace, *names: str) -> list[str]:
 
 def _of_config(console: Console, args: argparse.Namespace) -> list[Schedule]:
     """The schedules that a run of this configuration uses: of a training step and of a validation."""
-    from engine.config import batch_plan, data_parallel_size
-    from engine.config_load import load_config
+    from engine.config.load import load_config
+    from engine.config.schema import batch_plan, data_parallel_size
 
     if given := _given(args, "pp", "vpp", "microbatches", "name"):
         raise ScheduleError(

@@ -6,7 +6,7 @@ runs/<name>/timeline/attempt_00/rank_*.json   ->   runs/<name>/timeline.json
 import argparse
 from pathlib import Path
 
-from engine.telemetry.timeline import merge
+from engine.telemetry.timing.timeline import merge
 
 NAME = "timeline"
 HELP = "Put together the timelines that the ranks of a run wrote (telemetry.timeline), for ui.perfetto.dev."

@@ -1,20 +1,20 @@
 """`triaxis topology`: which rank stands where, which ranks talk to each other, and over what; no process is started.
 
-sizes, or a config and a world size  ->  RankGrid  ->  nodes and groups as text (launch/topology_text.py)
-                                                   ->  with --out a picture     (launch/topology_picture.py)
+sizes, or a config and a world size  ->  RankGrid  ->  nodes and groups as text (launch/report/topology_text.py)
+                                                   ->  with --out a picture     (launch/report/topology_picture.py)
 """
 
 import argparse
 import os
 from pathlib import Path
 
-from engine.config import Config, parallel_sizes
-from engine.config_load import load_config
-from engine.config_rules import problems
+from engine.config.load import load_config
+from engine.config.rules import problems
+from engine.config.schema import Config, parallel_sizes
 from engine.errors import ConfigError, TopologyError
-from engine.rank_grid import ParallelSizes, RankGrid
-from launch.command_line import CONFIG, CommandParser, add_world_size, check_counts
-from launch.topology_text import describe
+from engine.layout.rank_grid import ParallelSizes, RankGrid
+from launch.report.topology_text import describe
+from launch.start.command_line import CONFIG, CommandParser, add_world_size, check_counts
 
 NAME = "topology"
 HELP = "Show which rank stands on which node, and which ranks form a group."
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     grid = RankGrid(sizes, per_node, allow_tp_across_nodes=allow)
     print(describe(grid, config.model if config is not None else None), end="")
     if args.out is not None:
-        from launch.topology_picture import draw  # matplotlib: only for those who want a picture
+        from launch.report.topology_picture import draw  # matplotlib: only for those who want a picture
 
         draw(grid, args.out)
         print(f"\npicture: {args.out}")

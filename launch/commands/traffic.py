@@ -4,9 +4,9 @@ import argparse
 import os
 from dataclasses import replace
 
-from launch.command_line import CONFIG, CommandParser
 from launch.commands.train import request
-from launch.launcher import launch
+from launch.start.command_line import CONFIG, CommandParser
+from launch.start.launcher import launch
 
 NAME = "traffic"
 HELP = "Run one real training step on random tokens; print calls and bytes per axis beside the formulas'."
@@ -27,5 +27,5 @@ def add_arguments(parser: CommandParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Start the ranks; the exit code is theirs."""
-    asked = replace(request(args), worker="launch.traffic_rank", trains=True)
+    asked = replace(request(args), worker="launch.footprint.traffic", trains=True)
     return launch(asked, os.environ)

@@ -1,15 +1,15 @@
-"""`triaxis train`, which `launch/pretrain_gpt.sh` calls: config and overrides -> ranks (launch/launcher.py)."""
+"""`triaxis train`, which `launch/pretrain_gpt.sh` calls: config and overrides -> ranks (launch/start/launcher.py)."""
 
 import argparse
 import os
 from dataclasses import replace
 from functools import partial
 
-from launch import hostfile
-from launch.command_line import CONFIG, CommandParser
-from launch.failure import DIVERGED
-from launch.launcher import DEFAULT_CONFIG, FROM_SCRATCH, Request, launch
-from launch.preflight import look_before_training
+from launch.start import hostfile
+from launch.start.command_line import CONFIG, CommandParser
+from launch.start.launcher import DEFAULT_CONFIG, FROM_SCRATCH, Request, launch
+from launch.start.preflight import look_before_training
+from launch.start.process.failure import DIVERGED
 
 NAME = "train"
 HELP = "Start a training run: on this machine, on this node of several, or as a task of srun."

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine.config_limits import MOST_STEPS
+from engine.config.limits import MOST_STEPS
+from engine.device.gpus import find_gpus
 from engine.errors import ConfigError, TriaxisError
-from engine.gpus import find_gpus
-from launch import hostfile
-from launch.command_line import (
+from launch.start import hostfile
+from launch.start.command_line import (
     CONFIG,
     LAYOUT_WORDS,
     CommandParser,
@@ -23,9 +23,9 @@ from launch.command_line import (
     check_counts,
     layout_overrides,
 )
-from launch.slurm_step import is_rank
-from launch.try_layouts import LEAST_STEPS, STOPPED, Failed, Measured, refused, show_plan, try_layout, write_config
-from launch.try_report import Tried, look_at_machine, to_json, to_text
+from launch.start.srun_task import is_rank
+from launch.tuning.layouts import LEAST_STEPS, STOPPED, Failed, Measured, refused, show_plan, try_layout, write_config
+from launch.tuning.report import Tried, look_at_machine, to_json, to_text
 
 NAME = "try"
 HELP = "Train a few steps of a config on random tokens, in one layout or several; print speed, memory and time of each."

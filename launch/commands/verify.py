@@ -12,17 +12,17 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from engine.config import Config, parallel_sizes
-from engine.config_limits import MOST_RANKS as LARGEST_WORLD
-from engine.config_limits import MOST_STEPS
+from engine.config.limits import MOST_RANKS as LARGEST_WORLD
+from engine.config.limits import MOST_STEPS
+from engine.config.schema import Config, parallel_sizes
 from engine.errors import ConfigError
-from engine.verify.bounds import noise_factor
-from engine.verify.judge import Difference, Verdict
-from engine.verify.matrix import Row
-from launch.command_line import CONFIG, LAYOUT_WORDS, CommandParser, above, layout_overrides
-from launch.verify import Trial, VerificationError, show_plan, trial, verify
-from launch.verify_matrix import MOST_RANKS, matrix
-from launch.verify_oracle import NUM_STEPS, ORACLES, OracleTrial, oracle_trial, show_oracle_plan, verify_against
+from launch.start.command_line import CONFIG, LAYOUT_WORDS, CommandParser, above, layout_overrides
+from launch.verify.covering import Row
+from launch.verify.matrix import MOST_RANKS, matrix
+from launch.verify.oracle import NUM_STEPS, ORACLES, OracleTrial, oracle_trial, show_oracle_plan, verify_against
+from launch.verify.run import Trial, VerificationError, show_plan, trial, verify
+from launch.verify.verdict.bounds import noise_factor
+from launch.verify.verdict.judge import Difference, Verdict
 
 NAME = "verify"
 HELP = "Train a few steps in one process and in a layout; compare loss, every gradient, weights and moments by name."

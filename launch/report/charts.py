@@ -12,7 +12,7 @@ from html import escape
 from engine.pipeline.actions import Action, Kind
 from engine.pipeline.simulate import Timeline
 from engine.pipeline.text import KIND_NAMES, ink, shade
-from engine.telemetry.format import significant
+from engine.telemetry.outlets.format import significant
 
 Point = tuple[float, float]
 

@@ -8,10 +8,10 @@ from datetime import datetime
 from html import escape
 from typing import Any
 
-from engine.config import planned_steps
-from engine.telemetry.events import ALERTS, Event
-from engine.telemetry.format import compact, duration, in_bytes, significant
-from engine.telemetry.redaction import without_secrets
+from engine.config.schema import planned_steps
+from engine.storage.redaction import without_secrets
+from engine.telemetry.outlets.format import compact, duration, in_bytes, significant
+from engine.telemetry.record.events import ALERTS, Event
 from launch.report import parts
 from launch.report.record import RunRecord, number
 from launch.report.style import CSS

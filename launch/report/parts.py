@@ -4,17 +4,17 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from engine.config import Config, batch_plan, parallel_sizes
+from engine.config.schema import Config, batch_plan, parallel_sizes
 from engine.errors import TriaxisError
+from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.pipeline import schedules
 from engine.pipeline.actions import Schedule
 from engine.pipeline.simulate import Costs, Timeline, simulate
-from engine.rank_grid import ParallelSizes, RankGrid
-from engine.telemetry.format import in_bytes
-from engine.telemetry.time_split import PARTS
+from engine.telemetry.outlets.format import in_bytes
+from engine.telemetry.timing.time_split import PARTS
 from launch.report.charts import Line, bar_chart, line_chart, schedule_picture, share_bar, stacked_chart
 from launch.report.record import RunRecord, number
-from models.memory import Memory, predict
+from models.predict.rank_memory import Memory, predict
 
 MOST_COLUMNS = 150
 """Of the chart of times: longer runs show means of several steps."""

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.directory import CheckpointDirectory
-from engine.checkpoint.manifest import parse_manifest
-from engine.config import Config
-from engine.config_load import load_config
+from engine.checkpoint.format.manifest import parse_manifest
+from engine.config.load import load_config
+from engine.config.schema import Config
 from engine.errors import CheckpointError, TriaxisError
-from engine.state_files import explaining_storage, read_object, read_regular, reason
-from engine.telemetry.events import Event, events_files, read_events
-from engine.telemetry.jsonl import read_records
+from engine.storage.state_files import explaining_storage, read_object, read_regular, reason
+from engine.telemetry.record.events import Event, events_files, read_events
+from engine.telemetry.record.jsonl import read_records
 
 
 @dataclass(frozen=True, slots=True)

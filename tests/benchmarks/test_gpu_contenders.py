@@ -12,11 +12,11 @@ from benchmarks.gpu_contenders import ours, timed_loop, torch_models
 from benchmarks.gpu_contenders.contenders import CONTENDERS, OURS
 from benchmarks.gpu_contenders.records import Job, read
 from benchmarks.gpu_contenders.shapes import resolve, write_config
+from engine.comm.topology import Topology
 from engine.data.loader import MicroBatch
 from engine.errors import ConfigError, OutOfMemoryError
-from engine.rank_grid import ParallelSizes, RankGrid
-from engine.topology import Topology
-from launch.out_of_memory import explaining_memory
+from engine.layout.rank_grid import ParallelSizes, RankGrid
+from launch.rank.out_of_memory import explaining_memory
 from models.specs import model_specs
 
 TOY = Job(

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from benchmarks.engine_overhead import MODELS, config_of, parse
 from benchmarks.operators import PLACES, compare, show
-from engine.config import Config
+from engine.config.schema import Config
 
 SIZES = {"hidden": 64, "head-dim": 16, "seq": 16, "vocab": 128, "microbatches": 3, "micro-batch-size": 2}
 
@@ -41,7 +41,7 @@ def test_an_extra_kernel_in_a_block_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
     ) -> torch.Tensor:
         return residual + branch * 1.0
 
-    monkeypatch.setattr("models.gpt.hidden_dropout", copied)
+    monkeypatch.setattr("models.gpt.chunk.hidden_dropout", copied)
     after, _ = compare(config("gpt", "fp32"))
     assert after["blocks"].num_kernels - before["blocks"].num_kernels == 2 * 2 * 3 * 2
     assert {place for place in PLACES if before[place].kernels != after[place].kernels} == {"blocks"}

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from benchmarks.deepspeed_peer import DeepSpeedPeer
 from benchmarks.peers import SentBytes, config_of, layout_of, parse
-from engine.rank_grid import ParallelSizes
+from engine.layout.rank_grid import ParallelSizes
 from tests.harness import run_ranks
 from tests.launch.command_line import ROOT
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from benchmarks import step_profile
-from engine.collectives import Pending
-from engine.config import Config
+from engine.comm.collectives import Pending
+from engine.comm.topology import Topology
+from engine.config.schema import Config
 from engine.data.loader import Batches
 from engine.data.synthetic import SyntheticDataset
-from engine.rank_grid import ParallelSizes, RankGrid
-from engine.topology import Topology
+from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.train import build
-from models.gpt import build_chunks
+from models.gpt.chunk import build_chunks
 from tests.harness import run_ranks
 
 ONE_RANK = [f"parallel.{size}=1" for size in ("tp", "pp", "vpp", "dp")]

@@ -8,19 +8,19 @@ from typing import Any
 import torch
 
 from engine.checkpoint.directory import CheckpointDirectory
-from engine.checkpoint.fingerprint import to_text
-from engine.checkpoint.manager import Checkpoints, RunFacts
-from engine.checkpoint.manifest import Ancestor, Kind
+from engine.checkpoint.format.fingerprint import to_text
+from engine.checkpoint.format.manifest import Ancestor, Kind
 from engine.checkpoint.resume import begin
-from engine.checkpoint.state import fingerprint
-from engine.config import Config
+from engine.checkpoint.saving import Checkpoints, RunFacts
+from engine.checkpoint.shards import fingerprint
+from engine.comm.topology import Topology
+from engine.config.schema import Config
 from engine.data.loader import Batches
+from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.optimizer.lr import learning_rate
-from engine.rank_grid import ParallelSizes, RankGrid
 from engine.step import Engine
-from engine.topology import Topology
 from engine.train import build
-from models.gpt import build_chunks
+from models.gpt.chunk import build_chunks
 from models.specs import model_specs
 from tests.parity.cases import Case, dataset
 

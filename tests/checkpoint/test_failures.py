@@ -11,9 +11,9 @@ import torch
 
 from engine.checkpoint import writer
 from engine.checkpoint.directory import CheckpointDirectory, find
-from engine.checkpoint.manager import Checkpoints
-from engine.checkpoint.manifest import read_manifest
+from engine.checkpoint.format.manifest import read_manifest
 from engine.checkpoint.resume import Beginning, begin
+from engine.checkpoint.saving import Checkpoints
 from engine.data.loader import Batches
 from engine.errors import CheckpointError
 from tests.checkpoint.runs import Silent, engine_of, facts_of, fingerprint_of, run

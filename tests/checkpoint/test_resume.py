@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint import manifest
 from engine.checkpoint.directory import CheckpointDirectory
+from engine.checkpoint.format import manifest
 from engine.checkpoint.resume import begin
 from tests.checkpoint.runs import Trace, engine_of, run
 from tests.harness import run_ranks

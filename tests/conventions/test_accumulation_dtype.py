@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-EXEMPT = ROOT / "engine" / "precision.py"
+EXEMPT = ROOT / "engine" / "numerics" / "precision.py"
 SINGLE = ("float32", "float")
 
 
@@ -33,7 +33,7 @@ def test_no_cast_to_single_outside_precision():
     found = [
         f"{path.relative_to(ROOT)}:{line}: {what}" for path in files for line, what in casts_to_single(path.read_text())
     ]
-    assert not found, "use engine.precision.accumulation_dtype:\n" + "\n".join(found)
+    assert not found, "use engine.numerics.precision.accumulation_dtype:\n" + "\n".join(found)
 
 
 @pytest.mark.parametrize(

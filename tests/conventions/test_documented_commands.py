@@ -12,14 +12,14 @@ import subprocess
 
 import pytest
 
-from engine.config_counts import SUFFIXES, count
-from engine.config_load import ENVIRONMENT
+from engine.config.counts import SUFFIXES, count
+from engine.config.load import ENVIRONMENT
 from launch import cli
 from tests.documented import PAGES, ROOT, commands, make_workplace, section
 from tests.launch.command_line import OTHER_LAUNCHERS, OTHER_RUNS
 
 AS_WRITTEN = "## Checkpoints and resuming"
-"""A part of the README that `tests/launch/test_readme.py` runs for real, from the first command to the last."""
+"""A part of the README that `tests/launch/runs/test_readme.py` runs for real, from the first command to the last."""
 
 VARIABLES = r"(?:[A-Z_]+=\S+ )*"
 DRY_FORMS = [
@@ -28,7 +28,7 @@ DRY_FORMS = [
     (re.compile(rf"({VARIABLES}triaxis (?:train|try|traffic|verify|doctor)\b.*)"), r"\1 --dry-run"),
     (re.compile(r"(?:sbatch|bash) (launch/slurm/\S+\.sbatch.*)"), r"bash \1 --dry-run"),
     (re.compile(r"make (\w+)"), r"make --dry-run \1"),
-    # needs a run; tests/launch/test_report.py makes some
+    # needs a run; tests/launch/report/test_report.py makes some
     (re.compile(r"(triaxis report)\b.*"), r"\1 --help"),
     # quick and harmless: as it is
     (re.compile(r"(triaxis (?:config|topology|schedule|prepare|footprint)\b.*)"), r"\1"),

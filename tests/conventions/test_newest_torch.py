@@ -13,18 +13,18 @@ NEWEST = VERSIONS[-1]
 
 TESTS = (
     "tests/parity/test_parity.py",
-    "tests/engine/test_collectives.py",
-    "tests/engine/test_topology.py",
-    "tests/engine/test_attention.py",
-    "tests/engine/test_elementwise.py",
-    "tests/engine/test_saved_tensors.py",
-    "tests/engine/test_on_fake_nccl.py",
+    "tests/engine/comm/test_collectives.py",
+    "tests/engine/comm/test_topology.py",
+    "tests/engine/kernels/test_attention.py",
+    "tests/engine/kernels/test_elementwise.py",
+    "tests/engine/activations/test_saved_tensors.py",
+    "tests/engine/comm/test_on_fake_nccl.py",
     "tests/engine/optimizer",
     "tests/engine/pipeline/test_first_contact.py",
     "tests/engine/tensor_parallel",
     "tests/checkpoint/test_resume.py",
-    "tests/launch/test_forward_signals.py",
-    "tests/launch/test_world.py",
+    "tests/launch/start/process/test_forward_signals.py",
+    "tests/launch/start/test_world.py",
 )
 """All that communicates, uses a private name of torch, or is started by torchrun, at least once."""
 

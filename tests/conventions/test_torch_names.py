@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch.bootstrap import TORCH_OF_CUDA
+from launch.start.bootstrap import TORCH_OF_CUDA
 from tests.torch_versions import NAMES, ROOT, VERSIONS, WORDS, Wheel, missing, names_used, wrong_choices
 
 SOURCES = sorted(path for room in ("engine", "models", "launch") for path in (ROOT / room).rglob("*.py"))
@@ -63,12 +63,12 @@ def test_a_name_that_a_version_lacks_is_reported(tmp_path: Path) -> None:
         archive.writestr("torch/_C/_distributed_c10d.pyi", "def f(multi_tenant: bool): ...")
         archive.writestr("torchgen/packaged/ATen/native/native_functions.yaml", "- func: addmm.out(Tensor a)\n")
     lacks = missing(Wheel(wheel))
-    assert "torch.autograd.graph.GradientEdge (engine/backward.py)" not in lacks
-    assert "torch.autograd.graph._engine_run_backward (engine/backward.py)" in lacks
-    assert "torch._C._distributed_c10d (engine/runtime.py)" not in lacks
+    assert "torch.autograd.graph.GradientEdge (engine/activations/backward.py)" not in lacks
+    assert "torch.autograd.graph._engine_run_backward (engine/activations/backward.py)" in lacks
+    assert "torch._C._distributed_c10d (engine/comm/runtime.py)" not in lacks
     assert "torch.ops.aten.addmm.dtype_out (engine/kernels/weight_grad.py)" in lacks
-    assert "multi_tenant (engine/runtime.py)" not in lacks
-    assert "signals_to_handle or _terminate_process_handler (launch/forward_signals.py)" in lacks
+    assert "multi_tenant (engine/comm/runtime.py)" not in lacks
+    assert "signals_to_handle or _terminate_process_handler (launch/start/process/forward_signals.py)" in lacks
 
 
 def test_the_versions_are_those_in_range() -> None:

@@ -5,10 +5,10 @@ from typing import Any, cast
 
 import pytest
 
-from engine.checkpoint.manager import Checkpoints
-from engine.config import Config, batch_plan
+from engine.checkpoint.saving import Checkpoints
+from engine.comm.stop import NO_STOP, Stop, StopRequest
+from engine.config.schema import Config, batch_plan
 from engine.errors import DivergenceError
-from engine.signals import NO_STOP, Stop, StopRequest
 from engine.step import NO_FLAGS, Engine, StepResult
 from engine.train import train
 

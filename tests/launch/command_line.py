@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from engine.telemetry.events import read_events
+from engine.telemetry.record.events import read_events
 
 ROOT = Path(__file__).resolve().parents[2]
 PRETRAIN = ("bash", str(ROOT / "launch" / "pretrain_gpt.sh"))

@@ -14,14 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.config_load import ENVIRONMENT
-from engine.runtime import Runtime
-from launch.launcher import Request, make_plan
+from engine.comm.runtime import Runtime
+from engine.config.load import ENVIRONMENT
+from launch.start.launcher import Request, make_plan
 from tests.harness import run_ranks
 
 
 def fork_ranks_of(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
-    """From now on `module` calls this in place of `launch.launcher.launch`; what rank 0 prints is printed here."""
+    """From now on `module` calls this in place of `launch.start.launcher.launch`; what rank 0 prints is printed here."""
     stdout = sys.stdout
 
     def launch(request: Request, variables: Mapping[str, str]) -> int:
@@ -37,7 +37,7 @@ def fork_ranks_of(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
 
 def work(rank: int, module: str, words: list[str]) -> tuple[int, str, str]:
     """One rank: its exit code and what it said. The harness has joined the process group."""
-    import launch.rank
+    import launch.rank.join
 
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     for name in ENVIRONMENT:
@@ -45,7 +45,7 @@ def work(rank: int, module: str, words: list[str]) -> tuple[int, str, str]:
     places = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(number) for name, number in places.items()})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
-    launch.rank.start = lambda environment, config: Runtime(environment, torch.device("cpu"))
+    launch.rank.join.start = lambda environment, config: Runtime(environment, torch.device("cpu"))
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
         code = importlib.import_module(module).main(words)
     return code, out.getvalue(), err.getvalue()

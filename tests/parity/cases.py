@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from engine.config import Config
+from engine.comm.topology import Topology
+from engine.config.schema import Config
 from engine.data.loader import Batches
 from engine.data.synthetic import SyntheticDataset
-from engine.rank_grid import ParallelSizes, RankGrid
-from engine.shard_spec import Box
+from engine.layout.rank_grid import ParallelSizes, RankGrid
+from engine.layout.shard_spec import Box
 from engine.step import Engine
-from engine.topology import Topology
 from engine.train import build
-from models.gpt import build_chunks
+from models.gpt.chunk import build_chunks
 from models.specs import model_specs
 from tests.oracle import oracle_loss_sum, oracle_weights
 
@@ -115,7 +115,7 @@ class Case:
     compiled: bool = False
     """Elementwise functions and the optimizer by torch.compile."""
     staged: bool = False
-    """Carry what is sent through other memory (`engine.staging`); on GPUs, over gloo, ranks share those that there are."""
+    """Carry what is sent through other memory (`engine.comm.staging`); on GPUs, over gloo, ranks share those that there are."""
     backend: str | None = None
     """Of the groups, by its name; None: that of the device."""
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.collectives import Axis, Pending
+from engine.comm.collectives import Axis, Pending
 from engine.optimizer.grad_buffer import GradBuffers
 from engine.tensor_parallel.parameter import ShardedParameter
 from tests.harness import run_ranks

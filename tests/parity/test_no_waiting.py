@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.checkpoint.state import fingerprint
+from engine.checkpoint.shards import fingerprint
 from engine.errors import DivergenceError
 from engine.step import Engine
 from tests.harness import run_ranks

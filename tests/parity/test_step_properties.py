@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from engine.collectives import Event
-from models.gpt import Block
-from models.traffic import Flow, Volume, expected_traffic, measured_traffic
-from tests.engine.test_collectives import CountCalls
+from engine.comm.collectives import Event
+from models.gpt.chunk import Block
+from models.predict.traffic import Flow, Volume, expected_traffic, measured_traffic
+from tests.engine.comm.test_collectives import CountCalls
 from tests.harness import run_ranks
 from tests.parity.cases import Case, assemble, build_rank, owned_pieces, run_case, weights_of
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from engine.step import Engine
-from models.gpt import GPTChunk
+from models.gpt.chunk import GPTChunk
 from tests.harness import run_ranks
 from tests.oracle import oracle_loss_sum
 from tests.parity.cases import Case, build_rank, dataset, load_weights, weights_of

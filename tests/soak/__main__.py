@@ -22,9 +22,9 @@ from typing import Any
 import pytest
 
 from engine.checkpoint.directory import CheckpointDirectory
-from engine.checkpoint.manifest import read_manifest
+from engine.checkpoint.format.manifest import read_manifest
 from engine.data.skipped import SkippedRanges
-from engine.telemetry.events import read_events
+from engine.telemetry.record.events import read_events
 from tests import netns
 from tests.soak import table
 from tests.soak.faults import WORDS, Kind, draw

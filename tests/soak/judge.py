@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from engine.checkpoint.writer import RETRY_PAUSES_SECONDS
 from engine.data.skipped import SkippedRanges
-from engine.resilience.hang import HUNG, SLOWER
-from engine.telemetry.slow_ranks import IN_A_ROW
+from engine.resilience.hang.watch import HUNG, SLOWER
+from engine.telemetry.timing.slow_ranks import IN_A_ROW
 from tests.soak.faults import Fault, Kind
 from tests.soak.scene import (
     BACKGROUND_SAVE_STEPS,
@@ -30,7 +30,7 @@ from tests.soak.scene import (
 )
 
 BROKE, REPLICAS_DIFFER, PREEMPTED, KILLED_RANK, KILLED = 1, 5, 75, 128 + 9, -9
-"""How a launcher ends (docs/resilience.md, launch/failure.py); the last is what the kernel says of one that was killed."""
+"""How a launcher ends (docs/resilience.md, launch/start/process/failure.py); the last is that of one that was killed."""
 
 _WAITS = re.compile(r"rank (\d+) \([^)]*\) waits .*?\branks? (\d+(?:, \d+)*)")
 _BETWEEN = re.compile(r"is between node 0 \(ranks 0, 1\) and node 1 \(ranks 2, 3\)")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from launch.directory_watch import LOOK_SECONDS
+from launch.rank.directory_watch import LOOK_SECONDS
 from tests.soak.faults import Fault
 from tests.soak.judge import Expected, Seen
 from tests.soak.scene import LOG_INTERVAL, Settings

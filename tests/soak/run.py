@@ -19,10 +19,10 @@ from typing import Any
 
 import psutil
 
-from engine.data.files import write_atomically
-from engine.telemetry.events import read_events
-from engine.telemetry.jsonl import read_records
-from launch.parent_death import end_with_parent
+from engine.storage.files import write_atomically
+from engine.telemetry.record.events import read_events
+from engine.telemetry.record.jsonl import read_records
+from launch.start.process.parent_death import end_with_parent
 from tests import netns
 from tests.launch.command_line import OTHER_LAUNCHERS, OTHER_RUNS, ROOT
 from tests.soak.scene import NUM_HOSTS, RANKS_PER_HOST, address

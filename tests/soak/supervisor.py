@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from engine.checkpoint.history import read_history
 from engine.data.skipped import SkippedRanges
-from engine.resilience.history import read_history
 from tests.soak.faults import Fault, Kind
 from tests.soak.judge import Expected, Seen, expected_of, names_as_awaited, names_the_link, problems, step_of
 from tests.soak.output_faults import fill_log_disk, pause_terminal, reader_ends, remove_run_directory

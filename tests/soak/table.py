@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from engine.resilience.hang import SLOWER
+from engine.resilience.hang.watch import SLOWER
 from tests.soak.faults import WORDS, Kind
 from tests.soak.judge import Bound, most_lost
 from tests.soak.scene import (

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from engine.data.skipped import SkippedRanges
-from engine.resilience.hang import StillLimit
+from engine.resilience.hang.watch import StillLimit
 from tests.soak.faults import Fault, Kind, draw
 from tests.soak.judge import Expected, Seen, expected_of, names_as_awaited, names_the_link, problems, step_of
 from tests.soak.scene import LEAVING_SECONDS, SAMPLES_PER_STEP, SAVE_INTERVAL, Settings

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.telemetry.events import EventLog
-from engine.telemetry.jsonl import JsonLines
-from engine.telemetry.lossy_file import Gap
-from engine.telemetry.relay import PAUSED
+from engine.telemetry.outlets.lossy_file import Gap
+from engine.telemetry.outlets.relay import PAUSED
+from engine.telemetry.record.events import EventLog
+from engine.telemetry.record.jsonl import JsonLines
 from tests.soak.output_faults import LOST_LINES
 from tests.soak.run import Run
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import yaml
 
-from engine.config import Config, parallel_sizes
-from engine.verify.judge import Verdict
-from launch.oracle.corpus import with_corpus, write_corpus
-from launch.verify_oracle import SITES, OracleTrial, oracle_trial, verdict_against
+from engine.config.schema import Config, parallel_sizes
+from launch.verify.oracle import SITES, OracleTrial, oracle_trial, verdict_against
+from launch.verify.oracles.corpus import with_corpus, write_corpus
+from launch.verify.verdict.judge import Verdict
 from tests.harness import run_ranks
 from tests.verify import trials
 from tests.verify.trials import Plant
@@ -69,7 +69,7 @@ def asked(oracle: str, name: str, *, layout: Sequence[str] | None = None, dtype:
 
 def run_oracle(rank: int, name: str, config: Config, folder: str, plant: Plant | None) -> None:
     """What the process of an oracle does, with a bug in it."""
-    from launch.oracle import rank as process
+    from launch.verify.oracles import rank as process
 
     if plant is not None:
         plant()

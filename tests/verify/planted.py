@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-import models.attention
-import models.gpt
-from engine.collectives import Axis
+import models.gpt.attention
+import models.gpt.chunk
+from engine.comm.collectives import Axis
 from engine.optimizer.distributed import DistributedOptimizer, OwnedBucket
 from engine.optimizer.grad_buffer import FlatBuffer, GradBuffers
 from engine.pipeline.executor import Executor
 from engine.step import Engine
-from models.attention import Attention
-from models.gpt import GPTChunk
+from models.gpt.attention import Attention
+from models.gpt.chunk import GPTChunk
 from tests.parity.cases import Case
 from tests.verify import planted_axes
 
@@ -142,7 +142,7 @@ def attention_dropout_is_the_same_on_every_tp_rank() -> None:
 
 
 def masters_do_not_follow_new_weights() -> None:
-    import launch.verify_rank as worker
+    import launch.verify.rank as worker
 
     leave = worker.leave_the_initial_point
 
@@ -176,12 +176,12 @@ def chunks_run_in_another_order() -> None:
 
 
 def padded_vocabulary_is_in_the_softmax() -> None:
-    cross_entropy = models.gpt.vocab_parallel_cross_entropy
+    cross_entropy = models.gpt.chunk.vocab_parallel_cross_entropy
 
     def padded(logits: torch.Tensor, labels: torch.Tensor, axis: Axis, vocab_size: int, *rest: Any) -> torch.Tensor:
         return cross_entropy(logits, labels, axis, logits.shape[-1] * axis.size, *rest)
 
-    models.gpt.vocab_parallel_cross_entropy = padded
+    models.gpt.chunk.vocab_parallel_cross_entropy = padded
 
 
 def rope_counts_from_each_shard() -> None:

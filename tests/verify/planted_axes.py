@@ -7,21 +7,21 @@ from typing import Any
 import torch
 
 import engine.data.loader
-import engine.initial_weights
 import engine.step
-from engine.collectives import Axis, Pending
+import engine.tensor_parallel.initial_weights
+from engine.comm.collectives import Axis, Pending
 from engine.data.sampler import step_sample_ids
+from engine.layout.shard_spec import ParamRecord
 from engine.optimizer.distributed import DistributedOptimizer, OwnedBucket, add_squares
 from engine.optimizer.grad_buffer import Bucket, FlatBuffer, GradBuffers
 from engine.pipeline.executor import Executor, _Run
-from engine.shard_spec import ParamRecord
 from engine.tensor_parallel.cross_entropy import TargetsHere
 from engine.tensor_parallel.dropout import DropoutKeys
 from engine.tensor_parallel.layers import RowParallelLinear
 from engine.tensor_parallel.mappings import TensorParallelRegion
 from engine.tensor_parallel.parameter import ShardedParameter
-from models.attention import Attention
-from models.gpt import GPTChunk
+from models.gpt.attention import Attention
+from models.gpt.chunk import GPTChunk
 
 # On tp ------------------------------------------------------------------------------------------------------------------
 
@@ -88,13 +88,13 @@ def every_rank_takes_the_first_part_of_the_sequence() -> None:
 
 
 def parts_of_weights_start_alike() -> None:
-    initial_box = engine.initial_weights.initial_box
+    initial_box = engine.tensor_parallel.initial_weights.initial_box
 
     def alike(record: ParamRecord, seed: int) -> torch.Tensor:
         box = tuple((0, stop - start) for start, stop in record.box)
         return initial_box(replace(record, box=box), seed)
 
-    engine.initial_weights.initial_box = alike
+    engine.tensor_parallel.initial_weights.initial_box = alike
 
 
 # On pp ------------------------------------------------------------------------------------------------------------------

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import yaml
 
-from engine.config import parallel_sizes
+from engine.config.schema import parallel_sizes
 from engine.errors import ConfigError
-from launch.verify import Trial, trial
-from launch.verify_matrix import FAMILIES
+from launch.verify.matrix import FAMILIES
+from launch.verify.run import Trial, trial
 
 NUM_STEPS = 2
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from engine.rank_grid import ParallelSizes
-from engine.verify.bounds import DRAWS
-from engine.verify.deviation import Deviation
-from engine.verify.evidence import Evidence
-from engine.verify.judge import Verdict, judge
-from engine.verify.records import ParameterFacts, RankReport, SiteReport, StepFacts, TensorKind, TensorReport
+from engine.layout.rank_grid import ParallelSizes
+from launch.verify.verdict.bounds import DRAWS
+from launch.verify.verdict.deviation import Deviation
+from launch.verify.verdict.evidence import Evidence
+from launch.verify.verdict.judge import Verdict, judge
+from launch.verify.verdict.records import ParameterFacts, RankReport, SiteReport, StepFacts, TensorKind, TensorReport
 
 KINDS: tuple[TensorKind, ...] = ("start", "gradient", "master", "exp_avg", "exp_avg_sq", "parameter")
 NAMES = ("a", "b")

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config import parallel_sizes
-from engine.verify.matrix import Row, covering_rows, pairs
-from launch.verify_matrix import FAMILIES, matrix
+from engine.config.schema import parallel_sizes
+from launch.verify.covering import Row, covering_rows, pairs
+from launch.verify.matrix import FAMILIES, matrix
 from tests.documented import ROOT
 from tests.verify.trials import run
 

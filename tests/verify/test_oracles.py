@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.verify_oracle import ORACLES
+from launch.verify.oracle import ORACLES
 from tests.lacking import need_package
 from tests.verify import planted
 from tests.verify.loader_bugs import (
@@ -66,7 +66,7 @@ def test_every_family_in_every_way_of_cutting(oracle: str, name: str, dtype: str
 
 def another_rope_base() -> None:
     """An export that loses a field: 5000 becomes the family's own default."""
-    from launch.oracle import hugging_face
+    from launch.verify.oracles import hugging_face
 
     plain = hugging_face.to_hugging_face
 
@@ -78,14 +78,14 @@ def another_rope_base() -> None:
 
 
 def a_gradient_twice() -> None:
-    from launch.oracle.megatron_core import MegatronCore
+    from launch.verify.oracles.megatron_core import MegatronCore
 
     plain = MegatronCore.gradient
     MegatronCore.gradient = lambda self, name: plain(self, name) * (2 if name.endswith("1.mlp.linear_fc2.bias") else 1)
 
 
 def no_clipping() -> None:
-    from launch.oracle import megatron_core
+    from launch.verify.oracles import megatron_core
 
     plain = megatron_core.distributed_optimizer
     megatron_core.distributed_optimizer = lambda gpt, config: plain(gpt, config.model_copy(update={"clip_grad": None}))
@@ -105,7 +105,7 @@ def query_heads_in_another_order() -> None:
     """Megatron-Core's rows of q, k and v, read as if all heads of q came first."""
     import torch
 
-    from launch.oracle.megatron_core import MegatronPair
+    from launch.verify.oracles.megatron_core import MegatronPair
 
     plain = MegatronPair.to_theirs
 

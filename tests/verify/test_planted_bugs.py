@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.config_load import to_yaml
-from engine.verify.judge import Verdict
-from launch.verify import Trial, trial
+from engine.config.load import to_yaml
+from launch.verify.run import Trial, trial
+from launch.verify.verdict.judge import Verdict
 from tests.documented import ROOT
 from tests.parity.cases import Case
 from tests.verify import planted_axes

@@ -5,12 +5,12 @@ from typing import Any
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from engine.config import Config
-from engine.config_load import load_config
-from engine.config_rules import problems
-from engine.pipeline.partition import partition
-from engine.verify.relations import RELATIONS, relations, rows_of_ranks
-from engine.verify.shrink import shrink
+from engine.config.load import load_config
+from engine.config.rules import problems
+from engine.config.schema import Config
+from engine.layout.partition import partition
+from launch.verify.relations import RELATIONS, relations, rows_of_ranks
+from launch.verify.shrink import shrink
 from tests.documented import ROOT
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-from engine.config import Config, parallel_sizes
-from engine.rank_grid import RankGrid
-from engine.topology import Topology
-from engine.verify.evidence import Evidence
-from engine.verify.judge import Verdict, judge
-from launch.verify import Trial, evidence
-from launch.verify_sweep import attributed
+from engine.comm.topology import Topology
+from engine.config.schema import Config, parallel_sizes
+from engine.layout.rank_grid import RankGrid
+from launch.verify.run import Trial, evidence
+from launch.verify.sweep import attributed
+from launch.verify.verdict.evidence import Evidence
+from launch.verify.verdict.judge import Verdict, judge
 from tests.harness import RankFailedError, run_ranks
 
 Plant = Callable[[], None]
@@ -30,7 +30,7 @@ def observe(
     noise_of: str | None = None,
 ) -> None:
     """What a rank of `triaxis verify` does, with a bug in it."""
-    from launch import verify_rank
+    from launch.verify import rank as verify_rank
 
     if plant is not None:
         plant()

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from hypothesis import strategies as st
 
-from engine.checkpoint.boxes import within
 from engine.checkpoint.directory import CheckpointDirectory
-from engine.checkpoint.manifest import (
+from engine.checkpoint.format.boxes import within
+from engine.checkpoint.format.manifest import (
     FORMAT_VERSION,
     KINDS,
     PIECE_BYTES,
@@ -20,8 +20,8 @@ from engine.checkpoint.manifest import (
     TrainingState,
     write_manifest,
 )
-from engine.checkpoint.store import Shard, fingerprints, write_file
-from engine.shard_spec import Box
+from engine.checkpoint.format.store import Shard, fingerprints, write_file
+from engine.layout.shard_spec import Box
 
 Cut = tuple[Box, int, int]
 """A flat range [start, stop) of the row-major box."""

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from engine.checkpoint.directory import CheckpointDirectory, find
-from engine.checkpoint.manifest import MANIFEST, MANIFEST_HASH, TrainingState
-from engine.checkpoint.offline import read_tensor, whole, write_checkpoint
-from engine.checkpoint.store import write_file
-from engine.checkpoint.verify import verify
+from engine.checkpoint.format.manifest import MANIFEST, MANIFEST_HASH, TrainingState
+from engine.checkpoint.format.store import write_file
+from engine.checkpoint.import_weights import read_tensor, whole, write_checkpoint
+from engine.checkpoint.inspect.verify import verify
 from engine.errors import CheckpointError
 from tests.engine.checkpoint.samples import commit
 from tests.full_disk import room_for

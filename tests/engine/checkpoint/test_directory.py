@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from engine.checkpoint.directory import Candidate, CheckpointDirectory, find, folders_at
-from engine.checkpoint.manifest import MANIFEST, TrainingState
-from engine.checkpoint.offline import read_tensor, whole, write_checkpoint
+from engine.checkpoint.format.manifest import MANIFEST, TrainingState
+from engine.checkpoint.import_weights import read_tensor, whole, write_checkpoint
 from engine.errors import CheckpointError
 from tests.engine.checkpoint.samples import bits, commit, model, training_shards, write_folder
 

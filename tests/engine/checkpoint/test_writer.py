@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from benchmarks.gpu_contenders.shapes import SHAPES, base_words, resolve, write_config
-from engine import pinned_memory
-from engine.checkpoint.manifest import KINDS
-from engine.checkpoint.state import saved_buckets, shards
-from engine.checkpoint.store import write_file
+from engine.checkpoint.format.manifest import KINDS
+from engine.checkpoint.format.store import write_file
+from engine.checkpoint.shards import saved_buckets, shards
 from engine.checkpoint.writer import RankWriter
-from engine.config import PrecisionConfig, parallel_sizes
+from engine.comm.topology import Topology
+from engine.config.schema import PrecisionConfig, parallel_sizes
+from engine.device import pinned_memory
+from engine.layout.rank_grid import RankGrid
 from engine.optimizer.distributed import DistributedOptimizer
-from engine.rank_grid import RankGrid
 from engine.step import Engine
-from engine.topology import Topology
 from engine.train import build
-from models.gpt import build_chunks
+from models.gpt.chunk import build_chunks
 from models.specs import model_specs
 
 FORMS: Mapping[str, tuple[PrecisionConfig, int]] = {

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.data.indexed import IndexedWriter
+from engine.data.corpus.indexed import IndexedWriter
 
 Documents = list[NDArray[np.int64]]
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.config import DataConfig
+from engine.config.schema import DataConfig
 from engine.data import datasets as datasets_module
+from engine.data.corpus.prepare import PrepareRequest, prepare
 from engine.data.datasets import Datasets, open_datasets
-from engine.data.prepare import PrepareRequest, prepare
 from engine.data.samples import SampleSource
 from engine.errors import DataError
 
@@ -112,9 +112,10 @@ def test_mistakes_are_found_when_it_opens(corpora: tuple[str, str], tmp_path: Pa
 
 
 def test_only_the_loader_imports_torch() -> None:
-    modules = sorted(path.stem for path in Path(datasets_module.__file__).parent.glob("*.py"))
-    assert {"samples", "prepare", "loader"} < set(modules)
-    imports = "; ".join(f"import engine.data.{name}" for name in modules if name not in ("__init__", "loader"))
+    room = Path(datasets_module.__file__).parent
+    modules = sorted(".".join(path.relative_to(room).with_suffix("").parts) for path in room.rglob("*.py"))
+    assert {"samples", "corpus.prepare", "loader"} < set(modules)
+    imports = "; ".join(f"import engine.data.{name}" for name in modules if "__init__" not in name and name != "loader")
     code = f"{imports}; import sys; sys.exit('torch' in sys.modules)"
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0

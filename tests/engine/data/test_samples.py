@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.data import epoch_index
+from engine.data.corpus.indexed import IndexedTokens
 from engine.data.epoch_index import EpochKey, build_epoch
-from engine.data.indexed import IndexedTokens
 from engine.data.samples import SampleStream
 from engine.data.shuffle import permutation, random_bits
 from engine.errors import DataError

@@ -11,22 +11,22 @@ import torch
 from torch import nn
 
 from engine.checkpoint.directory import CheckpointDirectory
-from engine.checkpoint.manager import Checkpoints, RunFacts
-from engine.checkpoint.manifest import Kind
+from engine.checkpoint.format.manifest import Kind
+from engine.checkpoint.history import RunHistory
 from engine.checkpoint.resume import begin
-from engine.config import Config
+from engine.checkpoint.saving import Checkpoints, RunFacts
+from engine.comm.stop import Stop, StopRequest
+from engine.comm.topology import Topology
+from engine.config.schema import Config
 from engine.data.loader import Batches
 from engine.errors import TriaxisError
-from engine.rank_grid import ParallelSizes, RankGrid
+from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.resilience.guard import Guard
-from engine.resilience.history import RunHistory
 from engine.resilience.rollback import Rollback, train_through
-from engine.signals import Stop, StopRequest
+from engine.run.validation import StepSource
 from engine.step import Engine, StepResult
-from engine.topology import Topology
 from engine.train import build
-from engine.validation import StepSource
-from models.gpt import build_chunks
+from models.gpt.chunk import build_chunks
 from models.specs import model_specs
 from tests.checkpoint.runs import Silent, fingerprint_of
 from tests.parity.cases import Case, dataset

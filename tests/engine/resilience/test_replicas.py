@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.collectives import Event
-from engine.resilience.history import RunHistory
+from engine.checkpoint.history import RunHistory
+from engine.comm.collectives import Event
 from engine.resilience.replicas import PURPOSE, ReplicaCheck
 from engine.step import Engine
 from tests.engine.resilience.runs import Trace, config_of, engine_of, open_batches, run

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.collectives import Axis, Ledger
+from engine.comm.collectives import Axis, Ledger
 from engine.kernels.fusion import EAGER, Fusion
-from engine.shard_spec import Init, ParamSpec, localize
+from engine.layout.shard_spec import Init, ParamSpec, localize
 from engine.tensor_parallel.chunked_head import chunked_head_losses
 from engine.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from engine.tensor_parallel.layers import ColumnParallelLinear

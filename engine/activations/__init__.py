@@ -1,0 +1,1 @@
+"""Activations between forward and backward: kept, recomputed, or moved to host memory."""

@@ -1,0 +1,50 @@
+"""What must agree for a bit-identical resume, and what differs (the rest of a run is equal only to rounding then)."""
+
+import platform
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.checkpoint.resume_rules import flat
+from engine.step import Engine
+
+
+def describe_layout(engine: Engine) -> dict[str, Any]:
+    """Return sizes, batches, schedule, buckets, kernels, threads, device and versions of a live engine, as JSON values.
+
+    Recomputation and kernels are those that run: `auto` may come to something else on the device where a run goes on.
+    """
+    config, topology = engine.config, engine.topology
+    sizes = topology.sizes
+    device = topology.device
+    return {
+        "world_size": topology.grid.world_size,
+        "nodes": topology.grid.num_nodes,
+        **{name: getattr(sizes, name) for name in ("tp", "pp", "vpp", "dp", "cp", "ep")},
+        "sequence_parallel": config.parallel.sequence_parallel,
+        "layers_per_stage": [len(stage.layers) for stage in engine.stages],
+        "schedule": engine.schedule.name,
+        "micro_batch_size": config.train.micro_batch_size,
+        "bucket_bytes": config.optimizer.bucket_bytes,
+        "recompute": engine.recompute.model_dump(mode="json"),
+        "kernels": engine.kernels.choices.config().model_dump(mode="json"),
+        "dtype": config.precision.dtype,
+        "deterministic": config.runtime.deterministic,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "threads_per_rank": torch.get_num_threads(),
+        "versions": {
+            "triaxis": metadata.version("triaxis"),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def layout_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """List everything that differs between a saved layout and this one, as `tp 2 -> 4` or `kernels.attention sdpa -> flash`."""
+    was, now = dict(flat(there)), dict(flat(here))
+    return [f"{key} {was.get(key, 'unknown')} -> {value}" for key, value in now.items() if was.get(key) != value]

@@ -1,0 +1,136 @@
+"""Files past the page cache (O_DIRECT), in whole blocks from and to aligned memory, with a thread one step ahead of the disk.
+
+A checkpoint is written once and read once, so caching it only evicts what training reads, and the copy into the cache takes the
+time of a core: `dd` of a GiB used 1.8 s of it with fsync and 0.25 s direct, on one machine. Where a file system has no direct
+access, or wants another alignment, the same blocks go through the cache.
+"""
+
+import errno
+import fcntl
+import os
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from engine.device.pinned_memory import aligned_buffer
+from engine.storage.files import sync
+
+BLOCK_BYTES = 4096
+"""Offsets, lengths and addresses are multiples of this: the largest sector of today's disks, and a page (`PAGE_BYTES`)."""
+
+STAGING_BYTES = 32 * 2**20
+"""As long as a piece: smaller ones would be full before the disk has taken the one before, and hashing would wait."""
+
+T = TypeVar("T")
+
+
+def write_direct(path: Path, contents: Iterable[torch.Tensor], staging_bytes: int = STAGING_BYTES) -> int:
+    """Write a new file and bring it to the disk; returns its length in bytes.
+
+    Args:
+        path: of a file that does not exist yet.
+        contents: 1-D uint8 in host memory, one after another in the file; taken from a thread while blocks are written.
+        staging_bytes: length of each of the two buffers, a multiple of the block.
+
+    Raises:
+        OSError: the disk is full, the folder cannot be written, ...; the file is left as far as it got.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        set_direct(descriptor, True)
+        length = 0
+        with closing(one_ahead(_packed(contents, staging_bytes))) as packed:
+            for buffer, filled in packed:
+                # The last block is written whole; what is too much is cut off below.
+                left = buffer[: _up(filled)].numpy().data
+                while left:
+                    left = left[_retried(descriptor, partial(os.write, descriptor, left)) :]
+                length += filled
+        os.ftruncate(descriptor, length)
+        sync(descriptor)
+    finally:
+        os.close(descriptor)
+    return length
+
+
+def _packed(contents: Iterable[torch.Tensor], staging_bytes: int) -> Iterator[tuple[torch.Tensor, int]]:
+    """(a buffer, how much of it is filled): all full but the last. There are two, used in turn."""
+    buffers = [aligned_buffer(staging_bytes), aligned_buffer(staging_bytes)]
+    filled = 0
+    for content in contents:
+        at = 0
+        while at < len(content):
+            numel = min(len(content) - at, staging_bytes - filled)
+            buffers[0][filled : filled + numel].copy_(content[at : at + numel])
+            at += numel
+            filled += numel
+            if filled == staging_bytes:
+                yield buffers[0], filled
+                buffers.reverse()
+                filled = 0
+    if filled:
+        yield buffers[0], filled
+
+
+def read_range(descriptor: int, buffer: torch.Tensor, offset: int, num_bytes: int) -> torch.Tensor:
+    """Read bytes [offset, offset + num_bytes) of a file through `buffer`; returns them as a part of it.
+
+    Args:
+        descriptor: open for reading, direct or not.
+        buffer: from `aligned_buffer`, of at least `num_bytes` + 2 blocks.
+
+    Returns:
+        1-D uint8, shorter than `num_bytes` where the file ends.
+
+    Raises:
+        OSError: the disk says so.
+    """
+    lead = offset % BLOCK_BYTES
+    whole = buffer[: _up(lead + num_bytes)].numpy().data
+    got = 0
+    while got < lead + num_bytes:
+        read = _retried(descriptor, partial(os.preadv, descriptor, [whole[got:]], offset - lead + got))
+        got += read
+        if read == 0 or got % BLOCK_BYTES:
+            break  # the end of the file
+    return buffer[lead : max(lead, min(got, lead + num_bytes))]
+
+
+def set_direct(descriptor: int, direct: bool) -> None:
+    """Switch an open file to direct access or back. A file system that has none (EINVAL) keeps its cache."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+
+
+def _retried(descriptor: int, call: Callable[[], int]) -> int:
+    """`call`, once more through the cache if the file system refuses these blocks (EINVAL)."""
+    try:
+        return call()
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    set_direct(descriptor, False)
+    return call()
+
+
+def one_ahead(items: Iterator[T]) -> Generator[T, None, None]:
+    """The same items, made in a thread that is at work on the next while the caller uses the one before."""
+    end = object()
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-ahead") as thread:
+        following = thread.submit(next, items, end)
+        while (item := following.result()) is not end:
+            following = thread.submit(next, items, end)
+            yield item  # type: ignore[misc]
+
+
+def _up(num_bytes: int) -> int:
+    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES

@@ -1,0 +1,369 @@
+"""The manifest: what a checkpoint holds, as JSON that a person can read (no torch here).
+
+    step_00001000/
+        manifest.json            this file: the run's state, and every piece of every tensor with its place and hash
+        manifest.sha256          of manifest.json; `sha256sum -c manifest.sha256` checks it
+        rank_00000.safetensors   what rank 0 owned: one 1-D tensor per piece, named kind:name@index of its first element
+        rank_00001.safetensors   ..
+
+A piece is a flat range of the row-major local box of one parameter (see `boxes.py`), at most `PIECE_BYTES` long, so that
+whoever reads it needs no more memory than that. Nothing here is ever executed: JSON is parsed and validated field by
+field, tensors are raw bytes at stated offsets, and file names cannot leave the folder.
+"""
+
+import hashlib
+import json
+import math
+import re
+import stat
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from engine.checkpoint.format.boxes import box_shape, flat_boxes, intersect
+from engine.config.limits import MOST_SAMPLES, MOST_STEPS, MOST_TOKENS
+from engine.data.skipped import Ranges
+from engine.errors import CheckpointError
+from engine.layout.shard_spec import Box
+from engine.optimizer.kinds import STATE_KINDS, StateKind
+from engine.storage.files import write_atomically
+from engine.storage.redaction import tree_without_secrets, without_secrets
+from engine.storage.state_files import read_regular
+
+FORMAT_VERSION = 1
+"""Raised when a reader of the old format could misread the new one. Every released format stays readable."""
+
+MANIFEST = "manifest.json"
+MANIFEST_HASH = "manifest.sha256"
+
+MOST_MANIFEST_BYTES = 2**30
+"""Largest manifest that is read. About 200 bytes describe a piece of up to `PIECE_BYTES`: 600 MB for 100 TB."""
+
+PIECE_BYTES = 32 * 2**20
+"""Largest piece: what a reader holds in memory at a time."""
+
+Kind = StateKind
+KINDS = STATE_KINDS
+"""Exact weights (the parameters themselves in fp32 and float64), and Adam's two moments."""
+
+DType = Literal["bfloat16", "float16", "float32", "float64"]
+DTYPE_BYTES: dict[DType, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+
+Hex64 = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+FileName = Annotated[str, Field(pattern=r"^[a-z0-9_]{1,64}\.safetensors$")]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Piece(_Record):
+    """A flat range [start, stop) of the local box `box` of one tensor, at byte `offset` of its file.
+
+    `xxh3` is of its bytes; `fingerprint` is its part of the sum that `fingerprint.py` defines.
+    """
+
+    name: str
+    kind: Kind
+    dtype: DType
+    box: Annotated[Box, Field(strict=False)]
+    start: int = Field(ge=0)
+    stop: int = Field(gt=0)
+    offset: int = Field(ge=0)
+    xxh3: Hex64
+    fingerprint: Hex64
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+
+class DataFile(_Record):
+    """One file of tensors and the pieces in it, by offset."""
+
+    name: FileName
+    num_bytes: int = Field(ge=0)
+    pieces: Annotated[tuple[Piece, ...], Field(strict=False)]
+
+
+class TensorInfo(_Record):
+    """A parameter of the model: its logical global shape."""
+
+    shape: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)]
+
+
+class Ancestor(_Record):
+    """A checkpoint that this run started from."""
+
+    path: str
+    step: int
+    loaded: Literal["all", "weights"]
+    fingerprint: dict[Kind, Hex64]
+
+
+class TrainingState(_Record):
+    """Where a run stands, beside its tensors.
+
+    Attributes:
+        step: optimizer steps made.
+        consumed_samples, consumed_tokens: of the training data; what comes next is a function of the first alone.
+        num_updates: Adam's step (bias correction).
+        lr: of the last step, for the reader: the schedule is a function of step and config.
+        rng: which seed; masks, weights and sample order are functions of (seed, name, sample), so there is no further state.
+        loss_scale: None where the dtype needs none.
+        data: what the training data were: token counts and hashes by corpus.
+        wandb_id: of the run's page.
+        skipped: ranges [first, stop) of sample ids that the run leaves out (`engine/data/skipped.py`).
+        num_rollbacks: how often it went back to a checkpoint by itself.
+        recent_losses: (step, from 0, and its loss) as far as the limit of the next ones depends on them; empty without one.
+        validation_is_due: the run stopped before the validation after `step` had its loss, so who goes on makes it first.
+    """
+
+    step: int = Field(ge=0, le=MOST_STEPS)
+    consumed_samples: int = Field(ge=0, le=MOST_SAMPLES)
+    consumed_tokens: int = Field(ge=0, le=MOST_TOKENS)
+    num_updates: int = Field(ge=0, le=MOST_STEPS)
+    lr: float = Field(ge=0)
+    rng: dict[str, Any]
+    loss_scale: float | None = None
+    data: dict[str, Any]
+    wandb_id: str | None = None
+    skipped: Annotated[Ranges, Field(strict=False)] = ()
+    num_rollbacks: int = Field(0, ge=0, le=MOST_STEPS)
+    recent_losses: Annotated[tuple[tuple[int, float], ...], Field(strict=False)] = ()
+    validation_is_due: bool = False
+
+    @classmethod
+    def at_start(cls) -> "TrainingState":
+        """Before the first step, with nothing known of data or seed: what an import of plain weights says."""
+        return cls(step=0, consumed_samples=0, consumed_tokens=0, num_updates=0, lr=0.0, rng={}, data={})
+
+
+class Manifest(_Record):
+    """All of a checkpoint but the tensors.
+
+    Attributes:
+        content: `training` (weights and moments, can be resumed) or `weights` (an import, to start from).
+        attempt: of the run directory that wrote it: with the step, which checkpoint is newer.
+        layout: sizes, bucket bytes, threads, kernels, versions, device: what must agree for a bit-identical resume.
+        fingerprint: per kind, see `fingerprint.py`.
+        config: the resolved configuration; of an import, its `model` section and tokenizer.
+        lineage: what the run was started from, oldest first.
+    """
+
+    format_version: int = Field(ge=1, le=FORMAT_VERSION)
+    content: Literal["training", "weights"]
+    run: str
+    attempt: int = Field(ge=0, le=MOST_STEPS)
+    written_at: str
+    state: TrainingState
+    fingerprint: dict[Kind, Hex64]
+    layout: dict[str, Any]
+    config: dict[str, dict[str, Any]]
+    lineage: Annotated[tuple[Ancestor, ...], Field(strict=False)]
+    tensors: dict[str, TensorInfo] = Field(min_length=1)
+    files: Annotated[tuple[DataFile, ...], Field(strict=False)]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
+    @cached_property
+    def pieces_by_tensor(self) -> dict[tuple[str, Kind], list[tuple[int, Piece]]]:
+        """(number of the file, piece) of every tensor and kind."""
+        index: dict[tuple[str, Kind], list[tuple[int, Piece]]] = {}
+        for number, file in enumerate(self.files):
+            for piece in file.pieces:
+                index.setdefault((piece.name, piece.kind), []).append((number, piece))
+        return index
+
+    @property
+    def num_parameters(self) -> int:
+        """Logical elements: padding is never saved."""
+        return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write manifest.json, then its hash; each complete or not there. Secrets of the environment are blotted out.
+
+    Raises:
+        OSError: the folder cannot be written, or the disk is full.
+    """
+    told = {
+        "config": tree_without_secrets(manifest.config),
+        "run": without_secrets(manifest.run),
+        "lineage": tuple(
+            ancestor.model_copy(update={"path": without_secrets(ancestor.path)}) for ancestor in manifest.lineage
+        ),
+    }
+    content = _to_json(manifest.model_copy(update=told)).encode()
+    write_atomically(folder / MANIFEST, [content])
+    write_atomically(folder / MANIFEST_HASH, [_hash_line(content)])
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check a manifest: its hash, its version, every field, and the sizes of the files that it names.
+
+    Raises:
+        CheckpointError: naming the file and what is wrong with it.
+    """
+    manifest = parse_manifest(folder)
+    problems = manifest_problems(folder, manifest)
+    if problems:
+        more = [f"and {len(problems) - 12} more"] if len(problems) > 12 else []
+        lines = "\n".join(f"  {problem}" for problem in [*problems[:12], *more])
+        raise CheckpointError(
+            f"{folder} is damaged:\n{lines}\nWhat is missing would stay random. Restore the files from a copy, or load another "
+            "checkpoint."
+        )
+    return manifest
+
+
+def parse_manifest(folder: Path) -> Manifest:
+    """Read a manifest and check its hash, its version and every field, without a look at the files that it names.
+
+    Raises:
+        CheckpointError: naming the file and what is wrong with it.
+    """
+    path = folder / MANIFEST
+    try:
+        content = read_regular(path, MOST_MANIFEST_BYTES)
+        recorded = read_regular(folder / MANIFEST_HASH)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} is no complete checkpoint: {error.strerror or error} ({Path(error.filename or path).name}). A checkpoint "
+            f"has {MANIFEST}, {MANIFEST_HASH} and the files that they name; without them nothing says what its bytes mean. "
+            "Give the folder of a complete one (step_00001000), or restore the missing file."
+        ) from None
+    version = _format_version(content)
+    if version is not None and version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format_version {version}; this Triaxis reads versions up to {FORMAT_VERSION}. Reading it anyway could "
+            "misplace weights. Use the version of Triaxis that wrote it, or a newer one."
+        )
+    if recorded != _hash_line(content):
+        raise CheckpointError(
+            f"{path} does not have the sha256 that {MANIFEST_HASH} records: one of the two was damaged or edited, and the places "
+            "of tensors in it cannot be trusted. Restore it from a copy, or load another checkpoint."
+        )
+    try:
+        return Manifest.model_validate_json(content)
+    except ValidationError as error:
+        raise CheckpointError(
+            f"{path} is no manifest of a checkpoint: {_first(error)}. Its hash is right, so it was written like that; nothing in "
+            "it is used. Load another checkpoint."
+        ) from None
+
+
+def _hash_line(content: bytes) -> bytes:
+    """What manifest.sha256 holds, in the form of `sha256sum`."""
+    return f"{hashlib.sha256(content).hexdigest()}  {MANIFEST}\n".encode()
+
+
+def _format_version(content: bytes) -> int | None:
+    """The version, found before anything else of the file is understood: every format has it near the beginning."""
+    found = re.search(rb'"format_version"\s*:\s*(\d{1,9})\b', content[:4096])
+    return int(found[1]) if found else None
+
+
+def _first(error: ValidationError) -> str:
+    first = error.errors()[0]
+    return f"{'.'.join(str(part) for part in first['loc']) or 'the file'}: {first['msg']}"
+
+
+def manifest_problems(folder: Path, manifest: Manifest) -> list[str]:
+    """What does not fit together: sizes on disk, pieces outside of their file or tensor, elements that are not there once."""
+    problems = []
+    pieces: dict[tuple[str, Kind], list[Piece]] = {}
+    misplaced: set[tuple[str, Kind]] = set()
+    for file in manifest.files:
+        if (problem := _file_problem(folder / file.name, file.num_bytes)) is not None:
+            problems.append(f"{file.name}: {problem}")
+        for piece in file.pieces:
+            if not _fits(piece, manifest.tensors.get(piece.name), file):
+                problems.append(
+                    f"{file.name}: {piece.kind}:{piece.name}@{piece.start} lies outside of its tensor or file"
+                )
+                misplaced.add((piece.name, piece.kind))
+            pieces.setdefault((piece.name, piece.kind), []).append(piece)
+    kinds: tuple[Kind, ...] = KINDS if manifest.content == "training" else ("master",)
+    for name, tensor in manifest.tensors.items():
+        for kind in kinds:
+            mine, whole = pieces.get((name, kind), []), math.prod(tensor.shape)
+            there = sum(piece.numel for piece in mine)
+            if (name, kind) in misplaced:
+                continue
+            if there != whole:
+                problems.append(f"{kind}:{name}: {there:,} elements saved of {whole:,}")
+            elif _some_twice(mine):
+                problems.append(f"{kind}:{name}: some elements are saved twice, so as many are missing")
+    return problems
+
+
+def _file_problem(path: Path, num_bytes: int) -> str | None:
+    try:
+        status = path.stat()
+    except OSError as error:
+        return error.strerror or str(error)
+    if not stat.S_ISREG(status.st_mode):
+        return "it is no file"
+    if status.st_size != num_bytes:
+        return f"{status.st_size:,} bytes on disk, {num_bytes:,} when it was written"
+    return None
+
+
+def _fits(piece: Piece, tensor: TensorInfo | None, file: DataFile) -> bool:
+    return (
+        tensor is not None
+        and len(piece.box) == len(tensor.shape)
+        and all(0 <= low < high <= size for (low, high), size in zip(piece.box, tensor.shape, strict=True))
+        and piece.start < piece.stop <= math.prod(box_shape(piece.box))
+        and piece.offset + piece.num_bytes <= file.num_bytes
+    )
+
+
+def _some_twice(pieces: Sequence[Piece]) -> bool:
+    """Whether two pieces of one tensor have an element in common."""
+    ranges: dict[Box, list[tuple[int, int]]] = {}
+    for piece in pieces:
+        ranges.setdefault(piece.box, []).append((piece.start, piece.stop))
+    boxes: list[Box] = []
+    for box, cuts in ranges.items():
+        cuts.sort()
+        edges = [0, *(edge for cut in cuts for edge in cut), math.prod(box_shape(box))]
+        if all(stop == start for stop, start in zip(edges[::2], edges[1::2], strict=True)):
+            boxes.append(box)
+        else:
+            boxes += [part for start, stop in cuts for part, _ in flat_boxes(box, start, stop)]
+    return _some_meet(boxes)
+
+
+def _some_meet(boxes: Sequence[Box]) -> bool:
+    """Whether two of the boxes have an element in common."""
+    cut = [dim for dim in range(len(boxes[0])) if len({box[dim] for box in boxes}) > 1]
+    if len(cut) == 1:  # as tensor parallelism cuts: neighbours tell, which is quick for many ranks
+        return any(stop > start for (_, stop), (start, _) in pairwise(sorted(box[cut[0]] for box in boxes)))
+    return any(intersect(one, other) is not None for one, other in combinations(boxes, 2))
+
+
+def _to_json(manifest: Manifest) -> str:
+    """JSON with one line per tensor and piece, so that it can be read, searched and diffed."""
+    tree = manifest.model_dump(mode="json")
+    files, tensors = tree.pop("files"), tree.pop("tensors")
+    head = json.dumps(tree, indent=2, allow_nan=False).removesuffix("\n}")
+    tensor_lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(info)}" for name, info in tensors.items())
+    file_texts = []
+    for file in files:
+        pieces = ",\n".join(f"      {json.dumps(piece)}" for piece in file["pieces"])
+        file_texts.append(
+            f'    {{"name": {json.dumps(file["name"])}, "num_bytes": {file["num_bytes"]}, "pieces": [\n{pieces}\n    ]}}'
+        )
+    return f'{head},\n  "tensors": {{\n{tensor_lines}\n  }},\n  "files": [\n' + ",\n".join(file_texts) + "\n  ]\n}\n"

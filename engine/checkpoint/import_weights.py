@@ -1,0 +1,145 @@
+"""Checkpoints without a run: one process writes or reads them tensor by tensor (imports, exports, inspection).
+
+Memory stays bounded by `FILE_BYTES` or the largest single tensor, whichever is more. No process group is involved.
+"""
+
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.checkpoint.directory import CheckpointDirectory
+from engine.checkpoint.format.manifest import (
+    FORMAT_VERSION,
+    Ancestor,
+    DataFile,
+    Kind,
+    Manifest,
+    TensorInfo,
+    TrainingState,
+    read_manifest,
+    write_manifest,
+)
+from engine.checkpoint.format.store import TORCH_DTYPES, Shard, fingerprints, load, write_file
+from engine.checkpoint.lock import holding
+from engine.errors import CheckpointError
+from engine.layout.shard_spec import Box
+
+FILE_BYTES = 2**30
+"""Shards are collected up to this size before they are written as one file."""
+
+
+def whole(name: str, values: torch.Tensor, kind: Kind = "master") -> Shard:
+    """A whole tensor as one shard. `values`: the logical global tensor."""
+    return Shard(
+        name, kind, tuple(values.shape), tuple((0, size) for size in values.shape), 0, values.contiguous().view(-1)
+    )
+
+
+def write_checkpoint(
+    directory: Path,
+    shards: Iterable[Shard],
+    state: TrainingState,
+    *,
+    config: Mapping[str, Any],
+    source: str,
+    lineage: Iterable[Ancestor] = (),
+    has_moments: bool = False,
+) -> Path:
+    """Write `directory`/step_<number>/ from shards that may be produced one after another; returns that folder.
+
+    Args:
+        directory: a folder of checkpoints, made if missing; a checkpoint of the same step in it is replaced.
+        shards: together every element of every tensor once per kind; consumed as a stream.
+        state: where the run stood; `TrainingState.at_start()` for plain weights.
+        config: the resolved configuration as far as it is known: at least its `model` section.
+        source: what the checkpoint was made from, for the reader.
+        lineage: what it descends from.
+        has_moments: whether Adam's moments are among the shards, so that a run can be resumed from it.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written; nothing half-written is left.
+        CheckpointError: the shards are not every element of their tensors exactly once; nothing is left either.
+        TriaxisError: a run that is alive writes in the folder.
+    """
+    with holding(directory, "write into another folder"):
+        return _write(CheckpointDirectory(directory), shards, state, config, source, lineage, has_moments=has_moments)
+
+
+def _write(
+    checkpoints: CheckpointDirectory,
+    shards: Iterable[Shard],
+    state: TrainingState,
+    config: Mapping[str, Any],
+    source: str,
+    lineage: Iterable[Ancestor],
+    *,
+    has_moments: bool,
+) -> Path:
+    partial = checkpoints.partial(state.step, 0)
+    # Only this one is ours: a run may have left others, and it sweeps them itself.
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        files: list[DataFile] = []
+        tensors: dict[str, TensorInfo] = {}
+        for number, batch in enumerate(_batches(shards)):
+            files.append(write_file(partial / f"part_{number:05d}.safetensors", batch))
+            tensors.update({shard.name: TensorInfo(shape=shard.shape) for shard in batch})
+        manifest = Manifest(
+            format_version=FORMAT_VERSION,
+            content="training" if has_moments else "weights",
+            run=source,
+            attempt=0,
+            written_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            state=state,
+            fingerprint=fingerprints(piece for file in files for piece in file.pieces),
+            layout={},
+            config=dict(config),
+            lineage=tuple(lineage),
+            tensors=tensors,
+            files=tuple(files),
+        )
+        write_manifest(partial, manifest)
+        read_manifest(partial)
+        return checkpoints.commit(partial, state.step)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def read_tensor(
+    folder: Path, manifest: Manifest, name: str, kind: Kind = "master", box: Box | None = None
+) -> torch.Tensor:
+    """One tensor, or a box of it, in the dtype in which it was saved and the box's shape, on the CPU.
+
+    Raises:
+        CheckpointError: it is not there, or damaged.
+    """
+    info = manifest.tensors.get(name)
+    dtypes = {piece.dtype for _, piece in manifest.pieces_by_tensor.get((name, kind), ())}
+    if info is None or not dtypes:
+        raise CheckpointError(
+            f"{folder} has no {kind} of {name}. It holds {len(manifest.tensors)} tensors; `triaxis checkpoint inspect {folder}` "
+            "lists them."
+        )
+    box = box if box is not None else tuple((0, size) for size in info.shape)
+    values = torch.empty([stop - start for start, stop in box], dtype=TORCH_DTYPES[max(dtypes)])
+    load(folder, manifest, [Shard(name, kind, info.shape, box, 0, values.view(-1))])
+    return values
+
+
+def _batches(shards: Iterable[Shard]) -> Iterator[list[Shard]]:
+    batch: list[Shard] = []
+    num_bytes = 0
+    for shard in shards:
+        batch.append(shard)
+        num_bytes += shard.values.numel() * shard.values.element_size()
+        if num_bytes >= FILE_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,191 @@
+"""Two checkpoints beside each other: which tensors differ, and where the first of them does, whatever layouts wrote them.
+
+    manifests     the pieces' fingerprints add up to one number per tensor, in any layout: which tensors differ is known at once
+    the bytes     only of the first tensor that differs, and of tensors whose dtypes differ (their numbers say nothing then)
+
+Tensors are read by flat ranges of a piece's size: memory does not grow with the model.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, Literal
+
+import torch
+
+from engine.checkpoint.directory import Candidate
+from engine.checkpoint.format.manifest import KINDS, PIECE_BYTES, DType, Kind, Manifest, Piece
+from engine.checkpoint.format.store import TORCH_DTYPES, Shard, load
+
+_WIDEST_BYTES = 8
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Verdict = Literal["only in A", "only in B", "other shape", "other dtype", "other values"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor of a checkpoint as its manifest describes it: shape, dtypes of its pieces, sum of their fingerprints."""
+
+    shape: tuple[int, ...]
+    dtypes: frozenset[DType]
+    fingerprint: int
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A tensor that may not be the same in A and B. `other dtype`: only its bytes can tell."""
+
+    name: str
+    kind: Kind
+    verdict: Verdict
+    one: Tensor | None
+    other: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """Where and how much one tensor differs.
+
+    Attributes:
+        numel: elements compared.
+        num_different: of them; of equal dtypes by their bits, of others by value.
+        first: global index of the first, and the values there in A and B; None where none differs.
+        largest_absolute, largest_relative: |a - b|, and that over max(|a|, |b|), over elements where both are finite.
+    """
+
+    numel: int
+    num_different: int
+    first: tuple[tuple[int, ...], float, float] | None
+    largest_absolute: float
+    largest_relative: float
+
+
+def tensors_of(manifest: Manifest) -> dict[tuple[str, Kind], Tensor]:
+    """What the manifest says of each (name, kind), in the order of the manifest's tensors."""
+    pieces: dict[tuple[str, Kind], list[Piece]] = {}
+    for file in manifest.files:
+        for piece in file.pieces:
+            pieces.setdefault((piece.name, piece.kind), []).append(piece)
+    return {
+        (name, kind): Tensor(
+            info.shape,
+            frozenset(piece.dtype for piece in mine),
+            sum(int(piece.fingerprint, 16) for piece in mine) % (1 << 64),
+        )
+        for name, info in manifest.tensors.items()
+        for kind in KINDS
+        if (mine := pieces.get((name, kind)))
+    }
+
+
+def compared_kinds(one: Manifest, other: Manifest) -> tuple[Kind, ...]:
+    """Weights alone where one of the two has nothing else."""
+    return KINDS if one.content == other.content == "training" else ("master",)
+
+
+def differences(one: Manifest, other: Manifest) -> list[Difference]:
+    """Tensors that differ or may differ, by the manifests alone: weights first, each kind in the order of A's model."""
+    ours, theirs = tensors_of(one), tensors_of(other)
+    found = []
+    for kind in compared_kinds(one, other):
+        names = dict.fromkeys(name for name, its_kind in [*ours, *theirs] if its_kind == kind)
+        for name in names:
+            a, b = ours.get((name, kind)), theirs.get((name, kind))
+            verdict = _verdict(a, b)
+            if verdict is not None:
+                found.append(Difference(name, kind, verdict, a, b))
+    return found
+
+
+def compare_values(one: Candidate, other: Candidate, name: str, kind: Kind) -> Values:
+    """Read one tensor, of the same shape in both, and say where it differs.
+
+    Raises:
+        CheckpointError: it is damaged in one of them.
+    """
+    shape = one.manifest.tensors[name].shape
+    numel = math.prod(shape)
+    readers = [_FlatReader(candidate, name, kind) for candidate in (one, other)]
+    same_dtype = readers[0].dtype == readers[1].dtype
+    step = PIECE_BYTES // _WIDEST_BYTES
+    num_different, first = 0, None
+    absolute = relative = 0.0
+    for start in range(0, numel, step):
+        a, b = (reader.read(start, min(start + step, numel)) for reader in readers)
+        wide_a, wide_b = a.to(torch.float64), b.to(torch.float64)
+        if same_dtype:
+            integers = _INTEGERS[a.element_size()]
+            differs = a.view(integers) != b.view(integers)
+        else:
+            differs = (wide_a != wide_b) & ~(wide_a.isnan() & wide_b.isnan())
+        where = differs.nonzero().view(-1)
+        if not len(where):
+            continue
+        num_different += len(where)
+        if first is None:
+            at = int(where[0])
+            first = (_unravel(start + at, shape), float(a[at]), float(b[at]))
+        wide_a, wide_b = wide_a[where], wide_b[where]
+        finite = wide_a.isfinite() & wide_b.isfinite()
+        gap = (wide_a - wide_b)[finite].abs()
+        size = torch.maximum(wide_a.abs(), wide_b.abs())[finite]
+        if len(gap):
+            absolute = max(absolute, float(gap.max()))
+            relative = max(relative, float((gap / size.clamp_min(torch.finfo(torch.float64).tiny)).max()))
+    return Values(numel, num_different, first, absolute, relative)
+
+
+def other_fields(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, in A, in B) of every leaf that differs between two JSON trees; `absent` where one lacks it."""
+    ours, theirs = dict(_leaves(one)), dict(_leaves(other))
+    for key in dict.fromkeys([*ours, *theirs]):
+        a, b = ours.get(key, "absent"), theirs.get(key, "absent")
+        if a != b:
+            yield key, a, b
+
+
+class _FlatReader:
+    """Flat ranges of one tensor of a checkpoint, in the widest dtype that it was saved in."""
+
+    def __init__(self, candidate: Candidate, name: str, kind: Kind) -> None:
+        self._folder, self._name, self._kind = candidate.folder, name, kind
+        self._manifest = candidate.manifest
+        self._shape = self._manifest.tensors[name].shape
+        saved = [TORCH_DTYPES[dtype] for dtype in tensors_of(self._manifest)[name, kind].dtypes]
+        self.dtype = reduce(torch.promote_types, saved)
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        values = torch.empty(stop - start, dtype=self.dtype)
+        box = tuple((0, size) for size in self._shape)
+        load(self._folder, self._manifest, [Shard(self._name, self._kind, self._shape, box, start, values)])
+        return values
+
+
+def _verdict(one: Tensor | None, other: Tensor | None) -> Verdict | None:
+    if one is None:
+        return "only in B"
+    if other is None:
+        return "only in A"
+    if one.shape != other.shape:
+        return "other shape"
+    if one.dtypes != other.dtypes or len(one.dtypes) > 1:
+        return "other dtype"
+    return "other values" if one.fingerprint != other.fingerprint else None
+
+
+def _unravel(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    where = []
+    for size in reversed(shape):
+        index, at = divmod(index, size)
+        where.append(at)
+    return tuple(reversed(where))
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

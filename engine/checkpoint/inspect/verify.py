@@ -1,0 +1,142 @@
+"""Every byte of a checkpoint against what its manifest says; and its fingerprint from the bytes. One process, no process group.
+
+    manifest.sha256   ->  manifest.json               each field, each file's size, every element of every tensor exactly once
+    safetensors head  ->  names, dtypes, places       what other tools would read is what we read
+    xxh3              ->  the bytes of every piece
+    fingerprint       ->  of every piece, and their sum per kind
+
+One piece is in memory at a time. Nothing stops at the first fault: whoever restores files wants to know all of them.
+"""
+
+import json
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.checkpoint.format.fingerprint import combine, range_fingerprint, to_text
+from engine.checkpoint.format.manifest import DataFile, Kind, Manifest, manifest_problems, parse_manifest
+from engine.checkpoint.format.store import SAFETENSORS_NAMES, PieceReader, entry_name
+from engine.errors import CheckpointError
+
+_MOST_HEADER_BYTES = 100 * 2**20
+"""A longer safetensors header is none: the format's own limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What became of one checkpoint.
+
+    Attributes:
+        folder: of it.
+        manifest: None where it could not be read.
+        problems: everything that is wrong, each with the file that it is about; none: every byte is as it was written.
+    """
+
+    folder: Path
+    manifest: Manifest | None
+    problems: tuple[str, ...]
+
+
+def verify(folder: Path, progress: Callable[[int], None]) -> Verified:
+    """Read all of a checkpoint and say everything that is wrong with it.
+
+    Args:
+        folder: of the checkpoint.
+        progress: told the bytes of each piece that was read.
+    """
+    try:
+        manifest = parse_manifest(folder)
+    except CheckpointError as error:
+        return Verified(folder, None, (str(error),))
+    problems = manifest_problems(folder, manifest)
+    if problems:
+        # What is in the wrong place would be read as something else; the files of right size are still worth reading.
+        sound = [file for file in manifest.files if not any(text.startswith(f"{file.name}: ") for text in problems)]
+    else:
+        sound = list(manifest.files)
+    sums: dict[Kind, list[int]] = {}
+    with PieceReader(folder) as reader:
+        for file in sound:
+            problems += header_problems(folder / file.name, file, manifest)
+            for piece in file.pieces:
+                try:
+                    values = reader.read(file, piece)
+                except CheckpointError as error:
+                    problems.append(str(error))
+                    progress(piece.num_bytes)
+                    continue
+                number = range_fingerprint(
+                    values, piece.name, piece.kind, manifest.tensors[piece.name].shape, piece.box, piece.start
+                )
+                sums.setdefault(piece.kind, []).append(number)
+                if to_text(number) != piece.fingerprint:
+                    problems.append(
+                        f"{file.name}: {piece.kind}:{piece.name}@{piece.start} has the fingerprint {to_text(number)}, and "
+                        f"{piece.fingerprint} in the manifest"
+                    )
+                progress(piece.num_bytes)
+    if not problems:
+        computed = {kind: to_text(combine(parts)) for kind, parts in sums.items()}
+        if computed != manifest.fingerprint:
+            problems.append(f"manifest.json: its fingerprint is {manifest.fingerprint}, that of its tensors {computed}")
+    return Verified(folder, manifest, tuple(problems))
+
+
+def recompute(folder: Path, manifest: Manifest, progress: Callable[[int], None]) -> dict[Kind, str]:
+    """The fingerprint of each kind from the bytes on the disk.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    sums: dict[Kind, list[int]] = {}
+    with PieceReader(folder) as reader:
+        for file in manifest.files:
+            for piece in file.pieces:
+                shape = manifest.tensors[piece.name].shape
+                values = reader.read(file, piece)
+                number = range_fingerprint(values, piece.name, piece.kind, shape, piece.box, piece.start)
+                sums.setdefault(piece.kind, []).append(number)
+                progress(piece.num_bytes)
+    return {kind: to_text(combine(parts)) for kind, parts in sums.items()}
+
+
+def header_problems(path: Path, file: DataFile, manifest: Manifest) -> list[str]:
+    """Where the safetensors header of a file and the manifest disagree about what is where."""
+    try:
+        header, begin = _read_header(path)
+    except (OSError, ValueError, RecursionError, struct.error) as error:
+        return [f"{path.name}: its safetensors header cannot be read: {error}"]
+    return [f"{path.name}: {problem}" for problem in _disagreements(header, begin, file, manifest)]
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """(the header, where the data begin)."""
+    with path.open("rb") as handle:
+        (length,) = struct.unpack("<Q", handle.read(8))
+        if length > _MOST_HEADER_BYTES:
+            raise ValueError(f"it claims {length:,} bytes")
+        header = json.loads(handle.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("it is no mapping of names to tensors")
+    return header, 8 + length
+
+
+def _disagreements(header: dict[str, Any], begin: int, file: DataFile, manifest: Manifest) -> Iterator[str]:
+    expected = {}
+    for piece in file.pieces:
+        shape = manifest.tensors[piece.name].shape
+        expected[entry_name(piece.kind, piece.name, shape, piece.box, piece.start)] = {
+            "dtype": SAFETENSORS_NAMES[piece.dtype],
+            "shape": [piece.numel],
+            "data_offsets": [piece.offset - begin, piece.offset - begin + piece.num_bytes],
+        }
+    for name, entry in expected.items():
+        if header.get(name) != entry:
+            yield f"its safetensors header has {header.get(name)} for {name}, and the manifest {entry}"
+    for name in header.keys() - expected.keys():
+        yield f"its safetensors header has {name}, and the manifest does not"
+    end = max((piece.offset + piece.num_bytes for piece in file.pieces), default=begin)
+    if end != file.num_bytes:
+        yield f"its tensors end at byte {end:,} of {file.num_bytes:,}"

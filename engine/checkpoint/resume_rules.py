@@ -1,0 +1,170 @@
+"""What may differ between a saved run and the one that goes on from it (no torch here).
+
+    layout    tp, pp, dp, schedule, recompute, kernels, telemetry, ...    only a matter of speed: always allowed, and printed
+    meant     learning rate, data, dtype, length of the run, ...          another run, but a sane one: `checkpoint.accept` names it
+    never     shape of the model, tokenizer, samples per step             the weights or the place in the data would mean nothing
+
+A run that goes on under other settings without a word is how losses jump; so every difference is in one of the three.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic_core import to_jsonable_python
+
+from engine.config.schema import Config
+from engine.config.section import Section
+from engine.errors import CheckpointError
+from engine.storage.redaction import tree_without_secrets
+
+Verdict = Literal["layout", "meant", "never"]
+
+_LAYOUT = (
+    "parallel",
+    "schedule",
+    "recompute",
+    "offload",
+    "kernels",
+    "precision.masters",  # exact in both forms
+    "checkpoint",
+    "telemetry",
+    "resilience",  # acts when something goes wrong, and then says so
+    "runtime",
+    "train.micro_batch_size",
+    "train.eval_interval",
+    "train.eval_steps",
+    "optimizer.bucket_bytes",
+    "data.cache_dir",
+    "data.tokenizer",  # a path: what is in it is compared apart (`resume.py`)
+    # Padding is outside of the logical vocabulary, and initial weights are only drawn where nothing is loaded.
+    "model.vocab_multiple",
+    "model.init_std",
+)
+_MEANT = (
+    "optimizer",
+    "precision.dtype",
+    "precision.moments",
+    "precision.gradients",
+    "train.steps",
+    "train.tokens",
+    "train.seed",
+    "data.train",
+    "data.valid",
+    "data.split",
+    "data.synthetic",
+    "data.skip_samples",
+    "model.hidden_dropout",
+    "model.attention_dropout",
+)
+
+_SHOWN = 12
+
+ABSENT = "absent"
+"""Shown for a field that one of two configurations does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One field that differs: its dotted name, what was saved, what is asked for now."""
+
+    key: str
+    there: Any
+    here: Any
+    verdict: Verdict
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.there} there, {self.here} here"
+
+
+def changes(there: Mapping[str, Any], config: Config) -> list[Change]:
+    """Every field that differs between a saved configuration (as JSON) and `config`, in the order of the fields.
+
+    A field that is missing in a saved section, or a section that is a matter of speed, had its default: an older version wrote it,
+    and what is new does nothing by default. Any other field that one of the two does not have counts as "absent" there: an import
+    may know no data.
+    """
+    # Recorded values have no secrets; a secret that was renewed since is no other configuration.
+    saved = dict(flat(tree_without_secrets({key: value for key, value in there.items() if key != "format_version"})))
+    asked = dict(flat(tree_without_secrets(config.model_dump(mode="json"))))
+    sections = {key.rpartition(".")[0] for key in saved}
+    found = []
+    for key in [*asked, *(key for key in saved if key not in asked)]:
+        verdict = _verdict(key, config)
+        has_default = verdict == "layout" or key.rpartition(".")[0] in sections
+        was = saved[key] if key in saved else _default(key) if has_default else ABSENT
+        now = asked.get(key, ABSENT)
+        if was != now:
+            found.append(Change(key, was, now, verdict))
+    return found
+
+
+def refuse(found: Sequence[Change], accept: Sequence[str], source: str) -> None:
+    """Refuse what may not differ, all of it at once.
+
+    Args:
+        found: from `changes`.
+        accept: `checkpoint.accept`: fields or sections whose differences are meant.
+        source: what the saved configuration is of, for the message.
+
+    Raises:
+        CheckpointError: a field differs that never may, or one that nobody said was meant.
+    """
+    never = [change for change in found if change.verdict == "never"]
+    unmeant = [change for change in found if change.verdict == "meant" and not _covered(change.key, accept)]
+    if not never and not unmeant:
+        return
+    lines = []
+    if never:
+        lines.append("These may not change: the weights, or the place in the data, would mean something else.")
+        lines += _listed(never)
+    if unmeant:
+        names = ", ".join([*accept, *(change.key for change in unmeant)])
+        lines.append(f"These change what is trained. If they are meant: checkpoint.accept=[{names}]")
+        lines += _listed(unmeant)
+    raise CheckpointError(f"{source} has another configuration.\n" + "\n".join(lines))
+
+
+def _default(key: str) -> Any:
+    """The default of a field, as JSON; `ABSENT` where it has none, or is in a section that need not be there."""
+    *sections, name = key.split(".")
+    section: type[Section] = Config
+    for inner in sections:
+        found = section.section_type(inner)
+        if found is None or section.model_fields[inner].default is None:
+            return ABSENT
+        section = found
+    field = section.model_fields[name]
+    return ABSENT if field.is_required() else to_jsonable_python(field.get_default(call_default_factory=True))
+
+
+def _verdict(key: str, config: Config) -> Verdict:
+    if key in ("train.steps", "train.tokens") and _length_is_free(config):
+        return "layout"
+    if _covered(key, _LAYOUT):
+        return "layout"
+    return "meant" if _covered(key, _MEANT) else "never"
+
+
+def _length_is_free(config: Config) -> bool:
+    """Whether the learning rate of a step does not depend on how many steps there are: then a longer run is the same run."""
+    return config.optimizer.lr_schedule == "constant" or config.optimizer.decay_steps is not None
+
+
+def _covered(key: str, names: Sequence[str]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def _listed(found: Sequence[Change]) -> Iterator[str]:
+    yield from (f"  {change}" for change in found[:_SHOWN])
+    if len(found) > _SHOWN:
+        yield f"  and {len(found) - _SHOWN} more"
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of every leaf; a section that is none is a leaf."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

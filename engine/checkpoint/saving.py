@@ -1,0 +1,331 @@
+"""Saving while training: when, what all ranks agree on, and what happens when it fails.
+
+    phase       every rank                                              ends when
+    IDLE        -                                                       a save is due: all ranks copy their state
+    WRITING     its thread writes rank_<n>.safetensors                  the flags say that all have written, or one has failed
+    COMMITTING  rank 0's thread writes the manifest and renames         the flag says that rank 0 has
+
+The phase is the same on all ranks, because it moves only by the flags that travel in the step's small all-reduce: no rank ever
+waits for another's disk, and no thread talks to another rank. Flags are read a step after they were sent, when the phase may have
+moved on, so each says of which phase it is. At most one save is under way; one that is due earlier
+waits for it. A save that fails is reported with its rank and reason, its files are removed, older checkpoints are untouched,
+and training goes on to the next interval; only the last one of a run must succeed.
+"""
+
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from enum import Enum
+from pathlib import Path
+from typing import Any, Protocol
+
+from engine.checkpoint.directory import CheckpointDirectory
+from engine.checkpoint.environment import describe_layout
+from engine.checkpoint.format.fingerprint import to_text
+from engine.checkpoint.format.manifest import (
+    FORMAT_VERSION,
+    Ancestor,
+    DataFile,
+    Kind,
+    Manifest,
+    TensorInfo,
+    TrainingState,
+    write_manifest,
+)
+from engine.checkpoint.format.store import fingerprints
+from engine.checkpoint.history import RunHistory
+from engine.checkpoint.shards import fingerprint
+from engine.checkpoint.writer import RankWriter, Written
+from engine.errors import CheckpointError, SaveError
+from engine.step import NO_FLAGS, Engine
+
+WRITTEN, NOT_WRITTEN = (1.0, 0.0, 0.0, 0.0), (0.0, 1.0, 0.0, 0.0)
+COMMITTED, NOT_COMMITTED = (0.0, 0.0, 1.0, 0.0), (0.0, 0.0, 0.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What a checkpoint says of its run beside the engine's state.
+
+    Attributes:
+        run: name of the run directory.
+        attempt: of it.
+        data: fingerprints of the data, by part.
+        lineage: what the run started from.
+        wandb_id: of the run's page, once it is known.
+        shapes: logical global shape of every parameter of the model (a rank's engine knows its own alone).
+        history: what went wrong in the run so far; it is changed while the run goes on.
+    """
+
+    run: str
+    attempt: int
+    data: dict[str, Any]
+    lineage: tuple[Ancestor, ...]
+    wandb_id: Callable[[], str | None]
+    shapes: dict[str, tuple[int, ...]]
+    history: RunHistory = field(default_factory=RunHistory)
+
+
+class Notices(Protocol):
+    """Who is told; called on every rank, with the same words on all."""
+
+    def on_save_started(self, step: int, stall_seconds: float, waited_seconds: float) -> None: ...
+    def on_saved(self, step: int, folder: Path, num_bytes: int, seconds: float) -> None: ...
+    def on_save_failed(self, step: int, reason: str) -> None: ...
+    def on_retired(self, names: list[str]) -> None: ...
+    def on_fingerprint(self, step: int, fingerprint: dict[Kind, str]) -> None: ...
+
+
+class _Phase(Enum):
+    IDLE = "idle"
+    WRITING = "writing"
+    COMMITTING = "committing"
+
+
+@dataclass(frozen=True, slots=True)
+class _Committed:
+    """What rank 0's thread came to."""
+
+    num_bytes: int
+    retired: list[str]
+
+
+class Checkpoints:
+    """The saves of one run, on every rank.
+
+    Args:
+        engine: whose state is saved.
+        directory: where; changed by rank 0 alone.
+        facts: of the run.
+        notices: who is told.
+    """
+
+    def __init__(self, engine: Engine, directory: CheckpointDirectory, facts: RunFacts, notices: Notices) -> None:
+        self._engine = engine
+        self._config = engine.config.checkpoint
+        self._directory = directory
+        self._facts = facts
+        self._notices = notices
+        self._world = engine.topology.axis("world")
+        self._layout = describe_layout(engine)
+        self._phase = _Phase.IDLE
+        self._saving: TrainingState | None = None
+        self._started_seconds = 0.0
+        self._writing: Future[Written] | None = None
+        self._committing: Future[_Committed] | None = None
+        self._committer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-commit")
+        self._failure: str | None = None
+        self._writer = (
+            RankWriter(engine.optimizer, engine.topology.rank, self._config.in_background, _say_retry)
+            if self._config.interval is not None
+            else None
+        )
+
+    def flags(self) -> tuple[float, ...]:
+        """This rank's flags for the next step's agreement: how far its work in the present phase is. Never blocks."""
+        future = self._pending()
+        if future is None or not future.done():
+            return NO_FLAGS
+        is_done = future.exception() is None
+        if self._phase is _Phase.WRITING:
+            return WRITTEN if is_done else NOT_WRITTEN
+        return COMMITTED if is_done else NOT_COMMITTED
+
+    def agreed(self, flags: tuple[float, ...]) -> None:
+        """Go on with the save under way as the flags of a step say (the agreed sums of `flags()`); steps come in order."""
+        self._advance(flags)
+
+    def is_due(self, step: int, *, is_last: bool) -> bool:
+        """Whether `after_step` has something to do after `step` steps; then the flags of all of them must be in."""
+        return self._fingerprint_is_due(step) or self._save_is_due(step, is_last)
+
+    def after_step(
+        self, step: int, consumed_samples: int, lr: float, *, is_last: bool, validation_is_due: bool = False
+    ) -> None:
+        """Step number `step` (from 1) is made: start the save that is due.
+
+        Args:
+            step: optimizer steps made.
+            consumed_samples: of the training data.
+            lr: with which the step was made.
+            is_last: of the run: it is saved whatever the interval.
+            validation_is_due: the validation after this step has no loss, because the run stops.
+        """
+        if self._fingerprint_is_due(step):
+            values = fingerprint(self._engine)
+            self._notices.on_fingerprint(step, {kind: to_text(value) for kind, value in values.items()})
+        if self._save_is_due(step, is_last):
+            self._save(step, consumed_samples, lr, validation_is_due)
+
+    def _fingerprint_is_due(self, step: int) -> bool:
+        every = self._config.fingerprint_interval
+        return every is not None and step % every == 0
+
+    def _save_is_due(self, step: int, is_last: bool) -> bool:
+        every = self._config.interval
+        return every is not None and (is_last or step % every == 0)
+
+    def settle(self) -> None:
+        """Wait for the save under way, if there is one; every rank calls it after the same step."""
+        self._drain()
+
+    def finish(self) -> None:
+        """Wait for the save under way: the run is over.
+
+        Raises:
+            SaveError: on every rank: the last save failed, so the end of the run would be lost.
+        """
+        self._drain()
+        if self._failure is not None:
+            raise SaveError(
+                f"the last checkpoint could not be written: {self._failure}. The last steps exist in memory only and "
+                "are lost when this process ends; older checkpoints are untouched. Make room or restore access, and give the same "
+                "command again: it goes on from the newest complete checkpoint."
+            )
+
+    def close(self) -> None:
+        """Let go of the threads; what is being written is written to its end, but not committed."""
+        if self._writer is not None:
+            self._writer.close()
+        self._committer.shutdown(wait=True)
+
+    def _save(self, step: int, consumed_samples: int, lr: float, validation_is_due: bool) -> None:
+        assert self._writer is not None, "a save without an interval"
+        started = time.monotonic()
+        self._drain()
+        waited_seconds = time.monotonic() - started
+        plan = self._engine.plan
+        self._saving = TrainingState(
+            step=step,
+            consumed_samples=consumed_samples,
+            consumed_tokens=step * plan.tokens_per_step,
+            num_updates=self._engine.optimizer.num_updates,
+            lr=lr,
+            rng={
+                "seed": self._engine.config.train.seed,
+                "kind": "masks, order and initial weights are functions of the seed",
+            },
+            data=self._facts.data,
+            wandb_id=self._facts.wandb_id(),
+            skipped=self._facts.history.skipped.ranges,
+            num_rollbacks=self._facts.history.num_rollbacks,
+            recent_losses=tuple(self._facts.history.losses),
+            validation_is_due=validation_is_due,
+        )
+        self._failure = None
+        self._started_seconds = time.monotonic()
+        self._writing = self._writer.save(self._partial(self._saving))
+        self._phase = _Phase.WRITING
+        self._notices.on_save_started(step, time.monotonic() - self._started_seconds, waited_seconds)
+        if not self._config.in_background:
+            self._drain()
+
+    def _pending(self) -> "Future[Written] | Future[_Committed] | None":
+        """What this rank's thread works on in the present phase."""
+        if self._phase is _Phase.WRITING:
+            return self._writing
+        return self._committing if self._phase is _Phase.COMMITTING else None
+
+    def _advance(self, flags: tuple[float, ...]) -> None:
+        """Move to the next phase if the agreed flags say so; the same on every rank."""
+        num_written, num_not_written, is_committed, is_not_committed = flags
+        if self._phase is _Phase.WRITING and num_written + num_not_written == self._world.size:
+            if num_not_written:
+                self._fail()
+                return
+            self._phase = _Phase.COMMITTING
+            if self._world.index == 0:
+                assert self._saving is not None and self._writing is not None
+                self._committing = self._committer.submit(self._commit, self._saving)
+        elif self._phase is _Phase.COMMITTING and is_not_committed:
+            self._fail()
+        elif self._phase is _Phase.COMMITTING and is_committed:
+            self._saved()
+
+    def _drain(self) -> None:
+        """Bring the save under way to its end, waiting for the disk."""
+        while self._phase is not _Phase.IDLE:
+            future = self._pending()
+            if future is not None:
+                future.exception()
+            self._advance(tuple(self._world.agree(self.flags(), self._engine.topology.device, "checkpoint")))
+
+    def _saved(self) -> None:
+        assert self._saving is not None
+        committed = self._committing.result() if self._committing is not None else _Committed(0, [])
+        step, seconds = self._saving.step, time.monotonic() - self._started_seconds
+        self._reset()
+        self._notices.on_saved(step, self._directory.step_folder(step), committed.num_bytes, seconds)
+        if committed.retired:
+            self._notices.on_retired(committed.retired)
+
+    def _fail(self) -> None:
+        """Every rank is here at once: tell each other why, remove what was written, go on."""
+        assert self._saving is not None
+        future = self._pending()
+        error = future.exception() if future is not None else None
+        reasons = self._world.tell("" if error is None else _text(error), self._engine.topology.device, "checkpoint")
+        told = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
+        self._failure = "; ".join(told[:3]) + (f"; and {len(told) - 3} more ranks" if len(told) > 3 else "")
+        if self._world.index == 0:
+            shutil.rmtree(self._partial(self._saving), ignore_errors=True)
+        step = self._saving.step
+        self._reset()
+        self._notices.on_save_failed(step, self._failure)
+
+    def _reset(self) -> None:
+        self._phase, self._saving, self._writing, self._committing = _Phase.IDLE, None, None, None
+
+    def _partial(self, state: TrainingState) -> Path:
+        return self._directory.partial(state.step, self._facts.attempt)
+
+    def _commit(self, state: TrainingState) -> _Committed:
+        """Rank 0's thread: the files of all ranks are on the disk; make them a checkpoint."""
+        partial = self._partial(state)
+        parts = [partial / f"rank_{rank:05d}.json" for rank in range(self._world.size)]
+        missing = [part.stem for part in parts if not part.exists()]
+        if missing:
+            raise CheckpointError(
+                f"{len(missing)} ranks have written their files where rank 0 cannot see them ({', '.join(missing[:3])}): "
+                f"{self._directory.path} must be on storage that all nodes share. Set checkpoint.dir to such a folder"
+            )
+        files = [DataFile.model_validate_json(part.read_bytes()) for part in parts]
+        files = [file for file in files if file.pieces]
+        manifest = Manifest(
+            format_version=FORMAT_VERSION,
+            content="training",
+            run=self._facts.run,
+            attempt=self._facts.attempt,
+            written_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            state=state,
+            fingerprint=fingerprints(piece for file in files for piece in file.pieces),
+            layout=self._layout,
+            config=self._engine.config.model_dump(mode="json"),
+            lineage=self._facts.lineage,
+            tensors={name: TensorInfo(shape=shape) for name, shape in self._facts.shapes.items()},
+            files=tuple(files),
+        )
+        write_manifest(partial, manifest)
+        for part in parts:
+            part.unlink()
+        named = {file.name for file in files}
+        for file in partial.glob("*.safetensors"):
+            if file.name not in named:
+                file.unlink()
+        self._directory.commit(partial, state.step)
+        retired = self._directory.retire(state.step, self._config.keep_last, self._config.keep_every)
+        return _Committed(manifest.num_bytes, retired)
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
+    return f"{error}" if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def _say_retry(error: OSError) -> None:
+    print(f"checkpoint: writing failed and is tried again: {_text(error)}", file=sys.stderr)

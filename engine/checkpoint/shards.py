@@ -1,0 +1,90 @@
+"""Between a live engine and a checkpoint: what this rank saves, and where it puts what it loads.
+
+    rank (tp, pp, dp)  owns  flat parts of its buckets  ->  segments of parameters  ->  shards, per kind
+
+What is saved is each element once over the world: by its data-parallel owner in the first of its replicas. What is loaded is
+every owned element of every rank; the other data-parallel ranks then get the weights by the step's usual all-gather.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, TypeVar
+
+import torch
+
+from engine.checkpoint.directory import Candidate
+from engine.checkpoint.format.fingerprint import range_fingerprint
+from engine.checkpoint.format.manifest import KINDS, Kind, TrainingState
+from engine.checkpoint.format.store import Shard, Values, load
+from engine.errors import CheckpointError
+from engine.numerics.hashing import signed
+from engine.optimizer.distributed import DistributedOptimizer, OwnedBucket
+from engine.step import Engine
+
+LoadWhat = Literal["all", "weights"]
+
+Flat = TypeVar("Flat", bound=Values)
+
+
+def shards(owned: OwnedBucket, flat: Flat, kind: Kind) -> Iterator[Shard[Flat]]:
+    """Cut `flat`, which holds the owned part of the bucket (live, or a copy of it), into the parts of parameters."""
+    origin = owned.bucket.owned[0]
+    for segment in owned.segments:
+        record, at = segment.record, segment.offset - origin
+        values = flat[at : at + segment.stop - segment.start]
+        yield Shard(record.name, kind, record.spec.shape, record.box, segment.start, values)
+
+
+def saved_buckets(optimizer: DistributedOptimizer) -> list[OwnedBucket]:
+    """The owned buckets that this rank saves: replicas are saved by the first of them."""
+    return [owned for owned in optimizer.owned if owned.buffer.replica_index == 0]
+
+
+def restore(engine: Engine, candidate: Candidate, what: LoadWhat) -> TrainingState:
+    """Fill weights (and moments, with `all`) of this rank from a checkpoint of any layout; every rank calls it.
+
+    Memory: one piece at a time beside the state itself, and one kind of it in the accumulation dtype where it is kept otherwise.
+    On an error the engine is left in part: build or load again.
+
+    Returns:
+        The state that the run goes on from: the checkpoint's own, or that of a fresh start with `weights`.
+
+    Raises:
+        CheckpointError: on the rank that sees it: of another model, damaged, or without moments where they are needed. The
+            callers of all ranks must agree before anyone goes on (`manager.py` does).
+    """
+    manifest = candidate.manifest
+    if what == "all" and manifest.content == "weights":
+        raise CheckpointError(
+            f"{candidate.folder} holds weights only, so there is no optimizer state to resume from. To start from these weights at "
+            "step 0 with a fresh optimizer: checkpoint.load_what=weights"
+        )
+    optimizer = engine.optimizer
+    kinds: Sequence[Kind] = KINDS if what == "all" else ("master",)
+    engine.buffers.wait_all()
+    for kind in kinds:
+        values = [owned.state.read(kind) for owned in optimizer.owned]
+        pairs = zip(optimizer.owned, values, strict=True)
+        load(candidate.folder, manifest, [shard for owned, flat in pairs for shard in shards(owned, flat, kind)])
+        for owned, flat in zip(optimizer.owned, values, strict=True):
+            owned.state.write({kind: flat})
+    state = manifest.state if what == "all" else TrainingState.at_start()
+    optimizer.restored(state.num_updates)
+    return state
+
+
+def saved_numel(optimizer: DistributedOptimizer) -> int:
+    """Elements of one kind that this rank saves; over all ranks they are the model's parameters, each once."""
+    return sum(segment.stop - segment.start for owned in saved_buckets(optimizer) for segment in owned.segments)
+
+
+def fingerprint(engine: Engine) -> dict[Kind, int]:
+    """The fingerprint of the live state, agreed over all ranks (see `fingerprint.py`); every rank calls it."""
+    sums = torch.zeros(len(KINDS), dtype=torch.int64, device=engine.topology.device)
+    for owned in saved_buckets(engine.optimizer):
+        for number, kind in enumerate(KINDS):
+            for shard in shards(owned, owned.state.read(kind), kind):
+                sums[number] += signed(
+                    range_fingerprint(shard.values, shard.name, kind, shard.shape, shard.box, shard.start)
+                )
+    engine.topology.axis("world").all_reduce(sums, "fingerprint").wait()
+    return {kind: int(value) % 2**64 for kind, value in zip(KINDS, sums.tolist(), strict=True)}

@@ -1,0 +1,48 @@
+"""One row of numbers from each rank, brought to rank 0 through the groups that exist already.
+
+    along tp    every rank receives the rows of its tensor-parallel group
+    along pp    ranks with tp index 0 receive the rows of their pipeline, pp x tp
+    along dp    ranks with tp and pp index 0 receive all rows; rank 0 is one of them
+
+What a rank receives does not depend on the number of replicas, except on those that stand in the last line. An all-gather over the
+world would bring all rows to all ranks, and a gather by sends and receives would open a connection from rank 0 to each rank.
+"""
+
+from itertools import pairwise
+
+import torch
+
+from engine.comm.topology import Topology
+
+ORDER = ("tp", "pp", "dp")
+"""Axes in the order in which rows travel along them."""
+
+
+class Gathering:
+    """Rows on their way to rank 0. All ranks make one, and call `finish` once, in the same order of calls.
+
+    Args:
+        topology: of this rank.
+        row: 1-D, as long on every rank; on the rank's device.
+        purpose: label of the calls in the ledger.
+    """
+
+    def __init__(self, topology: Topology, row: torch.Tensor, purpose: str) -> None:
+        self._topology = topology
+        self._purpose = purpose
+        axes = [topology.axis(name) for name in ORDER]
+        # The first call is under way until `finish`; an axis of one rank has none.
+        self._axes = [axis for axis in axes if axis.size > 1] or axes[:1]
+        self._pending = self._axes[0].all_gather(row, purpose)
+
+    def finish(self) -> torch.Tensor | None:
+        """The rows of all ranks [world size, n] in rank order, on rank 0's device; None on the other ranks."""
+        rows = self._pending.wait()
+        for before, axis in pairwise(self._axes):
+            if before.index:
+                return None
+            rows = axis.all_gather(rows, self._purpose).wait()
+        if self._topology.rank:
+            return None
+        tp, pp, dp = (self._topology.axis(name).size for name in ORDER)
+        return rows.view(dp, pp, tp, -1).transpose(0, 1).reshape(pp * dp * tp, -1)

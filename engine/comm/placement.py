@@ -1,0 +1,135 @@
+"""Device and backend of one rank, and the check that the places of all ranks fit together.
+
+`place` follows the launcher's decision (`engine.device.gpus`) or raises. `judge_places` runs on rank 0 before any group is made:
+one rank without its GPU ends all ranks.
+"""
+
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.comm.store_agreement import Facts, grouped, name_ranks
+from engine.config.schema import RuntimeConfig
+from engine.device.gpus import (
+    BACKEND_VARIABLE,
+    CPU,
+    CUDA,
+    DEVICE_VARIABLE,
+    GLOO,
+    NCCL,
+    Gpus,
+    backend_of,
+    device_type,
+    find_gpus,
+)
+from engine.errors import TopologyError
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Device and backend of a rank."""
+
+    device: torch.device
+    backend: str
+
+
+def place(config: RuntimeConfig, local_rank: int, variables: Mapping[str, str]) -> Place:
+    """Follow the launcher's decision, or decide in the same way where no launcher of ours started this rank.
+
+    Args:
+        config: of the run.
+        local_rank: number of this rank on its node.
+        variables: the environment.
+
+    Raises:
+        TopologyError: this rank cannot have the device or the backend.
+    """
+    device, backend = variables.get(DEVICE_VARIABLE), variables.get(BACKEND_VARIABLE)
+    if device and backend:
+        _refuse_contradiction(config, device, backend)
+    if config.device == CPU or device == CPU:
+        return Place(torch.device(CPU), backend_of(config, CPU, "the ranks are on the CPU"))
+    gpus = find_gpus(variables, ask_torch=True)
+    if not device or not backend:
+        device = device_type(config, gpus)
+        backend = backend_of(config, device, gpus.note)
+        if device == CPU:
+            return Place(torch.device(CPU), backend)
+    if not gpus.count:
+        raise TopologyError(gpus.problem or _lost_gpus(gpus))
+    return Place(_gpu_of(local_rank, gpus.count, backend), backend)
+
+
+def _refuse_contradiction(config: RuntimeConfig, device: str, backend: str) -> None:
+    is_known = device in (CPU, CUDA) and backend in (GLOO, NCCL)
+    if is_known and config.device in ("auto", device) and config.collectives in ("auto", backend):
+        return
+    raise TopologyError(
+        f"{DEVICE_VARIABLE}={device} {BACKEND_VARIABLE}={backend} contradict runtime.device = {config.device} and "
+        f"runtime.collectives = {config.collectives}: the launcher sets these variables for its ranks, and they would not do "
+        f"what the config says. Unset them, and set the config's fields."
+    )
+
+
+def _lost_gpus(gpus: Gpus) -> str:
+    return (
+        f"{socket.gethostname()}: {gpus.note or 'this rank sees no GPU'}, and the launcher decided on {CUDA}. The rank would train "
+        f"on the CPU beside others on GPUs. Give all ranks the same view of the GPUs, or set runtime.device=cpu."
+    )
+
+
+def _gpu_of(local_rank: int, num_gpus: int, backend: str) -> torch.device:
+    """Choose the GPU of the rank's number, or the only one it sees; where gloo serves the ranks, the GPUs in turns.
+
+    SLURM shows each task its own GPU with --gpus-per-task=1; `judge_places` finds two ranks on one.
+    """
+    if backend == NCCL and local_rank >= num_gpus > 1:
+        raise TopologyError(
+            f"local rank {local_rank} has no GPU: this node shows {num_gpus}. NCCL refuses two ranks on one GPU. Start at most "
+            f"{num_gpus} ranks per node, set runtime.device=cpu, or, to try a layout slowly, runtime.collectives=gloo."
+        )
+    return torch.device(CUDA, local_rank % num_gpus)
+
+
+def facts_of(where: Place) -> Facts:
+    """Collect what `judge_places` compares: host, device type, backend and, with NCCL, the UUID of the GPU."""
+    facts: Facts = {"host": socket.gethostname(), "device": where.device.type, "backend": where.backend}
+    if where.backend == NCCL:
+        facts["uuid"] = str(torch.cuda.get_device_properties(where.device).uuid)
+    return facts
+
+
+def judge_places(every: Sequence[Facts]) -> str | None:
+    """Find what is wrong with the places of all ranks, given in rank order; see `engine.comm.store_agreement.compare_facts`.
+
+    A rank's facts are those of `facts_of`, or `host` and `problem` where it has no place.
+    """
+    failed = {rank: str(facts["problem"]) for rank, facts in enumerate(every) if "problem" in facts}
+    if failed:
+        texts = dict.fromkeys(failed.values())
+        return "\n".join(f"{name_ranks(rank for rank in failed if failed[rank] == text)}: {text}" for text in texts)
+    kinds = grouped(every, lambda facts: f"{facts['device']} with {facts['backend']}")
+    if len(kinds) > 1:
+        lines = [f"  {kind}: {name_ranks(ranks)} ({_hosts(every, ranks)})" for kind, ranks in kinds.items()]
+        return "\n".join(
+            (
+                "ranks are on different kinds of device, and the first call between them would never return:",
+                *lines,
+                "Start all of them where torch finds a GPU, or set runtime.device=cpu.",
+            )
+        )
+    with_gpu = grouped(every, lambda facts: str(facts.get("uuid", "")))
+    shared = {uuid: ranks for uuid, ranks in with_gpu.items() if uuid and len(ranks) > 1}
+    for uuid, ranks in shared.items():
+        return (
+            f"{name_ranks(ranks)} on {_hosts(every, ranks)} have one GPU ({uuid}) between them. NCCL refuses two ranks on one GPU. "
+            f"Start one rank per GPU, show each task its own (srun --gpus-per-task=1), set runtime.device=cpu, or, to try a "
+            f"layout slowly, runtime.collectives=gloo."
+        )
+    return None
+
+
+def _hosts(every: Sequence[Facts], ranks: Iterable[int]) -> str:
+    return ", ".join(dict.fromkeys(str(every[rank]["host"]) for rank in ranks))

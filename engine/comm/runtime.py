@@ -1,0 +1,256 @@
+"""Start and stop of one rank: device, allocator, backend, threads, the default process group.
+
+`RankEnvironment` is what a launcher (torchrun, srun) says in environment variables. `start` turns it into a `Runtime`;
+`Runtime.close` undoes it. Nothing here is remembered in module variables.
+"""
+
+import os
+import socket
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as _c10d
+
+from engine.comm.network import Interface, cluster_interface, interface_variables, listening_socket
+from engine.comm.placement import Place, facts_of, judge_places, place
+from engine.comm.store_agreement import compare_facts
+from engine.config.schema import RuntimeConfig
+from engine.device.gpus import NCCL
+from engine.errors import TopologyError
+
+FLIGHT_RECORDER_VARIABLES = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE")
+"""How many calls NCCL's flight recorder keeps: the name up to torch 2.9, and the one after it."""
+FLIGHT_RECORDER_CALLS = "2000"
+
+CONNECT_AT_ONCE = ("NCCL_RUNTIME_CONNECT", "0")
+"""From NCCL 2.22, an algorithm connects at its first use, in the middle of a step; with 0, when its group starts."""
+
+_FLIGHT_RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+"""Functions of torch that write down what it has kept; builds without NCCL have the second alone."""
+
+COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnvironment:
+    """Who this process is among those that were started together."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int | None = None
+    restart_count: int = 0
+
+    @classmethod
+    def from_variables(cls, variables: Mapping[str, str]) -> "RankEnvironment":
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; a lone process needs none.
+
+        Raises:
+            TopologyError: some of them are set and others are missing or not numbers.
+        """
+        if "WORLD_SIZE" not in variables and "RANK" not in variables:
+            return cls()
+        try:
+            return cls(
+                rank=int(variables["RANK"]),
+                world_size=int(variables["WORLD_SIZE"]),
+                local_rank=int(variables.get("LOCAL_RANK", variables["RANK"])),
+                local_world_size=int(variables.get("LOCAL_WORLD_SIZE", variables["WORLD_SIZE"])),
+                master_addr=variables.get("MASTER_ADDR", "127.0.0.1"),
+                master_port=int(variables["MASTER_PORT"]),
+                restart_count=int(variables.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            )
+        except (KeyError, ValueError) as error:
+            raise TopologyError(
+                f"the launcher's variables are incomplete: {error} of RANK, WORLD_SIZE, MASTER_PORT. A rank that does not "
+                f"know its place cannot join a group. Start through launch/pretrain_gpt.sh, torchrun or srun."
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """One running rank."""
+
+    environment: RankEnvironment
+    device: torch.device
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""With which a user sets up torch's allocator: the name of today, those of before. Each version of torch reads some of them."""
+
+
+def set_up_allocator(
+    config: RuntimeConfig, variables: Mapping[str, str], apply: Callable[[str], None] | None = None
+) -> None:
+    """Let CUDA's segments grow, unless the user's environment says how memory is had.
+
+    It has to be done before the first tensor. It is not done by a variable: torch reads those while it is imported, which has
+    happened where torchrun starts a rank, and 2.9 ignores the newer name for this option.
+
+    Args:
+        config: of the run.
+        variables: the environment.
+        apply: hands settings to the allocator; None: torch's own.
+    """
+    if config.expandable_segments and not any(variables.get(name) for name in ALLOCATOR_VARIABLES):
+        (apply or _to_the_allocator)("expandable_segments:True")
+
+
+def _to_the_allocator(settings: str) -> None:
+    with warnings.catch_warnings():
+        # Newer versions say that there is a newer name; this one does in each version what it has to.
+        warnings.simplefilter("ignore", FutureWarning)
+        torch.cuda.memory._set_allocator_settings(settings)
+
+
+def allocator_retries(device: torch.device) -> int:
+    """Return how often torch's allocator has had to free its cache and ask the device again; 0 on the CPU, which has none."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
+
+
+def open_store(interface: Interface, port: int, timeout: timedelta, *, is_server: bool) -> dist.TCPStore:
+    """The store where ranks or launchers meet.
+
+    Args:
+        interface: of this node, to the others.
+        port: of the store; for the server, 0 is a free one (`store.port` tells which).
+        timeout: of its answers.
+        is_server: this process has the store, and listens at the interface's address only.
+
+    Raises:
+        PortTakenError: somebody else listens there.
+    """
+    if not is_server:
+        return dist.TCPStore(interface.store_host, port, is_master=False, multi_tenant=True, timeout=timeout)
+    listener = listening_socket(interface, port)
+    # The store closes it, and connects to itself as well: at the address where it listens.
+    port, descriptor = listener.getsockname()[1], listener.detach()
+    return dist.TCPStore(
+        interface.address, port, is_master=True, multi_tenant=True, timeout=timeout, master_listen_fd=descriptor
+    )
+
+
+def write_flight_record(path: Path) -> None:
+    """NCCL's last calls on this rank as JSON, where this process talks over NCCL and its torch keeps them."""
+    if not dist.is_initialized() or dist.get_backend() != "nccl":
+        return
+    dump = next((getattr(_c10d, name) for name in _FLIGHT_RECORDERS if hasattr(_c10d, name)), None)
+    with suppress(RuntimeError, OSError):
+        if dump is not None:
+            path.write_bytes(dump())
+
+
+def compile_threads(local_world_size: int, variables: Mapping[str, str]) -> dict[str, str]:
+    """Divide the node's cores between the torch.compile workers of its ranks, unless the user set their number.
+
+    Without it each rank starts min(32, cores) of them. A rank that has so few cores that they may be its own (srun with
+    --cpus-per-task) uses all of them.
+
+    Args:
+        local_world_size: ranks on this node.
+        variables: the environment.
+    """
+    if variables.get(COMPILE_THREADS):
+        return {}
+    own, all_cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    is_shared = own * local_world_size > all_cores
+    return {COMPILE_THREADS: str(max(1, own // local_world_size if is_shared else own))}
+
+
+def start(environment: RankEnvironment, config: RuntimeConfig) -> Runtime:
+    """Take the device and join the default process group, with the backend that the launcher or `engine.device.gpus` decided.
+
+    The store's keys carry the restart count, so that a restarted group never reads a dead one's addresses. Rank 0's store, and
+    the sockets of gloo and NCCL, listen on the interface that leads to MASTER_ADDR (`engine.comm.network`); the store of a torchrun
+    that was started by hand is torch's and listens on all of them.
+
+    Raises:
+        TopologyError: on every rank, where one of them cannot have its device or the places of all do not fit together.
+    """
+    os.environ.update(compile_threads(environment.local_world_size, os.environ))
+    store = _meet(environment, config) if environment.world_size > 1 else None
+    where, problem = None, ""
+    try:
+        where = _take(environment, config)
+    except TopologyError as error:
+        if store is None:
+            raise
+        problem = str(error)
+    if store is not None:
+        facts = {"host": socket.gethostname(), "problem": problem} if where is None else facts_of(where)
+        compare_facts(dist.PrefixStore("places", store), environment.rank, environment.world_size, facts, judge_places)
+    assert where is not None, "a rank without a place is a bad verdict, which raises"
+    if store is not None:
+        if where.backend == NCCL:
+            for name in FLIGHT_RECORDER_VARIABLES:
+                os.environ.setdefault(name, FLIGHT_RECORDER_CALLS)
+            os.environ.setdefault(*CONNECT_AT_ONCE)
+        # No `device_id`: with it, torch makes every later group by splitting the default communicator, which needs all ranks
+        # to take part, and the topology's groups are made by their members alone.
+        dist.init_process_group(
+            where.backend,
+            store=store,
+            rank=environment.rank,
+            world_size=environment.world_size,
+            timeout=timedelta(seconds=config.timeout_seconds),
+        )
+    return Runtime(environment, where.device)
+
+
+def _meet(environment: RankEnvironment, config: RuntimeConfig) -> dist.Store:
+    """Connect to the store of this attempt; rank 0 has it, or the launcher."""
+    assert environment.master_port is not None, "a group of several ranks has an address"
+    hosted_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    interface = cluster_interface(
+        environment.master_addr,
+        several_nodes=environment.world_size > environment.local_world_size,
+        variables=os.environ,
+    )
+    os.environ.update(interface_variables(interface, os.environ))
+    is_server = environment.rank == 0 and not hosted_by_launcher
+    timeout = timedelta(seconds=config.timeout_seconds)
+    store = open_store(interface, environment.master_port, timeout, is_server=is_server)
+    return dist.PrefixStore(f"attempt/{environment.restart_count}", store)
+
+
+def _take(environment: RankEnvironment, config: RuntimeConfig) -> Place:
+    """Make this rank's device its current one, with the allocator set up before the first tensor.
+
+    Raises:
+        TopologyError: the rank cannot have it.
+    """
+    where = place(config, environment.local_rank, os.environ)
+    if where.device.type != "cuda":
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        return where
+    if environment.world_size > 1 and where.backend == NCCL and not dist.is_nccl_available():
+        raise TopologyError(
+            f"torch {torch.__version__} on {socket.gethostname()} has no NCCL, and ranks on GPUs would have nothing to talk "
+            f"through. Use a CUDA build of torch, or, slowly, runtime.collectives=gloo."
+        )
+    set_up_allocator(config, os.environ)
+    try:
+        torch.cuda.set_device(where.device)
+    except RuntimeError as error:
+        raise TopologyError(
+            f"{socket.gethostname()}: this rank cannot use {where.device}: {str(error).splitlines()[0]}. Another process may hold "
+            f"the GPU alone, or it is broken: see nvidia-smi."
+        ) from error
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    return where

@@ -1,0 +1,211 @@
+"""Calls of a backend that reads host memory alone, on tensors that are elsewhere: copied out, called, copied back.
+
+With gloo, several ranks can share one GPU (NCCL refuses two ranks on one device), so a single card runs the true kernels, streams
+and allocator of a whole layout. A call passes three places:
+
+    post      the side stream waits for what the current stream has made; what is read is copied to pinned memory behind it
+    worker    a thread of the process group waits for these copies, then makes the calls, in the order in which they were posted
+    wait      the host waits for the backend; what was written is copied back on the current stream
+
+The order of calls is that of posts on every rank, as NCCL asks for and gloo matches them by. The worker waits for this rank's GPU
+only, never for a peer, so two process groups cannot hold each other up. Unlike with NCCL, `wait` stops the host.
+
+On the CPU there is no stream, and the worker makes the copies itself, late, as a busy GPU would: whoever changes a tensor between
+post and wait sends the wrong numbers there too. The tests use that.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+
+from engine.device.pinned_memory import PageLock, PinnedPool, Purpose, page_lock_of
+
+CPU = torch.device("cpu")
+
+PURPOSE = Purpose("messages of ranks that share a GPU", "start fewer ranks on the node")
+
+Seen = Callable[[torch.Tensor], torch.Tensor]
+"""What the backend is given in place of a tensor."""
+
+
+class Work(Protocol):
+    """What a backend's handle must be able to do."""
+
+    def wait(self) -> Any: ...
+    def is_completed(self) -> bool: ...
+
+
+class Use(NamedTuple):
+    """The tensors that stand behind one handle of a call. One that is reduced in place is read and written."""
+
+    read: Sequence[torch.Tensor] = ()
+    written: Sequence[torch.Tensor] = ()
+
+
+class Carrier(Protocol):
+    """Makes the calls of one process group in place of its `Axis`."""
+
+    def post(self, call: Callable[[Seen], Sequence[Work]], uses: Sequence[Use]) -> list[Work]:
+        """Make `call`, after all calls that were posted before, and return a handle for each use."""
+        ...
+
+    def close(self) -> None:
+        """Let go of threads and other resources."""
+        ...
+
+
+class _Rooms:
+    """Host memory of one call's stand-ins; it goes back to the pool when all handles of the call are over.
+
+    Args:
+        pool: it comes from.
+        vectors: of the pool.
+        num_handles: of the call.
+    """
+
+    def __init__(self, pool: PinnedPool, vectors: Sequence[torch.Tensor], num_handles: int) -> None:
+        self._pool = pool
+        self._vectors = vectors
+        self._num_open = num_handles
+        self._events: list[torch.cuda.Event] = []
+        # Handles of one call may be waited for in several threads.
+        self._guard = threading.Lock()
+
+    def over(self, event: torch.cuda.Event | None) -> None:
+        """One handle is over, and what it has posted on a stream is done at `event`."""
+        with self._guard:
+            self._events += [] if event is None else [event]
+            self._num_open -= 1
+            is_last = self._num_open == 0
+        if is_last:
+            for vector in self._vectors:
+                self._pool.give(vector, self._events)
+
+
+class StagedWork:
+    """One handle of a call that the worker makes, or has made."""
+
+    def __init__(
+        self,
+        posted: Future[Sequence[Work]],
+        place: int,
+        written: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        rooms: _Rooms,
+        event: Callable[[], torch.cuda.Event] | None,
+    ) -> None:
+        self._posted = posted
+        self._place = place
+        self._written = written
+        self._rooms: _Rooms | None = rooms
+        self._event = event
+
+    def wait(self) -> None:
+        """Wait for the backend, and copy back (tensor, stand-in) on the current stream. A second wait copies nothing."""
+        self._posted.result()[self._place].wait()
+        rooms, self._rooms = self._rooms, None
+        if rooms is None:
+            return
+        with torch.no_grad():
+            for tensor, stand_in in self._written:
+                tensor.copy_(stand_in, non_blocking=True)
+        rooms.over(self._event() if self._written and self._event is not None else None)
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once, by an error too."""
+        if not self._posted.done():
+            return False
+        return self._posted.exception() is not None or self._posted.result()[self._place].is_completed()
+
+
+class Staging:
+    """The copies and the worker of one process group.
+
+    Args:
+        device: of the tensors.
+        cuda: makes streams and events; None: torch's where the device is a GPU. A race check has its own.
+        worker: makes the calls; None: a new thread.
+        page_lock: locks the host memory of stand-ins; None: the device's.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        page_lock: PageLock | None = None,
+        cuda: Any = None,
+        worker: Executor | None = None,
+    ) -> None:
+        self._worker = worker or ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
+        self._pool = PinnedPool(page_lock or page_lock_of(device), PURPOSE)
+        self._device = device
+        self._cuda = cuda or (torch.cuda if device.type == "cuda" else None)
+        self._side = None if self._cuda is None else self._cuda.Stream(device)
+
+    def post(self, call: Callable[[Seen], Sequence[Work]], uses: Sequence[Use]) -> list[Work]:
+        """Make `call` on stand-ins, after all calls that were posted before.
+
+        Args:
+            call: calls the backend; returns as many handles as there are uses.
+            uses: what each handle reads and writes. Nobody may change what is read, or look at what is written, before its `wait`.
+
+        Returns:
+            A handle for each use.
+        """
+        tensors = {id(tensor): tensor for use in uses for tensor in (*use.read, *use.written)}
+        vectors = {key: self._pool.take(tensor.numel(), tensor.dtype) for key, tensor in tensors.items()}
+        stand_ins = {key: vectors[key].view(tensor.shape) for key, tensor in tensors.items()}
+        read = {id(tensor): tensor for use in uses for tensor in use.read}
+        copies = [(stand_ins[key], tensor) for key, tensor in read.items()]
+        ready = self._copying(copies)
+
+        def make_the_call() -> Sequence[Work]:
+            ready()
+            works = call(lambda tensor: stand_ins[id(tensor)])
+            assert len(works) == len(uses), f"{len(works)} handles for {len(uses)} uses"
+            return works
+
+        posted = self._worker.submit(make_the_call)
+        rooms = _Rooms(self._pool, list(vectors.values()), len(uses))
+        event = None if self._cuda is None else self._event
+        return [
+            StagedWork(posted, place, [(tensor, stand_ins[id(tensor)]) for tensor in use.written], rooms, event)
+            for place, use in enumerate(uses)
+        ]
+
+    def close(self) -> None:
+        """End the worker, and unlock the host memory; what it has not called yet is never called."""
+        self._worker.shutdown(wait=True, cancel_futures=True)
+        self._pool.close()
+
+    def _event(self) -> torch.cuda.Event:
+        """Record an event on the current stream."""
+        assert self._cuda is not None
+        return cast(torch.cuda.Event, self._cuda.current_stream(self._device).record_event())
+
+    def _lend(self, tensor: torch.Tensor) -> None:
+        """Let the owner let go of the tensor before the side stream has copied it."""
+        assert self._side is not None
+        tensor.record_stream(self._side)
+
+    def _copying(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+        """Begin the copies (stand-in, tensor); what is returned waits for them."""
+        if self._cuda is None or self._side is None:
+            return lambda: _copy(copies)
+        if not copies:
+            return lambda: None
+        self._side.wait_stream(self._cuda.current_stream(self._device))
+        with self._cuda.stream(self._side):
+            _copy(copies)
+            done = self._cuda.Event()
+            done.record(self._side)
+        for _, tensor in copies:
+            self._lend(tensor)
+        return lambda: done.synchronize()
+
+
+@torch.no_grad()
+def _copy(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for stand_in, tensor in copies:
+        stand_in.copy_(tensor, non_blocking=True)

@@ -1,0 +1,102 @@
+"""A run that is asked to stop before its last step: signals on any rank, agreed by all (no torch here).
+
+    SIGTERM, SIGUSR1    preempted      finish the step, save, end with the requeue code: the run goes on later
+    SIGHUP              the same       the terminal or the connection is gone; under nohup it stays ignored
+    SIGINT              interrupted    finish the step, save, end as after Ctrl-C
+    SIGINT again        -              end at once, nothing is saved
+
+A handler only remembers. What this rank was asked travels as two flags in the step's small all-reduce; every rank reads the sum
+of the same step at the same point of its loop, so all of them stop after the same step and save it together.
+
+The batches of a validation (`engine/run/validation.py`) and the tokens of the sample text carry the same flags.
+
+Before training there is nothing to save: then these signals do what they do by default and end the rank. `evaluate`, `generate` and
+`verify` never save, so there they do so at any time.
+"""
+
+import os
+import signal
+from collections.abc import Sequence
+from contextlib import suppress
+from enum import Enum
+from types import FrameType
+
+NO_STOP = (0.0, 0.0)
+"""What a rank that nobody asked to stop adds to the step's agreement: preempted, interrupted."""
+
+
+class Stop(Enum):
+    """Why a run ends before its last step."""
+
+    PREEMPTED = "preempted"
+    INTERRUPTED = "interrupted"
+
+
+ASKS_FOR = {
+    signal.SIGTERM: Stop.PREEMPTED,
+    signal.SIGUSR1: Stop.PREEMPTED,
+    signal.SIGHUP: Stop.PREEMPTED,
+    signal.SIGINT: Stop.INTERRUPTED,
+}
+"""What a signal asks a rank that trains for."""
+
+
+def asking() -> list[signal.Signals]:
+    """Return the signals of `ASKS_FOR` that have an effect here: under nohup, SIGHUP is ignored from the start."""
+    return [one for one in ASKS_FOR if one != signal.SIGHUP or signal.getsignal(one) is not signal.SIG_IGN]
+
+
+class StopRequest:
+    """What one rank was asked, and what all ranks have agreed on.
+
+    Args:
+        rank: whose signals these are, for the line that says so.
+
+    Attributes:
+        agreed: why the run stops, the same on every rank; None: it goes on.
+    """
+
+    def __init__(self, rank: int = 0) -> None:
+        self.agreed: Stop | None = None
+        self._rank = rank
+        self._asked: set[Stop] = set()
+        self._before: dict[int, signal.Handlers | int | None] = {}
+
+    def listen(self) -> None:
+        """From now on signals ask this rank to stop; only in the main thread (Python's rule)."""
+        for number in asking():
+            self._before[number] = signal.signal(number, self._heard)  # type: ignore[assignment]
+
+    def close(self) -> None:
+        """Signals do again what they did before `listen`."""
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        self._before.clear()
+
+    def ask(self, stop: Stop) -> None:
+        """Ask this rank; the others learn of it with the next step's agreement."""
+        self._asked.add(stop)
+
+    def flags(self) -> tuple[float, float]:
+        """This rank's flags for the next step's agreement."""
+        return float(Stop.PREEMPTED in self._asked), float(Stop.INTERRUPTED in self._asked)
+
+    def hear(self, flags: Sequence[float]) -> None:
+        """The sums of `flags()` over all ranks, of the next step in order. A person's Ctrl-C counts more than a scheduler."""
+        preempted, interrupted = flags
+        if interrupted:
+            self.agreed = Stop.INTERRUPTED
+        elif preempted and self.agreed is None:
+            self.agreed = Stop.PREEMPTED
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        stop = ASKS_FOR[signal.Signals(number)]
+        if stop not in self._asked:
+            # Past Python's buffers: the handler may have come between two bytes of another print.
+            name = signal.Signals(number).name
+            with suppress(OSError):  # a full disk under the log; the handler must not end the step
+                os.write(2, f"rank {self._rank}: {name}: all ranks finish their step, save and stop\n".encode())
+        self.ask(stop)
+        if stop is Stop.INTERRUPTED:
+            # The kernel's own action for the second one, which also ends a rank that hangs in a collective.
+            signal.signal(number, signal.SIG_DFL)

@@ -1,0 +1,169 @@
+"""This rank's place in the grid, and its live groups.
+
+A `Topology` is built from a `RankGrid` and an initialised default process group; nothing else holds groups, and two
+topologies can live in one process. Axes by name:
+
+    tp            the peers that share each matrix
+    dp            dense gradients are summed here: the data-parallel (and context-parallel) ranks
+    pp            all stages of this pipeline (small collectives); connected by its first user, generation
+    pp_forward    activations; a communicator of its own, so that the two directions never wait for each other
+    pp_backward   gradients of activations
+    ends          first and last stage: the two holders of a tied embedding; only on those stages
+    kv_replicas   the tp ranks that hold the same key/value head; only where kv heads < tp
+    world         everybody
+
+Groups with the same ranks share one process group, except the two pipeline directions. Where gloo serves a GPU, each process
+group has its staging (`engine.comm.staging`).
+
+All connections that a step uses are opened here, so that no call of a step holds the host while it connects.
+"""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from engine.comm.collectives import Axis, Ledger
+from engine.comm.staging import Carrier, Staging
+from engine.comm.store_agreement import compare_group_counts
+from engine.errors import TopologyError
+from engine.layout.axis_groups import CONNECTED_LATER, StreamUse, axis_groups, stream_use
+from engine.layout.rank_grid import AXES, RankGrid
+
+
+def group_options(axes: Sequence[str], timeout: timedelta | None) -> Any:
+    """Return NCCL's options of a group that some axes share; None where another backend is used, which has none of these."""
+    if dist.get_backend() != "nccl":
+        return None
+    # Builds of torch without NCCL lack it.
+    from torch._C._distributed_c10d import ProcessGroupNCCL
+
+    return nccl_options(stream_use(axes), timeout, ProcessGroupNCCL.Options)
+
+
+def nccl_options(use: StreamUse, timeout: timedelta | None, make: Any) -> Any:
+    """Fill in an options object of torch's NCCL backend, which `make` builds; the timeout is a field of it too."""
+    options = make(is_high_priority_stream=use.is_urgent)
+    if use.max_ctas is not None:
+        options.config.max_ctas = use.max_ctas
+    if timeout is not None:
+        options._timeout = timeout
+    return options
+
+
+class Topology:
+    """The groups of one rank.
+
+    Args:
+        grid: all ranks of the layout.
+        rank: this rank.
+        device: where this rank computes.
+        kv_heads: key/value heads of the model; with fewer than tp ranks, replicas share a `kv_replicas` axis.
+        staged: carry tensors through host memory; None: where the default group is gloo's and this rank is on a GPU.
+        timeout: after which a call of any of the groups fails; None: torch's own for the backend.
+        carrier: makes the carrier of a process group, from the name of its first axis and the ledger; for who watches calls.
+
+    Attributes:
+        staged: whether it does.
+
+    Raises:
+        TopologyError: the default process group has another size than the grid.
+    """
+
+    def __init__(
+        self,
+        grid: RankGrid,
+        rank: int,
+        device: torch.device,
+        *,
+        kv_heads: int | None = None,
+        staged: bool | None = None,
+        timeout: timedelta | None = None,
+        carrier: Callable[[str, Ledger], Carrier] | None = None,
+    ) -> None:
+        if grid.world_size > 1 and dist.get_world_size() != grid.world_size:
+            raise TopologyError(
+                f"{dist.get_world_size()} ranks were started, but {grid.sizes} needs {grid.world_size}: some ranks would "
+                f"belong to no group. Start {grid.world_size} ranks, or change the parallel sizes."
+            )
+        self.grid = grid
+        self.rank = rank
+        self.device = device
+        self.sizes = grid.sizes
+        self.coordinates = grid.coordinates(rank)
+        self.ledger = Ledger()
+        if staged is None:
+            staged = grid.world_size > 1 and device.type == "cuda" and dist.get_backend() == "gloo"
+        self.staged = staged
+        self._make_carrier = carrier or ((lambda name, ledger: Staging(device)) if staged else None)
+        self._carriers: dict[dist.ProcessGroup, Carrier] = {}
+        self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
+        self._axes: dict[str, Axis] = {}
+
+        compare_group_counts()
+        mine: list[tuple[str, tuple[int, ...], str]] = []
+        for name, groups, channel in axis_groups(grid, kv_heads):
+            ranks = next((ranks for ranks in groups if rank in ranks), None)
+            if ranks is not None:
+                mine.append((name, ranks, channel))
+        sharers: dict[tuple[tuple[int, ...], str], list[str]] = {}
+        for name, ranks, channel in mine:
+            sharers.setdefault((ranks, channel), []).append(name)
+        for name, ranks, channel in mine:
+            self._add(name, ranks, channel, sharers[ranks, channel], timeout)
+
+    def _add(
+        self, name: str, ranks: tuple[int, ...], channel: str, sharers: Sequence[str], timeout: timedelta | None
+    ) -> None:
+        """Create this rank's group of the axis, which all `sharers` use; every rank walks the axes in the same order."""
+        group, carrier = None, None
+        if len(ranks) > 1:
+            key = (ranks, channel)
+            if key not in self._groups:
+                created = dist.new_group(
+                    list(ranks),
+                    timeout=timeout,
+                    pg_options=group_options(sharers, timeout),
+                    use_local_synchronization=True,
+                    group_desc=name,
+                )
+                assert isinstance(created, dist.ProcessGroup)
+                self._groups[key] = created
+            group = self._groups[key]
+            # One for all axes of a process group: its calls have one order.
+            if self._make_carrier is not None and group not in self._carriers:
+                self._carriers[group] = self._make_carrier(name, self.ledger)
+            carrier = self._carriers.get(group)
+        self._axes[name] = Axis(name, ranks, self.rank, group, self.ledger, carrier)
+        if name not in CONNECTED_LATER:
+            self._axes[name].connect(self.device)
+        if channel:
+            self._axes[name].connect_ring(self.device)
+
+    def axis(self, name: str) -> Axis:
+        """The axis of this name; raises TopologyError where this rank has none."""
+        axis = self.maybe_axis(name)
+        if axis is None:
+            raise TopologyError(
+                f"rank {self.rank} ({self.coordinates}) has no axis {name!r}; it has {', '.join(self._axes)}. "
+                f"Mesh axes are {', '.join(AXES)}; 'ends' exists on the first and last stage, 'kv_replicas' where kv heads < tp."
+            )
+        return axis
+
+    def maybe_axis(self, name: str) -> Axis | None:
+        """The axis of this name, or None where this rank has none."""
+        return self._axes.get(name)
+
+    def close(self) -> None:
+        """Destroy the groups of this topology (not torch's default group)."""
+        for axis in self._axes.values():
+            axis.close()
+        for carrier in self._carriers.values():
+            carrier.close()
+        for group in self._groups.values():
+            dist.destroy_process_group(group)
+        self._carriers.clear()
+        self._groups.clear()
+        self._axes.clear()

@@ -1,0 +1,1 @@
+"""The configuration: its sections, the rules between them, and its YAML files."""

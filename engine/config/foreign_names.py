@@ -1,0 +1,243 @@
+"""What users of other engines type, and what it is called here; and what is known but not built (no torch here).
+
+An unknown key is refused with the name that was probably meant:
+
+    tensor-model-parallel-size, model.n_embd, hf's num_key_value_heads      the same thing, named differently
+    model.tp, hidden_size at the top level                                  a field of ours in another section
+    train.step                                                              the nearest spelling
+    model.num_experts, precision.fp8                                        known, not built yet
+"""
+
+import difflib
+
+from engine.config.schema import Config
+
+FOREIGN_NAMES = {
+    # Megatron-LM: layout
+    "tensor_model_parallel_size": "parallel.tp",
+    "pipeline_model_parallel_size": "parallel.pp",
+    "virtual_pipeline_model_parallel_size": "parallel.vpp",
+    "num_virtual_stages_per_pipeline_rank": "parallel.vpp",
+    "num_layers_per_virtual_pipeline_stage": "parallel.vpp (a number of chunks, not of layers)",
+    "data_parallel_size": "parallel.dp",
+    "context_parallel_size": "parallel.cp",
+    "expert_model_parallel_size": "parallel.ep",
+    "pipeline_model_parallel_layout": "parallel.layers_per_stage",
+    "decoder_first_pipeline_num_layers": "parallel.layers_per_stage",
+    "decoder_last_pipeline_num_layers": "parallel.layers_per_stage",
+    "distributed_backend": "runtime.collectives",
+    "distributed_timeout_minutes": "runtime.timeout_seconds",
+    # Megatron-LM: model
+    "encoder_num_layers": "model.num_layers",
+    "num_query_groups": "model.num_kv_heads",
+    "group_query_attention": "model.num_kv_heads",
+    "kv_channels": "model.head_dim",
+    "encoder_seq_length": "model.seq_length",
+    "make_vocab_size_divisible_by": "model.vocab_multiple",
+    "padded_vocab_size": "model.vocab_size (without padding) and model.vocab_multiple",
+    "normalization": "model.norm",
+    "norm_epsilon": "model.norm_eps",
+    "layernorm_epsilon": "model.norm_eps",
+    "swiglu": "model.activation=swiglu",
+    "position_embedding_type": "model.position",
+    "use_rotary_position_embeddings": "model.position=rope",
+    "rotary_base": "model.rope_base",
+    "untie_embeddings_and_output_weights": "model.tie_embeddings=false",
+    "disable_bias_linear": "model.bias=none",
+    "add_bias_linear": "model.bias=all",
+    "add_qkv_bias": "model.bias=qkv",
+    "qk_layernorm": "model.qk_norm=true",
+    "init_method_std": "model.init_std",
+    # Megatron-LM, transformers, torchtitan: checkpoints
+    "save": "checkpoint.dir",
+    "save_interval": "checkpoint.interval",
+    "save_steps": "checkpoint.interval",
+    "save_retain_interval": "checkpoint.keep_every",
+    "save_total_limit": "checkpoint.keep_last",
+    "keep_latest_k": "checkpoint.keep_last",
+    "async_save": "checkpoint.async",
+    "async_mode": "checkpoint.async",
+    "load": "checkpoint.load",
+    "finetune": "checkpoint.load_what (weights)",
+    "initial_load_path": "checkpoint.load",
+    "resume": "checkpoint.load (a run directory with checkpoints resumes by itself)",
+    "resume_from_checkpoint": "checkpoint.load",
+    # Megatron-LM: training
+    "train_iters": "train.steps",
+    "train_samples": "train.tokens (samples x model.seq_length)",
+    "eval_iters": "train.eval_steps",
+    "data_path": "data.train",
+    "train_data_path": "data.train",
+    "valid_data_path": "data.valid",
+    "data_cache_path": "data.cache_dir",
+    "tokenizer_model": "data.tokenizer",
+    "tokenizer_type": "data.tokenizer",
+    "mock_data": "data.synthetic=true",
+    "adam_beta1": "optimizer.beta1",
+    "adam_beta2": "optimizer.beta2",
+    "adam_eps": "optimizer.eps",
+    "lr_decay_style": "optimizer.lr_schedule",
+    "lr_decay_iters": "optimizer.decay_steps",
+    "lr_warmup_iters": "optimizer.warmup_steps",
+    "ddp_bucket_size": "optimizer.bucket_bytes (bytes, not elements)",
+    "recompute_granularity": "recompute.granularity",
+    "recompute_method": "recompute.method",
+    "recompute_num_layers": "recompute.num_layers",
+    "recompute_modules": "recompute.modules",
+    "recompute_activations": "recompute.granularity=selective",
+    "fine_grained_activation_offloading": "offload.num_layers",
+    "cpu_offloading": "offload.num_layers",
+    "cpu_offloading_num_layers": "offload.num_layers",
+    "bf16": "precision.dtype=bf16",
+    "attention_backend": "kernels.attention",
+    "use_flash_attn": "kernels.attention=sdpa",
+    "deterministic_mode": "runtime.deterministic=true",
+    "wandb_project": "telemetry.wandb.project",
+    "wandb_entity": "telemetry.wandb.entity",
+    "wandb_exp_name": "telemetry.wandb.name",
+    "tensorboard_dir": "telemetry.tensorboard=true",
+    # Hugging Face: config.json and TrainingArguments
+    "n_layer": "model.num_layers",
+    "num_hidden_layers": "model.num_layers",
+    "n_embd": "model.hidden_size",
+    "d_model": "model.hidden_size",
+    "n_head": "model.num_attention_heads",
+    "num_heads": "model.num_attention_heads",
+    "num_key_value_heads": "model.num_kv_heads",
+    "n_inner": "model.ffn_hidden_size",
+    "intermediate_size": "model.ffn_hidden_size",
+    "n_positions": "model.seq_length",
+    "n_ctx": "model.seq_length",
+    "block_size": "model.seq_length",
+    "max_position_embeddings": "model.seq_length",
+    "max_seq_len": "model.seq_length",
+    "activation_function": "model.activation",
+    "hidden_act": "model.activation",
+    "layer_norm_epsilon": "model.norm_eps",
+    "layer_norm_eps": "model.norm_eps",
+    "rms_norm_eps": "model.norm_eps",
+    "rope_theta": "model.rope_base",
+    "tie_word_embeddings": "model.tie_embeddings",
+    "initializer_range": "model.init_std",
+    "attention_bias": "model.bias",
+    "attn_pdrop": "model.attention_dropout",
+    "resid_pdrop": "model.hidden_dropout",
+    "embd_pdrop": "model.hidden_dropout",
+    "torch_dtype": "precision.dtype",
+    "max_steps": "train.steps",
+    "per_device_train_batch_size": "train.micro_batch_size",
+    "gradient_accumulation_steps": "train.global_batch_size (microbatches follow from it)",
+    "learning_rate": "optimizer.lr",
+    "max_grad_norm": "optimizer.clip_grad",
+    "grad_clip": "optimizer.clip_grad",
+    "lr_scheduler_type": "optimizer.lr_schedule",
+    "adam_epsilon": "optimizer.eps",
+    "logging_steps": "telemetry.log_interval",
+    "eval_iterations": "train.eval_steps",
+    "gradient_checkpointing": "recompute.granularity",
+}
+"""Names of Megatron-LM and Hugging Face, with `_` for `-`, and ours: a field, `field=value`, or a field and a remark."""
+
+FOREIGN_VALUES = {
+    "recompute.modules": {
+        "core_attn": "attention",
+        "layernorm": "norm",
+        "moe_act": "activation",
+    },
+}
+"""By field: what Megatron-LM calls a value, and what it is called here."""
+
+RENAMED: dict[str, str] = {}
+"""Our own earlier names, whole and dotted, and today's. None yet: 0.1 is the first release."""
+
+ALWAYS_ON = {
+    "use_distributed_optimizer": "the optimizer state is always sharded over dp (ZeRO-1)",
+    "overlap_grad_reduce": "gradient reduction always overlaps the backward",
+    "overlap_param_gather": "parameters are always gathered under the next forward",
+    "use_mcore_models": "there is one model",
+    "accumulate_allreduce_grads_in_fp32": "gradients always accumulate in at least fp32",
+}
+"""Switches of others for what is not a choice here."""
+
+NOT_BUILT = {
+    "planner": "the layout planner",
+    "fp16": "fp16 with a loss scale",
+    "loss_scale": "fp16 with a loss scale",
+    "initial_loss_scale": "fp16 with a loss scale",
+    "fp8": "FP8",
+    "fp8_format": "FP8",
+    "fp8_recipe": "FP8",
+    "fp4": "FP4",
+    "transformer_impl": "Transformer Engine layers",
+    "transformer_engine": "Transformer Engine layers",
+    "moe": "mixture of experts",
+    "num_experts": "mixture of experts",
+    "num_local_experts": "mixture of experts",
+    "num_experts_per_tok": "mixture of experts",
+    "moe_router_topk": "mixture of experts",
+    "expert_tensor_parallel_size": "expert parallelism",
+    "rope_scaling": "scaled RoPE",
+    "rotary_percent": "RoPE on a part of each head",
+    "partial_rotary_factor": "RoPE on a part of each head",
+    "sliding_window": "attention in a sliding window",
+    "window_size": "attention in a sliding window",
+    "reset_position_ids": "attention that ends at document boundaries",
+    "reset_attention_mask": "attention that ends at document boundaries",
+    "multi_latent_attention": "latent attention",
+    "mtp_num_layers": "multi-token prediction",
+    "zero": "a ZeRO stage other than 1",
+    "zero_stage": "a ZeRO stage other than 1",
+    "fsdp": "sharded parameters (ZeRO-3)",
+    "use_megatron_fsdp": "sharded parameters (ZeRO-3)",
+    "use_torch_fsdp2": "sharded parameters (ZeRO-3)",
+    "cpu_offload": "optimizer state in host memory",
+    "optimizer_cpu_offload": "optimizer state in host memory",
+    "rampup_batch_size": "a batch size that grows",
+    "cuda_graphs": "CUDA graphs",
+    "enable_cuda_graph": "CUDA graphs",
+    "compile": "torch.compile",
+    "torch_compile": "torch.compile",
+    "dropout_rng": "a choice of dropout masks: they never depend on the layout",
+    "optimizer.kind": "an optimizer other than AdamW",
+    "optimizer.name": "an optimizer other than AdamW",
+    "optimizer.type": "an optimizer other than AdamW",
+    "optimizer.moments_dtype": "optimizer moments in another dtype",
+}
+"""Keys, by last part or by whole dotted name, whose feature has no code yet."""
+
+
+def unknown_key(dotted: str, origin: str | None = None) -> str:
+    """The problem of a key that is no field: what it may have meant, and that it would have done nothing.
+
+    Args:
+        dotted: where it stands, such as `model.n_embd`.
+        origin: where it was given, if not in the file.
+    """
+    *sections, last = dotted.lstrip("-").split(".")
+    name = last.replace("-", "_").lower()
+    given = dotted if origin is None else f"{dotted} ({origin})"
+    if dotted in RENAMED:
+        return f"{given}: renamed: it is {RENAMED[dotted]} now. It would have had no effect under this name."
+    candidates = (".".join([*sections, name]), *sections[:1], name)
+    if (feature := next((NOT_BUILT[key] for key in candidates if key in NOT_BUILT), None)) is not None:
+        return f"{given}: known, not built yet: {feature}. It would have had no effect. Remove the key."
+    if name in ALWAYS_ON:
+        return f"{given}: not a choice here: {ALWAYS_ON[name]}. Remove the key."
+    if name in FOREIGN_NAMES:
+        return f"{given}: unknown key; here it is {FOREIGN_NAMES[name]}. It would have had no effect under this name."
+    fields = list(Config.dotted_names())
+    elsewhere = [field for field in fields if field.rpartition(".")[2] == name]
+    if elsewhere:
+        return f"{given}: no such key here; it belongs to {' or '.join(elsewhere)}. It would have had no effect in this place."
+    prefix = ".".join(sections)
+    siblings = [field for field in fields if field.rpartition(".")[0] == prefix]
+    near = difflib.get_close_matches(f"{prefix}.{name}".lstrip("."), siblings, n=1, cutoff=0.75)
+    if not near:
+        by_leaf = {field.rpartition(".")[2]: field for field in fields} | {other: other for other in FOREIGN_NAMES}
+        near = difflib.get_close_matches(name, by_leaf, n=1, cutoff=0.75)
+        near = [FOREIGN_NAMES.get(by_leaf[name], by_leaf[name]) for name in near]
+    if near:
+        return f"{given}: unknown key. Did you mean {near[0]}? It would have had no effect under this name."
+    names = ", ".join(field.rpartition(".")[2] for field in siblings)
+    place = f"section {prefix} has" if prefix else "the sections are"
+    return f"{given}: unknown key; {place} {names}. It would have had no effect."

@@ -1,0 +1,364 @@
+"""Reading a configuration, and writing it back (no torch here).
+
+    YAML file  ->  nested mapping  <-  environment  <-  section.key=value      (the right one wins)
+                        |
+        unknown keys, types, rules: every problem of all three, in one ConfigError      or a Config
+
+Where a value has the wrong type, the rules that need it are skipped and all others still run, so that a user mends a
+file once and not once per mistake.
+"""
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from engine.config.foreign_names import FOREIGN_VALUES, unknown_key
+from engine.config.problems import Rule
+from engine.config.rules import problems as broken_rules
+from engine.config.schema import FORMAT_VERSION, Config
+from engine.config.section import Section
+from engine.config.yaml_text import read_yaml
+from engine.errors import ConfigError
+from engine.storage.redaction import without_secrets
+
+ENVIRONMENT = {
+    "TP": "parallel.tp",
+    "PP": "parallel.pp",
+    "VPP": "parallel.vpp",
+    "DP": "parallel.dp",
+    "MICRO_BATCH_SIZE": "train.micro_batch_size",
+    "GLOBAL_BATCH_SIZE": "train.global_batch_size",
+    "RUN_NAME": "runtime.name",
+}
+"""Environment variables that set a field. An empty one counts as not set."""
+
+COMMENT_COLUMN = 36
+
+S = TypeVar("S", bound=Section)
+
+
+@dataclass
+class _Reading:
+    """A configuration being read: the nested mapping, where its values came from, and what is wrong so far."""
+
+    tree: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def set(self, dotted: str, value: object, origin: str) -> None:
+        *sections, key = dotted.split(".")
+        at = self.tree
+        for section in sections:
+            inner = at.get(section)
+            if not isinstance(inner, dict):
+                # A file may name a section and leave it empty; anything else there is reported as a wrong type.
+                if inner is not None:
+                    return
+                inner = at[section] = {}
+            at = inner
+        at[key] = value
+        self.origins[dotted] = origin
+
+
+def load_config(
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    *,
+    world_size: int | None = None,
+    ranks_per_node: int | None = None,
+    more_rules: Sequence[Rule] = (),
+) -> Config:
+    """Read, check and freeze a configuration: YAML < environment < dotted overrides.
+
+    Args:
+        path: a YAML file; None: nothing but the environment and the overrides.
+        overrides: `section.key=value`, the value in YAML.
+        environment: `os.environ`, for TP, PP, VPP, DP, MICRO_BATCH_SIZE, GLOBAL_BATCH_SIZE, RUN_NAME; None: not read.
+        world_size, ranks_per_node: the cluster, where it is known already, for the rules that depend on it.
+        more_rules: rules that need more than the configuration, such as `models.predict.fit.memory_rule`.
+
+    Raises:
+        ConfigError: every problem at once: the file, unknown keys, types, and every rule that can be evaluated.
+    """
+    reading = _Reading()
+    source = "the configuration" if path is None else str(path)
+    if path is not None:
+        reading.tree = _read_yaml(Path(path))
+    _apply(reading, overrides, environment or {})
+    _check_format(reading)
+    _refuse_unknown_keys(reading, Config, reading.tree, "")
+    try:
+        config = Config.model_validate(reading.tree)
+    except ValidationError as error:
+        config = _valid_part(reading.tree, error)
+        reading.problems += _type_problems(error, reading.origins)
+    reading.problems += broken_rules(config, world_size, ranks_per_node, more_rules)
+    if reading.problems:
+        raise ConfigError(reading.problems, source)
+    return config
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    """The file as a mapping of text keys.
+
+    Raises:
+        ConfigError: no such file, not text, not YAML, a key that stands twice, empty, or not a mapping at the top.
+    """
+    try:
+        tree = read_yaml(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        there = sorted(path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, [other.name for other in there], n=1, cutoff=0.4)
+        hint = f"Did you mean {path.parent / near[0]}?" if near else "Give the path of a YAML file."
+        raise ConfigError([f"there is no such file. {hint}"], str(path)) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"it cannot be read as text: {error}. Give the path of a YAML file."], str(path)) from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        what = getattr(error, "problem", None) or str(error)
+        raise ConfigError([f"it is not readable as YAML: {where}{what}."], str(path)) from error
+    if tree is None:
+        raise ConfigError(["the file is empty: a run needs at least the sections model and train."], str(path))
+    if not isinstance(tree, dict):
+        kind = type(tree).__name__
+        raise ConfigError(
+            [f"the file holds a {kind}, not sections: the top level must be a mapping such as `model: {{...}}`."],
+            str(path),
+        )
+    return _text_keys(tree)
+
+
+def _text_keys(value: Any) -> Any:
+    """Keys such as `on` or `1` are no text in YAML; as text they are refused by name like any unknown key."""
+    if isinstance(value, dict):
+        return {str(key): _text_keys(inner) for key, inner in value.items()}
+    return value
+
+
+def _apply(reading: _Reading, overrides: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Lay the environment and then the overrides over the file; where these two disagree, neither wins."""
+    for variable, dotted in ENVIRONMENT.items():
+        text = environment.get(variable, "")
+        if text:
+            value = text if dotted == "runtime.name" else _value(reading, text, variable)
+            reading.set(dotted, value, f"{variable}={text} in the environment")
+    for override in overrides:
+        dotted, equals, text = override.partition("=")
+        dotted = dotted.strip()
+        if not equals or not all(dotted.split(".")):
+            reading.problems.append(
+                f"{override!r} is not an override: it must read section.key=value, such as train.steps=100. It would be "
+                f"ignored."
+            )
+            continue
+        if (leaf := _leaf_above(dotted)) is not None:
+            reading.problems.append(
+                f"{override!r}: {leaf} is a value, not a section: nothing lies below it. Set {leaf} itself."
+            )
+            continue
+        for name, value in _flat(dotted, _value(reading, text, override)):
+            earlier = reading.origins.get(name)
+            if earlier is not None and _get(reading.tree, name) != value:
+                reading.problems.append(
+                    f"{name} is given twice with different values: {earlier}, and {override} on the command line. Which one is "
+                    f"meant would be a guess. Remove one of them."
+                )
+            else:
+                reading.set(name, value, f"{override} on the command line")
+
+
+def _flat(dotted: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """A section given as a mapping, `parallel={tp: 2, pp: 2}`, is its keys given one by one: it overrides no others."""
+    if isinstance(value, dict) and value and _section_at(dotted) is not None:
+        for key, inner in value.items():
+            yield from _flat(f"{dotted}.{key}", inner)
+    else:
+        yield dotted, value
+
+
+def _section_at(dotted: str) -> type[Section] | None:
+    """The section of this name, or None if it is a field or nothing."""
+    section: type[Section] | None = Config
+    for part in dotted.split("."):
+        if section is None or part not in section.model_fields:
+            return None
+        section = section.section_type(part)
+    return section
+
+
+def _leaf_above(dotted: str) -> str | None:
+    """The field that stands where the name needs a section: `parallel.tp` in `parallel.tp.x`."""
+    parts = dotted.split(".")
+    names = (".".join(parts[:count]) for count in range(1, len(parts)))
+    return next((name for name in names if name in Config.dotted_names() and _section_at(name) is None), None)
+
+
+def _value(reading: _Reading, text: str, given: str) -> Any:
+    try:
+        return _text_keys(read_yaml(text))
+    except yaml.YAMLError as error:
+        what = getattr(error, "problem", None) or str(error)
+        reading.problems.append(
+            f"{given!r}: its value is not readable as YAML: {what}. Quote it, or balance its brackets."
+        )
+        return text
+    except UnicodeError:
+        reading.problems.append(
+            f"{given!r}: its value is no UTF-8, so no file of the run could hold it. Type it in UTF-8."
+        )
+        return text
+
+
+def _get(tree: Mapping[str, Any], dotted: str) -> Any:
+    value: Any = tree
+    for part in dotted.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _check_format(reading: _Reading) -> None:
+    """Take out `format_version`: it says how to read the tree and is no part of it. A file without one is of today."""
+    version = reading.tree.pop("format_version", FORMAT_VERSION)
+    if not isinstance(version, int) or not 1 <= version <= FORMAT_VERSION:
+        reading.problems.append(
+            f"format_version = {version!r}: this Triaxis reads configurations of version 1 to {FORMAT_VERSION}; a key of another "
+            f"version could mean something else here. Use the Triaxis that wrote it, or write it again for this one."
+        )
+
+
+def _refuse_unknown_keys(reading: _Reading, section: type[Section], tree: dict[str, Any], prefix: str) -> None:
+    """Take out the keys that are no fields, with a problem for each; an empty section is an empty mapping."""
+    for key in list(tree):
+        dotted = f"{prefix}{key}"
+        if key not in section.model_fields:
+            del tree[key]
+            reading.problems.append(unknown_key(dotted, reading.origins.get(dotted)))
+            continue
+        inner = section.section_type(key)
+        if inner is None:
+            continue
+        if tree[key] is None and not prefix:
+            tree[key] = {}
+        if isinstance(tree[key], dict):
+            _refuse_unknown_keys(reading, inner, tree[key], f"{dotted}.")
+
+
+def _type_problems(error: ValidationError, origins: Mapping[str, str]) -> Iterator[str]:
+    """pydantic's findings in our words: field, value, rule, what is legal."""
+    for detail in error.errors(include_url=False):
+        dotted = ".".join(str(part) for part in detail["loc"])
+        context = detail.get("ctx", {})
+        given = f"{dotted} = {detail['input']!r}"
+        given += "".join(f" ({origin})" for name, origin in origins.items() if f"{dotted}.".startswith(f"{name}."))
+        match detail["type"]:
+            case "missing":
+                yield f"{dotted} is missing: every run needs it{_meaning(detail['loc'])}. Add it to the file."
+            case "literal_error":
+                choices = context["expected"].replace("'", "")
+                names = choices.replace(" or ", ", ").split(", ")
+                field = ".".join(part for part in detail["loc"] if isinstance(part, str))
+                foreign = FOREIGN_VALUES.get(field, {}).get(str(detail["input"]))
+                near = [foreign] if foreign else difflib.get_close_matches(str(detail["input"]), names, n=1, cutoff=0.4)
+                yield f"{given}: must be {choices}." + (f" Did you mean {near[0]}?" if near else "")
+            case "greater_than":
+                yield f"{given}: must be greater than {context['gt']}{_meaning(detail['loc'])}."
+            case "greater_than_equal":
+                yield f"{given}: must be at least {context['ge']}{_meaning(detail['loc'])}."
+            case "less_than_equal":
+                yield f"{given}: must be at most {context['le']:,}{_meaning(detail['loc'])}."
+            case "less_than":
+                yield f"{given}: must be less than {context['lt']}{_meaning(detail['loc'])}."
+            case "model_type":
+                yield f"{given}: must be a section, that is keys with values."
+            case "value_error":
+                yield f"{given}: {context['error']}."
+            case _:
+                message = detail["msg"][0].lower() + detail["msg"][1:]
+                yield f"{given}: {message}{_meaning(detail['loc'])}."
+
+
+def _meaning(loc: tuple[int | str, ...]) -> str:
+    """What the field at `loc` is, in brackets, for a message."""
+    section: type[Section] | None = Config
+    description = None
+    for part in loc:
+        if section is None or part not in section.model_fields:
+            break
+        description = section.model_fields[str(part)].description
+        section = section.section_type(str(part))
+    return f" ({description})" if description else ""
+
+
+def _valid_part(tree: Mapping[str, Any], error: ValidationError) -> Config:
+    """A config that holds every valid field and none of the others: reading one of those raises AttributeError."""
+    wrong = {".".join(str(part) for part in detail["loc"][:2]) for detail in error.errors(include_url=False)}
+    sections = {}
+    for name in Config.model_fields:
+        kind = Config.section_type(name)
+        assert kind is not None, "the top level holds sections only"
+        if name not in wrong:
+            sections[name] = _construct(
+                kind, tree.get(name, {}), {key for key in kind.model_fields if f"{name}.{key}" in wrong}
+            )
+    return _construct(Config, sections, wrong)
+
+
+def _construct(kind: type[S], values: Mapping[str, Any], wrong: Set[str]) -> S:
+    """A section from values that are valid, without the fields in `wrong`, which would otherwise get their defaults."""
+    read = {}
+    for name, about in kind.model_fields.items():
+        if name in values and name not in wrong:
+            # A section brings its own settings (pydantic refuses others); a plain field has those of the section around it.
+            settings = kind.model_config if kind.section_type(name) is None else None
+            adapter: TypeAdapter[Any] = TypeAdapter(
+                Annotated[about.annotation, about],  # type: ignore[arg-type]
+                config=settings,
+            )
+            read[name] = adapter.validate_python(values[name])
+    section = kind.model_construct(None, **read)
+    assert isinstance(section, kind)
+    for name in wrong & kind.model_fields.keys():
+        section.__dict__.pop(name, None)
+    return section
+
+
+def to_yaml(config: Config, *, describe: bool = False) -> str:
+    """The resolved tree as YAML that `load_config` reads back to an equal one.
+
+    Args:
+        config: what to write.
+        describe: for people to read and to keep: with the meaning of each field as a comment, and without secrets of the
+            environment, in whose place the reader finds `[redacted]`.
+    """
+    text = "\n".join([f"format_version: {FORMAT_VERSION}", *_lines(config, "", describe)]) + "\n"
+    return without_secrets(text) if describe else text
+
+
+def _lines(section: Section, indent: str, describe: bool) -> Iterator[str]:
+    for name, about in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            if describe and not indent and name != next(iter(type(section).model_fields)):
+                yield ""
+            yield f"{indent}{name}:"
+            yield from _lines(value, f"{indent}  ", describe)
+            continue
+        plain = section.model_dump(mode="json", include={name})
+        first, *rest = yaml.dump(plain, Dumper=_ShortLists, allow_unicode=True, width=10_000).splitlines()
+        first = f"{indent}{first}"
+        yield f"{first:<{COMMENT_COLUMN}}  # {about.description}" if describe and about.description else first
+        yield from (f"{indent}{line}" for line in rest)
+
+
+class _ShortLists(yaml.SafeDumper):
+    """Lists on one line: `[1, 2, 3]`, `[[0.7, web], [0.3, code]]`."""
+
+    def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> yaml.SequenceNode:
+        return super().represent_sequence(tag, sequence, flow_style=True)

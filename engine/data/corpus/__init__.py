@@ -1,0 +1,1 @@
+"""Corpora on disk: from text to tokens, offline."""

@@ -1,0 +1,294 @@
+"""Tokens on disk in Megatron's `.bin/.idx` format, version 1: read by mmap, written atomically (no torch here).
+
+    PREFIX.bin   token token token ...                        one dtype, little endian, sequences one after another
+    PREFIX.idx   "MMIDIDX\\0\\0" | version u64 = 1 | dtype code u8 | num_sequences S u64 | num_document_indices D + 1 u64
+                 | sequence_lengths   int32 [S]      tokens of each sequence
+                 | sequence_pointers  int64 [S]      byte offset of each sequence in PREFIX.bin
+                 | document_indices   int64 [D + 1]  document d is the sequences document_indices[d] .. [d + 1] - 1
+
+The `.idx` is renamed into place after the `.bin`: where there is an `.idx`, the pair is whole. Files of Megatron-LM,
+NeMo and gpt-neox are read unchanged, and they read ours (tests/engine/data/corpus/test_indexed.py holds both against
+megatron-core). Every claim of the index is checked when it is opened, because a wrong pointer would train on noise.
+"""
+
+import hashlib
+import struct
+from array import array
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from engine.errors import DataError
+from engine.storage.files import HASH_BLOCK_BYTES, sync, sync_folder
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPE_CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+"""Megatron's numbers for numpy's dtypes. 6 and 7 (floats) are never tokens."""
+CHECK_BLOCK_SEQUENCES = 2**20
+FINGERPRINT_SAMPLES = 64
+FINGERPRINT_SAMPLE_BYTES = 4096
+
+Tokens = NDArray[np.integer[Any]]
+
+
+def bin_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.idx")
+
+
+def smallest_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The dtype that Megatron's tools choose: uint16 where the ids fit, with its margin, else int32."""
+    return np.dtype("<u2" if vocab_size < 65500 else "<i4")
+
+
+class IndexedTokens:
+    """The documents of one `.bin/.idx` pair, mapped into memory, not read.
+
+    Args:
+        prefix: the common path of the pair, without the ending.
+
+    Raises:
+        DataError: a file is missing, truncated, of another format, or the two do not belong together.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = str(prefix)
+        self._bin_path, self._idx_path = bin_path(prefix), idx_path(prefix)
+        for path in (self._idx_path, self._bin_path):
+            if not path.is_file():
+                raise DataError(
+                    f"{path} does not exist. A corpus is a pair of files, {self._bin_path.name} and {self._idx_path.name}; "
+                    f"data.train names their path without the ending. Prepare one: triaxis prepare --input 'texts/*.txt' "
+                    f"--tokenizer bytes --output {self.prefix}"
+                )
+        self._read_index()
+        self._check_pointers()
+        self._tokens = np.memmap(self._bin_path, dtype=self.dtype, mode="r")
+
+    def _read_index(self) -> None:
+        size = self._idx_path.stat().st_size
+        with self._idx_path.open("rb") as handle:
+            head = handle.read(HEADER.size)
+        if head[: len(MAGIC)] != MAGIC[: len(head)]:
+            raise DataError(
+                f"{self._idx_path} begins with {head[: len(MAGIC)]!r}, not with {MAGIC!r}: it is no index of Megatron's format, "
+                f"version {VERSION}. Give the path of a .bin/.idx pair without its ending, or prepare the corpus again."
+            )
+        if len(head) < HEADER.size:
+            raise self._damaged(self._idx_path, f"at least {HEADER.size} bytes", size)
+        _, version, code, num_sequences, num_indices = HEADER.unpack(head)
+        if version != VERSION:
+            raise DataError(
+                f"{self._idx_path} has version {version}; only version {VERSION} of the format is known, and another one would "
+                f"be read as noise. Prepare the corpus again with current tools."
+            )
+        if code not in DTYPE_CODES or DTYPE_CODES[code][-2] == "f":
+            raise DataError(
+                f"{self._idx_path} says dtype code {code}, which is no integer type: tokens have the codes "
+                f"{', '.join(str(known) for known in DTYPE_CODES if DTYPE_CODES[known][-2] != 'f')}. The file is damaged or "
+                f"holds something else than tokens; prepare the corpus again."
+            )
+        expected = HEADER.size + 12 * num_sequences + 8 * num_indices
+        if size != expected:
+            raise self._damaged(
+                self._idx_path, f"{expected:,} bytes for {num_sequences:,} sequences and {num_indices:,} indices", size
+            )
+        self.dtype: np.dtype[Any] = np.dtype(DTYPE_CODES[code])
+        index = np.memmap(self._idx_path, dtype=np.uint8, mode="r")
+        lengths_end = HEADER.size + 4 * num_sequences
+        pointers_end = lengths_end + 8 * num_sequences
+        self._lengths = index[HEADER.size : lengths_end].view("<i4")
+        self._pointers = index[lengths_end:pointers_end].view("<i8")
+        self._documents = index[pointers_end:].view("<i8")
+
+    def _check_pointers(self) -> None:
+        """Each sequence lies inside the `.bin`, the last one ends where it ends, and documents are runs of sequences."""
+        size = self._bin_path.stat().st_size
+        end = 0
+        for start in range(0, len(self._lengths), CHECK_BLOCK_SEQUENCES):
+            lengths = self._lengths[start : start + CHECK_BLOCK_SEQUENCES].astype(np.int64)
+            pointers = self._pointers[start : start + CHECK_BLOCK_SEQUENCES]
+            ends = pointers + lengths * self.dtype.itemsize
+            # A pointer near 2^63 makes its end wrap below 0, so it is compared by itself too.
+            wrong = (lengths < 0) | (pointers < 0) | (pointers > size) | (ends > size)
+            wrong |= pointers % self.dtype.itemsize != 0
+            if wrong.any():
+                at = int(np.argmax(wrong))
+                raise DataError(
+                    f"{self._idx_path}: sequence {start + at:,} claims {lengths[at]:,} tokens of {self.dtype} at byte "
+                    f"{pointers[at]:,}, but {self._bin_path.name} has {size:,} bytes: its tokens would be noise. One of the "
+                    f"two is truncated, damaged or of another corpus. Copy both again, or prepare the corpus again."
+                )
+            end = max(end, int(ends.max()))
+        if end != size or end == 0:
+            raise self._damaged(
+                self._bin_path, f"{end:,} bytes, as {self._idx_path.name} describes, and some tokens", size
+            )
+        bounds = self._documents
+        if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != len(self._lengths) or np.any(bounds[1:] < bounds[:-1]):
+            raise DataError(
+                f"{self._idx_path}: the document indices are not a rising list from 0 to {len(self._lengths):,} (the number "
+                f"of sequences), so documents would overlap or be lost. The file is damaged: prepare the corpus again."
+            )
+
+    def _damaged(self, path: Path, expected: str, found: int) -> DataError:
+        return DataError(
+            f"{path} has {found:,} bytes; expected {expected}. It is truncated, damaged or not of the same corpus as its "
+            f"partner. Copy the pair again, or prepare the corpus again."
+        )
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._lengths)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self._documents) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self._lengths.sum(dtype=np.int64))
+
+    def sequence(self, index: int) -> Tokens:
+        """The tokens of sequence `index`, `dtype` [length], a view of the file."""
+        start = int(self._pointers[index]) // self.dtype.itemsize
+        return self._tokens[start : start + int(self._lengths[index])]
+
+    def tokens(self, document: int, start: int = 0, stop: int | None = None) -> Tokens:
+        """Tokens `start` to `stop` - 1 of a document, `dtype` [stop - start]; fewer where the document ends."""
+        parts = []
+        at = 0
+        for index in range(int(self._documents[document]), int(self._documents[document + 1])):
+            length = int(self._lengths[index])
+            if at + length > start and (stop is None or at < stop):
+                part = self.sequence(index)
+                parts.append(part[max(0, start - at) : None if stop is None else stop - at])
+            at += length
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.empty(0, self.dtype)
+
+    def document_lengths(self, documents: range) -> NDArray[np.int64]:
+        """Tokens of each document of a contiguous range, int64 [len(documents)]."""
+        bounds = self._documents[documents.start : documents.stop + 1]
+        ends = np.concatenate([[0], np.cumsum(self._lengths[bounds[0] : bounds[-1]], dtype=np.int64)])
+        return np.diff(ends[bounds - bounds[0]])
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """An identity of the corpus, hexadecimal: the whole index, and of the tokens their size and samples.
+
+        Terabytes of tokens are not read for it; two corpora with equal lengths of all documents and equal tokens at all
+        sampled places have the same fingerprint (the sidecar of `triaxis prepare` has the full sha256).
+        """
+        digest = hashlib.sha256()
+        with self._idx_path.open("rb") as handle:
+            while block := handle.read(HASH_BLOCK_BYTES):
+                digest.update(block)
+        size = self._bin_path.stat().st_size
+        digest.update(size.to_bytes(8, "little"))
+        with self._bin_path.open("rb") as handle:
+            for sample in range(FINGERPRINT_SAMPLES):
+                handle.seek(max(0, size - FINGERPRINT_SAMPLE_BYTES) * sample // (FINGERPRINT_SAMPLES - 1))
+                digest.update(handle.read(FINGERPRINT_SAMPLE_BYTES))
+        return digest.hexdigest()
+
+
+class IndexedWriter:
+    """Writes one `.bin/.idx` pair, one sequence per document; a context manager that leaves a whole pair or none.
+
+    An exception inside the `with` block removes what was written. An older pair of the same name stays in place until
+    the new one is complete; its `.idx` then goes first, so that no old index ever describes a new `.bin`.
+
+    Args:
+        prefix: the common path of the pair, without the ending; the folder must exist.
+        dtype: an integer dtype of `DTYPE_CODES`; see `smallest_dtype`.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: DTypeLike) -> None:
+        self.prefix = str(prefix)
+        self.dtype = np.dtype(dtype)
+        codes = {np.dtype(name): code for code, name in DTYPE_CODES.items()}
+        if self.dtype.kind not in "iu" or self.dtype not in codes:
+            raise DataError(
+                f"tokens cannot be written as {self.dtype}: the format has {', '.join(str(d) for d in codes if d.kind in 'iu')}."
+            )
+        self._code = codes[self.dtype]
+        self._lengths = array("i")
+        self._sha256 = hashlib.sha256()
+
+    def __enter__(self) -> Self:
+        self._partial_bin = Path(f"{self.prefix}.bin.partial")
+        self._partial_idx = Path(f"{self.prefix}.idx.partial")
+        self._handle = self._partial_bin.open("wb")
+        return self
+
+    def add_document(self, tokens: ArrayLike) -> None:
+        """Append one document.
+
+        Raises:
+            DataError: a token does not fit the dtype, or the document has more than 2^31 - 1 tokens.
+        """
+        values = np.asarray(tokens)
+        limits = np.iinfo(self.dtype)
+        if values.size and (values.min() < limits.min or values.max() > limits.max):
+            raise DataError(
+                f"document {len(self._lengths):,} has a token id outside {limits.min} .. {limits.max}, the range of {self.dtype}; "
+                f"it would wrap round to another token. Use a dtype that holds the whole vocabulary."
+            )
+        self.add_encoded(values.astype(self.dtype).tobytes(), [values.size])
+
+    def add_encoded(self, data: bytes, lengths: list[int]) -> None:
+        """Append documents whose tokens, already in `dtype`, follow one another in `data`."""
+        if lengths and max(lengths) > 2**31 - 1:
+            raise DataError(
+                f"a document of {max(lengths):,} tokens does not fit: the format counts tokens of a sequence in int32, at most "
+                f"{2**31 - 1:,}. Split the document."
+            )
+        assert len(data) == sum(lengths) * self.dtype.itemsize
+        self._handle.write(data)
+        self._sha256.update(data)
+        self._lengths.extend(lengths)
+
+    @property
+    def bin_sha256(self) -> str:
+        """Hexadecimal sha256 of the `.bin` as written so far."""
+        return self._sha256.hexdigest()
+
+    def _write_index(self) -> None:
+        lengths = np.asarray(self._lengths, "<i4")
+        ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
+        with self._partial_idx.open("wb") as handle:
+            handle.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(lengths) + 1))
+            handle.write(lengths.tobytes())
+            handle.write((ends - lengths.astype(np.int64) * self.dtype.itemsize).astype("<i8").tobytes())
+            handle.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
+            handle.flush()
+            sync(handle.fileno())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            with self._handle:
+                if error is None:
+                    self._handle.flush()
+                    sync(self._handle.fileno())
+            if error is None:
+                self._write_index()
+                idx_path(self.prefix).unlink(missing_ok=True)
+                self._partial_bin.replace(bin_path(self.prefix))
+                self._partial_idx.replace(idx_path(self.prefix))
+                sync_folder(bin_path(self.prefix).parent)
+        finally:
+            self._partial_bin.unlink(missing_ok=True)
+            self._partial_idx.unlink(missing_ok=True)

@@ -1,0 +1,80 @@
+"""PREFIX.json, the record beside a corpus: what it was made of, and the hashes that say it is whole (no torch here)."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from engine.data.corpus.indexed import bin_path, idx_path
+from engine.errors import DataError
+from engine.storage.files import sha256_of_file
+from engine.storage.json_text import parse_json
+
+FORMAT = "triaxis corpus 1"
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusRecord:
+    """Counts, identity and hashes of a finished corpus."""
+
+    tokenizer: str
+    vocab_size: int
+    eod_id: int
+    dtype: str
+    num_documents: int
+    num_tokens: int
+    num_skipped_documents: int
+    num_input_files: int
+    input_bytes: int
+    bin_bytes: int
+    bin_sha256: str
+    idx_sha256: str
+    request: str
+    """Digest of inputs, tokenizer and key: an equal one asks for the same corpus."""
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
+
+    def problem(self, prefix: str) -> str | None:
+        """Reads the whole corpus: what is wrong with it, or None where it is as it was written."""
+        for path, expected in ((bin_path(prefix), self.bin_sha256), (idx_path(prefix), self.idx_sha256)):
+            if not path.is_file():
+                return f"{path} is missing"
+            if sha256_of_file(path) != expected:
+                return f"{path} is not what was written"
+        return None
+
+
+def record_path(prefix: str) -> Path:
+    return Path(f"{prefix}.json")
+
+
+def read_record(prefix: str) -> CorpusRecord | None:
+    """The record of a corpus, or None where it has none (a corpus prepared for Megatron, or one not finished).
+
+    Raises:
+        DataError: a PREFIX.json that is something else; it is not ours to replace.
+    """
+    path = record_path(prefix)
+    if not path.exists():
+        return None
+    try:
+        content = parse_json(path.read_bytes())
+        if content.pop("format") != FORMAT:
+            raise ValueError("another format")
+        return CorpusRecord(**{field.name: content[field.name] for field in fields(CorpusRecord)})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{path} is no record of `triaxis prepare` ({type(error).__name__}: {error}), so it is neither read nor replaced: "
+            f"it may be a tokenizer or other work of yours. Choose another prefix, or move the file away."
+        ) from error
+
+
+def request_digest(files: Sequence[Path], tokenizer_identity: str, json_key: str) -> str:
+    """Hexadecimal sha256 of all that decides a corpus: files in order (path, size, time of change), tokenizer, key.
+
+    Contents are not read: inputs may be terabytes. A file that was touched counts as another one.
+    """
+    inputs = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return hashlib.sha256(json.dumps([FORMAT, inputs, tokenizer_identity, json_key]).encode()).hexdigest()

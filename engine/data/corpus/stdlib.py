@@ -1,0 +1,148 @@
+"""The real text that is on every machine: the sources of Python's standard library; and how hard a text is (no torch here).
+
+    <stdlib>/**/*.py, sorted, up to `max_bytes`  -->  files in an order that their names' hashes give  -->  prepare
+
+Sorted first, so that a machine with the same Python takes the same files; then shuffled, because a split by documents
+holds back the last ones, and the last names of the alphabet are not like the others (encodings, idlelib, tests).
+"""
+
+import hashlib
+import math
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.data.corpus.indexed import IndexedTokens
+from engine.data.corpus.prepare import Prepared, PrepareRequest, Progress, prepare
+from engine.errors import DataError
+
+STDLIB_BYTES = 12_000_000
+ENTROPY_TOKENS = 20_000_000
+LARGEST_PAIR_TABLE = 2**24
+NOT_STDLIB = {"site-packages", "dist-packages"}
+
+
+def stdlib_files(max_bytes: int = STDLIB_BYTES) -> tuple[Path, ...]:
+    """Sources of the running Python's standard library, at most `max_bytes` together, in the order of a hash.
+
+    In a virtual environment these are the sources of the Python that it was made from. Empty files, and the few that
+    are meant not to be UTF-8 (test data), are left out.
+
+    Raises:
+        DataError: this Python has no sources (some minimal or frozen builds), or `max_bytes` admits none.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    names = sorted(path.relative_to(root).as_posix() for path in _sources(root))
+    chosen: list[str] = []
+    num_bytes = 0
+    for name in names:
+        content = (root / name).read_bytes()
+        if num_bytes + len(content) > max_bytes:
+            break
+        if content and _is_utf8(content):
+            chosen.append(name)
+            num_bytes += len(content)
+    if not chosen:
+        raise DataError(
+            f"no Python sources of at most {max_bytes:,} bytes in {root}, the standard library of this Python: it may be a "
+            f"minimal build without sources. Prepare another text with --input."
+        )
+    return tuple(root / name for name in sorted(chosen, key=lambda name: hashlib.sha256(name.encode()).digest()))
+
+
+def _sources(root: Path) -> Iterator[Path]:
+    for folder, below, names in os.walk(root):
+        # Installed packages lie below the library, and may be far larger: not even entered.
+        below[:] = [name for name in below if name not in NOT_STDLIB]
+        yield from (Path(folder, name) for name in names if name.endswith(".py"))
+
+
+def _is_utf8(content: bytes) -> bool:
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _no_progress(done_bytes: int, num_documents: int) -> None:
+    """For callers that show nothing."""
+
+
+def prepare_stdlib(
+    prefix: str,
+    tokenizer: str = "bytes",
+    max_bytes: int = STDLIB_BYTES,
+    *,
+    num_workers: int = 1,
+    force: bool = False,
+    progress: Progress = _no_progress,
+) -> Prepared:
+    """Prepare the standard library's sources as the corpus `prefix`; see `stdlib_files` and `prepare`."""
+    request = PrepareRequest(stdlib_files(max_bytes), tokenizer, prefix)
+    return prepare(request, num_workers=num_workers, force=force, progress=progress)
+
+
+@dataclass(frozen=True, slots=True)
+class Entropies:
+    """What a model without, with no and with one token of context can reach, in nats per token."""
+
+    uniform: float
+    """ln(vocab_size): the loss of a model that knows nothing, where training begins."""
+    unigram: float
+    """Entropy of the token frequencies: the best loss without any context."""
+    bigram: float
+    """Entropy of a token given the one before it: the best loss with one token of context."""
+
+
+def entropies(tokens: str | NDArray[np.integer[Any]], vocab_size: int, max_tokens: int = ENTROPY_TOKENS) -> Entropies:
+    """Entropies of the empirical frequencies of a corpus (Shannon 1948, H(X) and H(X_t | X_{t-1})), in nats per token.
+
+    They are those of the very text that was counted, and so a little low for text that was not: the more, the larger
+    the vocabulary.
+
+    Args:
+        tokens: a prefix, or the tokens themselves, integers [n].
+        vocab_size: of the tokenizer, without padding.
+        max_tokens: only the first so many tokens of the corpus are counted.
+
+    Raises:
+        DataError: fewer than two tokens, or one outside the vocabulary.
+    """
+    ids = (_first_tokens(IndexedTokens(tokens), max_tokens) if isinstance(tokens, str) else tokens[:max_tokens]).astype(
+        np.int64
+    )
+    if len(ids) < 2 or ids.min() < 0 or ids.max() >= vocab_size:
+        raise DataError(
+            f"entropies need at least two tokens in 0 .. {vocab_size - 1}; there are {len(ids):,}"
+            + (f" in {ids.min()} .. {ids.max()}." if len(ids) else ".")
+        )
+    first = _entropy(np.bincount(ids[:-1]))
+    pairs = ids[:-1] * vocab_size + ids[1:]
+    # A table of all pairs is several times as fast as sorting them, while it is not much larger than the text.
+    small = vocab_size**2 <= LARGEST_PAIR_TABLE
+    both = _entropy(np.bincount(pairs) if small else np.unique(pairs, return_counts=True)[1])
+    return Entropies(uniform=math.log(vocab_size), unigram=_entropy(np.bincount(ids)), bigram=both - first)
+
+
+def _first_tokens(corpus: IndexedTokens, max_tokens: int) -> NDArray[np.integer[Any]]:
+    parts: list[NDArray[np.integer[Any]]] = []
+    missing = max_tokens
+    for index in range(corpus.num_sequences):
+        parts.append(corpus.sequence(index)[:missing])
+        missing -= len(parts[-1])
+        if missing == 0:
+            break
+    return np.concatenate(parts)
+
+
+def _entropy(counts: NDArray[np.int64]) -> float:
+    """Entropy of frequencies in nats."""
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())

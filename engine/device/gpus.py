@@ -1,0 +1,130 @@
+"""GPUs of this node that torch can use, and what follows: CPU or CUDA, gloo or NCCL (torch is imported only where there is a GPU).
+
+    launcher     find_gpus -> device_type -> backend_of     handed on to its ranks in TRIAXIS_DEVICE and TRIAXIS_BACKEND
+    a rank       takes these two (`engine.comm.placement`); under srun and a torchrun started by hand it decides in the same way
+
+A GPU that torch cannot use is an error unless the CPU was asked for: no run falls back to the CPU in silence.
+"""
+
+import socket
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine.config.schema import RuntimeConfig
+from engine.device.nvidia_driver import FIRST_DRIVERS, Driver, is_hidden, read_driver
+from engine.errors import TopologyError
+
+CPU, CUDA = "cpu", "cuda"
+GLOO, NCCL = "gloo", "nccl"
+
+DEVICE_VARIABLE, BACKEND_VARIABLE = "TRIAXIS_DEVICE", "TRIAXIS_BACKEND"
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """GPUs of this node.
+
+    Attributes:
+        count: how many torch can use.
+        note: why it is none although some are there and nothing is wrong.
+        problem: why torch cannot use those that are there: an error unless the CPU was asked for.
+    """
+
+    count: int
+    note: str = ""
+    problem: str = ""
+
+
+def find_gpus(variables: Mapping[str, str], *, ask_torch: bool = False) -> Gpus:
+    """Count the GPUs that torch can use on this node.
+
+    Args:
+        variables: the environment; CUDA_VISIBLE_DEVICES is read.
+        ask_torch: ask it also where NVIDIA's driver shows no GPU; a rank has imported it already.
+    """
+    driver = read_driver()
+    if not (driver.num_gpus or ask_torch):
+        return Gpus(0)
+    import torch
+
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count or not driver.num_gpus:
+        return Gpus(count)
+    if is_hidden(variables):
+        return Gpus(0, note=f"CUDA_VISIBLE_DEVICES={variables['CUDA_VISIBLE_DEVICES']} hides the GPUs")
+    reason = str(given[-1].message).splitlines()[0] if given else ""
+    return Gpus(0, problem=why_unusable(driver, torch.__version__, torch.version.cuda, reason))
+
+
+def why_unusable(driver: Driver, torch_version: str, cuda: str | None, reason: str = "") -> str:
+    """Explain why torch uses none of this node's GPUs, and what can be done.
+
+    Args:
+        driver: of this node.
+        torch_version: of the torch that runs.
+        cuda: CUDA version that it was built for; None for a CPU build.
+        reason: torch's own warning, if it gave one.
+    """
+    if cuda is None:
+        needs = f"torch {torch_version} is a CPU build"
+    else:
+        major = int(cuda.partition(".")[0])
+        first = FIRST_DRIVERS.get(major)
+        branch = f"driver {first} or newer" if first else f"a driver for CUDA {major}"
+        needs = f"torch {torch_version} is built for CUDA {cuda}, which needs {branch}"
+        if driver.runs(major):
+            needs += "; this driver is new enough, so something else is wrong"
+    own_words = f" (torch: {reason})" if reason else ""
+    gpus = "1 GPU" if driver.num_gpus == 1 else f"{driver.num_gpus} GPUs"
+    return (
+        f"{socket.gethostname()} has {gpus} with driver {driver.version or 'of unknown version'}, and torch can use none: "
+        f"{needs}{own_words}. The run would train on the CPU, many times slower. Choose one of these:\n"
+        f"  TRIAXIS_PYTHON=<python>   uses a Python whose torch fits the driver, such as that of a container\n"
+        f"  python3 -m venv --clear .venv && .venv/bin/python launch/start/bootstrap.py\n"
+        f"                            installs the versions of launch/constraints.txt, with a torch for this driver\n"
+        f"  runtime.device=cpu        trains on the CPU"
+    )
+
+
+def device_type(config: RuntimeConfig, gpus: Gpus) -> str:
+    """Decide between `CPU` and `CUDA`; `auto` is CUDA where this node has a GPU.
+
+    Raises:
+        TopologyError: there are GPUs that torch cannot use, or CUDA was asked for and there is no GPU.
+    """
+    if config.device == CPU:
+        return CPU
+    if gpus.problem:
+        raise TopologyError(gpus.problem)
+    if gpus.count:
+        return CUDA
+    if config.device == CUDA:
+        raise TopologyError(
+            f"runtime.device = cuda: {gpus.note or 'this node shows no GPU'}. Every rank would stop at its first tensor. "
+            f"Use runtime.device=auto or cpu to train on the CPU."
+        )
+    return CPU
+
+
+def backend_of(config: RuntimeConfig, device: str, note: str = "") -> str:
+    """Decide between `GLOO` and `NCCL` for ranks on this type of device.
+
+    Args:
+        config: of the run.
+        device: `CPU` or `CUDA`.
+        note: why it is the CPU, if there is more to say.
+
+    Raises:
+        TopologyError: NCCL was asked for on the CPU.
+    """
+    if device == CUDA:
+        return GLOO if config.collectives == GLOO else NCCL
+    if config.collectives == NCCL:
+        raise TopologyError(
+            f"runtime.collectives = nccl: {note or 'this node shows no GPU'}, and NCCL moves tensors of GPUs only. Use "
+            f"runtime.collectives=auto to train on the CPU."
+        )
+    return GLOO

@@ -1,0 +1,99 @@
+"""Small things between host and device, without making one wait for the other.
+
+A GPU works through what the host has posted. Reading a number back (`item`, `tolist`, `float`) waits until it has caught up, and
+copying from ordinary memory to it waits as well; then it stands idle until the host has posted more. A step does neither: what
+the host wants to know is copied into pinned memory behind the work that makes it (`HostCopy`), and read a step later.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+
+def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """`values` as a vector on the device; the host goes on at once."""
+    is_cuda = device.type == "cuda"
+    return torch.tensor(values, dtype=dtype, pin_memory=is_cuda).to(device, non_blocking=True)
+
+
+class ToHost(Protocol):
+    """Copies into host memory, behind what the current stream has been given."""
+
+    def room(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return host memory for a copy of the tensor, of its shape and dtype."""
+        ...
+
+    def post(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        """Post the copies (destination, source); return the mark of their end."""
+        ...
+
+    def finish(self, mark: Any) -> None:
+        """Make the host wait for the copies before the mark."""
+        ...
+
+
+class FromCuda:
+    """Copies from a GPU into pinned memory on its current stream.
+
+    Args:
+        cuda: makes events; a race check has its own (`launch.footprint.races.streams`).
+    """
+
+    def __init__(self, cuda: Any = torch.cuda) -> None:
+        self._cuda = cuda
+
+    def room(self, tensor: torch.Tensor) -> torch.Tensor:
+        # From torch's allocator: rounding to a power of two costs bytes here, and it keeps the memory until the copy is made.
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+
+    def post(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        for destination, source in copies:
+            destination.copy_(source, non_blocking=True)
+        mark = self._cuda.Event()
+        mark.record()
+        return mark
+
+    def finish(self, mark: Any) -> None:
+        mark.synchronize()
+
+
+class FromCpu:
+    """Copies from a CPU, where each is done when it is posted."""
+
+    def room(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    def post(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for destination, source in copies:
+            destination.copy_(source)
+
+    def finish(self, mark: None) -> None:
+        pass
+
+
+class HostCopy:
+    """A vector on its way to the host.
+
+    Args:
+        vector: one dim, not changed afterwards.
+        to_host: copies it; None: the device's way, and a vector of the CPU is not copied.
+    """
+
+    def __init__(self, vector: torch.Tensor, to_host: ToHost | None = None) -> None:
+        self._values = vector
+        self._mark: Any = None
+        self._to_host = to_host or (FromCuda() if vector.is_cuda else None)
+        if self._to_host is not None:
+            self._values = self._to_host.room(vector)
+            self._mark = self._to_host.post([(self._values, vector)])
+
+    def arrived(self) -> torch.Tensor:
+        """The vector on the host; waits for the device where it has not arrived yet."""
+        if self._to_host is not None:
+            self._to_host.finish(self._mark)
+        return self._values
+
+    def wait(self) -> list[float]:
+        """The same as numbers."""
+        return [float(value) for value in self.arrived().tolist()]

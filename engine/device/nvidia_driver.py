@@ -1,0 +1,98 @@
+"""NVIDIA's driver on this node: its version, how many GPUs it shows, and which CUDA builds it runs (standard library only).
+
+`launch/start/bootstrap.py` reads it before anything is installed; a rank reads it to explain why torch finds no GPU.
+
+    libnvidia-ml.so.1             version and number of GPUs, as `nvidia-smi` prints them
+    where that cannot answer:     /proc/driver/nvidia/version, and the device files /dev/nvidia0, /dev/nvidia1, ...
+"""
+
+import ctypes
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+NVML = "libnvidia-ml.so.1"
+"""The library of NVIDIA's management interface; it comes with the driver."""
+
+FIRST_DRIVERS = {11: 450, 12: 525, 13: 580}
+"""The first driver branch that runs every build of a CUDA major version.
+
+Source: NVIDIA, CUDA Compatibility, "Minor Version Compatibility", table 1.
+"""
+
+HIDING = ("", "-1", "NoDevFiles")
+"""Values of CUDA_VISIBLE_DEVICES with which a user or SLURM hides all GPUs."""
+
+_VERSION_BYTES = 80
+"""NVML_SYSTEM_DRIVER_VERSION_BUFFER_SIZE of nvml.h."""
+
+_NUMBERED = re.compile(r"nvidia\d+")
+_VERSION = re.compile(r"\b(\d+\.\d+(?:\.\d+)?)\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """The driver of this node.
+
+    Attributes:
+        version: such as 580.65.06; "" where there is none, or none that answers.
+        num_gpus: GPUs that it shows to this process, whatever CUDA_VISIBLE_DEVICES hides.
+    """
+
+    version: str = ""
+    num_gpus: int = 0
+
+    @property
+    def branch(self) -> int | None:
+        """The number before the first dot; None where the version is unknown."""
+        return int(self.version.partition(".")[0]) if self.version else None
+
+    def runs(self, cuda_major: int) -> bool | None:
+        """Say if it runs builds of this CUDA major version; None where that is not known.
+
+        A data-centre card runs newer builds too where NVIDIA's `cuda-compat` is installed, so this explains and never refuses.
+        """
+        first = FIRST_DRIVERS.get(cuda_major)
+        return None if first is None or self.branch is None else self.branch >= first
+
+
+def read_driver(library: str = NVML, root: Path = Path("/")) -> Driver:
+    """Read the driver; `Driver()` where this node shows none.
+
+    Args:
+        library: name or path of NVML.
+        root: folder with `dev` and `proc`.
+    """
+    return _ask_nvml(library) or _read_files(root)
+
+
+def is_hidden(variables: Mapping[str, str]) -> bool:
+    """Say if CUDA_VISIBLE_DEVICES hides all GPUs from CUDA."""
+    return variables.get("CUDA_VISIBLE_DEVICES", "all").strip() in HIDING
+
+
+def _ask_nvml(library: str) -> Driver | None:
+    try:
+        nvml = ctypes.CDLL(library)
+    except OSError:
+        return None
+    if nvml.nvmlInit_v2() != 0:
+        return None
+    try:
+        version, num_gpus = ctypes.create_string_buffer(_VERSION_BYTES), ctypes.c_uint()
+        if nvml.nvmlSystemGetDriverVersion(version, _VERSION_BYTES) != 0:
+            return None
+        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(num_gpus)) != 0:
+            return None
+        return Driver(version.value.decode(), num_gpus.value)
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _read_files(root: Path) -> Driver:
+    """Read what the kernel module shows; a container may see the host's /proc, so device files count the GPUs."""
+    num_gpus = sum(1 for path in (root / "dev").glob("nvidia*") if _NUMBERED.fullmatch(path.name))
+    path = root / "proc" / "driver" / "nvidia" / "version"
+    found = _VERSION.search(path.read_text()) if num_gpus and path.is_file() else None
+    return Driver(found[1] if found else "", num_gpus)

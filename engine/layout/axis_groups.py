@@ -1,0 +1,51 @@
+"""The process groups of a layout: which axes there are, who is in their groups, what NCCL may use for them (no torch here)."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from engine.layout.rank_grid import RankGrid
+
+CONNECTED_LATER = ("pp",)
+"""Axes that their first user connects and not the start of a run; training does not use them."""
+
+
+def axis_groups(grid: RankGrid, kv_heads: int | None) -> Iterator[tuple[str, Sequence[tuple[int, ...]], str]]:
+    """(name, groups of ranks, channel) of each axis, in the order of creation; equal ranks and channel are one process group."""
+    yield "world", [tuple(range(grid.world_size))], ""
+    yield "tp", grid.groups("tp"), ""
+    yield "dp", grid.groups("dp", "cp"), ""
+    yield "pp", grid.groups("pp"), ""
+    yield "pp_forward", grid.groups("pp"), "forward"
+    yield "pp_backward", grid.groups("pp"), "backward"
+    yield "ends", grid.end_stage_groups(), ""
+    if kv_heads is not None and kv_heads < grid.sizes.tp:
+        yield "kv_replicas", grid.tp_blocks(grid.sizes.tp // kv_heads), ""
+
+
+class StreamUse(NamedTuple):
+    """How NCCL may use a GPU for one group.
+
+    Attributes:
+        is_urgent: its kernels start before those of the computation that were launched earlier.
+        max_ctas: thread blocks, one per SM, that a call may take; None: as many as NCCL likes.
+    """
+
+    is_urgent: bool
+    max_ctas: int | None
+
+
+STREAM_USE: Mapping[str, StreamUse] = {
+    # The computation waits for these, and posts them beside GEMMs that would hold them up.
+    "tp": StreamUse(is_urgent=True, max_ctas=None),
+    # An early receive stays on its SMs until the peer sends.
+    "pp_forward": StreamUse(is_urgent=True, max_ctas=4),
+    "pp_backward": StreamUse(is_urgent=True, max_ctas=4),
+    # Buckets have the rest of a backward to arrive.
+    "dp": StreamUse(is_urgent=False, max_ctas=16),
+}
+"""By axis, first the one whose use wins where axes share a group; all others are left to NCCL. (Not measured on a GPU yet.)"""
+
+
+def stream_use(axes: Sequence[str]) -> StreamUse:
+    """Return the use of a group that some axes share."""
+    return next((use for name, use in STREAM_USE.items() if name in axes), StreamUse(is_urgent=False, max_ctas=None))

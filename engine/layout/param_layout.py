@@ -1,0 +1,152 @@
+"""Where every parameter lies in the flat buffers, and which data-parallel rank owns what (no torch here).
+
+The layout is computed first, frozen, then read by grad buffers, the optimizer, checkpoints and the planner.
+
+    buffer (one per BufferKey)   | bucket 0                  | bucket 1                  | ..
+    bucket                       | layers.9.. | layers.8.. pad | layers.7.. | .. pad      |
+    owned by dp rank 0 1 2 3     |  0  |  1  |  2  |  3  ..  |  0  |  1  |  2  |  3  ..  |
+
+Parameters stand in the order in which the backward finishes them (last layer first), so that a bucket is complete early
+and its reduce-scatter runs under the rest of the backward. Each dp rank owns an equal, contiguous part of every bucket
+(ZeRO-1): its master weights and moments live only there. A bucket is padded at its end, so that the parts are equal;
+padding belongs to no parameter and is never saved or counted.
+
+Parameters of one buffer have the same replicas and the same further sum (`BufferKey`), so the part that a rank owns is
+summed, counted and clipped as a whole, and all replicas cut it identically.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from engine.layout.shard_spec import ParamRecord, ReplicaAxis
+
+
+@dataclass(frozen=True, slots=True)
+class BufferKey:
+    """What the parameters of one buffer have in common.
+
+    Attributes:
+        replicas: the axis over which other ranks hold the same parameters, or None.
+        sum_over: the axis of the second gradient sum, or None.
+    """
+
+    replicas: ReplicaAxis | None
+    sum_over: ReplicaAxis | None
+
+    def __str__(self) -> str:
+        if self.replicas is None:
+            return "sharded"
+        return f"replicated over {self.replicas}" + (", summed" if self.sum_over else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One parameter at [start, stop) of its buffer."""
+
+    record: ParamRecord
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.record.numel
+
+
+@dataclass(frozen=True, slots=True)
+class BucketLayout:
+    """A run [start, stop) of a buffer that is reduced and gathered in one call; its length is a multiple of dp."""
+
+    start: int
+    stop: int
+    entries: tuple[Entry, ...]
+
+    def owned(self, dp: int, dp_index: int) -> tuple[int, int]:
+        """The part, in the buffer, that this data-parallel rank owns."""
+        part = (self.stop - self.start) // dp
+        return self.start + dp_index * part, self.start + (dp_index + 1) * part
+
+    @property
+    def padding(self) -> int:
+        return self.stop - self.entries[-1].stop
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The overlap of one parameter with one owned part: what the optimizer steps and a checkpoint saves.
+
+    Attributes:
+        record: the parameter.
+        start, stop: in the row-major local box of the parameter (padding rows excluded).
+        offset: of `start` in the buffer.
+    """
+
+    record: ParamRecord
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class BufferLayout:
+    """All parameters of one key, in buckets."""
+
+    key: BufferKey
+    numel: int
+    buckets: tuple[BucketLayout, ...]
+
+    def segments(self, dp: int, dp_index: int) -> Iterator[Segment]:
+        """The pieces of parameters that this data-parallel rank owns, in buffer order."""
+        for bucket in self.buckets:
+            owned_start, owned_stop = bucket.owned(dp, dp_index)
+            for entry in bucket.entries:
+                start = max(owned_start, entry.start)
+                stop = min(owned_stop, entry.start + entry.record.box_numel)
+                if start < stop:
+                    yield Segment(entry.record, start - entry.start, stop - entry.start, start)
+
+
+def layout_parameters(
+    records: Sequence[ParamRecord], *, dp: int, bucket_numel: int, alignment: int = 64
+) -> tuple[BufferLayout, ...]:
+    """Lay out one rank's parameters.
+
+    Args:
+        records: in forward order.
+        dp: size of the axis that dense gradients are reduced over.
+        bucket_numel: a bucket is closed once it holds this many elements.
+        alignment: every owned part is padded to a multiple of this many elements (256 bytes of fp32).
+
+    The layout depends on local shapes and keys only, so that all tp ranks of a stage, and all replicas, agree on it.
+    """
+    by_key: dict[BufferKey, list[list[ParamRecord]]] = {}
+    for record in records:
+        groups = by_key.setdefault(BufferKey(record.replicas, record.sum_over), [])
+        if record.spec.fused_with_previous and groups and _follows(records, groups[-1][-1], record):
+            groups[-1].append(record)
+        else:
+            groups.append([record])
+    return tuple(
+        _fill_buckets(key, list(reversed(groups)), dp * alignment, bucket_numel) for key, groups in by_key.items()
+    )
+
+
+def _follows(records: Sequence[ParamRecord], first: ParamRecord, second: ParamRecord) -> bool:
+    """Whether `second` stands right behind `first` in forward order: only then do they share a GEMM."""
+    index = next(index for index, record in enumerate(records) if record is first)
+    return records[index + 1] is second
+
+
+def _fill_buckets(
+    key: BufferKey, groups: Sequence[Sequence[ParamRecord]], multiple: int, bucket_numel: int
+) -> BufferLayout:
+    buckets: list[BucketLayout] = []
+    entries: list[Entry] = []
+    start = at = 0
+    for number, group in enumerate(groups, start=1):
+        for record in group:
+            entries.append(Entry(record, at))
+            at += record.numel
+        if at - start >= bucket_numel or number == len(groups):
+            at = start + -(-(at - start) // multiple) * multiple
+            buckets.append(BucketLayout(start, at, tuple(entries)))
+            start, entries = at, []
+    return BufferLayout(key, at, tuple(buckets))

@@ -1,0 +1,194 @@
+"""Which rank stands where: sizes, named axes, coordinates and groups, as plain lists of ranks (no torch here).
+
+The world is an array of ranks with named axes, slow to fast:
+
+    pp, dp, cp, tp          rank = ((pp_i * DP + dp_i) * CP + cp_i) * TP + tp_i
+
+so tensor-parallel peers are neighbours (one node, NVLink), data-parallel peers come next, and pipeline stages are
+farthest apart (across nodes). 16 ranks as tp=2, pp=2, dp=4, eight to a node:
+
+    node 0   pp 0:   dp 0: [0 1]    dp 1: [2 3]    dp 2: [4 5]    dp 3: [6 7]
+    node 1   pp 1:   dp 0: [8 9]    dp 1: [10 11]  dp 2: [12 13]  dp 3: [14 15]
+    tp groups: 0-1, 2-3, ...    dp groups: 0-2-4-6, 1-3-5-7, 8-10-12-14, ...    pp groups: 0-8, 1-9, ...
+
+A group is what is left free when the other coordinates are fixed. Groups come in one global order, so that every rank
+creates its process groups in the same sequence. `ep` (experts) factors the dp x cp x tp block and is 1 for now.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from engine.config.limits import MOST_RANKS
+from engine.errors import TopologyError
+
+AXES = ("pp", "dp", "cp", "tp")
+"""The mesh axes, slow to fast. The order is stated here and nowhere else."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelSizes:
+    """How many ranks each axis has. `vpp` is chunks per pipeline rank, not an axis of ranks."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    ep: int = 1
+    vpp: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "dp", "cp", "ep", "vpp"):
+            if getattr(self, name) < 1:
+                raise TopologyError(
+                    f"parallel.{name} = {getattr(self, name)}: sizes start at 1; an axis that is off has size 1."
+                )
+        for name, meaning in (("cp", "context"), ("ep", "expert")):
+            if getattr(self, name) > 1:
+                raise TopologyError(
+                    f"parallel.{name} = {getattr(self, name)}: {meaning} parallelism is not built yet; its axis exists "
+                    f"with size 1 only. Use {name}=1."
+                )
+        if self.world_size > MOST_RANKS:
+            raise TopologyError(
+                f"{self} is {self.world_size:,} ranks: at most {MOST_RANKS:,} are planned, and the groups of so many would not "
+                f"fit in memory. Make the sizes smaller."
+            )
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.size(axis) for axis in AXES)
+
+    def size(self, axis: str) -> int:
+        return int(getattr(self, axis))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes in the order of `AXES`."""
+        return tuple(self.size(axis) for axis in AXES)
+
+    def __str__(self) -> str:
+        return f"tp={self.tp} pp={self.pp} vpp={self.vpp} dp={self.dp}"
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinates:
+    """Where one rank stands on each axis."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+    def __str__(self) -> str:
+        return (
+            f"pp {self.pp}, dp {self.dp}, tp {self.tp}"
+            if self.cp == 0
+            else f"pp {self.pp}, dp {self.dp}, cp {self.cp}, tp {self.tp}"
+        )
+
+
+class RankGrid:
+    """All ranks of a layout, with their coordinates, groups and nodes.
+
+    Args:
+        sizes: the parallel sizes.
+        ranks_per_node: ranks that share a node; the whole world if not given.
+
+    Raises:
+        TopologyError: the world does not fill whole nodes, or a tensor-parallel group would cross a node boundary and
+            `allow_tp_across_nodes` is false.
+    """
+
+    def __init__(
+        self, sizes: ParallelSizes, ranks_per_node: int | None = None, *, allow_tp_across_nodes: bool = False
+    ) -> None:
+        self.sizes = sizes
+        self.world_size = sizes.world_size
+        self.ranks_per_node = ranks_per_node or self.world_size
+        if self.ranks_per_node > self.world_size:
+            self.ranks_per_node = self.world_size
+        if self.world_size % self.ranks_per_node:
+            raise TopologyError(
+                f"{self.world_size} ranks ({sizes}) do not fill whole nodes of {self.ranks_per_node} ranks; the last node "
+                f"would be partly used and its groups misplaced. Choose sizes whose product is a multiple of {self.ranks_per_node}."
+            )
+        if not allow_tp_across_nodes:
+            for group in self.groups("tp"):
+                nodes = sorted({self.node(rank) for rank in group})
+                if len(nodes) > 1:
+                    raise TopologyError(
+                        f"the tensor-parallel group {list(group)} would span nodes {nodes} (tp={sizes.tp}, {self.ranks_per_node} "
+                        f"ranks per node): two all-reduces per layer and direction would cross the slow network. Use a tp "
+                        f"that divides {self.ranks_per_node}, or set parallel.allow_tp_across_nodes=true."
+                    )
+
+    @property
+    def num_nodes(self) -> int:
+        return self.world_size // self.ranks_per_node
+
+    def node(self, rank: int) -> int:
+        return rank // self.ranks_per_node
+
+    def coordinates(self, rank: int) -> Coordinates:
+        if not 0 <= rank < self.world_size:
+            raise TopologyError(f"rank {rank} does not exist: {self.sizes} has ranks 0 to {self.world_size - 1}.")
+        values = {}
+        rest = rank
+        for axis in reversed(AXES):
+            rest, values[axis] = divmod(rest, self.sizes.size(axis))
+        return Coordinates(**values)
+
+    def rank(self, **coordinates: int) -> int:
+        """The rank at these coordinates; axes that are left out are 0."""
+        number = 0
+        for axis in AXES:
+            at = coordinates.get(axis, 0)
+            if not 0 <= at < self.sizes.size(axis):
+                raise TopologyError(f"{axis} coordinate {at} does not exist: {axis} has size {self.sizes.size(axis)}.")
+            number = number * self.sizes.size(axis) + at
+        return number
+
+    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+        """Every group that spans `axes`, as tuples of ranks in rank order, in one global order.
+
+        `groups("tp")` are the tensor-parallel groups, `groups("dp", "cp")` those that reduce dense gradients,
+        `groups(*AXES)` is the world.
+        """
+        for axis in axes:
+            if axis not in AXES:
+                raise TopologyError(f"axis {axis!r} does not exist; the axes are {', '.join(AXES)}.")
+        fixed = [axis for axis in AXES if axis not in axes]
+        free = [axis for axis in AXES if axis in axes]
+        return tuple(tuple(self.rank(**where, **inner) for inner in self._walk(free)) for where in self._walk(fixed))
+
+    def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The group spanning `axes` that holds `rank`."""
+        coordinates = self.coordinates(rank)
+        where = {axis: getattr(coordinates, axis) for axis in AXES if axis not in axes}
+        free = [axis for axis in AXES if axis in axes]
+        return tuple(self.rank(**where, **inner) for inner in self._walk(free))
+
+    def end_stage_groups(self) -> tuple[tuple[int, ...], ...]:
+        """First and last pipeline rank at each (dp, cp, tp): the two holders of a tied embedding (one rank if pp = 1)."""
+        return tuple(tuple(dict.fromkeys((group[0], group[-1]))) for group in self.groups("pp"))
+
+    def tp_blocks(self, block_size: int) -> tuple[tuple[int, ...], ...]:
+        """Each tensor-parallel group cut into runs of `block_size` neighbours.
+
+        With fewer key/value heads than tp ranks, the tp / kv_heads ranks of a run hold replicas of the same head.
+        """
+        if self.sizes.tp % block_size:
+            raise TopologyError(
+                f"tp={self.sizes.tp} cannot be cut into blocks of {block_size} ranks; some replicas would have no block."
+            )
+        return tuple(
+            group[start : start + block_size]
+            for group in self.groups("tp")
+            for start in range(0, self.sizes.tp, block_size)
+        )
+
+    def _walk(self, axes: Sequence[str]) -> Iterator[dict[str, int]]:
+        for values in product(*(range(self.sizes.size(axis)) for axis in axes)):
+            yield dict(zip(axes, values, strict=True))

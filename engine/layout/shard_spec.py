@@ -1,0 +1,171 @@
+"""The record about a parameter: what it is, and which part of it one rank holds (no torch here).
+
+`ParamSpec` says what the model knows: name, logical global shape, initialisation, whether it is decayed, where it is cut.
+`ParamRecord` adds what one rank knows: the one box of the logical tensor that it holds, who holds replicas of that box, and
+over which axis their gradients must still be summed. Initialisation, buffers, the optimizer, clipping, checkpoints and
+the planner read the record; none of them looks at a tensor's shape to guess what it is.
+
+    logical  layers.3.attention.kv.weight  [2, kv_heads, d, h]      tp_dim = 1
+    tp = 2, kv_heads = 4    rank 0 holds the box [0:2, 0:2, 0:d, 0:h]      rank 1 holds [0:2, 2:4, 0:d, 0:h]
+    tp = 8, kv_heads = 4    ranks 0 and 1 both hold [0:2, 0:1, 0:d, 0:h]: replicas over "kv_replicas"
+
+The physical tensor is the box, row-major. Only the padded vocabulary has more rows than its box: rows past the logical
+shape, which are zero, get a gradient of exactly zero and are never saved or counted.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Box = tuple[tuple[int, int], ...]
+"""(start, stop) per dim of the logical tensor."""
+
+ReplicaAxis = Literal["tp", "kv_replicas", "ends"]
+"""Axes over which a parameter may stand in replicas; "ends" is the first and the last pipeline stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Init:
+    """How a parameter starts: zeros, ones, or normal with mean 0 and this standard deviation."""
+
+    kind: Literal["normal", "zeros", "ones"]
+    std: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """One parameter of the model, whatever the layout.
+
+    Attributes:
+        name: unique, with the global layer number (`layers.3.mlp.down.weight`).
+        shape: logical global shape.
+        init: how it starts.
+        decay: whether weight decay applies (matrices: yes; norms and biases: no).
+        tp_dim: the dim that tensor parallelism cuts; None if every tp rank holds it whole.
+        padded_size: size of `tp_dim` with padding (the vocabulary), or None.
+        grad_is_partial: when each tp replica sees only a part of the gradient: `sequence` if it acts on a sequence
+            shard under sequence parallelism, `heads` if it is applied to this rank's heads only, else `never`.
+        tied_ends: it stands on the first and the last stage (the tied embedding).
+        fused_with_previous: it shares a GEMM with the spec before it and must be adjacent in memory where both are cut alike.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    init: Init
+    decay: bool = True
+    tp_dim: int | None = None
+    padded_size: int | None = None
+    grad_is_partial: Literal["never", "sequence", "heads"] = "never"
+    tied_ends: bool = False
+    fused_with_previous: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Logical elements, padding excluded."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class ParamRecord:
+    """One rank's part of one parameter.
+
+    Attributes:
+        spec: the parameter.
+        box: the part of the logical tensor held here (empty in a dim where start == stop: pure padding).
+        local_shape: shape of the physical tensor: the box, plus padding rows of the vocabulary.
+        replicas: the axis over which other ranks hold the same box, or None. The data-parallel axes are not named:
+            every parameter has replicas there.
+        sum_over: the axis over which the gradients of the replicas are partial sums, to be added after the
+            data-parallel reduction; None where each replica computes the whole gradient.
+    """
+
+    spec: ParamSpec
+    box: Box
+    local_shape: tuple[int, ...]
+    replicas: ReplicaAxis | None
+    sum_over: ReplicaAxis | None
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def numel(self) -> int:
+        """Physical elements on this rank, padding included."""
+        return math.prod(self.local_shape)
+
+    @property
+    def box_shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.box)
+
+    @property
+    def box_numel(self) -> int:
+        """Logical elements on this rank; they come first in the row-major physical tensor."""
+        return math.prod(self.box_shape)
+
+
+def localize(spec: ParamSpec, *, tp: int, tp_index: int, sequence_parallel: bool) -> ParamRecord:
+    """The part of `spec` that the tensor-parallel rank `tp_index` of `tp` holds."""
+    box = [(0, size) for size in spec.shape]
+    local_shape = list(spec.shape)
+    replicas: ReplicaAxis | None = None
+    if spec.tp_dim is None:
+        replicas = "tp"
+    else:
+        size = spec.padded_size or spec.shape[spec.tp_dim]
+        start, stop = cut(size, tp, tp_index)
+        if size < tp:
+            replicas = "kv_replicas"
+        logical = spec.shape[spec.tp_dim]
+        box[spec.tp_dim] = (min(start, logical), min(stop, logical))
+        local_shape[spec.tp_dim] = stop - start
+    sum_over: ReplicaAxis | None = None
+    if replicas == "kv_replicas" or (
+        replicas == "tp"
+        and (spec.grad_is_partial == "heads" or (spec.grad_is_partial == "sequence" and sequence_parallel))
+    ):
+        sum_over = replicas
+    if spec.tied_ends:
+        assert replicas is None, f"{spec.name}: a tied parameter is cut over tp"
+        replicas = sum_over = "ends"
+    return ParamRecord(spec, tuple(box), tuple(local_shape), replicas, sum_over)
+
+
+def cut(size: int, parts: int, index: int) -> tuple[int, int]:
+    """The range of `size` items that part `index` of `parts` holds; with fewer items than parts, neighbours share one.
+
+    One of `size` and `parts` divides the other (`engine/config/rules.py` sees to it).
+    """
+    assert size % parts == 0 or parts % size == 0, f"{size} items cannot be cut into {parts} parts"
+    if size >= parts:
+        per_part = size // parts
+        return index * per_part, (index + 1) * per_part
+    item = index * size // parts
+    return item, item + 1
+
+
+def box_runs(shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, int]]:
+    """The box as contiguous runs (start, stop) of the row-major logical tensor, in the box's own row-major order."""
+    if any(start == stop for start, stop in box):
+        return
+    # The longest tail of dims that the box covers whole, plus the dim before it, is one contiguous run.
+    dim = len(shape)
+    while dim > 0 and box[dim - 1] == (0, shape[dim - 1]):
+        dim -= 1
+    inner = math.prod(shape[dim:])
+    if dim == 0:
+        yield 0, inner
+        return
+    start, stop = box[dim - 1]
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+
+    def outer(d: int, offset: int) -> Iterator[int]:
+        if d == dim - 1:
+            yield offset
+            return
+        for at in range(*box[d]):
+            yield from outer(d + 1, offset + at * strides[d])
+
+    for offset in outer(0, 0):
+        yield offset + start * inner, offset + stop * inner

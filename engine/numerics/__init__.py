@@ -1,0 +1,1 @@
+"""Numbers that every room shares: accumulation dtypes and a counter-based hash."""

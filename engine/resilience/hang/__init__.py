@@ -1,0 +1,1 @@
+"""Hangs: heartbeats of the ranks, the thread that watches them, and its report."""

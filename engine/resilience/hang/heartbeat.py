@@ -1,0 +1,330 @@
+"""What a rank is doing right now, in shared memory of its node, so that others can read it when it cannot speak (no torch here).
+
+    executor, training loop, ledger  ->  Heartbeat  ->  320 bytes in /dev/shm  ->  any process of the node, at any time
+
+A beat is a few stores into mapped memory: no system call, no clock, no lock. Whoever reads notices that nothing has changed. It
+reads no sequence of states, so half of a write does no harm.
+
+The file is written once before it is mapped. A store into a page that /dev/shm has no room for ends the process with SIGBUS. A
+write fails with an error instead, and the rank takes the folder for temporary files. Docker gives all processes 64 MB of /dev/shm.
+
+    words (int64)    0 layout  1 rank  2 pid  3 attempt  4 beats  5 step  6 position  7 peer  8 begun  9 started
+    texts            128.. phase   160.. op   192.. axis   224.. purpose, each padded with zeros to its end
+
+`step` counts from 1. `position` is the number of the action of the rank's schedule that runs, from 1; 0: none runs. (Actions and
+not instructions, since programs with early and with late receives share their actions.)
+"""
+
+import errno
+import hashlib
+import mmap
+import os
+import stat
+import struct
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from engine.errors import NoRoomError, TriaxisError
+from engine.pipeline.actions import Action
+from engine.pipeline.lowering import Instruction
+from engine.storage.state_files import read_regular
+
+LAYOUT = 0x0154_5249_4158_0001
+"""The first word of the file: what it is, and which layout of the words."""
+
+SIZE = 320
+_BEATS, _STEP, _POSITION, _PEER, _BEGUN = 4, 5, 6, 7, 8
+_NUM_WORDS = 10
+_TEXTS = {"phase": 128, "op": 160, "axis": 192, "purpose": 224}
+_TEXT_BYTES = {"phase": 32, "op": 32, "axis": 32, "purpose": 96}
+
+FIRST_PHASE = "data"
+"""The phase with which a step begins (`engine.train.train`)."""
+
+NO_PEER = -1
+
+
+class Call(Protocol):
+    """A call that is waited for (`engine.comm.collectives.Event`)."""
+
+    @property
+    def op(self) -> str: ...
+    @property
+    def axis(self) -> str: ...
+    @property
+    def purpose(self) -> str: ...
+    @property
+    def peer(self) -> int: ...
+
+
+class Clock(Protocol):
+    """Another one who is told of waits (`engine.comm.collectives.WaitClock`)."""
+
+    def wait_begins(self, posted: Call) -> None: ...
+    def wait_ends(self) -> None: ...
+
+
+class Ledger(Protocol):
+    """Who tells of waits (`engine.comm.collectives.Ledger`)."""
+
+    clock: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What a rank was doing.
+
+    Attributes:
+        beats: how often it has gone on to something else; equal numbers mean that it stands still.
+        step: counts from 1; 0 before the first.
+        phase: of the training loop; "" before the first.
+        position: of the action of its schedule that runs, from 1; 0: none runs.
+        op, axis, purpose: of the call that it waits for; "" where it waits for none.
+        peer: index on the axis of the other end of a send or receive; NO_PEER for a collective.
+        begun: steps that this process has begun.
+        started: when this process was started, by the system's clock: with `pid`, which process it is.
+    """
+
+    rank: int
+    pid: int
+    attempt: int
+    beats: int
+    step: int
+    phase: str
+    position: int
+    op: str
+    axis: str
+    purpose: str
+    peer: int
+    begun: int
+    started: int
+
+
+def folders_of(run: Path) -> list[Path]:
+    """Return the folders where the ranks of a run that are on this node may keep their heartbeats, the best one first.
+
+    All ranks of a node get the same folders, so each finds the files of the others.
+    """
+    places = [place for place in [Path("/dev/shm")] if place.is_dir()]
+    with suppress(OSError):  # no folder for temporary files can be written
+        places.append(Path(tempfile.gettempdir()))
+    name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
+    return [place / f"triaxis-{os.getuid()}-{name}" for place in places]
+
+
+def file_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank:05d}"
+
+
+def _is_ours(folder: Path) -> bool:
+    """Return whether a folder is a directory of this user that no other may write to; False where there is nothing."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+
+
+def _must_be_ours(folder: Path) -> None:
+    """/dev/shm is open to all users of a node, and the folder's name can be guessed."""
+    if _is_ours(folder):
+        return
+    found = folder.lstat()
+    raise TriaxisError(
+        f"{folder} is a link, or another user owns it or may write to it (owner {found.st_uid}, mode {found.st_mode:o}). "
+        "Ranks keep their heartbeats there, and whoever can change them decides what a hang report says and which "
+        "processes it ends. Remove it, and start again."
+    )
+
+
+class Heartbeat:
+    """This rank's own; follows its steps (a `StepWatcher`) and its waits (a `WaitClock`).
+
+    Args:
+        folders: from `folders_of`; the file is in the first that has room for it. Files that an earlier attempt has left of this
+            rank are removed.
+        rank: this rank.
+        attempt: of the run.
+
+    Attributes:
+        path: of the file.
+        passed_over: why folders before the one of `path` were not taken, in one phrase each.
+
+    Raises:
+        NoRoomError: no folder takes the file.
+        TriaxisError: a folder is not this user's alone.
+    """
+
+    def __init__(self, folders: Sequence[Path], rank: int, attempt: int) -> None:
+        pid = os.getpid()
+        self._folders, self._rank = tuple(folders), rank
+        self.passed_over: tuple[str, ...] = ()
+        self._unlink(rank)  # and leave the folders: another rank may have just made one, and has no file in it yet
+        for folder in folders:
+            try:
+                self._map = _mapped(folder, rank)
+            except OSError as error:
+                self.passed_over += (f"{folder}: {error.strerror or error}",)
+                continue
+            self.path = file_of(folder, rank)
+            break
+        else:
+            tried = "; ".join(self.passed_over)
+            raise NoRoomError(
+                f"no folder takes the {SIZE} bytes of this rank's heartbeat: {tried}. When the run hangs, nobody could say what "
+                "the rank was doing. Make room in one of them, or set TMPDIR to a folder that has some."
+            )
+        self._words = memoryview(self._map)[: 8 * _NUM_WORDS].cast("q")
+        for place, value in enumerate((LAYOUT, rank, pid, attempt, 0, 0, 0, NO_PEER, 0, started_at(pid))):
+            self._words[place] = value
+        self._texts: dict[tuple[str, str], bytes] = {}
+        self._other: Clock | None = None
+        self._num_actions = 0
+
+    def listen(self, ledger: Ledger) -> None:
+        """Hear of a ledger's waits, before the one who heard of them until now."""
+        self._other, ledger.clock = ledger.clock, self
+
+    def phase(self, name: str) -> None:
+        """The loop goes on to the phase `name`; a step begins with its first phase."""
+        if name == FIRST_PHASE:
+            self._words[_STEP] += 1
+            self._words[_BEGUN] += 1
+        self._words[_POSITION] = 0
+        self._write("phase", name)
+        self._words[_BEATS] += 1
+
+    def begin(self, step: int) -> None:
+        """The run begins after `step` steps, or goes back there."""
+        self._words[_STEP] = step
+
+    def instruction(self, instruction: Instruction | None) -> None:
+        """An observer of an executor: the rank begins an instruction of its program, or has ended the last."""
+        if isinstance(instruction, Action):
+            self._num_actions += 1
+        elif instruction is None:
+            self._num_actions = 0
+        self._words[_POSITION] = self._num_actions if isinstance(instruction, Action) else 0
+        self._words[_BEATS] += 1
+
+    def wait_begins(self, posted: Call) -> None:
+        """The rank stands still until this call has ended."""
+        self._words[_PEER] = posted.peer
+        self._write("axis", posted.axis)
+        self._write("purpose", posted.purpose)
+        self._write("op", posted.op)
+        self._words[_BEATS] += 1
+        if self._other is not None:
+            self._other.wait_begins(posted)
+
+    def wait_ends(self) -> None:
+        """It goes on."""
+        self._write("op", "")
+        self._words[_BEATS] += 1
+        if self._other is not None:
+            self._other.wait_ends()
+
+    def read(self) -> Beat:
+        """This rank's own, as another process would read it."""
+        return _parse(self._map[:])
+
+    def of_rank(self, rank: int, attempt: int) -> Beat | None:
+        """Return the heartbeat of a rank of this node in an attempt, from any of the folders; None: there is none."""
+        beats = [read_beat(file_of(folder, rank)) for folder in self._folders if _is_ours(folder)]
+        return next((beat for beat in beats if beat is not None and beat.attempt == attempt), None)
+
+    def remove(self, rank: int) -> None:
+        """Remove what a rank of this node that has ended has left in this user's folders."""
+        self._unlink(rank)
+        for folder in filter(_is_ours, self._folders):
+            with suppress(OSError):
+                folder.rmdir()  # the last rank of the node can
+
+    def close(self) -> None:
+        """Leave nothing behind; may be called twice."""
+        self.remove(self._rank)
+
+    def _unlink(self, rank: int) -> None:
+        for folder in filter(_is_ours, self._folders):
+            with suppress(OSError):
+                file_of(folder, rank).unlink(missing_ok=True)
+
+    def _write(self, what: str, text: str) -> None:
+        content = self._texts.get((what, text))
+        if content is None:
+            size = _TEXT_BYTES[what]
+            content = self._texts[what, text] = text.encode()[: size - 1].ljust(size, b"\0")
+        start = _TEXTS[what]
+        self._map[start : start + len(content)] = content
+
+
+def _mapped(folder: Path, rank: int) -> mmap.mmap:
+    """Map the file of a rank in a folder, with room for all of it.
+
+    Raises:
+        OSError: the folder cannot be written, or there is no room; no file of the rank is left in it.
+        TriaxisError: the folder is not this user's alone.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    _must_be_ours(folder)
+    path = file_of(folder, rank)
+    try:
+        with path.open("x+b", buffering=0) as file:
+            written = file.write(bytes(SIZE))
+            if written != SIZE:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            return mmap.mmap(file.fileno(), SIZE)
+    except OSError:
+        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            folder.rmdir()
+        raise
+
+
+def read_beat(path: Path) -> Beat | None:
+    """What the rank of this node whose file this is was doing; None where there is no such file, or it is not one of ours."""
+    try:
+        content = read_regular(path, SIZE)
+    except OSError:
+        return None
+    if len(content) != SIZE or struct.unpack_from("q", content)[0] != LAYOUT:
+        return None
+    return _parse(content)
+
+
+def started_at(pid: int) -> int:
+    """When a process was started, in milliseconds since the epoch; 0 where there is none that this one may look at."""
+    try:
+        return round(psutil.Process(pid).create_time() * 1000)
+    except psutil.Error:
+        return 0
+
+
+def _parse(content: bytes) -> Beat:
+    _, rank, pid, attempt, beats, step, position, peer, begun, started = struct.unpack_from(f"{_NUM_WORDS}q", content)
+    texts = {
+        what: content[start : start + _TEXT_BYTES[what]].partition(b"\0")[0].decode(errors="replace")
+        for what, start in _TEXTS.items()
+    }
+    waits = bool(texts["op"])
+    return Beat(
+        rank=rank,
+        pid=pid,
+        attempt=attempt,
+        beats=beats,
+        step=step,
+        phase=texts["phase"],
+        position=position,
+        op=texts["op"],
+        axis=texts["axis"] if waits else "",
+        purpose=texts["purpose"] if waits else "",
+        peer=peer if waits else NO_PEER,
+        begun=begun,
+        started=started,
+    )

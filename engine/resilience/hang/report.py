@@ -1,0 +1,261 @@
+"""Who waits for whom, in words, from what each rank was doing and the schedule that all of them follow (no torch here).
+
+    rank 13   F of microbatch 7, waits for a receive over pp_forward  ->  rank 9
+    rank 12   the same all-reduce over tp as 13, which is not there   ->  rank 13
+    rank 9    in the optimizer, waits for nobody, does not answer     <-  the one that everybody waits for
+
+A rank in a collective waits for the members of its group that are not in the same call. Those that are waited for and wait for
+nobody are the ones to look at; where there are none, the ranks wait for each other in a circle, or a call that all have made does
+not end.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from engine.layout.rank_grid import RankGrid
+from engine.pipeline.actions import Action, Kind, Schedule
+from engine.pipeline.lowering import feeding_transfer
+from engine.resilience.hang.heartbeat import NO_PEER, Beat
+
+_SHOWN = 12
+"""Ranks that are told of one by one."""
+
+_PHASES = ("", "data", "forward_backward", "optimizer", "validation", "checkpoint")
+"""Of a step, in order."""
+
+_KINDS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
+
+
+@dataclass(frozen=True, slots=True)
+class LastWords:
+    """What one rank was doing when it was seen last.
+
+    Attributes:
+        beat: its heartbeat; None where nobody has seen one.
+        answers: whether it wrote this itself; if not, another rank of its node has read its heartbeat.
+        still_seconds: for how long it had stood still; 0.0 where nobody knows.
+    """
+
+    rank: int
+    beat: Beat | None
+    answers: bool
+    still_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What everybody knows of the run beforehand.
+
+    Attributes:
+        grid: of the ranks.
+        groups: by axis, its groups of ranks (`engine.layout.axis_groups.axis_groups`).
+        train_schedule, forward_schedule: the actions of a step and of a validation.
+    """
+
+    grid: RankGrid
+    groups: Mapping[str, Sequence[tuple[int, ...]]]
+    train_schedule: Schedule
+    forward_schedule: Schedule
+
+
+class Report:
+    """The report of a hang.
+
+    Args:
+        scene: of the run.
+        words: of every rank, in rank order.
+    """
+
+    def __init__(self, scene: Scene, words: Sequence[LastWords]) -> None:
+        self._scene = scene
+        self._words = words
+        self._group_of: dict[str, dict[int, tuple[int, ...]]] = {}
+        self._missing: dict[tuple[Any, ...], list[int]] = {}
+        self._targets = [self._waits_for(each) for each in words]
+
+    @cached_property
+    def culprits(self) -> list[int]:
+        """Ranks that do not answer; else those that are waited for and wait for nobody; else those that are behind the others."""
+        waited_for = {target for targets in self._distinct_targets() for target in targets}
+        silent = [each.rank for each in self._words if not each.answers]
+        return silent or [rank for rank in sorted(waited_for) if not self._targets[rank]] or self._behind()
+
+    def _behind(self) -> list[int]:
+        """Where no rank waits on its host (GPUs: the devices do): ranks in an earlier phase than others; [] if all are in one."""
+        if any(self._targets):
+            return []
+        places = [_place(each.beat) for each in self._words]
+        return [rank for rank, place in enumerate(places) if place == min(places)] if len(set(places)) > 1 else []
+
+    @property
+    def step(self) -> int:
+        """The step, from 1, that the furthest rank is in."""
+        return max((each.beat.step for each in self._words if each.beat is not None), default=0)
+
+    def headline(self) -> str:
+        """One sentence: who holds everybody up, and where it was seen last."""
+        culprits = self.culprits
+        if culprits:
+            return "; ".join(self._about_culprit(rank) for rank in culprits[:_SHOWN])
+        circle = self._circle()
+        if circle:
+            return "ranks wait for each other in a circle: " + ", ".join(self._waiting(rank) for rank in circle)
+        if any(each.beat is not None and each.beat.op for each in self._words):
+            broken = "every rank is in the same call as its peers and it does not end: a link or the backend has failed"
+            return "; ".join([broken, *self._calls_between_nodes()])
+        return "no rank waits for another on its host: the devices do not come to an end (NCCL's flight record knows where)"
+
+    def text(self) -> str:
+        """All of it, in lines."""
+        still = max((each.still_seconds for each in self._words), default=0.0)
+        lines = [
+            f"the run hangs in step {self.step:,}: nothing has moved for {still:.0f} seconds.",
+            f"  {self.headline()}",
+        ]
+        waiting = [rank for rank, targets in enumerate(self._targets) if targets]
+        # Nearest to the cause first: who waits for it, and for few others.
+        culprits = set(self.culprits)
+        is_near = {id(targets): not culprits.isdisjoint(targets) for targets in self._distinct_targets()}
+        waiting.sort(key=lambda rank: (not is_near[id(self._targets[rank])], len(self._targets[rank]), rank))
+        lines += [f"  {self._waiting(rank)}" for rank in waiting[:_SHOWN]]
+        if len(waiting) > _SHOWN:
+            lines.append(f"  and {len(waiting) - _SHOWN} more ranks wait for these")
+        idle = [each.rank for each in self._words if not self._targets[each.rank] and each.rank not in culprits]
+        lines += [
+            f"  {self.name(rank)} {self._where(self._words[rank])}{self._in_call(rank)}" for rank in idle[:_SHOWN]
+        ]
+        return "\n".join(lines)
+
+    def name(self, rank: int) -> str:
+        """`rank 13 (pp 3, dp 0, tp 1)`"""
+        at = self._scene.grid.coordinates(rank)
+        return f"rank {rank} (pp {at.pp}, dp {at.dp}, tp {at.tp})"
+
+    def _about_culprit(self, rank: int) -> str:
+        words = self._words[rank]
+        if words.answers:
+            return f"{self.name(rank)} {self._where(words)} for {words.still_seconds:.0f} seconds, and waits for nobody"
+        if words.beat is None:
+            return f"{self.name(rank)} does not answer, and nobody has seen what it was doing"
+        return f"{self.name(rank)} does not answer; it was last seen {self._where(words).removeprefix('is ')}"
+
+    def _waits_for(self, words: LastWords) -> list[int]:
+        beat = words.beat
+        if not words.answers or beat is None or not beat.op:
+            return []
+        group = self._group(words.rank, beat.axis)
+        if beat.peer != NO_PEER:
+            return [group[beat.peer]] if beat.peer < len(group) else []
+        # The same for all that are in this call: looked up for each, it would take the square of the ranks.
+        call = (beat.axis, group[:1], beat.op, beat.purpose, beat.step)
+        if call not in self._missing:
+            self._missing[call] = [rank for rank in group if not self._is_in(rank, beat)]
+        return self._missing[call]
+
+    def _distinct_targets(self) -> list[list[int]]:
+        """Whom ranks wait for, each list once however many ranks share it."""
+        return list({id(targets): targets for targets in self._targets}.values())
+
+    def _is_in(self, rank: int, call: Beat) -> bool:
+        """Whether a rank waits in the same call."""
+        words = self._words[rank]
+        beat = words.beat
+        return (
+            words.answers
+            and beat is not None
+            and (beat.op, beat.axis, beat.purpose, beat.step) == (call.op, call.axis, call.purpose, call.step)
+        )
+
+    def _calls_between_nodes(self) -> list[str]:
+        """`the all_reduce over world (step) is between node 0 (ranks 0, 1) and node 1 (ranks 2, 3)`, of each call once."""
+        grid, told = self._scene.grid, dict[str, None]()
+        for beat in (each.beat for each in self._words if each.beat is not None and each.beat.op):
+            nodes: dict[int, list[int]] = {}
+            for rank in self._group(beat.rank, beat.axis):
+                nodes.setdefault(grid.node(rank), []).append(rank)
+            if len(nodes) > 1:
+                shown = [f"node {node} (ranks {_list(ranks)})" for node, ranks in list(nodes.items())[:_SHOWN]]
+                told[f"the {beat.op} over {beat.axis} ({beat.purpose}) is between {' and '.join(shown)}"] = None
+        return list(told)[:_SHOWN]
+
+    def _group(self, rank: int, axis: str) -> tuple[int, ...]:
+        if axis not in self._group_of:
+            groups = self._scene.groups.get(axis, ())
+            self._group_of[axis] = {member: group for group in groups for member in group}
+        return self._group_of[axis].get(rank, ())
+
+    def _waiting(self, rank: int) -> str:
+        """`rank 13 (pp 3, dp 0, tp 1) waits for the forward of microbatch 7 from rank 9`"""
+        beat = self._words[rank].beat
+        assert beat is not None, "who waits was seen"
+        targets = self._targets[rank]
+        if beat.op == "recv":
+            action = self._action(beat)
+            pp = self._scene.grid.coordinates(rank).pp
+            transfer = None if action is None else feeding_transfer(self._schedule(beat), pp, action)
+            passed = "forward" if beat.axis == "pp_forward" else "backward"
+            what = beat.purpose if transfer is None else f"the {passed} of microbatch {transfer.microbatch}"
+            return f"{self.name(rank)} waits for {what} from rank {targets[0]}"
+        if beat.op == "send":
+            return f"{self.name(rank)} waits until rank {targets[0]} takes its {beat.purpose}"
+        ranks = f"rank {targets[0]}" if len(targets) == 1 else f"ranks {_list(targets)}"
+        where = self._where(self._words[rank]).removeprefix("is ")
+        return f"{self.name(rank)} waits for {ranks} in the {beat.op} over {beat.axis} ({beat.purpose}), {where}"
+
+    def _in_call(self, rank: int) -> str:
+        """Of a rank that waits for nobody in particular."""
+        beat = self._words[rank].beat
+        return (
+            ""
+            if beat is None or not beat.op
+            else f", in the {beat.op} over {beat.axis} ({beat.purpose}) with its peers"
+        )
+
+    def _where(self, words: LastWords) -> str:
+        """`is in the forward of microbatch 7 of step 412`"""
+        beat = words.beat
+        if beat is None:
+            return "was not seen"
+        if beat.phase == "data":
+            return f"is reading the data of step {beat.step:,}"
+        if beat.phase == "forward_backward" and (action := self._action(beat)) is not None:
+            chunk = f", chunk {action.chunk}," if self._scene.grid.sizes.vpp > 1 else ""
+            return f"is in the {_KINDS[action.kind]} of microbatch {action.microbatch}{chunk} of step {beat.step:,}"
+        if beat.phase == "forward_backward":
+            return f"is between forwards and backwards of step {beat.step:,}"
+        if beat.phase in ("validation", "checkpoint"):
+            return f"is in the {beat.phase} after step {beat.step:,}"
+        return f"is in the {beat.phase} of step {beat.step:,}" if beat.phase else "is not in a step yet"
+
+    def _schedule(self, beat: Beat) -> Schedule:
+        return self._scene.forward_schedule if beat.phase == "validation" else self._scene.train_schedule
+
+    def _action(self, beat: Beat) -> Action | None:
+        """Return the action of its schedule that a rank is in; None: in none."""
+        actions = self._schedule(beat).actions[self._scene.grid.coordinates(beat.rank).pp]
+        return actions[beat.position - 1] if 0 < beat.position <= len(actions) else None
+
+    def _circle(self) -> list[int]:
+        """Ranks of which each waits for the next, and the last for the first; [] if there are none."""
+        for start, targets in enumerate(self._targets):
+            path = [start]
+            while targets:
+                rank = targets[0]
+                if rank in path:
+                    return path[path.index(rank) :]
+                path.append(rank)
+                targets = self._targets[rank]
+        return []
+
+
+def _list(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:_SHOWN])) + (" .." if len(ranks) > _SHOWN else "")
+
+
+def _place(beat: Beat | None) -> tuple[int, int]:
+    """How far a rank has come: step, and phase of it."""
+    if beat is None:
+        return (0, 0)
+    return (beat.step, _PHASES.index(beat.phase) if beat.phase in _PHASES else len(_PHASES))

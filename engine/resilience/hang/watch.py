@@ -1,0 +1,316 @@
+"""A job that hangs: noticed, told in words, ended in bounded time with an exit code of its own (no torch here).
+
+    each rank     a thread looks at the rank's heartbeat; it has not changed for `runtime.hang_seconds`, or for twice as long as
+                  ever before where that is longer (`StillLimit`)
+    words         it writes what the rank does to RUN_DIR/hangs/attempt_00/rank_00003.answers.json, waits `grace` for the others
+    deputy        of each node, the lowest rank that wrote: reads the heartbeats of silent ranks in its node's memory and writes for
+                  them
+    reporter      the lowest rank that wrote: puts all of it in words (`waits.py`): report.json, events, its own output
+    end           deputies kill the silent ranks of their nodes (a stopped process hears no other signal), all others leave with
+                  HUNG
+
+A rank that goes on meanwhile takes its words back: it was slow and no more. All of it is done by threads that need nothing from
+torch or the other ranks but the run directory, so it works while the main thread stands in a collective.
+
+On GPUs a rank's thread runs ahead of its device, so what it waits for is what the host waits for: mostly the numbers of a step. It
+stands still there for nearly a whole step, and no heartbeat moves meanwhile.
+There NCCL's flight recorder knows more: its last calls are written beside the words where this torch has one.
+"""
+
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.resilience.hang.heartbeat import Beat, Heartbeat, started_at
+from engine.resilience.hang.report import LastWords, Report, Scene
+from engine.storage.files import write_atomically
+from engine.storage.redaction import without_secrets
+from engine.storage.state_files import read_object
+
+HUNG = 4
+"""Exit code of a rank that ends because the job hangs."""
+
+REPORT = "report.json"
+ANSWERS, SILENT = "answers", "silent"
+"""Of a rank's file: who wrote it, the rank itself or its deputy."""
+
+_RANK_FILE = re.compile(r"rank_(?P<rank>[0-9]{5,9})\.\w+\.json")
+
+_FIRST_STEP = 0.9
+"""Of the time after which a collective fails."""
+
+_FIRST_STEPS = 2
+"""In its second step a rank waits for the numbers of the first, and so for all that its device does for the first time."""
+
+SLOWER = 2.0
+"""A step may take so many times as long as the slowest one before."""
+
+_LOOKS_PER_LIMIT = 10
+_LONGEST_LOOK_SECONDS = 5.0
+_LONGEST_GRACE_SECONDS = 60.0
+_SHORTEST_GRACE_SECONDS = 1.0
+_POLL_SECONDS = 0.1
+_POLL_SECONDS_PER_RANK = 0.002
+"""A thousand ranks that list a folder ten times a second would be one more thing that hangs."""
+
+
+@dataclass(frozen=True, slots=True)
+class HangLimits:
+    """How long what may take.
+
+    Attributes:
+        still_seconds: a rank may stand still.
+        first_seconds: the same until the numbers of the first step of an attempt are read. In that step much is made that is there
+            afterwards: kernels, connections, imports.
+        look_seconds: between two looks at a heartbeat.
+        grace_seconds: to wait for the words of the others, and again for the report.
+    """
+
+    still_seconds: float
+    first_seconds: float
+    look_seconds: float
+    grace_seconds: float
+
+    @classmethod
+    def after(cls, still_seconds: float, timeout_seconds: float) -> "HangLimits":
+        """The limits that follow from `runtime.hang_seconds` and `runtime.timeout_seconds`."""
+        look = min(still_seconds / _LOOKS_PER_LIMIT, _LONGEST_LOOK_SECONDS)
+        # Ranks come to a stand one after the other, up to a step apart.
+        grace = min(max(still_seconds / 4, _SHORTEST_GRACE_SECONDS), _LONGEST_GRACE_SECONDS) + 2 * look
+        return cls(still_seconds, max(still_seconds, _FIRST_STEP * timeout_seconds), look, grace)
+
+    @property
+    def end_seconds(self) -> float:
+        """From the moment at which the last rank came to a stand to the end of all, after the first step."""
+        return self.still_seconds + 2 * self.look_seconds + 3 * self.grace_seconds
+
+
+class StillLimit:
+    """Limit on how long this rank may stand still, from how long it has done so before.
+
+    A run whose steps are longer than `runtime.hang_seconds` does not hang. The first step counts only until a later one has ended,
+    because it may be slow for reasons of its own.
+
+    Args:
+        limits: of the run.
+    """
+
+    def __init__(self, limits: HangLimits) -> None:
+        self._limits = limits
+        self._first_seconds = 0.0
+        self._later_seconds = 0.0
+
+    def seconds(self, begun: int) -> float:
+        """Return the limit in seconds while the rank is in the step `begun` of this process, counted from 1."""
+        if begun <= _FIRST_STEPS:
+            return self._limits.first_seconds
+        slowest = self._later_seconds
+        if begun == _FIRST_STEPS + 1:
+            slowest = max(slowest, self._first_seconds)
+        return max(self._limits.still_seconds, SLOWER * slowest)
+
+    def went_on(self, begun: int, still_seconds: float) -> None:
+        """Take into account that the rank has stood still in the step `begun` and has gone on by itself."""
+        if begun <= _FIRST_STEPS:
+            self._first_seconds = max(self._first_seconds, still_seconds)
+        else:
+            self._later_seconds = max(self._later_seconds, still_seconds)
+
+
+class HangWatch:
+    """The thread of one rank that notices a hang; started by `start`, and gone with the process.
+
+    Args:
+        heartbeat: of this rank.
+        scene: of the run.
+        folder: RUN_DIR/hangs/attempt_<n>, the same on all nodes.
+        limits: how long what may take.
+        tell: of the reporter: called with the step and the report before the end.
+        write_flight_record: writes what the backend remembers of this rank's last calls to a file, where it does.
+        leave: ends this process with an exit code.
+    """
+
+    def __init__(
+        self,
+        heartbeat: Heartbeat,
+        scene: Scene,
+        folder: Path,
+        limits: HangLimits,
+        tell: Callable[[int, str], None],
+        write_flight_record: Callable[[Path], None] = lambda path: None,
+        leave: Callable[[int], None] = os._exit,
+    ) -> None:
+        self._heartbeat = heartbeat
+        self._scene = scene
+        self._folder = folder
+        self._limits = limits
+        self._tell = tell
+        self._write_flight_record = write_flight_record
+        self._leave = leave
+        self._rank = heartbeat.read().rank
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
+
+    def start(self) -> None:
+        """Watch from now on."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Training is over: what comes now is nobody's business."""
+        self._over.set()
+        self._thread.join(self._limits.look_seconds)
+
+    def _watch(self) -> None:
+        limits, last, still_seconds = self._limits, self._heartbeat.read(), 0.0
+        still_limit = StillLimit(limits)
+        while True:
+            before = time.monotonic()
+            if self._over.wait(limits.look_seconds):
+                return
+            beat = self._heartbeat.read()
+            if beat.beats != last.beats:
+                still_limit.went_on(last.begun, still_seconds)
+                last, still_seconds = beat, 0.0
+                continue
+            # A process that was stopped and goes on has not stood still for all that time.
+            still_seconds += min(time.monotonic() - before, 2 * limits.look_seconds)
+            # Where others hang, who stands still says so at once: it may be what they wait for.
+            if (still_seconds >= still_limit.seconds(beat.begun) and may_hang(beat)) or self._ranks(ANSWERS):
+                try:
+                    self._hangs(beat, still_seconds)
+                except OSError as error:
+                    print(
+                        f"rank {self._rank}: the run hangs, and nothing can be written down: {error}", file=sys.stderr
+                    )
+                    self._leave(HUNG)
+                # It went on after all.
+                still_limit.went_on(beat.begun, still_seconds)
+                last, still_seconds = self._heartbeat.read(), 0.0
+
+    def _hangs(self, beat: Beat, still_seconds: float) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        own = self._path(self._rank, ANSWERS)
+        write_words(own, LastWords(self._rank, beat, True, still_seconds))
+        # On its own: it asks the backend, which is what hangs.
+        path = self._folder / f"rank_{self._rank:05d}.nccl.json"
+        threading.Thread(target=self._write_flight_record, args=(path,), name="flight-record", daemon=True).start()
+        grid = self._scene.grid
+        node = grid.node(self._rank)
+        neighbours = [rank for rank in range(grid.world_size) if grid.node(rank) == node]
+
+        def all_answer() -> bool:
+            # One rank of a node lists the folder; the others wait for what comes of it.
+            if any(self._path(rank, ANSWERS).exists() for rank in neighbours if rank < self._rank):
+                return (self._folder / REPORT).exists()
+            return len(self._ranks(ANSWERS)) == grid.world_size
+
+        if not self._wait_for(all_answer, unless_goes_on=beat):
+            own.unlink(missing_ok=True)
+            print(f"rank {self._rank}: went on after standing still for {still_seconds:.0f} seconds", file=sys.stderr)
+            return
+        answered = sorted({*self._ranks(ANSWERS), self._rank})
+        silent = [rank for rank in neighbours if rank not in answered]
+        is_deputy = self._rank == next(rank for rank in answered if rank in neighbours)
+        if is_deputy:
+            for rank in silent:
+                write_words(self._path(rank, SILENT), LastWords(rank, self._seen(rank, beat.attempt), False))
+        if self._rank == answered[0]:
+            self._report()
+        # The reporter may have waited for other nodes first.
+        self._wait_for((self._folder / REPORT).exists, graces=2)
+        if is_deputy:
+            for rank in silent:
+                self._kill(self._seen(rank, beat.attempt))
+        self._heartbeat.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._leave(HUNG)
+
+    def _report(self) -> None:
+        num_ranks = self._scene.grid.world_size
+        # Deputies of other nodes write at the same time as this one.
+        self._wait_for(lambda: len({*self._ranks(ANSWERS), *self._ranks(SILENT)}) == num_ranks)
+        words = []
+        for rank in range(num_ranks):
+            found = read_words(self._path(rank, ANSWERS)) or read_words(self._path(rank, SILENT))
+            words.append(found or LastWords(rank, None, False))
+        report = Report(self._scene, words)
+        text = f"{report.text()}\n  what each rank was doing: {self._folder}"
+        with suppress(OSError):
+            self._tell(report.step, text)
+        record = {"reporter": self._rank, "step": report.step, "culprits": report.culprits, "text": text}
+        write_atomically(self._folder / REPORT, [(without_secrets(json.dumps(record, indent=2)) + "\n").encode()])
+
+    def _wait_for(self, is_done: Callable[[], bool], *, graces: int = 1, unless_goes_on: Beat | None = None) -> bool:
+        """Wait until it is done, at most for the grace; False where the rank has gone on meanwhile."""
+        deadline = time.monotonic() + graces * self._limits.grace_seconds
+        poll_seconds = max(_POLL_SECONDS, _POLL_SECONDS_PER_RANK * self._scene.grid.world_size)
+        while time.monotonic() < deadline and not is_done():
+            if unless_goes_on is not None and self._heartbeat.read().beats != unless_goes_on.beats:
+                return False
+            time.sleep(poll_seconds)
+        return True
+
+    def _ranks(self, kind: str) -> list[int]:
+        """Whose words of a kind are there; by the names of files alone, since all ranks look at once."""
+        found = (_RANK_FILE.fullmatch(path.name) for path in self._folder.glob(f"rank_*.{kind}.json"))
+        return [int(match["rank"]) for match in found if match is not None]
+
+    def _path(self, rank: int, kind: str) -> Path:
+        return self._folder / f"rank_{rank:05d}.{kind}.json"
+
+    def _seen(self, rank: int, attempt: int) -> Beat | None:
+        """What a silent rank of this node was doing."""
+        return self._heartbeat.of_rank(rank, attempt)
+
+    def _kill(self, beat: Beat | None) -> None:
+        if beat is None:
+            return
+        # The number alone may be another process by now, or in another container.
+        if beat.started == started_at(beat.pid):
+            with suppress(OSError):
+                os.kill(beat.pid, signal.SIGKILL)
+        self._heartbeat.remove(beat.rank)
+
+
+def may_hang(beat: Beat) -> bool:
+    """Whether standing still says something: not before the first step, and not while this rank writes to its disk."""
+    return bool(beat.phase) and (beat.phase != "checkpoint" or bool(beat.op))
+
+
+def write_words(path: Path, words: LastWords) -> None:
+    """A rank's words as JSON, complete or not there."""
+    write_atomically(path, [(without_secrets(json.dumps(asdict(words))) + "\n").encode()])
+
+
+def read_words(path: Path) -> LastWords | None:
+    """Read what `write_words` wrote; None where it is not there (any more), or something else has its name."""
+    try:
+        record = read_object(path)
+        if record is None:
+            return None
+        beat = record["beat"]
+        return LastWords(
+            record["rank"], None if beat is None else Beat(**beat), record["answers"], record["still_seconds"]
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def hang_report(folder: Path) -> Mapping[str, Any] | None:
+    """Read the report of a hang in RUN_DIR/hangs/attempt_<n>; None: there was none, or something else has its name."""
+    try:
+        report = read_object(folder / REPORT)
+    except (OSError, ValueError):
+        return None
+    is_ours = report is not None and isinstance(report.get("reporter"), int) and isinstance(report.get("text"), str)
+    return report if is_ours else None

@@ -1,0 +1,1 @@
+"""One run: its directory, its validations, and its garbage collection."""

@@ -1,0 +1,235 @@
+"""Entries of a run directory: names of its files and folders, and what may be in their places instead (no torch here).
+
+A run finds its directory as crashes, full disks and people have left it. Each entry is checked before the first one is opened: a
+FIFO would hold a rank for ever, and a folder in a file's place would end the run hours later.
+"""
+
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from engine.checkpoint.directory import LATEST
+from engine.checkpoint.history import SKIPPED
+from engine.checkpoint.lock import LOCK
+from engine.checkpoint.resume_rules import changes, refuse
+from engine.config.schema import Config, planned_steps
+from engine.config.yaml_text import read_yaml
+from engine.errors import CheckpointError, TriaxisError
+from engine.storage.state_files import kind_of, read_object, read_regular
+from engine.telemetry.record.events import FOLDER as EVENTS
+from engine.telemetry.record.events import OLD_FILE
+
+CONFIG = "config.yaml"
+METRICS = "metrics.jsonl"
+SAVED = "saved"
+FINISHED = "finished"
+STARTING_OVER = "starting_over"
+WANDB_ID = "wandb_id"
+WANDB_ALERTED = "wandb_alerted"
+LOGS = "logs"
+CHECKPOINTS = "checkpoints"
+
+FILES = (
+    *(CONFIG, METRICS, SAVED, FINISHED, STARTING_OVER, WANDB_ID, WANDB_ALERTED, LOCK, OLD_FILE),
+    *("timeline.json", "slurm.json"),
+)
+FOLDERS = (EVENTS, LOGS, CHECKPOINTS, "profile", "timeline", "memory", "hangs", "wandb", "tensorboard")
+
+_ATTEMPT = re.compile(r"attempt_(\d{1,9})")
+
+
+def next_attempt(path: Path) -> int:
+    """The number of earlier attempts of a run; entries of `logs/` that are no attempt's are passed over."""
+    return max(_attempts(path), default=-1) + 1
+
+
+def last_attempt(path: Path) -> int:
+    """The number of the last attempt; 0 where there was none."""
+    return max(_attempts(path), default=0)
+
+
+def _attempts(path: Path) -> list[int]:
+    logs = path / LOGS
+    names = [entry.name for entry in logs.iterdir()] if logs.is_dir() else []
+    return [int(match[1]) for name in names if (match := _ATTEMPT.fullmatch(name))]
+
+
+def check_links(path: Path) -> None:
+    """Refuse links out of the run directory: what a run writes stays in the places that its configuration names.
+
+    Raises:
+        TriaxisError: naming the links.
+    """
+    inside = _resolved(path)
+    links = [entry for entry in path.iterdir() if entry.is_symlink() and not _resolved(entry).is_relative_to(inside)]
+    if links:
+        raise TriaxisError(
+            f"links lead out of the run directory: {', '.join(f'{link} -> {link.readlink()}' for link in sorted(links))}. The run "
+            "would write where its configuration does not say. Remove them; checkpoint.dir and runtime.runs_dir choose other disks."
+        )
+
+
+def _resolved(path: Path) -> Path:
+    """Follow all links; of links that name each other, which `Path.resolve` raises for, the path itself is left."""
+    return Path(os.path.realpath(path))
+
+
+def check_kinds(path: Path) -> None:
+    """Refuse entries of another kind than a run expects in its directory: a FIFO as `finished`, a folder as `metrics.jsonl`.
+
+    Raises:
+        TriaxisError: naming all of them.
+        OSError: one of them cannot be looked at.
+    """
+    found = [*_of_other_kind(path, FILES, stat.S_IFREG), *_of_other_kind(path, FOLDERS, stat.S_IFDIR)]
+    if (path / EVENTS).is_dir():
+        names = tuple(entry.name for entry in (path / EVENTS).glob("node_*.jsonl"))
+        found += _of_other_kind(path / EVENTS, names, stat.S_IFREG)
+    _refuse(path, found)
+
+
+def check_kinds_of_checkpoints(folder: Path) -> None:
+    """Refuse entries of another kind than a run expects beside its checkpoints.
+
+    Raises:
+        TriaxisError: naming all of them.
+        OSError: one of them cannot be looked at.
+    """
+    _refuse(folder, list(_of_other_kind(folder, (LATEST, SKIPPED, LOCK), stat.S_IFREG)))
+
+
+def _refuse(folder: Path, found: Sequence[str]) -> None:
+    if found:
+        raise TriaxisError(
+            f"{folder} holds entries that no run makes:\n"
+            + "\n".join(f"  {line}" for line in found)
+            + "\nThe run could not write there. Remove or rename them, and give the command again."
+        )
+
+
+def _of_other_kind(folder: Path, names: tuple[str, ...], kind: int) -> Iterator[str]:
+    for name in names:
+        try:
+            mode = (folder / name).stat().st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if stat.S_IFMT(mode) != kind:
+            yield f"{folder / name} is {kind_of(mode)}, and must be {kind_of(kind)}"
+
+
+def has_results(path: Path) -> bool:
+    """Return True if an attempt has made a step: then another configuration would mix two runs."""
+    metrics = path / METRICS
+    return (path / CONFIG).is_file() and metrics.is_file() and metrics.stat().st_size > 0
+
+
+def check_same_config(path: Path, config: Config) -> None:
+    """Refuse a configuration under which the directory's metrics would no longer be those of one run.
+
+    Raises:
+        TriaxisError: naming the fields that differ, or what is wrong with config.yaml.
+        OSError: config.yaml cannot be read.
+    """
+    written = path / CONFIG
+    try:
+        there = read_yaml(read_regular(written).decode())
+    except (ValueError, yaml.YAMLError) as error:
+        raise _damaged(written, f"it is no YAML ({error})", _LOST_CONFIG) from None
+    if not isinstance(there, Mapping):
+        raise _damaged(written, "it holds no fields", _LOST_CONFIG)
+    try:
+        refuse(changes(there, config), config.checkpoint.accept, f"the run in {path}")
+    except CheckpointError as error:
+        raise TriaxisError(
+            f"{error}\nIts metrics would no longer be those of one run. Or start this one under another name: "
+            f"RUN_NAME={next_name(path)}"
+        ) from None
+
+
+def read_finished(path: Path, config: Config) -> Mapping[str, Any] | None:
+    """Read the results of a run; None where it is not done, or has a checkpoint from which it is to go on for more steps.
+
+    Raises:
+        TriaxisError: `finished` is damaged.
+        OSError: it cannot be read.
+    """
+    marker = path / FINISHED
+    try:
+        results = read_object(marker)
+        steps = None if results is None else results.get("steps", 0)
+        if isinstance(steps, bool) or not isinstance(steps, int | None):
+            raise ValueError(f"steps = {steps!r} is no count")
+    except ValueError as error:
+        raise _damaged(marker, str(error), _LOST_RESULTS) from None
+    if results is None:
+        return None
+    planned = planned_steps(config)
+    longer = planned is not None and planned > results.get("steps", planned)
+    return None if longer and (path / SAVED).exists() else results
+
+
+_LOST_CONFIG = "it says under which configuration the metrics of this run were made"
+_LOST_RESULTS = "it says that this run is done, and what it came to"
+
+
+def _damaged(path: Path, problem: str, purpose: str) -> TriaxisError:
+    return TriaxisError(
+        f"{path} is damaged: {problem}; {purpose}. Restore it, or remove it: the run then goes on from its newest checkpoint. "
+        f"Or start under another name: RUN_NAME={next_name(path.parent)}"
+    )
+
+
+def next_name(path: Path) -> str:
+    """The first of name-2, name-3, ... that is free."""
+    number = 2
+    while os.path.lexists(path.parent / f"{path.name}-{number}"):
+        number += 1
+    return f"{path.name}-{number}"
+
+
+def check_checkpoint_folder(folder: Path, run: Path) -> None:
+    """Refuse a folder of checkpoints that is a run directory, or lies in that of another run.
+
+    Args:
+        folder: `checkpoint.dir`.
+        run: the run directory; folders in it are its own.
+
+    Raises:
+        TriaxisError: naming the other run.
+        OSError: the path cannot be followed.
+    """
+    resolved, own = _resolved(folder), _resolved(run)
+    if resolved == own:
+        raise TriaxisError(
+            f"checkpoint.dir = {folder} is the run directory itself, where other files are. Leave it out (checkpoints go to "
+            f"{run / CHECKPOINTS}) or name a folder of its own."
+        )
+    for outer in (resolved, *resolved.parents):
+        if outer == own:
+            return
+        if _is_run(outer):
+            raise TriaxisError(
+                f"checkpoint.dir = {folder} lies in {outer}, which is the directory of another run: each would remove and replace "
+                f"checkpoints of the other. Leave it out (checkpoints go to {run / CHECKPOINTS}) or name a folder outside of "
+                f"other runs. To begin with checkpoints of that run: checkpoint.load={folder}"
+            )
+
+
+def _is_run(path: Path) -> bool:
+    if not ((path / LOCK).is_file() or (path / CONFIG).is_file()):
+        return False
+    return any(_ATTEMPT.fullmatch(entry.name) for entry in (path / LOGS).glob("attempt_*"))
+
+
+def known_wandb_id(path: Path) -> str | None:
+    """Return the id of the run's page; None where it has none, or where the file holds more or other than a line of text."""
+    try:
+        text = read_regular(path, 1024).decode().strip()
+    except (OSError, ValueError):
+        return None
+    return text if text and text.isprintable() else None

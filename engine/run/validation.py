@@ -1,0 +1,99 @@
+"""Validations of a run: when one is due, and an early end when the ranks agree to stop.
+
+    batch k        its forwards are posted, then each rank's stop flags are posted to a sum over the world
+    batch k + 1    its forwards are posted, then that sum is read
+
+The sum is two numbers, and it is read one batch late, so the pipeline does not drain between batches. A signal that arrives during
+batch k therefore ends the validation of every rank after batch k + 1, as a step's flags end training one step later.
+
+A validation without all of its batches has no loss. Nothing is reported for it, and the checkpoint of its step records that it is
+still due: the next attempt makes it before its first step, from the same weights and batches.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any, Protocol
+
+from engine.comm.stop import StopRequest
+from engine.step import Engine
+
+
+class StepSource(Protocol):
+    """Global batches in order (`engine.data.loader.Batches`)."""
+
+    consumed_samples: int
+
+    def next_step(self) -> list[Any]: ...
+    def close(self) -> None: ...
+
+
+class ValidationObserver(Protocol):
+    """Receiver of the results of validations, on every rank."""
+
+    def on_validation(self, step: int, loss: float) -> None: ...
+    def on_validation_left_out(self, step: int) -> None: ...
+    def phase(self, name: str) -> None: ...
+
+
+class Validation:
+    """Validations of one run, on every rank.
+
+    Args:
+        engine: whose weights are validated.
+        open_batches: opens the validation batches at their beginning; None: the run has no validation.
+        observer: is given the loss, or that there is none.
+        stop: the stop requests of this rank.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        open_batches: Callable[[], StepSource] | None,
+        observer: ValidationObserver,
+        stop: StopRequest,
+    ) -> None:
+        self._engine = engine
+        self._open_batches = open_batches
+        self._observer = observer
+        self._stop = stop
+        self._num_batches = engine.config.train.eval_steps
+        self._num_made = 0
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a validation follows step number `step` (from 0)."""
+        interval, num_steps = self._engine.config.train.eval_interval, self._engine.plan.num_steps
+        if self._open_batches is None or interval is None:
+            return False
+        return (step + 1) % interval == 0 or step + 1 == num_steps
+
+    def make(self, step: int) -> bool:
+        """Validate after step number `step` (from 0), where a validation is due; every rank calls it.
+
+        Returns:
+            Whether the validation has its loss; False where the ranks agreed to stop before its last batch. The same on every rank.
+        """
+        assert self._open_batches is not None, "a validation without batches"
+        self._num_made = 0
+        if self._stop.agreed is None:
+            self._observer.phase("validation")
+            with closing(self._open_batches()) as source:
+                loss = self._engine.evaluate(self._batches(source))
+            if self._num_made == self._num_batches:
+                self._observer.on_validation(step, loss)
+                return True
+        self._observer.on_validation_left_out(step)
+        return False
+
+    def _batches(self, source: StepSource) -> Iterator[list[Any]]:
+        """Yield the batches one by one; stop early where the ranks agree to. Code after the `yield` runs once a batch is posted."""
+        sums: Callable[[], list[float]] | None = None
+        for _ in range(self._num_batches):
+            yield source.next_step()
+            self._num_made += 1
+            if sums is not None:
+                self._stop.hear(sums())
+                if self._stop.agreed is not None:
+                    return
+            sums = self._engine.post_stop(self._stop.flags())
+        if sums is not None:
+            self._stop.hear(sums())

@@ -1,0 +1,1 @@
+"""Files: atomic writes, bounded reads, and secrets kept out of them."""

@@ -1,0 +1,1 @@
+"""Outlets of the telemetry: terminal, logs, wandb and TensorBoard."""

@@ -1,0 +1,132 @@
+"""What is said before the first step and after the last one (no torch here): rows for `Report.block`.
+
+Triaxis: gpt_tiny                               Finished: 300 steps in 3:12
+  layout      tp=2 pp=2 ...                       loss      ladder of entropies, with this model in its place
+  parameters  counted beside the formula          text      what the model writes
+  logs        where to look                       results   where to look
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from engine.config.schema import BatchPlan, Config, RecomputeConfig
+from engine.run.directory import RunDirectory
+from engine.telemetry.outlets.console import Report
+from engine.telemetry.outlets.format import compact, duration
+from engine.telemetry.record.flops import CONVENTION
+from engine.telemetry.record.metrics import Meter
+from engine.telemetry.record.parameters import comparison
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What rank 0 knows when the engine is built.
+
+    Attributes:
+        layout: sizes and schedule in a line ("tp=2 pp=2 vpp=2 dp=2: 8 ranks on 1 node, interleaved, sequence parallel").
+        device: name and number in a line ("NVIDIA H200, nccl", "cpu, gloo, 1 thread per rank").
+        kernels: those that were chosen, in a line.
+        memory: predicted memory in a line.
+        counted: parameters by module, summed over the ranks (`engine.telemetry.record.parameters.local_counts`).
+        recompute: what `config.recompute` came to.
+    """
+
+    config: Config
+    plan: BatchPlan
+    layout: str
+    device: str
+    kernels: str
+    memory: str
+    counted: Mapping[str, int]
+    recompute: RecomputeConfig
+
+
+def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Start) -> None:
+    """The banner: layout, device, batch, parameters, FLOPs, where the logs are."""
+    attempt = f", attempt {directory.attempt}" if directory.attempt else ""
+    rows = [
+        ("layout", start.layout),
+        ("device", f"{start.device}, {start.config.precision.dtype}"),
+        ("kernels", start.kernels),
+        ("batch", str(start.plan)),
+        ("memory", start.memory),
+        *_activations(start),
+        ("parameters", "\n".join(comparison(start.counted, start.config.model))),
+        (
+            "FLOPs",
+            f"model     {compact(meter.model_flops_per_token)} per token = {CONVENTION}\n"
+            f"hardware  {compact(meter.hardware_flops_per_token)} per token, with the padded vocabulary and recompute: "
+            f"{start.recompute}",
+        ),
+        ("peak", _peak(meter)),
+        (
+            "results",
+            f"{directory.path}/ (config.yaml, metrics.jsonl, events/, logs/{directory.rank_log(0).parent.name}/)",
+        ),
+    ]
+    report.block(f"Triaxis: {directory.path.name}{attempt}", rows)
+    report.say()
+
+
+def _activations(start: Start) -> Iterator[tuple[str, str]]:
+    """What becomes of them, where it is not simply that they are kept."""
+    asked, offload = start.config.recompute, start.config.offload
+    if asked.is_any:
+        why = f" (the cheapest that fits {asked.memory_gb:g} GB)" if asked.granularity == "auto" else ""
+        yield "recompute", f"{start.recompute}{why}"
+    if start.config.parallel.cuts_sequence and start.recompute.gathered_inputs == "keep":
+        why = "" if asked.gathered_inputs == "keep" else f" (they fit {asked.memory_gb:g} GB)"
+        yield "gathered", f"inputs of column-parallel layers are kept for the backward{why}"
+    if offload.num_layers:
+        yield (
+            "offload",
+            f"the first {offload.num_layers} layers of each chunk, tensors of {offload.min_bytes:,} bytes and more",
+        )
+
+
+def _peak(meter: Meter) -> str:
+    if meter.peak is None:
+        return "not known for this device and dtype, so there is no MFU; telemetry.peak_tflops=... sets it"
+    return f"{meter.peak.tflops:,g} TFLOP/s per device ({meter.peak.source}); MFU = model / peak"
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """What rank 0 knows when the run is over.
+
+    Attributes:
+        steps: made in all attempts.
+        seconds: of this attempt's training.
+        loss, val_loss: of the last step and the last validation; None where there was none.
+        entropies: nats per token of simple models of the corpus, by name; may be empty.
+        text: what the model wrote, and None where it was not asked.
+        prompt: what the text continues.
+    """
+
+    steps: int
+    seconds: float
+    loss: float | None
+    val_loss: float | None
+    entropies: Mapping[str, float]
+    prompt: str = ""
+    text: str | None = None
+
+
+def show_end(report: Report, directory: RunDirectory, end: End) -> None:
+    """The summary: the last losses among the corpus's entropies, some text, where the results are."""
+    rows = [("nats/token", "\n".join(ladder(end.loss, end.val_loss, end.entropies)))]
+    if end.text is not None:
+        rows += [("prompt", end.prompt.expandtabs(4)), ("it writes", end.text.expandtabs(4).rstrip())]
+    rows.append(("results", f"{directory.path}/ (metrics.jsonl: one object per step; events/, config.yaml, logs/)"))
+    report.say()
+    in_attempt = f" of training in attempt {directory.attempt}" if directory.attempt else " of training"
+    report.block(f"Finished: {end.steps:,} steps, {duration(end.seconds)}{in_attempt}", rows)
+
+
+def ladder(loss: float | None, val_loss: float | None, entropies: Mapping[str, float]) -> Sequence[str]:
+    """The model's losses among the entropies of simpler models, from the worst to the best: one line each."""
+    marked = {"validation loss": val_loss, "training loss, last step": loss}
+    steps = [(value, name, "") for name, value in entropies.items()]
+    steps += [(value, name, "  <- this model") for name, value in marked.items() if value is not None]
+    width = max((len(name) for _, name, _ in steps), default=0)
+    return [f"{value:7.4f}  {name:<{width}}{mark}".rstrip() for value, name, mark in sorted(steps, reverse=True)]

@@ -1,0 +1,130 @@
+"""What is said and written down about checkpoints (`engine.checkpoint.saving.Notices`), on every rank; rank 0 speaks."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.checkpoint.format.fingerprint import describe
+from engine.checkpoint.format.manifest import Kind
+from engine.checkpoint.resume import Beginning
+from engine.comm.stop import Stop
+from engine.run.directory import RunDirectory
+from engine.telemetry.outlets.hub import Telemetry
+
+
+class CheckpointNotices:
+    """Events and lines about saves.
+
+    Args:
+        telemetry: of this rank.
+        directory: of the run, which remembers that it has saved.
+    """
+
+    def __init__(self, telemetry: Telemetry, directory: RunDirectory) -> None:
+        self._telemetry = telemetry
+        self._directory = directory
+        self._stall_seconds = 0.0
+        self._waited_seconds = 0.0
+
+    def on_save_started(self, step: int, stall_seconds: float, waited_seconds: float) -> None:
+        self._stall_seconds, self._waited_seconds = stall_seconds, waited_seconds
+
+    def on_saved(self, step: int, folder: Path, num_bytes: int, seconds: float) -> None:
+        self._telemetry.event(
+            "checkpoint_saved",
+            step=step,
+            folder=str(folder),
+            bytes=num_bytes,
+            seconds=seconds,
+            stall_seconds=self._stall_seconds,
+            waited_seconds=self._waited_seconds,
+        )
+        if self._telemetry.report is None:
+            return
+        try:
+            self._directory.mark_saved(folder, step)
+        except OSError as error:
+            # The checkpoint is whole, wherever it is; the next save tries again.
+            self._telemetry.report.say(
+                f"it cannot be noted in {self._directory.path} that the run has saved: {error}", "yellow"
+            )
+        waited = self._stall_seconds + self._waited_seconds
+        self._telemetry.report.say(
+            f"saved step {step:,}: {num_bytes / 1e6:,.1f} MB in {seconds:.1f} s, training waited {waited:.2f} s ({folder})"
+        )
+
+    def on_save_failed(self, step: int, reason: str) -> None:
+        self._telemetry.event("checkpoint_failed", step=step, reason=reason)
+        if self._telemetry.report is not None:
+            self._telemetry.report.say(
+                f"the checkpoint of step {step:,} was NOT saved: {reason}. Older ones are untouched; training goes on and saves "
+                "again at the next interval.",
+                "red",
+            )
+
+    def on_retired(self, names: list[str]) -> None:
+        self._telemetry.event("checkpoints_retired", names=names)
+
+    def on_fingerprint(self, step: int, fingerprint: dict[Kind, str]) -> None:
+        self._telemetry.event("fingerprint", step=step, **fingerprint)
+        if self._telemetry.report is not None:
+            self._telemetry.report.say(f"fingerprint at step {step:,}: {describe(fingerprint)}")
+
+
+def say_beginning(telemetry: Telemetry, directory: RunDirectory, beginning: Beginning) -> None:
+    """Where the run begins, what differs from what was saved, and which newer checkpoints could not be used."""
+    if directory.swept:
+        telemetry.event("checkpoints_swept", names=list(directory.swept))
+    telemetry.event(
+        "begun",
+        step=beginning.state.step,
+        source=None if beginning.source is None else str(beginning.source),
+        loaded=beginning.loaded if beginning.source is not None else None,
+        consumed_samples=beginning.state.consumed_samples,
+        differences=list(beginning.differences),
+        passed_over=list(beginning.passed_over),
+        set_aside=None if directory.set_aside is None else str(directory.set_aside),
+    )
+    report = telemetry.report
+    if report is None:
+        return
+    for problem in beginning.passed_over:
+        report.say(f"a newer checkpoint cannot be used. {problem}", "yellow")
+    if directory.set_aside is not None:
+        report.say(f"from scratch: earlier checkpoints were moved to {directory.set_aside}")
+    if beginning.source is None:
+        return
+    if beginning.loaded == "weights":
+        report.say(f"starting at step 0 with the weights of {beginning.source}, and a fresh optimizer")
+    else:
+        state = beginning.state
+        report.say(
+            f"resuming after step {state.step:,} ({state.consumed_tokens:,} tokens) from {beginning.source}", "green"
+        )
+    if beginning.differences:
+        report.say(
+            "  differs from what was saved, so equal to rounding, not to the bit: " + "; ".join(beginning.differences)
+        )
+    report.say()
+
+
+def say_stopped(
+    telemetry: Telemetry, stop: Stop, step: int, *, is_saved: bool, peak_memory_bytes: Sequence[int] = ()
+) -> None:
+    """The run ends after step `step` (from 1) because all ranks agreed to.
+
+    Args:
+        telemetry: of this rank.
+        stop: why.
+        step: that was made last.
+        is_saved: whether the run saves at all.
+        peak_memory_bytes: the most that each rank held.
+    """
+    telemetry.event("stopped", step=step, reason=stop.value, peak_memory_bytes=list(peak_memory_bytes))
+    if telemetry.report is None:
+        return
+    rest = (
+        "the same command goes on from there"
+        if is_saved
+        else "nothing is saved (checkpoint.interval=null), so the same command starts at step 0 again"
+    )
+    telemetry.report.say(f"{stop.value}: stopped after step {step:,}; {rest}", "yellow")

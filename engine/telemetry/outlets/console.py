@@ -1,0 +1,252 @@
+"""The run as a person sees it: lines on the terminal and in rank 0's log, and a progress bar (no torch here).
+
+what is said  --->  Live    a terminal: as many columns as it is wide, colours, the bar below the lines
+              `-->  Plain   a file, a pipe, and always rank 0's log: all columns, no control sequences
+
+training ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━━  68%  204/300  loss 2.0312  ETA 0:35
+"""
+
+import io
+import os
+import sys
+import textwrap
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
+
+from engine.telemetry.outlets.format import duration
+from engine.telemetry.outlets.table import Table, cells, columns_of, has_line
+from engine.telemetry.record.metrics import StepMetrics
+
+Rows = Sequence[tuple[str, str]]
+"""Labels and values; a value may have several lines."""
+
+_COLUMNS = 80
+"""Width of a terminal that does not say its own."""
+
+_ETA_STEPS = 50
+"""Steps whose mean time the ETA is made of: enough to be calm, few enough to follow a change."""
+
+
+class Outlet(Protocol):
+    """A place where lines go."""
+
+    @property
+    def width(self) -> int: ...
+    @property
+    def text_width(self) -> int: ...
+    def write(self, line: Text) -> None: ...
+
+
+class Plain:
+    """A file or a pipe: text without control sequences, no limit to the width of a table."""
+
+    width = 10_000
+    text_width = 120
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, line: Text) -> None:
+        self._file.write(line.plain.rstrip() + "\n")
+        self._file.flush()
+
+
+class Live:
+    """A terminal, with a bar below the lines while training.
+
+    While the bar is there, `sys.stdout` and `sys.stderr` print above it, and into `log`: a warning from somewhere would
+    tear the bar otherwise.
+
+    Args:
+        terminal: a tty.
+        log: where what was printed is kept too.
+        num_steps: length of the bar.
+    """
+
+    def __init__(self, terminal: TextIO, log: TextIO | None, num_steps: int) -> None:
+        self._terminal = terminal
+        self._log = log
+        self._num_steps = num_steps
+        self._console = Console(file=terminal, highlight=False, soft_wrap=True)
+        self._columns = _COLUMNS
+        self._bar: Progress | None = None
+        self._streams: tuple[TextIO, TextIO] | None = None
+
+    @property
+    def width(self) -> int:
+        """Of the terminal now; rich would ask standard output, which may be a pipe to the log. Some say 0."""
+        with suppress(OSError):  # it has hung up: the last width stays
+            self._columns = os.get_terminal_size(self._terminal.fileno()).columns or _COLUMNS
+        return self._columns
+
+    @property
+    def text_width(self) -> int:
+        return min(self.width, 120)
+
+    def write(self, line: Text) -> None:
+        self._console.print(line, soft_wrap=True)
+
+    def show_step(self, metrics: StepMetrics, eta_seconds: float) -> None:
+        """Move the bar, which appears with the first step."""
+        self._console.width = self.width
+        shown: dict[str, Any] = {"completed": metrics.step, "loss": f"{metrics.loss:.4f}", "eta": duration(eta_seconds)}
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], **shown)
+            return
+        self._bar = Progress(
+            TextColumn("{task.description:<10}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TextColumn("{task.completed}/{task.total}"),
+            TextColumn("loss {task.fields[loss]}"),
+            TextColumn("ETA {task.fields[eta]}"),
+            console=self._console,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            transient=True,
+            expand=True,
+        )
+        self._bar.add_task("training", total=self._num_steps, **shown)
+        self._bar.start()
+        self._streams = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = (_AboveBar(self, self._log, stream) for stream in self._streams)
+
+    def show_phase(self, name: str) -> None:
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], description=name)
+
+    def close(self) -> None:
+        """Take the bar away and give the streams back."""
+        if self._streams is not None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            sys.stdout, sys.stderr = self._streams
+            self._streams = None
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+class _AboveBar(io.TextIOBase):
+    """Whole lines of what anybody prints, above the bar and into the log; `behind` is the stream that it stands for."""
+
+    def __init__(self, live: Live, log: TextIO | None, behind: TextIO) -> None:
+        self._live = live
+        self._log = log
+        self._behind = behind
+        self._line = ""
+
+    def fileno(self) -> int:
+        return self._behind.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        *whole, self._line = (self._line + text).split("\n")
+        for line in whole:
+            self._live.write(Text(line))
+            if self._log is not None:
+                self._log.write(line + "\n")
+        return len(text)
+
+    def flush(self) -> None:
+        if self._line:
+            self.write("\n")
+
+
+class Report:
+    """Everything that is said to people while a run runs.
+
+    Args:
+        num_steps: of the whole run.
+        log_interval: steps between lines; the first and the last step always have one.
+        terminal: standard output as the user sees it; None on no terminal at all.
+        log: rank 0's log file; None: none.
+        show_mfu: whether a peak is known.
+    """
+
+    def __init__(
+        self, num_steps: int, log_interval: int, *, terminal: TextIO | None, log: TextIO | None, show_mfu: bool
+    ) -> None:
+        self._num_steps = num_steps
+        self._log_interval = log_interval
+        self._live = Live(terminal, log, num_steps) if terminal is not None and terminal.isatty() else None
+        outlets: list[Outlet] = [self._live] if self._live is not None else []
+        if terminal is not None and self._live is None:
+            outlets.append(Plain(terminal))
+        if log is not None:
+            outlets.append(Plain(log))
+        columns = columns_of(num_steps, show_mfu=show_mfu)
+        self._outlets = [(outlet, Table(columns)) for outlet in outlets]
+        self._since_line: list[StepMetrics] = []
+        self._recent_seconds: deque[float] = deque(maxlen=_ETA_STEPS)
+
+    def say(self, text: str = "", style: str = "") -> None:
+        """One line, or several, as they are."""
+        for outlet, _ in self._outlets:
+            for line in text.split("\n"):
+                outlet.write(Text(line, style))
+
+    def block(self, title: str, rows: Rows) -> None:
+        """A title and labelled rows; values too long for the terminal go on below themselves."""
+        label_width = max((len(label) for label, _ in rows), default=0)
+        indent = 2 + label_width + 2
+        for outlet, _ in self._outlets:
+            outlet.write(Text(title, "bold"))
+            for label, value in rows:
+                head = Text(f"  {label:<{label_width}}  ", "cyan")
+                for line in _wrapped(value, outlet.text_width - indent):
+                    outlet.write(head + Text(line))
+                    head = Text(" " * indent)
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Move the bar; on the first, the last and every `log_interval`-th step write a line."""
+        self._since_line.append(metrics)
+        if len(self._recent_seconds) == 1 and self._recent_seconds[0] > metrics.step_time_seconds:
+            self._recent_seconds.clear()  # the first step also warms up: its time would promise a long wait
+        self._recent_seconds.append(metrics.step_time_seconds)
+        mean_seconds = sum(self._recent_seconds) / len(self._recent_seconds)
+        eta_seconds = mean_seconds * (self._num_steps - metrics.step)
+        if self._live is not None:
+            self._live.show_step(metrics, eta_seconds)
+        if has_line(metrics.step, self._log_interval, self._num_steps):
+            row = cells(self._since_line, self._num_steps, eta_seconds)
+            self._since_line.clear()
+            for outlet, table in self._outlets:
+                for line in table.lines(row, outlet.width):
+                    outlet.write(line)
+                if metrics.time_split is not None:
+                    indent = " " * (table.first_width + 2)
+                    for text in _wrapped(str(metrics.time_split), outlet.text_width - len(indent)):
+                        outlet.write(Text(indent + text, "dim"))
+
+    def validation(self, step: int, loss: float, seconds: float) -> None:
+        """The result of a validation after `step` steps."""
+        at = f"{step}/{self._num_steps}"
+        self.say(f"{at:>{max(7, len(at))}}  {loss:7.4f}  validation loss, in {duration(seconds)}", "green")
+
+    def phase(self, name: str) -> None:
+        """What the run is doing, at the beginning of the bar."""
+        if self._live is not None:
+            self._live.show_phase(name)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._live is not None:
+            self._live.close()
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Lines of at most `width` characters; line breaks of the text are kept."""
+    return [
+        part
+        for line in text.split("\n")
+        for part in textwrap.wrap(line, max(20, width), break_long_words=False, break_on_hyphens=False) or [""]
+    ]

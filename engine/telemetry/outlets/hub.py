@@ -1,0 +1,333 @@
+"""Telemetry: one object that every rank has, and that speaks on one of them.
+
+    on_step, on_validation  ->  Telemetry  ->  Report       terminal and log, at once
+                                           `->  sinks       metrics.jsonl, wandb, TensorBoard; after its validation if one follows
+                                           `->  events  ->  wandb's alerts
+
+Training goes on when an output fails, and each change is an event and a line on the terminal:
+
+    metrics.jsonl, events    rows wait in memory and are written when there is room
+    TensorBoard              opened again after a pause; steps in between are missing, and counted
+    wandb                    stays off: opening it again would make the ranks wait for a network
+    the terminal             dropped
+
+A loss is agreed by all ranks, so rank 0 can log; on the others every call returns at once.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+from engine.config.schema import Config
+from engine.run.directory import RunDirectory
+from engine.storage.redaction import without_secrets
+from engine.telemetry.outlets.console import Report
+from engine.telemetry.outlets.rank_log import OutputChange, Streams
+from engine.telemetry.outlets.relay import RESUMED, STOPPED
+from engine.telemetry.outlets.tensorboard import TensorBoardSink, check_installed
+from engine.telemetry.outlets.wandb import WandbSink
+from engine.telemetry.record.events import EventKind, EventLog
+from engine.telemetry.record.jsonl import JsonLines, MetricsLog
+from engine.telemetry.record.metrics import StepMetrics
+
+_LAST_WORDS_SECONDS = 15.0
+
+_SHORTEST_PAUSE_SECONDS = 30.0
+_LONGEST_PAUSE_SECONDS = 1800.0
+"""Pauses before a sink is opened again: the first one, and the bound of the later ones, each twice as long as the one before."""
+
+
+class Sink(Protocol):
+    """Where the record of a step goes."""
+
+    @property
+    def name(self) -> str: ...
+    def record(self, metrics: StepMetrics) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Stopped:
+    """A sink that has failed and is opened again.
+
+    Attributes:
+        cause: its first error.
+        pause_seconds: between the last try and the next.
+        next_try_seconds: time of the next try, by the clock of `Telemetry`.
+        num_lost: steps that it has not taken.
+    """
+
+    cause: str
+    pause_seconds: float
+    next_try_seconds: float
+    num_lost: int = 0
+
+
+class Telemetry:
+    """What is written down about a run.
+
+    Args:
+        report: for people; None on ranks that do not log.
+        events: None on ranks that do not log.
+        sinks: where each step's record goes.
+        output_changes: takes the changes of terminal and log since its last call.
+        clock: returns seconds; times the pause before a sink is opened again.
+    """
+
+    def __init__(
+        self,
+        report: Report | None = None,
+        events: EventLog | None = None,
+        sinks: Sequence[Sink] = (),
+        output_changes: Callable[[], Sequence[OutputChange]] = tuple,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.report = report
+        self._events = events
+        self._sinks = list(sinks)
+        self._output_changes = output_changes
+        self._clock = clock
+        self._stopped_files: list[JsonLines] = []
+        self._openers: dict[str, Callable[[], Sink]] = {}
+        self._stopped_sinks: dict[str, _Stopped] = {}
+        self._pending: StepMetrics | None = None
+        self._last_step: int | None = None
+
+    def step(self, metrics: StepMetrics) -> None:
+        """A step has ended. The sinks get it with `flush`, or with its validation's loss if one comes first."""
+        self.flush()
+        self._pending = metrics
+        self._last_step = metrics.step
+        if self.report is not None:
+            self.report.step(metrics)
+        self._look_at_outputs()
+
+    def validation(self, step: int, loss: float, seconds: float) -> None:
+        """A validation after `step` steps (counted from 1) has ended."""
+        if self._pending is not None and self._pending.step == step:
+            self._pending = replace(self._pending, val_loss=loss)
+        self.event("validation", step=step, val_loss=loss, seconds=seconds)
+        if self.report is not None:
+            self.report.validation(step, loss, seconds)
+        self.flush()
+
+    def event(self, kind: EventKind, **fields: Any) -> None:
+        """Something happened; on ranks that do not log, to nobody's interest."""
+        if self._events is None:
+            return
+        try:
+            self._events.write(kind, **fields)
+        except Exception as error:
+            self._events = None
+            self._say(f"the log of events is switched off: {error}")
+        for sink in tuple(self._sinks):
+            if isinstance(sink, WandbSink):
+                self._guard(sink, sink.send_alerts)
+
+    def flush(self) -> None:
+        """Hand the last step to the sinks: no validation of it will follow."""
+        if self._pending is None:
+            return
+        metrics, self._pending = self._pending, None
+        self._open_again()
+        for sink in tuple(self._sinks):
+            if self._guard(sink, partial(sink.record, metrics)) and sink.name in self._stopped_sinks:
+                self._resumed(sink.name)
+        for stopped in self._stopped_sinks.values():
+            stopped.num_lost += 1
+
+    def close(self) -> None:
+        """Flush and close everything; may be called after an error, and twice."""
+        self.flush()
+        self._look_at_outputs()
+        if self.report is not None:
+            self.report.close()
+        for sink in tuple(self._sinks):
+            self._guard(sink, sink.close)
+            if isinstance(sink, WandbSink) and sink.sync_command is not None:
+                self._say(f"wandb kept the run on disk ({sink.why}); to upload it: {sink.sync_command}", "")
+        for name, stopped in self._stopped_sinks.items():
+            self._say(f"{name}: {_missing_steps(stopped.num_lost)} missing: {stopped.cause}")
+        files = self._files()
+        self._sinks.clear()
+        self._stopped_sinks.clear()
+        self.event("attempt_ended", step=self._last_step)
+        if self._events is not None:
+            self._events.close()
+            self._events = None
+        for file in files:
+            if file.error is not None:
+                self._say(f"{file.path.name}: {file.num_lost} rows could not be written: {_cause(file.error)}")
+
+    def last_words(self) -> None:
+        """The process is about to be ended by another thread than the loop's, which hangs: wandb would lose what it has not
+        written yet, the alert too. Bounded in time; on ranks that do not log, nothing."""
+        for sink in tuple(self._sinks):
+            if isinstance(sink, WandbSink):
+                self._guard(sink, partial(sink.close, _LAST_WORDS_SECONDS))
+
+    def add_sink(self, name: str, open_sink: Callable[[], Sink], *, opens_again: bool = True) -> Sink | None:
+        """Open a sink; return None, and write an event, where that fails.
+
+        Args:
+            name: of the sink.
+            open_sink: opens it.
+            opens_again: call `open_sink` again after a failure, with a pause before; it must not wait.
+        """
+        if opens_again:
+            self._openers[name] = open_sink
+        try:
+            sink = open_sink()
+        except Exception as error:
+            self._failed(name, error)
+            return None
+        self._sinks.append(sink)
+        return sink
+
+    def _open_again(self) -> None:
+        """Open the sinks that have stopped and whose pause is over."""
+        for name, stopped in self._stopped_sinks.items():
+            if self._clock() < stopped.next_try_seconds or any(sink.name == name for sink in self._sinks):
+                continue
+            try:
+                self._sinks.append(self._openers[name]())
+            except Exception as error:
+                self._failed(name, error)
+
+    def _resumed(self, name: str) -> None:
+        """Write an event and a line: a sink that had stopped has taken a step."""
+        num_lost = self._stopped_sinks.pop(name).num_lost
+        message = f"{name} is written again; {_missing_steps(num_lost)} missing"
+        self.event("output_resumed", output=name, message=message, num_lost=num_lost)
+        self._say(message)
+
+    def _files(self) -> list[JsonLines]:
+        metrics = [sink.lines for sink in self._sinks if isinstance(sink, MetricsLog)]
+        return metrics if self._events is None else [*metrics, self._events.lines]
+
+    def reopen_files(self) -> None:
+        """Append to new files of metrics and events: the run directory was removed or moved, and is there again.
+
+        Raises:
+            OSError: one cannot be opened.
+        """
+        for file in self._files():
+            file.reopen()
+
+    def _look_at_outputs(self) -> None:
+        """Write an event and a line for each file that has stopped or resumed, and for each change of terminal and log."""
+        for file in self._files():
+            file.retry()
+            name = file.path.name
+            if file.error is not None and file not in self._stopped_files:
+                self._stopped_files.append(file)
+                self._output_event(OutputChange(name, STOPPED, _cause(file.error)))
+            elif file.error is None and file in self._stopped_files:
+                self._stopped_files.remove(file)
+                self._output_event(OutputChange(name, RESUMED, "", file.num_lost))
+        for change in self._output_changes():
+            self._output_event(change)
+
+    def _output_event(self, change: OutputChange) -> None:
+        if change.what == STOPPED:
+            message = f"{change.output} cannot be written ({change.cause}): training goes on, and it is tried again"
+            self.event("output_stopped", output=change.output, message=message)
+        elif change.what == RESUMED:
+            lost = f"{change.num_lost} rows or lines are missing" if change.num_lost else "nothing is missing"
+            message = f"{change.output} is written again; {lost}"
+            self.event("output_resumed", output=change.output, message=message, num_lost=change.num_lost)
+        else:
+            message = f"the {change.output} cannot be written any more ({change.cause}): the run goes on without it"
+            self.event("output_dropped", output=change.output, message=message)
+        self._say(message)
+
+    def _guard(self, sink: Sink, call: Callable[[], None]) -> bool:
+        """Call a sink; switch it off and return False where it fails."""
+        try:
+            call()
+        except Exception as error:
+            self._sinks.remove(sink)
+            self._failed(sink.name, error)
+            if sink.name in self._openers:
+                with suppress(Exception):
+                    sink.close()
+            return False
+        return True
+
+    def _failed(self, name: str, error: Exception) -> None:
+        """Write an event and a line for the first failure of a sink, and set the time of the next try."""
+        if name not in self._openers:
+            self.event("sink_failed", sink=name, error=f"{type(error).__name__}: {error}")
+            self._say(f"{name} is switched off, training goes on: {type(error).__name__}: {error}")
+            return
+        stopped = self._stopped_sinks.get(name)
+        if stopped is None:
+            cause = _cause(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            stopped = self._stopped_sinks[name] = _Stopped(cause, _SHORTEST_PAUSE_SECONDS / 2, 0.0)
+            self._output_event(OutputChange(name, STOPPED, cause))
+        stopped.pause_seconds = min(2 * stopped.pause_seconds, _LONGEST_PAUSE_SECONDS)
+        stopped.next_try_seconds = self._clock() + stopped.pause_seconds
+
+    def _say(self, text: str, style: str = "yellow") -> None:
+        if self.report is not None:
+            self.report.say(without_secrets(text), style)
+
+
+def _missing_steps(num_lost: int) -> str:
+    """Say how many steps a sink lacks; those that its library had not written yet are not known."""
+    return f"at least {num_lost} {'step is' if num_lost == 1 else 'steps are'}"
+
+
+def _cause(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+def open_telemetry(
+    config: Config,
+    directory: RunDirectory,
+    *,
+    is_logging_rank: bool,
+    streams: Streams,
+    num_steps: int,
+    show_mfu: bool,
+    layout: Mapping[str, Any],
+) -> Telemetry:
+    """The telemetry of one rank: with sinks on the logging rank, silent on the others.
+
+    Args:
+        config: `telemetry` says which sinks.
+        directory: of the run.
+        is_logging_rank: true on rank 0 alone.
+        streams: of this rank, from `rank_log`.
+        num_steps: of the whole run.
+        show_mfu: whether a peak is known.
+        layout: parallel sizes, device and what else wandb should filter by.
+
+    Raises:
+        TriaxisError: TensorBoard was asked for and is not installed; on every rank.
+    """
+    if config.telemetry.tensorboard:
+        check_installed()
+    if not is_logging_rank:
+        return Telemetry()
+    report = Report(
+        num_steps, config.telemetry.log_interval, terminal=streams.terminal, log=streams.log, show_mfu=show_mfu
+    )
+    events = EventLog(directory.events(node=0), directory.attempt)
+    telemetry = Telemetry(report, events, output_changes=streams.changes)
+    telemetry.event("attempt_started", layout=dict(layout))
+    metrics = telemetry.add_sink(MetricsLog.name, lambda: MetricsLog(directory.metrics))
+    for lines in (events.lines, *([metrics.lines] if isinstance(metrics, MetricsLog) else [])):
+        if lines.num_healed_bytes:
+            telemetry.event("log_healed", file=lines.path.name, bytes_cut_off=lines.num_healed_bytes)
+    if config.telemetry.wandb is not None:
+        sink = telemetry.add_sink(WandbSink.name, lambda: WandbSink(config, directory, layout), opens_again=False)
+        if isinstance(sink, WandbSink):
+            telemetry.event("wandb", mode=sink.mode, why=sink.why, url=sink.url, sync_command=sink.sync_command)
+            report.say(f"wandb: {sink.url}" if sink.url is not None else f"wandb is {sink.mode}: {sink.why}")
+    if config.telemetry.tensorboard:
+        telemetry.add_sink(TensorBoardSink.name, lambda: TensorBoardSink(directory))
+    return telemetry

@@ -1,0 +1,218 @@
+"""Writes to a file or pipe that may refuse them: what is refused is counted, never raised (no torch here).
+
+    step 7 ...
+    step 8 .                                              no room for the rest of this line
+    [3 lines are missing here: No space left on device]
+    step 11 ...                                           there is room again
+
+This module imports little: `engine.telemetry.outlets.relay` starts with it.
+"""
+
+import errno
+import io
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+
+class Gap:
+    """A hole in a stream of lines.
+
+    Attributes:
+        num_lines: lines that were lost and not reported yet.
+    """
+
+    def __init__(self) -> None:
+        self.num_lines = 0
+        self._inside_line = False
+
+    def lose(self, data: bytes) -> None:
+        """Count `data` as lost."""
+        if data:
+            self.num_lines += data.count(b"\n")
+            if not data.endswith(b"\n"):
+                self.num_lines += 1
+                self._inside_line = True
+
+    def rest(self, data: bytes) -> bytes:
+        """Return `data` without the end of a line whose beginning was lost."""
+        if not self._inside_line:
+            return data
+        _, newline, data = data.partition(b"\n")
+        self._inside_line = not newline
+        return data
+
+    def report(self, cause: str, *, after: bytes) -> bytes:
+        """Return the line that stands for the lost ones, on a line of its own, and count from 0 again.
+
+        Args:
+            cause: why they were lost.
+            after: the last byte that was written before it.
+        """
+        lines = "1 line is" if self.num_lines == 1 else f"{self.num_lines} lines are"
+        self.num_lines = 0
+        begins = b"" if after in (b"", b"\n") else b"\n"
+        return begins + f"[{lines} missing here: {cause}]\n".encode()
+
+
+LOOK_SECONDS = 1.0
+"""Time between two looks at a log's path, each of one system call."""
+
+BEGINS_AGAIN = b"[this log begins again: its folder was removed or moved]\n"
+
+
+class LogPath:
+    """The path of an open log file, which gets a new file where the old one was removed or moved with its folder.
+
+    The folder is made again by rank 0, with the locks of the run (`RunDirectory.put_back`). A file that has the path by then is
+    another run's, and is left alone.
+
+    Args:
+        path: of the log; absolute.
+        descriptors: of the log, all open for appending. The new file takes their numbers.
+        clock: returns seconds.
+    """
+
+    def __init__(self, path: str, descriptors: Sequence[int], clock: Callable[[], float] = time.monotonic) -> None:
+        self._path = path
+        self._descriptors = tuple(descriptors)
+        self._clock = clock
+        self._next_look_seconds = clock() + LOOK_SECONDS
+
+    def look(self) -> None:
+        """Open a new file where there is none at the path; at most once in `LOOK_SECONDS` as long as there is one."""
+        if self._clock() < self._next_look_seconds:
+            return
+        if not os.access(self._path, os.F_OK):
+            try:
+                self._make()
+            except OSError:
+                return  # no folder yet: it is looked at again at the next write
+        self._next_look_seconds = self._clock() + LOOK_SECONDS
+
+    def _make(self) -> None:
+        """Make a new file and give it the numbers of the old one.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        made = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        with suppress(OSError):  # a full disk: lines that follow are kept or counted as in any log
+            os.write(made, BEGINS_AGAIN)
+        for descriptor in self._descriptors:
+            os.dup2(made, descriptor)
+        os.close(made)
+
+
+class LossyFile(io.RawIOBase):
+    """A file descriptor as a binary stream whose writes never fail. It does not own the descriptor.
+
+    Args:
+        descriptor: written to.
+        stands_for: the descriptor whose terminal and number the stream claims; None: its own.
+        replace: called with the error of a write; true where it has put another file in the descriptor's place.
+        log: of the file, where it is a log that may be removed under the run; looked at before each write.
+        patience_seconds: for which a write waits for a paused terminal or pipe. Lines are lost after that, and the next writes do
+            not wait until there is room. None: a write waits as long as the descriptor makes it wait.
+    """
+
+    def __init__(
+        self,
+        descriptor: int,
+        *,
+        stands_for: int | None = None,
+        replace: Callable[[OSError], bool] | None = None,
+        log: LogPath | None = None,
+        patience_seconds: float | None = None,
+    ) -> None:
+        self._descriptor = descriptor
+        self._patience_seconds = patience_seconds
+        self._is_paused = False
+        self._stands_for = descriptor if stands_for is None else stands_for
+        self._replace = replace
+        self._log = log
+        # A signal handler may print between two bytes of another print of the same thread.
+        self._lock = threading.RLock()
+        self._gap = Gap()
+        self._cause = ""
+        self._last = b""
+
+    def fileno(self) -> int:
+        return self._stands_for
+
+    def isatty(self) -> bool:
+        return os.isatty(self._stands_for)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write all of `data`, or count what was refused; returns the number of bytes in `data`."""
+        given = bytes(data)
+        with self._lock:
+            if self._log is not None:
+                self._log.look()
+            self._write(given)
+        return len(given)
+
+    def _write(self, given: bytes) -> None:
+        data = self._gap.rest(given)
+        if not data:
+            return
+        num_lost = self._gap.num_lines
+        report = self._gap.report(self._cause, after=self._last) if num_lost else b""
+        whole = report + data
+        written, error = self._put(whole)
+        if error is not None:
+            self._cause = error.strerror or str(error)
+            self._gap.lose(data[max(0, written - len(report)) :])
+            if written < len(report):
+                self._gap.num_lines += num_lost
+        if written:
+            self._last = whole[written - 1 : written]
+
+    def _put(self, data: bytes) -> tuple[int, OSError | None]:
+        """Write; returns the number of bytes written, and why they are not all."""
+        written, most = 0, len(data)
+        if self._patience_seconds is not None:
+            # A terminal with room takes one byte without a wait, and a pipe takes PIPE_BUF.
+            most = 1 if os.isatty(self._descriptor) else select.PIPE_BUF
+        while written < len(data):
+            if self._waits_too_long():
+                return written, TimeoutError(errno.ETIMEDOUT, "the terminal was paused")
+            try:
+                written += os.write(self._descriptor, data[written : written + most])
+            except BlockingIOError:
+                wait_for_room(self._descriptor)
+            except OSError as error:
+                if self._replace is None or not self._replace(error):
+                    return written, error
+        return written, None
+
+    def _waits_too_long(self) -> bool:
+        """Wait for room, at most for the patience of the stream; true where there is none."""
+        if self._patience_seconds is None:
+            return False
+        self._is_paused = not wait_for_room(self._descriptor, 0.0 if self._is_paused else self._patience_seconds)
+        return self._is_paused
+
+
+def text_over(file: LossyFile) -> io.TextIOWrapper:
+    """Return a text stream that writes whole lines to `file` at once."""
+    return io.TextIOWrapper(
+        file,  # type: ignore[arg-type]  # a raw stream that takes everything needs no buffer
+        encoding="utf-8",
+        errors="backslashreplace",
+        line_buffering=True,
+    )
+
+
+def wait_for_room(descriptor: int, most_seconds: float | None = None) -> bool:
+    """Wait until a descriptor takes bytes or fails; return False where it does neither within `most_seconds`."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    return bool(poll.poll(None if most_seconds is None else 1000 * most_seconds))

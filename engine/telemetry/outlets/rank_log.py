@@ -1,0 +1,193 @@
+"""Everything that a rank says goes to its log file; what rank 0 says goes to the terminal too (no torch here).
+
+    rank 3    print, warnings, C++ and NCCL (file descriptors 1 and 2)  ->  rank_00003.log
+    rank 0    the same                                                  ->  relay  ->  rank_00000.log and the terminal
+              the progress bar                                          ->  relay  ->  the terminal alone
+
+No write of a rank fails or waits for a terminal: `engine.telemetry.outlets.relay` is a process that keeps, drops or loses what the
+terminal or a full disk does not take. Other ranks count what their log refuses. Without its relay, rank 0 goes on with
+its log alone.
+"""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from engine.storage.redaction import blotted
+from engine.telemetry.outlets.lossy_file import LogPath, LossyFile, text_over
+from engine.telemetry.outlets.relay import DROPPED, END_SECONDS
+
+_RELAY_ENDS_SECONDS = END_SECONDS + 0.5
+"""A child of this rank may still hold the pipe; it must not keep the rank from ending."""
+
+_ROOT = Path(__file__).resolve().parents[3]
+
+_RELAY = f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from engine.telemetry.outlets.relay import main; main()"
+
+_FOR_THE_RANK = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP})
+"""Signals that SLURM or a terminal sends to every process of a job. The relay ignores them and ends after its rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputChange:
+    """A change of a place to which a run writes.
+
+    Attributes:
+        output: `terminal`, `log`, or the name of a file.
+        what: `DROPPED`, `STOPPED` or `RESUMED` of `engine.telemetry.outlets.relay`.
+        cause: the system's words for the error.
+        num_lost: lines that are missing, where it has resumed.
+    """
+
+    output: str
+    what: str
+    cause: str
+    num_lost: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """Streams of a rank while `rank_log` is active. No write to them raises an OSError.
+
+    Attributes:
+        log: the log file, line by line.
+        terminal: standard output as it was before; None on ranks that are not shown.
+        changes: takes the changes of both since the last call.
+    """
+
+    log: TextIO
+    terminal: TextIO | None
+    changes: Callable[[], Sequence[OutputChange]] = tuple
+
+
+@contextmanager
+def rank_log(path: Path, *, show: bool) -> Iterator[Streams]:
+    """Send this process's standard output and error to `path` (appended), and with `show` also to where they went before.
+
+    Exceptions pass through unprinted: print them inside, or they miss the log.
+
+    Raises:
+        OSError: the log cannot be opened.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    before = sys.stdout, sys.stderr
+    _flush(before)
+    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    saved = os.dup(1), os.dup(2)
+    absolute = str(path.absolute())  # the rank may change its folder
+    relay = _Relay(log, saved[0], absolute) if show else None
+    try:
+        target = log if relay is None else relay.both
+        os.dup2(target, 1)
+        os.dup2(target, 2)
+        if relay is None:
+            said = blotted(text_over(LossyFile(1, log=LogPath(absolute, (1, 2)))))
+            streams = Streams(said, None)
+        else:
+            os.close(relay.both)
+            said = blotted(text_over(LossyFile(1, replace=relay.replace)))
+            terminal = blotted(text_over(LossyFile(relay.for_terminal, stands_for=saved[0], replace=relay.replace)))
+            log_lines = blotted(text_over(LossyFile(relay.for_log, replace=relay.replace)))
+            streams = Streams(log_lines, terminal, relay.changes)
+        sys.stdout = sys.stderr = said
+        yield streams
+    finally:
+        _flush((sys.stdout, sys.stderr))
+        sys.stdout, sys.stderr = before
+        os.dup2(saved[0], 1)
+        os.dup2(saved[1], 2)
+        if relay is not None:
+            relay.close()
+        for descriptor in (*saved, log):
+            os.close(descriptor)
+
+
+def _flush(streams: Sequence[TextIO]) -> None:
+    for stream in streams:
+        with suppress(OSError, ValueError):
+            stream.flush()
+
+
+class _Relay:
+    """The relay's process, and this rank's ends of its pipes.
+
+    Args:
+        log: descriptor of the log file.
+        terminal: descriptor of standard output as it was.
+        path: of the log file; absolute.
+
+    Attributes:
+        both: pipe to the log and the terminal; the caller closes it.
+        for_terminal: pipe to the terminal alone.
+        for_log: pipe to the log alone.
+    """
+
+    def __init__(self, log: int, terminal: int, path: str) -> None:
+        self._log = log
+        self._is_replaced = False
+        self._end_is_told = False
+        self._unread = b""
+        pipes = [os.pipe() for _ in range(3)]
+        self._changes, told = os.pipe()
+        os.set_blocking(self._changes, False)
+        (self.both, self.for_terminal, self.for_log) = (end for _, end in pipes)
+        given = (*(end for end, _ in pipes), terminal, log, told)
+        # The child inherits what is blocked: it is deaf to these signals from its first instruction on.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_RANK)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _RELAY, *map(str, given), path],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                pass_fds=given,
+                env={name: value for name, value in os.environ.items() if name != "RANK"},  # it is none
+                start_new_session=True,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for descriptor in (*(end for end, _ in pipes), told):
+            os.close(descriptor)
+
+    def replace(self, error: OSError) -> bool:
+        """Write to the log alone from now on, where the relay has ended; true where that helps against `error`."""
+        if error.errno != errno.EPIPE or self._is_replaced:
+            return False
+        self._is_replaced = True
+        for descriptor in (1, 2, self.for_log):
+            os.dup2(self._log, descriptor)
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), self.for_terminal)
+        return True
+
+    def changes(self) -> Sequence[OutputChange]:
+        """Take the changes since the last call."""
+        with suppress(BlockingIOError):
+            while more := os.read(self._changes, 1 << 16):
+                self._unread += more
+        *lines, self._unread = self._unread.split(b"\n")
+        found = []
+        for line in lines:
+            output, what, num_lost, cause = line.decode().split("\t", 3)
+            found.append(OutputChange(output, what, cause, int(num_lost)))
+        if self._is_replaced and not self._end_is_told:
+            self._end_is_told = True
+            found.append(OutputChange("terminal", DROPPED, "the relay has ended"))
+        return found
+
+    def close(self) -> None:
+        """Close the pipes and wait for the relay, which ends with their last writer."""
+        for descriptor in (self.for_terminal, self.for_log, self._changes):
+            os.close(descriptor)
+        try:
+            self._process.wait(_RELAY_ENDS_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

@@ -1,0 +1,266 @@
+"""Rank 0's relay: a process that carries what the rank writes to its log and to the terminal (no torch here).
+
+    pipe  both      print, warnings, C++, NCCL     -+->  Outlet  ->  rank_00000.log
+    pipe  log       lines for the log alone        -'
+    pipe  both      the same                       -+->  Outlet  ->  the terminal
+    pipe  terminal  lines and bar for the terminal -'
+                                                         changes ->  the rank, which writes events
+
+The relay always reads its pipes, so the rank never waits for a terminal that is paused or a disk that is full. Each outlet has a
+thread, which may block, and a bounded queue. O_NONBLOCK is never set: the flag would hold for other programs on the terminal too.
+
+    the outlet                        what the relay does
+    blocks (Ctrl-S, a paused less)    keeps MOST_BYTES, then loses lines; a line says how many when the outlet goes on
+    has no room (ENOSPC, ...)         the same, and tries again every RETRY_SECONDS
+    was removed (a log)               begins a new file once its folder is there again
+    fails (EPIPE, EIO, ...)           drops a terminal for good; a log is tried again as above
+
+It is a process of its own, so that the last words of a rank 0 that crashes in C++ are not lost with it. It ends with the last
+writer of its pipes. `rank_log` starts it without site-packages: only modules of the standard library may be imported.
+"""
+
+import errno
+import os
+import select
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from engine.telemetry.outlets.lossy_file import Gap, LogPath, wait_for_room
+
+MOST_BYTES = 1 << 20
+"""Bytes that an outlet keeps while it cannot write: some thousand lines."""
+
+RETRY_SECONDS = 0.5
+"""Time between two tries to write to a full disk."""
+
+END_SECONDS = 2.0
+"""Time that the outlets have for their queues after the last writer has ended."""
+
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Errors that end when somebody makes room."""
+
+DROPPED = "dropped"
+STOPPED = "stopped"
+RESUMED = "resumed"
+"""Changes of an outlet: it is gone for good; it has no room; it has taken everything that was kept."""
+
+PAUSED = "the terminal was paused; the log of the rank has them"
+"""Cause of a gap where no write has failed."""
+
+WHOLE_LINE_SECONDS = 1.0
+"""Time that the beginning of a line waits for its end, so that lines of two pipes never mix."""
+
+_CHUNK_BYTES = 4096
+"""Bytes of one write: a blocked pipe of that room takes them in one piece."""
+
+
+class Outlet:
+    """A bounded queue in front of a file or terminal, emptied by a thread.
+
+    Args:
+        descriptor: written to by the thread alone.
+        is_terminal: an error that is not a lack of room drops it for good.
+        on_change: called by the thread with a change, its cause and the number of lines that were lost.
+        most_bytes: of the queue.
+        log: of a log file, which is looked at before each write.
+    """
+
+    def __init__(
+        self,
+        descriptor: int,
+        *,
+        is_terminal: bool,
+        on_change: Callable[[str, str, int], None],
+        most_bytes: int = MOST_BYTES,
+        log: LogPath | None = None,
+    ) -> None:
+        self._descriptor = descriptor
+        self._log = log
+        self._is_terminal = is_terminal
+        self._on_change = on_change
+        self._most_bytes = most_bytes
+        self._changed = threading.Condition()
+        self._queue = bytearray()
+        self._gap = Gap()
+        self._last = b""
+        self._cause = ""
+        self._num_lost = 0
+        self._is_ending = False
+        self._is_dropped = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def write(self, data: bytes) -> None:
+        """Queue `data`; lines beyond the bound are lost until the queue is empty. Never waits for the descriptor."""
+        with self._changed:
+            if self._is_dropped:
+                return
+            if self._gap.num_lines:
+                self._gap.lose(self._gap.rest(data))
+                return
+            data = self._gap.rest(data)
+            room = self._most_bytes - len(self._queue)
+            kept = data if len(data) <= room else data[: data.rfind(b"\n", 0, max(0, room)) + 1]
+            self._queue += kept
+            self._gap.lose(data[len(kept) :])
+            self._changed.notify()
+
+    def finish(self, deadline_seconds: float) -> None:
+        """Wait until the queue is written, at most to `deadline_seconds` of the monotonic clock."""
+        with self._changed:
+            self._is_ending = True
+            self._changed.notify()
+        self._thread.join(max(0.0, deadline_seconds - time.monotonic()))
+
+    def _run(self) -> None:
+        while chunk := self._next_chunk():
+            self._put(chunk)
+            self._last = chunk[-1:]
+
+    def _next_chunk(self) -> bytes:
+        """Take bytes from the queue, waiting for some; none at the end, and where the outlet was dropped."""
+        with self._changed:
+            while not self._is_dropped:
+                if self._queue:
+                    chunk = bytes(self._queue[:_CHUNK_BYTES])
+                    del self._queue[:_CHUNK_BYTES]
+                    return chunk
+                if self._cause and not self._gap.num_lines:
+                    self._on_change(RESUMED, self._cause, self._num_lost)
+                    self._cause, self._num_lost = "", 0
+                if self._gap.num_lines:
+                    if self._cause:
+                        self._num_lost += self._gap.num_lines
+                    return self._gap.report(self._cause or PAUSED, after=self._last)
+                if self._is_ending:
+                    return b""
+                self._changed.wait()
+            return b""
+
+    def _put(self, chunk: bytes) -> None:
+        """Write a chunk, however long that takes."""
+        while chunk and not self._is_dropped:
+            if self._log is not None:
+                self._log.look()
+            try:
+                chunk = chunk[os.write(self._descriptor, chunk) :]
+            except BlockingIOError:
+                wait_for_room(self._descriptor)
+            except OSError as error:
+                cause = error.strerror or str(error)
+                if self._is_terminal and error.errno not in NO_ROOM:
+                    with self._changed:
+                        self._is_dropped = True
+                        self._queue.clear()
+                    self._on_change(DROPPED, cause, 0)
+                    return
+                if not self._cause:
+                    self._cause = cause
+                    self._on_change(STOPPED, cause, 0)
+                time.sleep(RETRY_SECONDS)
+
+
+class Lines:
+    """Bytes of one pipe, given out as whole lines; a line that does not go on for `WHOLE_LINE_SECONDS` is given out as it is.
+
+    A read of the pipe may end inside a line. Another pipe's line would then be written into it, and into another place of it in the
+    log than on the terminal.
+
+    Args:
+        clock: returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._begun = b""
+        self._since_seconds = 0.0
+
+    def take(self, data: bytes) -> bytes:
+        """Return the whole lines that have come with `data`; everything where the pipe has ended (no data)."""
+        whole, newline, begun = data.rpartition(b"\n")
+        if newline or not data:
+            given, self._begun = self._begun + whole + newline, begun
+        else:
+            given, self._begun = b"", self._begun + begun
+        self._since_seconds = self._clock()
+        return given
+
+    def late(self) -> bytes:
+        """Return the beginning of a line that has waited long enough for its end."""
+        if not self._begun or self._clock() - self._since_seconds < WHOLE_LINE_SECONDS:
+            return b""
+        given, self._begun = self._begun, b""
+        return given
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the end of a line has not come yet."""
+        return bool(self._begun)
+
+    @property
+    def wait_milliseconds(self) -> float:
+        """The time until `late` returns the beginning of a line."""
+        return max(0.0, 1000 * (self._since_seconds + WHOLE_LINE_SECONDS - self._clock()))
+
+
+def relay(both: int, for_terminal: int, for_log: int, *, terminal: int, log: int, changes: int, path: str) -> None:
+    """Carry bytes until all three pipes have ended.
+
+    Args:
+        both: pipe to the log and the terminal.
+        for_terminal: pipe to the terminal alone.
+        for_log: pipe to the log alone.
+        terminal: descriptor of the terminal, or what stands in its place.
+        log: descriptor of the log file, open for appending.
+        path: of the log file; absolute.
+        changes: pipe to the rank, with a line `outlet TAB change TAB lost lines TAB cause` per change.
+    """
+
+    def change(outlet: str, what: str, cause: str, num_lost: int) -> None:
+        try:
+            os.write(changes, f"{outlet}\t{what}\t{num_lost}\t{cause}\n".encode())
+        except OSError:
+            return  # the rank has ended
+
+    def terminal_changed(what: str, cause: str, num_lost: int) -> None:
+        if what == DROPPED:
+            in_log.write(f"[the terminal cannot be written any more ({cause}); the run goes on]\n".encode())
+        change("terminal", what, cause, num_lost)
+
+    in_log = Outlet(log, is_terminal=False, on_change=lambda *it: change("log", *it), log=LogPath(path, (log,)))
+    on_terminal = Outlet(terminal, is_terminal=True, on_change=terminal_changed)
+    outlets = {both: (in_log, on_terminal), for_terminal: (on_terminal,), for_log: (in_log,)}
+    # What goes to a live terminal alone is a progress bar, which has no lines.
+    lines = {pipe: Lines() for pipe in outlets if pipe != for_terminal or not os.isatty(terminal)}
+    poll = select.poll()
+    for pipe in outlets:
+        poll.register(pipe, select.POLLIN)
+    num_open = len(outlets)
+    while num_open:
+        for pipe, _ in poll.poll(
+            min((each.wait_milliseconds for each in lines.values() if each.is_inside), default=None)
+        ):
+            data = os.read(pipe, 1 << 16)
+            given = lines[pipe].take(data) if pipe in lines else data
+            for outlet in outlets[pipe]:
+                outlet.write(given)
+            if not data:
+                poll.unregister(pipe)
+                num_open -= 1
+        for pipe, begun in lines.items():
+            late = begun.late()
+            for outlet in outlets[pipe]:
+                outlet.write(late)
+    deadline_seconds = time.monotonic() + END_SECONDS
+    on_terminal.finish(deadline_seconds)
+    in_log.finish(deadline_seconds)
+
+
+def main() -> None:
+    """Run the relay on the descriptors that the command line numbers; it ends at once, whatever its threads wait for."""
+    both, for_terminal, for_log, terminal, log, changes = map(int, sys.argv[1:7])
+    os.set_blocking(changes, False)  # a rank that hangs does not read it
+    relay(both, for_terminal, for_log, terminal=terminal, log=log, changes=changes, path=sys.argv[7])
+    os._exit(0)

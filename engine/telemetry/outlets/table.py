@@ -1,0 +1,113 @@
+"""The table of steps: which columns there are, which fit, what stands in them (no torch here).
+
+        step     loss        lr    grad  tokens/s  TFLOP/s     MFU   s/step       ETA
+     100/300   2.5123  2.41e-03   0.874    12.52k   0.0632       -    0.327      1:05
+
+Loss, learning rate and gradient norm are those of the step in the line. Speeds and times are means over the steps since
+the line before, so that a line says how fast the run is and not how one step was.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.text import Text
+
+from engine.telemetry.outlets.format import compact, duration, gibibytes, significant
+from engine.telemetry.record.metrics import StepMetrics
+
+LINES_PER_HEADER = 20
+_GAP = "  "
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column. Of those that do not fit on a terminal, the one with the highest `goes_first` goes first; 0 never."""
+
+    head: str
+    width: int
+    goes_first: int = 0
+    style: str = ""
+
+
+def columns_of(num_steps: int, *, show_mfu: bool) -> tuple[Column, ...]:
+    """All columns of a run; without a known peak there is no MFU to show."""
+    columns = (
+        Column("step", max(7, 2 * len(str(num_steps)) + 1)),
+        Column("loss", 7, style="bold"),
+        Column("lr", 8, 3),
+        Column("grad", 6, 2),
+        Column("tokens/s", 8),
+        Column("TFLOP/s", 7, 4),
+        Column("hardware", 8, 6),
+        Column("MFU", 6, 1),
+        Column("memory", 10, 5),
+        Column("s/step", 7),
+        Column("ETA", 8),
+    )
+    return tuple(column for column in columns if show_mfu or column.head != "MFU")
+
+
+def has_line(step: int, log_interval: int, num_steps: int) -> bool:
+    """Whether a step, counted from 1, has a line: the first, the last and every `log_interval`-th."""
+    return step == 1 or step == num_steps or (step % log_interval == 0 and step < num_steps)
+
+
+def fitting(columns: Sequence[Column], width: int) -> tuple[Column, ...]:
+    """The columns, in order, that a terminal of `width` characters has room for."""
+    kept = list(columns)
+    while sum(column.width + len(_GAP) for column in kept) - len(_GAP) > width:
+        dispensable = max(kept, key=lambda column: column.goes_first)
+        if dispensable.goes_first == 0:
+            break
+        kept.remove(dispensable)
+    return tuple(kept)
+
+
+def cells(steps: Sequence[StepMetrics], num_steps: int, eta_seconds: float) -> dict[str, str]:
+    """What stands in the line of the last of `steps`, by column; `steps` are those since the line before."""
+    last = steps[-1]
+    seconds = sum(step.step_time_seconds for step in steps)
+
+    def mean(values: Sequence[float]) -> float:
+        """Over time: what was done in all of the steps by the time that all of them took."""
+        return sum(value * step.step_time_seconds for value, step in zip(values, steps, strict=True)) / seconds
+
+    mfus = [step.mfu for step in steps if step.mfu is not None]
+    return {
+        "step": f"{last.step}/{num_steps}",
+        "loss": f"{last.loss:.4f}",
+        "lr": f"{last.lr:.2e}",
+        "grad": significant(last.grad_norm),
+        "tokens/s": compact(mean([step.tokens_per_second for step in steps])),
+        "TFLOP/s": significant(mean([step.model_tflops_per_device for step in steps])),
+        "hardware": significant(mean([step.hardware_tflops_per_device for step in steps])),
+        "MFU": f"{mean(mfus):.1%}" if len(mfus) == len(steps) else "",
+        "memory": gibibytes(last.peak_memory_bytes),
+        "s/step": significant(seconds / len(steps)),
+        "ETA": duration(eta_seconds),
+    }
+
+
+class Table:
+    """The lines of one outlet; it remembers when its header is due: every 20 lines, and when other columns fit.
+
+    Attributes:
+        first_width: of the column of steps.
+    """
+
+    def __init__(self, columns: Sequence[Column]) -> None:
+        self.first_width = columns[0].width
+        self._columns = columns
+        self._shown: tuple[Column, ...] = ()
+        self._num_lines = 0
+
+    def lines(self, row: Mapping[str, str], width: int) -> list[Text]:
+        """The line of `row`, with the header above it where it is due."""
+        columns = fitting(self._columns, width)
+        lines = []
+        if columns != self._shown or self._num_lines % LINES_PER_HEADER == 0:
+            self._shown, self._num_lines = columns, 0
+            lines.append(Text(_GAP.join(f"{column.head:>{column.width}}" for column in columns), "dim"))
+        self._num_lines += 1
+        lines.append(Text(_GAP).join(Text(f"{row[column.head]:>{column.width}}", column.style) for column in columns))
+        return lines

@@ -1,0 +1,290 @@
+"""Weights & Biases: one run over all attempts, never in the way of training (no torch here).
+
+    WANDB_MODE=offline, disabled   that mode
+    no key                         offline: nobody is asked for one
+    a key                          online; where that fails within its time limit, offline
+
+    train/loss  train/val_loss  perf/mfu  optim/lr ...     every metric is drawn against train/step
+    tokens/loss  tokens/val_loss                           the same against train/consumed_tokens: runs of other batch sizes
+    alerts                                                 the events of `events.ALERTS`, whichever rank wrote them
+
+The mode is always said: unset, with a key and without a network, wandb waits for 100 seconds and then fails (0.31). The id
+stands in the run directory, so that the next attempt continues the run; offline attempts make new folders with the same id,
+and `wandb sync` joins them. wandb's own step counter is not used: it starts at 0 in every attempt. A step that is made again
+after a resume is one more point at the same train/step, with its own train/attempt: nothing is overwritten.
+
+wandb's process writes to the disk every 15 seconds or so (0.31): of a job that is killed, that much is in metrics.jsonl alone.
+"""
+
+import inspect
+import json
+import os
+import re
+import secrets
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from engine.config.schema import Config
+from engine.config.telemetry import WandbConfig
+from engine.errors import TriaxisError
+from engine.run.directory import RunDirectory
+from engine.storage.files import write_atomically
+from engine.storage.json_text import parse_json
+from engine.storage.redaction import tree_without_secrets, without_secrets
+from engine.storage.state_files import read_regular
+from engine.telemetry.outlets.sections import sections
+from engine.telemetry.record.events import ALERTS, OLD_FILE, Event, read_events
+from engine.telemetry.record.metrics import StepMetrics
+
+AGAINST_TOKENS = ("loss", "val_loss")
+"""Metrics of the section train that are drawn against tokens too."""
+
+_DEFAULTS: Mapping[str, float] = {"init_timeout": 20.0, "finish_timeout": 60.0}
+"""Seconds that we let wandb have, unless WANDB_INIT_TIMEOUT, WANDB_FINISH_TIMEOUT say otherwise. Its own: 90 and for ever."""
+
+_MOST_CHARACTERS = 300
+"""Of a detail in an alert."""
+
+_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+_TEARDOWN_SECONDS = 10.0
+_CLOSE_SECONDS = 90.0
+"""After which wandb's own process is ended, since it was seen to outlive its own limits."""
+
+
+class WandbSink:
+    """The sink behind wandb.
+
+    Args:
+        config: of the run; recorded whole.
+        directory: where `wandb_id` and `wandb/` stand.
+        layout: parallel sizes and what else is worth filtering by; recorded beside the config.
+
+    Attributes:
+        mode: online, offline or disabled, as it came out.
+        why: for offline and disabled, the reason.
+        url: of the run, where it is online.
+        sync_command: uploads what is only on disk, all attempts in order; None where there is nothing to upload.
+
+    Raises:
+        Exception: whatever wandb raises when not even offline works.
+    """
+
+    name = "wandb"
+
+    def __init__(self, config: Config, directory: RunDirectory, layout: Mapping[str, Any]) -> None:
+        assert config.telemetry.wandb is not None, "telemetry.wandb is set"
+        import wandb
+
+        arguments = _arguments(config.telemetry.wandb, directory)
+        arguments["config"] = tree_without_secrets({**config.model_dump(mode="json"), "layout": dict(layout)})
+        with _cache_in(directory), _words_without_secrets():
+            self._run, self.mode, self.why = _start(wandb, _settings(wandb), arguments)
+        self.url: str | None = self._run.url if self.mode == "online" else None
+        self.sync_command = _sync_command(arguments["dir"], arguments["id"]) if self.mode == "offline" else None
+        self._run.define_metric("train/step")
+        self._run.define_metric("*", step_metric="train/step")
+        self._run.define_metric("train/val_loss", step_metric="train/step", summary="min,last")
+        self._run.define_metric("train/consumed_tokens", step_metric="train/step")
+        for name in AGAINST_TOKENS:
+            self._run.define_metric(f"tokens/{name}", step_metric="train/consumed_tokens")
+        self._alerts = _Alerts(self._run, directory)
+
+    def record(self, metrics: StepMetrics) -> None:
+        """Hands the values to wandb's own process; does not wait for a network."""
+        values = sections(metrics)
+        against_tokens = {
+            f"tokens/{name}": values[f"train/{name}"] for name in AGAINST_TOKENS if f"train/{name}" in values
+        }
+        self._run.log(values | against_tokens)
+        self._alerts.send()
+
+    def send_alerts(self) -> None:
+        """Alert of the events that were written down since; any thread may call it."""
+        self._alerts.send()
+
+    def close(self, limit_seconds: float = _CLOSE_SECONDS) -> None:
+        """Send the last alerts and let wandb finish, in bounded time; any thread may call it, before its process ends."""
+        with ending_its_process_after(limit_seconds):
+            self._alerts.send()
+            self._run.finish()
+
+
+class _Alerts:
+    """Follows the events of all nodes, so that each is alerted once: those of other ranks, and of an attempt that died, too."""
+
+    def __init__(self, run: Any, directory: RunDirectory) -> None:
+        self._run = run
+        self._directory, self._marker = directory.path, directory.wandb_alerted
+        self._name = directory.path.name
+        self._lock = threading.Lock()
+        self._ends: Mapping[str, int] = _alerted(self._marker)
+
+    def send(self) -> None:
+        with self._lock:
+            read = read_events(self._directory, self._ends)
+            told = [event for event in read.events if event.kind in ALERTS]
+            self._ends = read.ends
+            if told:
+                write_atomically(self._marker, [json.dumps(read.ends).encode()])
+            for event in told:
+                self._run.alert(
+                    f"{self._name}: {event.kind}"[:63], without_secrets(_in_words(event)), level=ALERTS[event.kind]
+                )
+                if event.details.get("reason") == "preempted":
+                    self._run.mark_preempting()
+
+
+def _alerted(marker: Path) -> Mapping[str, int]:
+    """Read `wandb_alerted`: bytes by file; none where it is missing or damaged, so people are alerted once more.
+
+    Runs from before nodes had files of their own hold the bytes of their one file.
+    """
+    try:
+        held = parse_json(read_regular(marker))
+    except (OSError, ValueError):
+        return {}
+    ends = held if isinstance(held, dict) else {OLD_FILE: held}
+    return {name: end for name, end in ends.items() if type(end) is int and end >= 0}
+
+
+def _in_words(event: Event) -> str:
+    """For a mail or a chat: what happened, where, and when; what is long stands in the file of events and the rank's log."""
+    at = f"step {event.step:,}, " if event.step is not None else ""
+    rank = f"rank {event.rank}, " if event.rank is not None else ""
+    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(event.unix_time_seconds))
+    values = {name: str(value) for name, value in event.details.items()}
+    details = ", ".join(f"{name} {value}" for name, value in values.items() if len(value) <= _MOST_CHARACTERS)
+    return f"{'; '.join(part for part in (event.message, details) if part)} ({at}{rank}attempt {event.attempt}, {when})"
+
+
+def _sync_command(folder: str, run_id: str) -> str:
+    """For a shell: the folders of one run are uploaded in the order in which they were made."""
+    return f"wandb sync {shlex.quote(folder)}/wandb/offline-run-*-{shlex.quote(run_id)}"
+
+
+@contextmanager
+def _cache_in(directory: RunDirectory) -> Iterator[None]:
+    """A process of wandb that is started inside keeps its cache and logs in the run directory, not in the user's home."""
+    name = "WANDB_CACHE_DIR"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = str(directory.path.resolve() / "wandb" / "cache")
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+@contextmanager
+def _words_without_secrets() -> Iterator[None]:
+    """Blot secrets out of `sys.argv` within the block: wandb uploads the command line with its metadata."""
+    words = sys.argv
+    sys.argv = [without_secrets(word) for word in words]
+    try:
+        yield
+    finally:
+        sys.argv = words
+
+
+def _start(wandb: Any, settings: Any, arguments: dict[str, Any]) -> tuple[Any, str, str]:
+    """The run, its mode, and why it is not online."""
+    given = os.environ.get("WANDB_MODE") or ("disabled" if os.environ.get("WANDB_DISABLED") == "true" else "online")
+    if given != "online":
+        return wandb.init(mode=given, settings=settings, **arguments), given, "the environment says so"
+    why = "no API key"
+    try:
+        wandb.setup(settings=settings)
+        if _has_key(wandb):
+            return wandb.init(mode="online", settings=settings, **arguments), "online", ""
+    except Exception as error:
+        why = without_secrets(f"online failed: {(str(error) or type(error).__name__).splitlines()[0]}")
+        with suppress(Exception), ending_its_process_after(_TEARDOWN_SECONDS):
+            wandb.teardown()  # its process may still hold the id, and would refuse a second init
+    return wandb.init(mode="offline", settings=settings, **arguments), "offline", why
+
+
+@contextmanager
+def ending_its_process_after(limit_seconds: float) -> Iterator[None]:
+    """End wandb's own process if what is inside takes longer: wandb waits for it without a limit, and it may never end."""
+    timer = threading.Timer(limit_seconds, _end_service)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _end_service() -> None:
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if child.name().startswith("wandb"):
+                child.kill()
+
+
+def _has_key(wandb: Any) -> bool:
+    """Whether wandb finds a key (environment, netrc), without asking a person. It may verify it, which takes seconds.
+
+    Raises:
+        Exception: wandb's own, where it finds a key and cannot use it.
+    """
+    if "prompt" in inspect.signature(wandb.login).parameters:
+        return bool(wandb.login(prompt=False))
+    return wandb.api.api_key is not None  # deprecated where login can be told not to prompt
+
+
+def _settings(wandb: Any) -> Any:
+    """Bounded waits; an environment variable counts more. Our console stays ours: wandb does not capture it."""
+    known = wandb.Settings.model_fields
+    settings: dict[str, Any] = {
+        name: seconds
+        for name, seconds in _DEFAULTS.items()
+        if name in known and f"WANDB_{name.upper()}" not in os.environ
+    }
+    if "WANDB_SILENT" not in os.environ:
+        settings["silent"] = True
+    if "WANDB_CONSOLE" not in os.environ:
+        settings["console"] = "off"
+    return wandb.Settings(**settings)
+
+
+def _arguments(chosen: WandbConfig, directory: RunDirectory) -> dict[str, Any]:
+    """What identifies the run: environment before config, as wandb's users expect of WANDB_*."""
+    variables = os.environ
+    return {
+        "project": variables.get("WANDB_PROJECT", chosen.project),
+        "entity": variables.get("WANDB_ENTITY", chosen.entity),
+        "name": variables.get("WANDB_NAME", chosen.name or directory.path.name),
+        "tags": variables["WANDB_TAGS"].split(",") if "WANDB_TAGS" in variables else list(chosen.tags),
+        "dir": variables.get("WANDB_DIR", str(directory.path)),
+        "id": variables.get("WANDB_RUN_ID") or _kept_id(directory),
+        "resume": variables.get("WANDB_RESUME", "allow"),
+        "reinit": "create_new",
+    }
+
+
+def _kept_id(directory: RunDirectory) -> str:
+    """The id of this run directory's wandb run, made at the first attempt. It becomes part of folder names.
+
+    Raises:
+        TriaxisError: the file holds something else.
+    """
+    if not directory.wandb_id.exists():
+        write_atomically(directory.wandb_id, [secrets.token_hex(4).encode()])
+    kept = directory.known_wandb_id() or ""
+    if not _ID.fullmatch(kept):
+        raise TriaxisError(
+            f"{directory.wandb_id} holds {kept!r}, which is no id of a run: letters, digits, - and _, at most 64. Write the id of "
+            "the run's page into it, or remove it: the next attempt then begins another page."
+        )
+    return kept

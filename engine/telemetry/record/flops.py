@@ -1,0 +1,133 @@
+"""Floating-point operations of a training step, and what a device could do (no torch here).
+
+A multiplication and an addition count as two. Forward 2 per weight and token, backward twice that: 6. Per token:
+
+    model, causal      6 N + 6 L a d s      N: weights of all GEMMs, LM head once; a query sees s/2 keys on average
+    model, non-causal  6 N + 12 L a d s     as if every query saw all s keys (2205.05198, NVIDIA's published tables)
+    hardware           causal, plus forwards that recompute repeats, plus the padded columns of the head
+
+MFU divides model FLOPs by the peak, HFU hardware FLOPs. The four numbers that papers call "MFU" differ by up to a third:
+whoever prints one prints its convention too.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.config.schema import ModelConfig, RecomputeConfig
+
+CONVENTION = "6 x GEMM weights + 6 x layers x heads x head size x sequence (causal)"
+"""What `model_flops_per_token` counts, for whoever prints it."""
+
+
+def gemm_weights(model: ModelConfig) -> int:
+    """Weights that a token is multiplied with: all linear layers, and the head once, tied or not (logical vocabulary)."""
+    return model.num_layers * _layer_weights(model) + model.vocab_size * model.hidden_size
+
+
+def model_flops_per_token(model: ModelConfig, *, causal: bool = True) -> int:
+    """FLOPs that the mathematics of a forward and backward needs, per token, whatever the engine does.
+
+    The vocabulary is the logical one: padding it is the engine's choice. Norms, activations, embedding look-ups and the
+    softmax are left out, as in every published formula (2104.04473 appendix, 2205.05198 appendix A).
+
+    Args:
+        model: sizes.
+        causal: count the half of the attention matrix that a causal mask leaves; False: all of it.
+    """
+    return 3 * (2 * gemm_weights(model) + model.num_layers * _core_forward(model, causal=causal))
+
+
+def hardware_flops_per_token(model: ModelConfig, recompute: RecomputeConfig, layers_per_chunk: Sequence[int]) -> int:
+    """FLOPs that are executed, per token: causal, padded vocabulary, recomputed forwards included.
+
+    Not in it: the scores that flash attention computes again in its backward, kv projections of replicated heads.
+
+    Args:
+        model: sizes.
+        recompute: never `auto`, but what it came to. full, uniform repeats every layer's forward; full, block: that of the first
+            `num_layers` layers of every chunk; of the other layers, attention's core and the MLP's first GEMM are repeated where
+            they are among the parts (other parts have no GEMM). With `head_tokens`, the head's forward is repeated too.
+        layers_per_chunk: transformer layers of each of the pp x vpp chunks.
+    """
+    padding = 3 * 2 * (model.padded_vocab_size - model.vocab_size) * model.hidden_size
+    core = _core_forward(model, causal=True)
+    assert recompute.granularity != "auto", "models.predict.rank_memory.settled says what it comes to"
+    whole = 0
+    if recompute.granularity == "full":
+        limit = recompute.num_layers if recompute.method == "block" else model.num_layers
+        whole = sum(min(layers, limit) for layers in layers_per_chunk)
+    first_gemm = 2 * (2 if model.activation == "swiglu" else 1) * model.ffn_size * model.hidden_size
+    in_part = {"attention": core, "mlp": first_gemm}
+    again = whole * (2 * _layer_weights(model) + core)
+    again += (model.num_layers - whole) * sum(in_part.get(part, 0) for part in recompute.parts)
+    if recompute.head_tokens is not None:
+        again += 2 * model.padded_vocab_size * model.hidden_size
+    return model_flops_per_token(model) + padding + again
+
+
+def _layer_weights(model: ModelConfig) -> int:
+    attention = 2 * (model.num_attention_heads + model.kv_heads) * model.head_size * model.hidden_size
+    matrices_of_mlp = 3 if model.activation == "swiglu" else 2
+    return attention + matrices_of_mlp * model.ffn_size * model.hidden_size
+
+
+def _core_forward(model: ModelConfig, *, causal: bool) -> int:
+    """FLOPs of one layer's scores and weighted sum per token: 2 GEMMs of s x a d, halved by a causal mask."""
+    full = 2 * 2 * model.num_attention_heads * model.head_size * model.seq_length
+    return full // 2 if causal else full
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """A device's dense peak in TFLOP/s, and who says so."""
+
+    tflops: float
+    source: str
+
+
+# Dense bf16 = dense fp16 on tensor cores with fp32 accumulation. Data sheets often print the number with 2:4 sparsity: half
+# of that stands here. The first entry counts whose words are all in the device's name, so longer names come first.
+_PEAKS: tuple[tuple[str, Peak], ...] = (
+    ("GB300", Peak(2500.0, "NVIDIA GB300 NVL72 page: 5 PFLOPS sparse per GPU")),
+    ("B300", Peak(2250.0, "NVIDIA HGX B300 page: 36 PFLOPS sparse per 8 GPUs")),
+    ("GB200", Peak(2500.0, "NVIDIA GB200 NVL72 data sheet: 5 PFLOPS sparse per GPU")),
+    ("B200", Peak(2250.0, "NVIDIA HGX B200 data sheet: 36 PFLOPS sparse per 8 GPUs")),
+    ("GH200", Peak(989.4, "NVIDIA GH200 data sheet: 1,979 sparse")),
+    ("H200 NVL", Peak(835.5, "NVIDIA H200 data sheet: 1,671 sparse")),
+    ("H200", Peak(989.4, "NVIDIA H200 data sheet: 1,979 sparse")),
+    ("H100 NVL", Peak(835.5, "NVIDIA H100 data sheet: 1,671 sparse")),
+    ("H100 PCIe", Peak(756.5, "NVIDIA H100 data sheet: 1,513 sparse")),
+    ("H100", Peak(989.4, "NVIDIA H100 architecture white paper, SXM5")),
+    ("H800 PCIe", Peak(756.5, "NVIDIA H800 data sheet: 1,513 sparse")),
+    ("H800", Peak(989.4, "NVIDIA H800 data sheet: 1,979 sparse")),
+    ("A100", Peak(312.0, "NVIDIA A100 data sheet")),
+    ("A800", Peak(312.0, "NVIDIA A800 data sheet")),
+    ("A30", Peak(165.0, "NVIDIA A30 data sheet")),
+    ("A40", Peak(149.7, "NVIDIA A40 data sheet")),
+    ("L40S", Peak(362.05, "NVIDIA L40S data sheet")),
+    ("L40", Peak(181.05, "NVIDIA L40 data sheet")),
+    ("L4", Peak(121.0, "NVIDIA L4 data sheet: 242 sparse")),
+    ("RTX 4090", Peak(165.2, "NVIDIA Ada architecture white paper, fp32 accumulation")),
+    ("RTX 3090", Peak(71.0, "NVIDIA GA102 architecture white paper, fp32 accumulation")),
+)
+
+
+def known_peak(device_name: str, dtype: str) -> Peak | None:
+    """The peak of a device with its source; None where the table does not know it.
+
+    Args:
+        device_name: as `torch.cuda.get_device_name` says ("NVIDIA H100 80GB HBM3").
+        dtype: of the GEMMs, as in `precision.dtype`; fp32 and float64 have no entry, since whether they run on tensor cores
+            is a setting of the process, not of the device. A MIG slice has none: it is a part of its GPU.
+    """
+    words = device_name.replace("-", " ").split()
+    if dtype not in ("bf16", "fp16") or "MIG" in words:
+        return None
+    # Whole words: an A10G is no A10. The form factor may stand apart from the model ("NVIDIA H100 80GB PCIe").
+    return next((peak for name, peak in _PEAKS if all(word in words for word in name.split())), None)
+
+
+def peak_tflops(device_name: str, dtype: str) -> float | None:
+    """Dense peak in TFLOP/s of one device, or None where it is not known."""
+    peak = known_peak(device_name, dtype)
+    return peak.tflops if peak else None

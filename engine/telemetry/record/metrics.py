@@ -1,0 +1,142 @@
+"""What is known about a step, as one typed record, and how its speeds are worked out (no torch here).
+
+    losses and norms (agreed by all ranks)  +  spans of host time  +  FLOPs per token   ->   StepMetrics   ->   every sink
+
+Losses are in nats per token. Speeds are those of the whole job, `_per_device` those of one rank. Time spent in validation
+is no part of a step.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from engine.config.schema import BatchPlan, Config
+from engine.telemetry.record.flops import Peak, hardware_flops_per_token, known_peak, model_flops_per_token
+from engine.telemetry.timing.phases import VALIDATION
+from engine.telemetry.timing.time_split import TimeSplit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """One optimizer step.
+
+    Attributes:
+        step: counts from 1: how many steps have been made when this one is done.
+        attempt: how often this run had been started before.
+        unix_time_seconds: when the step ended.
+        consumed_samples, consumed_tokens: since the beginning of the run, this step included, masked tokens too.
+        loss: nats per unmasked token of the global batch, before the update.
+        loss_tokens: unmasked tokens of the global batch.
+        lr: with which the weights were updated.
+        grad_norm: global, before clipping.
+        step_time_seconds: from the end of the last step to the end of this one, without validation.
+        spans_seconds: the same time by phase; they add up to it.
+        tokens_per_second: of the whole job, masked tokens included.
+        model_tflops_per_device: model FLOPs, causal, logical vocabulary (`engine.telemetry.record.flops`).
+        hardware_tflops_per_device: with recomputed forwards and the padded vocabulary.
+        mfu, hfu: those two over the device's peak, 0 to 1; None where no peak is known.
+        peak_memory_bytes: of the logging rank, since the start: allocated by torch on a GPU, resident on a CPU.
+        val_loss: nats per token of the validation that followed this step; None where none did.
+        time_split: where the time of the steps before this one went, on all ranks (`engine.telemetry.timing.step_times`); None but
+            on steps with a line.
+    """
+
+    step: int
+    attempt: int
+    unix_time_seconds: float
+    consumed_samples: int
+    consumed_tokens: int
+    loss: float
+    loss_tokens: int
+    lr: float
+    grad_norm: float
+    step_time_seconds: float
+    spans_seconds: Mapping[str, float]
+    tokens_per_second: float
+    model_tflops_per_device: float
+    hardware_tflops_per_device: float
+    mfu: float | None
+    hfu: float | None
+    peak_memory_bytes: int
+    val_loss: float | None = None
+    time_split: TimeSplit | None = None
+
+    def to_record(self) -> dict[str, Any]:
+        """As a JSON object; `val_loss` only where there was a validation, `time_split` (an object) only where one is known."""
+        record = asdict(replace(self, time_split=None))
+        record["time_split"] = None if self.time_split is None else self.time_split.to_record()
+        for optional in ("val_loss", "time_split"):
+            if record[optional] is None:
+                del record[optional]
+        return record
+
+
+class Meter:
+    """Turns what a step did and how long it took into `StepMetrics`.
+
+    Args:
+        config: sizes, recompute, dtype, and `telemetry.peak_tflops`, which is believed before the table of devices.
+        plan: the batch arithmetic.
+        layers_per_chunk: transformer layers of each of the pp x vpp chunks.
+        world_size: devices that share the work.
+        device_name: as torch says it; "cpu" has no peak.
+        attempt: of the run directory.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        plan: BatchPlan,
+        *,
+        layers_per_chunk: Sequence[int],
+        world_size: int,
+        device_name: str,
+        attempt: int,
+    ) -> None:
+        self.model_flops_per_token = model_flops_per_token(config.model)
+        self.hardware_flops_per_token = hardware_flops_per_token(config.model, config.recompute, layers_per_chunk)
+        self.peak = known_peak(device_name, config.precision.dtype)
+        if config.telemetry.peak_tflops is not None:
+            self.peak = Peak(config.telemetry.peak_tflops, "telemetry.peak_tflops")
+        self._plan = plan
+        self._world_size = world_size
+        self._attempt = attempt
+
+    def measure(
+        self,
+        step: int,
+        *,
+        loss: float,
+        loss_tokens: int,
+        lr: float,
+        grad_norm: float,
+        spans_seconds: Mapping[str, float],
+        unix_time_seconds: float,
+        peak_memory_bytes: int,
+    ) -> StepMetrics:
+        """The record of a step that has ended; `step` counts from 1."""
+        spans = {name: seconds for name, seconds in spans_seconds.items() if name != VALIDATION}
+        step_time_seconds = sum(spans.values())
+        tokens_per_second = self._plan.tokens_per_step / step_time_seconds
+        teratokens_per_device = tokens_per_second / self._world_size / 1e12
+        model_tflops = self.model_flops_per_token * teratokens_per_device
+        hardware_tflops = self.hardware_flops_per_token * teratokens_per_device
+        return StepMetrics(
+            step=step,
+            attempt=self._attempt,
+            unix_time_seconds=unix_time_seconds,
+            consumed_samples=step * self._plan.samples_per_step,
+            consumed_tokens=step * self._plan.tokens_per_step,
+            loss=loss,
+            loss_tokens=loss_tokens,
+            lr=lr,
+            grad_norm=grad_norm,
+            step_time_seconds=step_time_seconds,
+            spans_seconds=spans,
+            tokens_per_second=tokens_per_second,
+            model_tflops_per_device=model_tflops,
+            hardware_tflops_per_device=hardware_tflops,
+            mfu=model_tflops / self.peak.tflops if self.peak else None,
+            hfu=hardware_tflops / self.peak.tflops if self.peak else None,
+            peak_memory_bytes=peak_memory_bytes,
+        )

@@ -1,0 +1,105 @@
+"""How many parameters: by a formula beside a count of what was built, by module (no torch here).
+
+    formula   from the sizes in the config alone, written without looking at `models/specs.py`
+    count     from the records of what the ranks hold; a box that stands on n ranks counts 1/n on each of them
+
+The two agree to the last parameter. A layer that was dropped because it did not divide, or a bias too many, shows as a
+difference at the start of the run. Padding is outside the logical shapes and counted nowhere.
+"""
+
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+
+from engine.config.schema import ModelConfig
+from engine.layout.shard_spec import ParamRecord
+
+MODULES = ("embedding", "attention", "mlp", "norms", "head")
+"""The rows of the table; a tied head is counted with the embedding, learned positions too."""
+
+
+def num_parameters(model: ModelConfig) -> dict[str, int]:
+    """Parameters by module (`MODULES`), from the formula; logical vocabulary V.
+
+    h hidden, a heads, g kv heads, d head size, f MLP width, L layers, S sequence:
+
+        embedding   V h  (+ S h with learned positions)
+        attention   L (2 a d h + 2 g d h)     biases: qkv  L (a + 2 g) d      all  + L h
+        mlp         L 2 f h   (SwiGLU: 3)     biases: all  L (f + h)   (SwiGLU: 2 f + h)
+        norms       (2 L + 1) h  (LayerNorm: 2 each)   QK-norm  + 2 L d
+        head        V h, 0 where it is tied
+    """
+    h, d, f = model.hidden_size, model.head_size, model.ffn_size
+    a, g, layers = model.num_attention_heads, model.kv_heads, model.num_layers
+    inputs_of_mlp = 2 if model.activation == "swiglu" else 1
+
+    attention = 2 * (a + g) * d * h
+    mlp = (inputs_of_mlp + 1) * f * h
+    if model.bias != "none":
+        attention += (a + 2 * g) * d
+    if model.bias == "all":
+        attention += h
+        mlp += inputs_of_mlp * f + h
+    norm = 2 * h if model.norm == "layernorm" else h
+    positions = model.seq_length * h if model.position == "learned" else 0
+    return {
+        "embedding": model.vocab_size * h + positions,
+        "attention": layers * attention,
+        "mlp": layers * mlp,
+        "norms": (2 * layers + 1) * norm + (2 * layers * d if model.qk_norm else 0),
+        "head": 0 if model.tie_embeddings else model.vocab_size * h,
+    }
+
+
+def module_of(name: str) -> str:
+    """The row of the table that a parameter belongs to, from its global name."""
+    parts = name.split(".")
+    if any(part == "norm" or part.endswith("_norm") for part in parts):
+        return "norms"
+    return next(module for module in MODULES if module in parts)
+
+
+def local_counts(records: Iterable[ParamRecord], dp: int, replicas: Mapping[str, int]) -> dict[str, float]:
+    """This rank's share of the parameters, by module; the sum over all ranks is the count.
+
+    Args:
+        records: of all parameters that this rank holds.
+        dp: every box stands on each data-parallel rank.
+        replicas: size of each axis that a record may name as its replicas (`tp`, `kv_replicas`, `ends`).
+
+    Returns:
+        Shares as floats, to go through one all-reduce. A share is k/n with n ranks: the sum is rounded by
+        `round_counts`, exact below 2^50 parameters.
+    """
+    shares = dict.fromkeys(MODULES, Fraction(0))
+    for record in records:
+        holders = dp * (replicas[record.replicas] if record.replicas else 1)
+        shares[module_of(record.name)] += Fraction(record.box_numel, holders)
+    return {module: float(share) for module, share in shares.items()}
+
+
+def round_counts(sums: Mapping[str, float]) -> dict[str, int]:
+    """The whole numbers that shares added up over all ranks stand for."""
+    return {module: round(value) for module, value in sums.items()}
+
+
+def comparison(counted: Mapping[str, int], model: ModelConfig) -> list[str]:
+    """Lines for the start banner: each module's count, and how far it is from the formula's.
+
+    Args:
+        counted: parameters by module over all ranks.
+        model: what the formula is evaluated for.
+    """
+    expected = num_parameters(model)
+    modules = ", ".join(f"{module} {counted[module]:,}" for module in MODULES if counted[module])
+    total, formula = sum(counted.values()), sum(expected.values())
+    if dict(counted) == expected:
+        return [f"{total:,} counted on the ranks = {formula:,} by the formula", modules]
+    wrong = [
+        f"{module}: {counted[module]:,} counted, {expected[module]:,} by the formula"
+        for module in MODULES
+        if counted[module] != expected[module]
+    ]
+    return [
+        f"{total:,} counted on the ranks, but {formula:,} by the formula: the model is not what was asked for",
+        *wrong,
+    ]

@@ -1,0 +1,191 @@
+"""The times of a rank's steps: marked here, told to all ranks before each line, worked out on the logging rank.
+
+    step   1     2 ... 8     9             10                11 ... 18     19            20
+    line   x                               x                                             x
+           |     |---- measured ---|       | the split of     |---- measured ----|       | the split of 10 to 19
+           |                       tell    |   2 to 9
+           warms up
+
+A rank's row has twelve numbers, and with a pipeline five for each measured step and two for each of its actions. Rows travel to
+rank 0 along tp, pp and dp (`engine.comm.gather`). The first of these calls is posted when the numbers of the step before a line are
+read, and the others when those of the line are. So a line shows where the time of the steps before it went. The first step of an
+attempt warms up and is in no split. On a GPU only the step before a line is marked; the timeline's steps are marked everywhere.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from engine.comm.collectives import Axis
+from engine.comm.gather import Gathering
+from engine.comm.topology import Topology
+from engine.config.telemetry import TelemetryConfig
+from engine.device.host_copy import HostCopy, to_device
+from engine.numerics.precision import AGREEMENT_DTYPE
+from engine.pipeline.actions import Schedule
+from engine.pipeline.lowering import Instruction
+from engine.telemetry.outlets.table import has_line
+from engine.telemetry.timing.bubble import Attribution, num_actions
+from engine.telemetry.timing.clock_offsets import measure_offset
+from engine.telemetry.timing.clocks import HostClock, StreamClock
+from engine.telemetry.timing.marks import MarkedStep, Marks
+from engine.telemetry.timing.phases import BETWEEN
+from engine.telemetry.timing.time_split import Tally, TimeSplit
+from engine.telemetry.timing.timeline import Timeline
+
+PURPOSE = "telemetry"
+"""How the ledger labels what the ranks tell each other of their times."""
+
+
+class StepTimes:
+    """A `engine.telemetry.trace.profile.StepWatcher` that also hears of waits and ends of steps. All ranks make the same calls.
+
+    Args:
+        config: how often there is a line, and whether times are split.
+        topology: of this rank. Its ledger tells this object of every wait from now on.
+        schedule: of a training step.
+        num_steps: of the whole run.
+        steps_made: before this attempt.
+        clock: of the rank's device (`engine.telemetry.timing.clocks.clock_of`).
+        timeline: this rank's row, of the same steps on all ranks; None: none is asked for.
+    """
+
+    def __init__(
+        self,
+        config: TelemetryConfig,
+        topology: Topology,
+        schedule: Schedule,
+        *,
+        num_steps: int,
+        steps_made: int,
+        clock: HostClock | StreamClock,
+        timeline: Timeline | None = None,
+    ) -> None:
+        self._config = config
+        self._topology = topology
+        self._world: Axis = topology.axis("world")
+        self._num_actions = num_actions(schedule)
+        self._num_steps = num_steps
+        self._first_step = steps_made + 1
+        self._clock = clock
+        self._timeline = timeline
+        self._traced = range(0) if timeline is None else timeline.steps
+        self._anchor: tuple[Any, float] | None = None
+        self._step = steps_made
+        self._tally = Tally()
+        self._told: tuple[Callable[[], torch.Tensor | None], Tally] | None = None
+        self._attribution: Attribution | None = None
+        if topology.rank == 0:
+            places = [topology.grid.coordinates(rank) for rank in range(topology.grid.world_size)]
+            self._attribution = Attribution(schedule, places)
+        self._compare_clocks()
+        self._marks = Marks(clock, self._wants, steps_made)
+        topology.ledger.clock = self._marks
+
+    def phase(self, name: str) -> None:
+        """The loop goes on to the phase `name`."""
+        self._marks.phase(name)
+
+    def instruction(self, instruction: Instruction | None) -> None:
+        """An observer of an executor (`engine.pipeline.executor.Executor`)."""
+        self._marks.instruction(instruction)
+
+    def end_step(self) -> None:
+        """The host is through with a step."""
+        self._step += 1
+        self._marks.phase(BETWEEN)
+        self._compare_clocks()
+        self._marks.end_step()
+
+    def on_step(self, step: int) -> TimeSplit | None:
+        """The numbers of a step, counted from 1, have been read; the split that belongs into its line, on the logging rank."""
+        split = self._hear()
+        marked = self._marks.take(step)
+        if marked is not None:
+            self._look_at(marked)
+        if self._tally.steps and has_line(step + 1, self._config.log_interval, self._num_steps):
+            self._tell()
+        return split
+
+    def on_rollback(self, step: int) -> None:
+        """The run goes back to where it had made `step` steps."""
+        self._hear()
+        self._tally = Tally()
+        self._step = step
+        self._marks.restart(step)
+
+    def finish(self) -> None:
+        """The loop has ended on all ranks: afterwards every rank's row of the timeline is written."""
+        self._hear()
+        self.close()
+        if self._timeline is not None:
+            self._world.agree([0.0], self._topology.device, PURPOSE)
+
+    def close(self) -> None:
+        """The run is over, perhaps by an error: write what there is."""
+        if self._topology.ledger.clock is self._marks:  # else another listens, and tells the marks, which are closed
+            self._topology.ledger.clock = None
+        self._marks.close()
+        self._write_row()
+
+    def _wants(self, step: int) -> bool:
+        if step in self._traced and self._anchor is not None:
+            return True
+        if not self._config.time_split or step == self._first_step:
+            return False
+        return not self._clock.samples or has_line(step + 1, self._config.log_interval, self._num_steps)
+
+    def _compare_clocks(self) -> None:
+        """Once, before the first step of the timeline."""
+        first = max(self._traced.start, self._first_step)
+        is_due = self._step + 1 == first and first in self._traced and self._anchor is None
+        if self._timeline is not None and is_due:
+            offset = measure_offset(self._world, self._topology.device)
+            self._timeline.set_clock(offset.origin_seconds, offset.error_seconds)
+            self._anchor = self._clock.anchor()
+
+    def _look_at(self, marked: MarkedStep) -> None:
+        times = self._clock.elapsed(marked.marks)
+        if self._config.time_split and marked.step != self._first_step:
+            self._tally.add(marked.step, marked.doings, times)
+        if self._timeline is not None and self._anchor is not None and marked.step in self._traced:
+            mark, seconds = self._anchor
+            start = seconds + self._clock.elapsed([mark, marked.marks[0]])[1]
+            self._timeline.add(marked.step, marked.doings, [start + each for each in times])
+            if marked.step == self._traced[-1]:
+                self._write_row()
+                self._traced = range(0)
+
+    def _write_row(self) -> None:
+        """A disk that is full costs the row, not the run."""
+        try:
+            if self._timeline is not None:
+                self._timeline.write()
+        except OSError as error:
+            print(f"rank {self._topology.rank}: its row of the timeline is not written: {error}", file=sys.stderr)
+
+    def _tell(self) -> None:
+        """Post what this rank's steps were like since the last time."""
+        numbers = self._tally.numbers(self._num_actions)
+        device = self._topology.device
+        gathering = Gathering(self._topology, to_device(numbers, AGREEMENT_DTYPE, device), PURPOSE)
+        if device.type == "cpu" or self._topology.staged:
+            # A wait would stop the host.
+            self._told = gathering.finish, self._tally
+        else:
+            # The copy must stand before the next step on the stream.
+            rows = gathering.finish()
+            self._told = (lambda: None) if rows is None else HostCopy(rows).arrived, self._tally
+        self._tally = Tally()
+
+    def _hear(self) -> TimeSplit | None:
+        """What all ranks told, on the logging rank."""
+        if self._told is None:
+            return None
+        (read, tally), self._told = self._told, None
+        rows = read()
+        if rows is None or self._attribution is None:
+            return None
+        return self._attribution.work_out(rows.cpu().numpy(), tally.steps[0], tally.steps[-1])

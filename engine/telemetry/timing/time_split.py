@@ -1,0 +1,229 @@
+"""Where the time of a step goes, to 100 %: what each rank did, added up, and the parts that all ranks' make (no torch here).
+
+    compute        actions of the schedule, less what is waited for in them
+    exposed_tp     waits for tensor-parallel calls, the cross-entropy's too
+    bubble         waits for another stage that a pipeline has whose messages take no time
+    exposed_pp     what the pipeline's messages cost: posting, waits beyond the bubble, waits until the last sends have left
+    exposed_dp     waits for gradients to be reduced (sums of replicated parameters too), and for parameters to be gathered
+    optimizer      norm, clipping, update; posting of the gathers
+    data           reading and copying the next global batch
+    checkpoint     what saving stops
+    other          everything else: reading and writing down numbers, Python between two actions, the step's agreement
+
+A rank knows that it waited for another stage, but not why: bubble and exposed_pp are told apart where the times of all ranks
+are (`engine.telemetry.timing.bubble`). `Tally` is what a rank tells, `TimeSplit` what comes out.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from statistics import fmean, median
+from typing import Any, Literal, get_args
+
+from engine.pipeline.actions import Action
+from engine.pipeline.lowering import Post
+from engine.telemetry.timing.marks import Doing, Waited
+from engine.telemetry.timing.phases import VALIDATION
+
+Part = Literal[
+    "compute",
+    "exposed_tp",
+    "bubble",
+    "exposed_pp",
+    "exposed_dp",
+    "optimizer",
+    "data",
+    "checkpoint",
+    "other",
+]
+PARTS: tuple[Part, ...] = get_args(Part)
+"""In the order in which they are shown."""
+
+INPUT_WAIT, ENDS_WAIT, END_WAIT = "input_wait", "ends_wait", "end_wait"
+SPANS = (*(part for part in PARTS if part != "bubble"), INPUT_WAIT, ENDS_WAIT, END_WAIT)
+"""What a rank can tell by itself; the bubble takes all ranks. First and last stage meet at the ends (tied embeddings), all ranks at
+the end of the step."""
+
+USUAL = len(SPANS)
+"""Where in `Tally.numbers` the median of compute stands; from the next place on are the steps, each as `PipelineStep.numbers`."""
+
+
+def span_of(doing: Doing) -> str | None:
+    """Which of `SPANS` what a rank does belongs to; None: to no step."""
+    phase, instruction, wait = doing
+    if phase == VALIDATION:
+        return None
+    if phase not in ("forward_backward", "optimizer"):
+        return phase if phase in ("data", "checkpoint") else "other"
+    if wait is not None:
+        return _span_of_wait(wait)
+    if phase == "optimizer":
+        return "optimizer"
+    if instruction is None:
+        return "other"
+    return "exposed_pp" if isinstance(instruction, Post) else "compute"
+
+
+def _span_of_wait(wait: Waited) -> str:
+    if wait.axis in ("pp_forward", "pp_backward"):
+        return INPUT_WAIT if wait.op == "recv" else "exposed_pp"
+    if wait.axis == "ends":
+        return ENDS_WAIT
+    if wait.axis == "world":
+        return END_WAIT
+    return "exposed_tp" if wait.axis == "tp" and wait.purpose != "second sum" else "exposed_dp"
+
+
+@dataclass(slots=True)
+class PipelineStep:
+    """One rank's way through the pipeline in one step, in seconds; moments are on the scale of the step's marks.
+
+    Attributes:
+        begin: when its first instruction began.
+        through: when its last one was done.
+        met: when it left the step's last meeting of all ranks.
+        end_wait: how long it waited there.
+        ends_wait: and before, for the sum over first and last stage.
+        tp_wait: how long it waited for tensor-parallel calls.
+        waits: of each action in order, for its input.
+        durations: of each action in order, waits for its input left out, others not.
+    """
+
+    begin: float
+    through: float
+    met: float
+    end_wait: float = 0.0
+    ends_wait: float = 0.0
+    tp_wait: float = 0.0
+    waits: list[float] = field(default_factory=list)
+    durations: list[float] = field(default_factory=list)
+
+    def numbers(self, num_actions: int) -> list[float]:
+        """`STEP_NUMBERS`, then `waits` and `durations`, each filled up to `num_actions`; `begin` and `through` count from `met`."""
+        assert len(self.waits) <= num_actions, f"{len(self.waits)} actions of a schedule of {num_actions}"
+        none = [0.0] * (num_actions - len(self.waits))
+        moments = [self.begin - self.met, self.through - self.met]
+        return [*moments, self.end_wait, self.ends_wait, self.tp_wait, *self.waits, *none, *self.durations, *none]
+
+
+STEP_NUMBERS = ("begin", "through", "end_wait", "ends_wait", "tp_wait")
+"""What stands before the actions in `PipelineStep.numbers`."""
+
+
+class Tally:
+    """What one rank did over some steps."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self._seconds = dict.fromkeys(SPANS, 0.0)
+        self._compute_seconds: list[float] = []
+        self._pipeline: list[PipelineStep] = []
+
+    def add(self, step: int, doings: Sequence[Doing], times: Sequence[float]) -> None:
+        """One step: what was done between `times[i]` and `times[i + 1]`, in seconds."""
+        self.steps.append(step)
+        computed = self._seconds["compute"]
+        way = PipelineStep(times[-1], times[-1], times[-1])
+        has_begun, before = False, None
+        for place, doing in enumerate(doings):
+            start, stop = times[place], times[place + 1]
+            span = span_of(doing)
+            if span is None:
+                continue
+            seconds = stop - start
+            self._seconds[span] += seconds
+            if span == END_WAIT:
+                way.end_wait += seconds
+                way.met = stop
+            elif span == ENDS_WAIT:
+                way.ends_wait += seconds
+            instruction = doing.instruction
+            # A step that is made again between two steps, to find what is not finite in it, is none of the pipeline's.
+            if instruction is None or doing.phase != "forward_backward":
+                continue
+            if not has_begun:
+                has_begun, way.begin = True, start
+            way.through = stop
+            if span == "exposed_tp":
+                way.tp_wait += seconds
+            if isinstance(instruction, Action):
+                if instruction is not before:
+                    way.waits.append(0.0)
+                    way.durations.append(0.0)
+                    before = instruction
+                (way.waits if span == INPUT_WAIT else way.durations)[-1] += seconds
+        self._compute_seconds.append(self._seconds["compute"] - computed)
+        self._pipeline.append(way)
+
+    def numbers(self, num_actions: int) -> list[float]:
+        """Means per step, the median of what was computed in a step, and the steps; as many for every rank.
+
+        Args:
+            num_actions: of the rank that has most in a step; 0: there is no pipeline, and steps are not told.
+        """
+        spans = [self._seconds[span] / len(self.steps) for span in SPANS]
+        steps = [number for way in self._pipeline for number in way.numbers(num_actions)] if num_actions else []
+        return [*spans, median(self._compute_seconds), *steps]
+
+
+@dataclass(frozen=True)
+class TimeSplit:
+    """Mean times per step, over some steps of all ranks.
+
+    Attributes:
+        first_step, last_step: that were measured, counted from 1.
+        ranks: seconds by part, a mapping per rank; each adds up to that rank's step.
+        schedule_bubbles: seconds per rank that the schedule waits, with the mean durations of each stage's actions.
+        usual_compute: seconds per rank that it computes in the median step: one that was held up does not change it.
+    """
+
+    first_step: int
+    last_step: int
+    ranks: tuple[Mapping[Part, float], ...]
+    schedule_bubbles: tuple[float, ...]
+    usual_compute: tuple[float, ...]
+
+    @cached_property
+    def seconds(self) -> dict[Part, float]:
+        """By part, the mean over the ranks."""
+        return {part: fmean(rank[part] for rank in self.ranks) for part in PARTS}
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a step, the mean over the ranks: the sum of `seconds`."""
+        return sum(self.seconds.values())
+
+    @property
+    def schedule_bubble(self) -> float:
+        """The mean over the ranks, in seconds."""
+        return fmean(self.schedule_bubbles)
+
+    @property
+    def shares(self) -> dict[Part, float]:
+        """`seconds` over `step_seconds`: they add up to 1."""
+        return {part: seconds / self.step_seconds for part, seconds in self.seconds.items()}
+
+    def to_record(self) -> dict[str, Any]:
+        """As a JSON object; of the ranks, the one whose median step computes longest."""
+        slowest = max(range(len(self.ranks)), key=lambda rank: self.usual_compute[rank])
+        return {
+            "first_step": self.first_step,
+            "last_step": self.last_step,
+            "step_seconds": self.step_seconds,
+            **{f"{part}_seconds": seconds for part, seconds in self.seconds.items()},
+            "schedule_bubble_seconds": self.schedule_bubble,
+            "slowest_rank": slowest,
+            "slowest_compute_seconds": self.usual_compute[slowest],
+        }
+
+    def __str__(self) -> str:
+        """One line: `compute 61%  tp 12%  bubble 14% (schedule 13%)  other 13%`, without what is below half a percent."""
+        words = []
+        for part, share in self.shares.items():
+            name = part.removeprefix("exposed_")
+            beside = ""
+            if part == "bubble" and self.schedule_bubble:
+                beside = f" (schedule {self.schedule_bubble / self.step_seconds:.0%})"
+            if share >= 0.005 or beside:
+                words.append(f"{name} {share:.0%}{beside}")
+        return "  ".join(words)

@@ -1,0 +1,218 @@
+"""Some steps of all ranks on one axis of time, for ui.perfetto.dev or chrome://tracing (no torch here).
+
+    rank 0   | step 12                                                            |
+             | data | forward_backward                       | optimizer | other  |
+                    | 0F0 | send 0F0 | 0F1 | ...  | 0B0      |
+                      | wait tp |                 | wait pp_backward |
+    rank 1   | step 12 ...                                                             a row per rank, in the order of the ranks
+
+Actions are named as in the schedule; a group call says what it sends and what it receives by the names of the actions that made
+it and that need it. Each rank writes a file of its own; `merge` makes one of them, when the run ends or by `triaxis timeline`. The
+clocks of the ranks are compared before the first of these steps (`engine.telemetry.timing.clock_offsets`); how exactly stands in
+each row's name.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import TriaxisError
+from engine.pipeline.actions import Action, Placement
+from engine.pipeline.lowering import Instruction, Transfer
+from engine.storage.files import write_atomically
+from engine.storage.json_text import parse_json
+from engine.storage.state_files import read_regular
+from engine.telemetry.timing.marks import Doing
+
+_RANK_FILE = re.compile(r"rank_\d{1,9}\.json")
+_ATTEMPT = re.compile(r"attempt_(\d{1,9})")
+_MOST_BYTES = 2**30
+"""Largest row of one rank; an event has about 200."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Whose row it is.
+
+    Attributes:
+        rank: its place among the rows.
+        world_size: how many rows there should be.
+        text: coordinates and host.
+        pp_rank: its pipeline coordinate.
+        placement: of the schedule, to name what is sent.
+    """
+
+    rank: int
+    world_size: int
+    text: str
+    pp_rank: int
+    placement: Placement
+
+
+class Timeline:
+    """The row of one rank.
+
+    Args:
+        steps: that are in it, counted from 1.
+        row: whose.
+        path: where it is written; its folder is made.
+    """
+
+    def __init__(self, steps: range, row: Row, path: Path) -> None:
+        self.steps = steps
+        self._row = row
+        self._path = path
+        self._origin_seconds = 0.0
+        self._error_seconds = 0.0
+        self._events: list[dict[str, Any]] = []
+
+    def set_clock(self, origin_seconds: float, error_seconds: float) -> None:
+        """What this rank's clock says at the zero of all ranks, and how far that may be off."""
+        self._origin_seconds, self._error_seconds = origin_seconds, error_seconds
+
+    def add(self, step: int, doings: Sequence[Doing], clock_seconds: Sequence[float]) -> None:
+        """One step; `clock_seconds` are of this rank's clock, one more than `doings`."""
+        times = [seconds - self._origin_seconds for seconds in clock_seconds]
+        self._slice(f"step {step}", "step", times[0], times[-1], {})
+        layers: list[tuple[str, list[Any]]] = [
+            ("phase", [doing.phase for doing in doings]),
+            ("instruction", [doing.instruction for doing in doings]),
+            ("wait", [doing.wait for doing in doings]),
+        ]
+        for layer, each in layers:
+            began = 0
+            for place in range(1, len(each) + 1):
+                if place < len(each) and each[place] is each[began] and layer != "wait":
+                    continue
+                if each[began] is not None:
+                    self._named(layer, each[began], times[began], times[place])
+                began = place
+
+    def write(self) -> None:
+        """Write the rank's file, if there is anything that was not written yet.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        if not self._events:
+            return
+        name = f"rank {self._row.rank}  {self._row.text}"
+        if self._row.rank:
+            name += f"  ±{self._error_seconds * 1e6:.0f} µs"
+        own = {"pid": 0, "tid": self._row.rank}
+        meta = [
+            {"ph": "M", "name": "thread_name", **own, "args": {"name": name}},
+            {"ph": "M", "name": "thread_sort_index", **own, "args": {"sort_index": self._row.rank}},
+        ]
+        content = {
+            "traceEvents": [*meta, *({**event, **own} for event in self._events)],
+            "displayTimeUnit": "ms",
+            "otherData": {"world_size": self._row.world_size, "clock_error_seconds": self._error_seconds},
+        }
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self._path, [json.dumps(content).encode()])
+        self._events.clear()
+
+    def _named(self, layer: str, what: Any, start: float, stop: float) -> None:
+        if layer == "wait":
+            self._slice(f"wait {what.axis}", "wait", start, stop, {"purpose": what.purpose, "op": what.op})
+        elif layer == "phase":
+            self._slice(what, "phase", start, stop, {})
+        else:
+            self._slice(*_titled(what, self._row), start, stop, {})
+
+    def _slice(self, name: str, category: str, start: float, stop: float, args: Mapping[str, str]) -> None:
+        # Whole nanoseconds: a slice that ends with its outer one must not seem to end after it.
+        start_ns, stop_ns = round(start * 1e9), round(stop * 1e9)
+        event = {"ph": "X", "name": name, "cat": category, "ts": start_ns / 1e3, "dur": (stop_ns - start_ns) / 1e3}
+        self._events.append(event | ({"args": dict(args)} if args else {}))
+
+
+def _titled(instruction: Instruction, row: Row) -> tuple[str, str]:
+    """Name and category of an instruction."""
+    if isinstance(instruction, Action):
+        return str(instruction), "action"
+    return ", ".join(_transfer_name(transfer, row) for transfer in instruction.transfers), "transfer"
+
+
+def _transfer_name(transfer: Transfer, row: Row) -> str:
+    """`send 0F3 to pp 1`: this rank's action that made it; `receive 1B3 from pp 1`: this rank's action that needs it."""
+    letter, before = ("F", -1) if transfer.direction == "forward" else ("B", 1)
+    if transfer.source == row.pp_rank:
+        chunk = row.placement.chunk_of(transfer.stage + before)
+        return f"send {chunk}{letter}{transfer.microbatch} to pp {transfer.destination}"
+    chunk = row.placement.chunk_of(transfer.stage)
+    return f"receive {chunk}{letter}{transfer.microbatch} from pp {transfer.source}"
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """One file out of the ranks'.
+
+    Attributes:
+        path: of it.
+        num_ranks: that are in it.
+        missing: ranks that wrote none.
+        error_seconds: of the rank whose clock is known least.
+    """
+
+    path: Path
+    num_ranks: int
+    missing: tuple[int, ...]
+    error_seconds: float
+
+    def __str__(self) -> str:
+        text = (
+            f"timeline of {self.num_ranks} ranks: {self.path} (open it in ui.perfetto.dev; clocks agree to "
+            f"{self.error_seconds * 1e6:.0f} µs)"
+        )
+        if self.missing:
+            text += f"; ranks {', '.join(map(str, self.missing))} wrote none"
+        return text
+
+
+def merge(run: Path) -> Merged:
+    """Make `timeline.json` of a run directory out of what the ranks of its latest traced attempt wrote.
+
+    Raises:
+        TriaxisError: no rank wrote a timeline, or what one wrote cannot be read.
+    """
+    numbers = {int(match[1]): match[0] for entry in _names(run / "timeline") if (match := _ATTEMPT.fullmatch(entry))}
+    folder = run / "timeline" / numbers[max(numbers)] if numbers else None
+    files = [folder / name for name in _names(folder) if _RANK_FILE.fullmatch(name)] if folder is not None else []
+    if not files:
+        raise TriaxisError(
+            f"{run} holds no timeline of a rank (timeline/attempt_*/rank_*.json): there is nothing to put together. Train with "
+            "telemetry.timeline={start: 10, steps: 2}, and look when those steps are made."
+        )
+    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": run.name}}]
+    errors, world_size = [], 0
+    for file in files:
+        try:
+            content = parse_json(read_regular(file, _MOST_BYTES))
+            events += content["traceEvents"]
+            errors.append(float(content["otherData"]["clock_error_seconds"]))
+            world_size = int(content["otherData"]["world_size"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise TriaxisError(
+                f"{file} is no timeline of a rank ({type(error).__name__}: {error}): put together without it, its row would be "
+                "missing unnoticed. Remove the file to leave the rank out."
+            ) from error
+    present = {int(file.stem.removeprefix("rank_")) for file in files}
+    merged = {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"world_size": world_size, "clock_error_seconds": max(errors)},
+    }
+    path = run / "timeline.json"
+    write_atomically(path, [json.dumps(merged).encode()])
+    missing = tuple(rank for rank in range(world_size) if rank not in present)
+    return Merged(path, len(files), missing, max(errors))
+
+
+def _names(folder: Path) -> list[str]:
+    """Names in a folder, sorted; none where it is no folder."""
+    return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []

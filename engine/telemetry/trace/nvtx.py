@@ -1,0 +1,69 @@
+"""NVTX ranges for Nsight Systems, named as a trace of the profiler is: steps, phases of the loop, instructions of the program.
+
+    | step 12                                                                        |   from its data to the next step's
+    | data |            forward_backward            | optimizer | checkpoint |
+           | 0F0 | post | 0F1 | 0B0 | post | ...
+
+    nsys profile --trace=cuda,nvtx,osrt -o rank_%q{RANK} ...       each rank writes a report of its own
+
+A range belongs to the thread that walks the program, and says when the host posted the work. Kernels of a backward are launched by
+autograd's own thread: at the same time as the range of their action, in another row.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from engine.pipeline.lowering import Instruction
+from engine.telemetry.trace.profile import FIRST_PHASE, instruction_name
+
+
+class NvtxRanges:
+    """The ranges of one rank, all steps long.
+
+    Args:
+        steps_made: before this attempt; steps are counted from 1.
+        push: begins a range of this name inside of those that are open.
+        pop: ends the innermost one.
+    """
+
+    def __init__(
+        self,
+        steps_made: int,
+        push: Callable[[str], object] = torch.cuda.nvtx.range_push,
+        pop: Callable[[], object] = torch.cuda.nvtx.range_pop,
+    ) -> None:
+        self._step = steps_made
+        self._push = push
+        self._pop = pop
+        self._depth = 0
+
+    def phase(self, name: str) -> None:
+        """The loop goes on to the phase `name`; a step begins with its first phase."""
+        if name == FIRST_PHASE:
+            self._step += 1
+            self._go_out_to(0)
+            self._enter(f"step {self._step}")
+        self._go_out_to(1)
+        self._enter(name)
+
+    def instruction(self, instruction: Instruction | None) -> None:
+        """An observer of an executor (`engine.pipeline.executor.Executor`)."""
+        if self._depth < 2:
+            return  # outside of the loop's steps: text that is written at the end
+        self._go_out_to(2)
+        if instruction is not None:
+            self._enter(instruction_name(instruction))
+
+    def close(self) -> None:
+        """End what is open: the run is over, or a step broke."""
+        self._go_out_to(0)
+
+    def _enter(self, name: str) -> None:
+        self._push(name)
+        self._depth += 1
+
+    def _go_out_to(self, depth: int) -> None:
+        while self._depth > depth:
+            self._pop()
+            self._depth -= 1

@@ -1,0 +1,65 @@
+"""Initial weights as a function of (seed, name): the same in every layout.
+
+The row-major logical tensor is cut into fixed blocks; each block is drawn in fp32 on the CPU from a generator seeded by a
+hash of (seed, name, block), then cast. A rank draws only the blocks that its box touches. (One draw for a whole tensor
+would not do: `torch.randn` is not prefix-stable and differs by dtype, stride and device.)
+"""
+
+import hashlib
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from engine.layout.shard_spec import ParamRecord, box_runs
+from engine.numerics.precision import INIT_DTYPE
+from engine.tensor_parallel.parameter import ShardedParameter
+
+BLOCK_NUMEL = 1 << 16
+"""Elements per generator. Part of what a seed means: changing it changes every model's initial weights."""
+
+
+def initialize(parameters: Iterable[ShardedParameter], seed: int) -> None:
+    """Fill bound parameters with their initial values; padding rows are zero.
+
+    Parameters are drawn side by side on as many threads as torch has: a generator is serial, and there is one per block.
+    """
+    with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="initial-weights") as threads:
+        for _ in threads.map(lambda parameter: _fill(parameter, seed), parameters):
+            pass  # the map's results are asked for, so that what a thread raised is raised
+
+
+@torch.no_grad()
+def _fill(parameter: ShardedParameter, seed: int) -> None:
+    flat = parameter.value.view(-1)
+    flat.zero_()
+    flat[: parameter.record.box_numel] = initial_box(parameter.record, seed).to(flat.device, flat.dtype)
+
+
+def initial_box(record: ParamRecord, seed: int) -> torch.Tensor:
+    """Initial values of the record's box, row-major and flat, in fp32 on the CPU."""
+    values = torch.empty(record.box_numel, dtype=INIT_DTYPE)
+    init = record.spec.init
+    if init.kind != "normal":
+        return values.fill_(1.0 if init.kind == "ones" else 0.0)
+    at = 0
+    block_index, block = -1, values
+    for start, stop in box_runs(record.spec.shape, record.box):
+        while start < stop:
+            if start // BLOCK_NUMEL != block_index:
+                block_index = start // BLOCK_NUMEL
+                block = _draw_block(record.name, block_index, record.spec.numel, seed)
+            first = start - block_index * BLOCK_NUMEL
+            count = min(stop - start, block.numel() - first)
+            values[at : at + count] = block[first : first + count]
+            at += count
+            start += count
+    return values.mul_(init.std)
+
+
+def _draw_block(name: str, index: int, numel: int, seed: int) -> torch.Tensor:
+    """Standard normals of one block; the last block of a tensor may be shorter."""
+    digest = hashlib.blake2b(f"{seed}/{name}/{index}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+    count = min(BLOCK_NUMEL, numel - index * BLOCK_NUMEL)
+    return torch.randn(count, generator=generator, dtype=INIT_DTYPE)

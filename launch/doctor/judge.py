@@ -1,0 +1,340 @@
+"""Who is out of line: the facts and rates of all ranks in, findings out (no torch here).
+
+Nodes are compared with each other, never with a table of what hardware should do: a value is out of line if most nodes have
+another, a rate if it is less than half of the median of equal groups (`SLOW`). Every rank comes to the same findings.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import combinations
+
+from launch.doctor.limits import judge_limits
+from launch.doctor.rates import judge_groups, judge_paths
+from launch.doctor.records import Examination, Finding, Level, RankFacts
+
+CLOCK_WARN_SECONDS = 0.5
+"""Logs and failures of several nodes are put in order by their clocks."""
+
+CLOCK_FAIL_SECONDS = 30.0
+"""With as much, files of one node are from another's future: SLURM's munge, make and object stores begin to refuse."""
+
+MOST_NAMED = 6
+
+
+def judge(seen: Examination) -> list[Finding]:
+    """All findings, in the order of the checks; a check that finds nothing wrong says so with one OK."""
+    checks: tuple[Callable[[Examination], Iterable[Finding]], ...] = (
+        judge_places,
+        judge_versions,
+        judge_gpus,
+        judge_limits,
+        judge_interfaces,
+        judge_listeners,
+        judge_folders,
+        judge_disk,
+        judge_corpora,
+        judge_clocks,
+        judge_groups,
+        judge_paths,
+    )
+    return [finding for check in checks for finding in check(seen)]
+
+
+def worst(findings: Iterable[Finding]) -> Level:
+    levels = {finding.level for finding in findings}
+    return next((level for level in (Level.FAIL, Level.WARN) if level in levels), Level.OK)
+
+
+def judge_places(seen: Examination) -> Iterator[Finding]:
+    """Does a node of the layout stand on one machine, and on one that no other node stands on?"""
+    hosts = _by(seen.facts, lambda one: one.node, lambda one: one.host)
+    split = {node: names for node, names in hosts.items() if len(names) > 1}
+    for node, names in split.items():
+        yield Finding(
+            Level.FAIL,
+            "places",
+            f"node {node} of the layout stands on {_listed(names)}",
+            tuple(names),
+            "Tensor-parallel groups would cross the network. Start the ranks of a node one after the other (srun "
+            "--distribution=block), or correct runtime.ranks_per_node.",
+        )
+    at = {node: names[0] for node, names in hosts.items()}
+    shared = [name for name, count in Counter(at.values()).items() if count > 1]
+    if shared and not split:
+        yield Finding(
+            Level.WARN,
+            "places",
+            f"several nodes of the layout stand on {_listed(shared)}",
+            tuple(shared),
+            "They share its GPUs and its network. If these are machines with one name, give each its own, or none can be named.",
+        )
+    if not split and not shared:
+        nodes = "1 node" if len(hosts) == 1 else f"{len(hosts)} nodes"
+        ranks = "1 rank" if len(seen.facts) == 1 else f"{len(seen.facts)} ranks"
+        yield Finding(Level.OK, "places", f"{ranks} on {nodes}: {_listed(_hosts(seen.facts))}")
+
+
+def judge_versions(seen: Examination) -> Iterator[Finding]:
+    """What must be equal, and what seldom should differ."""
+    differs = False
+    for level, facts in (
+        (Level.FAIL, {one.rank: one.equal for one in seen.facts}),
+        (Level.WARN, {one.rank: one.alike for one in seen.facts}),
+    ):
+        names = dict.fromkeys(name for values in facts.values() for name in values)
+        for name in names:
+            # Of what must be equal, some is said by the first rank of a node only; a variable that is not there is unset.
+            values = {rank: own.get(name, "unset") for rank, own in facts.items() if level is Level.WARN or name in own}
+            usual = _usual(values)
+            odd = [one for one in seen.facts if values.get(one.rank, usual) != usual]
+            if odd:
+                differs = True
+                found = _listed(dict.fromkeys(f"{values[one.rank]} on {one.host}" for one in odd))
+                yield Finding(
+                    level,
+                    "versions",
+                    f"{name}: {found}; {usual} elsewhere",
+                    _hosts(odd),
+                    f"Make {name} equal on all nodes: ranks that differ compute or talk differently."
+                    if level is Level.FAIL
+                    else f"See whether {name} may differ; the slowest node sets the pace.",
+                )
+    if not differs:
+        shown = {name: value for name, value in seen.facts[0].equal.items() if name not in ("code", "config")}
+        yield Finding(Level.OK, "versions", _listed([f"{name} {value}" for name, value in shown.items()], most=12))
+
+
+def judge_gpus(seen: Examination) -> Iterator[Finding]:
+    """Are the GPUs of a tensor-parallel group joined as well as any on their node?"""
+    by_rank = {one.rank: one for one in seen.facts}
+    links = {one.node: one.links for one in seen.facts if one.links}
+    wrong = False
+    kinds: Counter[str] = Counter()
+    for group in seen.tp_groups:
+        for one, other in combinations((by_rank[rank] for rank in group), 2):
+            if one.node != other.node or one.gpu is None or other.gpu is None or one.node not in links:
+                continue
+            link = links[one.node].get(one.gpu, {}).get(other.gpu, "unknown")
+            kinds[link] += 1
+            pair = f"ranks {one.rank} and {other.rank} of a tensor-parallel group"
+            if not link.startswith("NV") and _has_nvlink(links[one.node]):
+                wrong = True
+                yield Finding(
+                    Level.FAIL,
+                    "gpus",
+                    f"{pair} talk over {link}, and NVLink joins other GPUs of the node",
+                    (one.host,),
+                    "Choose a tp, or an order in CUDA_VISIBLE_DEVICES, that keeps each group on NVLink.",
+                )
+            elif other.gpu not in one.peers:
+                wrong = True
+                yield Finding(
+                    Level.WARN,
+                    "gpus",
+                    f"{pair} cannot reach each other's memory ({link})",
+                    (one.host,),
+                    "NCCL goes through host memory. Look at PCIe ACS, the IOMMU and the container's rights.",
+                )
+    if kinds and not wrong:
+        joined = _listed([f"{count} pairs over {kind}" for kind, count in sorted(kinds.items())])
+        yield Finding(Level.OK, "gpus", f"inside tensor-parallel groups: {joined}")
+
+
+def judge_interfaces(seen: Examination) -> Iterator[Finding]:
+    """Do the groups use an interface that leads to other nodes, and the fastest one?"""
+    used = [one for one in seen.facts if one.network.interface]
+    if len({one.node for one in used}) < 2:
+        return
+    inside = [one for one in used if one.network.address.startswith("127.") or one.network.address == "::1"]
+    if inside:
+        yield Finding(
+            Level.FAIL,
+            "interfaces",
+            f"{inside[0].network.interface} ({inside[0].network.address}) leads to no other node",
+            _hosts(inside),
+            "Set MASTER_ADDR to an address of the cluster's network, or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.",
+        )
+    slower = [one for one in used if one.network.mbits and one.network.fastest[1] > one.network.mbits]
+    if slower:
+        network = slower[0].network
+        yield Finding(
+            Level.WARN,
+            "interfaces",
+            f"sockets use {network.interface} ({network.mbits:,} Mbit/s), and {network.fastest[0]} does "
+            f"{network.fastest[1]:,} Mbit/s",
+            _hosts(slower),
+            f"If that is the cluster's network, set MASTER_ADDR to an address on it, or NCCL_SOCKET_IFNAME="
+            f"{network.fastest[0]}; NCCL over InfiniBand does not use these sockets for data.",
+        )
+    if not inside and not slower:
+        names = sorted({one.network.interface for one in used})
+        yield Finding(Level.OK, "interfaces", f"{_listed(names)}; rank 0 at {seen.facts[0].network.address}")
+
+
+def judge_listeners(seen: Examination) -> Iterator[Finding]:
+    """Does anything of the run listen beside the cluster's interface? (The loopback leads to no other machine.)"""
+    outside = {
+        one.rank: [
+            address for address in one.network.listening if address != one.network.address and not _is_inside(address)
+        ]
+        for one in seen.facts
+    }
+    if any(outside.values()):
+        yield Finding(
+            Level.WARN,
+            "listeners",
+            f"something of the run listens at {_listed(sorted({one for addresses in outside.values() for one in addresses}))}",
+            _hosts(one for one in seen.facts if outside[one.rank]),
+            "Nobody is asked for a password there. Start with `triaxis`, bash launch/pretrain_gpt.sh or srun, whose rendezvous "
+            "listens on the cluster's interface only; a torchrun that is started by hand listens on all. Or close the ports.",
+        )
+    elif any(one.network.listening for one in seen.facts):
+        yield Finding(Level.OK, "listeners", "every port of the run is on the cluster's interface or the loopback")
+
+
+def judge_folders(seen: Examination) -> Iterator[Finding]:
+    """Can every node write to the run's folders, and do all see the same files?"""
+    bad = False
+    for key in dict.fromkeys(root.key for one in seen.facts for root in one.roots):
+        held = [(one, root) for one in seen.facts for root in one.roots if root.key == key]
+        refused = [(one, root) for one, root in held if root.problem]
+        if refused:
+            bad = True
+            yield Finding(
+                Level.FAIL,
+                "folders",
+                f"{key} = {refused[0][1].path} cannot be written to: {refused[0][1].problem}",
+                _hosts(one for one, _ in refused),
+                "Correct its rights or its mount, or name another folder.",
+            )
+        apart = [one for one, root in held if not root.problem and not (root.sees_rank_0 and root.seen_by_rank_0)]
+        if apart and key in seen.needs.shared:
+            bad = True
+            yield Finding(
+                Level.FAIL,
+                "folders",
+                f"{key} = {held[0][1].path} is not the same folder as on {seen.facts[0].host}",
+                _hosts(apart),
+                "Checkpoints would be in pieces on several disks. Name a folder on a file system that all nodes mount.",
+            )
+    if seen.facts[0].roots and not bad:
+        yield Finding(Level.OK, "folders", _listed([f"{root.key} {root.path}" for root in seen.facts[0].roots]))
+
+
+def judge_disk(seen: Examination) -> Iterator[Finding]:
+    """Is there room for the checkpoints that will be kept, and the one that is being written?"""
+    needs = seen.needs
+    if not needs.save_bytes:
+        return
+    free = {
+        one.rank: root.free_bytes
+        for one in seen.facts
+        for root in one.roots
+        if root.key == needs.saved_to and not root.problem
+    }
+    if not free:
+        return
+    least = min(free.values())
+    hosts = _hosts(one for one in seen.facts if free.get(one.rank) == least)
+    count = 1 + (needs.kept_saves or 0)
+    sizes = f"{_gigabytes(least)} free in {needs.saved_to}, a checkpoint is {_gigabytes(needs.save_bytes)}"
+    advice = "Make room, name another checkpoint.dir, or keep fewer (checkpoint.keep_last)."
+    if least < needs.save_bytes:
+        yield Finding(Level.FAIL, "disk", f"{sizes}: not even one fits", hosts, advice)
+    elif needs.kept_saves is None:
+        yield Finding(Level.WARN, "disk", f"{sizes}, and all are kept", hosts, advice)
+    elif least < count * needs.save_bytes:
+        yield Finding(Level.WARN, "disk", f"{sizes}, and {count} lie there at once", hosts, advice)
+    else:
+        yield Finding(Level.OK, "disk", f"{sizes}; {count} at once")
+
+
+def judge_corpora(seen: Examination) -> Iterator[Finding]:
+    """Has every node the data, and the same?"""
+    bad = False
+    absent: dict[tuple[str, ...], list[str]] = {}
+    for path in dict.fromkeys(path for one in seen.facts for path in one.corpora):
+        sizes = {one.rank: one.corpora.get(path) for one in seen.facts}
+        if hosts := _hosts(one for one in seen.facts if sizes[one.rank] is None):
+            absent.setdefault(hosts, []).append(path)
+        usual = _usual({rank: str(size) for rank, size in sizes.items() if size is not None} or {0: "None"})
+        odd = [one for one in seen.facts if sizes[one.rank] is not None and str(sizes[one.rank]) != usual]
+        if odd:
+            bad = True
+            text = f"{path} has {sizes[odd[0].rank]:,} bytes, elsewhere {int(usual):,}"
+            yield Finding(Level.FAIL, "data", text, _hosts(odd), "Copy it again: ranks would train on different text.")
+    for hosts, paths in absent.items():
+        advice = "Prepare it, copy it there, or mount its file system."
+        yield Finding(Level.FAIL, "data", f"{_listed(paths)}: not there", hosts, advice)
+    if seen.facts[0].corpora and not bad and not absent:
+        yield Finding(Level.OK, "data", f"{len(seen.facts[0].corpora)} files, equally long on all nodes")
+
+
+def judge_clocks(seen: Examination) -> Iterator[Finding]:
+    """Do the nodes agree what time it is?"""
+    clocks = [(one, one.clock) for one in seen.facts if one.clock is not None]
+    if len(clocks) < 2:
+        return
+    for level, limit in ((Level.FAIL, CLOCK_FAIL_SECONDS), (Level.WARN, CLOCK_WARN_SECONDS)):
+        above = CLOCK_FAIL_SECONDS if level is Level.WARN else float("inf")
+        off = [
+            (one, clock)
+            for one, clock in clocks
+            if limit < abs(clock.offset_seconds) - clock.precision_seconds <= above
+        ]
+        if off:
+            listed = [
+                f"{one.host} {clock.offset_seconds:+.3f} s (± {clock.precision_seconds:.4f})" for one, clock in off
+            ]
+            yield Finding(
+                level,
+                "clocks",
+                f"against {seen.facts[0].host}: {_listed(listed)}",
+                _hosts(one for one, _ in off),
+                "Synchronise them (chrony, ntpd): logs would tell the wrong first cause of a failure.",
+            )
+    if all(abs(clock.offset_seconds) - clock.precision_seconds <= CLOCK_WARN_SECONDS for _, clock in clocks):
+        far = max((clock for _, clock in clocks), key=lambda clock: abs(clock.offset_seconds))
+        yield Finding(
+            Level.OK, "clocks", f"at most {abs(far.offset_seconds):.4f} s apart (± {far.precision_seconds:.4f})"
+        )
+
+
+def _usual(values: Mapping[int, str]) -> str:
+    """What most have; of equally many, what the first rank has."""
+    counted = Counter(values.values())
+    first = values[min(values)]
+    return max(counted, key=lambda value: (counted[value], value == first, value))
+
+
+def _hosts(facts: Iterable[RankFacts]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(one.host for one in facts))
+
+
+def _by(
+    facts: Iterable[RankFacts], key: Callable[[RankFacts], int], value: Callable[[RankFacts], str]
+) -> dict[int, list[str]]:
+    found: dict[int, list[str]] = {}
+    for one in facts:
+        values = found.setdefault(key(one), [])
+        if value(one) not in values:
+            values.append(value(one))
+    return found
+
+
+def _has_nvlink(links: Mapping[str, Mapping[str, str]]) -> bool:
+    return any(link.startswith("NV") for row in links.values() for link in row.values())
+
+
+def _is_inside(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def _listed(words: Iterable[str], most: int = MOST_NAMED) -> str:
+    given: Sequence[str] = list(words)
+    rest = len(given) - most
+    return ", ".join(given[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB"

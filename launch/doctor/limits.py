@@ -1,0 +1,97 @@
+"""Two limits of a node that NCCL meets: memory that a process may lock, and the size of /dev/shm (no torch here).
+
+    RLIMIT_MEMLOCK   InfiniBand pins every buffer that it sends from or receives into, and the kernel counts them against it.
+                     `ulimit -l` shows it; a login shell, SLURM's daemon and a container may each have another.
+    /dev/shm         ranks of one node that do not reach each other's GPU memory talk through files there, megabytes per peer
+                     and channel. Docker and Kubernetes give 64 MB unless told otherwise.
+
+The advice stands here once: `triaxis doctor` gives it before a run, and `launch/start/process/failure.py` after NCCL has failed.
+"""
+
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+from launch.doctor.records import Examination, Finding, Level, LimitFacts
+
+SMALL_SHARED_BYTES = 64 * 2**20
+"""Docker's default (`--shm-size`)."""
+
+_IPC_LOCK = 14
+"""Number of CAP_IPC_LOCK (capabilities(7)): a process that has it may lock as much as it likes."""
+
+SHARED_MEMORY_ADVICE = (
+    "See df -h /dev/shm on that node. Start a container with --shm-size=16g or --ipc=host (Kubernetes: mount an emptyDir of medium "
+    "Memory there). Remove what dead jobs have left."
+)
+LOCKED_MEMORY_ADVICE = (
+    "Set it to unlimited where the job is started, which `ulimit -l` in a login shell does not show: --ulimit memlock=-1 for a "
+    "container, LimitMEMLOCK=infinity in the unit of slurmd or containerd, memlock in /etc/security/limits.conf for ssh."
+)
+
+
+def read_limits(
+    shared: Path = Path("/dev/shm"),
+    status: Path = Path("/proc/self/status"),
+    infiniband: Path = Path("/sys/class/infiniband"),
+) -> LimitFacts:
+    """Read the limits of this process.
+
+    Args:
+        shared: folder of shared memory.
+        status: what the kernel says of this process.
+        infiniband: has an entry per adapter.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    is_unlimited = soft == resource.RLIM_INFINITY or _may_lock(status)
+    space = os.statvfs(shared) if shared.is_dir() else None
+    return LimitFacts(
+        locked_bytes=None if is_unlimited else soft,
+        shared_bytes=0 if space is None else space.f_blocks * space.f_frsize,
+        has_infiniband=infiniband.is_dir() and any(infiniband.iterdir()),
+    )
+
+
+def _may_lock(status: Path) -> bool:
+    lines = status.read_text().splitlines() if status.exists() else []
+    effective = next((line.split()[1] for line in lines if line.startswith("CapEff:")), "0")
+    return bool(int(effective, 16) >> _IPC_LOCK & 1)
+
+
+def judge_limits(seen: Examination) -> Iterator[Finding]:
+    """Compare each node's limits with what NCCL is known to fail with. Rates that were measured show that it got this far."""
+    facts = [(one, one.limits) for one in seen.facts if one.limits is not None]
+    if not facts:
+        return
+    uses_nccl = seen.needs.backend == "nccl"
+    neighbours = {one.node for one, _ in facts if sum(other.node == one.node for other in seen.facts) > 1}
+    small = [
+        (one, limits)
+        for one, limits in facts
+        if uses_nccl and one.node in neighbours and limits.shared_bytes <= SMALL_SHARED_BYTES
+    ]
+    limited = [
+        (one, limits.locked_bytes)
+        for one, limits in facts
+        if uses_nccl and limits.has_infiniband and limits.locked_bytes is not None
+    ]
+    if small:
+        size = min(limits.shared_bytes for _, limits in small)
+        text = f"/dev/shm has {_in_mib(size)}, which NCCL may fill: ranks of one node talk through it"
+        hosts = tuple(dict.fromkeys(one.host for one, _ in small))
+        yield Finding(Level.WARN, "limits", text, hosts, SHARED_MEMORY_ADVICE)
+    if limited:
+        size = min(locked for _, locked in limited)
+        text = f"a rank may lock {_in_mib(size)} (RLIMIT_MEMLOCK), and InfiniBand locks every buffer"
+        hosts = tuple(dict.fromkeys(one.host for one, _ in limited))
+        yield Finding(Level.WARN, "limits", text, hosts, LOCKED_MEMORY_ADVICE)
+    if not small and not limited:
+        locked = [limits.locked_bytes for _, limits in facts if limits.locked_bytes is not None]
+        least = min(limits.shared_bytes for _, limits in facts)
+        said = f"{_in_mib(min(locked))} of memory can be locked" if locked else "memory can be locked without limit"
+        yield Finding(Level.OK, "limits", f"{said}; /dev/shm has {_in_mib(least)} or more")
+
+
+def _in_mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.2f} MiB" if num_bytes < 2**20 else f"{num_bytes / 2**20:,.0f} MiB"

@@ -1,0 +1,292 @@
+"""Bandwidth of groups and paths, clocks, folders: what takes two ranks to find out.
+
+Bus bandwidth is that of nccl-tests, the bytes that a ring moves over each link in a second, so that numbers of different
+operations and group sizes can be compared with each other and with the hardware. t is the time of a call, n the ranks:
+
+    all-reduce         2 (n-1)/n x bytes of the tensor / t
+    all-gather         (n-1)/n x bytes of the whole (n shards) / t
+    reduce-scatter     (n-1)/n x bytes of the whole / t
+    send               bytes / t
+
+Each number is the best of at most `ROUNDS`: what disturbs a machine only makes it slower.
+"""
+
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from engine.comm.collectives import Axis, Message
+from engine.comm.topology import Topology
+from engine.numerics.precision import AGREEMENT_DTYPE
+from launch.doctor.records import Clock, GroupRate, RootFacts, Size
+
+ROUNDS = 5
+ROUND_SECONDS = 0.02
+MOST_CALLS = 50
+MOST_SECONDS = 0.3
+"""For the rounds of one group or path together, where a single call does not take longer."""
+
+PINGS = 8
+PURPOSE = "doctor"
+PATIENCE_SECONDS = 10.0
+"""A network file system may show what another node wrote that much later."""
+
+
+def exchange_texts(axis: Axis, text: str, device: torch.device) -> list[str]:
+    """Every member's text of any length, in rank order. No pickle is involved."""
+    content = text.encode()
+    length = torch.tensor([len(content)], dtype=AGREEMENT_DTYPE, device=device)
+    longest = int(axis.all_reduce(length, PURPOSE, op="max").wait().item())
+    mine = torch.frombuffer(bytearray(content.ljust(longest, b" ")), dtype=torch.uint8).to(device)
+    everybody = axis.all_gather(mine, PURPOSE).wait().cpu().view(axis.size, longest)
+    return [bytes(row.tolist()).decode().rstrip(" ") for row in everybody]
+
+
+def group_rates(topology: Topology, sizes: Iterable[Size], dtype: torch.dtype) -> list[GroupRate]:
+    """The rates of this rank's groups; all groups of an axis are at work together, each takes its own time.
+
+    Args:
+        topology: of this rank.
+        sizes: the same on all ranks, in one order.
+        dtype: of the tensors.
+    """
+    found = []
+    for size in sizes:
+        axis = topology.maybe_axis(size.axis)
+        topology.axis("world").agree([0.0], topology.device, PURPOSE)
+        if axis is None or axis.size == 1:
+            continue
+        if size.op == "send":
+            hops = list(range(axis.size - 1))
+            pairs = [(hop, hop + 1) if size.axis == "pp_forward" else (hop + 1, hop) for hop in hops]
+            found += path_rates(axis, [pairs[::2], pairs[1::2]], size, topology.device)
+            continue
+        # A tensor is cut into as many equal parts as there are ranks.
+        numel = max(1, size.num_bytes // dtype.itemsize // axis.size) * axis.size
+        tensor = torch.zeros(numel, dtype=dtype, device=topology.device)
+        seconds = _seconds_of_a_call(axis, size.op, tensor)
+        rate = _ring_bytes(size.op, axis.size, numel * dtype.itemsize) / seconds
+        found.append(GroupRate(size.axis, size.op, size.num_bytes, size.calls, axis.ranks, seconds, rate))
+    topology.ledger.reset()
+    return found
+
+
+def _ring_bytes(op: str, size: int, num_bytes: int) -> float:
+    """What a rank sends; `num_bytes` is the shard's for an all-gather."""
+    shares = {"all_reduce": 2 * (size - 1) / size, "reduce_scatter": (size - 1) / size, "all_gather": size - 1}
+    return shares[op] * num_bytes
+
+
+def _seconds_of_a_call(axis: Axis, op: str, tensor: torch.Tensor) -> float:
+    """The slowest member's time, in the best round."""
+    call: Callable[[], torch.Tensor] = {
+        "all_reduce": lambda: axis.all_reduce(tensor, PURPOSE).wait(),
+        "all_gather": lambda: axis.all_gather(tensor, PURPOSE).wait(),
+        "reduce_scatter": lambda: axis.reduce_scatter(tensor, PURPOSE).wait(),
+    }[op]
+
+    def together(num_calls: int) -> float:
+        axis.agree([0.0], tensor.device, PURPOSE)
+        _settle(tensor.device)
+        began = time.perf_counter()
+        for _ in range(num_calls):
+            call()
+        _settle(tensor.device)
+        mine = torch.tensor([time.perf_counter() - began], dtype=AGREEMENT_DTYPE, device=tensor.device)
+        return float(axis.all_reduce(mine, PURPOSE, op="max").wait().item()) / num_calls
+
+    together(1)
+    num_calls, num_rounds = _calls_and_rounds(together(1))
+    return min(together(num_calls) for _ in range(num_rounds))
+
+
+def path_rates(
+    axis: Axis, phases: Sequence[Sequence[tuple[int, int]]], size: Size, device: torch.device
+) -> list[GroupRate]:
+    """The paths on which this rank sends, one direction at a time.
+
+    Args:
+        axis: whose members they are.
+        phases: (sender, receiver) by index on the axis; no member is in two pairs of a phase.
+        size: how much, and how it is labelled.
+        device: of this rank.
+    """
+    found = []
+    tensor = torch.zeros(max(1, size.num_bytes), dtype=torch.uint8, device=device)
+    for pairs in phases:
+        for sender, receiver in pairs:
+            if axis.index == sender:
+                seconds = _send_and_time(axis, receiver, tensor)
+                ranks = (axis.ranks[sender], axis.ranks[receiver])
+                found.append(
+                    GroupRate(size.axis, "send", size.num_bytes, size.calls, ranks, seconds, len(tensor) / seconds)
+                )
+            elif axis.index == receiver:
+                _receive(axis, sender, tensor)
+    return found
+
+
+def _send_and_time(axis: Axis, peer: int, tensor: torch.Tensor) -> float:
+    """The clock runs from the receiver's word that it is ready until its word that it has all."""
+
+    def round_of(num_calls: int) -> float:
+        _number(axis, peer, tensor.device, float(num_calls))
+        _number(axis, peer, tensor.device)
+        began = time.perf_counter()
+        for _ in range(num_calls):
+            _one(axis, "send", tensor, peer)
+        _number(axis, peer, tensor.device)
+        return (time.perf_counter() - began) / num_calls
+
+    round_of(1)
+    num_calls, num_rounds = _calls_and_rounds(round_of(1))
+    best = min(round_of(num_calls) for _ in range(num_rounds))
+    _number(axis, peer, tensor.device, 0.0)
+    return best
+
+
+def _receive(axis: Axis, peer: int, tensor: torch.Tensor) -> None:
+    while num_calls := int(_number(axis, peer, tensor.device)):
+        _number(axis, peer, tensor.device, 0.0)
+        for _ in range(num_calls):
+            _one(axis, "recv", tensor, peer)
+        _number(axis, peer, tensor.device, 0.0)
+
+
+def _number(axis: Axis, peer: int, device: torch.device, value: float | None = None) -> float:
+    """Send a number to a member, or (None) receive one from it."""
+    tensor = torch.tensor([0.0 if value is None else value], dtype=AGREEMENT_DTYPE, device=device)
+    _one(axis, "recv" if value is None else "send", tensor, peer)
+    return float(tensor.item())
+
+
+def _one(axis: Axis, kind: str, tensor: torch.Tensor, peer: int) -> None:
+    (pending,) = axis.exchange([Message("send" if kind == "send" else "recv", tensor, peer)], PURPOSE)
+    pending.wait()
+    _settle(tensor.device)
+
+
+def _calls_and_rounds(seconds: float) -> tuple[int, int]:
+    """How often, if a call takes so long."""
+    num_calls = max(1, min(MOST_CALLS, int(ROUND_SECONDS / max(seconds, 1e-9))))
+    return num_calls, max(1, min(ROUNDS, int(MOST_SECONDS / max(num_calls * seconds, 1e-9))))
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure_clock(topology: Topology, clock: Callable[[], float] = time.time) -> Clock | None:
+    """The clock of this rank's node against rank 0's; None where this rank is not its node's first.
+
+    Rank 0 asks and notes when; the answer is taken for the middle of its way. Of some rounds the quickest counts, and half of
+    its duration is how far off the middle can be.
+    """
+    grid, world, device = topology.grid, topology.axis("world"), topology.device
+    firsts = range(0, grid.world_size, grid.ranks_per_node)
+    found = Clock(0.0, 0.0) if topology.rank == 0 else None
+    for peer in firsts[1:]:
+        if topology.rank == 0:
+            tries = []
+            for _ in range(PINGS):
+                sent = clock()
+                _number(world, peer, device, 1.0)
+                theirs = _number(world, peer, device)
+                received = clock()
+                tries.append((received - sent, theirs - (sent + received) / 2))
+            trip, offset = min(tries)
+            _number(world, peer, device, offset)
+            _number(world, peer, device, trip / 2)
+        elif topology.rank == peer:
+            for _ in range(PINGS):
+                _number(world, 0, device)
+                _number(world, 0, device, clock())
+            found = Clock(_number(world, 0, device), _number(world, 0, device))
+    return found
+
+
+def look_at_folders(
+    topology: Topology, roots: Mapping[str, Path], patience_seconds: float = PATIENCE_SECONDS
+) -> tuple[RootFacts, ...]:
+    """Write into each folder on every node, and see whether what one wrote can be read on the others.
+
+    A folder that is not there yet is looked for one level higher, as rank 0 finds it: nothing is created but the test files,
+    and those are removed.
+
+    Args:
+        topology: of this rank.
+        roots: key of the configuration -> folder; the same on all ranks.
+        patience_seconds: how long to look for what another node wrote.
+    """
+    world, device, grid = topology.axis("world"), topology.device, topology.grid
+    is_first = topology.rank % grid.ranks_per_node == 0
+    nonce = world.announce(secrets.token_hex(8), device, PURPOSE)
+    found = []
+    for key, root in roots.items():
+        path = Path(world.announce(str(_nearest(root)), device, PURPOSE))
+        mine = path / f".triaxis-doctor-{nonce}-{topology.rank}"
+        problem = _write(mine, nonce) if is_first else ""
+        problems = world.tell(problem, device, PURPOSE)
+        wrote = [rank for rank in range(0, grid.world_size, grid.ranks_per_node) if not problems[rank]]
+        deadline = time.monotonic() + patience_seconds
+        seen = {
+            rank: _reads(path / f".triaxis-doctor-{nonce}-{rank}", nonce, deadline)
+            for rank in wrote
+            if rank == 0 or topology.rank == 0  # rank 0 reads what all have written, the others what rank 0 has
+        }
+        answers = json.loads(exchange_texts(world, json.dumps(sorted(rank for rank in seen if seen[rank])), device)[0])
+        node_first = topology.rank // grid.ranks_per_node * grid.ranks_per_node
+        # Everybody has read: nobody removes before.
+        if is_first and not problem:
+            mine.unlink(missing_ok=True)
+        free = shutil.disk_usage(path).free if path.exists() else 0
+        found.append(RootFacts(key, str(path), bool(seen.get(0)), node_first in answers, problems[node_first], free))
+    return tuple(found)
+
+
+def _nearest(path: Path) -> Path:
+    path = path.absolute()
+    return next(one for one in (path, *path.parents) if one.is_dir())
+
+
+def _write(path: Path, content: str) -> str:
+    """Why it could not be written; empty: it could."""
+    try:
+        with path.open("w") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return f"{error.strerror}"
+    return ""
+
+
+def _reads(path: Path, content: str, deadline: float) -> bool:
+    while True:
+        try:
+            # A listing makes a network file system ask its server anew.
+            if path in path.parent.iterdir() and path.read_text() == content:
+                return True
+        except OSError:
+            if not path.parent.is_dir():
+                return False
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+
+
+def everybodys_rates(world: Axis, mine: Sequence[GroupRate], device: torch.device) -> list[GroupRate]:
+    """Each group's rate once: as its first rank saw it; of a path, as its sender did."""
+    texts = exchange_texts(world, json.dumps([asdict(one) for one in mine]), device)
+    found = []
+    for rank, text in enumerate(texts):
+        found += [one for one in map(GroupRate.from_json, json.loads(text)) if one.ranks[0] == rank]
+    return found

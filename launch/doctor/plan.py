@@ -1,0 +1,93 @@
+"""What `triaxis doctor` measures of a configuration: the messages, folders and files of its run (no torch here)."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from engine.config.schema import Config
+from engine.data.corpus.indexed import bin_path, idx_path
+from engine.layout.partition import partition
+from engine.layout.rank_grid import Coordinates, ParallelSizes
+from launch.doctor.records import Needs, Size
+from models.predict.activation_memory import accumulation_bytes
+from models.predict.rank_memory import settled
+from models.predict.traffic import BYTES_PER_ELEMENT, expected_traffic
+from models.specs import model_specs
+
+AXES = ("tp", "kv_replicas", "dp", "ends", "pp_forward", "pp_backward")
+"""In the order of measuring; `world` carries a few bytes a step only."""
+
+NODE_PATH_BYTES = 4 * 2**20
+"""From node to node a message of this size is sent, whatever the layout."""
+
+RUNS_DIR = "runtime.runs_dir"
+CHECKPOINT_DIR = "checkpoint.dir"
+
+
+def message_sizes(config: Config, sizes: ParallelSizes) -> list[Size]:
+    """For each axis and operation, the traffic with most bytes in a step: its mean message, on the stage where that is largest.
+
+    All ranks get the same list.
+    """
+    parallel = config.parallel
+    config = settled(config, sizes)
+    stages = partition(config.model.num_layers, parallel.pp, parallel.vpp, parallel.layers_per_stage)
+    largest: dict[tuple[str, str], Size] = {}
+    most: dict[tuple[str, str], int] = {}
+    for pp in range(sizes.pp):
+        traffic = expected_traffic(config, sizes, Coordinates(pp=pp, dp=0, cp=0, tp=0), stages)
+        for flow, volume in traffic.items():
+            key = (flow.axis, flow.op)
+            if flow.axis not in AXES or flow.op == "recv" or volume.wire_bytes <= most.get(key, 0):
+                continue
+            most[key] = volume.wire_bytes
+            mean = _called_bytes(flow.op, _ranks(flow.axis, config, sizes), volume.wire_bytes // volume.calls)
+            largest[key] = Size(flow.axis, flow.op, mean, volume.calls)
+    return sorted(largest.values(), key=lambda one: (AXES.index(one.axis), one.op))
+
+
+def _ranks(axis: str, config: Config, sizes: ParallelSizes) -> int:
+    others = {"kv_replicas": max(1, sizes.tp // config.model.kv_heads), "ends": min(2, sizes.pp)}
+    return others.get(axis) or sizes.size(axis.partition("_")[0])
+
+
+def _called_bytes(op: str, size: int, wire: int) -> int:
+    """The inverse of `models.predict.traffic.wire_bytes`."""
+    if op == "all_reduce":
+        return wire * size // (2 * (size - 1))
+    if op == "reduce_scatter":
+        return wire * size // (size - 1)
+    return wire // (size - 1) if op == "all_gather" else wire
+
+
+def folders(config: Config) -> Mapping[str, Path]:
+    """The folders that the run writes to, by the key that names them."""
+    found = {RUNS_DIR: Path(config.runtime.runs_dir)}
+    if config.checkpoint.interval is not None and config.checkpoint.dir is not None:
+        found[CHECKPOINT_DIR] = Path(config.checkpoint.dir)
+    if not config.data.synthetic and config.data.cache_dir is not None:
+        found["data.cache_dir"] = Path(config.data.cache_dir)
+    return found
+
+
+def data_files(config: Config) -> list[Path]:
+    """Of all corpora; none of a run on random tokens."""
+    if config.data.synthetic:
+        return []
+    prefixes = dict.fromkeys(prefix for _, prefix in [*config.data.train, *(config.data.valid or [])])
+    return [path for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix))]
+
+
+def needs(config: Config, backend: str) -> Needs:
+    """What the run asks of its nodes. An index cache is built by each node for itself, so it need not be shared."""
+    saves = config.checkpoint.interval is not None
+    saved_to = CHECKPOINT_DIR if config.checkpoint.dir is not None else RUNS_DIR
+    # A checkpoint holds master weight and two moments of each parameter in the accumulation dtype.
+    numel = sum(spec.numel for spec in model_specs(config.model))
+    bytes_each = 3 * accumulation_bytes(BYTES_PER_ELEMENT[config.precision.dtype])
+    return Needs(
+        backend,
+        save_bytes=numel * bytes_each if saves else 0,
+        kept_saves=config.checkpoint.keep_last,
+        shared=tuple(dict.fromkeys((RUNS_DIR, *([saved_to] if saves else [])))),
+        saved_to=saved_to,
+    )

@@ -1,0 +1,138 @@
+"""The rank of `triaxis doctor`: joins as for training, collects facts, measures; rank 0 reports."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from json import dumps, loads
+from pathlib import Path
+
+from rich.console import Console
+
+from engine.comm.runtime import RankEnvironment
+from engine.comm.topology import Topology
+from engine.config.load import to_yaml
+from engine.config.schema import Config
+from engine.device.gpus import GLOO, NCCL
+from engine.errors import TriaxisError
+from engine.numerics.precision import DTYPES
+from launch.doctor.facts import collect
+from launch.doctor.judge import judge, worst
+from launch.doctor.measure import (
+    PATIENCE_SECONDS,
+    everybodys_rates,
+    exchange_texts,
+    group_rates,
+    look_at_folders,
+    measure_clock,
+    path_rates,
+)
+from launch.doctor.phases import node_paths
+from launch.doctor.plan import NODE_PATH_BYTES, data_files, folders, message_sizes, needs
+from launch.doctor.rates import are_equal, best
+from launch.doctor.records import Examination, Finding, Level, RankFacts, Size
+from launch.doctor.report import WIDTH, show, write_json
+from launch.rank.join import join, read_config
+from launch.start.process.ending import run_rank
+from launch.start.process.failure import INTERRUPTED, OUT_OF_LINE
+from launch.start.process.parent_death import end_with_parent
+
+JSON_FLAG = "--json="
+
+MOST_MEASUREMENTS = 3
+"""What is slow is measured again: what is broken stays slow, what was disturbed does not."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one rank of `[config.yaml, section.key=value ..., --json=FILE]`; every rank ends with the same exit code."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
+    environment = RankEnvironment.from_variables(os.environ)
+    try:
+        words = [word for word in argv if not word.startswith(JSON_FLAG)]
+        config = read_config(words, environment)
+        with join(config, environment) as rank:
+            seen = examine(rank.topology, config)
+            findings = judge(seen)
+            if rank.number == 0:
+                report(argv, rank.topology, seen, findings)
+            # Nobody leaves before rank 0 has said it: a launcher ends all ranks with the first one that ends with a code.
+            rank.topology.axis("world").agree([0.0], rank.topology.device, "doctor")
+    except TriaxisError as error:
+        if environment.rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return OUT_OF_LINE if worst(findings) is Level.FAIL else 0
+
+
+def report(argv: Sequence[str], topology: Topology, seen: Examination, findings: Sequence[Finding]) -> None:
+    show(
+        Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH),
+        topology.grid,
+        seen,
+        findings,
+    )
+    for word in argv:
+        if word.startswith(JSON_FLAG):
+            write_json(Path(word.removeprefix(JSON_FLAG)), topology.grid, seen, findings)
+    sys.stdout.flush()
+
+
+def examine(
+    topology: Topology,
+    config: Config,
+    roots: Mapping[str, Path] | None = None,
+    clock: Callable[[], float] = time.time,
+    patience_seconds: float = PATIENCE_SECONDS,
+    most_measurements: int = MOST_MEASUREMENTS,
+    path_bytes: int = NODE_PATH_BYTES,
+) -> Examination:
+    """Everything that there is to know, the same on every rank. All ranks call it.
+
+    Args:
+        topology: of this rank.
+        config: of the run.
+        roots: folders to look at; None: the config's.
+        clock: of this node, in seconds.
+        patience_seconds: how long to look for a file of another node.
+        most_measurements: how often at most the rates are measured while some are slow.
+        path_bytes: of a message from node to node.
+    """
+    grid, rank, device = topology.grid, topology.rank, topology.device
+    world = topology.axis("world")
+    seen_roots = look_at_folders(topology, folders(config) if roots is None else roots, patience_seconds)
+    mine = collect(
+        rank,
+        grid.node(rank),
+        device,
+        config_text=to_yaml(config),
+        data_files=data_files(config),
+        first_of_node=rank % grid.ranks_per_node == 0,
+    )
+    mine = replace(mine, roots=seen_roots, clock=measure_clock(topology, clock))
+    texts = exchange_texts(world, dumps(asdict(mine)), device)
+    facts = tuple(RankFacts.from_json(loads(text)) for text in texts)
+
+    backend = NCCL if device.type == "cuda" and not topology.staged else GLOO
+    seen = Examination(needs(config, backend), facts, tp_groups=grid.groups("tp"))
+    sizes = message_sizes(config, topology.sizes)
+    for _ in range(most_measurements):
+        rates = group_rates(topology, sizes, DTYPES[config.precision.dtype])
+        path = Size("world", "send", path_bytes, 0)
+        between = path_rates(world, node_paths(grid.ranks_per_node, grid.world_size), path, device)
+        seen = replace(
+            seen,
+            groups=best(seen.groups, everybodys_rates(world, rates, device)),
+            paths=best(seen.paths, everybodys_rates(world, between, device)),
+        )
+        if are_equal(seen):
+            break
+    topology.ledger.reset()
+    return seen
+
+
+if __name__ == "__main__":
+    run_rank(main, sys.argv[1:])

@@ -1,0 +1,290 @@
+"""A step in parts, one per instruction of the pipeline's program, and how parts of a short step make up a long one.
+
+    start | 0F0 | send | 0F1 | send, receive | 0B0 | ... | finish | update          a part: its calls, operators, live bytes
+
+What an instruction does depends on a few things about it (`Likeness`): its kind and chunk, whether its microbatch is the chunk's
+first or last (the last gradient of a bucket posts its reduction), and for a group call its sends and receives and how many
+sends were under way before it. So a long row of instructions is put together from the parts of a short one: calls and operators
+by adding, peaks by carrying the live bytes from part to part. Two parts that are alike and did not do the same are an error.
+(All that microbatches leave is gone when the update begins, so that part goes on from its own live bytes.)
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from engine.comm.collectives import Event, Ledger
+from engine.errors import ScheduleError
+from engine.pipeline.actions import Schedule
+from engine.pipeline.lowering import Instruction, Post, Program, Transfer, feeding_transfer
+from launch.footprint.memory import Extremes, MemoryKind, MemoryWatch, Peak
+
+Likeness = tuple[Any, ...]
+"""Instructions of one rank (or of ranks with equal stages) that agree in it do the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A wait for a call of this part (`own`: the call's place in it), for the receive that feeds the action (`fed`), or for a
+    call of an earlier part (`end`: its distance from the end of the row, and the call's place in it)."""
+
+    of: Literal["own", "fed", "end"]
+    call: int = 0
+    from_end: int = 0
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one instruction did.
+
+    Attributes:
+        calls: posts (numbered from 0 in this part) and waits, in order.
+        ops: operators dispatched, by (place, name).
+        change: bytes by kind at its end, less those at its beginning.
+        most: the most of each kind that grew in it, less what was live of it at its beginning.
+        peak: the largest moment at which a storage was new, less what was live at its beginning; None where none was.
+    """
+
+    calls: tuple[Event | Wait, ...]
+    ops: Counter[tuple[str, str]]
+    change: dict[MemoryKind, int]
+    most: dict[MemoryKind, int]
+    peak: Peak | None
+
+
+@dataclass
+class Total:
+    """A whole step, added up from parts; as `MemoryWatch.step` and the ledger would have it."""
+
+    log: list[Event] = field(default_factory=list)
+    extremes: Extremes = field(default_factory=Extremes)
+
+
+class Recorder:
+    """Cuts a step into parts: the `observer` of an executor.
+
+    Args:
+        watch: entered, and its `forget_peak` just called.
+        ledger: of the rank.
+        program, rank: whose row will run on which pp rank.
+    """
+
+    def __init__(self, watch: MemoryWatch, ledger: Ledger, program: Program, rank: int) -> None:
+        self.watch = watch
+        self.ledger = ledger
+        self.program = program
+        self.rank = rank
+        self.row = program.instructions[rank]
+        self.start = Counter(watch.live)
+        self.update_start = Counter(watch.live)
+        self.parts: list[Part] = []
+        self._begin = Counter(watch.live)
+        self._num_events = 0
+        self._where: dict[int, tuple[int, int]] = {}
+
+    def __call__(self, instruction: Instruction | None) -> None:
+        """An instruction is about to run (None: all have), so what happened until now belongs to the one before."""
+        self._end_part()
+        self.watch.phase = "gradients" if instruction is None else "pipeline"
+
+    def begin_update(self) -> None:
+        """The gradients are whole, and nothing of the microbatches is left."""
+        self._end_part()
+        self.update_start = Counter(self.watch.live)
+
+    def end(self) -> None:
+        """The step is over."""
+        self._end_part()
+
+    def _end_part(self) -> None:
+        extremes, begin = self.watch.part, self._begin
+        peak = extremes.peak
+        if peak is not None:
+            peak = Peak(_difference(peak.by_kind, begin), peak.site)
+        self.parts.append(
+            Part(
+                calls=self._calls(),
+                ops=extremes.ops,
+                change=_difference(self.watch.live, begin),
+                most={kind: most - begin[kind] for kind, most in extremes.most.items()},
+                peak=peak,
+            )
+        )
+        self._begin = Counter(self.watch.live)
+        self.watch.begin_part()
+
+    def _calls(self) -> tuple[Event | Wait, ...]:
+        number = len(self.parts)
+        calls: list[Event | Wait] = []
+        num_posts = 0
+        for event in self.ledger.events[self._num_events :]:
+            if event.phase == "post":
+                self._where[event.call] = (number, num_posts)
+                calls.append(event._replace(call=num_posts, group_call=num_posts - (event.call - event.group_call)))
+                num_posts += 1
+            elif event.phase == "wait":
+                calls.append(self._wait(number, *self._where[event.call]))
+        self._num_events = len(self.ledger.events)
+        return tuple(calls)
+
+    def _wait(self, number: int, posted_in: int, call: int) -> Wait:
+        if posted_in == number:
+            return Wait("own", call)
+        # Part 0 stands before the row, so part n is instruction n - 1.
+        if number <= len(self.row):
+            transfer = feeding_transfer_of(self.program.schedule, self.rank, self.row[number - 1])
+            post = self.row[posted_in - 1]
+            assert transfer is not None and isinstance(post, Post) and post.transfers[call] == transfer, (
+                f"{self.row[number - 1]} waits for a call of another instruction that does not feed it"
+            )
+            return Wait("fed")
+        return Wait("end", call, len(self.row) + 1 - posted_in)
+
+
+def feeding_transfer_of(schedule: Schedule, rank: int, instruction: Instruction) -> Transfer | None:
+    """The transfer that an instruction waits for, if it is an action that needs one."""
+    return None if isinstance(instruction, Post) else feeding_transfer(schedule, rank, instruction)
+
+
+def likenesses(program: Program, rank: int) -> list[Likeness]:
+    """What decides on the doing of each instruction in the row of pp rank `rank`."""
+    last = program.schedule.num_microbatches - 1
+    found: list[Likeness] = []
+    sends_before = 0
+    for each in program.instructions[rank]:
+        if isinstance(each, Post):
+            is_send = tuple(transfer.source == rank for transfer in each.transfers)
+            found.append((each.direction, is_send, sends_before))
+            sends_before = sum(is_send)
+        else:
+            found.append((each.kind, each.chunk, each.microbatch == 0, each.microbatch == last))
+    return found
+
+
+def covers(short: Iterable[Likeness], long: Iterable[Likeness]) -> bool:
+    """Whether the short row has each likeness of the long one: twice, so that it can be compared, where the long one does."""
+    have = Counter(short)
+    return all(have[likeness] >= min(count, 2) for likeness, count in Counter(long).items())
+
+
+@dataclass
+class PartBook:
+    """The parts of short steps by likeness.
+
+    Attributes:
+        live_at_start, live_at_update: live bytes when the step and its update begin.
+        start, finish, update: the parts around the row.
+        by_likeness: the part of each instruction.
+    """
+
+    live_at_start: Counter[MemoryKind]
+    live_at_update: Counter[MemoryKind]
+    start: Part
+    finish: Part
+    update: Part
+    by_likeness: dict[Likeness, Part]
+
+    @classmethod
+    def of(cls, recorder: Recorder) -> "PartBook":
+        """Sort the parts of a step that ran.
+
+        Raises:
+            ScheduleError: two instructions are alike and did not do the same.
+        """
+        program = recorder.program
+        start, *parts, finish, update = recorder.parts
+        by_likeness: dict[Likeness, Part] = {}
+        for likeness, part, each in zip(likenesses(program, recorder.rank), parts, recorder.row, strict=True):
+            if by_likeness.setdefault(likeness, part) != part:
+                raise ScheduleError(
+                    f"pp rank {recorder.rank}: {each} did not do what the instruction like it did before ({likeness}), so a step "
+                    f"of more microbatches cannot be put together from {program.schedule.num_microbatches} of them: bytes, calls "
+                    "or peaks would be wrong. Run all microbatches (--full), and report the configuration."
+                )
+        return cls(recorder.start, recorder.update_start, start, finish, update, by_likeness)
+
+    def covers(self, program: Program, rank: int) -> bool:
+        """Whether it has a part for each instruction of the row of pp rank `rank`."""
+        return all(likeness in self.by_likeness for likeness in likenesses(program, rank))
+
+    def add_up(self, program: Program, rank: int) -> Total:
+        """The step of pp rank `rank`, whose stages are those of the rank that was recorded (or equal to them)."""
+        return _Sum(self, program, rank).total()
+
+
+class _Sum:
+    """One addition of parts."""
+
+    def __init__(self, book: PartBook, program: Program, rank: int) -> None:
+        self.book = book
+        self.schedule = program.schedule
+        self.rank = rank
+        self.row = program.instructions[rank]
+        self.likenesses = likenesses(program, rank)
+        self.live = Counter(book.live_at_start)
+        self.sum = Total(extremes=Extremes(dict(self.live), Peak(dict(self.live), "")))
+        self.posted: list[Event] = []
+        self.first_call: list[int] = []
+        self.received: dict[Transfer, int] = {}
+
+    def total(self) -> Total:
+        self._add(self.book.start, None)
+        uses: Counter[Likeness] = Counter()
+        for each, likeness in zip(self.row, self.likenesses, strict=True):
+            uses[likeness] += 1
+            self._add(self.book.by_likeness[likeness], each)
+        self._add(self.book.finish, None)
+        self.live = Counter(self.book.live_at_update)
+        self._add(self.book.update, None)
+        ops = self.sum.extremes.ops
+        for part in (self.book.start, self.book.finish, self.book.update):
+            ops.update(part.ops)
+        for likeness, times in uses.items():
+            for name, count in self.book.by_likeness[likeness].ops.items():
+                ops[name] += count * times
+        return self.sum
+
+    def _add(self, part: Part, instruction: Instruction | None) -> None:
+        first = len(self.posted)
+        self.first_call.append(first)
+        for call in part.calls:
+            if isinstance(call, Event):
+                number = len(self.posted)
+                event = call._replace(call=number, group_call=first + call.group_call)
+                if isinstance(instruction, Post):
+                    transfer = instruction.transfers[call.call]
+                    is_send = transfer.source == self.rank
+                    event = event._replace(peer=transfer.destination if is_send else transfer.source)
+                    if not is_send:
+                        self.received[transfer] = number
+                self.posted.append(event)
+                self.sum.log.append(event)
+            else:
+                self.sum.log.append(self.posted[self._call(call, instruction, first)]._replace(phase="wait"))
+        extremes, live = self.sum.extremes, self.live
+        for kind, above in part.most.items():
+            extremes.most[kind] = max(extremes.most.get(kind, 0), live[kind] + above)
+        assert extremes.peak is not None
+        if part.peak is not None and sum(live.values()) + part.peak.total > extremes.peak.total:
+            kinds = live.keys() | part.peak.by_kind.keys()
+            extremes.peak = Peak({kind: live[kind] + part.peak.by_kind.get(kind, 0) for kind in kinds}, part.peak.site)
+        for kind, change in part.change.items():
+            live[kind] += change
+
+    def _call(self, wait: Wait, instruction: Instruction | None, first: int) -> int:
+        """The number of the call that is waited for."""
+        if wait.of == "own":
+            return first + wait.call
+        if wait.of == "end":
+            return self.first_call[len(self.row) + 1 - wait.from_end] + wait.call
+        assert instruction is not None
+        transfer = feeding_transfer_of(self.schedule, self.rank, instruction)
+        assert transfer is not None
+        return self.received[transfer]
+
+
+def _difference(after: Any, before: Any) -> dict[MemoryKind, int]:
+    """after - before, where they differ."""
+    changed = {kind: after.get(kind, 0) - before.get(kind, 0) for kind in after.keys() | before.keys()}
+    return {kind: change for kind, change in changed.items() if change}

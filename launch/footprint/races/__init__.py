@@ -1,0 +1,1 @@
+"""Races between streams, found on the CPU."""

@@ -1,0 +1,161 @@
+"""Steps of one rank of any layout on the CPU, in a fake world, with every stream of a GPU run watched for races.
+
+    step          receives are posted early; sends are under way until somebody waits for them, so their memory stays in use
+    save          the optimizer's state is copied as a checkpoint in the background copies it
+    step          receives are posted late; a send has ended when somebody asks, so memory is freed as early as can be
+    validation    a forward-only step
+
+The engine's own code runs on real tensors. What other ranks would have sent is whatever stood in the buffer; the order of operators
+does not depend on it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from engine.activations.offload import SideStream
+from engine.checkpoint.writer import RankWriter
+from engine.comm.collectives import Ledger
+from engine.comm.staging import Carrier
+from engine.comm.topology import Topology
+from engine.config.problems import with_value
+from engine.config.schema import Config, parallel_sizes
+from engine.kernels.registry import open_kernels
+from engine.layout.rank_grid import Coordinates, RankGrid
+from engine.pipeline.lowering import Instruction
+from engine.pipeline.text import instruction_tokens
+from engine.step import Engine, PendingResult
+from engine.train import ModelBuilder, build
+from launch.footprint.races.report import Race
+from launch.footprint.races.streams import (
+    CommunicatorStream,
+    HostReads,
+    ReadingThread,
+    WatchedCuda,
+    WatchedFromCuda,
+    WatchedStaging,
+)
+from launch.footprint.races.watch import RaceWatch
+from launch.footprint.real import draw_weights
+from launch.footprint.run import AS_WRITTEN, CPU, fake_world, microbatches, require_rank
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRank:
+    """The outcome for one rank.
+
+    Attributes:
+        streams: names of those that were used.
+        num_operators: posted on all of them.
+        races: empty where every use is ordered.
+    """
+
+    coordinates: Coordinates
+    streams: tuple[str, ...]
+    num_operators: int
+    races: tuple[Race, ...]
+
+
+def check_rank(config: Config, rank: int, build_model: ModelBuilder) -> CheckedRank:
+    """Run two steps of one rank and find its races.
+
+    Args:
+        config: of the run, small enough for this machine; `parallel.dp` is given.
+        rank: of the layout.
+        build_model: as for training.
+
+    Raises:
+        TopologyError: there is no such rank, or this process already belongs to a process group.
+    """
+    for key, choice in AS_WRITTEN.items():
+        config = with_value(config, key, choice)
+    sizes = parallel_sizes(config)
+    require_rank(rank, sizes)
+    grid = RankGrid(sizes, config.runtime.ranks_per_node, allow_tp_across_nodes=config.parallel.allow_tp_across_nodes)
+    watch = RaceWatch()
+    with fake_world(rank, sizes.world_size):
+        topology = Topology(
+            grid,
+            rank,
+            CPU,
+            kv_heads=config.model.kv_heads,
+            carrier=_staging(watch) if config.runtime.collectives == "gloo" else partial(CommunicatorStream, watch),
+        )
+        engine = build(config, topology, build_model, draw_weights, open_kernels(config, topology, is_alone=True))
+        with watch:
+            _name_memory(engine, watch)
+            _put_on_streams(engine, watch)
+            _run(engine, watch)
+        topology.close()
+    return CheckedRank(topology.coordinates, watch.streams, watch.num_operators, tuple(watch.races))
+
+
+def _staging(watch: RaceWatch) -> Callable[[str, Ledger], Carrier]:
+    return lambda name, ledger: WatchedStaging(watch, name)
+
+
+def representative_ranks(grid: RankGrid) -> list[int]:
+    """Return the first and last tensor- and data-parallel ranks of the first, middle and last pipeline ranks, in order."""
+    sizes = grid.sizes
+    ends = ({"tp": 0, "dp": 0}, {"tp": sizes.tp - 1, "dp": sizes.dp - 1})
+    return sorted({grid.rank(pp=pp, **end) for pp in (0, sizes.pp // 2, sizes.pp - 1) for end in ends})
+
+
+def _name_memory(engine: Engine, watch: RaceWatch) -> None:
+    """Name the flat buffers, their parameters and the optimizer's state."""
+    for buffer in engine.buffers.buffers:
+        entries = [entry for bucket in buffer.layout.buckets for entry in bucket.entries]
+        parts = [(entry.start, entry.stop, entry.record.name) for entry in entries]
+        watch.call(buffer.parameters, "the flat parameters", parts)
+        watch.call(buffer.main_grads, "the flat main grads", parts)
+    for owned in engine.optimizer.owned:
+        for tensor in owned.state.tensors:
+            watch.call(tensor, "the optimizer's state")
+
+
+def _put_on_streams(engine: Engine, watch: RaceWatch) -> None:
+    """Replace the lanes of a CPU, on which nothing runs beside the computation, by streams."""
+    engine.to_host = WatchedFromCuda(watch)
+    saving = {id(chunk.saved): chunk.saved for chunk in engine.chunks}
+    for number, saved in enumerate(saving.values()):
+        if saved.host is not None:
+            saved.host.lane = SideStream(
+                CPU, WatchedCuda(watch, "the offload stream" + (f" {number}" if number else ""))
+            )
+            saved.host.making = watch.host_memory
+
+
+def _run(engine: Engine, watch: RaceWatch) -> None:
+    """Run a step, a save, a step and a validation; the numbers of the first step are read after the second is posted."""
+    batches = microbatches(engine)
+    pp = engine.topology.coordinates.pp
+
+    def observe(instruction: Instruction | None) -> None:
+        watch.during = "" if instruction is None else instruction_tokens(pp, [instruction])[0]
+
+    def step() -> PendingResult:
+        return engine.update(engine.forward_backward(batches), engine.config.optimizer.lr)
+
+    engine.executor.observer = observe
+    copies = WatchedFromCuda(watch)
+    with watch.host_memory():
+        writer = RankWriter(
+            engine.optimizer,
+            engine.topology.rank,
+            in_background=True,
+            on_retry=lambda error: None,
+            to_host=copies,
+            thread=ReadingThread(watch, copies),
+        )
+    engine.train_programs.receive_early()
+    first = step()
+    writer.save(Path())
+    watch.sends_end = True
+    engine.train_programs.receive_late(1)
+    second = step()
+    with HostReads(watch):
+        first.read()
+        second.read()
+        engine.evaluate([batches])
+    engine.buffers.wait_all()

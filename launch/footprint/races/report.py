@@ -1,0 +1,102 @@
+"""Reports of races: both operators, by their lines of the program, the rule, and what to do."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+from typing import Literal
+
+import torch
+
+import engine
+from launch.footprint.races.clocks import Operator
+
+RaceKind = Literal["unordered read", "unordered overwrite", "unordered writes", "early free"]
+
+_SHARED = "Two streams may use the same memory only if an event and a wait, or the host, order them."
+_FREED = "Memory may be freed only after the stream that allocated it has waited for every other stream that uses it."
+
+EXPLAINED: dict[RaceKind, tuple[str, str, str]] = {
+    "unordered read": (
+        "writes, then reads",
+        f"{_SHARED} On a GPU the second could read values from before the first, and no error would say so.",
+        "Wait for the first before the second is posted.",
+    ),
+    "unordered overwrite": (
+        "reads, then writes",
+        f"{_SHARED} On a GPU the first could read values of the second, and no error would say so.",
+        "Wait for the first before the second is posted, or write somewhere else.",
+    ),
+    "unordered writes": (
+        "writes, then writes",
+        f"{_SHARED} On a GPU the values of either could be left in the end, and no error would say so.",
+        "Wait for the first before the second is posted.",
+    ),
+    "early free": (
+        "uses, then frees",
+        f"{_FREED} The allocator gives it to the next tensor of that stream, and both would use it.",
+        "Keep a reference until that stream has waited for the first.",
+    ),
+}
+"""For each kind: the two operators, the rule, what would break, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """Two operators without an order that need one.
+
+    Attributes:
+        first, second: in the order in which they were posted. Of an early free, the second is `free` on the stream that
+            allocated the memory, and its place is where the last reference was dropped.
+        tensor: shape, dtype and name of what the second uses.
+        times: how often these two lines of the program were found.
+    """
+
+    kind: RaceKind
+    first: Operator
+    second: Operator
+    tensor: str
+    times: int = 1
+
+    def __str__(self) -> str:
+        verbs, rule, remedy = EXPLAINED[self.kind]
+        first, second = verbs.split(", then ")
+        times = f", {self.times:,} times" if self.times > 1 else ""
+        return (
+            f"{self.kind} of {self.tensor}{times}\n"
+            f"  the first {first}: {self.first}\n"
+            f"  the second {second}: {self.second}\n"
+            f"  Nothing orders the second behind the first. {rule} {remedy}"
+        )
+
+
+class Origins:
+    """Finds the line of the program that posts an operator: the innermost one outside of torch and of this package."""
+
+    def __init__(self) -> None:
+        self._root = Path(engine.__file__).parents[1]
+        outside = [
+            Path(torch.__file__).parent,
+            Path(__file__).parent,
+            self._root / "engine" / "comm" / "collectives.py",
+        ]
+        self._outside = tuple(map(str, outside))
+        self._names: dict[CodeType, str] = {}
+
+    def of_caller(self) -> str:
+        """Return file and line, the file from the project's root."""
+        frame = sys._getframe(1)
+        while True:
+            name = self._names.get(frame.f_code)
+            if name is None:
+                name = self._names[frame.f_code] = self._name(frame.f_code.co_filename)
+            if name:
+                return f"{name}:{frame.f_lineno}"
+            if frame.f_back is None:
+                return "an unknown place"
+            frame = frame.f_back
+
+    def _name(self, file: str) -> str:
+        if file.startswith(self._outside) or not file.startswith(str(self._root)):
+            return ""
+        return str(Path(file).relative_to(self._root))

@@ -1,0 +1,98 @@
+"""The race check of a configuration: which size runs on this machine, which ranks, and the report."""
+
+from dataclasses import asdict
+
+from rich.console import Console
+
+from engine.config.schema import Config, parallel_sizes
+from engine.layout.rank_grid import RankGrid
+from launch.footprint.races.check import check_rank, representative_ranks
+from launch.footprint.races.clocks import Operator
+from launch.footprint.races.report import Race
+from launch.verify.run import checked
+from launch.verify.shrink import shrink
+from models.gpt.chunk import build_chunks
+from models.predict.rank_memory import settled
+
+MOST_SHOWN = 8
+"""Races of one rank that are printed; one missing wait is often found at many lines."""
+
+
+def config_to_check(config: Config, *, small: bool) -> Config:
+    """Return the configuration that runs on the CPU in place of this one.
+
+    Args:
+        config: `parallel.dp` is given.
+        small: shrink the model and the number of microbatches as `triaxis verify` does.
+
+    Raises:
+        ConfigError: the small configuration breaks a rule.
+    """
+    # What is chosen by memory is chosen for the sizes that were asked for.
+    config = settled(config, parallel_sizes(config))
+    tree = config.model_dump(mode="json")
+    for section, values in (shrink(config) if small else {}).items():
+        tree[section] |= values
+    tree["data"] = {"synthetic": True}
+    # Lengths of a run that was planned in other samples.
+    tree["train"] |= {"tokens": None, "steps": 2, "eval_interval": None}
+    tree["optimizer"] |= {"warmup_steps": 0, "decay_steps": None}
+    tree["checkpoint"], tree["telemetry"] = {}, {}
+    # A kernel of a GPU does not run here. It has the same inputs and outputs on the same stream.
+    tree["kernels"] = {"attention": "explicit" if config.kernels.attention == "explicit" else "sdpa"}
+    return checked(tree)
+
+
+def check_races(console: Console, config: Config, ranks: list[int] | None) -> list[dict[str, object]]:
+    """Check ranks one by one and print a line for each, with its races.
+
+    Args:
+        config: as it runs.
+        ranks: which; None: some that stand for all.
+
+    Returns:
+        What was found on each rank, for JSON.
+    """
+    sizes = parallel_sizes(config)
+    grid = RankGrid(sizes, config.runtime.ranks_per_node, allow_tp_across_nodes=config.parallel.allow_tp_across_nodes)
+    trees: list[dict[str, object]] = []
+    for rank in ranks or representative_ranks(grid):
+        found = check_rank(config, rank, build_chunks)
+        count = "1 race" if len(found.races) == 1 else f"{len(found.races)} races"
+        console.print(
+            f"rank {rank} ({found.coordinates}): {count} in {found.num_operators:,} operators on {len(found.streams)} "
+            f"stream{'s' if len(found.streams) > 1 else ''}",
+            style="bold red" if found.races else None,
+        )
+        for race in found.races[:MOST_SHOWN]:
+            console.print(f"\n{race}", markup=False)
+        if len(found.races) > MOST_SHOWN:
+            console.print(f"\nand {len(found.races) - MOST_SHOWN} more; --json FILE has all")
+        trees.append(
+            {
+                "rank": rank,
+                "coordinates": asdict(found.coordinates),
+                "streams": found.streams,
+                "operators": found.num_operators,
+                "races": [_as_json(race) for race in found.races],
+            }
+        )
+    return trees
+
+
+def _as_json(race: Race) -> dict[str, object]:
+    def of(operator: Operator) -> dict[str, object]:
+        return {
+            "name": operator.name,
+            "stream": operator.stream.name,
+            "place": operator.place,
+            "during": operator.during,
+        }
+
+    return {
+        "kind": race.kind,
+        "first": of(race.first),
+        "second": of(race.second),
+        "tensor": race.tensor,
+        "times": race.times,
+    }

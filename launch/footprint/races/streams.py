@@ -1,0 +1,256 @@
+"""Stand-ins for the streams of a GPU run beside the computation, for `RaceWatch`.
+
+    CommunicatorStream   NCCL: a call begins after what the current stream was given before; `wait` holds up the current stream
+    WatchedCuda          streams and events for the engine's own lanes of copies: offload, a step's numbers, checkpoints, staging
+    WatchedStaging       gloo between GPUs: copies through host memory, and a thread that makes the calls
+    ReadingThread        the thread that writes checkpoints
+    HostReads            Python that looks at values
+
+Each takes the place of the engine's own object through an argument or attribute that the engine has for it.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from engine.comm.collectives import Event, Ledger
+from engine.comm.staging import CPU, Seen, Staging, Use, Work
+from engine.device.host_copy import FromCuda
+from launch.footprint.races.clocks import Stream, VectorClock
+from launch.footprint.races.watch import RaceWatch
+
+HOST_READS = (torch.Tensor.tolist, torch.Tensor.numpy)
+"""Functions that read values on the host without an operator."""
+
+
+class CommunicatorStream:
+    """The stream of a process group's communicator; a carrier (`engine.comm.staging.Carrier`) that sends nothing.
+
+    NCCL's stream waits for an event of the current stream when a call is posted. The handle's `wait` makes the stream that is
+    current by then wait for the end of the call. A group call is one operator. The handle keeps no tensor: the engine must.
+    """
+
+    def __init__(self, watch: RaceWatch, name: str, ledger: Ledger) -> None:
+        self._watch = watch
+        self._ledger = ledger
+        self._stream = watch.stream(f"the {name} communicator's stream")
+
+    def post(self, call: Callable[[Seen], Sequence[Work]], uses: Sequence[Use]) -> list[Work]:
+        """Post the call that the ledger has written down last, as one operator."""
+        watch, stream = self._watch, self._stream
+        watch.clocks.wait(stream, watch.clocks.record(watch.current))
+        events = self._ledger.events[-len(uses) :]
+        ops = " + ".join(event.op.replace("_", "-") for event in events)
+        read = [tensor for use in uses for tensor in use.read]
+        written = [tensor for event, use in zip(events, uses, strict=True) for tensor in _written(event, use)]
+        watch.post(stream, f"{ops} ({events[0].axis}, {events[0].purpose})", read, written)
+        mark = watch.clocks.record(stream)
+        return [_CommunicatorWork(watch, mark) for _ in uses]
+
+    def close(self) -> None:
+        """Hold nothing."""
+
+
+def _written(event: Event, use: Use) -> Sequence[torch.Tensor]:
+    """Return what a call writes. An all-gather in place leaves the member's own slice as it is (NCCL, "In-place Operations")."""
+    if event.op != "all_gather":
+        return use.written
+    (whole,), (part,) = use.written, use.read
+    if part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
+        return use.written
+    flat, start = whole.view(-1), part.storage_offset() - whole.storage_offset()
+    return [flat[:start], flat[start + part.numel() :]]
+
+
+class _CommunicatorWork:
+    """The handle of a call on a communicator's stream."""
+
+    def __init__(self, watch: RaceWatch, mark: VectorClock) -> None:
+        self._watch = watch
+        self._mark = mark
+
+    def wait(self) -> None:
+        self._watch.clocks.wait(self._watch.current, self._mark)
+
+    def is_completed(self) -> bool:
+        """Tell whether the call has ended; the host then comes after it."""
+        if self._watch.sends_end:
+            self._watch.clocks.wait(self._watch.thread, self._mark)
+        return self._watch.sends_end
+
+
+class WatchedCuda:
+    """The part of `torch.cuda` that the engine uses for streams and events, on a watch's clocks.
+
+    Args:
+        name: of streams that are made here, for reports.
+    """
+
+    def __init__(self, watch: RaceWatch, name: str) -> None:
+        self._watch = watch
+        self._name = name
+
+    def Stream(self, device: torch.device) -> "_WatchedStream":  # noqa: N802
+        return _WatchedStream(self._watch, self._watch.stream(self._name))
+
+    def Event(self) -> "_WatchedEvent":  # noqa: N802
+        return _WatchedEvent(self._watch)
+
+    def current_stream(self, device: torch.device) -> "_WatchedStream":
+        return _WatchedStream(self._watch, self._watch.current)
+
+    def stream(self, stream: "_WatchedStream") -> AbstractContextManager[None]:
+        return self._watch.on(stream.of)
+
+
+@dataclass(frozen=True, slots=True)
+class _WatchedStream:
+    """A `torch.cuda.Stream`; `of` is the stream of the clocks."""
+
+    watch: RaceWatch
+    of: Stream
+
+    def wait_stream(self, other: "_WatchedStream") -> None:
+        self.watch.clocks.wait(self.of, self.watch.clocks.record(other.of))
+
+    def wait_event(self, event: "_WatchedEvent") -> None:
+        self.watch.clocks.wait(self.of, event.mark)
+
+    def record_event(self) -> "_WatchedEvent":
+        event = _WatchedEvent(self.watch)
+        event.record(self)
+        return event
+
+
+class _WatchedEvent:
+    """A `torch.cuda.Event`. An event that was not recorded holds up nobody, as in CUDA."""
+
+    def __init__(self, watch: RaceWatch) -> None:
+        self._watch = watch
+        self.mark: VectorClock = {}
+
+    def record(self, stream: _WatchedStream | None = None) -> None:
+        self.mark = self._watch.clocks.record(self._watch.current if stream is None else stream.of)
+
+    def synchronize(self) -> None:
+        self._watch.clocks.wait(self._watch.thread, self.mark)
+
+    def query(self) -> bool:
+        """Tell whether the event is reached; the thread then comes after it."""
+        if self._watch.sends_end:
+            self.synchronize()
+        return self._watch.sends_end
+
+
+class WatchedFromCuda(FromCuda):
+    """Copies to host memory that is not pinned, since there is no GPU.
+
+    Attributes:
+        copied: the destinations of the last copies.
+    """
+
+    def __init__(self, watch: RaceWatch) -> None:
+        super().__init__(WatchedCuda(watch, ""))
+        self._watch = watch
+        self.copied: list[torch.Tensor] = []
+
+    def post(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        pairs = list(copies)
+        self.copied = [destination for destination, _ in pairs]
+        return super().post(pairs)
+
+    def room(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self._watch.host_memory():
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+class WatchedPageLock:
+    """The place of a page lock (`engine.device.pinned_memory.PageLock`): memory that is locked is host memory."""
+
+    def __init__(self, watch: RaceWatch) -> None:
+        self._watch = watch
+
+    def lock(self, memory: torch.Tensor) -> None:
+        self._watch.is_host_memory(memory)
+
+    def unlock(self, memory: torch.Tensor) -> None:
+        """Do nothing: the steps are over."""
+
+
+class WatchedStaging(Staging):
+    """The staging of a process group over gloo, for a rank on a GPU (`engine.comm.staging`); its worker has a clock."""
+
+    def __init__(self, watch: RaceWatch, name: str) -> None:
+        self._watch = watch
+        cuda = WatchedCuda(watch, f"the {name} staging stream")
+        worker = _Worker(watch, watch.stream(f"the {name} staging thread"))
+        super().__init__(CPU, WatchedPageLock(watch), cuda, worker)
+
+    def _lend(self, tensor: torch.Tensor) -> None:
+        assert self._side is not None
+        self._watch.lend(tensor, self._side.of)
+
+
+class _Worker(Executor):
+    """A thread that makes calls in order. What it waits for does not hold up the host."""
+
+    def __init__(self, watch: RaceWatch, thread: Stream) -> None:
+        self._watch = watch
+        self._thread = thread
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Run the function now; its handles are waited for by whoever asks."""
+        watch = self._watch
+        with watch.as_thread(self._thread):
+            works = function(*args, **kwargs)
+        mark = watch.clocks.record(self._thread)
+        done: Future[Any] = Future()
+        done.set_result([_WorkerHandle(watch, mark) for _ in works])
+        return done
+
+
+class _WorkerHandle:
+    """The handle of a call over gloo, whose `wait` holds up the thread that calls it."""
+
+    def __init__(self, watch: RaceWatch, mark: VectorClock) -> None:
+        self._watch = watch
+        self._mark = mark
+
+    def wait(self) -> None:
+        self._watch.clocks.wait(self._watch.thread, self._mark)
+
+    def is_completed(self) -> bool:
+        if self._watch.sends_end:
+            self.wait()
+        return self._watch.sends_end
+
+
+class ReadingThread(Executor):
+    """The thread of a checkpoint's writer, which reads all that was copied last and writes nothing."""
+
+    def __init__(self, watch: RaceWatch, copies: WatchedFromCuda) -> None:
+        self._watch = watch
+        self._copies = copies
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        for tensor in self._copies.copied:
+            self._watch.read_on_host(tensor)
+        return Future()
+
+
+class HostReads(TorchFunctionMode):
+    """Tells the watch of values that the host reads, while it is entered."""
+
+    def __init__(self, watch: RaceWatch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in HOST_READS:
+            self._watch.read_on_host(args[0])
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,101 @@
+"""Training steps of one rank of any layout on the device that is here: true kernels, streams and allocator, in a fake world.
+
+The other ranks do not exist. What they would have sent is whatever stood in the buffer, so loss and gradients mean nothing, and may
+not be finite (then the optimizer's kernels run and change nothing). True are the kernels, their shapes and their order, what the
+allocator needs for them, and the time that the rank computes, as if its network took none.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from engine.comm.collectives import Event
+from engine.comm.topology import Topology
+from engine.config.schema import Config, parallel_sizes
+from engine.kernels.registry import open_kernels
+from engine.layout.rank_grid import Coordinates, RankGrid
+from engine.tensor_parallel.parameter import ShardedParameter
+from engine.train import ModelBuilder, build
+from launch.footprint.run import fake_world, microbatches, require_rank
+
+WEIGHT_STD = 0.02
+
+WARM_UP = 1
+"""Steps that are not reported: kernels are loaded, compiled and chosen, the allocator gets its segments."""
+
+
+@dataclass(frozen=True, slots=True)
+class RealSteps:
+    """What was measured on one rank.
+
+    Attributes:
+        coordinates: of the rank.
+        seconds: of each step after the warm-up.
+        peak_allocated_bytes: the most that tensors of the steps held, as the GPU's allocator rounds them; None on the CPU.
+        peak_reserved_bytes: the most that the allocator held for them; None on the CPU.
+        events: posts of the last step's ledger.
+    """
+
+    coordinates: Coordinates
+    seconds: tuple[float, ...]
+    peak_allocated_bytes: int | None
+    peak_reserved_bytes: int | None
+    events: tuple[Event, ...]
+
+
+def real_steps(
+    config: Config, rank: int, build_model: ModelBuilder, device: torch.device, *, num_steps: int = 1
+) -> RealSteps:
+    """Run `num_steps` steps after the warm-up.
+
+    Args:
+        config: of the run; `parallel.dp` is given.
+        rank: which one.
+        build_model: as for training.
+        device: where it computes.
+        num_steps: how many are measured.
+
+    Raises:
+        TopologyError: there is no such rank, or this process already belongs to a process group.
+    """
+    sizes = parallel_sizes(config)
+    require_rank(rank, sizes)
+    grid = RankGrid(sizes, config.runtime.ranks_per_node, allow_tp_across_nodes=config.parallel.allow_tp_across_nodes)
+    is_cuda = device.type == "cuda"
+    with fake_world(rank, sizes.world_size):
+        topology = Topology(grid, rank, device, kv_heads=config.model.kv_heads)
+        if is_cuda:
+            torch.cuda.reset_peak_memory_stats(device)
+        engine = build(config, topology, build_model, draw_weights, open_kernels(config, topology, is_alone=True))
+        batches = microbatches(engine)
+        seconds = []
+        for _ in range(WARM_UP + num_steps):
+            _finish(device)
+            begin = time.perf_counter()
+            engine.update(engine.forward_backward(batches), lr=config.optimizer.lr)
+            engine.buffers.wait_all()
+            _finish(device)
+            seconds.append(time.perf_counter() - begin)
+        found = RealSteps(
+            topology.coordinates,
+            tuple(seconds[WARM_UP:]),
+            torch.cuda.max_memory_allocated(device) if is_cuda else None,
+            torch.cuda.max_memory_reserved(device) if is_cuda else None,
+            tuple(topology.ledger.posted),
+        )
+        topology.close()
+    return found
+
+
+@torch.no_grad()
+def draw_weights(parameters: Iterable[ShardedParameter], seed: int) -> None:
+    """Weights of an ordinary size, drawn where they are: nothing here depends on their values."""
+    for parameter in parameters:
+        parameter.value.normal_(std=WEIGHT_STD)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,312 @@
+"""One training step of one rank of any layout, in one process: fake tensors, a fake process group, the engine's own code.
+
+Tensors have shapes and no memory, collectives return at once, so a rank of thousands fits on a laptop. What is counted is what the
+same code would do: calls and bytes of the ledger, live storages by kind, operators dispatched.
+
+A step of many microbatches is not run through: as many run as show every kind of instruction of the rank's program twice, and the
+rest is added up over the program of the whole step (`launch.footprint.parts`). The tests prove it equal to the whole run.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from engine.comm.collectives import Event
+from engine.comm.topology import Topology
+from engine.config.problems import with_value
+from engine.config.schema import Config, batch_plan, parallel_sizes
+from engine.data.loader import MicroBatch
+from engine.errors import TopologyError
+from engine.layout.partition import partition
+from engine.layout.rank_grid import Coordinates, ParallelSizes, RankGrid
+from engine.pipeline import schedules
+from engine.pipeline.lowering import Program, lower
+from engine.step import Engine
+from engine.train import ModelBuilder, build
+from launch.footprint.memory import Extremes, MemoryKind, MemoryWatch, Peak, SavedTensor
+from launch.footprint.parts import PartBook, Recorder, covers, likenesses
+
+HEAD_MODULES = ("head", "losses")
+"""Modules of the last chunk whose saved tensors are logits."""
+
+PLACES = {
+    "": "positions",
+    "embedding": "embedding",
+    "blocks": "blocks",
+    "final_norm": "loss",
+    "head": "loss",
+    "losses": "loss",
+}
+"""Place of an operator by the chunk's child that needs it; "" is what a chunk does before any of them (RoPE tables)."""
+
+FEWEST_MICROBATCHES = 4
+
+AS_WRITTEN = {"kernels.elementwise": "eager", "kernels.weight_grad": "separate", "kernels.optimizer": "torch"}
+"""Operators are counted as they are written: what a compiler makes of them exists for a device, and here is none."""
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What one rank does in a step.
+
+    Attributes:
+        coordinates: of the rank.
+        stages: numbers of the pipeline stages that it holds.
+        num_microbatches: of the step.
+        run_microbatches: how many of them were run; the others were added up.
+        state: bytes between steps: parameters, gradients, optimizer.
+        peak: the moment with the most bytes.
+        most: the most bytes of each kind, each at a moment of its own.
+        saved: what the first forward of each chunk keeps for its backward, in order.
+        log: the posts and waits of the ledger.
+        ops: operators dispatched, by name, for each place: `PLACES`, and `pipeline`, `gradients` and `optimizer` outside of the
+            model.
+    """
+
+    coordinates: Coordinates
+    stages: tuple[int, ...]
+    num_microbatches: int
+    run_microbatches: int
+    state: dict[MemoryKind, int]
+    peak: Peak
+    most: dict[MemoryKind, int]
+    saved: tuple[SavedTensor, ...]
+    log: tuple[Event, ...]
+    ops: dict[str, Counter[str]]
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """The posts."""
+        return tuple(event for event in self.log if event.phase == "post")
+
+
+class Footprints:
+    """The footprints of a layout's ranks.
+
+    Args:
+        config: of the run; `parallel.dp` is given.
+        build_model: as for training.
+        full: run every microbatch, and add nothing up.
+    """
+
+    def __init__(self, config: Config, build_model: ModelBuilder, *, full: bool = False) -> None:
+        for key, choice in AS_WRITTEN.items():
+            config = with_value(config, key, choice)
+        self.config = config
+        self.build_model = build_model
+        self.sizes = sizes = parallel_sizes(config)
+        self.grid = RankGrid(
+            sizes, config.runtime.ranks_per_node, allow_tp_across_nodes=config.parallel.allow_tp_across_nodes
+        )
+        self.stages = partition(config.model.num_layers, sizes.pp, sizes.vpp, config.parallel.layers_per_stage)
+        self.num_microbatches = batch_plan(config, sizes.dp).num_microbatches
+        self.full = full
+        self.program = self._lowered(self.num_microbatches)
+        self._short_programs: dict[int, Program] = {}
+        self._steps: dict[tuple[object, ...], list[tuple[Footprint, PartBook]]] = {}
+
+    def of(self, rank: int) -> Footprint:
+        """The footprint of one rank.
+
+        Raises:
+            TopologyError: there is no such rank, or this process already belongs to a process group.
+            ScheduleError: the microbatches that ran are not alike (see `PartBook.of`).
+        """
+        require_rank(rank, self.sizes)
+        at = self.grid.coordinates(rank)
+        enough = self.num_microbatches if self.full else self.enough_microbatches(at.pp)
+        if enough == self.num_microbatches:
+            return self._run(rank, enough)[0]
+        found, recorder = self._run(rank, enough)
+        return self._added_up(found, PartBook.of(recorder), at)
+
+    def of_stages(self) -> list[Footprint]:
+        """The footprints of the ranks with tp and dp index 0, by pp index.
+
+        Ranks whose chunks have equal contents do the same, so one of them runs and the others are added up from its parts, each
+        over its own program. (More than one runs where the program of another has a kind of group call that the first lacks.)
+        """
+        return [self._like(pp) for pp in range(self.sizes.pp)]
+
+    def enough_microbatches(self, pp: int) -> int:
+        """The fewest microbatches, out of a growing list, whose program shows all that the whole step's program does."""
+        whole = likenesses(self.program, pp)
+        # A partial last group of an interleaved schedule has the same size in the short step.
+        group = self.sizes.pp if self.sizes.vpp > 1 else 1
+        num_groups = FEWEST_MICROBATCHES if group == 1 else 1
+        while (count := num_groups * group + self.num_microbatches % group) < self.num_microbatches:
+            if covers(likenesses(self._short_program(count), pp), whole):
+                return count
+            num_groups += (num_groups + 1) // 2
+        return self.num_microbatches
+
+    def _like(self, pp: int) -> Footprint:
+        rank = self.grid.rank(pp=pp)
+        if self.full:
+            return self.of(rank)
+        placement = self.program.schedule.placement
+        mine = [self.stages[placement.stage_of(pp, chunk)] for chunk in range(self.sizes.vpp)]
+        contents = tuple((len(stage.layers), stage.has_embedding, stage.has_head) for stage in mine)
+        steps = self._steps.setdefault(contents, [])
+        at = self.grid.coordinates(rank)
+        for found, book in steps:
+            if book.covers(self.program, pp):
+                return self._added_up(found, book, at)
+        found, recorder = self._run(rank, self.enough_microbatches(pp))
+        steps.append((found, PartBook.of(recorder)))
+        return self._added_up(*steps[-1], at)
+
+    def _run(self, rank: int, num_microbatches: int) -> tuple[Footprint, Recorder]:
+        config = self.config
+        if num_microbatches != self.num_microbatches:
+            samples = num_microbatches * config.train.micro_batch_size * self.sizes.dp
+            train = config.train.model_copy(update={"global_batch_size": samples})
+            config = config.model_copy(update={"train": train})
+        with fake_world(rank, self.sizes.world_size), FakeTensorMode(allow_non_fake_inputs=True):
+            topology = Topology(self.grid, rank, CPU, kv_heads=config.model.kv_heads)
+            with MemoryWatch() as watch:
+                engine = build(config, topology, self.build_model, fill=lambda parameters, seed: None)
+                measured = watch_step(engine, microbatches(engine), watch)
+            topology.close()
+        return measured
+
+    def _added_up(self, ran: Footprint, book: PartBook, at: Coordinates) -> Footprint:
+        total = book.add_up(self.program, at.pp)
+        placement = self.program.schedule.placement
+        return _footprint(
+            at,
+            tuple(placement.stage_of(at.pp, chunk) for chunk in range(self.sizes.vpp)),
+            self.num_microbatches,
+            ran.num_microbatches,
+            ran.state,
+            total.extremes,
+            ran.saved,
+            total.log,
+        )
+
+    def _lowered(self, num_microbatches: int) -> Program:
+        name = schedules.resolve(self.config.schedule.name, self.sizes.vpp)
+        return lower(schedules.build(name, self.sizes.pp, self.sizes.vpp, num_microbatches))
+
+    def _short_program(self, num_microbatches: int) -> Program:
+        if num_microbatches not in self._short_programs:
+            self._short_programs[num_microbatches] = self._lowered(num_microbatches)
+        return self._short_programs[num_microbatches]
+
+
+def footprint(config: Config, rank: int, build_model: ModelBuilder, *, full: bool = False) -> Footprint:
+    """The step of one rank; see `Footprints`."""
+    return Footprints(config, build_model, full=full).of(rank)
+
+
+def require_rank(rank: int, sizes: ParallelSizes) -> None:
+    """Raise TopologyError where there is no such rank."""
+    if not 0 <= rank < sizes.world_size:
+        raise TopologyError(
+            f"rank {rank} does not exist: {sizes} has {sizes.world_size:,} ranks, counted from 0. Choose one below."
+        )
+
+
+@contextmanager
+def fake_world(rank: int, world_size: int) -> Iterator[None]:
+    """A default process group whose other ranks do not exist."""
+    if dist.is_initialized():
+        raise TopologyError(
+            "this process belongs to a process group already; a footprint makes one of its own. Use a new process."
+        )
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def microbatches(engine: Engine) -> list[MicroBatch]:
+    """As many as a step has; all are the same."""
+    shape, device = (engine.plan.micro_batch_size, engine.config.model.seq_length), engine.topology.device
+    ids = torch.zeros(shape, dtype=torch.int64, device=device)
+    counted = torch.ones(shape, dtype=torch.bool, device=device)
+    one = MicroBatch(ids, ids, counted, ids, list(range(shape[0])), ids.numel())
+    return [one] * engine.plan.num_microbatches
+
+
+def watch_step(engine: Engine, batches: Sequence[MicroBatch], watch: MemoryWatch) -> tuple[Footprint, Recorder]:
+    """A whole step under an entered watch, of real or fake tensors, and its parts.
+
+    (Real sends are under way for as long as the network likes, so parts of a real step need not be alike.)
+    """
+    for buffer in engine.buffers.buffers:
+        watch.label(buffer.parameters, "parameters")
+        watch.label(buffer.main_grads, "gradients")
+    for owned in engine.optimizer.owned:
+        for tensor in owned.state.tensors:
+            watch.label(tensor, "optimizer")
+    between_steps: tuple[MemoryKind, ...] = ("parameters", "gradients", "optimizer")
+    state = {kind: watch.live[kind] for kind in between_steps}
+    # A step like all but the first: receives are posted early.
+    engine.train_programs.receive_early()
+    topology, program = engine.topology, engine.train_programs.early
+    at = topology.coordinates
+    watch.forget_peak()
+    recorder = Recorder(watch, topology.ledger, program, at.pp)
+    engine.executor.observer = recorder
+    watch.phase = "gradients"
+    modules, saving = [cast(nn.Module, chunk) for chunk in engine.chunks], {chunk.saved for chunk in engine.chunks}
+    with watch.looking_at(modules, list(saving), HEAD_MODULES, PLACES):
+        counts = engine.forward_backward(batches)
+    engine.executor.observer = None
+    recorder.begin_update()
+    watch.phase = "optimizer"
+    engine.update(counts, lr=1e-3)
+    engine.buffers.wait_all()
+    recorder.end()
+    num_microbatches = engine.plan.num_microbatches
+    found = _footprint(
+        at,
+        tuple(program.schedule.placement.stage_of(at.pp, chunk) for chunk in range(topology.sizes.vpp)),
+        num_microbatches,
+        num_microbatches,
+        state,
+        watch.step,
+        tuple(watch.saved),
+        [event for event in topology.ledger.events if event.phase != "mark"],
+    )
+    return found, recorder
+
+
+def _footprint(
+    at: Coordinates,
+    stages: tuple[int, ...],
+    num_microbatches: int,
+    run_microbatches: int,
+    state: dict[MemoryKind, int],
+    extremes: Extremes,
+    saved: tuple[SavedTensor, ...],
+    log: Sequence[Event],
+) -> Footprint:
+    assert extremes.peak is not None
+    ops: dict[str, Counter[str]] = {}
+    for (place, name), count in extremes.ops.items():
+        ops.setdefault(place, Counter())[name] = count
+    return Footprint(
+        coordinates=at,
+        stages=stages,
+        num_microbatches=num_microbatches,
+        run_microbatches=run_microbatches,
+        state=state,
+        peak=Peak({kind: count for kind, count in extremes.peak.by_kind.items() if count}, extremes.peak.site),
+        most={kind: most for kind, most in extremes.most.items() if most},
+        saved=saved,
+        log=tuple(log),
+        ops=ops,
+    )

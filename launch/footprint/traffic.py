@@ -1,0 +1,95 @@
+"""The rank of `triaxis traffic`: two training steps on random tokens; the second one's ledger beside the formulas."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from engine.comm.runtime import RankEnvironment
+from engine.data.loader import Batches
+from engine.data.synthetic import SyntheticDataset
+from engine.train import build
+from launch.rank.join import Rank, join, read_config
+from launch.start.process.ending import run_rank
+from models.gpt.chunk import build_chunks
+from models.predict.traffic import Flow, Volume, expected_traffic, measured_traffic
+
+Traffic = dict[Flow, Volume]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one rank; exit code 1 on every rank if any rank's ledger differs from what its config predicts."""
+    environment = RankEnvironment.from_variables(os.environ)
+    config = read_config(argv, environment)
+    with join(config, environment) as rank:
+        measured, expected = one_step(rank)
+        world = rank.topology.axis("world")
+        (num_differing,) = world.agree([float(measured != expected)], rank.topology.device, "traffic")
+        if rank.number == 0:
+            show(Console(soft_wrap=True), rank, measured, expected, int(num_differing))
+    return 1 if num_differing else 0
+
+
+def one_step(rank: Rank) -> tuple[Traffic, Traffic]:
+    """(measured, expected) traffic of this rank in a training step."""
+    config, topology = rank.config, rank.topology
+    engine = build(config, topology, build_chunks)
+    batches = Batches(
+        SyntheticDataset(config.train.seed, config.model.vocab_size, config.model.seq_length),
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        dp=topology.axis("dp").size,
+        dp_rank=topology.axis("dp").index,
+        consumed_samples=0,
+        device=topology.device,
+    )
+    for _ in range(2):
+        engine.train_step(batches.next_step(), config.optimizer.lr)
+    batches.close()
+    expected = expected_traffic(config, topology.sizes, topology.coordinates, engine.stages)
+    return measured_traffic(topology.ledger.posted), expected
+
+
+def show(console: Console, rank: Rank, measured: Traffic, expected: Traffic, num_differing: int) -> None:
+    """Rank 0's table, and whether all ranks agree with their formulas."""
+    table = Table(
+        title=f"One training step, rank {rank.number} ({rank.topology.coordinates}), {rank.topology.sizes}",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+    )
+    for column in ("axis", "purpose", "operation"):
+        table.add_column(column, no_wrap=True)
+    for column in ("calls", "wire bytes", "formula"):
+        table.add_column(column, justify="right", no_wrap=True)
+    nothing = Volume(0, 0)
+    axis = ""
+    for flow in sorted(measured.keys() | expected.keys()):
+        seen, wanted = measured.get(flow, nothing), expected.get(flow, nothing)
+        table.add_row(
+            flow.axis if flow.axis != axis else "",
+            flow.purpose,
+            flow.op.replace("_", "-"),
+            f"{seen.calls:,}",
+            f"{seen.wire_bytes:,}",
+            "equal" if seen == wanted else f"{wanted.calls:,} calls, {wanted.wire_bytes:,} bytes",
+            style="" if seen == wanted else "bold red",
+        )
+        axis = flow.axis
+    console.print(table)
+    world_size = rank.topology.grid.world_size
+    if not measured and not expected:
+        console.print("One rank: nothing is communicated.")
+    elif num_differing:
+        console.print(
+            f"[bold red]{num_differing} of {world_size} ranks called something else than their formulas say.[/]"
+        )
+    else:
+        console.print(f"All {world_size} ranks called exactly what their formulas say.")
+        console.print("Wire bytes are ring theory; a receive is counted by its sender.")
+
+
+if __name__ == "__main__":
+    run_rank(main, sys.argv[1:])

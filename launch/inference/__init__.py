@@ -1,0 +1,1 @@
+"""Commands that read a trained model: their request and their ranks."""

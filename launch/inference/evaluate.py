@@ -1,0 +1,169 @@
+"""The rank of `triaxis evaluate`: the loss of a text under the loaded model; rank 0 prints it, per token and per byte."""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from engine.config.schema import batch_plan
+from engine.data.corpus.indexed import IndexedTokens
+from engine.data.corpus.tokenizers import BytesTokenizer, Tokenizer, load_tokenizer
+from engine.data.loader import Batches, MicroBatch
+from launch.inference.rank import run
+from launch.rank.join import Rank
+from launch.start.process.ending import run_rank
+from models.inference.evaluate import CorpusTokens, ListedTokens, Text, Windows, loss_of
+from models.inference.load import LoadedModel
+
+BLOCK_TOKENS = 2**20
+"""Tokens decoded at a time while bytes are counted."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one rank of what `launch/commands/evaluate.py` asks for."""
+    return run(argv, _evaluate)
+
+
+def _evaluate(rank: Rank, model: LoadedModel, job: dict[str, Any]) -> None:
+    config, topology = rank.config, rank.topology
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    text, num_bytes = open_text(job, tokenizer, count_bytes=rank.number == 0)
+    length = config.model.seq_length
+    windows = Windows(
+        text,
+        tokenizer.eod_id,
+        seq_length=length,
+        stride=job["stride"] or length,
+        vocab_size=config.model.vocab_size,
+    )
+    started = time.monotonic()
+    plan = batch_plan(config, topology.sizes.dp)
+    batches = Batches(
+        windows,
+        global_batch_size=plan.global_batch_size,
+        micro_batch_size=plan.micro_batch_size,
+        dp=topology.axis("dp").size,
+        dp_rank=topology.axis("dp").index,
+        consumed_samples=0,
+        device=topology.device,
+    )
+    num_steps = -(-windows.num_windows // plan.global_batch_size)
+    with closing(batches):
+        loss_sum, num_tokens = loss_of(model, _steps(batches, num_steps, show=rank.number == 0))
+    assert num_tokens == text.num_tokens, f"{num_tokens} tokens counted of {text.num_tokens}"
+    if rank.number == 0:
+        result = {
+            "checkpoint": job["checkpoint"],
+            "text": job["text"] or job["bin"],
+            "tokens": num_tokens,
+            "bytes": num_bytes,
+            "windows": windows.num_windows,
+            "seq_length": length,
+            "stride": windows.stride,
+            "seconds": time.monotonic() - started,
+            **measures(loss_sum, num_tokens, num_bytes),
+        }
+        if job["json"]:
+            print(json.dumps(result), flush=True)
+        else:
+            show(Console(highlight=False, soft_wrap=True), result)
+
+
+def open_text(job: dict[str, Any], tokenizer: Tokenizer, *, count_bytes: bool) -> tuple[Text, int]:
+    """The tokens, and how many bytes of text they are (0 where they are not to be counted)."""
+    limit = job["max_tokens"]
+    if job["bin"] is not None:
+        text: Text = CorpusTokens(IndexedTokens(job["bin"]), limit)
+        return text, bytes_of(text, tokenizer) if count_bytes else 0
+    content = Path(job["text"]).read_text(encoding="utf-8")
+    tokens = tokenizer.encode(content)
+    if limit is None or limit >= len(tokens):
+        return ListedTokens(tokens), len(content.encode())
+    text = ListedTokens(tokens[:limit])
+    return text, bytes_of(text, tokenizer) if count_bytes else 0
+
+
+def bytes_of(text: Text, tokenizer: Tokenizer) -> int:
+    """UTF-8 bytes of the decoded tokens; the end of a document has none."""
+    total = 0
+    kept: list[int] = []
+    for start in range(0, text.num_tokens, BLOCK_TOKENS):
+        tokens = text.read(start, start + BLOCK_TOKENS)
+        if isinstance(tokenizer, BytesTokenizer):
+            # Counted without decoding: bytes that are no UTF-8 would be replaced by longer ones.
+            total += int((tokens < tokenizer.eod_id).sum())
+            continue
+        # Document by document, because a character or a word never crosses their border.
+        kept += tokens.tolist()
+        ends = [at for at, token in enumerate(kept) if token == tokenizer.eod_id]
+        first = 0
+        for end in ends:
+            total += len(tokenizer.decode(kept[first:end]).encode())
+            first = end + 1
+        kept = kept[first:]
+    return total + len(tokenizer.decode(kept).encode())
+
+
+def measures(loss_sum: float, num_tokens: int, num_bytes: int) -> dict[str, float | None]:
+    """Nats and perplexity, per token and per byte; None per byte where the text has no bytes."""
+    loss = loss_sum / num_tokens
+    per_byte = loss_sum / num_bytes if num_bytes else None
+    return {
+        "loss": loss,
+        "perplexity": _exp(loss),
+        "loss_per_byte": per_byte,
+        "perplexity_per_byte": None if per_byte is None else _exp(per_byte),
+        "bits_per_byte": None if per_byte is None else per_byte / math.log(2),
+    }
+
+
+def _exp(nats: float) -> float | None:
+    """None where the number has no place in a double (or is none)."""
+    return math.exp(nats) if nats < math.log(sys.float_info.max) else None
+
+
+def show(console: Console, result: dict[str, Any]) -> None:
+    """What was read, and the losses."""
+    rows = {
+        "checkpoint": result["checkpoint"],
+        "text": f"{result['text']}: {result['tokens']:,} tokens, {result['bytes']:,} bytes",
+        "windows": f"{result['windows']:,} of {result['seq_length']:,} tokens, stride {result['stride']:,}",
+    }
+    for name, value in rows.items():
+        console.print(f"{name:<12}{value}", markup=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    table.add_column("")
+    for column in ("nats", "bits", "perplexity"):
+        table.add_column(column, justify="right")
+    for name, loss, perplexity in (
+        ("per token", result["loss"], result["perplexity"]),
+        ("per byte", result["loss_per_byte"], result["perplexity_per_byte"]),
+    ):
+        if loss is not None:
+            shown = "too large" if perplexity is None else f"{perplexity:,.4f}"
+            table.add_row(name, f"{loss:.4f}", f"{loss / math.log(2):.4f}", shown)
+    console.print(table)
+    seconds = result["seconds"]
+    print(f"{seconds:,.1f} s, {result['tokens'] / seconds:,.0f} tokens/s", file=sys.stderr)
+
+
+def _steps(batches: Batches, num_steps: int, *, show: bool) -> Iterator[Sequence[MicroBatch]]:
+    """That many global batches; with a bar on rank 0's terminal."""
+    console = Console(stderr=True)
+    numbers = track(
+        range(num_steps), "evaluate", console=console, transient=True, disable=not (show and console.is_terminal)
+    )
+    for _ in numbers:
+        yield batches.next_step()
+
+
+if __name__ == "__main__":
+    run_rank(main, sys.argv[1:])

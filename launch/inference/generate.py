@@ -1,0 +1,139 @@
+"""The rank of `triaxis generate`: continues each prompt; rank 0 writes the text as it comes."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
+from launch.inference.rank import run
+from launch.inference.text_stream import UNKNOWN, TextStream
+from launch.rank.join import Rank
+from launch.start.process.ending import run_rank
+from models.inference.generate import Sampling, stream
+from models.inference.load import LoadedModel
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one rank of what `launch/commands/generate.py` asks for."""
+    return run(argv, _generate)
+
+
+@dataclass
+class Clock:
+    """When the tokens came: the first after the prompt was read, the others one by one."""
+
+    started: float
+    first: float = 0.0
+    last: float = 0.0
+    num_tokens: int = 0
+
+    def tick(self) -> None:
+        self.last = time.monotonic()
+        self.num_tokens += 1
+        if self.num_tokens == 1:
+            self.first = self.last
+
+    @property
+    def prompt_seconds(self) -> float:
+        """Until the first token was there."""
+        return self.first - self.started if self.num_tokens else 0.0
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of the tokens after the first: what one more token costs; None where there is no such token."""
+        return (self.num_tokens - 1) / (self.last - self.first) if self.num_tokens > 1 else None
+
+
+def _generate(rank: Rank, model: LoadedModel, job: dict[str, Any]) -> None:
+    tokenizer = load_tokenizer(rank.config.data.tokenizer)
+    for number, prompt in enumerate(job["prompts"]):
+        clock = Clock(time.monotonic())
+        tokens = _timed(
+            stream(
+                model,
+                prompt["tokens"],
+                prompt["num_tokens"],
+                Sampling(**job["sampling"]),
+                window=job["window"],
+                stop=tokenizer.eod_id,
+            ),
+            clock,
+        )
+        if rank.number != 0:
+            _drain(tokens)
+        elif job["json"]:
+            print(json.dumps(_record(prompt, list(tokens), tokenizer, clock, job["sampling"])), flush=True)
+        else:
+            _write(prompt, tokens, tokenizer, is_first=number == 0)
+            _say_speed(prompt, clock)
+
+
+def _timed(tokens: Iterator[int], clock: Clock) -> Iterator[int]:
+    for token in tokens:
+        clock.tick()
+        yield token
+
+
+def _drain(tokens: Iterator[int]) -> None:
+    for _ in tokens:
+        pass
+
+
+def _write(prompt: dict[str, Any], tokens: Iterator[int], tokenizer: Tokenizer, *, is_first: bool) -> None:
+    """The prompt, dim on a terminal, and the text after it as it comes."""
+    console = Console(highlight=False, soft_wrap=True)
+
+    def show(text: str, style: str = "") -> None:
+        if console.is_terminal:
+            # What a young model writes may be a command to the terminal.
+            text = "".join(char if char.isprintable() or char in "\n\t" else UNKNOWN for char in text)
+            console.print(Text(text, style=style), end="")
+        else:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    if not is_first:
+        show("\n")
+    show(prompt["text"], "dim")
+    text = TextStream(tokenizer, prompt["tokens"])
+    for token in tokens:
+        show(text.add(token))
+    show(f"{text.finish()}\n")
+
+
+def _say_speed(prompt: dict[str, Any], clock: Clock) -> None:
+    """On stderr, so that stdout holds text only."""
+    ended = "the model ended the document" if clock.num_tokens < prompt["num_tokens"] else "as many as were asked for"
+    words = [
+        f"{clock.num_tokens:,} tokens ({ended})",
+        f"prompt of {len(prompt['tokens']):,} tokens read in {clock.prompt_seconds:.2f} s",
+    ]
+    if clock.tokens_per_second is not None:
+        words.append(f"then {clock.tokens_per_second:,.1f} tokens/s")
+    print("; ".join(words), file=sys.stderr)
+
+
+def _record(
+    prompt: dict[str, Any], tokens: list[int], tokenizer: Tokenizer, clock: Clock, sampling: dict[str, Any]
+) -> dict[str, Any]:
+    text = TextStream(tokenizer, prompt["tokens"])
+    return {
+        "prompt": prompt["text"],
+        "text": "".join(text.add(token) for token in tokens) + text.finish(),
+        "prompt_tokens": prompt["tokens"],
+        "tokens": tokens,
+        "finish": "end_of_document" if len(tokens) < prompt["num_tokens"] else "length",
+        "prompt_seconds": clock.prompt_seconds,
+        "tokens_per_second": clock.tokens_per_second,
+        **sampling,
+    }
+
+
+if __name__ == "__main__":
+    run_rank(main, sys.argv[1:])

@@ -1,0 +1,168 @@
+"""Commands that read a trained model: from a checkpoint in any layout to ranks in the layout that was asked for (no torch here).
+
+    triaxis generate CHECKPOINT [section.key=value ...] --tp 2 ..
+        |  checkpoint   found, its manifest read: model, tokenizer, dtype, kernels; its layout does not matter
+        |  config       those sections in a layout of one process < environment < --tp and the like, dotted
+        |  job          what the command wants of the ranks, as JSON
+        v
+    one process: the worker, here and now       more: launch/start/launcher.py starts the ranks, as for training
+
+Config and job are two files in a temporary folder, which every rank reads as it would read a training config.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from engine.checkpoint.directory import Candidate, find
+from engine.checkpoint.inspect.recorded import recorded_tokenizer
+from engine.config.load import load_config
+from engine.config.schema import Config
+from engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
+from engine.errors import CheckpointError, ConfigError, DataError
+from launch.start.command_line import CHECKPOINT, CommandParser
+from launch.start.launcher import Request, launch
+from launch.start.srun_task import is_rank
+
+JOB = "job.json"
+
+DTYPE_OF_WEIGHTS = {"bfloat16": "bf16", "float16": "fp32", "float32": "fp32", "float64": "float64"}
+"""The run's dtype for weights whose config names none: their own (fp16 is not built; fp32 holds its values exactly)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A checkpoint, and the configuration that its model is to be read with.
+
+    Attributes:
+        tree: the configuration before the environment and the overrides.
+        config: after them.
+    """
+
+    candidate: Candidate
+    tree: Mapping[str, Any]
+    overrides: tuple[str, ...]
+    config: Config
+
+
+def add_arguments(parser: CommandParser) -> None:
+    """What all these commands take: the checkpoint, overrides, sizes of the layout, --json."""
+    parser.takes(CHECKPOINT, "step_00001000, a folder of checkpoints or a run directory (their latest)")
+    for name, meaning in (("tp", "tensor"), ("pp", "pipeline")):
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{meaning}-parallel ranks (default: 1)")
+    parser.add_argument("--json", action="store_true", help="print JSON for scripts")
+
+
+def ask(args: argparse.Namespace, train: Mapping[str, int] | None = None) -> Asked:
+    """Find the checkpoint and check the configuration.
+
+    Args:
+        args: with the words of `add_arguments`.
+        train: batch sizes, where they matter.
+
+    Raises:
+        CheckpointError: no checkpoint there, or a damaged one.
+        ConfigError: all problems of the configuration at once.
+    """
+    overrides = list(args.overrides)
+    candidate = find(args.checkpoint)
+    tree = readers_config(candidate, train or {})
+    sizes = ("tp", "pp", "dp")
+    overrides += [f"parallel.{size}={given}" for size in sizes if (given := getattr(args, size, None)) is not None]
+    with tempfile.TemporaryDirectory(prefix="triaxis-") as folder:
+        try:
+            config = load_config(_write_config(Path(folder), candidate, tree), overrides, os.environ)
+        except ConfigError as error:
+            raise ConfigError(error.problems, f"the configuration for {candidate.folder}") from None
+    return Asked(candidate, tree, tuple(overrides), config)
+
+
+def readers_config(candidate: Candidate, train: Mapping[str, int]) -> dict[str, Any]:
+    """What a manifest says of the model and how it computes; layout, schedule and cluster of the run that wrote it are left."""
+    manifest = candidate.manifest
+    saved = manifest.config
+    if not isinstance(saved.get("model"), dict):
+        raise CheckpointError(
+            f"the checkpoint of {manifest.run!r} has no `model` section in its manifest: its tensors have no meaning without "
+            "heads, norms and positions. Write it again with the section."
+        )
+    tokenizer = recorded_tokenizer(candidate)
+    dtypes = {piece.dtype for file in manifest.files for piece in file.pieces}
+    return {
+        "model": saved["model"],
+        # No corpus is opened through the configuration, so none has to be named.
+        "data": {"synthetic": True, **({"tokenizer": tokenizer} if tokenizer is not None else {})},
+        "precision": saved.get("precision") or {"dtype": DTYPE_OF_WEIGHTS[max(dtypes)]},
+        "kernels": saved.get("kernels", {}),
+        "parallel": {"dp": 1},
+        "train": {"steps": 1, "global_batch_size": 1, "micro_batch_size": 1, **train},
+    }
+
+
+def open_tokenizer(asked: Asked) -> Tokenizer:
+    """The tokenizer of the model.
+
+    Raises:
+        DataError: it is not where the checkpoint says, or has ids for which the model has no embedding.
+    """
+    name, vocab_size = asked.config.data.tokenizer, asked.config.model.vocab_size
+    try:
+        tokenizer = load_tokenizer(name)
+    except DataError as error:
+        raise DataError(
+            f"{error}\nThe checkpoint {asked.candidate.folder} names this tokenizer; say where it is now: data.tokenizer=PATH"
+        ) from error
+    if tokenizer.vocab_size > vocab_size:
+        raise DataError(
+            f"data.tokenizer = {name} has {tokenizer.vocab_size:,} ids, the model of {asked.candidate.folder} {vocab_size:,} "
+            "tokens: some words would have no embedding, and the others may mean something else. Give the tokenizer that the "
+            "model was trained with: data.tokenizer=PATH"
+        )
+    return tokenizer
+
+
+def start(asked: Asked, worker: str, job: Mapping[str, Any]) -> int:
+    """Run the worker's ranks; the exit code is theirs. Only what rank 0 prints goes to stdout.
+
+    Args:
+        asked: checkpoint and configuration.
+        worker: the module that each rank runs: `main(argv) -> int`.
+        job: what else it is told; the checkpoint is added.
+    """
+    parallel = asked.config.parallel
+    with tempfile.TemporaryDirectory(prefix="triaxis-") as name:
+        folder = Path(name)
+        path = _write_config(folder, asked.candidate, asked.tree)
+        (folder / JOB).write_text(json.dumps({"checkpoint": str(asked.candidate.folder.resolve()), **job}))
+        if is_rank(os.environ):
+            return launch(Request(path, asked.overrides, worker=worker), os.environ)
+        if parallel.tp * parallel.pp * (parallel.dp or 1) == 1:
+            # Nothing else computes beside a single process.
+            os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+            return int(importlib.import_module(worker).main([str(path), *asked.overrides]))
+        # What the launcher chose and started is for people; the ranks, being processes, keep the real stdout.
+        with redirect_stdout(sys.stderr):
+            return launch(Request(path, asked.overrides, worker=worker), os.environ)
+
+
+def read_job(argv: Sequence[str]) -> dict[str, Any]:
+    """The job that `start` wrote, in a rank whose words are `argv`."""
+    job: dict[str, Any] = json.loads(Path(argv[0]).with_name(JOB).read_text())
+    return job
+
+
+def _write_config(folder: Path, candidate: Candidate, tree: Mapping[str, Any]) -> Path:
+    """Named after the checkpoint, so that messages about it can be understood."""
+    path = folder / f"{candidate.folder.name}.yaml"
+    path.write_text(yaml.safe_dump(dict(tree)), encoding="utf-8")
+    return path

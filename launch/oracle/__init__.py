@@ -1,1 +1,0 @@
-"""Other people's models beside ours: steps of Megatron-Core and of transformers, written down for `engine/verify` to compare."""

@@ -1,0 +1,78 @@
+"""What a run says of itself before it trains and when it has: layout, device, kernels, parameters, its corpus's entropies."""
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.config.schema import Config
+from engine.data.corpus.stdlib import entropies
+from engine.kernels import registry
+from engine.step import Engine
+from engine.telemetry.record.parameters import local_counts, round_counts
+from models.predict.fit import memory_line
+from models.predict.rank_memory import predict
+
+
+def count_parameters(engine: Engine) -> dict[str, int]:
+    """Parameters by module, counted on all ranks."""
+    topology = engine.topology
+    axes = {name: topology.maybe_axis(name) for name in ("tp", "kv_replicas", "ends")}
+    shares = local_counts(
+        [parameter.record for parameter in engine.parameters.values()],
+        topology.axis("dp").size,
+        {name: axis.size for name, axis in axes.items() if axis is not None},
+    )
+    sums = topology.axis("world").agree(list(shares.values()), topology.device, "parameter count")
+    return round_counts(dict(zip(shares, sums, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """The run in words, for the banner."""
+
+    layout: str
+    schedule: str
+    device: str
+    device_name: str
+    kernels: str
+    layers_per_chunk: tuple[int, ...]
+
+
+def describe(engine: Engine) -> Description:
+    """Layout, schedule and device of a built engine."""
+    topology, config = engine.topology, engine.config
+    grid, schedule = topology.grid, engine.schedule.name
+    nodes = "1 node" if grid.num_nodes == 1 else f"{grid.num_nodes} nodes"
+    sequence = ", sequence parallel" if config.parallel.sequence_parallel else ""
+    if topology.device.type == "cuda":
+        device_name = torch.cuda.get_device_name(topology.device)
+        device = f"{device_name}, {'gloo through the host' if topology.staged else 'nccl'}"
+    else:
+        threads = torch.get_num_threads()
+        device_name = "cpu"
+        device = f"cpu, gloo, {threads} thread{'s' if threads > 1 else ''} per rank"
+    return Description(
+        layout=f"{topology.sizes}: {grid.world_size} ranks on {nodes}, {schedule}{sequence}",
+        schedule=schedule,
+        device=device,
+        device_name=device_name,
+        kernels=registry.describe(engine.kernels.choices, registry.attention_shape(config, topology)),
+        layers_per_chunk=tuple(len(stage.layers) for stage in engine.stages),
+    )
+
+
+def predicted_memory(engine: Engine) -> str:
+    """Format the predicted memory of the fullest rank, with the memory of its GPU."""
+    topology, device_bytes = engine.topology, None
+    if topology.device.type == "cuda":
+        device_bytes = torch.cuda.mem_get_info(topology.device)[1]
+    nccl = topology.device.type == "cuda" and not topology.staged
+    return memory_line(predict(engine.config, topology.sizes, nccl=nccl), device_bytes)
+
+
+def corpus_entropies(config: Config) -> dict[str, float]:
+    """What simpler models of the training corpus reach, in nats per token; the first corpus stands for a blend."""
+    if config.data.synthetic:
+        return {}
+    measured = entropies(config.data.train[0][1], config.model.vocab_size)
+    return {"uniform": measured.uniform, "unigram entropy": measured.unigram, "bigram entropy": measured.bigram}

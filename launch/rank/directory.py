@@ -1,0 +1,98 @@
+"""The ranks of a run agree on its directory: which attempt this is, whether the run is finished already, and when it begins."""
+
+import os
+
+from engine.errors import StorageError, TriaxisError
+from engine.run.directory import RunDirectory, run_name
+from engine.storage.state_files import explaining_storage
+from launch.rank.join import Rank
+from launch.start.process.failure import BROKE
+
+
+class RefusedError(Exception):
+    """The run directory cannot be used, and rank 0 says why; `code` is the exit code of all ranks."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"exit code {code}")
+        self.code = code
+
+
+def open_directory(rank: Rank, stem: str, *, from_scratch: bool, is_first_start: bool) -> RunDirectory:
+    """Open the run directory: rank 0 decides, the others follow. Every rank calls it.
+
+    Args:
+        rank: this one.
+        stem: of the config's file, after which a run without a name is named.
+        from_scratch: whether a run that has saved checkpoints was told to start at step 0 again.
+        is_first_start: whether nobody has started this command before. A restarted job goes on from what it has saved since, so
+            `from_scratch` counts then only where no attempt has begun after it was asked for.
+
+    Raises:
+        TriaxisError: why rank 0 could not, on rank 0; on every rank, which of them cannot write their logs.
+        RefusedError: rank 0 could not, on the others.
+    """
+    config, world = rank.config, rank.topology.axis("world")
+    name = run_name(config, stem, os.environ)
+    directory: RunDirectory | None = None
+    error: Exception | None = None
+    attempt, finished, code = 0.0, 0.0, 0.0
+    if rank.number == 0:
+        try:
+            joined = RunDirectory.join(config.runtime.runs_dir, name, 0)
+            starts_over = from_scratch and (is_first_start or joined.is_starting_over)
+            directory = RunDirectory.create(config, config.runtime.runs_dir, name, from_scratch=starts_over)
+            attempt, finished = float(directory.attempt), float(directory.finished is not None)
+        except Exception as refused:  # also a bug of ours: the others must not wait for it
+            error, code = refused, float(refused.exit_code if isinstance(refused, TriaxisError) else BROKE)
+    attempt, finished, code = world.agree([attempt, finished, code], rank.topology.device, "run directory")
+    if error is not None:
+        raise error
+    if code:
+        raise RefusedError(int(code))
+    if directory is None:
+        directory = RunDirectory.join(config.runtime.runs_dir, name, int(attempt))
+        directory.finished = {} if finished else None
+    if not finished:
+        _try_logs(rank, directory)
+    return directory
+
+
+def begin_attempt(rank: Rank, directory: RunDirectory) -> None:
+    """Make this attempt that of the directory, on rank 0; every rank calls it once it has loaded what it begins with.
+
+    Raises:
+        StorageError: rank 0 cannot write there; on every rank.
+    """
+    problem, is_passing = "", False
+    if rank.number == 0:
+        try:
+            directory.begin(rank.config)
+        except StorageError as error:
+            problem, is_passing = str(error), error.exit_code == BROKE
+    world = rank.topology.axis("world")
+    text = world.announce(f"{'passing' if is_passing else 'lasting'} {problem}", rank.topology.device, "run directory")
+    kind, _, problem = text.partition(" ")
+    if problem:
+        raise StorageError(problem, is_passing=kind == "passing")
+
+
+_ACCESS = "Give access to it, or name another folder by runtime.runs_dir."
+
+
+def _try_logs(rank: Rank, directory: RunDirectory) -> None:
+    """Make the folder of the logs on every node, and refuse the run where a rank cannot write its own.
+
+    Raises:
+        TriaxisError: on every rank, naming those that cannot.
+    """
+    path, problem = directory.rank_log(rank.number), ""
+    try:
+        with explaining_storage(path.parent, "the log of a rank", _ACCESS):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+    except StorageError as error:
+        problem = str(error)
+    told = rank.topology.axis("world").tell(problem, rank.topology.device, "run directory")
+    problems = [f"rank {number}: {text}" for number, text in enumerate(told) if text]
+    if problems:
+        raise TriaxisError("\n".join(problems[:3]))

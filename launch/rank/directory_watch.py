@@ -1,0 +1,77 @@
+"""A watch over the run directory on rank 0: removed or moved under a live run, it is made again, and that is said once.
+
+    removed    rm -r runs/demo            earlier metrics, events, logs and checkpoints are lost
+    moved      mv runs/demo runs/old      they are in the moved folder
+
+Either way the lock went with the folder, and a second start of the run would write in the same place. So the locks are taken again,
+config.yaml is written, and metrics, events, logs and checkpoints go on in a new folder of the old name. Logs of a node that
+shares no folder with rank 0 do not. Another run that has taken the place meanwhile keeps it: this one ends.
+"""
+
+import time
+from collections.abc import Callable
+
+from engine.pipeline.lowering import Instruction
+from engine.run.directory import RunDirectory
+from engine.telemetry.outlets.hub import Telemetry
+
+LOOK_SECONDS = 1.0
+"""Time between two looks, each of two calls of stat."""
+
+
+class DirectoryWatch:
+    """A watcher of steps that looks after the run directory (`engine.telemetry.trace.profile.StepWatcher`).
+
+    Args:
+        directory: of the run, in which this attempt has begun.
+        telemetry: where a loss is said; its files are opened again.
+        clock: returns seconds.
+    """
+
+    def __init__(
+        self, directory: RunDirectory, telemetry: Telemetry, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._directory = directory
+        self._telemetry = telemetry
+        self._clock = clock
+        self._next_look_seconds = clock()
+        self._failed = False
+        self._num_said = 0
+
+    def phase(self, name: str) -> None:
+        """Look at the directory, at most once in `LOOK_SECONDS`.
+
+        Raises:
+            TriaxisError: the directory was removed, and another run is alive in its place.
+        """
+        if self._clock() < self._next_look_seconds:
+            return
+        self._next_look_seconds = self._clock() + LOOK_SECONDS
+        path = self._directory.path
+        try:
+            self._directory.put_back()
+            if self._directory.num_losses == self._num_said:
+                return
+            self._telemetry.reopen_files()
+        except OSError as error:
+            if not self._failed:
+                self._say(f"{path} was removed or moved, and cannot be made again ({error}); it is tried again")
+            self._failed = True
+            return
+        self._failed, self._num_said = False, self._directory.num_losses
+        message = (
+            f"{path} or its checkpoints were removed or moved while this run writes there: training goes on in a new folder of "
+            "that name. What the old one held is missing in it"
+        )
+        self._telemetry.event("directory_put_back", message=message)
+        self._say(message)
+
+    def instruction(self, instruction: Instruction | None) -> None:
+        """Pass over an instruction; the directory does not depend on it."""
+
+    def close(self) -> None:
+        """Close nothing; the directory's locks are the run's."""
+
+    def _say(self, message: str) -> None:
+        if self._telemetry.report is not None:
+            self._telemetry.report.say(message, "yellow")

@@ -1,0 +1,38 @@
+"""A rank's heartbeat and the thread that watches it, put together for a training run (`engine/resilience/hang/watch.py`)."""
+
+import sys
+
+from engine.comm.runtime import write_flight_record
+from engine.layout.axis_groups import axis_groups
+from engine.resilience.hang.heartbeat import Heartbeat, folders_of
+from engine.resilience.hang.report import Scene
+from engine.resilience.hang.watch import HangLimits, HangWatch
+from engine.run.directory import RunDirectory
+from engine.step import Engine
+from engine.telemetry.outlets.hub import Telemetry
+from engine.telemetry.record.events import EventLog
+
+
+def open_hang_watch(engine: Engine, directory: RunDirectory, telemetry: Telemetry) -> tuple[Heartbeat, HangWatch]:
+    """The heartbeat of this rank, and the watch over it, which is to be started."""
+    topology, rank = engine.topology, engine.topology.rank
+    heartbeat = Heartbeat(folders_of(directory.path), rank, directory.attempt)
+    for reason in heartbeat.passed_over:
+        print(f"rank {rank}: the heartbeat is in {heartbeat.path.parent} instead of {reason}", file=sys.stderr)
+    scene = Scene(
+        topology.grid,
+        {name: groups for name, groups, _ in axis_groups(topology.grid, engine.config.model.kv_heads)},
+        engine.schedule,
+        engine.forward_programs.schedule,
+    )
+
+    def tell(step: int, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+        log = EventLog(directory.events(topology.grid.node(rank)), directory.attempt, rank=rank)
+        log.write("hang", step=step, message=text.splitlines()[1].strip(), report=text)
+        log.close()
+        telemetry.last_words()
+
+    runtime = engine.config.runtime
+    limits = HangLimits.after(runtime.hangs_after_seconds, runtime.timeout_seconds)
+    return heartbeat, HangWatch(heartbeat, scene, directory.hang(), limits, tell, write_flight_record)

@@ -1,0 +1,80 @@
+"""One rank joins a run: config, process group, topology. Shared by everything that a launcher starts."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+from engine.comm.runtime import RankEnvironment, Runtime, start
+from engine.comm.topology import Topology
+from engine.config.load import load_config
+from engine.config.schema import Config, parallel_sizes
+from engine.layout.rank_grid import RankGrid
+from launch.start.gpu_memory import read_devices
+from models.predict.fit import memory_rule
+from models.predict.rank_memory import settled
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One rank of a run, connected."""
+
+    config: Config
+    runtime: Runtime
+    topology: Topology
+
+    @property
+    def number(self) -> int:
+        return self.topology.rank
+
+
+def read_config(argv: Sequence[str], environment: RankEnvironment, *, trains: bool = False) -> Config:
+    """The config that `[config.yaml, section.key=value ...]` means for this world.
+
+    Args:
+        argv: the words.
+        environment: of this rank.
+        trains: the rank trains this configuration, so its predicted memory must fit. A launcher has looked at that already, where
+            there is one.
+
+    Raises:
+        ConfigError: all problems at once, before any process group exists.
+    """
+    devices = read_devices(os.environ) if trains and "TORCHELASTIC_RUN_ID" not in os.environ else None
+    config = load_config(
+        argv[0],
+        argv[1:],
+        os.environ,
+        world_size=environment.world_size,
+        ranks_per_node=environment.local_world_size,
+        more_rules=[] if devices is None else [memory_rule(devices)],
+    )
+    # What cannot fit is refused here, before anybody connects.
+    settled(config, parallel_sizes(config, environment.world_size))
+    return config
+
+
+@contextmanager
+def join(config: Config, environment: RankEnvironment) -> Iterator[Rank]:
+    """Join the process group and build the topology; leave both after success.
+
+    After an exception nothing is left in order, because destroying a NCCL communicator waits for sends and receives that no peer
+    will meet any more: the process has to end (`launch.start.process.ending.run_rank`).
+    """
+    runtime = start(environment, config.runtime)
+    grid = RankGrid(
+        parallel_sizes(config, environment.world_size),
+        config.runtime.ranks_per_node or environment.local_world_size,
+        allow_tp_across_nodes=config.parallel.allow_tp_across_nodes,
+    )
+    topology = Topology(
+        grid,
+        environment.rank,
+        runtime.device,
+        kv_heads=config.model.kv_heads,
+        timeout=timedelta(seconds=config.runtime.timeout_seconds),
+    )
+    yield Rank(config, runtime, topology)
+    topology.close()
+    runtime.close()

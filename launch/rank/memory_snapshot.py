@@ -1,0 +1,59 @@
+"""What torch's allocator holds on a GPU, block by block, written down when a rank runs out of memory.
+
+Such a file is looked at in https://pytorch.org/memory_viz; torch writes it as a pickle, and nothing here reads it.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from engine.run.directory import RunDirectory
+from launch.rank.join import Rank
+
+HISTORY_ENTRIES = 100_000
+"""How many of the latest allocations and frees `telemetry.memory_history` keeps: some hundred MB of host memory at most."""
+
+
+def remember_allocations(record: Callable[..., object] = torch.cuda.memory._record_memory_history) -> None:
+    """From now on keep where memory was asked for, and the latest allocations and frees in order."""
+    record(max_entries=HISTORY_ENTRIES, stacks="python")
+
+
+class MemorySnapshot:
+    """The snapshot of one rank.
+
+    Args:
+        path: where it goes; its folder is made.
+        has_history: whether `remember_allocations` was called.
+        dump: writes the file.
+    """
+
+    def __init__(
+        self, path: Path, *, has_history: bool, dump: Callable[[str], object] = torch.cuda.memory._dump_snapshot
+    ) -> None:
+        self._path = path
+        self._has_history = has_history
+        self._dump = dump
+
+    def write(self) -> str:
+        """Write it; returns what to say about it. Never an error: it is there to explain another one."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._dump(str(self._path))
+        except (OSError, RuntimeError) as error:
+            return f"A snapshot of its memory could not be written: {error}"
+        said = f"Its memory, block by block: {self._path} (open it in https://pytorch.org/memory_viz)."
+        if self._has_history:
+            return said
+        return f"{said} With telemetry.memory_history=true it also says who asked for each block."
+
+
+def open_memory_snapshot(rank: Rank, directory: RunDirectory) -> MemorySnapshot | None:
+    """What this rank writes when it runs out of memory, its history from now on in it if asked for; None on the CPU."""
+    if rank.topology.device.type != "cuda":
+        return None
+    has_history = rank.config.telemetry.memory_history
+    if has_history:
+        remember_allocations()
+    return MemorySnapshot(directory.memory_snapshot(rank.number), has_history=has_history)

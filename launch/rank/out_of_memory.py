@@ -1,0 +1,135 @@
+"""What to say when a rank runs out of memory: which rank, doing what, what holds how much, and what would hold less.
+
+rank 5 (pp 1, dp 0, tp 1) is out of memory at 0F3, forward of microbatch 3 on chunk 0: tried to allocate 2.00 GiB.
+  parameters     1.02 GiB  predicted 1.02 GiB
+  ...
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from itertools import islice
+
+import psutil
+import torch
+
+from engine.comm.topology import Topology
+from engine.config.schema import Config, parallel_sizes
+from engine.errors import OutOfMemoryError
+from engine.pipeline.actions import Action, Kind
+from engine.pipeline.lowering import Instruction
+from engine.step import Engine
+from engine.telemetry.observer import peak_memory_bytes
+from engine.telemetry.outlets.format import in_bytes
+from launch.rank.memory_errors import Place, exhausted
+from launch.rank.memory_snapshot import MemorySnapshot
+from models.predict.rank_memory import Memory, predict, savings
+
+KINDS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward of the input", Kind.W: "backward of the weights"}
+MOST_NAMED = 6
+
+
+@contextmanager
+def explaining_memory(
+    config: Config, topology: Topology, engine: Engine | None = None, snapshot: MemorySnapshot | None = None
+) -> Iterator[None]:
+    """What is asked of memory in here and cannot be had becomes an error for people, and a snapshot where one can be made.
+
+    Raises:
+        OutOfMemoryError: instead of the allocator's.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError, OSError) as error:
+        if (place := exhausted(error)) is None:
+            raise
+        # Before the error goes on: the frames below still hold what they were working on.
+        written = None if snapshot is None else snapshot.write()
+        raise explained(error, place, config, topology, engine, written) from error
+
+
+def explained(
+    error: BaseException,
+    place: Place,
+    config: Config,
+    topology: Topology,
+    engine: Engine | None,
+    snapshot: str | None = None,
+) -> OutOfMemoryError:
+    """The error for people.
+
+    Args:
+        error: of the allocation.
+        place: of the memory that was asked for.
+        config: of the run; an open `parallel.dp` is taken from the topology.
+        topology: of this rank.
+        engine: None while it is being built.
+        snapshot: what to say of a snapshot; None: there is none.
+    """
+    sizes, at = topology.sizes, topology.coordinates
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"dp": sizes.dp})})
+    assert parallel_sizes(config) == sizes
+    is_gpu = topology.device.type == "cuda"
+    nccl = is_gpu and not topology.staged
+    predicted = predict(config, sizes, nccl=nccl).ranks[at.pp]
+    where = "while the engine was built" if engine is None else _where(engine.executor.running)
+    lines = [f"rank {topology.rank} ({at}) is out of memory {where}: {_wanted(error, place)}."]
+    held = {} if engine is None else _held(engine)
+    lines.append(f"  {'':<14}{'held':>14}{'predicted':>14}")
+    for kind in fields(Memory):
+        has = in_bytes(held[kind.name]) if kind.name in held else ""
+        lines.append(f"  {kind.name:<14}{has:>14}{in_bytes(getattr(predicted, kind.name)):>14}")
+    lines.append(
+        f"The most that the rank has held so far: {in_bytes(peak_memory_bytes(topology.device))}. {_room(topology.device, place)}."
+    )
+    card = torch.cuda.mem_get_info(topology.device)[1] if is_gpu else None
+    found = list(islice(savings(config, at.pp, nccl=nccl, most_bytes=card), MOST_NAMED))
+    if found:
+        lines.append("Any of these makes the prediction for this rank smaller:")
+        lines += [f"  {saving}: {in_bytes(predicted.total - saving.total)} less" for saving in found]
+    else:
+        lines.append(
+            "No smaller layout is legal and fits with these ranks: use more of them, a shorter sequence or a smaller model."
+        )
+    if snapshot is not None:
+        lines.append(snapshot)
+    return OutOfMemoryError("\n".join(lines))
+
+
+def _where(running: Instruction | None) -> str:
+    if running is None:
+        return "between two steps of the schedule"
+    if isinstance(running, Action):
+        return f"at {running}, {KINDS[running.kind]} of microbatch {running.microbatch} on chunk {running.chunk}"
+    return "while messages were posted"
+
+
+def _wanted(error: BaseException, place: Place) -> str:
+    """Say how much was asked for, where the allocator does, and of which memory."""
+    text = str(error)
+    size = ""
+    if found := re.search(r"(?:allocate|alloc async|[cm]alloc|host alloc) (\d+) bytes", text):
+        size = f"{in_bytes(int(found[1]))} of "
+    elif found := re.search(r"Tried to allocate ([\d.]+ \wiB)", text):
+        size = f"{found[1]} of "
+    return f"an allocation of {size}{place} failed"
+
+
+def _held(engine: Engine) -> dict[str, int]:
+    """Bytes of the tensors that live between steps."""
+    buffers, owned = engine.buffers.buffers, engine.optimizer.owned
+    return {
+        "parameters": sum(buffer.parameters.nbytes for buffer in buffers),
+        "gradients": sum(buffer.main_grads.nbytes for buffer in buffers),
+        "optimizer": sum(tensor.nbytes for each in owned for tensor in each.state.tensors),
+    }
+
+
+def _room(device: torch.device, place: Place) -> str:
+    """Say how large the memory is that has run out."""
+    if place is Place.GPU and device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return f"The GPU has {in_bytes(total)}, of which {in_bytes(free)} are free"
+    host = psutil.virtual_memory()
+    return f"The host has {in_bytes(host.total)}, of which {in_bytes(host.available)} are free for all of its ranks"

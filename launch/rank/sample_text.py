@@ -1,0 +1,35 @@
+"""The text that a trained model writes at the end of its run: how it goes on from a few tokens that it has not seen."""
+
+from engine.comm.stop import StopRequest
+from engine.data.corpus.tokenizers import load_tokenizer
+from engine.data.samples import SampleSource
+from engine.step import Engine
+from models.inference.generate import Sampling, stream
+
+PROMPT_TOKENS = 48
+SAMPLE_TEMPERATURE = 0.8
+
+
+def write_sample(engine: Engine, valid: SampleSource, stop: StopRequest) -> tuple[str, str | None]:
+    """Continue a beginning from the validation data; every rank takes part.
+
+    The ranks agree after each token. A run that is asked to stop shows the text that it has by then: its last step is saved, so it
+    ends as a finished run.
+
+    Returns:
+        The beginning and its continuation; ("", None) where no text is wanted, or a stop was agreed before the first token.
+    """
+    config, device = engine.config, engine.topology.device
+    if config.telemetry.sample_tokens == 0 or config.data.synthetic or stop.agreed is not None:
+        return "", None
+    prompt = [int(token) for token in valid[0].tokens[:PROMPT_TOKENS]]
+    world = engine.topology.axis("world")
+    tokens: list[int] = []
+    sampling = Sampling(SAMPLE_TEMPERATURE, seed=config.train.seed)
+    for token in stream(engine, prompt, config.telemetry.sample_tokens, sampling):
+        tokens.append(token)
+        stop.hear(world.agree(stop.flags(), device, "generation"))
+        if stop.agreed is not None:
+            break
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    return tokenizer.decode(prompt), tokenizer.decode(tokens)

@@ -1,0 +1,93 @@
+"""What measures the steps of a rank, put together: its clock, its row in the timeline, who compares the ranks.
+
+open      topology, schedule, telemetry.*   ->  StepTimes on every rank, SlowRanks on rank 0
+finish    the rows of all ranks             ->  timeline.json
+"""
+
+import socket
+
+import torch
+
+from engine.comm.gather import Gathering
+from engine.errors import TriaxisError
+from engine.run.directory import RunDirectory
+from engine.step import Engine
+from engine.telemetry.outlets.hub import Telemetry
+from engine.telemetry.outlets.memory_check import MemoryCheck
+from engine.telemetry.timing.clocks import clock_of
+from engine.telemetry.timing.slow_ranks import SlowRanks
+from engine.telemetry.timing.step_times import StepTimes
+from engine.telemetry.timing.timeline import Row, Timeline, merge
+from models.predict.rank_memory import predict
+
+HOST_BYTES = 64
+"""Linux cuts the name of a host there (HOST_NAME_MAX)."""
+
+
+def open_step_times(engine: Engine, directory: RunDirectory, steps_made: int) -> StepTimes | None:
+    """What times this rank's steps; None where nobody asks for it. Every rank calls it."""
+    config, topology = engine.config.telemetry, engine.topology
+    if not config.time_split and config.timeline is None:
+        return None
+    schedule, timeline = engine.schedule, None
+    if config.timeline is not None:
+        row = Row(
+            topology.rank,
+            topology.grid.world_size,
+            f"{topology.coordinates}  {socket.gethostname()}",
+            topology.coordinates.pp,
+            schedule.placement,
+        )
+        steps = range(config.timeline.start, config.timeline.start + config.timeline.steps)
+        timeline = Timeline(steps, row, directory.timeline_row(topology.rank))
+    return StepTimes(
+        config,
+        topology,
+        schedule,
+        num_steps=engine.plan.num_steps,
+        steps_made=steps_made,
+        clock=clock_of(topology.device),
+        timeline=timeline,
+    )
+
+
+def open_slow_ranks(engine: Engine, times: StepTimes | None) -> SlowRanks | None:
+    """Make on rank 0 what compares the ranks; None on the others, and where times are not split. Every rank calls it."""
+    topology = engine.topology
+    if times is None or not engine.config.telemetry.time_split:
+        return None
+    name = socket.gethostname().encode()[:HOST_BYTES].ljust(HOST_BYTES, b"\0")
+    row = torch.frombuffer(bytearray(name), dtype=torch.uint8).to(topology.device)
+    rows = Gathering(topology, row, "hosts").finish()
+    if rows is None:
+        return None
+    hosts = [bytes(name).rstrip(b"\0").decode(errors="replace") for name in rows.cpu().numpy()]
+    ranks = range(topology.grid.world_size)
+    return SlowRanks([topology.grid.coordinates(rank).pp for rank in ranks], hosts)
+
+
+def open_memory_check(engine: Engine) -> MemoryCheck | None:
+    """Compare measured with predicted memory; None on the CPU, where tensors are not counted. Every rank calls it."""
+    topology = engine.topology
+    if topology.device.type != "cuda":
+        return None
+    ranks = predict(engine.config, topology.sizes, nccl=not topology.staged).ranks
+    return MemoryCheck(topology, [(rank.tensors, rank.communicators) for rank in ranks])
+
+
+def finish_step_times(times: StepTimes | None, directory: RunDirectory, telemetry: Telemetry) -> None:
+    """The loop has ended on all ranks: rank 0 puts the rows of the timeline together, if any were written in this attempt."""
+    if times is None:
+        return
+    times.finish()
+    if telemetry.report is None or not directory.timeline_row(0).exists():
+        return
+    try:
+        merged = merge(directory.path)
+    except (OSError, TriaxisError) as error:
+        telemetry.report.say(
+            f"{error}\nThe run is not harmed; `triaxis timeline {directory.path}` tries again.", "yellow"
+        )
+        return
+    telemetry.report.say(str(merged))
+    telemetry.event("profiled", path=str(merged.path.relative_to(directory.path)))

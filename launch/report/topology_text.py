@@ -1,0 +1,112 @@
+"""A layout as text: nodes with their ranks, then the groups of each axis.
+
+    16 ranks: tp 2 x pp 2 x dp 4, on 2 nodes of 8
+
+    node 0   pp 0   dp 0 [0 1]   dp 1 [2 3]   dp 2 [4 5]   dp 3 [6 7]
+    node 1   pp 1   dp 0 [8 9]   ...
+
+Long lists are shortened in the middle: a run of neighbours reads `0-7`, equal steps read `0 8 .. 120`, and what is left
+out is counted.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
+
+from engine.config.schema import ModelConfig
+from engine.layout.rank_grid import RankGrid
+
+MEANINGS = {
+    "tp": "one layer's matrices, cut",
+    "dp": "the same part of the model, other samples",
+    "pp": "one replica's stages, in order",
+}
+MOST_LINES = 16
+"""Lines of nodes, or groups of an axis; of more, the first and the last are shown."""
+MOST_LISTED = 8
+"""Ranks in equal steps that are listed one by one."""
+WIDTH = 110
+"""Columns of a line, about."""
+
+
+def describe(grid: RankGrid, model: ModelConfig | None = None) -> str:
+    """The layout as lines of text; with a model also the groups that only some models need."""
+    sizes = grid.sizes
+    nodes = "1 node" if grid.num_nodes == 1 else f"{grid.num_nodes:,} nodes"
+    lines = [
+        f"{_count(grid.world_size, 'rank')}: tp {sizes.tp} x pp {sizes.pp} x dp {sizes.dp}, on {nodes} of {grid.ranks_per_node}",
+        "",
+        *_node_lines(grid),
+    ]
+    for axis, meaning in MEANINGS.items():
+        lines += ["", *_group_lines(grid, axis, meaning, grid.groups(axis))]
+    if model is not None and model.tie_embeddings and sizes.pp > 1:
+        meaning = "first and last stage hold the tied embedding"
+        lines += ["", *_group_lines(grid, "ends", meaning, grid.end_stage_groups())]
+    if model is not None and model.kv_heads < sizes.tp:
+        meaning = f"replicas of one of {_count(model.kv_heads, 'key/value head')}"
+        lines += ["", *_group_lines(grid, "kv replicas", meaning, grid.tp_blocks(sizes.tp // model.kv_heads))]
+    return "\n".join(lines) + "\n"
+
+
+def shorten(ranks: Sequence[int]) -> str:
+    """Ranks as a person would write them: `0 1`, `0-7`, `0 8 .. 120`; other long lists in full."""
+    steps = {after - before for before, after in pairwise(ranks)}
+    if steps == {1} and len(ranks) > 4:
+        return f"{ranks[0]}-{ranks[-1]}"
+    if len(steps) == 1 and len(ranks) > MOST_LISTED:
+        return f"{ranks[0]} {ranks[1]} .. {ranks[-1]}"
+    return " ".join(map(str, ranks))
+
+
+def _node_lines(grid: RankGrid) -> Iterator[str]:
+    """One line per node and pipeline stage on it: the tensor-parallel groups there, each behind its dp number."""
+    rows: list[tuple[str, list[str]]] = []
+    digits = len(str(grid.num_nodes - 1))
+    for node in range(grid.num_nodes):
+        ranks = range(node * grid.ranks_per_node, (node + 1) * grid.ranks_per_node)
+        start = f"node {node:>{digits}}"
+        for pp, on_stage in groupby(ranks, lambda rank: grid.coordinates(rank).pp):
+            by_dp = groupby(on_stage, lambda rank: grid.coordinates(rank).dp)
+            parts = [f"dp {dp} [{shorten(list(group))}]" for dp, group in by_dp]
+            if sum(len(part) + 3 for part in parts) > WIDTH:
+                parts = [*parts[:3], f".. {len(parts) - 4} more ..", parts[-1]]
+            rows.append((f"{start}   pp {pp}", parts))
+            start = " " * len(start)
+    width = max(len(part) for _, parts in rows for part in parts)
+    lines = [f"{start}   {'   '.join(part.ljust(width) for part in parts)}".rstrip() for start, parts in rows]
+    yield from _middle_out(lines, "line")
+
+
+def _group_lines(grid: RankGrid, name: str, meaning: str, groups: Sequence[tuple[int, ...]]) -> Iterator[str]:
+    """A headline about the groups, then the groups; a rank that is alone has none worth listing."""
+    size = len(groups[0])
+    if size == 1:
+        yield f"{name}: every rank is alone on this axis and sends nothing"
+        return
+    spans = max(len({grid.node(rank) for rank in group}) for group in groups)
+    where = "inside a node" if spans == 1 else f"over {spans} nodes"
+    yield f"{name}: {_count(len(groups), 'group')} of {size} ranks, {where}: {meaning}"
+    texts = [f"[{shorten(group)}]" for group in groups]
+    if len(texts) > MOST_LINES:
+        texts = [*texts[:4], f".. {len(texts) - 6:,} more ..", *texts[-2:]]
+    line = " "
+    for text in texts:
+        if len(line) + 1 + len(text) > WIDTH:
+            yield line
+            line = " "
+        line += f" {text}"
+    yield line
+
+
+def _middle_out(lines: Sequence[str], noun: str) -> Iterator[str]:
+    if len(lines) <= MOST_LINES:
+        yield from lines
+        return
+    head, tail = MOST_LINES // 2, MOST_LINES // 4
+    yield from lines[:head]
+    yield f"  .. {_count(len(lines) - head - tail, f'more {noun}')} .."
+    yield from lines[-tail:]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -1,0 +1,1 @@
+"""The batch job under SLURM: its attempts, its history and its report."""

@@ -1,0 +1,139 @@
+"""What happened to a job over its attempts, and what follows from it: which nodes to leave out, when to give up (no torch here).
+
+    runs/<name>/slurm.json      per attempt: when, on which nodes, from which step to which, how it ended, who is to blame
+
+A node that failed twice is left out of the next attempt. Attempts that end without a newer checkpoint are no progress: after
+three in a row the job is not started again. An attempt without an end was ended from outside (a dead node, SIGKILL after a
+preemption): nobody is blamed for it, and it does not count.
+"""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from engine.errors import TriaxisError
+from engine.storage.files import write_atomically
+from engine.storage.json_text import parse_json
+from engine.storage.redaction import without_secrets
+from engine.storage.state_files import read_regular
+
+FAILURES_TO_EXCLUDE = 2
+"""A node may fail once by accident."""
+
+ATTEMPTS_WITHOUT_PROGRESS = 3
+"""In a row, after which it would only burn hours."""
+
+HISTORY = "slurm.json"
+
+
+class Outcome(Enum):
+    """How an attempt ended."""
+
+    FINISHED = "finished"
+    PREEMPTED = "preempted"  # all ranks agreed, saved, and ended with the requeue code
+    STOPPED = "stopped"  # told to stop before it trained, or too late to save
+    FAILED = "failed"  # a rank or a node died
+    MISTAKE = "mistake"
+    DIVERGED = "diverged"  # all ranks agreed that the numbers are wrong
+    INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One start of the ranks.
+
+    Attributes:
+        job: SLURM's number of the job.
+        restart: how often SLURM had requeued it.
+        nodes: that it ran on.
+        began_unix_seconds: when.
+        from_step: of the newest checkpoint at its start; 0: there was none.
+        to_step: of the newest checkpoint at its end.
+        outcome: value of an `Outcome`; None while it runs, or if it was ended from outside.
+        blamed: nodes whose rank died first, or that were lost.
+    """
+
+    job: str
+    restart: int
+    nodes: tuple[str, ...]
+    began_unix_seconds: float
+    from_step: int
+    to_step: int | None = None
+    outcome: str | None = None
+    blamed: tuple[str, ...] = ()
+
+    @property
+    def lacks_progress(self) -> bool:
+        ended = (Outcome.FAILED.value, Outcome.PREEMPTED.value)
+        return self.outcome in ended and (self.to_step or 0) <= self.from_step
+
+
+class History:
+    """The attempts of one run, in order.
+
+    Args:
+        run: the run directory; made where it is missing.
+
+    Raises:
+        TriaxisError: the file is damaged.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._path = run / HISTORY
+        self.attempts: list[Attempt] = []
+        try:
+            records = parse_json(read_regular(self._path))
+            if not isinstance(records, list):
+                raise ValueError("it holds no list of attempts")
+            self.attempts = [_attempt(record) for record in records]
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise TriaxisError(
+                f"{self._path} is damaged ({error}): it says how the attempts of this job ended, and on which nodes. Without it, a "
+                "node that fails again and again would not be left out. Restore it, or remove it to begin counting anew."
+            ) from None
+
+    def begin(self, job: str, restart: int, nodes: Sequence[str], from_step: int) -> None:
+        """A new attempt starts now."""
+        self.attempts.append(Attempt(job, restart, tuple(nodes), time.time(), from_step))
+        self._write()
+
+    def end(self, outcome: Outcome, to_step: int, blamed: Sequence[str] = ()) -> None:
+        """The attempt that began last has ended."""
+        self.attempts[-1] = replace(
+            self.attempts[-1], outcome=outcome.value, to_step=to_step, blamed=tuple(sorted(blamed))
+        )
+        self._write()
+
+    @property
+    def excluded(self) -> list[str]:
+        """Nodes that failed too often."""
+        failures = Counter(node for attempt in self.attempts for node in attempt.blamed)
+        return sorted(node for node, count in failures.items() if count >= FAILURES_TO_EXCLUDE)
+
+    @property
+    def without_progress(self) -> int:
+        """How many of the last attempts in a row ended without a newer checkpoint."""
+        count = 0
+        for attempt in reversed(self.attempts):
+            if attempt.outcome in (None, Outcome.STOPPED.value):
+                continue
+            if not attempt.lacks_progress:
+                break
+            count += 1
+        return count
+
+    def _write(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        text = without_secrets(json.dumps([asdict(attempt) for attempt in self.attempts], indent=2))
+        write_atomically(self._path, [f"{text}\n".encode()])
+
+
+def _attempt(record: dict[str, Any]) -> Attempt:
+    return Attempt(**record | {"nodes": tuple(record["nodes"]), "blamed": tuple(record["blamed"])})

@@ -1,0 +1,495 @@
+"""A batch job that goes on until the run is finished: starts the ranks, passes signals on, and has itself started again.
+
+    launch/slurm/pretrain_gpt.sbatch  ->  this, once per allocation, on its first node (no torch here)
+        |  config        checked before any task starts; a finished run ends the job
+        |  srun          one task per GPU; SIGUSR1 before the time limit is handed to all ranks, who save (engine/comm/stop.py)
+        |  judge         finished | preempted | stopped | failed | mistake | diverged | interrupted   (launch/slurm/srun_report.py)
+        |  slurm.json    who failed where, whether there was progress                                (launch/slurm/history.py)
+        v
+    scontrol requeue     or, where the site refuses that, sbatch --dependency=afterany of the same script
+
+SLURM says what it is doing with the job in two ways that look alike, a requeued and a cancelled job are both COMPLETING; but a
+requeued one has a higher restart count, and a cancelled job must never come back (`scontrol requeue` would do it).
+"""
+
+import contextlib
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+from engine.config.load import load_config
+from engine.config.rules import problems
+from engine.config.schema import Config
+from engine.errors import ConfigError, TopologyError, TriaxisError
+from engine.run.directory import RunDirectory, run_name
+from launch.cli import command_module, command_parser
+from launch.commands.train import request
+from launch.slurm.history import ATTEMPTS_WITHOUT_PROGRESS, FAILURES_TO_EXCLUDE, History, Outcome
+from launch.slurm.srun_report import StepReport
+from launch.start.gpu_memory import read_devices
+from launch.start.launcher import DEFAULT_CONFIG, FROM_SCRATCH
+from launch.start.preflight import look_before_training
+from launch.start.process.failure import BROKE, DIVERGED, INTERRUPTED, MISTAKE, OTHERS_END_SECONDS
+from launch.start.process.front import standard_streams
+from launch.start.process.lasting_output import lasting_output
+from launch.start.srun_task import LOOPBACK, tasks_per_node
+from models.predict.fit import memory_rule
+
+DRY_RUN = "--dry-run"
+
+FINAL = {Outcome.MISTAKE: MISTAKE, Outcome.DIVERGED: DIVERGED, Outcome.INTERRUPTED: INTERRUPTED}
+"""Ends after which nobody starts the job again, and its exit codes."""
+
+LONGEST_END_SECONDS = 90.0
+"""How long srun may take to end the other tasks after a bad end; it waits in vain for a node that is dead."""
+
+CALL_SECONDS = 120.0
+"""How long a command of SLURM may take; a busy controller answers late."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What SLURM's variables say about this allocation.
+
+    Attributes:
+        number: the job's; an array's task has its own.
+        restart: how often it was requeued.
+        nodes: in the order of the tasks; the first runs this program.
+        tasks_per_node: in the same order.
+    """
+
+    number: str
+    restart: int
+    nodes: tuple[str, ...]
+    tasks_per_node: tuple[int, ...]
+
+    @classmethod
+    def from_variables(cls, variables: Mapping[str, str]) -> "Job":
+        """Read SLURM_JOB_ID, SLURM_RESTART_COUNT, SLURM_JOB_NODELIST, SLURM_TASKS_PER_NODE.
+
+        Raises:
+            TopologyError: there is no job around this process, or it does not say how many tasks it has.
+        """
+        if "SLURM_JOB_ID" not in variables:
+            raise TopologyError(
+                "this is a batch script and there is no SLURM job around it: srun would have nowhere to start ranks. Submit it "
+                "with sbatch, look at it with --dry-run, or train on this machine with launch/pretrain_gpt.sh."
+            )
+        try:
+            listed = call("scontrol", "show", "hostnames", variables["SLURM_JOB_NODELIST"])
+            nodes = tuple(listed.out.split())
+            sizes = tuple(tasks_per_node(variables["SLURM_TASKS_PER_NODE"]))
+            if listed.refused or len(nodes) != len(sizes):
+                raise ValueError(f"{listed.said or nodes} for {len(sizes)} counts of tasks")
+        except (KeyError, ValueError) as error:
+            raise TopologyError(
+                f"SLURM's variables do not say which tasks run where: {error!r}. Ranks could not be counted, nor a bad node be "
+                "named. Keep --nodes and --ntasks-per-node in the header of the batch script."
+            ) from error
+        return cls(variables["SLURM_JOB_ID"], int(variables.get("SLURM_RESTART_COUNT") or 0), nodes, sizes)
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.tasks_per_node)
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """What a command of SLURM answered."""
+
+    refused: bool
+    out: str
+    said: str
+
+
+def call(*words: str, variables: Mapping[str, str] | None = None) -> Called:
+    """Run a command of SLURM; one that is missing or does not answer has refused."""
+    try:
+        ended = subprocess.run(
+            words,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=CALL_SECONDS,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Called(True, "", str(error))
+    return Called(ended.returncode != 0, ended.stdout, ended.stderr.strip())
+
+
+def say(text: str) -> None:
+    """One line in the job's output."""
+    print(f"triaxis: {text}", flush=True)
+
+
+# The step -----------------------------------------------------------------------------------------------------------------
+
+
+def step_words(root: Path, words: Sequence[str], variables: Mapping[str, str]) -> list[str]:
+    """The srun line that starts one rank per task.
+
+    Args:
+        root: of the checkout.
+        words: config, overrides and flags.
+        variables: SLURM_CPUS_PER_TASK, and what a site sets: TRIAXIS_SRUN, TRIAXIS_CONTAINER, TRIAXIS_CONTAINER_MOUNTS.
+    """
+    srun = [
+        "srun",
+        "--kill-on-bad-exit=1",
+    ]  # a rank that dies ends the step: the others would wait for it until their timeout
+    if cpus := variables.get("SLURM_CPUS_PER_TASK"):
+        srun.append(f"--cpus-per-task={cpus}")  # srun does not take it over from sbatch
+    if image := variables.get("TRIAXIS_CONTAINER"):
+        mounts = [f"{folder}:{folder}" for folder in dict.fromkeys((str(root), str(Path.cwd())))]
+        mounts += [variables["TRIAXIS_CONTAINER_MOUNTS"]] if variables.get("TRIAXIS_CONTAINER_MOUNTS") else []
+        srun += [f"--container-image={image}", f"--container-mounts={','.join(mounts)}"]
+        srun.append(f"--container-workdir={Path.cwd()}")
+    srun += shlex.split(variables.get("TRIAXIS_SRUN", ""))
+    return [*srun, "bash", str(root / "launch" / "pretrain_gpt.sh"), *words]
+
+
+def step_variables(job: Job, variables: Mapping[str, str]) -> dict[str, str]:
+    """The environment of the ranks: where they meet, and which Python a container has."""
+    environment = dict(variables)
+    if not variables.get("MASTER_ADDR") and len(job.nodes) > 1 and (address := _node_address(job.nodes[0])):
+        environment["MASTER_ADDR"] = address
+    if variables.get("TRIAXIS_CONTAINER"):
+        environment["TRIAXIS_PYTHON"] = variables.get("TRIAXIS_CONTAINER_PYTHON", "python3")
+    return environment
+
+
+def _node_address(node: str) -> str | None:
+    """The address at which SLURM itself reaches a node; None: not known, its name has to do."""
+    match = re.search(r"\bNodeAddr=(\S+)", call("scontrol", "show", "node", "--oneliner", node).out)
+    return match[1] if match and match[1] not in LOOPBACK else None
+
+
+class Step:
+    """The ranks under srun, and the signals that come for them."""
+
+    def __init__(self, job: Job) -> None:
+        self.report = StepReport(job.nodes, job.tasks_per_node)
+        self.told: signal.Signals | None = None
+        self._srun: subprocess.Popen[str] | None = None
+        self._bad_since_seconds: float | None = None
+        self._others_are_killed = False
+
+    def run(self, words: Sequence[str], variables: Mapping[str, str]) -> int:
+        """Start srun and wait for it; its exit code."""
+        self._srun = subprocess.Popen(
+            words, env=variables, stderr=subprocess.PIPE, text=True, errors="backslashreplace"
+        )
+        if self.told is not None:
+            self._srun.send_signal(signal.SIGUSR1)
+        assert self._srun.stderr is not None, "it was asked for a pipe"
+        reader = threading.Thread(target=self._relay, args=(self._srun.stderr,), daemon=True)
+        reader.start()
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._srun.wait(1.0)
+                break
+            bad = self._bad_since_seconds
+            if bad is not None and time.monotonic() - bad > OTHERS_END_SECONDS:
+                self._kill_others()
+            if bad is not None and time.monotonic() - bad > LONGEST_END_SECONDS:
+                say(f"srun has not ended {LONGEST_END_SECONDS:g} seconds after a bad end; it is killed")
+                self._srun.kill()
+                self._srun.wait()
+                break
+        reader.join(5.0)
+        return self._srun.returncode
+
+    def _kill_others(self) -> None:
+        """Send SIGKILL to the tasks that have not ended; SLURM would wait for KillWait, which a site may have made long."""
+        if self.report.step and not self._others_are_killed:
+            self._others_are_killed = True
+            say(f"tasks that have not ended {OTHERS_END_SECONDS} seconds after a bad end are killed")
+            call("scancel", "--signal=KILL", self.report.step)
+
+    def heard(self, number: int, frame: FrameType | None) -> None:
+        """A signal for the batch job: SIGUSR1 is handed to the ranks; SIGTERM SLURM sends to them itself.
+
+        After a bad end it explains nothing: SLURM ends a job that lost a node.
+        """
+        if not self.report.is_bad:
+            self.told = signal.Signals(number)
+        if number == signal.SIGUSR1 and self._srun is not None:
+            self._srun.send_signal(signal.SIGUSR1)
+
+    def _relay(self, stream: TextIO) -> None:
+        """srun's words go where ours go, and are read on the way."""
+        for line in stream:
+            sys.stderr.write(line)
+            sys.stderr.flush()
+            self.report.read(line)
+            if self.report.is_bad and self._bad_since_seconds is None:
+                self._bad_since_seconds = time.monotonic()
+
+
+def judge(exit_code: int, report: StepReport, told: signal.Signals | None) -> Outcome:
+    """How an attempt ended. One rank's word counts for all where ranks end with it only together."""
+    if report.was_preempted:
+        return Outcome.PREEMPTED
+    if report.was_interrupted:
+        return Outcome.INTERRUPTED
+    if exit_code == 0:
+        return Outcome.FINISHED
+    if report.was_mistaken:
+        return Outcome.MISTAKE
+    if report.has_diverged:
+        return Outcome.DIVERGED
+    return Outcome.FAILED if told is None else Outcome.STOPPED
+
+
+# The next attempt ---------------------------------------------------------------------------------------------------------
+
+
+class Again:
+    """How this job gets its next attempt.
+
+    Args:
+        job: this one.
+        script: the batch script, as SLURM keeps it for this job.
+        words: of the command line, for a job that takes this one's place.
+        starts_over: whether that one is to start from scratch still.
+        name: of the run, which a new job has to keep.
+    """
+
+    def __init__(self, job: Job, script: str, words: Sequence[str], name: str, *, starts_over: bool = False) -> None:
+        self._job = job
+        self._script = script
+        self._words = [word for word in words if word != FROM_SCRATCH or starts_over]
+        self._name = name
+
+    def start(self, excluded: Sequence[str]) -> bool:
+        """Requeue the job, without these nodes; False: it was cancelled, or nothing could be arranged."""
+        shown = call("scontrol", "show", "job", "--oneliner", self._job.number)
+        fields = dict(re.findall(r"(\w+)=(\S*)", shown.out))
+        if int(fields.get("Restarts") or 0) > self._job.restart:
+            say("SLURM requeues this job itself")
+            self._exclude(fields, excluded)
+            return True
+        if fields.get("JobState", "RUNNING") != "RUNNING" and not is_out_of_time(fields):
+            say(f"this job is {fields['JobState']}, not by our doing: it was cancelled, and is not started again")
+            return False
+        # A requeue ends everything that runs in the job, and so the command that would exclude a node: it must survive SIGTERM.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        asked = call("scontrol", "requeue", self._job.number)
+        if not asked.refused:
+            say(f"requeued with `scontrol requeue {self._job.number}`")
+            self._exclude(fields, excluded)
+            return True
+        say(f"`scontrol requeue {self._job.number}` was refused: {asked.said}")
+        return self._submit(fields, excluded)
+
+    def _exclude(self, fields: Mapping[str, str], excluded: Sequence[str]) -> None:
+        others = [fields["ExcNodeList"]] if fields.get("ExcNodeList", "(null)") != "(null)" else []
+        if not excluded:
+            return
+        names = ",".join([*others, *excluded])
+        done = call("scontrol", "update", f"JobId={self._job.number}", f"ExcNodeList={names}")
+        if done.refused:
+            say(f"{', '.join(excluded)} failed {FAILURES_TO_EXCLUDE} times but cannot be excluded: {done.said}")
+            return
+        say(
+            f"{', '.join(excluded)} failed {FAILURES_TO_EXCLUDE} times and is excluded. If too few other nodes are left the job "
+            f"waits; to allow it again: scontrol update JobId={self._job.number} ExcNodeList="
+        )
+
+    def _submit(self, fields: Mapping[str, str], excluded: Sequence[str]) -> bool:
+        # Without this job's variables, which would pass for options of the new one; SLURM_CONF says where SLURM is.
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SLURMD_"))}
+        kept |= {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}
+        words = submit_words(self._job, self._script, self._words, fields, os.environ, excluded)
+        submitted = call(*words, variables=kept | {"RUN_NAME": self._name})
+        if submitted.refused:
+            say(
+                f"a dependent job could not be submitted either: {submitted.said}. Submit again with RUN_NAME={self._name}"
+            )
+            return False
+        say(f"instead, a job that starts when this one has ended: {submitted.out.strip()} (run {self._name})")
+        return True
+
+
+def submit_words(
+    job: Job,
+    script: str,
+    words: Sequence[str],
+    fields: Mapping[str, str],
+    variables: Mapping[str, str],
+    excluded: Sequence[str],
+) -> list[str]:
+    """The sbatch line of a job that takes this one's place: what the header of its script says, and what this one was given.
+
+    Args:
+        job: this one.
+        script: the batch script.
+        words: config and overrides.
+        fields: of `scontrol show job`.
+        variables: of the job.
+        excluded: nodes to leave out.
+    """
+    options = [f"--dependency=afterany:{job.number}", f"--nodes={len(job.nodes)}"]
+    options.append(f"--ntasks-per-node={job.tasks_per_node[0]}")
+    for option, value in (
+        ("partition", fields.get("Partition")),
+        ("account", fields.get("Account")),
+        ("qos", fields.get("QOS")),
+        ("time", fields.get("TimeLimit")),
+        ("job-name", fields.get("JobName")),
+        ("chdir", fields.get("WorkDir")),
+        ("output", fields.get("StdOut")),
+        ("cpus-per-task", variables.get("SLURM_CPUS_PER_TASK")),
+        ("gpus-per-node", variables.get("SLURM_GPUS_PER_NODE")),
+        ("exclude", ",".join(excluded)),
+    ):
+        if value and value not in ("(null)", "N/A", "UNLIMITED"):
+            options.append(f"--{option}={value}")
+    return ["sbatch", "--parsable", *options, script, *words]
+
+
+def is_out_of_time(fields: Mapping[str, str]) -> bool:
+    """Whether a job ends because its time is over (then it goes on) and not because somebody cancelled it."""
+    limit, ran = (_seconds(fields.get(name, "")) for name in ("TimeLimit", "RunTime"))
+    return limit is not None and ran is not None and ran >= limit
+
+
+def _seconds(text: str) -> int | None:
+    """`"1-02:03:04"` -> seconds; None: not a time ("UNLIMITED")."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+# The job ------------------------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one allocation of `[script, config.yaml, section.key=value ..., --from-scratch, --dry-run]`; its exit code."""
+    script, *words = argv
+    root = Path(__file__).resolve().parents[2]
+    try:
+        if DRY_RUN in words:
+            _show(root, [word for word in words if word != DRY_RUN])
+            return 0
+        with lasting_output():
+            return _run(root, script, words)
+    except TriaxisError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _run(root: Path, script: str, words: Sequence[str]) -> int:
+    job = Job.from_variables(os.environ)
+    step = Step(job)
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, step.heard)
+    config, path = _config(words, job)
+    name = run_name(config, path.stem, os.environ)
+    directory = RunDirectory.join(config.runtime.runs_dir, name, 0)
+    starts_over = FROM_SCRATCH in words and (not job.restart or directory.is_starting_over)
+    if (finished := look_before_training(config, path, from_scratch=starts_over)) is not None:
+        print(finished)
+        return 0
+    history = History(directory.path)
+    history.begin(job.number, job.restart, job.nodes, newest_step(directory, config))
+    exit_code = step.run(step_words(root, words, os.environ), step_variables(job, os.environ))
+
+    outcome = judge(exit_code, step.report, step.told)
+    blamed = step.report.suspects() if outcome is Outcome.FAILED else []
+    history.end(outcome, newest_step(directory, config), blamed)
+    if outcome is Outcome.FINISHED:
+        return 0
+    suspicion = f", first on {', '.join(blamed)}" if blamed else ""
+    say(
+        f"attempt {len(history.attempts)} {outcome.value}{suspicion}; newest checkpoint: step {history.attempts[-1].to_step}"
+    )
+    if outcome is Outcome.DIVERGED:
+        say(
+            "loss or gradients went wrong on all ranks, and starting again would give the same numbers. Change what is said above, "
+            f"and submit again with RUN_NAME={name}: it goes on from the newest checkpoint"
+        )
+    if outcome in FINAL:
+        return FINAL[outcome]
+    if history.without_progress >= ATTEMPTS_WITHOUT_PROGRESS:
+        say(
+            f"{ATTEMPTS_WITHOUT_PROGRESS} attempts in a row ended without a newer checkpoint, so this one is the last: starting "
+            f"again would end the same way. What went wrong stands above and in {directory.path}/logs/; is checkpoint.interval "
+            "longer than a run lives?"
+        )
+        return BROKE
+    return (
+        0
+        if Again(job, script, words, name, starts_over=directory.is_starting_over).start(history.excluded)
+        else max(exit_code, BROKE)
+    )
+
+
+def newest_step(directory: RunDirectory, config: Config) -> int:
+    """Steps that the run's newest checkpoint has made; 0: there is none."""
+    return max(directory.checkpoints(config).steps(), default=0)
+
+
+def _config(words: Sequence[str], job: Job | None) -> tuple[Config, Path]:
+    """The checked config and its path.
+
+    Raises:
+        ConfigError: all problems at once, before any task starts.
+    """
+    asked = request(command_parser(command_module("train")).parse(words))
+    path = asked.config_path or DEFAULT_CONFIG
+    devices = None if job is None else read_devices(os.environ)
+    rules = [] if devices is None else [memory_rule(devices)]
+    config = load_config(path, asked.overrides, os.environ, more_rules=rules)
+    if job is not None:
+        ranks_per_node = config.runtime.ranks_per_node or job.tasks_per_node[0]
+        if found := problems(config, job.world_size, ranks_per_node, rules):
+            raise ConfigError(found, str(path))
+    return config, path
+
+
+def _show(root: Path, words: Sequence[str]) -> None:
+    """What the job would do, on any machine."""
+    config, path = _config(words, None)
+    here = Job("$SLURM_JOB_ID", 0, ("$SLURM_JOB_NODELIST",), (0,))
+    name = run_name(config, path.stem, {"SLURM_JOB_ID": here.number})
+    rows = [
+        ("run", f"{config.runtime.runs_dir}/{name}/ (logs/attempt_<n>/rank_<r>.log, slurm.json)"),
+        ("step", shlex.join(step_words(root, words, os.environ))),
+        (
+            "stop",
+            "SIGUSR1 before the time limit or SIGTERM at a preemption: all ranks finish the step, save and end with 75",
+        ),
+        ("again", f"scontrol requeue {here.number}, until the last step is made"),
+        (
+            "exclude",
+            f"scontrol update JobId={here.number} ExcNodeList=<a node that failed {FAILURES_TO_EXCLUDE} times>",
+        ),
+        (
+            "refused",
+            f"RUN_NAME={name} sbatch --dependency=afterany:{here.number} with the same script, resources and words",
+        ),
+        ("give up", f"after {ATTEMPTS_WITHOUT_PROGRESS} attempts in a row without a newer checkpoint"),
+    ]
+    for title, text in rows:
+        print(f"{title:<9}{text}")
+
+
+if __name__ == "__main__":
+    with standard_streams():
+        code = main(sys.argv[1:])
+    sys.exit(code)

@@ -1,0 +1,350 @@
+"""Finds a Python that can run Triaxis, and makes `.venv` where there is none (standard library only; nothing is installed yet).
+
+    TRIAXIS_PYTHON  ->  it, or an error               (never changed by us)
+    .venv           ->  if it is complete
+    active Python   ->  if it has everything
+    otherwise       ->  make or finish .venv, under a lock, with `pip install -e .` and launch/constraints.txt: the versions that
+                        were tested, and of torch one that this machine's driver runs
+
+`launch/bootstrap.sh` runs this file with any Python >= 3.11; the chosen interpreter is the only thing printed on stdout,
+what is being done goes to stderr. What has to be there is read from `pyproject.toml` and compared with the installed
+metadata, so nothing is imported and the usual answer takes a fifth of a second.
+
+An installation that was interrupted leaves no `.venv/installed`, and is finished by the next start. Installing is left
+to a person inside a SLURM job and under torchrun: every rank would wait for one, on a machine that may have no network.
+"""
+
+import argparse
+import fcntl
+import importlib.metadata
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if str(Path(__file__).resolve().parents[2]) not in sys.path:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, before anything is installed
+
+from engine.device.nvidia_driver import FIRST_DRIVERS, Driver, is_hidden, read_driver
+
+MISSING = 3
+"""Exit code of `--check` where requirements are missing; they are printed, one per line."""
+
+
+TESTED_CUDA = 13
+"""The CUDA major version for which the torch of launch/constraints.txt is built."""
+
+TORCH_OF_CUDA = {12: "2.10.0"}
+"""For drivers that are older: the newest torch that pyproject.toml allows and that is built for this CUDA major version.
+
+`python -m tests.torch_versions` reads it from the wheels.
+"""
+
+
+class BootstrapError(Exception):
+    """No usable Python, and none may or can be made; the message says what to type."""
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """The paths that this file reads and writes."""
+
+    root: Path
+
+    @property
+    def pyproject(self) -> Path:
+        return self.root / "pyproject.toml"
+
+    @property
+    def constraints(self) -> Path:
+        return self.root / "launch" / "constraints.txt"
+
+    @property
+    def venv(self) -> Path:
+        return self.root / ".venv"
+
+    @property
+    def python(self) -> Path:
+        return self.venv / "bin" / "python"
+
+    @property
+    def installed(self) -> Path:
+        """Written after pip has finished, removed before it starts."""
+        return self.venv / "installed"
+
+    @property
+    def lock(self) -> Path:
+        return self.root / ".venv.lock"
+
+
+def missing_requirements(pyproject: Path, extras: Sequence[str]) -> dict[str, str]:
+    """What `pyproject.toml` asks for and this Python does not have: name -> `name>=1.0 (found 0.9)`."""
+    project = tomllib.loads(pyproject.read_text())["project"]
+    wanted: list[str] = list(project["dependencies"])
+    for extra in extras:
+        wanted += project["optional-dependencies"][extra]
+    requirement_class = _requirement_class()
+    if requirement_class is None:
+        return {re.split(r"[^\w.-]", text)[0]: text for text in wanted}
+    missing = {}
+    for requirement in map(requirement_class, wanted):
+        found = _installed_version(requirement.name)
+        # A container's own build (2.10.0a0+...) counts as the version that it precedes.
+        if found is None or not requirement.specifier.contains(found, prereleases=True):
+            note = f" (found {found})" if found else ""
+            missing[requirement.name] = f"{requirement.name}{requirement.specifier}{note}"
+    return missing
+
+
+def _requirement_class() -> Any:
+    """`packaging.requirements.Requirement`, also where only pip carries it. None: neither is there, so our packages are not."""
+    for module in ("packaging.requirements", "pip._vendor.packaging.requirements"):
+        try:
+            return importlib.import_module(module).Requirement
+        except ImportError:
+            continue
+    return None
+
+
+def _installed_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _check(python: str, extras: Sequence[str]) -> list[str]:
+    """The same question put to another interpreter.
+
+    Raises:
+        BootstrapError: it does not run, or is older than Python 3.11.
+    """
+    command = [python, str(Path(__file__).resolve()), "--check", *(f"--extra={extra}" for extra in extras)]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise BootstrapError(f"{python} cannot be started: {error}.") from error
+    if result.returncode not in (0, MISSING):
+        raise BootstrapError(f"{python} cannot run Triaxis (Python 3.11 or newer is needed):\n{result.stderr.strip()}")
+    return result.stdout.splitlines()
+
+
+def choose(checkout: Checkout, extras: Sequence[str], variables: Mapping[str, str]) -> str:
+    """The interpreter to use; makes or finishes `.venv` where nothing else serves.
+
+    Raises:
+        BootstrapError: TRIAXIS_PYTHON lacks something, or `.venv` is needed and may not or cannot be made here.
+    """
+    if given := variables.get("TRIAXIS_PYTHON"):
+        if lacking := _check(given, extras):
+            raise BootstrapError(
+                f"TRIAXIS_PYTHON={given} lacks {', '.join(lacking)}; Triaxis would stop at its first import. "
+                f"Install into it:\n  {given} -m pip install -e '{_target(checkout, extras)}'\n"
+                f"or unset TRIAXIS_PYTHON, and {checkout.venv} is made and used."
+            )
+        return given
+    if _complete(checkout, extras):
+        return str(checkout.python)
+    missing = missing_requirements(checkout.pyproject, extras)
+    if not missing:
+        return sys.executable
+    if reason := _forbidden(variables):
+        raise BootstrapError(
+            f"{sys.executable} lacks {', '.join(missing.values())}, and {checkout.venv} is not complete. {reason} "
+            f"Run this first, where there is a network:\n"
+            f"  {' '.join(['bash', str(checkout.root / 'launch' / 'bootstrap.sh'), *extras])}"
+        )
+    with _locked(checkout.lock):
+        if not _complete(checkout, extras):  # another process may have made it while this one waited
+            _make(checkout, extras, missing)
+    return str(checkout.python)
+
+
+def _complete(checkout: Checkout, extras: Sequence[str]) -> bool:
+    return checkout.installed.is_file() and not _check(str(checkout.python), extras)
+
+
+def _target(checkout: Checkout, extras: Sequence[str]) -> str:
+    """What pip is told to install."""
+    return f"{checkout.root}[{','.join(extras)}]" if extras else str(checkout.root)
+
+
+def _forbidden(variables: Mapping[str, str]) -> str | None:
+    if variables.get("TRIAXIS_BOOTSTRAP") == "0":
+        return "TRIAXIS_BOOTSTRAP=0 forbids installing."
+    if "SLURM_JOB_ID" in variables:
+        return "Nothing is installed inside a SLURM job: every task would wait for it, often without a network."
+    if "TORCHELASTIC_RUN_ID" in variables or "RANK" in variables:
+        return "Nothing is installed under torchrun: every rank would wait for it."
+    return None
+
+
+def _make(checkout: Checkout, extras: Sequence[str], missing: Mapping[str, str]) -> None:
+    """Make `.venv`, or finish what an interrupted start left of it. The caller holds the lock."""
+    if importlib.util.find_spec("ensurepip") is None:
+        raise BootstrapError(
+            f"{sys.executable} has no ensurepip, so it cannot make a virtual environment. As root:\n"
+            f"  apt-get install python3-venv\nor set TRIAXIS_PYTHON to a Python that has what pyproject.toml asks for."
+        )
+    torch = None if "torch" in missing else own_torch()
+    if not _has_pip(checkout.python):
+        _say(f"making {checkout.venv} with {sys.executable}, which lacks {', '.join(missing.values())}")
+        _create(checkout, torch)
+    checkout.installed.unlink(missing_ok=True)
+    target = _target(checkout, extras)
+    _say(f"installing {target} into {checkout.venv}; once, and it takes some minutes")
+    if torch:
+        _say(f"keeping torch {torch.version} of {torch.folder}")
+    constraints = checkout.venv / "constraints.txt"
+    constraints.write_text(_constraints(checkout, extras, torch))
+    command = [
+        str(checkout.python),
+        "-P",  # not from the folder where this was typed
+        "-m",
+        "pip",
+        "install",
+        "--no-input",
+        "--constraint",
+        str(constraints),
+        "--editable",
+        target,
+    ]
+    if not sys.stderr.isatty():
+        command.append("--quiet")
+    if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
+        raise BootstrapError(
+            f"pip could not install Triaxis into {checkout.venv} (its message is above). Nothing else was changed; the "
+            f"next start tries again. Without a network: set TRIAXIS_PYTHON to a Python that has the packages."
+        )
+    checkout.installed.write_text("pip has finished; without this file the next start installs again\n")
+    _say(f"done; from now on {checkout.python} is used at once")
+
+
+def _constraints(checkout: Checkout, extras: Sequence[str], torch: "OwnTorch | None") -> str:
+    """Write the tested versions of what `.venv` lacks; what it has, or shares with the active Python, stays as it is."""
+    tested = {_name(line): line for line in checkout.constraints.read_text().splitlines() if re.match(r"\w", line)}
+    lacking = {_name(description) for description in _check(str(checkout.python), extras)}
+    if torch:
+        # It was built for this machine: whatever would replace it is an error instead.
+        tested["torch"] = f"torch=={torch.version}"
+    elif "torch" in lacking:
+        tested["torch"] = f"torch=={torch_for(read_driver(), tested['torch'].partition('==')[2], os.environ)}"
+        _say(tested["torch"])
+    return "".join(f"{line}\n" for name, line in tested.items() if name in lacking or (torch and name == "torch"))
+
+
+def _name(requirement: str) -> str:
+    return re.split(r"[^\w.-]", requirement)[0].lower()
+
+
+def torch_for(driver: Driver, tested: str, variables: Mapping[str, str]) -> str:
+    """Choose a version of torch that this driver runs.
+
+    Args:
+        driver: of this machine.
+        tested: version in launch/constraints.txt; also for a machine without a GPU or with an unknown driver.
+        variables: the environment; GPUs that CUDA_VISIBLE_DEVICES hides do not count.
+
+    Raises:
+        BootstrapError: the driver is older than every build that pyproject.toml allows.
+    """
+    if not driver.num_gpus or is_hidden(variables) or driver.runs(TESTED_CUDA) is not False:
+        return tested
+    for cuda_major in sorted(TORCH_OF_CUDA, reverse=True):
+        if driver.runs(cuda_major):
+            return TORCH_OF_CUDA[cuda_major]
+    oldest = min(TORCH_OF_CUDA)
+    raise BootstrapError(
+        f"the driver of this machine's GPUs is {driver.version}, and every torch that Triaxis can use needs driver "
+        f"{FIRST_DRIVERS[oldest]} or newer (CUDA {oldest}); it would train on the CPU. Update the driver, or set TRIAXIS_PYTHON "
+        f"to a Python whose torch fits it. To train on the CPU: CUDA_VISIBLE_DEVICES= bash launch/bootstrap.sh"
+    )
+
+
+@dataclass(frozen=True)
+class OwnTorch:
+    """The torch of the Python that runs this file."""
+
+    version: str
+    folder: Path
+
+
+def own_torch() -> OwnTorch | None:
+    """None where this Python has none."""
+    try:
+        distribution = importlib.metadata.distribution("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return OwnTorch(distribution.version, Path(str(distribution.locate_file(""))).resolve())
+
+
+def _create(checkout: Checkout, torch: OwnTorch | None) -> None:
+    """A virtual environment that also sees the active Python's packages where its torch is to be kept."""
+    share = ["--system-site-packages"] if torch else []
+    made = subprocess.run(
+        [sys.executable, "-P", "-m", "venv", *share, str(checkout.venv)], stdout=sys.stderr, check=False
+    )
+    if made.returncode:
+        raise BootstrapError(f"{sys.executable} -m venv {checkout.venv} failed; its message is above.")
+    if torch:
+        report = "import sys, sysconfig; print(sysconfig.get_paths()['purelib'], *sys.path, sep='\\n')"
+        inside = subprocess.run([str(checkout.python), "-P", "-c", report], capture_output=True, text=True, check=True)
+        own_packages, *seen = inside.stdout.splitlines()
+        if str(torch.folder) not in seen:
+            # The active Python is a virtual environment itself: what venv shares are its base's packages, not its own.
+            (Path(own_packages) / "active_python.pth").write_text(f"{torch.folder}\n")
+
+
+def _has_pip(python: Path) -> bool:
+    if not python.exists():
+        return False
+    return (
+        subprocess.run([str(python), "-P", "-m", "pip", "--version"], capture_output=True, check=False).returncode == 0
+    )
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock; the kernel drops it with the process."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _say(f"another process is preparing {path.with_suffix('')}; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _say(text: str) -> None:
+    print(f"triaxis: {text}", file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the interpreter to use; with `--check`, what this interpreter lacks."""
+    parser = argparse.ArgumentParser(description="Find or make a Python that can run Triaxis, and print its path.")
+    parser.add_argument("--check", action="store_true", help="only print what this Python lacks")
+    parser.add_argument("--extra", action="append", default=[], help="an extra of pyproject.toml, such as dev")
+    args = parser.parse_args(argv)
+    checkout = Checkout(Path(__file__).resolve().parents[2])
+    try:
+        if args.check:
+            missing = missing_requirements(checkout.pyproject, args.extra)
+            for description in missing.values():
+                print(description)
+            return MISSING if missing else 0
+        print(choose(checkout, args.extra, os.environ))
+    except BootstrapError as error:
+        _say(str(error))
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,264 @@
+"""The words of a command line, read alike by every command (no torch here).
+
+    triaxis footprint configs/gpt_tiny.yaml --full parallel.dp=null --gpus 8
+                      |                     |      |                `- an option with its value
+                      |                     |      `- an override
+                      |                     `- an option
+                      `- the config, or a checkpoint for the commands that read one
+
+The config comes first by custom, and words and options may stand in any order. `CommandParser.parse` sorts them into
+`args.config` and `args.overrides`, and refuses a word that is nothing of these.
+"""
+
+import argparse
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.config.limits import MOST_RANKS
+from engine.errors import ConfigError, shown
+
+OVERRIDES = "section.key=value"
+HELP_COLUMN = 30
+"""Where the meanings of options begin in `--help`."""
+HELP_WIDTH = 110
+"""Columns of `--help`: the examples below the options are about as wide."""
+
+
+LAYOUT_WORDS = {"tp": "tp", "pp": "pp", "vpp": "vpp", "dp": "dp", "sp": "sequence_parallel"}
+"""Words of a layout, and the keys of the section `parallel` that they set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A thing that a command is about, given as a word.
+
+    Attributes:
+        name: of the thing, and of the attribute of the parsed arguments that holds its path.
+        exists: returns true for a path that is one.
+        endings: of file names that can only mean one, so that a missing file is reported by whoever opens it.
+        example: shown where none was given.
+    """
+
+    name: str
+    exists: Callable[[Path], bool]
+    endings: tuple[str, ...]
+    example: str
+
+
+CONFIG = Subject("config", Path.is_file, (".yaml", ".yml"), "configs/gpt_tiny.yaml")
+CHECKPOINT = Subject("checkpoint", Path.exists, (), "runs/gpt_tiny")
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser of one command or verb, with options and words in any order."""
+
+    def __init__(self, **settings: Any) -> None:
+        # A shortened option would stop working on the day that another one begins with the same letters.
+        super().__init__(formatter_class=_Help, allow_abbrev=False, **settings)
+        self._subject: Subject | None = None
+        self._needs_subject = False
+        self._verbs: Any = None
+
+    def add_subparsers(self, **settings: Any) -> Any:
+        """Add verbs, as `argparse.ArgumentParser.add_subparsers`."""
+        self._verbs = super().add_subparsers(**settings)
+        self.usage = f"{self.prog} {settings['metavar']} ..."
+        return self._verbs
+
+    def takes(self, subject: Subject, meaning: str, *, required: bool = True) -> None:
+        """Take a path of `subject` and overrides as words.
+
+        Args:
+            subject: what the path is of. A config may be given with `--config` as well.
+            meaning: of the subject for this command, for `--help`.
+            required: refuse a command line without it.
+        """
+        self._subject, self._needs_subject = subject, required
+        entries = (
+            (subject.name.upper(), meaning),
+            (OVERRIDES, "a field of the configuration, in place of what it says"),
+        )
+        described = "\n".join(f"{name:<{HELP_COLUMN - 2}}{text}" for name, text in entries)
+        # One argument for argparse, two for people, above the options.
+        self._positionals.title, self._positionals.description = "words", described
+        self.add_argument("words", nargs="*", help=argparse.SUPPRESS)
+        if subject is CONFIG:
+            self.add_argument("--config", type=Path, metavar="FILE", help="the config, in place of the first word")
+
+    @property
+    def verbs(self) -> tuple[str, ...]:
+        """Names of the verbs; none for a command without any."""
+        return () if self._verbs is None else tuple(self._verbs.choices)
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Parse the words after the command's name; exits with a usage error for an unknown option or verb.
+
+        Raises:
+            ConfigError: words that are neither options nor overrides nor a subject, or no subject where one is needed.
+        """
+        if self._verbs is not None:
+            return self._parse_verb(arguments)
+        parsed, strangers = self.parse_known_intermixed_args(arguments)
+        if unknown := [word for word in strangers if word.startswith("-")] or strangers:
+            self.error("; ".join(f"there is no option {word}{_nearest(word, self._options())}" for word in unknown))
+        if self._subject is not None:
+            self._sort_words(parsed, self._subject)
+        return parsed
+
+    def _options(self) -> list[str]:
+        return list(self._option_string_actions)
+
+    def _parse_verb(self, arguments: Sequence[str]) -> argparse.Namespace:
+        verb = arguments[0] if arguments else None
+        if verb in self.verbs:
+            parsed: argparse.Namespace = self._verbs.choices[verb].parse(arguments[1:])
+            setattr(parsed, self._verbs.dest, verb)
+            return parsed
+        if verb is not None and not verb.startswith("-"):
+            self.error(f"{verb!r} is none of {', '.join(self.verbs)}{_nearest(verb, self.verbs)}")
+        return self.parse_args(arguments)  # --help, or argparse's message that there is no verb
+
+    def _sort_words(self, parsed: argparse.Namespace, subject: Subject) -> None:
+        paths, overrides, problems = [], [], []
+        named = getattr(parsed, subject.name, None)
+        for word in parsed.words:
+            path = Path(word)
+            if subject.exists(path) or ("=" not in word and ("/" in word or path.suffix in subject.endings)):
+                paths.append(path)
+            elif "=" in word:
+                overrides.append(word)
+            else:
+                problems.append(_stray(word, subject, self._options()))
+        paths += [] if named is None or named in paths else [named]
+        if len(paths) > 1:
+            shown = " and ".join(map(str, paths))
+            problems.append(f"{shown}: one {subject.name} is read, and the other would be ignored. Remove one of them.")
+        if not paths and not problems and self._needs_subject:
+            problems.append(
+                f"no {subject.name} is named, so there is nothing to work on. Give it as the first word, for example "
+                f"{self.prog} {subject.example}"
+            )
+        if problems:
+            raise ConfigError(problems, "the command line")
+        del parsed.words
+        setattr(parsed, subject.name, paths[0] if paths else None)
+        parsed.overrides = overrides
+
+
+def add_world_size(parser: argparse.ArgumentParser, meaning: str) -> None:
+    """Add `--world-size N`, which may be typed as `--gpus N`: the number of ranks where `parallel.dp` is open."""
+    parser.add_argument("--world-size", "--gpus", type=int, metavar="N", help=meaning)
+
+
+def add_ignore(parser: argparse.ArgumentParser) -> None:
+    """Add `--ignore KEY`: a key of a Hugging Face config.json that nobody here knows and that is let through."""
+    parser.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="let a key of config.json through that is not known here, if it does not change the model; may be repeated",
+    )
+
+
+def above(name: str, number: int, most: int, reason: str) -> list[str]:
+    """Return the problem of an option that counts more than `most`; an empty list where there is none.
+
+    Args:
+        name: of the option, with `_` for `-`.
+        number: its value.
+        most: its largest legal value.
+        reason: the end of the sentence, which says why there is a bound.
+    """
+    if number <= most:
+        return []
+    return [f"--{name.replace('_', '-')} {shown(number)}: must be at most {most:,}; {reason}."]
+
+
+def check_counts(**given: int | None) -> None:
+    """Refuse options that count ranks and are below 1 or above `MOST_RANKS`.
+
+    Args:
+        given: by the option's name, with `_` for `-`; None where it was not given.
+
+    Raises:
+        ConfigError: all of them.
+    """
+    problems = [
+        f"--{name.replace('_', '-')} {number}: must be at least 1; there would be nothing to run on."
+        for name, number in given.items()
+        if number is not None and number < 1
+    ]
+    for name, number in given.items():
+        if number is not None:
+            problems += above(
+                name, number, MOST_RANKS, "no run has more ranks, and their groups would not fit in memory"
+            )
+    if problems:
+        raise ConfigError(problems, "the command line")
+
+
+def layout_overrides(text: str, *, dp_is_open: bool = False) -> list[str]:
+    """Return `tp=4,pp=2` as overrides of the section `parallel`.
+
+    Args:
+        text: sizes that are not named are 1, and `sp` is off.
+        dp_is_open: leave `dp` to the world size where it is not named.
+
+    Raises:
+        ConfigError: a word that is no size, or one twice.
+    """
+    given: dict[str, str] = {}
+    problems = []
+    for word in text.split(","):
+        name, _, value = word.strip().partition("=")
+        if name not in LAYOUT_WORDS or not value or name in given:
+            problems.append(
+                f"layout {text}: {word!r} is not one of {', '.join(f'{name}=..' for name in LAYOUT_WORDS)}, each at most once; the "
+                "layout that would be run is not the one that was meant. Write for example tp=2,pp=2,vpp=2,dp=2."
+            )
+        given[name] = value
+    if problems:
+        raise ConfigError(problems, "the command line")
+    unnamed = {"sp": "false"} | ({"dp": "null"} if dp_is_open else {})
+    sizes = {name: given.get(name, unnamed.get(name, "1")) for name in LAYOUT_WORDS}
+    return [f"parallel.{LAYOUT_WORDS[name]}={value}" for name, value in sizes.items()]
+
+
+def near(word: str, names: Iterable[str]) -> str | None:
+    """The name that `word` is a misspelling of, or None."""
+    by_letters = {name.lstrip("-"): name for name in names}
+    found = difflib.get_close_matches(word.lstrip("-").partition("=")[0], by_letters, n=1)
+    return by_letters[found[0]] if found else None
+
+
+def _nearest(word: str, names: Iterable[str]) -> str:
+    name = near(word, names)
+    return "" if name is None else f". Did you mean {name}?"
+
+
+def _stray(word: str, subject: Subject, options: Iterable[str]) -> str:
+    nearest = near(word, [*options, *(str(path) for path in _configs(subject))])
+    by_stem = next((str(path) for path in _configs(subject) if path.stem == word), None)
+    hint = by_stem or nearest
+    return (
+        f"{word!r} is neither a {subject.name} that exists, nor an override ({OVERRIDES}, such as train.steps=20), nor an "
+        f"option (--help lists them); it would be ignored." + ("" if hint is None else f" Did you mean {hint}?")
+    )
+
+
+def _configs(subject: Subject) -> Iterator[Path]:
+    """Configs that a bare word such as `gpt_tiny` may mean."""
+    if subject is CONFIG:
+        yield from sorted(Path("configs").glob("*.yaml"))
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """A formatter that keeps the lines of examples and has room for long options."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=HELP_COLUMN, width=HELP_WIDTH)
+        self._action_max_length = HELP_COLUMN - 2

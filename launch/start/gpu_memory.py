@@ -1,0 +1,28 @@
+"""The memory of this node's GPUs, asked of nvidia-smi: no CUDA context is made, and torch is not imported."""
+
+import subprocess
+from collections.abc import Mapping
+
+from models.predict.fit import Devices
+
+QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
+MIB = 2**20
+ANSWERS_WITHIN_SECONDS = 30.0
+
+
+def read_devices(variables: Mapping[str, str]) -> Devices | None:
+    """Read the memory of the GPUs that ranks may use; None where nvidia-smi is missing, fails, or gives no number.
+
+    Args:
+        variables: CUDA_VISIBLE_DEVICES chooses among the GPUs by number or UUID.
+    """
+    visible = variables.get("CUDA_VISIBLE_DEVICES")
+    chosen = [] if visible is None else ["-i", visible]
+    try:
+        answer = subprocess.run(
+            [*QUERY, *chosen], capture_output=True, text=True, check=True, timeout=ANSWERS_WITHIN_SECONDS
+        )
+        mebibytes = [int(line) for line in answer.stdout.split("\n") if line.strip()]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+    return Devices(min(mebibytes) * MIB, len(mebibytes)) if mebibytes else None

@@ -1,0 +1,277 @@
+"""`HOSTFILE=path`: the same run on several hosts over ssh, one launcher per host (no torch here).
+
+    # hosts           here:  ssh host0  ->  bash: NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 ... launch/pretrain_gpt.sh words
+    host0 slots=8            ssh host1  ->  bash: NNODES=2 NODE_RANK=1 MASTER_ADDR=host0 ... launch/pretrain_gpt.sh words
+    host1 slots=8
+
+What a host runs is sent to its bash through standard input, never on a command line: the environment travels with it, and a key
+in it would stand in every host's list of processes. Afterwards the same stream carries the names of signals; when it
+ends, because this process or the connection is gone, the remote launcher is told to stop, and its ranks save.
+"""
+
+import contextlib
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+from engine.comm.stop import asking
+from engine.config.load import load_config
+from engine.config.rules import problems
+from engine.errors import ConfigError, TopologyError
+from launch.start.process.failure import AFTER, OTHERS_END_SECONDS
+from launch.start.process.forward_signals import END_RANKS
+from launch.start.process.lasting_output import lasting_output
+from launch.start.srun_task import LOOPBACK
+
+VARIABLE = "HOSTFILE"
+DEFAULT_PORT = "29500"
+
+_PASSED_ON = ("TP", "PP", "VPP", "DP", "MICRO_BATCH_SIZE", "GLOBAL_BATCH_SIZE", "RUN_NAME", "OMP_NUM_THREADS")
+_PASSED_ON_BEGINNINGS = (
+    "TRIAXIS_",
+    "WANDB_",
+    "NCCL_",
+    "GLOO_",
+    "TORCH_",
+    "PYTORCH_",
+    "CUDA_",
+    "LD_LIBRARY_PATH",
+    "UCX_",
+    "FI_",
+)
+"""The part of the environment that a run depends on; the rest belongs to this host."""
+
+_SSH_FAILED = 255
+_POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A line of the file."""
+
+    name: str
+    slots: int
+
+
+def read_hosts(path: Path) -> list[Host]:
+    """The hosts of a file: one per line, `name slots=8`; `#` begins a comment.
+
+    Raises:
+        TopologyError: the file cannot be read, or the hosts do not fit together.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise TopologyError(
+            f"{VARIABLE}={path} cannot be read ({error.strerror}), so there are no hosts to start on."
+        ) from error
+    hosts: list[Host] = []
+    wrong: list[str] = []
+    for number, line in enumerate(lines, start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        slots = words[1].removeprefix("slots=") if len(words) == 2 and words[1].startswith("slots=") else ""
+        if not slots.isdigit() or int(slots) < 1 or words[0].startswith("-"):
+            wrong.append(f"line {number}: {line.strip()!r} is not `host slots=8`")
+            continue
+        hosts.append(Host(words[0], int(slots)))
+    names = [host.name for host in hosts]
+    if not hosts and not wrong:
+        wrong.append("it names no host")
+    if len({host.slots for host in hosts}) > 1:
+        wrong.append(
+            f"slots differ ({', '.join(f'{host.name}: {host.slots}' for host in hosts)}); every host has as many ranks"
+        )
+    if len(set(names)) < len(names):
+        wrong.append("a host stands there twice; its ranks would fight for the same GPUs")
+    if len(hosts) > 1 and names[0] in LOOPBACK:
+        wrong.append(f"the ranks meet at the first host, and {names[0]} is every host's own name for itself")
+    if wrong:
+        raise TopologyError(
+            f"{VARIABLE}={path}: " + "; ".join(wrong) + ". Ranks would wait for others that never come."
+        )
+    return hosts
+
+
+def node_variables(hosts: Sequence[Host], index: int, variables: Mapping[str, str]) -> dict[str, str]:
+    """What the launcher on one host is told beside this host's environment."""
+    address = variables.get("MASTER_ADDR") or hosts[0].name
+    world = {"NNODES": str(len(hosts)), "NODE_RANK": str(index), "NPROC_PER_NODE": str(hosts[index].slots)}
+    if len(hosts) == 1:
+        return world
+    return world | {"MASTER_ADDR": address, "MASTER_PORT": variables.get("MASTER_PORT") or DEFAULT_PORT}
+
+
+def script(root: Path, folder: Path, words: Sequence[str], variables: Mapping[str, str]) -> str:
+    """What the remote bash reads: environment, launcher, then names of signals until the stream ends.
+
+    In braces, so that bash has read all of it before the names of signals are read from the same stream.
+    """
+    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in sorted(variables.items()))
+    command = shlex.join(["bash", str(root / "launch" / "pretrain_gpt.sh"), *words])
+    return (
+        "{\n"
+        f"cd {shlex.quote(str(folder))} || exit 1\n"
+        f"{exports}"
+        f"{command} </dev/null & launcher=$!\n"
+        "{ while read -r name; do kill -s $name $launcher; done; kill -s TERM $launcher; } <&0 2>/dev/null & reader=$!\n"
+        "wait $launcher; code=$?; kill $reader; exit $code\n"
+        "}\n"
+    )
+
+
+def passed_on(variables: Mapping[str, str]) -> dict[str, str]:
+    """The variables that go with the run to other hosts."""
+    return {
+        name: value for name, value in variables.items() if name in _PASSED_ON or name.startswith(_PASSED_ON_BEGINNINGS)
+    }
+
+
+def ssh_words(host: Host, variables: Mapping[str, str]) -> list[str]:
+    """The local command; TRIAXIS_SSH replaces `ssh` and its options. No password is asked for: nobody would answer."""
+    given = variables.get("TRIAXIS_SSH")
+    return [*(shlex.split(given) if given else ["ssh", "-o", "BatchMode=yes"]), host.name, "bash", "-s"]
+
+
+class OverSsh:
+    """One run on several hosts.
+
+    Args:
+        hosts: from `read_hosts`.
+        root: of the checkout, the same path on every host.
+        words: of the command line.
+        variables: this process's environment.
+    """
+
+    def __init__(self, hosts: Sequence[Host], root: Path, words: Sequence[str], variables: Mapping[str, str]) -> None:
+        self._hosts = hosts
+        self._root = root
+        self._words = words
+        self._variables = variables
+        self._connections: list[subprocess.Popen[str]] = []
+
+    def show(self) -> None:
+        """What each host would be told; names of variables that are passed on, never their values."""
+        print(f"environment passed on: {' '.join(sorted(passed_on(self._variables)))}")
+        for index, host in enumerate(self._hosts):
+            told = " ".join(
+                f"{name}={value}" for name, value in node_variables(self._hosts, index, self._variables).items()
+            )
+            command = shlex.join(["bash", str(self._root / "launch" / "pretrain_gpt.sh"), *self._words])
+            print(
+                f"{shlex.join(ssh_words(host, self._variables))}  <<  cd {shlex.quote(str(Path.cwd()))}; {told} {command}"
+            )
+
+    def run(self) -> int:
+        """Start all hosts and wait for all; the exit code of the run. The first host's words are shown, of the others' errors."""
+        before = {number: signal.signal(number, self._hand_on) for number in asking()}
+        readers = []
+        try:
+            for index, host in enumerate(self._hosts):
+                connection = subprocess.Popen(
+                    ssh_words(host, self._variables),
+                    stdin=subprocess.PIPE,
+                    stdout=None if index == 0 else subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    errors="backslashreplace",
+                    start_new_session=True,  # Ctrl-C is for this process, which hands it on
+                )
+                assert connection.stdin is not None and connection.stderr is not None, "they were asked for"
+                self._connections.append(connection)
+                reader = threading.Thread(target=_relay, args=(host.name, connection.stderr), daemon=True)
+                reader.start()
+                readers.append(reader)
+                told = passed_on(self._variables) | node_variables(self._hosts, index, self._variables)
+                self._write(connection, script(self._root, Path.cwd(), self._words, told))
+            codes, first_failure = self._wait()
+        finally:
+            for connection in self._connections:
+                with contextlib.suppress(BrokenPipeError):
+                    if connection.stdin is not None:
+                        connection.stdin.close()
+            for reader in readers:
+                reader.join(5.0)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        lost = [host.name for host, code in zip(self._hosts, codes, strict=True) if code == _SSH_FAILED]
+        if lost:
+            print(f"ssh could not start or keep the launcher on {', '.join(lost)}", file=sys.stderr)
+        return next((code for code in AFTER.values() if code in codes), abs(first_failure))
+
+    def _wait(self) -> tuple[list[int], int]:
+        """Wait for all launchers; end those that outlive another's failure too long.
+
+        A launcher sees its own ranks only, and a rank that waits in NCCL for a dead one of another host does not end by itself.
+        Ranks behind a lost connection are not dead: they and all others save first.
+
+        Returns:
+            Exit codes by host, and the first of them that was a failure (0: none).
+        """
+        first_failure, kill_at_seconds = 0, math.inf
+        while None in (codes := [connection.poll() for connection in self._connections]):
+            failures = [code for code in codes if code and code != _SSH_FAILED and code not in AFTER.values()]
+            if failures and not first_failure:
+                first_failure, kill_at_seconds = failures[0], time.monotonic() + OTHERS_END_SECONDS
+            if time.monotonic() > kill_at_seconds:
+                self._hand_on(END_RANKS, None)
+                kill_at_seconds = math.inf
+            time.sleep(_POLL_SECONDS)
+        ended = [code for code in codes if code is not None]
+        return ended, first_failure or next((code for code in ended if code), 0)
+
+    def _hand_on(self, number: int, frame: FrameType | None) -> None:
+        for connection in self._connections:
+            self._write(connection, f"{signal.Signals(number).name.removeprefix('SIG')}\n")
+
+    @staticmethod
+    def _write(connection: subprocess.Popen[str], text: str) -> None:
+        assert connection.stdin is not None, "it was asked for"
+        try:
+            connection.stdin.write(text)
+            connection.stdin.flush()
+        except (BrokenPipeError, ValueError):
+            return  # it has ended; its exit code says why
+
+
+def _relay(host: str, stream: TextIO) -> None:
+    for line in stream:
+        sys.stderr.write(f"{host}: {line}")
+        sys.stderr.flush()
+
+
+def is_asked_for(variables: Mapping[str, str]) -> bool:
+    """Whether this process is to start a run on other hosts, and is not itself a launcher of one of several nodes."""
+    return bool(variables.get(VARIABLE)) and "NODE_RANK" not in variables
+
+
+def start(config_path: Path, overrides: Sequence[str], flags: Sequence[str], *, dry_run: bool) -> int:
+    """Check the config for the hosts' ranks, then run it there, or show what would be run; the exit code.
+
+    Raises:
+        ConfigError: problems in the configuration, all at once.
+        TopologyError: the hosts do not fit together.
+    """
+    hosts = read_hosts(Path(os.environ[VARIABLE]).expanduser())
+    config = load_config(config_path, overrides, os.environ)
+    world_size = sum(host.slots for host in hosts)
+    if found := problems(config, world_size, config.runtime.ranks_per_node or hosts[0].slots):
+        raise ConfigError(found, f"{config_path} on {world_size} ranks of {VARIABLE}")
+    root = Path(__file__).resolve().parents[2]
+    run = OverSsh(hosts, root, [str(config_path), *overrides, *flags], os.environ)
+    if dry_run:
+        run.show()
+        return 0
+    with lasting_output():
+        return run.run()

@@ -1,0 +1,322 @@
+"""From a command line to running ranks: resolve the config, choose the world, show it, start torchrun or be a rank.
+
+    bash launch/pretrain_gpt.sh [config.yaml] [dotted=overrides] [--dry-run]
+        |  config        YAML < environment < dotted, all problems at once
+        |  world         NPROC_PER_NODE, else the GPUs, else tp pp dp of the config (launch/start/world.py)
+        |  corpus        prepared first, where the default command finds none
+        v
+    one machine, or one call per node:  torchrun  ->  N x launch/pretrain_gpt.py     RANK, WORLD_SIZE, ... set by torchrun
+    one task of srun per GPU:           launch/pretrain_gpt.py here, now             the same variables, from SLURM's
+
+Each rank reads the config again from the same words and the same environment. When a rank dies, the others are ended
+and the launcher says which it was. Signals are handed on to the ranks (launch/start/process/forward_signals.py).
+"""
+
+import importlib
+import logging
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from engine.config.load import load_config
+from engine.config.rules import problems
+from engine.config.schema import BatchPlan, Config, batch_plan, parallel_sizes
+from engine.data.corpus.indexed import bin_path, idx_path
+from engine.device.gpus import BACKEND_VARIABLE, DEVICE_VARIABLE, NCCL, find_gpus
+from engine.errors import ConfigError, TopologyError
+from engine.layout.rank_grid import ParallelSizes
+from engine.resilience.hang.watch import HUNG
+from engine.run.directory import run_name
+from launch.start.gpu_memory import read_devices
+from launch.start.import_path import import_variables
+from launch.start.open_files import allow_open_files
+from launch.start.preflight import refuse_without_gpu
+from launch.start.process.ending import run_rank
+from launch.start.process.failure import (
+    AFTER,
+    MISTAKE,
+    OTHERS_END_SECONDS,
+    RankFailure,
+    describe,
+    describe_hang,
+    first_cause,
+    rank_log,
+)
+from launch.start.process.forward_signals import ForwardedSignals, NoRanksError
+from launch.start.process.lasting_output import lasting_output
+from launch.start.srun_task import LOOPBACK, is_rank, rank_variables
+from launch.start.world import World, decide
+from models.predict.fit import Devices, memory_line, memory_rule, uses_gpu
+from models.predict.rank_memory import predict
+
+DEFAULT_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gpt_tiny.yaml"
+
+WORKER = "launch.pretrain_gpt"
+"""The module that each rank runs: `main(argv) -> int`, argv being the config's path and the overrides."""
+
+START = "launch.start.process.start_rank"
+"""The module that torchrun runs: it imports the worker."""
+
+FROM_SCRATCH = "--from-scratch"
+"""The word that lets a run which has saved checkpoints start at step 0 again."""
+
+DEFAULT_MASTER_PORT = "29500"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for. `config_path` none: the default command, which also prepares its corpus."""
+
+    config_path: Path | None
+    overrides: tuple[str, ...]
+    dry_run: bool = False
+    trains: bool = False
+    """The worker trains this configuration, so its predicted memory must fit."""
+    worker: str = WORKER
+    worker_flags: tuple[str, ...] = ()
+    """Words for the worker that are no part of the configuration."""
+    preflight: Callable[[Config, Path], str | None] | None = None
+    """Looks before ranks are started; what it returns is said instead of starting."""
+    explained_codes: tuple[int, ...] = ()
+    """Exit codes that all ranks agree on and rank 0 has explained: no rank has failed."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked run: everything that is printed and started follows from it."""
+
+    config: Config
+    config_path: Path
+    overrides: tuple[str, ...]
+    world: World
+    sizes: ParallelSizes
+    batch: BatchPlan
+    memory: str = ""
+    """Predicted memory in a line; empty where the worker does not train."""
+    worker_flags: tuple[str, ...] = ()
+    explained_codes: tuple[int, ...] = ()
+
+    @property
+    def worker_arguments(self) -> list[str]:
+        return [str(self.config_path), *self.overrides, *self.worker_flags]
+
+
+def launch(request: Request, variables: Mapping[str, str]) -> int:
+    """Start the run that was asked for, or show it; returns the exit code of the run.
+
+    Raises:
+        ConfigError: problems in the configuration, all at once.
+        TopologyError: the ranks, nodes or GPUs do not fit.
+        TriaxisError: too few files may be open.
+    """
+    with lasting_output():
+        return _be_a_rank(request, variables) if is_rank(variables) else _launch(request, variables)
+
+
+def _launch(request: Request, variables: Mapping[str, str]) -> int:
+    plan = make_plan(request, variables)
+    arguments = torchrun_arguments(plan, request.worker, variables)
+    environment = import_variables(variables) | thread_variables(variables) | device_variables(plan.world)
+    console = Console(highlight=False, soft_wrap=True)
+    show(console, plan, arguments, environment)
+    if request.dry_run:
+        return 0
+    allow_open_files()
+    if request.config_path is None and not any(word.startswith("data.") for word in request.overrides):
+        exit_code = _prepare_corpus(console, plan.config, os.environ | environment)
+        if exit_code:
+            return exit_code
+    if request.preflight is not None:
+        instead = request.preflight(plan.config, plan.config_path)
+        if instead is not None:
+            print(instead)
+            return 0
+    sys.stdout.flush()  # before the ranks write to the same place
+    return _run_torchrun(plan, arguments, environment)
+
+
+def make_plan(request: Request, variables: Mapping[str, str]) -> Plan:
+    """Resolve the config, choose the world, check both together."""
+    path, overrides = request.config_path or DEFAULT_CONFIG, request.overrides
+    gpus = find_gpus(variables)
+    devices = read_devices(variables) if request.trains and gpus.count else None
+    rules = [] if devices is None else [memory_rule(devices)]
+    config = load_config(path, overrides, variables, more_rules=rules)
+    dp_was_asked_for = variables.get("DP") or any(word.startswith("parallel.dp=") for word in overrides)
+    if request.config_path is None and gpus.count and config.runtime.device != "cpu" and not dp_was_asked_for:
+        # Nobody chose this config, so its dp, meant for a CPU, does not keep GPUs idle.
+        overrides = (*overrides, "parallel.dp=null")
+        config = load_config(path, overrides, variables, more_rules=rules)
+    world = decide(config, gpus, variables, rules)
+    ranks_per_node = config.runtime.ranks_per_node or world.ranks_per_node
+    if found := problems(config, world.size, ranks_per_node, rules):
+        raise ConfigError(found, str(path))
+    sizes = parallel_sizes(config, world.size)
+    refuse_without_gpu(config, has_gpu=config.runtime.device != "cpu" and gpus.count > 0, note=gpus.note)
+    return Plan(
+        config,
+        path,
+        overrides,
+        world,
+        sizes,
+        batch_plan(config, sizes.dp),
+        _memory_line(config, sizes, world, devices) if request.trains else "",
+        request.worker_flags,
+        request.explained_codes,
+    )
+
+
+def _memory_line(config: Config, sizes: ParallelSizes, world: World, devices: Devices | None) -> str:
+    most = devices.for_each_rank(config, world.ranks_per_node) if devices is not None and uses_gpu(config) else None
+    return memory_line(predict(config, sizes, nccl=world.backend == NCCL), most)
+
+
+def torchrun_arguments(plan: Plan, worker: str, variables: Mapping[str, str]) -> list[str]:
+    """The words after `python -m torch.distributed.run`.
+
+    Raises:
+        TopologyError: several nodes, and this one's number or the meeting place is missing.
+    """
+    world = plan.world
+    ranks = [f"--nproc-per-node={world.ranks_per_node}"]
+    if world.num_nodes > 1:
+        if not variables.get("NODE_RANK", "").isdigit() or (variables.get("MASTER_ADDR") or LOOPBACK[0]) in LOOPBACK:
+            raise TopologyError(
+                f"NNODES={world.num_nodes}, NODE_RANK={variables.get('NODE_RANK', 'unset')}, "
+                f"MASTER_ADDR={variables.get('MASTER_ADDR', 'unset')}: with several nodes each needs its number and the "
+                f"address of node 0 that all of them resolve, or every node waits alone. For example on the second:\n"
+                f"  NNODES={world.num_nodes} NODE_RANK=1 MASTER_ADDR=<node 0> bash launch/pretrain_gpt.sh ..."
+            )
+        ranks = [f"--nnodes={world.num_nodes}", f"--node-rank={variables['NODE_RANK']}", *ranks]
+    if world.num_nodes > 1 or variables.get("MASTER_PORT"):
+        ranks += [
+            f"--master-addr={variables.get('MASTER_ADDR') or LOOPBACK[0]}",
+            f"--master-port={variables.get('MASTER_PORT') or DEFAULT_MASTER_PORT}",
+        ]
+    else:
+        # A free port, so that two runs on one machine do not meet; the address, so that no name has to resolve.
+        ranks += ["--standalone", f"--local-addr={LOOPBACK[0]}"]
+    return [*ranks, "--module", START, worker, *plan.worker_arguments]
+
+
+def thread_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Variables that are set for the ranks, where the user did not set them."""
+    return {} if "OMP_NUM_THREADS" in variables else {"OMP_NUM_THREADS": "1"}
+
+
+def device_variables(world: World) -> dict[str, str]:
+    """Hand the decision about device and backend on to the ranks."""
+    return {DEVICE_VARIABLE: world.device, BACKEND_VARIABLE: world.backend}
+
+
+def show(console: Console, plan: Plan, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """What was chosen and why, and the line that starts it."""
+    world = plan.world
+    nodes = "1 node" if world.num_nodes == 1 else f"{world.num_nodes} nodes of {world.ranks_per_node}"
+    words = [sys.executable, "-m", "torch.distributed.run", *arguments]
+    line = " ".join([*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(words)])
+    rows = [
+        ("config", " ".join(plan.worker_arguments)),
+        ("ranks", f"{world.size} on {nodes}, {world.backend} ({world.reason})"),
+        ("layout", str(plan.sizes)),
+        ("batch", str(plan.batch)),
+        *([("memory", plan.memory)] if plan.memory else []),
+        ("launch", line),
+    ]
+    for name, text in rows:
+        console.print(f"[bold]{name:<8}[/bold]", end="")
+        console.print(text, markup=False)
+
+
+def _prepare_corpus(console: Console, config: Config, variables: Mapping[str, str]) -> int:
+    """The default command trains on text that every machine has; make the corpus if it is not there. An exit code."""
+    for _, prefix in config.data.train:
+        if not (bin_path(prefix).exists() and idx_path(prefix).exists()):
+            console.print(f"[bold]{'corpus':<8}[/bold]{prefix} is not there yet, so it is prepared first")
+            sys.stdout.flush()
+            command = [sys.executable, "-m", "launch.cli", "prepare", "--stdlib", "--output", prefix]
+            prepared = subprocess.run([*command, "--tokenizer", config.data.tokenizer], env=variables, check=False)
+            if prepared.returncode:
+                return prepared.returncode
+    return 0
+
+
+def _run_torchrun(plan: Plan, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """torchrun inside this process, which makes its signals ours and its failures readable; returns the exit code."""
+    os.environ.update(environment)
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from launch.start import rendezvous
+    from launch.start.process.short_end import short_end
+
+    # It names every process that it ends; the one that matters is described below.
+    for noisy in ("multiprocessing.api", "agent.server.api"):
+        logging.getLogger(f"torch.distributed.elastic.{noisy}").setLevel(logging.CRITICAL)
+    started_seconds = time.time()
+    words = torchrun.parse_args(list(arguments))
+    rendezvous.use(words)
+    signals = ForwardedSignals()
+    try:
+        with short_end(OTHERS_END_SECONDS), signals.listening(words):
+            torchrun.run(words)
+    except NoRanksError:
+        return _stopped_by(signals.first)
+    except SignalException as stopped:
+        return _stopped_by(stopped.sigval)
+    except ChildFailedError as failed:
+        logs = Path(plan.config.runtime.runs_dir) / run_name(plan.config, plan.config_path.stem, os.environ) / "logs"
+        failures = [RankFailure(rank, one.exitcode, one.timestamp) for rank, one in failed.failures.items()]
+        codes = (*AFTER.values(), *plan.explained_codes)
+        agreed = [code for code in codes if any(failure.exit_code == code for failure in failures)]
+        if agreed:
+            _show_cursor()
+            return agreed[0]
+        if any(failure.exit_code == HUNG for failure in failures):
+            _show_cursor()
+            print(describe_hang(failures, logs, started_seconds), file=sys.stderr)
+            return HUNG
+        cause = first_cause(failures, logs, started_seconds)
+        has_begun = rank_log(logs, cause.rank, started_seconds) is not None
+        if signals.first is not None and (not has_begun or cause.exit_code in (-signals.first, -signal.SIGKILL)):
+            return _stopped_by(signals.first)
+        _show_cursor()
+        # A user's mistake has been explained by rank 0; that a rank ended with it is no news.
+        if (cause.rank, cause.exit_code) != (0, MISTAKE):
+            print(describe(cause, logs, started_seconds), file=sys.stderr)
+        return cause.exit_code if cause.exit_code > 0 else 128 - cause.exit_code
+    return 0
+
+
+def _stopped_by(signal_number: signal.Signals | None) -> int:
+    """Ranks that did not train yet, or were told twice, end without a word of their own."""
+    assert signal_number is not None, "it was a signal that ended them"
+    _show_cursor()
+    print(f"stopped by {signal_number.name}; all ranks of this node have ended", file=sys.stderr)
+    return 128 + signal_number
+
+
+def _show_cursor() -> None:
+    """Rank 0 hides it under its progress bar, and a rank that was killed cannot bring it back."""
+    Console().show_cursor()
+
+
+def _be_a_rank(request: Request, variables: Mapping[str, str]) -> int:
+    """Run the worker in this task of srun, and end with it."""
+    ours = rank_variables(variables)
+    arguments = [str(request.config_path or DEFAULT_CONFIG), *request.overrides, *request.worker_flags]
+    if not request.dry_run:
+        os.environ.update(ours | thread_variables(variables))
+        run_rank(importlib.import_module(request.worker).main, arguments)
+    if ours["RANK"] == "0":
+        print("rank 0 of this SLURM step:", *(f"{name}={value}" for name, value in ours.items()))
+    return 0

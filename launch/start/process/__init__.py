@@ -1,0 +1,1 @@
+"""A process of ours from its first second to its exit code."""

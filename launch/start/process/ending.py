@@ -1,0 +1,92 @@
+"""The end of a rank's process: its output is flushed and it leaves with its own exit code, within seconds (no torch here).
+
+    run_rank      runs the rank's `main`, then ends the process
+    WayOut        bounds what is closed after a failure: GRACE_SECONDS in all
+    end           flushes and leaves
+
+No rank runs the interpreter's teardown. It joins threads and destroys process groups, and both may wait for ever after a failure:
+destroying a NCCL communicator waits for every send and receive that was posted, also when the peer is gone. It also runs the
+destructors of C++ libraries while their threads run: gloo's, TCPStore's, and in CUDA builds that of torch's profiler. A destructor
+that finds a thread joinable aborts the process ("terminate called without an active exception").
+"""
+
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import NoReturn, Self
+
+from engine.errors import TriaxisError
+from launch.start.process.failure import code_of
+from launch.start.process.front import standard_streams
+from launch.start.process.lasting_output import lasting_output
+
+GRACE_SECONDS = 20.0
+"""What closing may take after a failure: a profiler and a checkpoint's copies wait for the device, which may never finish."""
+
+
+def run_rank(main: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> NoReturn:
+    """End this process with the exit code of `main(arguments)`; an exception is printed and ends it with `code_of` it."""
+    with standard_streams(), lasting_output():
+        try:
+            code = main(arguments)
+        except TriaxisError as error:
+            print(f"error: {error}", file=sys.stderr)
+            code = code_of(error)
+        except (Exception, KeyboardInterrupt) as error:
+            traceback.print_exc()
+            code = code_of(error)
+        end(code)
+
+
+class WayOut:
+    """The time that a failing rank may take to close what it has opened.
+
+    Entered around everything that is closed; `bounded` blocks inside start the clock, and leaving the outer block stops it.
+
+    Args:
+        grace_seconds: from the failure to the end of the process.
+        leave: ends the process with an exit code; None: `end`.
+    """
+
+    def __init__(self, grace_seconds: float = GRACE_SECONDS, leave: Callable[[int], object] | None = None) -> None:
+        self._grace_seconds = grace_seconds
+        self._leave = leave or end
+        self._timer: threading.Timer | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    @contextmanager
+    def bounded(self, agreed: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
+        """End the process with the code of the first exception that leaves a block, unless all is closed in time.
+
+        Args:
+            agreed: exceptions that all ranks raise together; no call hangs after them, and the run may end with another code.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if self._timer is None and not isinstance(error, agreed):
+                self._timer = threading.Timer(self._grace_seconds, self._give_up, [code_of(error)])
+                self._timer.daemon = True
+                self._timer.start()
+            raise
+
+    def _give_up(self, code: int) -> None:
+        print(f"closing takes longer than {self._grace_seconds:g} seconds: this rank ends without it", file=sys.stderr)
+        self._leave(code)
+
+
+def end(code: int) -> NoReturn:
+    """Flush standard output and error, and end the process with `code`."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
+            stream.flush()
+    os._exit(code)

@@ -1,0 +1,123 @@
+"""How a run may end (exit codes), which rank ended it, and what that one wrote last (no torch here).
+
+    0      the last step is made, or the run was finished already
+    1      something broke: starting again goes on from the newest checkpoint
+    2      a mistake in what was typed or configured: starting again would end the same way
+    3      `triaxis doctor` found a node that is out of line
+    4      the run hung: the report says who waits for whom; starting again goes on from the newest checkpoint
+    5      ranks that must hold the same weights do not: a machine is broken; starting again on the same nodes may end the same way
+    6      the numbers went wrong on all ranks (not finite, a loss that jumps): starting again would end the same way
+    75     the requeue code: preempted, saved, to be started again
+    130    a person's Ctrl-C: saved
+    128+n  ended by signal n before or after training, or killed
+
+When one rank dies, torchrun ends the others, and those that were talking to it fail by themselves a moment later. The
+first cause is a rank that torchrun did not end, that was seen dead first (whole seconds), and whose log stopped first.
+"""
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.comm.stop import Stop
+from engine.errors import DivergenceError, TriaxisError
+from engine.resilience.hang.watch import hang_report
+from launch.start.process.named_causes import named_causes
+
+BROKE = 1
+MISTAKE = TriaxisError.exit_code
+OUT_OF_LINE = 3
+DIVERGED = DivergenceError.exit_code
+"""All ranks end with it after the same step, and rank 0 has said why: no rank has failed."""
+REQUEUE = 75
+"""`EX_TEMPFAIL` of sysexits.h: try again later. No rank ends with it before all have agreed and the state is on the disk."""
+INTERRUPTED = 130
+
+AFTER = {Stop.PREEMPTED: REQUEUE, Stop.INTERRUPTED: INTERRUPTED}
+"""How a run ends that all ranks have agreed to stop."""
+
+OTHERS_END_SECONDS = 10
+"""How long ranks may take to end once another has failed, before SIGKILL. One that waits in NCCL does not react to SIGTERM."""
+
+LAST_LINES = 20
+LAST_BYTES = 64 * 1024
+"""As much of a log is read; a long run's log is large."""
+
+
+def code_of(error: BaseException) -> int:
+    """Exit code of a rank that an exception ends."""
+    if isinstance(error, TriaxisError):
+        return error.exit_code
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else BROKE
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailure:
+    """How one rank ended: `exit_code` is negative for a signal, `seen_seconds` since the epoch."""
+
+    rank: int
+    exit_code: int
+    seen_seconds: int
+
+    @property
+    def how(self) -> str:
+        if self.exit_code >= 0:
+            return f"exit code {self.exit_code}"
+        return f"signal {signal.Signals(-self.exit_code).name}"
+
+
+def describe_hang(failures: Iterable[RankFailure], logs: Path, since_seconds: float) -> str:
+    """The report of the hang that ended the last attempt under `runs/<name>/logs`; "" where it stands on the terminal already.
+
+    `failures` are those of this node's ranks: what rank 0 says is shown by its own launcher only.
+    """
+    attempts = [path for path in logs.parent.glob("hangs/attempt_*") if path.stat().st_mtime >= since_seconds]
+    report = hang_report(max(attempts)) if attempts else None
+    if report is None:
+        return "the run hung, and its ranks were ended; they could not write down who waits for whom."
+    is_shown = report["reporter"] == 0 and any(failure.rank == 0 for failure in failures)
+    return "" if is_shown else str(report["text"])
+
+
+def rank_log(logs: Path, rank: int, since_seconds: float) -> Path | None:
+    """The log that a rank wrote in its last attempt under `runs/<name>/logs`; none if it wrote nothing since then."""
+    found = (path for path in logs.glob(f"attempt_*/rank_{rank:05d}.log") if path.is_file())
+    written = [path for path in found if path.stat().st_mtime >= since_seconds]
+    return max(written, key=lambda path: path.parent.name, default=None)
+
+
+def first_cause(failures: Iterable[RankFailure], logs: Path, since_seconds: float) -> RankFailure:
+    """The failure to tell the user about.
+
+    Args:
+        failures: every rank that did not end with 0; at least one.
+        logs: `runs/<name>/logs`.
+        since_seconds: when the run was started, in seconds since the epoch.
+    """
+
+    def order(failure: RankFailure) -> tuple[bool, int, float, int]:
+        log = rank_log(logs, failure.rank, since_seconds)
+        last_words_seconds = log.stat().st_mtime if log else 0.0  # no log: it died before the others had begun
+        was_ended_by_torchrun = failure.exit_code == -signal.SIGTERM
+        return was_ended_by_torchrun, failure.seen_seconds, last_words_seconds, failure.rank
+
+    return min(failures, key=order)
+
+
+def describe(failure: RankFailure, logs: Path, since_seconds: float) -> str:
+    """The rank, how it ended, the last lines of its log, and causes that they name; rank 0's own words stand on the terminal."""
+    head = f"rank {failure.rank} ended with {failure.how}, so the job was stopped."
+    log = rank_log(logs, failure.rank, since_seconds)
+    if log is None:
+        return f"{head} It had not opened its log in {logs} yet; what it said stands above."
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - LAST_BYTES))
+        text = file.read().decode(errors="replace")
+    causes = [f"  cause: {cause}" for cause in named_causes(text, failure.exit_code)]
+    if failure.rank == 0 and failure.exit_code >= 0:
+        return "\n".join([f"{head} What it said stands above, and in {log}.", *causes])
+    lines = text.splitlines()[-LAST_LINES:]
+    if not lines:
+        return "\n".join([f"{head} Its log, {log}, is empty.", *causes])
+    return "\n".join([f"{head} The end of its log, {log}:", *(f"  | {line}" for line in lines), *causes])

@@ -1,0 +1,144 @@
+"""Signals that reach a launcher are for its ranks, which finish their step and save (`engine/comm/stop.py`).
+
+    SIGTERM, SIGUSR1, SIGHUP, SIGINT    handed to every rank of this node; then it waits for them, for LONGEST_SAVE_SECONDS at most
+    SIGINT again                        handed on too; a rank that is still there after AT_ONCE_SECONDS is killed
+    SIGHUP under nohup                  ignored, as it was when the launcher began; torchrun alone would end its ranks
+    SIGUSR2                             ends the ranks as torchrun does after a failure: SIGTERM, then SIGKILL
+
+torchrun's own way would end the ranks 30 seconds after the signal, saved or not.
+"""
+
+import argparse
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+import psutil
+
+from engine.comm.stop import ASKS_FOR, asking
+
+LONGEST_SAVE_SECONDS = 1800.0
+"""A rank that has not ended by then never will: its disk or a peer hangs."""
+
+AT_ONCE_SECONDS = 5.0
+
+END_RANKS = signal.SIGUSR2
+"""A launcher of several hosts sends it to the others once one has failed. SIGQUIT would make every rank dump core."""
+
+LEFT_TO_TORCHRUN = "SIGQUIT"
+"""The signal at which torchrun itself still ends its ranks."""
+
+
+class NoRanksError(Exception):
+    """A signal came before there were ranks: there is nothing to save."""
+
+
+class ForwardedSignals:
+    """What the launcher was told while its ranks ran.
+
+    Attributes:
+        first: the first signal; None: none came.
+    """
+
+    def __init__(self) -> None:
+        self.first: signal.Signals | None = None
+        self._killer: threading.Timer | None = None
+
+    @contextmanager
+    def listening(self, words: argparse.Namespace) -> Iterator["ForwardedSignals"]:
+        """Hand signals on while the block runs torchrun.
+
+        Args:
+            words: torchrun's parsed arguments; its own handlers are kept away from these signals.
+
+        Raises:
+            NoRanksError: inside the block, when a signal comes before the first rank was started.
+        """
+        before = {number: signal.signal(number, self._heard) for number in asking()}
+        before[END_RANKS] = signal.signal(END_RANKS, _end_ranks)
+        try:
+            with self._instead_of_torchruns(words):
+                yield self
+        finally:
+            if self._killer is not None:
+                self._killer.cancel()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def _instead_of_torchruns(self, words: argparse.Namespace) -> Iterator[None]:
+        """Leave torchrun the other signals: an argument says so from torch 2.10 on; in 2.9 it installs one handler for all."""
+        if hasattr(words, "signals_to_handle"):
+            words.signals_to_handle = LEFT_TO_TORCHRUN
+            yield
+            return
+        from torch.distributed.elastic.multiprocessing import api
+
+        installed, torchruns, heard = vars(api), api._terminate_process_handler, asking()
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            if number in ASKS_FOR:
+                if number in heard:
+                    self._heard(number, frame)
+            else:
+                torchruns(number, frame)
+
+        installed["_terminate_process_handler"] = handle
+        try:
+            yield
+        finally:
+            installed["_terminate_process_handler"] = torchruns
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        again = self.first is signal.SIGINT and number == signal.SIGINT
+        if self.first is None:
+            self.first = signal.Signals(number)
+        found = ranks()
+        if not found:
+            raise NoRanksError
+        for rank in found:
+            _send(rank, number)
+        if again or self._killer is None:
+            self._kill_after(AT_ONCE_SECONDS if again else LONGEST_SAVE_SECONDS)
+
+    def _kill_after(self, seconds: float) -> None:
+        if self._killer is not None:
+            self._killer.cancel()
+        self._killer = threading.Timer(seconds, _kill_ranks, [seconds])
+        self._killer.daemon = True
+        self._killer.start()
+
+
+def _end_ranks(number: int, frame: FrameType | None) -> None:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    raise SignalException("another host has failed", signal.SIGTERM)
+
+
+def ranks() -> list[psutil.Process]:
+    """The live ranks that this process has started."""
+    found = []
+    for child in psutil.Process().children():
+        try:
+            if child.status() != psutil.STATUS_ZOMBIE and "RANK" in child.environ():
+                found.append(child)
+        except psutil.Error:
+            continue  # it has just ended
+    return found
+
+
+def _send(rank: psutil.Process, number: int) -> None:
+    try:
+        rank.send_signal(number)
+    except psutil.NoSuchProcess:
+        return
+
+
+def _kill_ranks(seconds: float) -> None:
+    for rank in ranks():
+        _send(rank, signal.SIGKILL)
+    with suppress(OSError):  # after the kill: the terminal may be gone, or paused
+        os.write(2, f"ranks that have not ended within {seconds:g} seconds are killed\n".encode())

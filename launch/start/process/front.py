@@ -1,0 +1,68 @@
+"""The front of a process that a person or a launcher starts: its words, standard streams and first seconds (no torch here).
+
+closed descriptors   opened on /dev/null, so that no file of the run takes their number
+secrets              blotted out of whatever Python prints
+unwritable output    an error in words instead of a traceback
+foreign bytes        an argument that is no UTF-8 is refused
+"""
+
+import io
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from engine.errors import ConfigError
+from engine.storage.redaction import blotted_streams
+
+
+@contextmanager
+def standard_streams() -> Iterator[None]:
+    """Open what is closed of the three standard descriptors, and blot secrets out of what is printed in the block.
+
+    What is left in a buffer is written at the end of the block.
+
+    Raises:
+        OutputError: standard output cannot be written, as on a full disk.
+        BrokenPipeError: the reader of standard output has gone.
+    """
+    _open_closed()
+    with blotted_streams():
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+
+
+def drop_output() -> None:
+    """Send what is left of standard output nowhere; Python would complain once more when it flushes at exit."""
+    with suppress(OSError, io.UnsupportedOperation):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def check_words(arguments: Sequence[str]) -> None:
+    """Refuse arguments that are no UTF-8: configurations, logs and manifests could not hold them.
+
+    Raises:
+        ConfigError: all of them, as bytes.
+    """
+    problems = [
+        f"{os.fsencode(word)!r} is no UTF-8, and configurations, logs and checkpoints are: none of them could name it. Rename the "
+        "file, or type the word in UTF-8."
+        for word in arguments
+        if any("\ud800" <= character <= "\udfff" for character in word)
+    ]
+    if problems:
+        raise ConfigError(problems, "the command line")
+
+
+def _open_closed() -> None:
+    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # The lowest number that is free, which is this one. Children get it too.
+            opened = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(opened, True)
+            setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", errors="replace", closefd=False))

@@ -1,0 +1,48 @@
+"""Standard output and error of a launcher or rank whose terminal may end before the run does.
+
+    triaxis train config.yaml | head    the banner fills head; the run goes on, and its last words are lost
+    triaxis train config.yaml > file    the disk of the file is full for a while; lost lines are counted there
+    Ctrl-S                              a line waits for PATIENCE_SECONDS, then lines are lost and counted; the process goes on
+
+A rank replaces both again while its log is open (`engine.telemetry.outlets.rank_log`).
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TextIO
+
+from engine.storage.redaction import blotted
+from engine.telemetry.outlets.lossy_file import LossyFile, text_over
+
+PATIENCE_SECONDS = 10.0
+"""Time for which a paused terminal may hold a launcher, or a rank whose log is not open."""
+
+
+@contextmanager
+def lasting_output() -> Iterator[None]:
+    """Let no print inside the block raise an OSError, or wait for a paused terminal longer than `PATIENCE_SECONDS`.
+
+    Streams without a descriptor, as in a test, stay as they are.
+    """
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = _lasting(sys.stdout), _lasting(sys.stderr)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        sys.stdout, sys.stderr = before
+
+
+def _lasting(stream: TextIO) -> TextIO:
+    """Return a stream to the same descriptor; `stream` itself where it has none or was closed before the start (None)."""
+    if stream is None:
+        return stream
+    with suppress(OSError):
+        stream.flush()
+    try:
+        return blotted(text_over(LossyFile(stream.fileno(), patience_seconds=PATIENCE_SECONDS)))
+    except OSError:  # io.UnsupportedOperation
+        return stream

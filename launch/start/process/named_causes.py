@@ -1,0 +1,60 @@
+"""Causes of failures that libraries tell in words of their own, and what to do about them (no torch here).
+
+NCCL's last warning is part of the error that torch raises; with NCCL_DEBUG=WARN it stands in the log by itself.
+"""
+
+import re
+import signal
+from dataclasses import dataclass
+
+from launch.doctor.limits import LOCKED_MEMORY_ADVICE, SHARED_MEMORY_ADVICE
+
+
+@dataclass(frozen=True, slots=True)
+class NamedCause:
+    """A cause, how it is told from the end of a rank's log, and its advice."""
+
+    pattern: re.Pattern[str]
+    cause: str
+    advice: str
+
+
+CAUSES = (
+    NamedCause(
+        re.compile(
+            r"error while creating shared memory segment"
+            r"|failed to extend /dev/shm/"
+            r"|posix_fallocate failed *: *no space left"
+            r"|unable to allocate shared memory ?\(shm\)"
+            r"|no space left on device[^\n]*/dev/shm/",
+            re.IGNORECASE,
+        ),
+        "shared memory of the node (/dev/shm) is full or too small.",
+        SHARED_MEMORY_ADVICE,
+    ),
+    NamedCause(
+        re.compile(
+            r"\bibv_(?:reg_\w+|create_cq|create_qp)\b[^\n]*(?:cannot allocate memory|errno 12\b|error -12\b)",
+            re.IGNORECASE,
+        ),
+        "InfiniBand could not lock memory: RLIMIT_MEMLOCK of the rank is too small.",
+        LOCKED_MEMORY_ADVICE,
+    ),
+)
+"""As NCCL writes them in misc/shmutils.cc (older versions: include/shm.h) and misc/ibvwrap.cc, and torch for its shared files."""
+
+BUS_ERROR = (
+    "a page of a mapped file could not be had: /dev/shm is full, or a corpus was cut short while it was read. "
+    f"{SHARED_MEMORY_ADVICE}"
+)
+
+
+def named_causes(log: str, exit_code: int) -> list[str]:
+    """Causes that the end of a rank's log, or the signal that ended it, names; each in one sentence with its advice.
+
+    Args:
+        log: text.
+        exit_code: of the rank, negative for a signal.
+    """
+    found = [f"{known.cause} {known.advice}" for known in CAUSES if known.pattern.search(log)]
+    return [BUS_ERROR] if not found and exit_code == -signal.SIGBUS else found

@@ -1,0 +1,30 @@
+"""The first seconds of a rank that torchrun starts: its worker takes seconds to import, and Ctrl-C may come meanwhile.
+
+    python -m launch.start.process.start_rank launch.pretrain_gpt config.yaml train.steps=20
+
+A rank that was interrupted before its worker is there ends with a code and no traceback; its launcher says that all have ended.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Import the module that the first word names and run its `main` with the other words, as one rank."""
+    try:
+        import importlib
+
+        from launch.start.process.ending import run_rank
+
+        worker = importlib.import_module(arguments[0]).main
+    except KeyboardInterrupt:
+        # Threads of a library that is half imported may wait for ever in an ordinary exit.
+        import os
+
+        os._exit(130)
+    run_rank(worker, arguments[1:])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

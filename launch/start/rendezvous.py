@@ -1,0 +1,87 @@
+"""Where the launchers of a run's nodes meet: torchrun's static rendezvous, with a store that listens on one interface.
+
+torchrun's own would listen on every interface of node 0. This one takes its place in our launcher's process; the line that the
+launcher prints starts the same ranks with torchrun's own.
+"""
+
+import argparse
+import os
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from engine.comm.network import Interface, cluster_interface
+from engine.comm.runtime import open_store
+
+BACKEND = "triaxis"
+
+TIMEOUT = timedelta(minutes=15)
+"""Nodes of one job start apart by so much at most."""
+
+
+def use(words: argparse.Namespace) -> None:
+    """Put this rendezvous in the place of the one that torchrun's parsed arguments ask for."""
+    rendezvous_handler_registry.register(BACKEND, _create)
+    host, port = (words.local_addr, 0) if words.standalone else (words.master_addr, words.master_port)
+    endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    words.standalone = False
+    words.rdzv_backend, words.rdzv_endpoint, words.rdzv_conf = BACKEND, endpoint, f"node={words.node_rank}"
+    words.node_rank = 0  # torchrun would warn that this backend does not read it
+
+
+def _create(parameters: RendezvousParameters) -> RendezvousHandler:
+    host, port = parse_rendezvous_endpoint(parameters.endpoint, 0)
+    num_nodes = parameters.max_nodes
+    interface = cluster_interface(host, several_nodes=num_nodes > 1, variables=os.environ)
+    return _OneInterface(interface, port, int(parameters.config["node"]), num_nodes, parameters.run_id)
+
+
+class _OneInterface(RendezvousHandler):
+    """Nodes have their numbers already; node 0 has the store, and the ranks use it as well."""
+
+    def __init__(self, interface: Interface, port: int, node: int, num_nodes: int, run_id: str) -> None:
+        self._interface = interface
+        self._port = port
+        self._node = node
+        self._num_nodes = num_nodes
+        self._run_id = run_id
+        self._store: Store | None = None
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        if self._store is None:
+            store = open_store(self._interface, self._port, TIMEOUT, is_server=self._node == 0)
+            self._port = store.port
+            self._store = store
+        prefixed = PrefixStore(self._run_id, self._store)
+        where = RendezvousStoreInfo(self._interface.store_host, self._port)
+        return RendezvousInfo(prefixed, self._node, self._num_nodes, where)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """A group of fixed nodes does not change."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True

@@ -1,0 +1,134 @@
+"""How many ranks to start, where, and why (torch is asked only where the machine shows a GPU).
+
+    NPROC_PER_NODE given            that many on each node
+    parallel.dp given               tp pp dp ranks; more than there are GPUs is refused (unless gloo serves them, and ranks share
+                                    a GPU), GPUs left over are named
+    dp open, GPUs                   as many as there are: dp = world / (tp pp), the largest that divides the batch
+    dp open, no GPU                 tp pp ranks on the CPU (gloo): one replica
+
+The layout is never changed; only a dp that was left open is filled in.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from engine.config.problems import Rule, with_value
+from engine.config.rules import problems
+from engine.config.schema import Config, ParallelConfig
+from engine.device.gpus import CUDA, GLOO, Gpus, backend_of, device_type
+from engine.errors import TopologyError
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The ranks of a run. `reason` says in a few words where their number comes from."""
+
+    num_nodes: int
+    ranks_per_node: int
+    device: str
+    backend: str
+    reason: str
+
+    @property
+    def size(self) -> int:
+        return self.num_nodes * self.ranks_per_node
+
+
+def decide(config: Config, gpus: Gpus, variables: Mapping[str, str], more_rules: Sequence[Rule] = ()) -> World:
+    """Choose the number of ranks.
+
+    Args:
+        config: the resolved configuration.
+        gpus: what this node has; all nodes are taken to be alike.
+        variables: NNODES and NPROC_PER_NODE are read.
+        more_rules: kept by the layouts that an error proposes, beside the rules of every configuration.
+
+    Raises:
+        TopologyError: the layout does not fit the nodes or the GPUs, or torch cannot use the GPUs that are there.
+    """
+    parallel = config.parallel
+    model_ranks = parallel.tp * parallel.pp * parallel.cp
+    num_nodes = _number(variables, "NNODES") or 1
+    device = device_type(config.runtime, gpus)
+    backend = backend_of(config.runtime, device, gpus.note)
+    num_gpus = gpus.count if device == CUDA else 0
+
+    if given := _number(variables, "NPROC_PER_NODE"):
+        ranks, why = num_nodes * given, "NPROC_PER_NODE"
+    elif parallel.dp is not None:
+        ranks, why = model_ranks * parallel.dp, "tp x pp x dp of the layout"
+    elif num_gpus:
+        dp = _largest_dp(config, num_nodes * num_gpus // model_ranks, model_ranks, num_nodes)
+        ranks, why = model_ranks * dp, "dp was left open: as many GPUs as fit"
+    else:
+        ranks, why = model_ranks, "dp was left open: one replica"
+
+    ranks_per_node, rest = divmod(ranks, num_nodes)
+    if rest:
+        raise TopologyError(
+            f"{ranks} ranks ({why}) do not divide over NNODES={num_nodes}; the nodes would differ and torchrun would wait "
+            f"for ranks that never come. Choose sizes whose product is a multiple of {num_nodes}."
+        )
+    if not num_gpus:
+        return World(num_nodes, ranks_per_node, device, backend, f"{why}; {gpus.note or 'no GPU is used'}")
+    if ranks_per_node > num_gpus and backend != GLOO:
+        raise TopologyError(_too_few(config, ranks_per_node, num_gpus, num_nodes, more_rules))
+    idle = num_gpus - ranks_per_node
+    note = f"; {idle} of {num_gpus} GPUs per node stay idle" if idle > 0 else ""
+    if idle < 0:
+        note = f"; {ranks_per_node} ranks share {num_gpus} GPU{'s' if num_gpus > 1 else ''} on each node"
+    return World(num_nodes, ranks_per_node, device, backend, why + note)
+
+
+def _largest_dp(config: Config, most: int, model_ranks: int, num_nodes: int) -> int:
+    """At most `most`, a divisor of the batch, the same number of ranks on every node; 1 where nothing fits."""
+    num_microbatches = config.train.global_batch_size // config.train.micro_batch_size
+    for dp in range(most, 1, -1):
+        if num_microbatches % dp == 0 and (dp * model_ranks) % num_nodes == 0:
+            return dp
+    return 1
+
+
+def _smaller(config: Config, num_gpus: int, num_nodes: int, more_rules: Sequence[Rule]) -> ParallelConfig | None:
+    """Find the layout for these GPUs with most replicas, tp and pp being powers of two; None where none keeps all rules."""
+    num_ranks = num_gpus * num_nodes
+    for exponent in range(num_ranks.bit_length()):
+        model_ranks = 2**exponent
+        dp = _largest_dp(config, num_ranks // model_ranks, model_ranks, num_nodes)
+        for pp in (2**smaller for smaller in range(exponent + 1)):
+            sizes = {"tp": model_ranks // pp, "pp": pp, "vpp": 1, "dp": dp}
+            parallel = config.parallel.model_copy(update=sizes)
+            ranks_per_node, rest = divmod(model_ranks * dp, num_nodes)
+            changed = config.model_copy(update={"parallel": parallel})
+            if not rest and not problems(changed, model_ranks * dp, ranks_per_node, more_rules):
+                return parallel
+    return None
+
+
+def _too_few(config: Config, ranks_per_node: int, num_gpus: int, num_nodes: int, more_rules: Sequence[Rule]) -> str:
+    parallel = config.parallel
+    layout = f"tp={parallel.tp} pp={parallel.pp} dp={parallel.dp or 1}"
+    choices = []
+    if smaller := _smaller(config, num_gpus, num_nodes, more_rules):
+        words = f"TP={smaller.tp} PP={smaller.pp} VPP={smaller.vpp} DP={smaller.dp}"
+        choices.append(f"Choose a smaller one, for example\n  {words} bash launch/pretrain_gpt.sh ...")
+    choices.append("Train on the CPU:\n  bash launch/pretrain_gpt.sh ... runtime.device=cpu")
+    shared = with_value(config, "runtime.collectives", "gloo")
+    if not problems(shared, ranks_per_node * num_nodes, ranks_per_node, more_rules):
+        choices.append(
+            "Let ranks share a GPU, slowly, to try the layout:\n"
+            "  bash launch/pretrain_gpt.sh ... runtime.collectives=gloo"
+        )
+    return (
+        f"{layout} needs {ranks_per_node} GPUs per node and this node shows {num_gpus}. Two ranks on one GPU would deadlock "
+        f"in NCCL, and a layout that was asked for is never changed. " + "\n".join(choices)
+    )
+
+
+def _number(variables: Mapping[str, str], name: str) -> int | None:
+    text = variables.get(name)
+    if not text:
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise TopologyError(f"{name}={text}: a whole number from 1 is needed; no ranks can be counted out with it.")
+    return int(text)

@@ -1,0 +1,1 @@
+"""Short training runs of a config in several layouts."""

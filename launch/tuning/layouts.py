@@ -1,0 +1,266 @@
+"""Short training runs of a config in some layouts, and what their records say (no torch here).
+
+    config, overrides, layout  ->  a config of its own: random tokens, a few steps, no warm-up, no checkpoint, no sinks
+                                       |  launch/start/launcher.py, as for training: a process group of ranks per layout
+                                       v
+    runs/<layout>/metrics.jsonl, events.jsonl  ->  Measured        or Failed, with the reason
+
+A layout that is illegal, does not fit or breaks is a `Failed`, and the next one is tried.
+"""
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+from engine.config.load import load_config
+from engine.config.schema import Config
+from engine.errors import ConfigError, TriaxisError
+from engine.layout.rank_grid import ParallelSizes, RankGrid
+from engine.run.directory import RunDirectory
+from engine.telemetry.record.events import read_events
+from engine.telemetry.record.jsonl import read_records
+from engine.telemetry.timing.time_split import PARTS
+from launch.start.launcher import Plan, Request, launch, make_plan
+from launch.start.process.failure import AFTER, DIVERGED, INTERRUPTED
+from launch.verify.run import without_layout_variables
+from models.predict.rank_memory import predicted_memory
+
+LEAST_STEPS = 3
+"""The first step warms up and the split of the last step's line ends before it, so a run of three has one split step."""
+
+WARM_UP_SHARE = 4
+"""One step in so many, from the first on, is left out of the speeds."""
+
+STOPPED = frozenset({INTERRUPTED, *AFTER.values(), 128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP})
+"""Exit codes of a run that somebody stopped: no further layout is tried."""
+
+_ERROR = re.compile(r"^\s*(?:\| )?\s*(?:error: |torch\.\w*OutOfMemoryError: )(.+)$", re.MULTILINE)
+_LAST_LINES = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The rank that held most.
+
+    Attributes:
+        rank: its number.
+        measured: bytes; allocated by torch on a GPU, resident on a CPU.
+        predicted: bytes of the same rank's parameters, gradients, optimizer state and activations, from the config alone.
+    """
+
+    rank: int
+    measured: int
+    predicted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Results of a layout that was trained.
+
+    Attributes:
+        config: of the short run.
+        layout: its sizes in words.
+        num_ranks: of its process group.
+        device: as the run described it ("NVIDIA H200, nccl", "cpu, gloo, 1 thread per rank").
+        first_step, last_step: the steps, counted from 1, whose medians the speeds are.
+        step_seconds: of the median step.
+        tokens_per_second: of all ranks, in the median step.
+        model_tflops: per rank, in the median step.
+        mfu: 0 to 1; None where no peak is known.
+        memory: of the rank that held most.
+        time: shares of a step by part, over all ranks; they add up to 1.
+        loss: nats per token of the last step.
+    """
+
+    config: Config
+    layout: str
+    num_ranks: int
+    device: str
+    first_step: int
+    last_step: int
+    step_seconds: float
+    tokens_per_second: float
+    model_tflops: float
+    mfu: float | None
+    memory: Memory
+    time: Mapping[str, float]
+    loss: float
+
+    @property
+    def tokens_per_second_per_rank(self) -> float:
+        return self.tokens_per_second / self.num_ranks
+
+    @property
+    def is_gpu(self) -> bool:
+        return not self.device.startswith("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A layout that was not trained.
+
+    Attributes:
+        layout: as it was asked for.
+        reason: a line or a few.
+        exit_code: of its run; 2 where none was started.
+        output: the end of what the run printed.
+    """
+
+    layout: str
+    reason: str
+    exit_code: int
+    output: str = ""
+
+
+def rank_outcomes(outcomes: Sequence[Measured | Failed]) -> tuple[list[Measured], list[Failed]]:
+    """Sort what was trained by tokens per second and rank, the fastest first; what failed keeps its order."""
+    measured = [one for one in outcomes if isinstance(one, Measured)]
+    measured.sort(key=lambda one: -one.tokens_per_second_per_rank)
+    return measured, [one for one in outcomes if isinstance(one, Failed)]
+
+
+def write_config(
+    path: Path, overrides: Sequence[str], num_steps: int, folder: Path, name: str, variables: Mapping[str, str]
+) -> Path:
+    """Write the config of a short run, and return its path.
+
+    Args:
+        path, overrides, variables: as for training, the layout among the overrides.
+        num_steps: of the run.
+        folder: parent of the run directory and place of the config.
+        name: of the run.
+
+    Raises:
+        ConfigError: all problems of the configuration at once.
+    """
+    asked = load_config(path, overrides, variables)
+    tree = asked.model_dump(mode="json")
+    tree["data"] = {"synthetic": True}
+    tree["train"] |= {"steps": num_steps, "tokens": None, "eval_interval": None}
+    tree["optimizer"] |= {"warmup_steps": 0, "decay_steps": None}
+    # One line at the end, whose split is of all steps but the first.
+    tree["telemetry"] = {"log_interval": num_steps, "peak_tflops": asked.telemetry.peak_tflops}
+    tree["checkpoint"] = {}
+    tree["runtime"] |= {"runs_dir": str(folder), "name": name}
+    written = folder / f"{name}.yaml"
+    written.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    return written
+
+
+def try_layout(config_path: Path, label: str, log: Path) -> Measured | Failed:
+    """Train what `write_config` wrote, on the ranks that training would have.
+
+    Args:
+        config_path: of the short run.
+        label: of the layout, should it fail.
+        log: file that the run's output goes to.
+    """
+    request = Request(config_path, (), explained_codes=(DIVERGED,))
+    with without_layout_variables():
+        try:
+            plan = make_plan(request, os.environ)
+            with _output_to(log):
+                exit_code = launch(request, os.environ)
+        except TriaxisError as error:
+            return refused(label, error)
+    if exit_code:
+        output = log.read_text(errors="replace")
+        return Failed(label, reason_of(output, exit_code), exit_code, "\n".join(output.splitlines()[-_LAST_LINES:]))
+    return read_measured(plan)
+
+
+def refused(label: str, error: TriaxisError) -> Failed:
+    """Return the outcome of a layout that was not started; the heading of a ConfigError names a temporary file, and is left out."""
+    problems = error.problems if isinstance(error, ConfigError) else (str(error),)
+    return Failed(label, "\n".join(problems), error.exit_code)
+
+
+def show_plan(config_path: Path) -> None:
+    """Print how a layout would be started; start nothing.
+
+    Raises:
+        TriaxisError: the layout cannot be started.
+    """
+    with without_layout_variables():
+        launch(Request(config_path, (), dry_run=True), os.environ)
+
+
+def read_measured(plan: Plan) -> Measured:
+    """Read the records of a run that has ended well."""
+    config, name = plan.config, plan.config.runtime.name
+    assert name is not None, "write_config gives it one"
+    directory = RunDirectory.join(config.runtime.runs_dir, name, 0)
+    steps = read_records(directory.metrics).records
+    details = {event.kind: event.details for event in read_events(directory.path).events}
+    first = 1 + max(1, len(steps) // WARM_UP_SHARE)
+    steady = [step for step in steps if step["step"] >= first]
+    middle = {
+        key: median(step[key] for step in steady)
+        for key in ("step_time_seconds", "tokens_per_second", "model_tflops_per_device")
+    }
+    last = steps[-1]
+    mfus = [step["mfu"] for step in steady if step["mfu"] is not None]
+    return Measured(
+        config=config,
+        layout=str(plan.sizes),
+        num_ranks=plan.sizes.world_size,
+        device=details["attempt_started"]["layout"]["backend"],
+        first_step=first,
+        last_step=last["step"],
+        step_seconds=middle["step_time_seconds"],
+        tokens_per_second=middle["tokens_per_second"],
+        model_tflops=middle["model_tflops_per_device"],
+        mfu=median(mfus) if mfus else None,
+        memory=_memory(config, plan.sizes, details["finished"]["peak_memory_bytes"]),
+        time=_shares(last["time_split"]),
+        loss=last["loss"],
+    )
+
+
+def _memory(config: Config, sizes: ParallelSizes, peaks: Sequence[int]) -> Memory:
+    rank = max(range(len(peaks)), key=lambda one: peaks[one])
+    grid = RankGrid(sizes, allow_tp_across_nodes=True)
+    predicted = predicted_memory(config, sizes, grid.coordinates(rank).pp)
+    # What was measured is what torch has allocated, without NCCL's buffers.
+    return Memory(rank, peaks[rank], predicted.tensors)
+
+
+def _shares(split: Mapping[str, Any]) -> dict[str, float]:
+    return {part: split[f"{part}_seconds"] / split["step_seconds"] for part in PARTS}
+
+
+def reason_of(output: str, exit_code: int) -> str:
+    """Return why a run failed: its first error, or else the last line that it printed.
+
+    A later error is often that of a rank which lost its peer.
+    """
+    if (error := _ERROR.search(output)) is not None:
+        return error[1].strip()
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return f"exit code {exit_code}" + (f": {lines[-1]}" if lines else "")
+
+
+@contextmanager
+def _output_to(path: Path) -> Iterator[None]:
+    """Let this process and those that it starts write to a file, in place of the terminal."""
+    kept = os.dup(1), os.dup(2)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        with path.open("w") as file, redirect_stdout(file), redirect_stderr(file):
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+            yield
+    finally:
+        for descriptor, copy in enumerate(kept, start=1):
+            os.dup2(copy, descriptor)
+            os.close(copy)

@@ -1,0 +1,217 @@
+"""Results of `triaxis try` as a block of plain text to paste, and as JSON, with the machine that they are of.
+
+torch is imported for its version and the name of the card, after the runs: a process that has looked at a GPU holds memory on it.
+"""
+
+import os
+import platform
+import shlex
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from engine.config.schema import Config
+from engine.telemetry.outlets.format import in_bytes, significant
+from engine.telemetry.record.flops import CONVENTION, Peak, known_peak
+from launch.tuning.layouts import Failed, Measured, rank_outcomes
+from models.specs import model_specs
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU_INFO = Path("/proc/cpuinfo")
+LEAST_SHARE = 0.0005
+"""A part of the time below this share would be shown as 0.0 %."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The place where layouts were tried.
+
+    Attributes:
+        device: name of the card or of the CPU.
+        count: GPUs, or cores that this process may use.
+        is_gpu: whether the ranks ran on GPUs.
+        driver: of the GPU; "none" on a CPU.
+        versions: torch, CUDA, NCCL, Python by name.
+        commit: of the checkout, with "+changes" where files differ from it.
+    """
+
+    device: str
+    count: int
+    is_gpu: bool
+    driver: str
+    versions: Mapping[str, str]
+    commit: str
+
+    @property
+    def rank(self) -> str:
+        """The word for one of the parts that share the work."""
+        return "GPU" if self.is_gpu else "rank"
+
+
+def look_at_machine(*, is_gpu: bool) -> Machine:
+    """Collect names and versions; on a GPU this process then holds some of its memory."""
+    import torch
+
+    versions = {"torch": str(torch.__version__), "Python": platform.python_version()}
+    if not is_gpu:
+        return Machine(cpu_name(), len(os.sched_getaffinity(0)), is_gpu, "none", versions, git_commit())
+    from launch.doctor.facts import driver
+
+    versions |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+    name, count = torch.cuda.get_device_name(0), torch.cuda.device_count()
+    return Machine(name, count, is_gpu, driver(), versions, git_commit())
+
+
+def cpu_name(path: Path = CPU_INFO) -> str:
+    """Return the processor's model, as Linux names it, or the architecture."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())
+
+
+def git_commit(root: Path = ROOT) -> str:
+    """Return the checkout's commit, or why there is none."""
+    commit = _git(root, "rev-parse", "--short=12", "HEAD")
+    if commit is None:
+        return "no git checkout"
+    return f"{commit}+changes" if _git(root, "status", "--porcelain", "--untracked-files=no") else commit
+
+
+def _git(root: Path, *words: str) -> str | None:
+    try:
+        asked = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=False)
+    except OSError:  # git is not installed
+        return None
+    return asked.stdout.strip() if asked.returncode == 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """Everything that a report is made of.
+
+    Attributes:
+        words: of the command line, the program's name included.
+        name: of the config.
+        num_steps: of each run.
+        machine: where they ran.
+        outcomes: in the order in which they were tried.
+    """
+
+    words: Sequence[str]
+    name: str
+    num_steps: int
+    machine: Machine
+    outcomes: Sequence[Measured | Failed]
+
+    def peak(self, config: Config) -> Peak | None:
+        """Return the peak that MFU is a share of, or None where it is not known."""
+        if config.telemetry.peak_tflops is not None:
+            return Peak(config.telemetry.peak_tflops, "telemetry.peak_tflops")
+        return known_peak(self.machine.device, config.precision.dtype) if self.machine.is_gpu else None
+
+
+def to_text(tried: Tried) -> str:
+    """Return the block for people: the machine, a row per layout from the fastest on, then what failed and why."""
+    measured, failed = rank_outcomes(tried.outcomes)
+    lines = [f"{name:<10}{text}" for name, text in _heading(tried, measured)]
+    if measured:
+        lines += ["", *_table(tried, measured), "", *_times(measured)]
+    if failed:
+        lines += ["", "not trained:"]
+        for one in failed:
+            first, *rest = one.reason.splitlines()
+            lines += [f"  {one.layout}: {first}", *(f"    {line.strip()}" for line in rest)]
+    return "\n".join(lines) + "\n"
+
+
+def _heading(tried: Tried, measured: Sequence[Measured]) -> Iterator[tuple[str, str]]:
+    machine = tried.machine
+    count = f"{machine.count} x " if machine.is_gpu else ""
+    cores = "" if machine.is_gpu else f", {machine.count} core{'s' if machine.count > 1 else ''}"
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    yield "command", shlex.join(tried.words)
+    yield "machine", f"{count}{machine.device}{cores}; driver {machine.driver}; {versions}; commit {machine.commit}"
+    if not measured:
+        return
+    # Layouts differ in nothing that stands here.
+    config, peak = measured[0].config, tried.peak(measured[0].config)
+    yield (
+        "model",
+        f"{tried.name}: {_num_parameters(config):,} parameters, {config.precision.dtype}, sequence {config.model.seq_length:,}; "
+        f"random tokens, {config.train.global_batch_size:,} samples per step, {config.train.micro_batch_size:,} per microbatch",
+    )
+    one = measured[0]
+    yield "speeds", f"the median of steps {one.first_step} to {one.last_step}; ranks: {one.device}"
+    about = (
+        "not known for this device and dtype, so there is no MFU; telemetry.peak_tflops=N sets it"
+        if peak is None
+        else f"{peak.tflops:,g} TFLOP/s per {machine.rank} ({peak.source})"
+    )
+    yield "MFU", f"tokens/s per {machine.rank} x FLOPs per token / peak; FLOPs per token = {CONVENTION}"
+    yield "peak", about
+    held = "allocated by torch" if machine.is_gpu else "resident, Python and torch included"
+    yield "memory", f"of the rank that held most: {held}, and predicted (weights, gradients, optimizer, activations)"
+
+
+def _num_parameters(config: Config) -> int:
+    return sum(spec.numel for spec in model_specs(config.model))
+
+
+def _table(tried: Tried, measured: Sequence[Measured]) -> Iterator[str]:
+    rank = tried.machine.rank
+    rows = [("", "layout", "ranks", f"tokens/s per {rank}", "tokens/s", "s per step", "MFU", "memory", "predicted")]
+    for place, one in enumerate(measured, start=1):
+        rows.append(
+            (
+                f"{place}.",
+                one.layout,
+                f"{one.num_ranks}",
+                f"{one.tokens_per_second_per_rank:,.0f}",
+                f"{one.tokens_per_second:,.0f}",
+                significant(one.step_seconds),
+                "-" if one.mfu is None else f"{one.mfu:.1%}",
+                in_bytes(one.memory.measured),
+                in_bytes(one.memory.predicted),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        words = [
+            f"{cell:<{width}}" if index < 2 else f"{cell:>{width}}"
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(words).rstrip()
+
+
+def _times(measured: Sequence[Measured]) -> Iterator[str]:
+    """The time of a step to 100 %, a line per layout."""
+    yield "time of a step, to 100 %:"
+    for place, one in enumerate(measured, start=1):
+        shares = "  ".join(
+            f"{part.removeprefix('exposed_')} {share:.1%}" for part, share in one.time.items() if share >= LEAST_SHARE
+        )
+        yield f"{place}.  {shares}"
+
+
+def to_json(tried: Tried) -> dict[str, object]:
+    """Return the same as a JSON object; times in seconds, memory in bytes, shares from 0 to 1."""
+    measured, failed = rank_outcomes(tried.outcomes)
+    peak = tried.peak(measured[0].config) if measured else None
+    return {
+        "command": list(tried.words),
+        "machine": asdict(tried.machine),
+        "parameters": _num_parameters(measured[0].config) if measured else None,
+        "steps": tried.num_steps,
+        "flops_per_token": CONVENTION,
+        "peak": None if peak is None else asdict(peak),
+        "layouts": [
+            asdict(one)
+            | {
+                "config": one.config.model_dump(mode="json"),
+                "tokens_per_second_per_rank": one.tokens_per_second_per_rank,
+            }
+            for one in measured
+        ],
+        "failed": [asdict(one) for one in failed],
+    }

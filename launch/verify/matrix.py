@@ -1,0 +1,148 @@
+"""`triaxis verify --matrix`: layouts, schedules and models in which every two features meet (no torch here)."""
+
+import os
+import tempfile
+from collections.abc import Hashable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from engine.config.load import load_config
+from engine.errors import ConfigError
+from launch.verify.covering import Row, covering_rows
+from launch.verify.run import Trial, trial
+
+_BASE: dict[str, Any] = {
+    "num_layers": 9,
+    "hidden_size": 32,
+    "num_attention_heads": 8,
+    "head_dim": 4,
+    "seq_length": 8,
+    "vocab_size": 43,
+    "vocab_multiple": 8,
+}
+"""9 layers: no number of stages but 1 and 3 divides them. 43 tokens: padding. One key/value head: a replica on every tp rank."""
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt": _BASE | {"ffn_hidden_size": 24, "position": "learned"},
+    "gpt, dropout": _BASE
+    | {"ffn_hidden_size": 24, "position": "learned", "hidden_dropout": 0.2, "attention_dropout": 0.3},
+    "llama": _BASE
+    | {
+        "num_kv_heads": 2,
+        "ffn_hidden_size": 40,
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "bias": "none",
+        "tie_embeddings": False,
+    },
+    "qwen": _BASE
+    | {
+        "num_kv_heads": 4,
+        "ffn_hidden_size": 24,
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "bias": "qkv",
+        "qk_norm": True,
+    },
+    "one kv head": _BASE | {"num_kv_heads": 1, "ffn_hidden_size": 24, "activation": "gelu_tanh"},
+}
+"""Models that have, between them, every parameter that is cut or summed in a way of its own."""
+
+OWN = "own"
+"""The family of a config that was given."""
+
+MOST_RANKS = 8
+
+
+def matrix(
+    path: Path | None, overrides: tuple[str, ...], *, num_steps: int, dtype: str, most_ranks: int = MOST_RANKS
+) -> list[tuple[Row, Trial]]:
+    """The trials of a matrix, with the features of each.
+
+    Args:
+        path, overrides: the model to vary the layout of; None: `FAMILIES`.
+        num_steps, dtype: of each trial.
+        most_ranks: no layout is larger.
+
+    Raises:
+        ConfigError: the config itself is wrong, or no layout is legal for it.
+    """
+    features: dict[str, tuple[Hashable, ...]] = {
+        "model": (OWN,) if path is not None else tuple(FAMILIES),
+        "tp": (2, 4, 8, 1),
+        "pp": (2, 4, 1),
+        "vpp": (2, 1),
+        "dp": (2, 4, 1),
+        "sp": (True, False),
+        "schedule": ("auto", "gpipe"),
+        "recompute": ("full", "selective", "none"),
+        "micro batch": (2, 1),
+    }
+    with tempfile.TemporaryDirectory(prefix="triaxis-") as name:
+        folder = Path(name)
+
+        def make(row: Row) -> Trial:
+            source = path or _family_file(folder, str(row["model"]))
+            small = path is not None
+            return trial(source, (*overrides, *_overrides(row)), small=small, num_steps=num_steps, dtype=dtype)
+
+        @cache
+        def is_legal(model: str, tp: int, pp: int, vpp: int, sp: bool) -> bool:
+            row: Row = {"model": model, "tp": tp, "pp": pp, "vpp": vpp, "dp": 1, "sp": sp, "micro batch": 1}
+            try:
+                make(row | {"schedule": "auto", "recompute": "none"})
+            except ConfigError:
+                return False
+            return True
+
+        def can_run(row: Row) -> bool:
+            tp, pp, vpp, dp, sp = (row[size] for size in ("tp", "pp", "vpp", "dp", "sp"))
+            assert isinstance(tp, int) and isinstance(pp, int) and isinstance(vpp, int) and isinstance(dp, int)
+            fits = 1 < tp * pp * dp <= most_ranks and not (sp and tp == 1)
+            chunked = vpp == 1 or (pp > 1 and row["schedule"] == "auto")
+            return fits and chunked and is_legal(str(row["model"]), tp, pp, vpp, bool(sp))
+
+        if path is not None:
+            load_config(path, overrides, os.environ)
+        rows = covering_rows(features, can_run)
+        if not rows:
+            raise ConfigError(
+                [f"no layout of at most {most_ranks} ranks is legal for {path}: nothing can be compared."]
+            )
+        return [(row, make(row)) for row in rows]
+
+
+def _overrides(row: Row) -> list[str]:
+    """A row as words of the configuration; microbatches do not fill the pipeline evenly where the schedule allows that."""
+    micro, dp, pp = (int(str(row[name])) for name in ("micro batch", "dp", "pp"))
+    num_microbatches = 2 * pp if row["vpp"] != 1 else 2 * pp + 1
+    words: Mapping[str, Hashable] = {
+        "parallel.tp": row["tp"],
+        "parallel.pp": row["pp"],
+        "parallel.vpp": row["vpp"],
+        "parallel.dp": row["dp"],
+        "parallel.sequence_parallel": row["sp"],
+        "schedule.name": row["schedule"],
+        "recompute.granularity": row["recompute"],
+        "train.micro_batch_size": micro,
+        "train.global_batch_size": micro * dp * num_microbatches,
+    }
+    return [f"{key}={str(value).lower()}" for key, value in words.items()]
+
+
+def _family_file(folder: Path, family: str) -> Path:
+    path = folder / f"{family.replace(' ', '_')}.yaml"
+    if not path.exists():
+        model = FAMILIES[family]
+        tree = {
+            "model": model,
+            "data": {"synthetic": True},
+            "train": {"steps": 1, "global_batch_size": 1},
+            "optimizer": {"bucket_bytes": 4096},
+            "kernels": {"attention": "explicit" if model.get("attention_dropout") else "sdpa"},
+        }
+        path.write_text(yaml.safe_dump(tree))
+    return path

@@ -1,0 +1,189 @@
+"""The steps that are compared: one process writes down every tensor, a rank of a layout compares its parts with them.
+
+    reference.start.safetensors        weights before the first step
+    reference.step_00.safetensors      gradients, masters, moments and parameters of the first step, `kind:name`
+    ...
+
+Weights are off the initial point (norms are not one, biases not zero), since an error in a term that starts at zero would
+not be seen. Gradients are read where the optimizer reads them: from the owned parts of the reduced main grads.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from engine.layout.shard_spec import Init, ParamRecord
+from engine.optimizer.kinds import STATE_KINDS, StateKind
+from engine.step import Engine
+from engine.tensor_parallel.initial_weights import initial_box
+from launch.verify.verdict.deviation import Deviation
+from launch.verify.verdict.records import StepFacts, TensorKind, TensorReport, together
+
+NOISE_STD = 0.1
+
+
+class Notebook(Protocol):
+    """Is given every tensor of every step, part by part."""
+
+    def tensor(self, step: int, kind: TensorKind, part: "Part") -> None: ...
+    def step_done(self, step: int) -> None: ...
+
+
+class Part:
+    """Elements [start, stop) of the row-major box of one parameter, as this rank holds them."""
+
+    __slots__ = ("record", "start", "values")
+
+    def __init__(self, record: ParamRecord, start: int, values: torch.Tensor) -> None:
+        self.record, self.start, self.values = record, start, values
+
+
+@torch.no_grad()
+def leave_the_initial_point(engine: Engine, seed: int) -> None:
+    """Add noise to every parameter, the same in every layout, and let the masters follow. `seed` is the run's."""
+    for parameter in engine.parameters.values():
+        record = parameter.record
+        flat = parameter.value.data.view(-1)[: record.box_numel]
+        flat += _noise(record, seed).to(flat.device, flat.dtype)
+    _masters_follow(engine)
+
+
+def _masters_follow(engine: Engine) -> None:
+    for owned in engine.optimizer.owned:
+        owned.state.write({"master": owned.parameters.to(owned.state.wide)})
+
+
+@torch.no_grad()
+def start_from_rounded(engine: Engine, seed: int, dtype: torch.dtype) -> None:
+    """Give every parameter and master the weights that a run in `dtype` has after `leave_the_initial_point`."""
+    for parameter in engine.parameters.values():
+        flat = parameter.value.data.view(-1)[: parameter.record.box_numel]
+        flat.copy_(starting_values(parameter.record, seed, dtype))
+    _masters_follow(engine)
+
+
+def starting_values(record: ParamRecord, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """The record's box after `leave_the_initial_point`, flat, on the CPU: for who has no engine."""
+    return initial_box(record, seed).to(dtype) + _noise(record, seed).to(dtype)
+
+
+def _noise(record: ParamRecord, seed: int) -> torch.Tensor:
+    """Drawn with another seed than the initial values, which it would only scale."""
+    noisy = replace(record, spec=replace(record.spec, init=Init("normal", NOISE_STD)))
+    return initial_box(noisy, seed + 1)
+
+
+def run_steps(
+    engine: Engine,
+    steps: Sequence[Sequence[Any]],
+    lr: float,
+    notebook: Notebook,
+    watch: AbstractContextManager[None],
+) -> list[StepFacts]:
+    """Train on the given global batches; the notebook sees every tensor of every step.
+
+    Args:
+        engine: at its start.
+        steps: this rank's microbatches, step by step.
+        lr: of every step.
+        notebook: where tensors go.
+        watch: open during the first forward and backward.
+    """
+    _write_parameters(engine, 0, "start", notebook)
+    facts = []
+    for step, microbatches in enumerate(steps):
+        if step == 0:
+            with watch:
+                counts = engine.forward_backward(microbatches)
+        else:
+            counts = engine.forward_backward(microbatches)
+        _write_owned(engine, step, "gradient", notebook)
+        result = engine.update(counts, lr).wait()
+        engine.buffers.wait_all()
+        for kind in STATE_KINDS:
+            _write_owned(engine, step, kind, notebook)
+        _write_parameters(engine, step, "parameter", notebook)
+        notebook.step_done(step)
+        facts.append(StepFacts(result.loss, result.grad_norm, result.num_tokens))
+    return facts
+
+
+def _write_owned(engine: Engine, step: int, kind: StateKind | Literal["gradient"], notebook: Notebook) -> None:
+    for owned in engine.optimizer.owned:
+        values = owned.grads if kind == "gradient" else owned.state.read(kind)
+        for segment in owned.segments:
+            at = segment.offset - owned.bucket.owned[0]
+            part = values[at : at + segment.stop - segment.start]
+            notebook.tensor(step, kind, Part(segment.record, segment.start, part))
+
+
+def _write_parameters(engine: Engine, step: int, kind: TensorKind, notebook: Notebook) -> None:
+    for parameter in engine.parameters.values():
+        flat = parameter.value.detach().view(-1)[: parameter.record.box_numel]
+        notebook.tensor(step, kind, Part(parameter.record, 0, flat))
+
+
+def reference_file(folder: Path, step: int) -> Path:
+    return folder / f"reference.step_{step:02d}.safetensors"
+
+
+class Writing:
+    """The notebook of the one process: whole tensors, a file per step."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def tensor(self, step: int, kind: TensorKind, part: Part) -> None:
+        shape = part.record.spec.shape
+        assert part.record.box == tuple((0, size) for size in shape), "the reference holds every parameter whole"
+        key = f"{kind}:{part.record.name}"
+        if key not in self._tensors:
+            self._tensors[key] = torch.full(shape, torch.nan, dtype=part.values.dtype)
+        self._tensors[key].view(-1)[part.start : part.start + len(part.values)].copy_(part.values)
+
+    def step_done(self, step: int) -> None:
+        save_file(self._tensors, reference_file(self._folder, step))
+        self._tensors = {}
+
+
+class Comparing:
+    """The notebook of a rank: what it holds against the same elements of the reference."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._found: dict[tuple[int, TensorKind, str], list[Deviation]] = {}
+
+    def tensor(self, step: int, kind: TensorKind, part: Part) -> None:
+        with safe_open(reference_file(self._folder, step), framework="pt") as reference:
+            whole = reference.get_slice(f"{kind}:{part.record.name}")
+            box = whole[tuple(slice(*bounds) for bounds in part.record.box)]
+        wanted = box.reshape(-1)[part.start : part.start + len(part.values)]
+        found = self._found.setdefault((step, kind, part.record.name), [])
+        found.append(deviation(wanted, part.values))
+
+    def step_done(self, step: int) -> None:
+        pass
+
+    def reports(self) -> Iterator[TensorReport]:
+        for (step, kind, name), parts in self._found.items():
+            yield TensorReport(step, kind, name, together(parts))
+
+
+def deviation(wanted: torch.Tensor, got: torch.Tensor) -> Deviation:
+    """Of tensors of one shape, in float64."""
+    wanted, got = wanted.detach().cpu().double(), got.detach().cpu().double()
+    error_square = float((got - wanted).square().sum())
+    return Deviation(
+        wanted.numel(),
+        float(wanted.square().sum()),
+        float(got.square().nan_to_num().sum()),
+        float((wanted * got).nan_to_num().sum()),
+        error_square if error_square == error_square else float("inf"),
+    )

@@ -1,0 +1,140 @@
+"""A small corpus for a comparison with an oracle, and the oracle's own way to read it (no torch here).
+
+    PREFIX.bin, PREFIX.idx  --`rows_of_steps`-->  tokens, labels, masks, counts of every microbatch of one process
+
+Nothing of `engine/data` is used. The rows follow the documented formulas: the format in `engine/data/corpus/indexed.py`, the orders
+in `engine/data/shuffle.py` and `epoch_index.py`, the samples in `samples.py`, the deal in `sampler.py`, the mask in `synthetic.py`.
+An error of our loader is therefore a difference, and not the same on both sides.
+"""
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from engine.config.schema import Config, DataConfig
+
+CORPUS = "corpus"
+"""Name of the pair of files in the folder of a comparison."""
+
+TOKENIZER = "tokenizer.json"
+"""Name of its tokenizer there."""
+
+HEADER = struct.Struct("<9sQBQQ")
+MAGIC, VERSION, UINT16 = b"MMIDIDX\x00\x00", 1, 8
+LONGEST_DOCUMENT = 3
+"""In samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """One microbatch of b samples of s labels, cut by the oracle.
+
+    Attributes:
+        tokens, labels: int64 [b, s].
+        loss_mask: bool [b, s], False where a label is not counted.
+        sample_ids: of the rows.
+    """
+
+    tokens: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    loss_mask: NDArray[np.bool_]
+    sample_ids: list[int]
+
+
+def with_corpus(config: Config, folder: Path) -> Config:
+    """Return the configuration that reads the corpus in `folder`, every document of it, and names its tokenizer."""
+    corpus, tokenizer = str(folder / CORPUS), str(folder / TOKENIZER)
+    data = DataConfig(train=[(1.0, corpus)], split=(1.0, 0.0, 0.0), tokenizer=tokenizer)
+    return config.model_copy(update={"data": data})
+
+
+def write_corpus(config: Config, folder: Path) -> None:
+    """Write documents of random tokens and lengths, so few that the steps of `config` need more than one epoch.
+
+    Beside them a tokenizer of as many words as the model has ids: a small model has too few for bytes.
+    """
+    model, train = config.model, config.train
+    draw = np.random.default_rng(train.seed)
+    needed = (train.steps or 1) * train.global_batch_size * model.seq_length
+    lengths: list[int] = []
+    while sum(lengths) < max(needed * 2 // 3, 2 * model.seq_length):
+        lengths.append(int(draw.integers(1, LONGEST_DOCUMENT * model.seq_length)))
+    tokens = draw.integers(0, model.vocab_size, sum(lengths)).astype("<u2")
+    tokens.tofile(folder / f"{CORPUS}.bin")
+    starts = np.cumsum([0, *lengths[:-1]]) * tokens.itemsize
+    with (folder / f"{CORPUS}.idx").open("wb") as handle:
+        handle.write(HEADER.pack(MAGIC, VERSION, UINT16, len(lengths), len(lengths) + 1))
+        handle.write(np.array(lengths, "<i4").tobytes())
+        handle.write(starts.astype("<i8").tobytes())
+        handle.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
+    words = WordLevel({str(token): token for token in range(model.vocab_size)}, unk_token="0")
+    Tokenizer(words).save(str(folder / TOKENIZER))
+
+
+def rows_of_steps(config: Config, masked_fraction: float) -> Iterator[list[Rows]]:
+    """Yield the microbatches of each step of one process: row k of microbatch j is sample consumed + j x micro + k.
+
+    Args:
+        config: with the corpus in `data.train`.
+        masked_fraction: probability that a label is not counted.
+    """
+    train, micro = config.train, config.train.micro_batch_size
+    samples = _Samples(config.data.train[0][1], config.model.seq_length, train.seed)
+    for step in range(train.steps or 1):
+        consumed = step * train.global_batch_size
+        yield [
+            _rows(samples, list(range(first, first + micro)), train.seed, masked_fraction)
+            for first in range(consumed, consumed + train.global_batch_size, micro)
+        ]
+
+
+def _rows(samples: "_Samples", ids: list[int], seed: int, masked_fraction: float) -> Rows:
+    tokens, labels = (
+        np.stack(part) for part in zip(*(samples.inputs_and_labels(number) for number in ids), strict=True)
+    )
+    draws = np.stack([_random_bits(tokens.shape[1], "synthetic mask", seed, number) for number in ids])
+    return Rows(tokens, labels, (draws >> np.uint64(11)) * 2.0**-53 >= masked_fraction, ids)
+
+
+class _Samples:
+    """The samples of all documents of a corpus, epoch after epoch."""
+
+    def __init__(self, prefix: str, seq_length: int, seed: int) -> None:
+        content = Path(f"{prefix}.idx").read_bytes()
+        _, _, _, num_sequences, num_bounds = HEADER.unpack(content[: HEADER.size])
+        lengths = np.frombuffer(content, "<i4", num_sequences, HEADER.size)
+        pointers = np.frombuffer(content, "<i8", num_sequences, HEADER.size + lengths.nbytes)
+        bounds = np.frombuffer(content, "<i8", num_bounds, HEADER.size + lengths.nbytes + pointers.nbytes)
+        stored = np.fromfile(f"{prefix}.bin", "<u2").astype(np.int64)
+        sequences = [stored[at // 2 : at // 2 + length] for at, length in zip(pointers, lengths, strict=True)]
+        self._documents = [np.concatenate(sequences[a:b]) for a, b in pairwise(bounds)]
+        self._length, self._seed = seq_length, seed
+        self._per_epoch = (sum(map(len, self._documents)) - 1) // seq_length
+
+    def inputs_and_labels(self, sample_id: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return tokens k s .. k s + s - 1 of the epoch's stream and the s tokens that begin one later, int64 [s]."""
+        epoch, place = divmod(sample_id, self._per_epoch)
+        order = _permutation(len(self._documents), "documents", self._seed, epoch)
+        stream = np.concatenate([self._documents[number] for number in order])
+        start = int(_permutation(self._per_epoch, "samples", self._seed, epoch)[place]) * self._length
+        return stream[start : start + self._length], stream[start + 1 : start + 1 + self._length]
+
+
+def _random_bits(count: int, *key: int | str) -> NDArray[np.uint64]:
+    digest = hashlib.sha256(json.dumps(key).encode()).digest()
+    return np.random.Philox(key=int.from_bytes(digest[:16], "little")).random_raw(count)
+
+
+def _permutation(count: int, *key: int | str) -> NDArray[np.int64]:
+    """Return 0 .. count - 1 sorted by the high bits of each index's draw; equal ones stay in order."""
+    index_bits = np.uint64(max(count - 1, 0).bit_length())
+    return np.argsort(_random_bits(count, *key) >> index_bits, kind="stable")

@@ -1,0 +1,68 @@
+"""A model of transformers with torch's AdamW, as an oracle."""
+
+import torch
+from torch import nn
+
+from engine.config.schema import Config
+from engine.data.loader import MicroBatch
+from engine.numerics.precision import DTYPES
+from launch.verify.verdict.records import TensorKind
+from models.interop.huggingface.config import family_of, to_hugging_face
+from models.interop.huggingface.weights import exchanges
+
+
+class HuggingFace:
+    """An oracle (`model.Oracle`): the family that an export would choose, built from the config that it would write."""
+
+    def __init__(self, config: Config) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        family = family_of(config.model)
+        dtype = DTYPES[config.precision.dtype]
+        keys, _ = to_hugging_face(config.model, family, dtype=str(dtype).removeprefix("torch."))
+        self._gpt = AutoModelForCausalLM.from_config(AutoConfig.for_model(**keys)).to(dtype)
+        self._named: dict[str, nn.Parameter] = dict(self._gpt.named_parameters())
+        self.pairs = exchanges(family, config.model)
+        optimizer = config.optimizer
+        weights = list(self._named.values())
+        self._clip = optimizer.clip_grad or float("inf")
+        self._optimizer = torch.optim.AdamW(
+            [
+                {"params": [one for one in weights if one.dim() > 1], "weight_decay": optimizer.weight_decay},
+                {"params": [one for one in weights if one.dim() == 1], "weight_decay": 0.0},
+            ],
+            lr=optimizer.lr,
+            betas=(optimizer.beta1, optimizer.beta2),
+            eps=optimizer.eps,
+        )
+
+    def parameter(self, name: str) -> torch.Tensor:
+        return self._named[name]
+
+    def begin_step(self) -> None:
+        self._optimizer.zero_grad()
+
+    def token_losses(self, microbatch: MicroBatch) -> torch.Tensor:
+        logits = self._gpt(input_ids=microbatch.tokens, position_ids=microbatch.position_ids, use_cache=False).logits
+        losses = nn.functional.cross_entropy(logits.flatten(0, 1), microbatch.labels.flatten(), reduction="none")
+        return losses.view(microbatch.labels.shape)
+
+    def end_backward(self) -> None:
+        """Gradients are there."""
+
+    def gradient(self, name: str) -> torch.Tensor:
+        gradient = self._named[name].grad
+        assert gradient is not None, f"{name} had no part in the loss"
+        return gradient
+
+    def update(self, scale: float) -> float:
+        for one in self._named.values():
+            if one.grad is not None:
+                one.grad.mul_(scale)
+        grad_norm = nn.utils.clip_grad_norm_(self._named.values(), self._clip)
+        self._optimizer.step()
+        return float(grad_norm)
+
+    def state(self, kind: TensorKind, name: str) -> torch.Tensor:
+        weight = self._named[name]
+        return weight if kind == "master" else self._optimizer.state[weight][kind]

@@ -1,0 +1,50 @@
+"""What an oracle is to the process that runs it: losses, gradients and updates by its own names, and which of ours they are."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from engine.data.loader import MicroBatch
+from engine.layout.shard_spec import ParamSpec
+from launch.verify.verdict.records import TensorKind
+
+
+class Pair(Protocol):
+    """Parameters of ours and of the oracle's that hold the same numbers (`models.interop.huggingface.weights.Exchange` is one)."""
+
+    @property
+    def ours(self) -> tuple[ParamSpec, ...]: ...
+    @property
+    def theirs(self) -> tuple[str, ...]: ...
+    def to_theirs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
+    def to_ours(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
+
+
+class Oracle(Protocol):
+    """A model and its optimizer in one process. Tensors are whole, of the run's dtype, on the CPU."""
+
+    @property
+    def pairs(self) -> Sequence[Pair]:
+        """All parameters, in our forward order."""
+
+    def parameter(self, name: str) -> torch.Tensor:
+        """The weight that its next forward uses."""
+
+    def begin_step(self) -> None:
+        """Gradients are zero."""
+
+    def token_losses(self, microbatch: MicroBatch) -> torch.Tensor:
+        """Of every label [b, s], masked ones too, with a graph; gradients of its backward add up."""
+
+    def end_backward(self) -> None:
+        """Every microbatch's backward is done."""
+
+    def gradient(self, name: str) -> torch.Tensor:
+        """The sum so far."""
+
+    def update(self, scale: float) -> float:
+        """One optimizer step with gradients x `scale`, clipped; returns their norm before clipping."""
+
+    def state(self, kind: TensorKind, name: str) -> torch.Tensor:
+        """`master`, `exp_avg` or `exp_avg_sq` after an update, with the parameter's number of elements."""

@@ -1,0 +1,172 @@
+"""The process of an oracle: the steps of `triaxis verify` in somebody else's model, written down as our one process would.
+
+    python -P -m launch.verify.oracles.rank verify.yaml        beside it job.json: {"folder": .., "oracle": "megatron-core"}
+
+It starts from our weights at the same point and writes whole tensors under our names. It reads the corpus by itself
+(`launch/verify/oracles/corpus.py`): labels, masks and counts are its own.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from engine.config.load import load_config
+from engine.config.schema import Config
+from engine.data.loader import MicroBatch
+from engine.errors import TriaxisError
+from engine.layout.shard_spec import ParamRecord, ParamSpec, localize
+from engine.numerics.precision import DTYPES
+from launch.inference.request import read_job
+from launch.start.process.ending import run_rank
+from launch.start.process.parent_death import end_with_parent
+from launch.verify.measure import Part, Writing, starting_values
+from launch.verify.oracles.corpus import Rows, rows_of_steps
+from launch.verify.oracles.model import Oracle
+from launch.verify.rank import REFERENCE_SITES, checksums
+from launch.verify.samples import MASKED_FRACTION
+from launch.verify.verdict.records import REFERENCE_SAMPLES, REFERENCE_STEPS, Sample, StepFacts, TensorKind
+from models.inference.probes import LOSS, TOKEN_LOSSES
+from models.specs import model_specs
+
+STATE: tuple[TensorKind, ...] = ("master", "exp_avg", "exp_avg_sq")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run what `launch/verify/oracle.py` asks for."""
+    end_with_parent()
+    try:
+        config = load_config(argv[0])
+        job = read_job(argv)
+        run(job["oracle"], config, Path(job["folder"]))
+    except TriaxisError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def run(name: str, config: Config, folder: Path) -> None:
+    """The steps of the oracle of that name, written to `folder`; the process is good for nothing else afterwards."""
+    # Drawn before an oracle is built: in its surroundings even our own fp32 draws would be made in float64.
+    start = {
+        spec.name: starting_values(_whole(spec), config.train.seed, DTYPES[config.precision.dtype]).view(spec.shape)
+        for spec in model_specs(config.model)
+    }
+    with ExitStack() as stack:
+        observe(build(name, config, stack), config, start, folder)
+
+
+def build(name: str, config: Config, stack: ExitStack) -> Oracle:
+    """The oracle of that name, in the run's dtype; what it needs around it is entered on `stack`."""
+    if config.precision.dtype == "float64":
+        from launch.verify.oracles.in_float64 import InFloat64
+
+        stack.enter_context(InFloat64())
+    if name == "megatron-core":
+        from launch.verify.oracles.megatron_core import MegatronCore
+        from launch.verify.oracles.megatron_cpu import on_cpu
+
+        stack.enter_context(on_cpu())
+        return MegatronCore(config)
+    from launch.verify.oracles.hugging_face import HuggingFace
+
+    return HuggingFace(config)
+
+
+def observe(oracle: Oracle, config: Config, start: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Train `config.train.steps` steps and leave in `folder` what the ranks of a layout compare with.
+
+    Args:
+        oracle: with any weights; they are set.
+        config: of one process, with the corpus in `data.train`.
+        start: our weights by name, in their logical shapes and the run's dtype.
+        folder: where `launch.verify.rank` looks for its reference.
+    """
+    model, train = config.model, config.train
+    book = _Book(oracle, Writing(folder))
+    book.set_start(start)
+    nominal = train.global_batch_size * model.seq_length
+    facts = []
+    samples: list[list[Sample]] = []
+    sites: dict[str, torch.Tensor] = {}
+    for step, rows in enumerate(rows_of_steps(config, MASKED_FRACTION)):
+        microbatches = [microbatch_of(one) for one in rows]
+        samples.append([sample for one in microbatches for sample in checksums(one)])
+        oracle.begin_step()
+        loss_sum, num_tokens = 0.0, 0
+        for microbatch in microbatches:
+            losses = oracle.token_losses(microbatch)
+            loss = (losses * microbatch.loss_mask).sum()
+            (loss / nominal).backward()
+            loss_sum += float(loss.detach())
+            num_tokens += microbatch.num_tokens
+            if step == 0:
+                for sample, row in zip(microbatch.sample_ids, losses.detach().double(), strict=True):
+                    sites[f"{TOKEN_LOSSES}|{sample}"] = row.clone()
+                sites[f"{LOSS}|{','.join(map(str, microbatch.sample_ids))}"] = loss.detach().double().view(1)
+        oracle.end_backward()
+        counted = max(num_tokens, 1)  # a batch without a counted token has no gradient, and a loss of zero
+        book.write(step, "gradient", oracle.gradient)
+        grad_norm = oracle.update(nominal / counted)
+        for kind in STATE:
+            book.write(step, kind, partial(oracle.state, kind))
+        book.write(step, "parameter", oracle.parameter)
+        book.step_done(step)
+        facts.append(StepFacts(loss_sum / counted, grad_norm, num_tokens))
+    (folder / REFERENCE_SAMPLES).write_text(json.dumps(samples))
+    (folder / REFERENCE_STEPS).write_text(json.dumps([asdict(one) for one in facts]))
+    save_file(sites, folder / REFERENCE_SITES)
+
+
+def microbatch_of(rows: Rows) -> MicroBatch:
+    """Return the oracle's own rows as the tensors that a model reads."""
+    num_rows, length = rows.tokens.shape
+    return MicroBatch(
+        tokens=torch.from_numpy(rows.tokens),
+        labels=torch.from_numpy(rows.labels),
+        loss_mask=torch.from_numpy(rows.loss_mask),
+        position_ids=torch.arange(length).expand(num_rows, length),
+        sample_ids=rows.sample_ids,
+        num_tokens=int(rows.loss_mask.sum()),
+    )
+
+
+class _Book:
+    """The notebook of a reference, written from an oracle's tensors under our names."""
+
+    def __init__(self, oracle: Oracle, notebook: Writing) -> None:
+        self._oracle, self._notebook = oracle, notebook
+
+    @torch.no_grad()
+    def set_start(self, start: Mapping[str, torch.Tensor]) -> None:
+        """Give the oracle these weights of ours; what is written down is what it then has."""
+        for pair in self._oracle.pairs:
+            theirs = pair.to_theirs([start[spec.name] for spec in pair.ours])
+            for name, values in zip(pair.theirs, theirs, strict=True):
+                self._oracle.parameter(name).copy_(values)
+        self.write(0, "start", self._oracle.parameter)
+
+    @torch.no_grad()
+    def write(self, step: int, kind: TensorKind, read: Callable[[str], torch.Tensor]) -> None:
+        """All tensors of a kind; `read` gives them by the oracle's names."""
+        for pair in self._oracle.pairs:
+            theirs = [read(name).view_as(self._oracle.parameter(name)) for name in pair.theirs]
+            for spec, values in zip(pair.ours, pair.to_ours(theirs), strict=True):
+                self._notebook.tensor(step, kind, Part(_whole(spec), 0, values.reshape(-1)))
+
+    def step_done(self, step: int) -> None:
+        self._notebook.step_done(step)
+
+
+def _whole(spec: ParamSpec) -> ParamRecord:
+    return localize(spec, tp=1, tp_index=0, sequence_parallel=False)
+
+
+if __name__ == "__main__":
+    run_rank(main, sys.argv[1:])

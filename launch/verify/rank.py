@@ -1,0 +1,179 @@
+"""The rank of `triaxis verify`: a few steps from a fixed start; the one process writes them down, a layout's ranks compare."""
+
+import json
+import math
+import os
+import sys
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from engine.comm.runtime import RankEnvironment
+from engine.comm.topology import Topology
+from engine.config.schema import Config
+from engine.data.loader import Batches, MicroBatch
+from engine.errors import TriaxisError
+from engine.numerics.precision import DTYPES
+from engine.train import build
+from launch.inference.request import read_job
+from launch.rank.join import join, read_config
+from launch.start.process.ending import run_rank
+from launch.verify.measure import (
+    Comparing,
+    Writing,
+    deviation,
+    leave_the_initial_point,
+    run_steps,
+    start_from_rounded,
+)
+from launch.verify.samples import samples_of
+from launch.verify.verdict.deviation import Deviation
+from launch.verify.verdict.records import (
+    NOISE_REPORT,
+    REFERENCE_SAMPLES,
+    REFERENCE_STEPS,
+    RankReport,
+    Sample,
+    SiteReport,
+    together,
+)
+from models.gpt.chunk import build_chunks
+from models.inference.probes import Probes, site_order
+
+UNKNOWN = Deviation(0, 0.0, 0.0, 0.0, math.inf)
+REFERENCE_SITES = "reference.sites.safetensors"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one rank of what `launch/verify/run.py` asks for."""
+    environment = RankEnvironment.from_variables(os.environ)
+    try:
+        config = read_config(argv, environment)
+        job = read_job(argv)
+        with join(config, environment) as rank:
+            folder, sites = Path(job["folder"]), job["sites"]
+            observe(
+                rank.topology,
+                config,
+                folder,
+                is_reference=job["is_reference"],
+                sites=sites,
+                noise_of=job.get("noise_of"),
+            )
+    except TriaxisError as error:
+        if environment.rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def observe(
+    topology: Topology,
+    config: Config,
+    folder: Path,
+    *,
+    is_reference: bool,
+    sites: Sequence[str] | None = None,
+    noise_of: str | None = None,
+) -> None:
+    """Train `config.train.steps` steps and leave in `folder` what the judge needs.
+
+    Args:
+        topology: this rank's.
+        config: with the layout; of the reference, one process.
+        folder: shared by all ranks; holds the reference's files unless this is the reference.
+        is_reference: write whole tensors, instead of comparing with them.
+        sites: places whose outputs the reference has; None: all of them.
+        noise_of: the narrower dtype of a reference whose rounding this run measures: it starts from weights in that dtype.
+    """
+    engine = build(config, topology, build_chunks)
+    if noise_of is None:
+        leave_the_initial_point(engine, config.train.seed)
+    else:
+        start_from_rounded(engine, config.train.seed, DTYPES[noise_of])
+    probes = Probes(engine.chunks)
+    notebook = Writing(folder) if is_reference else Comparing(folder)
+    dp = topology.axis("dp")
+    steps = batches_of_steps(config, dp.size, dp.index, topology.device)
+    samples = tuple(tuple(sample for microbatch in step for sample in checksums(microbatch)) for step in steps)
+    facts = run_steps(engine, steps, config.optimizer.lr, notebook, probes.open())
+    if isinstance(notebook, Writing):
+        (folder / REFERENCE_SAMPLES).write_text(json.dumps(samples))
+        (folder / REFERENCE_STEPS).write_text(json.dumps([asdict(one) for one in facts]))
+        outputs = {
+            f"{site}|{samples}": value for site, found in probes.values.items() for samples, value in found.items()
+        }
+        save_file(outputs, folder / REFERENCE_SITES)
+        return
+    at = topology.coordinates
+    RankReport(
+        rank=topology.rank,
+        coordinates={"pp": at.pp, "dp": at.dp, "tp": at.tp},
+        steps=tuple(facts),
+        tensors=tuple(notebook.reports()),
+        sites=tuple(_sites(folder, probes, config, topology, sites)),
+        samples=samples,
+    ).write(report_path(folder, topology.rank) if noise_of is None else folder / NOISE_REPORT)
+
+
+def report_path(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank:05d}.json"
+
+
+def checksums(microbatch: MicroBatch) -> list[Sample]:
+    """Return the id and a checksum of what is read of each sample of a microbatch."""
+    rows = zip(microbatch.tokens.cpu(), microbatch.labels.cpu(), microbatch.loss_mask.cpu(), strict=True)
+    contents = [b"".join(part.numpy().tobytes() for part in row) for row in rows]
+    return [(number, zlib.crc32(read)) for number, read in zip(microbatch.sample_ids, contents, strict=True)]
+
+
+def batches_of_steps(
+    config: Config, dp: int = 1, dp_rank: int = 0, device: torch.device | str = "cpu"
+) -> list[list[MicroBatch]]:
+    """Return all steps of a dp rank, with labels masked so that microbatches have unequal counts."""
+    train = config.train
+    batches = Batches(
+        samples_of(config),
+        global_batch_size=train.global_batch_size,
+        micro_batch_size=train.micro_batch_size,
+        dp=dp,
+        dp_rank=dp_rank,
+        consumed_samples=0,
+        device=device,
+    )
+    steps = [batches.next_step() for _ in range(train.steps or 1)]
+    batches.close()
+    return steps
+
+
+def _sites(
+    folder: Path, probes: Probes, config: Config, topology: Topology, wanted_sites: Sequence[str] | None
+) -> list[SiteReport]:
+    """This rank's outputs against the same tokens' in the reference; samples that it has not read are infinitely far off."""
+    tp = topology.axis("tp")
+    reports = []
+    with safe_open(folder / REFERENCE_SITES, framework="pt") as reference:
+        known = set(reference.keys())
+        for site, found in probes.values.items():
+            if wanted_sites is not None and site not in wanted_sites:
+                continue
+            parts = []
+            for samples, got in found.items():
+                if (key := f"{site}|{samples}") not in known:
+                    parts.append(UNKNOWN)
+                    continue
+                wanted = reference.get_tensor(key)
+                if len(got) < len(wanted):
+                    wanted = wanted[tp.index * len(got) : (tp.index + 1) * len(got)]
+                parts.append(deviation(wanted, got))
+            reports.append(SiteReport(site_order(site, config.model.num_layers), site, together(parts)))
+    return reports
+
+
+if __name__ == "__main__":
+    run_rank(main, sys.argv[1:])

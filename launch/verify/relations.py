@@ -1,0 +1,137 @@
+"""Relations between the sizes of a model and of a layout from which layout bugs come (no torch here).
+
+`launch/verify/shrink.py` promises that each of them has the same value in the small configuration as in the one that was given.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from engine.config.schema import Config, data_parallel_size
+from engine.layout.partition import partition
+from engine.layout.shard_spec import cut
+
+MOST_ROUNDS = 3
+"""A first, a last and one between them: further rounds of microbatches are like the second."""
+
+MOST_PIECES = 3
+"""Likewise for pieces of a microbatch at the head."""
+
+
+def relations(config: Config) -> dict[str, object]:
+    """Return the value of every relation by its name; `parallel.dp` left open counts as 1."""
+    return {name: value(config) for name, value in RELATIONS.items()}
+
+
+def rows_of_ranks(vocab_size: int, padded_size: int, tp: int) -> tuple[str, ...]:
+    """Return for each tp rank whether its rows of the vocabulary are `whole`, `partly padding` or `all padding`."""
+    kinds = []
+    for index in range(tp):
+        start, stop = cut(padded_size, tp, index)
+        kinds.append("whole" if stop <= vocab_size else "all padding" if start >= vocab_size else "partly padding")
+    return tuple(kinds)
+
+
+def stage_relations(
+    num_layers: int, *, recomputed: str, layers_per_group: int, num_offloaded: int
+) -> tuple[object, ...]:
+    """Relate the layers of one stage to the layers that are recomputed together and to those that are offloaded.
+
+    Args:
+        num_layers: of the stage.
+        recomputed: `uniform` or `block` for whole layers, else "".
+        layers_per_group: `recompute.num_layers`.
+        num_offloaded: `offload.num_layers`.
+    """
+    size = layers_per_group if recomputed == "uniform" else 1
+    groups = -(-num_layers // size)
+    moved = -(-min(num_offloaded, num_layers) // size)
+    return (
+        min(num_layers, 2),
+        # uniform: a whole group, several groups, a last group with fewer layers
+        (num_layers >= size, groups > 1, num_layers % size > 0),
+        _sign(num_layers - layers_per_group) if recomputed == "block" else None,
+        # offloaded: no group, one or several; all of the stage; the border inside a group
+        (min(moved, 2), moved == groups, num_offloaded % size > 0),
+    )
+
+
+def recomputed_layers(config: Config) -> str:
+    """Return the method by which whole layers are recomputed; "": none are."""
+    return config.recompute.method if config.recompute.granularity == "full" else ""
+
+
+def layer_counts(config: Config) -> list[int]:
+    """Return the number of layers of each stage, in stage order."""
+    parallel = config.parallel
+    stages = partition(config.model.num_layers, parallel.pp, parallel.vpp, parallel.layers_per_stage)
+    return [len(stage.layers) for stage in stages]
+
+
+def num_microbatches(config: Config) -> int:
+    """Return the microbatches of a pipeline in a step."""
+    dp = data_parallel_size(config.parallel, None) or 1
+    return max(1, config.train.global_batch_size // (config.train.micro_batch_size * dp))
+
+
+def head_pieces(num_tokens: int, tokens_at_a_time: int | None) -> tuple[int, bool] | None:
+    """Return (pieces at the head up to `MOST_PIECES`, whether the last one is smaller); None: the head is not cut."""
+    if tokens_at_a_time is None:
+        return None
+    return min(-(-num_tokens // tokens_at_a_time), MOST_PIECES), num_tokens > tokens_at_a_time and bool(
+        num_tokens % tokens_at_a_time
+    )
+
+
+def _sign(number: int) -> int:
+    return (number > 0) - (number < 0)
+
+
+def _order_of_stages(config: Config) -> list[list[int]]:
+    counts = layer_counts(config)
+    return [[_sign(one - other) for other in counts] for one in counts]
+
+
+def _layers_of_stages(config: Config) -> list[tuple[object, ...]]:
+    return [
+        stage_relations(
+            count,
+            recomputed=recomputed_layers(config),
+            layers_per_group=config.recompute.num_layers,
+            num_offloaded=config.offload.num_layers,
+        )
+        for count in layer_counts(config)
+    ]
+
+
+def _query_heads_of_a_rank(config: Config) -> tuple[bool, bool]:
+    model, tp = config.model, config.parallel.tp
+    on_rank, keys_on_rank = model.num_attention_heads // tp, max(1, model.kv_heads // tp)
+    return on_rank > 1, on_rank > keys_on_rank
+
+
+RELATIONS: Mapping[str, Callable[[Config], object]] = MappingProxyType(
+    {
+        "ranks that share a key/value head": lambda c: max(1, c.parallel.tp // c.model.kv_heads),
+        "several key/value heads on a rank": lambda c: c.model.kv_heads > c.parallel.tp,
+        "query heads share a key/value head": lambda c: c.model.num_attention_heads > c.model.kv_heads,
+        "several query heads on a rank, and for a key/value head there": _query_heads_of_a_rank,
+        "head_dim is given": lambda c: c.model.head_dim is not None,
+        "width against heads x head size": lambda c: _sign(
+            c.model.hidden_size - c.model.num_attention_heads * c.model.head_size
+        ),
+        "rows of the vocabulary on each tp rank": lambda c: rows_of_ranks(
+            c.model.vocab_size, c.model.padded_vocab_size, c.parallel.tp
+        ),
+        "sequence divides by tp": lambda c: c.model.seq_length % c.parallel.tp == 0,
+        "pieces of a microbatch at the head": lambda c: head_pieces(
+            c.train.micro_batch_size * c.model.seq_length, c.recompute.head_tokens
+        ),
+        "order of stages by layers": _order_of_stages,
+        "stages without layers": lambda c: [not count for count in layer_counts(c)],
+        "recomputed and offloaded layers of each stage": _layers_of_stages,
+        "several layers are recomputed together": lambda c: c.recompute.num_layers > 1,
+        "microbatches modulo stages": lambda c: num_microbatches(c) % c.parallel.pp,
+        "rounds of microbatches": lambda c: min(num_microbatches(c) // c.parallel.pp, MOST_ROUNDS),
+        "several samples in a microbatch": lambda c: c.train.micro_batch_size > 1,
+    }
+)

@@ -1,0 +1,162 @@
+"""From a config and a layout to a verdict: runs one process and the layout, reads what their ranks wrote (no torch here)."""
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from itertools import count
+from pathlib import Path
+
+from engine.config.load import ENVIRONMENT, to_yaml
+from engine.config.schema import Config, parallel_sizes
+from engine.layout.partition import partition
+from engine.layout.shard_spec import localize
+from launch.inference.request import JOB
+from launch.start.launcher import Request, launch
+from launch.verify.sweep import attributed
+from launch.verify.trial import CLIP, ONE_PROCESS, Trial, checked, trial
+from launch.verify.verdict.evidence import Evidence
+from launch.verify.verdict.judge import Verdict, judge
+from launch.verify.verdict.records import (
+    NOISE_REPORT,
+    REFERENCE_SAMPLES,
+    REFERENCE_STEPS,
+    ParameterFacts,
+    RankReport,
+    StepFacts,
+    samples_of,
+)
+from models.specs import model_specs, stage_specs
+
+__all__ = [
+    "CLIP",
+    "ONE_PROCESS",
+    "Trial",
+    "VerificationError",
+    "checked",
+    "evidence",
+    "show_plan",
+    "start_ranks",
+    "trial",
+    "verify",
+]
+
+WORKER = "launch.verify.rank"
+
+
+class VerificationError(Exception):
+    """The runs could not be made; `exit_code` is theirs."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(f"a run ended with exit code {exit_code}")
+        self.exit_code = exit_code
+
+
+def verify(asked: Trial) -> Verdict:
+    """Run the reference and the layout, and compare; where they differ, run sub-layouts to name the axis.
+
+    Raises:
+        VerificationError: a run did not end well.
+    """
+    with tempfile.TemporaryDirectory(prefix="triaxis-verify-") as name:
+        folder = Path(name)
+        for number, (config, job) in enumerate(_runs(asked, folder)):
+            if exit_code := start_ranks(config, folder / f"run_{number}", job):
+                raise VerificationError(exit_code)
+        seen = evidence(asked.config, folder)
+        sub_layouts = count()
+
+        def is_equal(config: Config) -> bool | None:
+            for report in folder.glob("rank_*.json"):
+                report.unlink()
+            if start_ranks(config, folder / f"sub_layout_{next(sub_layouts)}", layout_job(folder)):
+                return None
+            return judge(evidence(config, folder), asked.tolerance).equal
+
+        return attributed(asked.config, seen, judge(seen, asked.tolerance), is_equal)
+
+
+def show_plan(asked: Trial) -> None:
+    """Say how both runs would be started; start nothing."""
+    with tempfile.TemporaryDirectory(prefix="triaxis-verify-") as name:
+        folder = Path(name)
+        for number, (config, job) in enumerate(_runs(asked, folder)):
+            start_ranks(config, folder / f"run_{number}", job, dry_run=True)
+
+
+def _runs(asked: Trial, folder: Path) -> Iterator[tuple[Config, dict[str, object]]]:
+    """Yield the reference, the measurement of its rounding if there is one, and the layout, with their jobs."""
+    yield asked.reference, layout_job(folder) | {"is_reference": True}
+    if asked.noise is not None:
+        yield asked.noise, layout_job(folder) | {"noise_of": asked.reference.precision.dtype}
+    yield asked.config, layout_job(folder)
+
+
+def layout_job(folder: Path) -> dict[str, object]:
+    """Return the job of a layout's ranks, as `launch/verify/rank.py` reads it."""
+    return {"folder": str(folder), "is_reference": False, "sites": None, "noise_of": None}
+
+
+def start_ranks(config: Config, place: Path, job: Mapping[str, object], *, dry_run: bool = False) -> int:
+    """Run the ranks of `launch/verify/rank.py`; returns their exit code.
+
+    Args:
+        config: with the layout.
+        place: a folder that is not there yet, for configuration and job.
+        job: what `launch/verify/rank.py` reads.
+        dry_run: say how they would be started; start nothing.
+    """
+    place.mkdir()
+    path = place / "verify.yaml"
+    path.write_text(to_yaml(config))
+    (place / JOB).write_text(json.dumps(job))
+    # What is started is said beside the certificate, unless it is all that was asked for.
+    with without_layout_variables(), redirect_stdout(sys.stdout if dry_run else sys.stderr):
+        return launch(Request(path, (), dry_run=dry_run, worker=WORKER), os.environ)
+
+
+@contextmanager
+def without_layout_variables() -> Iterator[None]:
+    """Leave out TP, PP and the like, which have been read already: the runs in the block differ from them on purpose."""
+    kept = {name: os.environ.pop(name) for name in ENVIRONMENT if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(kept)
+
+
+def evidence(config: Config, folder: Path) -> Evidence:
+    """Return what the ranks of a layout left in `folder`, with what the layout does with each parameter."""
+    num_steps = config.train.steps
+    steps = json.loads((folder / REFERENCE_STEPS).read_text())[:num_steps]
+    samples, noise = folder / REFERENCE_SAMPLES, folder / NOISE_REPORT
+    return Evidence(
+        parallel_sizes(config),
+        config.parallel.sequence_parallel,
+        parameter_facts(config),
+        tuple(StepFacts(**one) for one in steps),
+        tuple(RankReport.read(path) for path in sorted(folder.glob("rank_*.json"))),
+        samples_of(json.loads(samples.read_text())[:num_steps]) if samples.exists() else (),
+        RankReport.read(noise) if noise.exists() else None,
+    )
+
+
+def parameter_facts(config: Config) -> tuple[ParameterFacts, ...]:
+    """Every parameter of the model in forward order, as the layout holds it."""
+    parallel = config.parallel
+    stages = partition(config.model.num_layers, parallel.pp, parallel.vpp, parallel.layers_per_stage)
+    first_stage: dict[str, int] = {}
+    for number, stage in enumerate(stages):
+        for spec in stage_specs(config.model, stage):
+            first_stage.setdefault(spec.name, number)
+    facts = []
+    for spec in model_specs(config.model):
+        record = localize(spec, tp=parallel.tp, tp_index=0, sequence_parallel=parallel.sequence_parallel)
+        facts.append(
+            ParameterFacts(
+                spec.name, record.replicas, record.sum_over, spec.decay, spec.tied_ends, first_stage[spec.name]
+            )
+        )
+    return tuple(facts)

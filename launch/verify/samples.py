@@ -1,0 +1,33 @@
+"""What the ranks of a verification train on: random tokens, or the corpus of a comparison with an oracle (no torch here)."""
+
+from engine.config.schema import Config
+from engine.data.datasets import open_datasets
+from engine.data.samples import Sample, SampleSource
+from engine.data.synthetic import SyntheticDataset
+
+MASKED_FRACTION = 0.3
+"""Of labels that are not counted, so that microbatches have unequal counts."""
+
+
+def samples_of(config: Config) -> SampleSource:
+    """Return the samples of a run, some labels masked.
+
+    Raises:
+        DataError: the corpus of `data.train` cannot be read.
+    """
+    model, train = config.model, config.train
+    random = SyntheticDataset(train.seed, model.vocab_size, model.seq_length, MASKED_FRACTION)
+    if config.data.synthetic:
+        return random
+    corpus = open_datasets(config.data, model.seq_length, train.seed, vocab_size=model.vocab_size).train
+    return MaskedSamples(corpus, random)
+
+
+class MaskedSamples:
+    """The tokens of one source with the loss masks of another."""
+
+    def __init__(self, tokens: SampleSource, masks: SampleSource) -> None:
+        self._tokens, self._masks = tokens, masks
+
+    def __getitem__(self, sample_id: int) -> Sample:
+        return Sample(self._tokens[sample_id].tokens, self._masks[sample_id].loss_mask)

@@ -1,0 +1,162 @@
+"""A configuration of the same kind, small enough for float64 on a laptop (no torch here).
+
+Bugs of a layout come from relations between sizes, not from sizes: whether heads outnumber ranks, whether stages are even,
+which ranks hold padding of the vocabulary. `launch/verify/relations.py` lists them, and each is kept; all else gets small.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from engine.config.schema import Config, ModelConfig, data_parallel_size
+from launch.verify.relations import (
+    MOST_ROUNDS,
+    head_pieces,
+    layer_counts,
+    num_microbatches,
+    recomputed_layers,
+    rows_of_ranks,
+    stage_relations,
+)
+
+HEAD_DIM = 8
+LEAST_SEQ_LENGTH = 8
+ROWS_PER_RANK = 8
+"""Rows of the padded vocabulary on a tp rank; without tensor parallelism `ROWS`, so that tokens differ."""
+ROWS = 40
+PADDING = 3
+BUCKET_BYTES = 4096
+"""Several buckets, with parameters across their borders."""
+
+MOST_PER_GROUP = 3
+"""Layers that are recomputed together: with 3, stages of n and of n + 1 layers can both leave a remainder."""
+
+Relation = tuple[object, ...]
+"""The value of `stage_relations`."""
+
+
+def shrink(config: Config) -> dict[str, dict[str, Any]]:
+    """Return what to change in a configuration, as sections of new values; `parallel.dp` left open counts as 1.
+
+    Kept: tp, pp, vpp, dp, the schedule, and every relation of `launch/verify/relations.py`. Buckets and offloaded tensors
+    are small whatever they were, so that there are several.
+    """
+    layers, per_group, num_offloaded = _layers(config)
+    seq_length = _seq_length(config)
+    batch = _batch(config, data_parallel_size(config.parallel, None) or 1)
+    recompute: dict[str, Any] = {"num_layers": per_group}
+    if config.recompute.head_tokens is not None:
+        wanted = head_pieces(config.train.micro_batch_size * config.model.seq_length, config.recompute.head_tokens)
+        tokens = batch["micro_batch_size"] * seq_length
+        recompute["head_tokens"] = next(n for n in range(tokens, 0, -1) if head_pieces(tokens, n) == wanted)
+    changes: dict[str, dict[str, Any]] = {
+        "model": {
+            "num_layers": sum(layers),
+            "seq_length": seq_length,
+            **_heads(config.model, config.parallel.tp),
+            **_vocabulary(config.model, config.parallel.tp),
+        },
+        "train": batch,
+        "optimizer": {"bucket_bytes": BUCKET_BYTES},
+        "recompute": recompute,
+        "offload": {"num_layers": num_offloaded, "min_bytes": 1},
+    }
+    if config.parallel.layers_per_stage is not None:
+        changes["parallel"] = {"layers_per_stage": layers}
+    return changes
+
+
+def _heads(model: ModelConfig, tp: int) -> dict[str, Any]:
+    kv_heads, group = model.kv_heads, model.num_attention_heads // model.kv_heads
+    if kv_heads < tp:
+        # Replicated: every rank has a head of its own, or two.
+        least = tp // kv_heads
+        group = least * min(group // least, 2)
+    else:
+        kv_heads = tp * min(kv_heads // tp, 2)
+        group = min(group, 2)
+    heads = kv_heads * group
+    filled = model.num_attention_heads * model.head_size
+    width = heads * HEAD_DIM
+    return {
+        "hidden_size": width
+        if model.hidden_size == filled
+        else width * 2
+        if model.hidden_size > filled
+        else width // 2,
+        "num_attention_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": None if model.head_dim is None else HEAD_DIM,
+        "ffn_hidden_size": tp * -(-10 // tp) * (2 if tp == 1 else 1),
+    }
+
+
+def _vocabulary(model: ModelConfig, tp: int) -> dict[str, Any]:
+    """Give each rank as many rows as the others, of which the same ranks as before hold padding."""
+    kinds = rows_of_ranks(model.vocab_size, model.padded_vocab_size, tp)
+    per_rank = max(ROWS_PER_RANK, -(-ROWS // tp))
+    partly = (per_rank - PADDING) * kinds.count("partly padding")
+    return {"vocab_size": per_rank * kinds.count("whole") + partly, "vocab_multiple": tp * per_rank}
+
+
+def _seq_length(config: Config) -> int:
+    """Return a length of several tokens on each rank, odd where it was (then no two equal pieces are possible)."""
+    length, tp = config.model.seq_length, config.parallel.tp
+    least = max(LEAST_SEQ_LENGTH, 2 * tp)
+    kept = (length % 2, length % tp == 0)
+    return next(n for n in range(least, least + 3 * tp + 2) if (n % 2, n % tp == 0) == kept)
+
+
+def _layers(config: Config) -> tuple[list[int], int, int]:
+    """Return (layers of each stage, layers per recomputed group, offloaded layers): the fewest that keep all relations."""
+    recomputed, counts = recomputed_layers(config), layer_counts(config)
+    per_group, num_offloaded = config.recompute.num_layers, config.offload.num_layers
+    sizes = sorted({count for count in counts if count})
+
+    def related(size: int, group: int, offloaded: int) -> Relation:
+        return stage_relations(size, recomputed=recomputed, layers_per_group=group, num_offloaded=offloaded)
+
+    wanted = [related(size, per_group, num_offloaded) for size in sizes]
+    best = (sizes, per_group, num_offloaded)
+    for group in range(min(2, per_group), min(MOST_PER_GROUP, per_group) + 1):
+        for offloaded in range(min(1, num_offloaded), min(num_offloaded, MOST_PER_GROUP * (len(sizes) + 2)) + 1):
+            candidates = partial(related, group=group, offloaded=offloaded)
+            most = 2 * group + offloaded + 2
+            if config.parallel.layers_per_stage is None:
+                smaller = _even_sizes(wanted, candidates, most)
+            else:
+                smaller = _listed_sizes(wanted, candidates, most)
+            if smaller is not None and sum(smaller) < sum(best[0]):
+                best = (smaller, group, offloaded)
+    new_size = dict(zip(sizes, best[0], strict=True))
+    return [new_size.get(count, 0) for count in counts], best[1], best[2]
+
+
+def _even_sizes(wanted: Sequence[Relation], related: Callable[[int], Relation], most: int) -> list[int] | None:
+    """Return the smallest sizes of stages, each one more than the one before, that are related as wanted."""
+    for least in range(1, most + 1):
+        sizes = [least + place for place in range(len(wanted))]
+        if [related(size) for size in sizes] == list(wanted):
+            return sizes
+    return None
+
+
+def _listed_sizes(wanted: Sequence[Relation], related: Callable[[int], Relation], most: int) -> list[int] | None:
+    """Return the smallest growing sizes of stages that are related as wanted; at most `most` between two of them."""
+    sizes: list[int] = []
+    for relation in wanted:
+        first = sizes[-1] + 1 if sizes else 1
+        size = next((size for size in range(first, first + most) if related(size) == relation), None)
+        if size is None:
+            return None
+        sizes.append(size)
+    return sizes
+
+
+def _batch(config: Config, dp: int) -> dict[str, Any]:
+    """Keep a first, a middle and a last round of the pipeline, and as many microbatches beyond whole rounds as before."""
+    pp, microbatches = config.parallel.pp, num_microbatches(config)
+    if microbatches > MOST_ROUNDS * pp:
+        microbatches = MOST_ROUNDS * pp + microbatches % pp
+    micro_batch_size = min(config.train.micro_batch_size, 2)
+    return {"global_batch_size": microbatches * micro_batch_size * dp, "micro_batch_size": micro_batch_size}

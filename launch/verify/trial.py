@@ -1,0 +1,130 @@
+"""From a config and a layout to the configurations that a verification runs (no torch here)."""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.config.load import load_config
+from engine.config.problems import with_value
+from engine.config.schema import Config, parallel_sizes
+from engine.errors import ConfigError
+from launch.verify.shrink import shrink
+from launch.verify.verdict.bounds import TOLERANCES
+from models.predict.rank_memory import settled
+
+CLIP = 0.5
+"""Below any gradient norm off the initial point, so that clipping is at work."""
+
+LEARNING_RATE = 1e-2
+
+NARROW_EPS = 1e-3
+"""Of Adam in fp32 and bf16, near the size of a clipped gradient's elements. With 1e-8 the first update is lr x sign(g), and where
+a gradient is zero up to rounding, its sign is a draw: one such element would be an error of 2 lr, however small the rounding."""
+
+ONE_PROCESS = {
+    "tp": 1,
+    "pp": 1,
+    "vpp": 1,
+    "dp": 1,
+    "sequence_parallel": False,
+    "layers_per_stage": None,
+}
+
+
+WIDER = {"bf16": "fp32", "fp32": "float64"}
+"""In which dtype the rounding of one process is measured; that of float64 is bounded by a constant."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One thing to verify.
+
+    Attributes:
+        config: the layout's, as it will run.
+        reference: the same in one process.
+        noise: the reference in a wider dtype; None: its rounding is not measured.
+    """
+
+    config: Config
+    reference: Config
+    noise: Config | None = None
+
+    @property
+    def tolerance(self) -> float | None:
+        """The constant bound of errors; None: there is none for this dtype, and the rounding is measured."""
+        return TOLERANCES.get(self.config.precision.dtype)
+
+
+def trial(path: Path, overrides: tuple[str, ...], *, small: bool, num_steps: int, dtype: str | None) -> Trial:
+    """The two configurations of a verification.
+
+    Args:
+        path, overrides: as for training, the layout among the overrides.
+        small: shrink it (`launch/verify/shrink.py`).
+        num_steps: optimizer steps.
+        dtype: of both runs; None: the config's own.
+
+    Raises:
+        ConfigError: all problems at once.
+    """
+    asked = load_config(path, overrides, os.environ)
+    asked = with_value(asked, "parallel.dp", asked.parallel.dp or 1)
+    # What is chosen by memory is chosen for the sizes that were asked for.
+    asked = settled(asked, parallel_sizes(asked))
+    tree = asked.model_dump(mode="json")
+    for section, values in (shrink(asked) if small else {}).items():
+        tree[section] |= values
+    tree["data"] = {"synthetic": True}
+    tree["train"] |= {"steps": num_steps, "tokens": None, "eval_interval": None}
+    optimizer = asked.optimizer
+    tree["optimizer"] |= {
+        "lr": LEARNING_RATE,
+        "min_lr": 0.0,
+        "warmup_steps": 0,
+        "decay_steps": None,
+        "clip_grad": CLIP,
+        "weight_decay": optimizer.weight_decay or 0.1,
+    }
+    tree["precision"]["dtype"] = dtype or asked.precision.dtype
+    if tree["precision"]["dtype"] in WIDER:
+        tree["optimizer"]["eps"] = NARROW_EPS
+    tree["checkpoint"] = {}
+    tree["telemetry"] = {}
+    one = tree | {
+        "parallel": tree["parallel"] | ONE_PROCESS,
+        "schedule": {"name": "auto"},
+        "recompute": {"granularity": "none"},
+        "offload": {},
+    }
+    reference = checked(one)
+    # Settled like the layout, so that a layout of one process is equal to it.
+    return Trial(checked(tree), settled(reference, parallel_sizes(reference)), _noise(one))
+
+
+def _noise(one: Mapping[str, Any]) -> Config | None:
+    """Return the one process in a wider dtype, with kernels and a state that this dtype has; None: there is none wider."""
+    dtype = WIDER.get(one["precision"]["dtype"])
+    if dtype is None:
+        return None
+    attention = "explicit" if one["kernels"]["attention"] == "explicit" else "auto"
+    config = checked(dict(one) | {"precision": {"dtype": dtype}, "kernels": {"attention": attention}})
+    return settled(config, parallel_sizes(config))
+
+
+def checked(tree: Mapping[str, Any]) -> Config:
+    """A tree as a configuration.
+
+    Raises:
+        ConfigError: all problems at once.
+    """
+    with tempfile.TemporaryDirectory(prefix="triaxis-") as folder:
+        path = Path(folder) / "verify.yaml"
+        path.write_text(json.dumps(tree))
+        try:
+            return load_config(path)
+        except ConfigError as error:
+            raise ConfigError(error.problems, "the configuration to verify") from None

@@ -1,0 +1,1 @@
+"""From measured differences to a verdict and its cause."""

@@ -1,0 +1,99 @@
+"""The largest error that is rounding (no torch here).
+
+In float64 it is a constant, far above any rounding and far below any bug. In a narrower dtype it is measured. One process runs
+in that dtype (the reference), and once more in the next wider one, from the same rounded weights. The relative error e of each
+tensor between the two is the rounding of one process. A layout adds the same numbers in other orders, so its rounding has the
+size of e, and is another draw. Only tensor parallelism rounds more often: partial sums of t ranks are rounded before they are
+added, and each addition rounds again. If the partial sums have equal sizes and independent errors, t of them add (1 / t) of the
+variance each, and the t - 1 running sums of k / t of the size add the sum of k / t, about t / 2. Hence
+
+    variance of (layout - reference) <= e^2 (1 + t / 2) + e^2          bound = DRAWS e sqrt(2 + t / 2)
+
+A small tensor may be rounded well by luck; so e is at least the root mean square over all tensors of its kind in the step.
+"""
+
+import math
+from collections.abc import Mapping
+
+from launch.verify.verdict.evidence import Evidence, relative, relative_errors
+from launch.verify.verdict.records import StepFacts, TensorKind
+
+TOLERANCES = {"float64": 1e-9, "fp32": 1e-3}
+"""Constants: in float64, and in fp32 against an oracle, whose rounding is its own."""
+
+DRAWS = 3.0
+"""Standard deviations: rounding errors of a tensor are many, so their norm is seldom beyond 3."""
+
+
+def noise_factor(tp: int) -> float:
+    """Return the bound of an error as a multiple of the measured rounding of one process."""
+    return DRAWS * math.sqrt(2 + tp / 2)
+
+
+class Bounds:
+    """Bounds of relative errors, by step, kind and name.
+
+    Args:
+        evidence: of the layout; `noise` is read where it is there.
+        tolerance: the constant where it is not; unused else.
+    """
+
+    def __init__(self, evidence: Evidence, tolerance: float | None) -> None:
+        assert evidence.noise is not None or tolerance is not None, "without a measured noise, a tolerance is needed"
+        self._evidence, self._tolerance = evidence, tolerance
+        self._factor = noise_factor(evidence.sizes.tp)
+
+    def tensors(self, step: int, kind: TensorKind) -> Mapping[str, float]:
+        """Return the bound of each tensor of a kind."""
+        if self._evidence.noise is None:
+            return self._constant(self._evidence.tensors.get((step, kind), {}))
+        return self._measured(relative_errors(self._evidence.noise_tensors.get((step, kind), {})))
+
+    def sites(self) -> Mapping[str, float]:
+        """Return the bound of each output of the first forward."""
+        if self._evidence.noise is None:
+            return self._constant(self._evidence.sites)
+        return self._measured(relative_errors(self._evidence.noise_sites))
+
+    def loss(self, step: int) -> float:
+        """Return the bound of a global batch's loss.
+
+        A mean over tokens is off by no more than the root mean square of its terms, and often by far less: by luck. So e is
+        also that of the first step's token losses, and that of the step's gradients, which come from the same forward.
+        """
+        if self._evidence.noise is None:
+            return self._only()
+        scalars = [self._scalar(at, "loss") for at in range(step + 1)]
+        tokens = relative_errors(self._evidence.noise_sites).get("token_losses", 0.0)
+        return self._factor * max(*scalars, tokens, self._all_gradients(step))
+
+    def grad_norm(self, step: int) -> float:
+        """Return the bound of the gradient norm: | |g| - |g'| | <= |g - g'|."""
+        if self._evidence.noise is None:
+            return self._only()
+        return self._factor * max(self._scalar(step, "grad_norm"), self._all_gradients(step))
+
+    def _only(self) -> float:
+        assert self._tolerance is not None
+        return self._tolerance
+
+    def _constant(self, names: Mapping[str, object]) -> dict[str, float]:
+        return dict.fromkeys(names, self._only())
+
+    def _measured(self, errors: Mapping[str, float]) -> dict[str, float]:
+        mean = math.sqrt(sum(error**2 for error in errors.values()) / max(1, len(errors)))
+        return {name: self._factor * max(error, mean) for name, error in errors.items()}
+
+    def _scalar(self, step: int, field: str) -> float:
+        assert self._evidence.noise is not None
+        wanted, got = (_value(steps[step], field) for steps in (self._evidence.reference, self._evidence.noise.steps))
+        return relative(abs(got - wanted), abs(wanted))
+
+    def _all_gradients(self, step: int) -> float:
+        gradients = self._evidence.noise_tensors[step, "gradient"].values()
+        error_square = sum(one.error_square for one in gradients)
+        return relative(math.sqrt(error_square), math.sqrt(sum(one.wanted_square for one in gradients)))
+
+
+def _value(facts: StepFacts, field: str) -> float:
+    return facts.loss if field == "loss" else facts.grad_norm

@@ -1,0 +1,263 @@
+"""From a difference to what it looks like, and to an axis where measurements name one (no torch here).
+
+An axis is named only from what was measured:
+
+    sub-layouts     the same run with one axis collapsed to 1 rank: the axis without which the difference vanishes
+    which ranks     where several such axes are left: the one along which right and wrong ranks part
+    partial sums    where several are left, or no sub-layouts: projections of the ranks' gradients add up to 1 along one axis
+    factor          without sub-layouts: everything is the same multiple, and that is the size (or its inverse) of one axis only
+
+Tables of what is summed over which axis are not read: a bug may be in them.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from launch.verify.verdict.deviation import Deviation
+from launch.verify.verdict.evidence import Cause, Difference, Evidence, Outcome
+from launch.verify.verdict.records import RankReport, together
+
+AXES = ("tp", "pp", "dp")
+LOOSEST_SUM = 0.05
+"""Projections that add up to 1 within this speak for partial sums, where the bound is not tighter."""
+
+
+def cause_of(evidence: Evidence, differing: Sequence[Difference], outcomes: Sequence[Outcome] = ()) -> Cause:
+    """Return the axis that measurements name, and what was measured.
+
+    Args:
+        evidence: of the layout.
+        differing: all differences of the first kind that differs.
+        outcomes: of sub-layouts; empty: none were run.
+    """
+    parts = [_appearance(evidence, differing)]
+    apart = axes_apart(evidence, differing)
+    parts += [f"ranks with {axis} {_numbers(wrong)} are wrong and the others right" for axis, wrong in apart.items()]
+    parts += _said_by(outcomes)
+    axis = _from_outcomes(evidence, differing, outcomes) if outcomes else _from_ranks(evidence, differing)
+    return Cause(axis, "; ".join(parts))
+
+
+def axes_apart(evidence: Evidence, differing: Sequence[Difference]) -> dict[str, tuple[int, ...]]:
+    """Return the axes along which right and wrong ranks part, with the coordinates of the wrong ones."""
+    right_ranks: list[RankReport] = []
+    wrong_ranks: list[RankReport] = []
+    for rank in evidence.ranks:
+        found = _deviation_on(rank, differing)
+        if found is not None:
+            is_wrong = not found.error <= differing[0].bound * found.wanted_norm
+            (wrong_ranks if is_wrong else right_ranks).append(rank)
+    apart = {}
+    for axis in AXES:
+        wrong = {rank.coordinates[axis] for rank in wrong_ranks}
+        right = {rank.coordinates[axis] for rank in right_ranks}
+        if wrong and right and not wrong & right:
+            apart[axis] = tuple(sorted(wrong))
+    return apart
+
+
+def _deviation_on(rank: RankReport, differing: Sequence[Difference]) -> Deviation | None:
+    """Return how far this rank's parts of what differs are off; None: it has no part."""
+    first, names = differing[0], {one.name for one in differing}
+    if first.what == "output":
+        found = [one.deviation for one in rank.sites if one.name == first.name]
+    else:
+        found = [
+            one.deviation
+            for one in rank.tensors
+            if one.step == first.step and one.kind == first.what and one.name in names
+        ]
+    return together(found) if found else None
+
+
+def _from_outcomes(evidence: Evidence, differing: Sequence[Difference], outcomes: Sequence[Outcome]) -> str | None:
+    """Return the axis without which the difference vanishes; of several, the one that the ranks' values speak for."""
+    vanished = {one.axis for one in outcomes if one.axis is not None and one.equal}
+    is_gradient = differing[0].what == "gradient"
+    summed = {axis for axis in AXES[:2] if is_gradient and are_partial_sums(evidence, differing, axis)}
+    for spoken_for in (set(AXES), set(axes_apart(evidence, differing)), summed):
+        if len(vanished & spoken_for) == 1:
+            (axis,) = vanished & spoken_for
+            return axis
+    return None
+
+
+def _said_by(outcomes: Sequence[Outcome]) -> list[str]:
+    said = []
+    for equal, verb in ((True, "vanishes"), (False, "stays"), (None, "is unknown (the run failed)")):
+        changes = [one.change for one in outcomes if one.equal is equal]
+        said += [f"it {verb} with {', with '.join(changes)}"] if changes else []
+    return said
+
+
+def _from_ranks(evidence: Evidence, differing: Sequence[Difference]) -> str | None:
+    what = differing[0].what
+    if what == "samples":
+        return _axis_of_samples(evidence, differing[0].step)
+    if what == "gradient":
+        summed = [axis for axis in AXES[:2] if are_partial_sums(evidence, differing, axis)]
+        if len(summed) == 1:
+            return summed[0]
+    factor = common_factor(differing)
+    axes = [
+        axis
+        for axis in AXES
+        if factor is not None
+        and (size := evidence.sizes.size(axis)) > 1
+        and any(math.isclose(factor, wanted, rel_tol=1e-3) for wanted in (size, 1 / size))
+    ]
+    is_of_all = what in ("loss", "gradient norm") or len(differing) == len(evidence.parameters)
+    return axes[0] if is_of_all and len(axes) == 1 else None
+
+
+def _axis_of_samples(evidence: Evidence, step: int) -> str | None:
+    """Return tp or pp where ranks that differ on it alone read other samples, else dp."""
+    for axis in AXES[:2]:
+        for ranks in _along(evidence, axis):
+            if len({rank.samples[step] for rank in ranks}) > 1:
+                return axis
+    return "dp" if evidence.sizes.dp > 1 else None
+
+
+def common_factor(differing: Sequence[Difference]) -> float | None:
+    """Return the multiple that everything is of what it should be; None: there is no such number."""
+    factors = [one.factor for one in differing]
+    first = factors[0]
+    if first is None or any(one is None or not math.isclose(one, first, rel_tol=1e-3) for one in factors):
+        return None
+    return first
+
+
+def are_partial_sums(evidence: Evidence, differing: Sequence[Difference], axis: str) -> bool:
+    """Return True where the gradients of the ranks along an axis add up to the right ones, and none is a multiple of them.
+
+    What rank i has, g_i, is seen as its projection <w, g_i> / <w, w> on what is wanted. Where g_0 + g_1 + ... = w, the
+    projections add up to 1. Parts of a tensor that is cut along the axis could do so by chance if each were 1 / size: those are
+    multiples.
+    """
+    first = differing[0]
+    close = max(1e-6, min(first.bound, LOOSEST_SUM))
+    for difference in differing:
+        for ranks in _along(evidence, axis):
+            parts = [part for rank in ranks if (part := _deviation_on(rank, [difference])) is not None]
+            parts = [part for part in parts if part.wanted_square]
+            if not parts:
+                continue
+            if len(parts) == 1 or all(part.is_multiple for part in parts):
+                return False
+            if abs(sum(part.product / part.wanted_square for part in parts) - 1) > close:
+                return False
+    return True
+
+
+def _along(evidence: Evidence, axis: str) -> list[list[RankReport]]:
+    """Return the ranks in groups that differ on this axis alone."""
+    groups: dict[tuple[int, ...], list[RankReport]] = {}
+    for rank in evidence.ranks:
+        groups.setdefault(tuple(at for name, at in rank.coordinates.items() if name != axis), []).append(rank)
+    return list(groups.values())
+
+
+# What it looks like ------------------------------------------------------------------------------------------------------
+
+
+def _appearance(evidence: Evidence, differing: Sequence[Difference]) -> str:
+    first = differing[0]
+    if first.what == "output":
+        return _of_output(evidence, first)
+    if first.what == "gradient":
+        return _of_gradients(evidence, differing)
+    if first.what in ("master", "exp_avg", "exp_avg_sq"):
+        return _of_update(evidence, differing)
+    return {
+        "samples": "samples of the step are read twice, by nobody, or with other tokens: the deal of samples to dp ranks",
+        "start": "initial weights depend on the layout: a parameter is drawn from its part, not from the whole tensor",
+        "loss": f"the outputs are right, and the loss of the global batch is {_times(first.factor)} what it should be: ranks that "
+        "count the same tokens are added, or a mean of means is taken over microbatches with unequal masks",
+        "gradient norm": f"every gradient is right and their norm is {_times(first.factor)} what it should be: replicas of a "
+        "parameter are counted more than once, or an owned part not at all; clipping then scales every update",
+        "parameter": "masters are right and the weights that the next forward uses are not: the all-gather after the update is "
+        "missing, or ran before the owner had written its part",
+    }[first.what]
+
+
+def _of_output(evidence: Evidence, first: Difference) -> str:
+    sites = list(evidence.sites)
+    place = sites.index(first.name)
+    if first.name == "token_losses":
+        return (
+            "every hidden state is right and the tokens' losses are not: the columns of the head, padded rows of the vocabulary "
+            "in the softmax, or labels of another microbatch"
+        )
+    if first.name == "loss":
+        return (
+            "every token's loss is right and their sum over a microbatch is not: the mask of another microbatch, or a mean over "
+            "the counted tokens of the microbatch where the global batch is to be divided once"
+        )
+    if place and _begins_a_stage(evidence, first.name):
+        return (
+            f"what {sites[place - 1]} gave is right, and {first.name}, the first place of the next stage, did not compute from it: "
+            "microbatches or chunks of the pipeline are in another order than their inputs"
+        )
+    what = {
+        "attention": "heads, positions (RoPE) or dropout of a rank's part",
+        "mlp": "columns, or the sum of the row-parallel output",
+        "embedding": "rows of the vocabulary, or positions of a rank's part of the sequence",
+    }.get(first.name.rsplit(".", 1)[-1], "dropout or residual of a rank's part of the sequence")
+    return f"{first.name} is the first wrong output, and its inputs are right: {what}"
+
+
+def _begins_a_stage(evidence: Evidence, site: str) -> bool:
+    """Return True where a site is of the first layer of a stage that has a stage before it."""
+    stages = {".".join(facts.name.split(".")[:2]): facts.stage for facts in evidence.parameters}
+    layer = ".".join(site.split(".")[:2])
+    return any(after == layer and stages[before] != stages[after] for before, after in pairwise(stages))
+
+
+def _of_gradients(evidence: Evidence, differing: Sequence[Difference]) -> str:
+    is_of_all = len(differing) == len(evidence.parameters)
+    which = "every gradient" if is_of_all else f"{len(differing)} of {len(evidence.parameters)} gradients"
+    for axis in AXES[:2]:
+        if evidence.sizes.size(axis) > 1 and are_partial_sums(evidence, differing, axis):
+            return (
+                f"{which}: each rank along {axis} has a part of the gradient, and these parts add up to the right one: they are "
+                f"not added over {axis}"
+            )
+    factor = common_factor(differing)
+    if factor is not None:
+        sizes = [
+            axis for axis in AXES if evidence.sizes.size(axis) > 1 and math.isclose(factor, evidence.sizes.size(axis))
+        ]
+        equal_to = f" (the size of {' and of '.join(sizes)})" if sizes else ""
+        reason = (
+            "the loss is scaled twice or not at all, or a mean is taken where a sum belongs (or the other way round)"
+            if is_of_all
+            else "replicas that hold the whole gradient are added, or it is added twice"
+        )
+        return f"{which}: {factor:.4g} times what it should be{equal_to}: {reason}"
+    if is_of_all:
+        return "loss and outputs are right and every gradient is wrong: the backward of the head or of the loss"
+    return (
+        f"{which}: wrong in a way that no factor explains, with right outputs: a backward, a sum that has not seen "
+        "every microbatch, or an owned part that another rank's sum went to"
+    )
+
+
+def _of_update(evidence: Evidence, differing: Sequence[Difference]) -> str:
+    decays: Mapping[str, bool] = {one.name: one.decay for one in evidence.parameters}
+    kind = differing[0].what
+    if kind == "master" and not any(decays[one.name] for one in differing):
+        return "gradients and their norm are right, and only weights without decay are not: decay on norms or biases"
+    return (
+        f"gradients and their norm are right and {kind} is not: masters that do not follow the weights, another learning rate "
+        "or bias correction, or decay on the wrong weights"
+    )
+
+
+def _times(factor: float | None) -> str:
+    return "not a multiple of" if factor is None else f"{factor:.4g} times"
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))

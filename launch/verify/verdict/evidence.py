@@ -1,0 +1,131 @@
+"""Everything that ranks and sub-layouts saw, and how a difference is written down (no torch here)."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from engine.layout.rank_grid import ParallelSizes
+from launch.verify.verdict.deviation import Deviation
+from launch.verify.verdict.records import ParameterFacts, RankReport, Sample, StepFacts, TensorKind, together
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing that differs.
+
+    Attributes:
+        step: counted from 0.
+        what: a tensor kind, `samples`, `output`, `loss` or `gradient norm`.
+        name: of the parameter, the place or the sample; empty for scalars.
+        wanted, got: norms, or the scalars themselves; of a sample, how often it is read.
+        error: of the difference, relative to `wanted` or to the tensor's share of all.
+        factor: what was got is this multiple of what was wanted and nothing else; None where it is no multiple.
+        bound: the largest error that is rounding.
+    """
+
+    step: int
+    what: str
+    name: str
+    wanted: float
+    got: float
+    error: float
+    factor: float | None
+    bound: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """An axis that measurements name (None: they name none), and what was measured."""
+
+    axis: str | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The verdict about a sub-layout: the same run with one thing taken out.
+
+    Attributes:
+        change: such as `tp=1`.
+        axis: the axis of ranks that is taken out; None: something else is.
+        equal: None where the run did not end well.
+    """
+
+    change: str
+    axis: str | None
+    equal: bool | None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything that was seen.
+
+    Attributes:
+        sizes, sequence_parallel: the layout.
+        parameters: what it does with each parameter, in forward order.
+        reference: the steps of the one process.
+        ranks: the reports of the layout.
+        samples: of the one process's steps; empty: the reference has not written them.
+        noise: the report of one process in a wider dtype; None: the bound is a constant.
+    """
+
+    sizes: ParallelSizes
+    sequence_parallel: bool
+    parameters: tuple[ParameterFacts, ...]
+    reference: tuple[StepFacts, ...]
+    ranks: tuple[RankReport, ...]
+    samples: tuple[tuple[Sample, ...], ...] = ()
+    noise: RankReport | None = None
+
+    @cached_property
+    def tensors(self) -> dict[tuple[int, TensorKind], dict[str, Deviation]]:
+        """By step and kind: every tensor over all ranks, in forward order."""
+        return self._tensors(self.ranks)
+
+    @cached_property
+    def sites(self) -> dict[str, Deviation]:
+        """Outputs of the first forward over all ranks, along the model."""
+        return _sites(self.ranks)
+
+    @cached_property
+    def noise_tensors(self) -> dict[tuple[int, TensorKind], dict[str, Deviation]]:
+        """As `tensors`, of the one process in a wider dtype."""
+        assert self.noise is not None
+        return self._tensors((self.noise,))
+
+    @cached_property
+    def noise_sites(self) -> dict[str, Deviation]:
+        """As `sites`, of the one process in a wider dtype."""
+        assert self.noise is not None
+        return _sites((self.noise,))
+
+    def _tensors(self, ranks: tuple[RankReport, ...]) -> dict[tuple[int, TensorKind], dict[str, Deviation]]:
+        parts: dict[tuple[int, TensorKind], dict[str, list[Deviation]]] = {}
+        for rank in ranks:
+            for one in rank.tensors:
+                parts.setdefault((one.step, one.kind), {}).setdefault(one.name, []).append(one.deviation)
+        order = {facts.name: place for place, facts in enumerate(self.parameters)}
+        return {
+            key: {name: together(found[name]) for name in sorted(found, key=order.__getitem__)}
+            for key, found in parts.items()
+        }
+
+
+def _sites(ranks: tuple[RankReport, ...]) -> dict[str, Deviation]:
+    parts: dict[tuple[int, str], list[Deviation]] = {}
+    for rank in ranks:
+        for site in rank.sites:
+            parts.setdefault((site.order, site.name), []).append(site.deviation)
+    return {name: together(parts[order, name]) for order, name in sorted(parts)}
+
+
+def relative_errors(tensors: Mapping[str, Deviation]) -> dict[str, float]:
+    """Return errors relative to the tensor, or to its share of all: a gradient that is zero in theory is rounding in practice."""
+    share = math.sqrt(sum(one.wanted_square for one in tensors.values()) / max(1, len(tensors)))
+    return {name: relative(one.error, max(one.wanted_norm, share)) for name, one in tensors.items()}
+
+
+def relative(error: float, scale: float) -> float:
+    """Return `error` / `scale`; of nothing, 0 where there is no error and infinity where there is one."""
+    return error / scale if scale else (0.0 if error == 0 else math.inf)

@@ -1,0 +1,138 @@
+"""From what ranks saw to a verdict: equal, or the first thing that differs, and where (no torch here).
+
+The order of a step is the order of the search: samples that are read, weights at the start, outputs along the model, loss,
+gradients, their norm, masters and moments, the parameters that the next forward uses. What comes later differs because of what
+came before.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from launch.verify.verdict.bounds import TOLERANCES, Bounds
+from launch.verify.verdict.causes import cause_of
+from launch.verify.verdict.deviation import Deviation
+from launch.verify.verdict.evidence import Cause, Difference, Evidence, relative, relative_errors
+from launch.verify.verdict.records import KINDS, Sample, StepFacts
+
+__all__ = ["TOLERANCES", "Cause", "Difference", "Evidence", "Verdict", "judge"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The outcome; equal where `differences` is empty.
+
+    Attributes:
+        largest: for every kind compared, the largest relative error and whose it was.
+        differences: all of the first kind that differs, the first of them first.
+        reference: the steps of the one process.
+        of_bound: the largest error as a part of its bound; at most 1 where equal.
+    """
+
+    largest: Mapping[str, tuple[float, str]]
+    differences: tuple[Difference, ...]
+    cause: Cause | None
+    reference: tuple[StepFacts, ...] = ()
+    of_bound: float = 0.0
+
+    @property
+    def equal(self) -> bool:
+        return not self.differences
+
+
+def judge(evidence: Evidence, tolerance: float | None) -> Verdict:
+    """Search for the first difference, and say what of the ranks' reports speaks for an axis.
+
+    Args:
+        evidence: of the layout.
+        tolerance: the bound of every error where the evidence has no measured noise.
+    """
+    largest: dict[str, tuple[float, str]] = {}
+    first: list[Difference] = []
+    of_bounds = [0.0]
+    bounds = Bounds(evidence, tolerance)
+
+    def look(found: Iterable[Difference]) -> None:
+        differing = []
+        for one in found:
+            if one.error > largest.get(one.what, (-1.0, ""))[0]:
+                largest[one.what] = (one.error, one.name)
+            of_bounds.append(relative(one.error, one.bound))
+            if not one.error <= one.bound:
+                differing.append(one)
+        if differing and not first:
+            first.extend(differing)
+
+    for step, wanted in enumerate(evidence.reference):
+        look(_samples(evidence, step))
+        if step == 0:
+            look(_of(step, "start", evidence.tensors.get((0, "start"), {}), bounds.tensors(0, "start")))
+            look(_of(step, "output", evidence.sites, bounds.sites()))
+        got = [rank.steps[step] for rank in evidence.ranks]
+        look(_scalars(step, "loss", wanted, got, lambda facts: facts.loss, bounds.loss(step)))
+        for kind in KINDS[1:]:
+            look(_of(step, kind, evidence.tensors.get((step, kind), {}), bounds.tensors(step, kind)))
+            if kind == "gradient":
+                look(
+                    _scalars(step, "gradient norm", wanted, got, lambda facts: facts.grad_norm, bounds.grad_norm(step))
+                )
+    cause = cause_of(evidence, first) if first else None
+    return Verdict(largest, tuple(first), cause, evidence.reference, max(of_bounds))
+
+
+def _of(step: int, what: str, tensors: Mapping[str, Deviation], bounds: Mapping[str, float]) -> list[Difference]:
+    return [
+        Difference(
+            step,
+            what,
+            name,
+            tensors[name].wanted_norm,
+            tensors[name].got_norm,
+            error,
+            tensors[name].factor if tensors[name].is_multiple else None,
+            bounds[name],
+        )
+        for name, error in relative_errors(tensors).items()
+    ]
+
+
+def _scalars(
+    step: int,
+    what: str,
+    wanted: StepFacts,
+    got: Sequence[StepFacts],
+    value: Callable[[StepFacts], float],
+    bound: float,
+) -> list[Difference]:
+    """Return the worst rank's."""
+    expected = value(wanted)
+    worst = max((value(facts) for facts in got), key=lambda number: _distance(number, expected))
+    factor = worst / expected if expected else None
+    error = relative(_distance(worst, expected), abs(expected))
+    return [Difference(step, what, "", expected, worst, error, factor, bound)]
+
+
+def _distance(number: float, expected: float) -> float:
+    """Return how far apart they are; what is not finite is infinitely far."""
+    return abs(number - expected) if math.isfinite(number) else math.inf
+
+
+def _samples(evidence: Evidence, step: int) -> Iterator[Difference]:
+    """Compare how often each sample of the step is read by the dp ranks that have the same place on tp and pp."""
+    if not evidence.samples:
+        return
+    wanted = Counter(evidence.samples[step])
+    places: dict[tuple[int, int], Counter[Sample]] = {}
+    for rank in evidence.ranks:
+        place = (rank.coordinates["pp"], rank.coordinates["tp"])
+        places.setdefault(place, Counter()).update(rank.samples[step])
+    worst: dict[Sample, int] = {}
+    for read in places.values():
+        for sample in wanted | read:
+            if abs(read[sample] - wanted[sample]) >= abs(worst.get(sample, wanted[sample]) - wanted[sample]):
+                worst[sample] = read[sample]
+    for sample, times in sorted(worst.items()):
+        is_known = sample in wanted
+        name = f"sample {sample[0]}" if is_known else f"other tokens, labels or mask of sample {sample[0]}"
+        yield Difference(step, "samples", name, wanted[sample], times, abs(times - wanted[sample]), None)

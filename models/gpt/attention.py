@@ -1,0 +1,107 @@
+"""Causal self-attention, cut over tp by heads.
+
+    x [s(/t), b, h] --column--> q [s, b, heads/t, d], k and v [s, b, kv_heads/t, d] --attention--> [s, b, heads/t * d]
+      --row--> [s(/t), b, h]
+
+With fewer key/value heads than tp ranks each rank holds one whole head, as a replica. While text is generated, k and v of
+earlier tokens come from a cache (`models/gpt/kv_cache.py`).
+"""
+
+import torch
+from torch import nn
+
+from engine.activations.saved_tensors import ATTENTION
+from engine.kernels.attention import attention
+from engine.kernels.elementwise import apply_rope, rms_norm
+from engine.layout.shard_spec import cut
+from engine.numerics.precision import accumulate
+from engine.tensor_parallel.dropout import DropoutKeys, dropout
+from engine.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from engine.tensor_parallel.parameter import ShardedParameter
+from models.gpt.context import BuildContext
+from models.gpt.kv_cache import LayerCache
+
+
+class Attention(nn.Module):
+    def __init__(self, context: BuildContext, name: str) -> None:
+        super().__init__()
+        model, tp = context.model, context.region.axis
+        self.context = context
+        self.name = name
+        self.head_dim = model.head_size
+        self.first_head, stop = cut(model.num_attention_heads, tp.size, tp.index)
+        self.num_heads = stop - self.first_head
+        first_kv, stop_kv = cut(model.kv_heads, tp.size, tp.index)
+        self.num_kv_heads = stop_kv - first_kv
+        self.qkv = ColumnParallelLinear(
+            context.parameters_named(f"{name}.q.weight", f"{name}.kv.weight"),
+            context.parameters_named(f"{name}.q.bias", f"{name}.kv.bias"),
+            context.region,
+            context.queue,
+            f"{name}.qkv",
+        )
+        self.q_norm = context.maybe_parameter(f"{name}.q_norm.weight")
+        self.k_norm = context.maybe_parameter(f"{name}.k_norm.weight")
+        self.proj = RowParallelLinear(
+            context.parameter(f"{name}.proj.weight"),
+            context.maybe_parameter(f"{name}.proj.bias"),
+            context.region,
+            context.queue,
+            f"{name}.proj",
+        )
+
+    def forward(
+        self, x: torch.Tensor, rope: torch.Tensor | None, keys: DropoutKeys, cache: LayerCache | None = None
+    ) -> torch.Tensor:
+        """x [s(/t), b, h], rope [2, s, b, 1, d] or None -> [s(/t), b, h]; with a cache the x are its next s tokens."""
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        q, k, v = self.qkv(x).split((q_size, kv_size, kv_size), dim=-1)
+        s, b = q.shape[:2]
+        q = q.view(s, b, self.num_heads, self.head_dim)
+        k, v = (tensor.view(s, b, self.num_kv_heads, self.head_dim) for tensor in (k, v))
+        saved = self.context.saved
+        q = saved.again("rope", lambda q: self._turn(q, self.q_norm, rope), q)
+        k = saved.again("rope", lambda k: self._turn(k, self.k_norm, rope), k)
+        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
+        if cache is not None:
+            k, v = cache.extend(k, v)
+
+        choices = self.context.kernels.choices
+        kernel = choices.decoding if cache is not None and s == 1 else choices.attention
+        return self.proj(saved.inside(ATTENTION, lambda q, k, v: self._core(kernel, q, k, v, keys), q, k, v))
+
+    def _turn(self, x: torch.Tensor, norm: ShardedParameter | None, rope: torch.Tensor | None) -> torch.Tensor:
+        """QK-norm and rotation of queries or keys [s, b, heads, d]; x itself where the model has neither."""
+        fusion = self.context.kernels.fusion
+        if norm is not None:
+            x = rms_norm(x, norm.tracked(), self.context.model.norm_eps, fusion)
+        return x if rope is None else apply_rope(x, rope, fusion)
+
+    def _core(self, kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: DropoutKeys) -> torch.Tensor:
+        """Scaled dot-product attention: q [b, n, s, d], k, v [b, n_kv, s_k, d] -> [s, b, n * d].
+
+        s_k = s, causal; or s = 1, and the query is of the last of the s_k places.
+        """
+        if kernel == "explicit":
+            mixed = self._explicit(q, k, v, keys)
+        else:
+            # A single query sees every key, and torch's causal mask would hide all but the first from it.
+            mixed = attention(kernel, q, k, v, is_causal=q.shape[2] > 1)
+        return mixed.permute(2, 0, 1, 3).flatten(2)
+
+    def _explicit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: DropoutKeys) -> torch.Tensor:
+        """Attention with its probabilities materialised, [b, n, s, s_k]: what dropout on them needs."""
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        s = q.shape[2]
+        scores = accumulate(q @ k.transpose(-1, -2)) * self.head_dim**-0.5
+        s_k = k.shape[2]
+        future = torch.ones(s, s_k, dtype=torch.bool, device=q.device).triu(1 + s_k - s)
+        probabilities = scores.masked_fill(future, -torch.inf).softmax(-1).to(q.dtype)
+        p = self.context.model.attention_dropout
+        if p and self.training:
+            head, row, column = (torch.arange(n, device=q.device) for n in (q.shape[1], s, s))
+            positions = ((self.first_head + head).view(-1, 1, 1) * s + row.view(-1, 1)) * s + column
+            fusion, site = self.context.kernels.fusion, f"{self.name}.dropout"
+            probabilities = dropout(probabilities, p, keys, site, positions.unsqueeze(0), batch_dim=0, fusion=fusion)
+        return probabilities @ v

@@ -1,0 +1,288 @@
+"""A GPT, cut into chunks: the part of the model that one pipeline rank holds at one stage.
+
+    first stage    tokens -> embedding ->  layers ...                      -> hidden
+    middle         hidden              ->  layers ...                      -> hidden
+    last stage     hidden              ->  layers ... -> norm -> head      -> sum of token losses (or logits)
+
+Hidden states between stages are [s, b, h], or [s/t, b, h] with sequence parallelism. Positions and labels reach every
+stage with the microbatch; nothing is broadcast.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Protocol, cast
+
+import torch
+from torch import nn
+
+from engine.activations.offload import HostMemory
+from engine.activations.saved_tensors import SavedTensors
+from engine.comm.topology import Topology
+from engine.config.schema import Config, RecomputeConfig
+from engine.kernels.elementwise import rope_tables
+from engine.kernels.fusion import EAGER
+from engine.kernels.registry import Kernels
+from engine.layout.shard_spec import localize
+from engine.numerics.precision import DTYPES
+from engine.tensor_parallel.chunked_head import chunked_head_losses
+from engine.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from engine.tensor_parallel.dropout import DropoutKeys
+from engine.tensor_parallel.layers import ColumnParallelLinear
+from engine.tensor_parallel.mappings import TensorParallelRegion
+from engine.tensor_parallel.parameter import ShardedParameter, WeightGradQueue
+from models.gpt.attention import Attention
+from models.gpt.context import BuildContext, Norm, hidden_dropout
+from models.gpt.embedding import Embedding
+from models.gpt.kv_cache import KVCache, LayerCache
+from models.gpt.mlp import MLP
+from models.predict.rank_memory import settled
+from models.specs import StageContents, stage_specs
+
+
+class Batch(Protocol):
+    """One microbatch (`engine.data.loader.MicroBatch`): ids int64 [b, s], mask bool [b, s]."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    position_ids: torch.Tensor
+    sample_ids: Sequence[int]
+
+
+class Block(nn.Module):
+    """One transformer layer, norms before each branch: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, context: BuildContext, layer: int) -> None:
+        super().__init__()
+        self.context = context
+        self.name = f"layers.{layer}"
+        self.attention_norm = Norm(context, f"{self.name}.attention.norm")
+        self.attention = Attention(context, f"{self.name}.attention")
+        self.mlp_norm = Norm(context, f"{self.name}.mlp.norm")
+        self.mlp = MLP(context, f"{self.name}.mlp")
+
+    def forward(
+        self, x: torch.Tensor, rope: torch.Tensor | None, keys: DropoutKeys, cache: LayerCache | None = None
+    ) -> torch.Tensor:
+        """[s(/t), b, h] -> the same."""
+        saved = self.context.saved
+        branch = self.attention(saved.again("norm", self.attention_norm, x), rope, keys, cache)
+        x = hidden_dropout(self, self.context, branch, keys, f"{self.name}.attention.residual_dropout", x)
+        branch = self.mlp(saved.again("norm", self.mlp_norm, x))
+        return hidden_dropout(self, self.context, branch, keys, f"{self.name}.mlp.residual_dropout", x)
+
+
+class TokenLosses(nn.Module):
+    """The head and the cross-entropy of each token, from this rank's columns of the logits."""
+
+    def __init__(self, context: BuildContext) -> None:
+        super().__init__()
+        self.context = context
+
+    def forward(self, x: torch.Tensor, head: ColumnParallelLinear, labels: torch.Tensor) -> torch.Tensor:
+        """x [s(/t), b, h] that the head reads, labels int64 [b, s] -> [s, b], the same on every tp rank."""
+        context, targets = self.context, labels.t()
+        vocab_size, fusion = context.model.vocab_size, context.kernels.fusion
+        at_a_time = context.recompute.head_tokens
+        if at_a_time is not None:
+            return chunked_head_losses(x, targets, head, vocab_size, at_a_time, fusion)
+        return vocab_parallel_cross_entropy(head(x), targets, context.region.axis, vocab_size, fusion)
+
+
+class GPTChunk(nn.Module):
+    """The layers of one stage, with the embedding on the first stage and the head on the last.
+
+    Args:
+        context: what the modules are built from; its parameters are this stage's.
+        stage: which layers, and whether the embedding and the head are here.
+    """
+
+    def __init__(self, context: BuildContext, stage: StageContents) -> None:
+        super().__init__()
+        self.context = context
+        self.stage = stage
+        self.embedding = Embedding(context) if stage.has_embedding else None
+        self.blocks = nn.ModuleList([Block(context, layer) for layer in stage.layers])
+        self.final_norm = Norm(context, "final_norm") if stage.has_head else None
+        self.head: ColumnParallelLinear | None = None
+        self.losses = TokenLosses(context) if stage.has_head else None
+        if stage.has_head:
+            name = "embedding.word.weight" if context.model.tie_embeddings else "head.weight"
+            weight = context.parameter(name)
+            self.head = ColumnParallelLinear([weight], [], context.region, context.queue, "head")
+
+    @property
+    def queue(self) -> WeightGradQueue:
+        """Where this chunk's weight-gradient GEMMs go."""
+        return self.context.queue
+
+    @property
+    def saved(self) -> SavedTensors:
+        """What becomes of tensors that this chunk saves for its backward."""
+        return self.context.saved
+
+    @property
+    def recompute(self) -> RecomputeConfig:
+        """Return what is recomputed, without an `auto`."""
+        return self.context.recompute
+
+    def forward(self, x: torch.Tensor | None, batch: Batch) -> torch.Tensor:
+        """Hidden states for the next stage, or on the last stage the sum of the unmasked tokens' losses (a scalar)."""
+        hidden = self._hidden(x, batch)
+        if self.losses is None:
+            return self.saved.finish(hidden)
+        assert self.final_norm is not None
+        losses: torch.Tensor = self.losses(self.final_norm(hidden), self.head, batch.labels)
+        return self.saved.finish((losses * batch.loss_mask.t()).sum())
+
+    def logits(self, x: torch.Tensor | None, batch: Batch) -> torch.Tensor:
+        """Hidden states for the next stage, or on the last stage this rank's columns of the logits [s, b, V_padded/t]."""
+        hidden = self._hidden(x, batch)
+        return hidden if self.head is None else self._logits(hidden)
+
+    def for_decoding(self) -> "GPTChunk":
+        """The same parameters in a chunk without dropout whose activations are whole on every tp rank.
+
+        One token cannot be cut along the sequence; what each rank computes of a matrix is the same either way. A text that grows
+        is never twice of one shape, so nothing is compiled for it.
+        """
+        region = replace(self.context.region, sequence_parallel=False)
+        kernels = replace(self.context.kernels, fusion=EAGER)
+        return GPTChunk(replace(self.context, region=region, kernels=kernels), self.stage).train(False)
+
+    def new_cache(self, places: int, device: torch.device) -> KVCache:
+        """Empty caches for this chunk's layers and one sequence of at most `places` tokens."""
+        cache = {}
+        for block in self._layers():
+            shape = (1, block.attention.num_kv_heads, places, block.attention.head_dim)
+            cache[block.name] = LayerCache(shape, self.context.dtype, device)
+        return cache
+
+    def decode(self, x: torch.Tensor | None, batch: Batch, cache: KVCache) -> torch.Tensor:
+        """The next tokens of a sequence: a prompt into empty caches, afterwards one token at a time.
+
+        Returns:
+            Hidden states [s, 1, h] for the next stage; on the last stage this rank's columns of the logits that follow the
+            last of the tokens, [1, 1, V_padded/t].
+        """
+        hidden = self._hidden(x, batch, cache)
+        return hidden if self.head is None else self._logits(hidden[-1:])
+
+    def _hidden(self, x: torch.Tensor | None, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
+        keys = DropoutKeys(self.context.seed, batch.sample_ids)
+        if self.embedding is not None:
+            x = self.embedding(batch.tokens, batch.position_ids, keys)
+        assert x is not None, "only the first stage starts from tokens"
+        model = self.context.model
+        rope = None
+        if model.position == "rope":
+            rope = rope_tables(batch.position_ids, model.head_size, model.rope_base, self.context.dtype)
+        for group in self._groups():
+            run = partial(_run, group.blocks, rope=rope, keys=keys, cache=cache)
+            x = self.saved.layer(run, x, moves=group.is_moved, whole=group.is_recomputed, shared=rope)
+        return x
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        assert self.final_norm is not None and self.head is not None
+        return self.head(self.final_norm(hidden))
+
+    def _layers(self) -> list[Block]:
+        return [cast(Block, block) for block in self.blocks]
+
+    def _groups(self) -> list["_Group"]:
+        """The blocks in order: those that are recomputed together, or one that is kept."""
+        blocks, choice = self._layers(), self.context.recompute
+        num_again = 0
+        if choice.granularity == "full":
+            num_again = len(blocks) if choice.method == "uniform" else min(choice.num_layers, len(blocks))
+        size = choice.num_layers if choice.method == "uniform" else 1
+        starts = [*range(0, num_again, size), *range(num_again, len(blocks))]
+        return [
+            _Group(blocks[start:stop], start < num_again, start < self.context.num_offloaded)
+            for start, stop in pairwise([*starts, len(blocks)])
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Blocks whose saved tensors have one fate."""
+
+    blocks: Sequence[Block]
+    is_recomputed: bool
+    is_moved: bool
+
+
+def _run(
+    blocks: Sequence[Block],
+    x: torch.Tensor,
+    *,
+    rope: torch.Tensor | None,
+    keys: DropoutKeys,
+    cache: KVCache | None = None,
+) -> torch.Tensor:
+    for block in blocks:
+        x = block(x, rope, keys, None if cache is None else cache[block.name])
+    return x
+
+
+def build_chunks(
+    config: Config, topology: Topology, kernels: Kernels, stages: Sequence[StageContents]
+) -> tuple[list[GPTChunk], dict[str, ShardedParameter]]:
+    """This rank's chunks, on the meta device, and its parameters by name in forward order.
+
+    `stages` are the contents of this rank's chunks, in chunk order. A tied embedding whose two ends stand on this rank is
+    one parameter with two uses.
+    """
+    tp = topology.axis("tp")
+    choice = settled(config, topology.sizes).recompute
+    region = TensorParallelRegion(tp, config.parallel.sequence_parallel, choice.gathered_inputs == "keep")
+    dtype = DTYPES[config.precision.dtype]
+    held: dict[str, ShardedParameter] = {}
+    saved = SavedTensors(
+        choice.parts,
+        HostMemory(topology.device) if config.offload.num_layers else None,
+        config.offload.min_bytes,
+        weights=lambda: [parameter.value for parameter in held.values()],
+    )
+    chunks = []
+    for stage in stages:
+        parameters = _stage_parameters(config, region, dtype, stage, held)
+        context = BuildContext(
+            model=config.model,
+            recompute=choice,
+            num_offloaded=config.offload.num_layers,
+            kernels=kernels,
+            region=region,
+            dtype=dtype,
+            seed=config.train.seed,
+            parameters=parameters,
+            queue=WeightGradQueue(kernels.choices.weight_grad),
+            saved=saved,
+        )
+        chunks.append(GPTChunk(context, stage))
+    return chunks, held
+
+
+def _stage_parameters(
+    config: Config,
+    region: TensorParallelRegion,
+    dtype: torch.dtype,
+    stage: StageContents,
+    held: dict[str, ShardedParameter],
+) -> Mapping[str, ShardedParameter]:
+    """The stage's parameters by name; new ones are added to `held`, one that is held already gets another use."""
+    parameters = {}
+    for spec in stage_specs(config.model, stage):
+        if spec.name in held:
+            held[spec.name].num_uses += 1
+        else:
+            record = localize(
+                spec, tp=region.axis.size, tp_index=region.axis.index, sequence_parallel=region.sequence_parallel
+            )
+            held[spec.name] = ShardedParameter(record, dtype)
+        parameters[spec.name] = held[spec.name]
+    if config.model.tie_embeddings and stage.has_embedding and stage.has_head:
+        held["embedding.word.weight"].num_uses += 1
+    return parameters

@@ -1,0 +1,85 @@
+"""What the modules of a GPT share while they are built and run: sizes, the tp region, dtype, kernels, parameters by name."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from engine.activations.saved_tensors import SavedTensors
+from engine.config.schema import ModelConfig, RecomputeConfig
+from engine.kernels.elementwise import layer_norm, rms_norm
+from engine.kernels.registry import Kernels
+from engine.tensor_parallel.dropout import DropoutKeys, dropout
+from engine.tensor_parallel.mappings import TensorParallelRegion
+from engine.tensor_parallel.parameter import ShardedParameter, WeightGradQueue
+
+
+@dataclass(frozen=True, slots=True)
+class BuildContext:
+    """Everything a module is built from; one per model chunk.
+
+    Attributes:
+        recompute: what is recomputed; never `auto`, but what that came to.
+        num_offloaded: layers of each chunk whose saved tensors are moved to the host.
+        parameters: this chunk's parameters by global name.
+        queue: where weight-gradient GEMMs go.
+        saved: what becomes of tensors that are saved for the backward; one for all chunks of the rank.
+        seed: of the run, for dropout.
+    """
+
+    model: ModelConfig
+    recompute: RecomputeConfig
+    num_offloaded: int
+    kernels: Kernels
+    region: TensorParallelRegion
+    dtype: torch.dtype
+    seed: int
+    parameters: Mapping[str, ShardedParameter]
+    queue: WeightGradQueue
+    saved: SavedTensors
+
+    def parameter(self, name: str) -> ShardedParameter:
+        return self.parameters[name]
+
+    def maybe_parameter(self, name: str) -> ShardedParameter | None:
+        """The parameter, or None where this model has none of that name (a bias that is off)."""
+        return self.parameters.get(name)
+
+    def parameters_named(self, *names: str) -> list[ShardedParameter]:
+        """Those of the named parameters that this model has, in order."""
+        return [self.parameters[name] for name in names if name in self.parameters]
+
+
+class Norm(torch.nn.Module):
+    """LayerNorm or RMSNorm over h of [s(/t), b, h], on whatever part of the sequence this rank holds."""
+
+    def __init__(self, context: BuildContext, name: str) -> None:
+        super().__init__()
+        self.weight = context.parameter(f"{name}.weight")
+        self.bias = context.maybe_parameter(f"{name}.bias")
+        self.eps = context.model.norm_eps
+        self.fusion = context.kernels.fusion
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.bias is None:
+            return rms_norm(x, self.weight.tracked(), self.eps, self.fusion)
+        return layer_norm(x, self.weight.tracked(), self.bias.tracked(), self.eps, self.fusion)
+
+
+def hidden_dropout(
+    module: torch.nn.Module,
+    context: BuildContext,
+    x: torch.Tensor,
+    keys: DropoutKeys,
+    site: str,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Dropout on [s(/t), b, h] while `module` trains, then the residual stream added; positions count through the whole [s, h]."""
+    if not (module.training and context.model.hidden_dropout):
+        return x if residual is None else residual + x
+    h = context.model.hidden_size
+    length = x.shape[0] * (context.region.axis.size if context.region.sequence_parallel else 1)
+    rows = torch.arange(length, device=x.device)[context.region.shard_of_sequence(length)]
+    positions = rows.view(-1, 1, 1) * h + torch.arange(h, device=x.device)
+    p, fusion = context.model.hidden_dropout, context.kernels.fusion
+    return dropout(x, p, keys, site, positions, batch_dim=1, fusion=fusion, residual=residual)

@@ -1,0 +1,33 @@
+"""The input side of a GPT: word embedding, learned positions, dropout.
+
+tokens [b, s] -> [s(/t), b, h]; with sequence parallelism each tp rank continues with its 1/t of the sequence.
+"""
+
+import torch
+from torch import nn
+
+from engine.numerics.precision import accumulate
+from engine.tensor_parallel.dropout import DropoutKeys
+from engine.tensor_parallel.layers import VocabParallelEmbedding
+from models.gpt.context import BuildContext, hidden_dropout
+
+
+class Embedding(nn.Module):
+    def __init__(self, context: BuildContext) -> None:
+        super().__init__()
+        self.context = context
+        self.word = VocabParallelEmbedding(context.parameter("embedding.word.weight"), context.region)
+        learned = context.model.position == "learned"
+        self.position = context.parameter("embedding.position.weight") if learned else None
+
+    def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor, keys: DropoutKeys) -> torch.Tensor:
+        """tokens, position_ids int64 [b, s] -> [s(/t), b, h]."""
+        # Indexing keeps the memory order of the ids, and elementwise ops keep it from there on: were these only
+        # transposed, the whole residual stream would be.
+        x = self.word(tokens.t().contiguous())
+        if self.position is not None:
+            # The sum over the vocabulary is already scattered: each rank adds the positions of its own tokens.
+            shard = self.context.region.shard_of_sequence(tokens.shape[1])
+            table = accumulate(self.position.tracked())  # so that its gradient is summed over samples in that dtype
+            x = x + table[position_ids.t()[shard].contiguous()].to(x.dtype)
+        return hidden_dropout(self, self.context, x, keys, "embedding.dropout")

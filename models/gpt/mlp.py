@@ -1,0 +1,38 @@
+"""The MLP, cut over tp by its inner width: x [s(/t), b, h] --column--> [s, b, f/t] --nonlinearity, row--> [s(/t), b, h]."""
+
+import torch
+from torch import nn
+
+from engine.kernels.elementwise import activation
+from engine.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from models.gpt.context import BuildContext
+
+
+class MLP(nn.Module):
+    def __init__(self, context: BuildContext, name: str) -> None:
+        super().__init__()
+        self.activation = context.model.activation
+        self.saved = context.saved
+        self.fusion = context.kernels.fusion
+        up = "gate_up" if self.activation == "swiglu" else "up"
+        self.up = ColumnParallelLinear(
+            [context.parameter(f"{name}.{up}.weight")],
+            context.parameters_named(f"{name}.{up}.bias"),
+            context.region,
+            context.queue,
+            f"{name}.{up}",
+        )
+        self.down = RowParallelLinear(
+            context.parameter(f"{name}.down.weight"),
+            context.maybe_parameter(f"{name}.down.bias"),
+            context.region,
+            context.queue,
+            f"{name}.down",
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.saved.again("mlp", self.up, x)
+        return self.down(self.saved.again("activation", self._activation, inner))
+
+    def _activation(self, x: torch.Tensor) -> torch.Tensor:
+        return activation(self.activation, x, self.fusion)

@@ -1,0 +1,1 @@
+"""A trained GPT without its optimizer: evaluation and generation."""

@@ -1,0 +1,135 @@
+"""The loss of a text under a model: windows over the text, each of its tokens predicted once.
+
+    inputs    eod t0 t1 t2 t3 t4 ..        the text as a document of its own, after the end of another
+    labels    t0  t1 t2 t3 t4 t5 ..
+
+    window 0  |--- seq_length ---|         all labels are counted
+    window 1        |--- seq_length ---|   `stride` further: the labels that window 0 had are context, not counted again
+
+A stride of seq_length costs one forward per token; a smaller one costs more, and gives each token at least
+seq_length - stride tokens of context (those at the beginning of the text excepted).
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.data.corpus.indexed import IndexedTokens
+from engine.data.loader import MicroBatch
+from engine.data.samples import Sample
+from engine.errors import DataError
+from engine.numerics.precision import DTYPES
+from engine.pipeline import schedules
+from engine.pipeline.executor import Executor
+from engine.pipeline.programs import Programs
+from models.inference.load import LoadedModel
+
+
+class Text(Protocol):
+    """Tokens by place."""
+
+    num_tokens: int
+
+    def read(self, start: int, stop: int) -> NDArray[np.int64]: ...
+
+
+class ListedTokens:
+    """Tokens in memory."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = np.asarray(tokens, np.int64)
+        self.num_tokens = len(self._tokens)
+
+    def read(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Tokens `start` to `stop` - 1; fewer where the text ends."""
+        return self._tokens[start:stop]
+
+
+class CorpusTokens:
+    """The documents of a `.bin/.idx` pair one after another, as they lie there; the first `num_tokens` of them."""
+
+    def __init__(self, corpus: IndexedTokens, num_tokens: int | None = None) -> None:
+        self._corpus = corpus
+        lengths = corpus.document_lengths(range(corpus.num_documents))
+        self._starts = np.concatenate([[0], np.cumsum(lengths)])
+        total = int(self._starts[-1])
+        self.num_tokens = total if num_tokens is None else min(num_tokens, total)
+
+    def read(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Tokens `start` to `stop` - 1; fewer where the text ends."""
+        stop = min(stop, self.num_tokens)
+        parts = [np.empty(0, np.int64)]
+        document = int(np.searchsorted(self._starts, start, side="right")) - 1
+        while start < stop:
+            first = start - int(self._starts[document])
+            part = self._corpus.tokens(document, first, first + stop - start)
+            parts.append(part.astype(np.int64))
+            start += len(part)
+            document += 1
+        return np.concatenate(parts)
+
+
+class Windows:
+    """A text as samples: `Sample` i is window i; past the last window nothing is counted.
+
+    Args:
+        text: its tokens.
+        before: the token that the text follows (the one that ends a document).
+        seq_length: tokens in a window.
+        stride: how far a window begins after its predecessor, 1 .. seq_length.
+        vocab_size: tokens must be below it.
+    """
+
+    def __init__(self, text: Text, before: int, *, seq_length: int, stride: int, vocab_size: int) -> None:
+        self.text, self.before, self.vocab_size = text, before, vocab_size
+        self.seq_length, self.stride = seq_length, stride
+        self.num_windows = 1 + -(-max(0, text.num_tokens - seq_length) // stride)
+
+    def __getitem__(self, index: int) -> Sample:
+        """Window `index` >= 0.
+
+        Raises:
+            DataError: a token is not in the model's vocabulary.
+        """
+        start, length = index * self.stride, self.seq_length
+        labels = self.text.read(start, start + length)
+        if len(labels) and not 0 <= labels.min() <= labels.max() < self.vocab_size:
+            raise DataError(
+                f"token ids {labels.min()} .. {labels.max()} stand in window {index}, but model.vocab_size = {self.vocab_size}: "
+                "there is no embedding for them. The text was encoded with another tokenizer than the model's; encode it with "
+                "the model's."
+            )
+        tokens = np.zeros(length + 1, np.int64)
+        tokens[0] = self.before if start == 0 else self.text.read(start - 1, start)[0] if len(labels) else 0
+        tokens[1 : 1 + len(labels)] = labels
+        counted = np.zeros(length, np.bool_)
+        counted[0 if index == 0 else length - self.stride : len(labels)] = True
+        return Sample(tokens, counted)
+
+
+def loss_of(model: LoadedModel, steps: Iterable[Sequence[MicroBatch]]) -> tuple[float, int]:
+    """(sum of the losses of all counted tokens in nats, their number) over some global batches; the same on every rank.
+
+    Args:
+        model: the loaded model.
+        steps: this data-parallel rank's microbatches of each global batch; every step has as many.
+    """
+    config, topology = model.config, model.topology
+    sizes = topology.sizes
+    length = config.model.seq_length // (sizes.tp if config.parallel.sequence_parallel else 1)
+    shape = (length, config.train.micro_batch_size, config.model.hidden_size)
+    executor = Executor(topology, [chunk.queue for chunk in model.chunks], shape, DTYPES[config.precision.dtype])
+    loss_sum, num_tokens = 0.0, 0
+    programs: Programs | None = None
+    for microbatches in steps:
+        if programs is None:
+            programs = Programs(schedules.build("forward_only", sizes.pp, sizes.vpp, len(microbatches)))
+        losses = executor.run(programs.next(), microbatches, lambda chunk, x, batch: model.chunks[chunk](x, batch))
+        # Counted once per replica of the model: by the tp rank 0 of the last stage.
+        if losses and topology.coordinates.tp == 0:
+            loss_sum += sum(float(loss) for loss in losses)
+            num_tokens += sum(microbatch.num_tokens for microbatch in microbatches)
+    loss_sum, total = topology.axis("world").agree([loss_sum, num_tokens], topology.device, "evaluation")
+    return loss_sum, int(total)

@@ -1,0 +1,196 @@
+"""Text from a model, on the ranks that hold it, in any layout.
+
+    prompt  --one forward of its tokens-->  caches filled, logits  --draw-->  token  --one forward of it-->  logits ..
+
+Each forward is one forward-only pass of the pipeline. The last stage gathers its logits over tp and draws; the other
+stages are told. A draw keeps no state: its noise is a function of (seed, place of the token in the text), so that every
+layout, with a cache or without, writes the same text.
+
+Positions are those of training, 0 .. window - 1. A text that fills the window goes on with its last half as a new prompt.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from engine.comm.topology import Topology
+from engine.config.schema import Config
+from engine.data.loader import MicroBatch
+from engine.numerics.hashing import GOLDEN, key64, mix64_, shift_right
+from engine.numerics.precision import DTYPES
+from engine.pipeline import schedules
+from engine.pipeline.executor import Executor
+from engine.pipeline.programs import Programs
+from models.gpt.chunk import GPTChunk
+
+
+class Model(Protocol):
+    """One rank's part of a model: an engine in training (`engine.step.Engine`), or one loaded to be read."""
+
+    @property
+    def config(self) -> Config: ...
+    @property
+    def topology(self) -> Topology: ...
+    @property
+    def chunks(self) -> Sequence[object]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a token is drawn from logits.
+
+    Attributes:
+        temperature: divides the logits; 0 takes the most likely token.
+        top_k: draw among that many most likely tokens (and those equally likely as the last of them); None: among all.
+        top_p: draw among the fewest most likely tokens whose probabilities sum to at least that (1904.09751); after top_k.
+        seed: of the draws.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+
+def generate(
+    model: Model, prompt: Sequence[int], num_tokens: int, *, temperature: float = 1.0, seed: int = 0
+) -> list[int]:
+    """`stream` as a list."""
+    return list(stream(model, prompt, num_tokens, Sampling(temperature, seed=seed)))
+
+
+def stream(
+    model: Model,
+    prompt: Sequence[int],
+    num_tokens: int,
+    sampling: Sampling,
+    *,
+    window: int | None = None,
+    stop: int | None = None,
+) -> Iterator[int]:
+    """Continue `prompt`; every rank iterates, to the same end, and gets the same tokens.
+
+    Args:
+        model: trained or not.
+        prompt: at least one token id; of a longer one than the window the last half window is read.
+        num_tokens: how many to draw at most.
+        sampling: how.
+        window: largest number of tokens that the model reads at once; None: `model.seq_length`.
+        stop: a token that ends the text; it is not yielded.
+    """
+    window = model.config.model.seq_length if window is None else window
+    # A window of one token can still be filled: what is read is then the last token alone.
+    restart = max(1, window // 2)
+    decoder = Decoder(model, min(window, len(prompt) + num_tokens))
+    tokens = list(prompt)
+    unread = tokens if len(tokens) <= window else tokens[-restart:]
+    for _ in range(num_tokens):
+        if decoder.length + len(unread) > window:
+            decoder.forget()
+            unread = tokens[-restart:]
+        token = decoder.next_token(unread, sampling, place=len(tokens))
+        if token == stop:
+            return
+        tokens.append(token)
+        unread = [token]
+        yield token
+
+
+class Decoder:
+    """One sequence that is being continued: this rank's chunks, their caches, and the pipeline between the ranks.
+
+    Args:
+        model: whose weights are used as they are at each call.
+        places: tokens that the caches can hold.
+    """
+
+    def __init__(self, model: Model, places: int) -> None:
+        config, self._topology = model.config, model.topology
+        self._chunks = [_gpt(chunk).for_decoding() for chunk in model.chunks]
+        self._hidden_size, self._vocab_size = config.model.hidden_size, config.model.vocab_size
+        self._dtype = DTYPES[config.precision.dtype]
+        self._places = places
+        sizes = self._topology.sizes
+        self._programs = Programs(schedules.build("forward_only", sizes.pp, sizes.vpp, 1))
+        # Only generation uses this group, so it is connected here, where no send is under way.
+        self._topology.axis("pp").connect(self._topology.device)
+        self.forget()
+
+    def forget(self) -> None:
+        """Empty the caches."""
+        self.length = 0
+        self._caches = [chunk.new_cache(self._places, self._topology.device) for chunk in self._chunks]
+
+    def logits(self, tokens: Sequence[int]) -> torch.Tensor | None:
+        """Read tokens (a prompt, then one at a time); the logits [V] of the next one, None on ranks without the last stage."""
+        topology = self._topology
+        # Activations between stages are as long as what is read, so each pass has its own shape.
+        executor = Executor(
+            topology, [chunk.queue for chunk in self._chunks], (len(tokens), 1, self._hidden_size), self._dtype
+        )
+        outputs = executor.run(
+            self._programs.next(),
+            [_batch(tokens, self.length, topology.device)],
+            lambda chunk, x, batch: self._chunks[chunk].decode(x, batch, self._caches[chunk]),
+        )
+        self.length += len(tokens)
+        if not outputs:
+            return None
+        return topology.axis("tp").all_gather(outputs[0][0, 0], "generation").wait()[: self._vocab_size]
+
+    def next_token(self, tokens: Sequence[int], sampling: Sampling, place: int) -> int:
+        """Read tokens and draw the next, which is number `place` of its text; the same on every rank."""
+        logits = self.logits(tokens)
+        token = torch.zeros(1, dtype=torch.int64, device=self._topology.device)
+        if logits is not None:
+            token.fill_(draw(logits.cpu(), sampling, place))
+        placement = self._programs.schedule.placement
+        last_stage_rank = placement.rank_of(placement.num_stages - 1)
+        return int(self._topology.axis("pp").broadcast(token, last_stage_rank, "generation").wait())
+
+
+def draw(logits: torch.Tensor, sampling: Sampling, place: int) -> int:
+    """One token id from logits [V] on the CPU: argmax(logits / temperature + Gumbel noise) draws from their softmax.
+
+    (Noise per token rather than one number against the cumulative sum: rounding in one logit then moves no other token's
+    share, and layouts that round differently in 16 bits still write the same text for as long as possible.)
+    """
+    if sampling.temperature == 0.0:
+        return int(logits.argmax())
+    scores = logits.double() / sampling.temperature
+    if sampling.top_k is not None:
+        least = scores.topk(min(sampling.top_k, len(scores))).values[-1]
+        scores = scores.masked_fill(scores < least, -torch.inf)
+    if sampling.top_p is not None:
+        probabilities, order = scores.softmax(-1).sort(descending=True, stable=True)
+        before = probabilities.cumsum(-1) - probabilities
+        scores[order[before >= sampling.top_p]] = -torch.inf
+    return int((scores + _gumbel(sampling.seed, place, len(scores))).argmax())
+
+
+def _gumbel(seed: int, place: int, num: int) -> torch.Tensor:
+    """Standard Gumbel noise -log(-log(u)), float64 [num], a function of (seed, place, token)."""
+    words = mix64_((torch.arange(num) + 1) * GOLDEN + key64(f"{seed}/generation/{place}"))
+    # The top 53 bits, and a half so that u is never 0 or 1.
+    u = (shift_right(words, 11).double() + 0.5) * 2.0**-53
+    return -(-u.log()).log()
+
+
+def _gpt(chunk: object) -> GPTChunk:
+    assert isinstance(chunk, GPTChunk), f"{type(chunk).__name__} has no attention caches"
+    return chunk
+
+
+def _batch(tokens: Sequence[int], first: int, device: torch.device) -> MicroBatch:
+    """The tokens as one sample that starts at position `first`; it has no labels."""
+    ids = torch.tensor([list(tokens)], device=device)
+    return MicroBatch(
+        tokens=ids,
+        labels=torch.zeros_like(ids),
+        loss_mask=torch.zeros_like(ids, dtype=torch.bool),
+        position_ids=torch.arange(first, first + len(tokens), device=device).unsqueeze(0),
+        sample_ids=[0],
+        num_tokens=0,
+    )

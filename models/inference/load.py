@@ -1,0 +1,104 @@
+"""A GPT from a checkpoint, to be read and not trained: the weights of this rank's layout and nothing else.
+
+    checkpoint of any layout  --pieces that meet this rank's boxes-->  one flat tensor of weights  ->  chunks
+
+No main grads, masters or moments: 2 bytes per parameter in bf16 where training holds 18, and no initial weights are drawn.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from engine.checkpoint.directory import Candidate
+from engine.checkpoint.format.store import Shard, load
+from engine.comm.topology import Topology
+from engine.config.schema import Config, OffloadConfig
+from engine.errors import CheckpointError
+from engine.kernels.registry import open_kernels
+from engine.layout.partition import partition
+from engine.numerics.precision import DTYPES
+from engine.pipeline import schedules
+from engine.tensor_parallel.parameter import ShardedParameter
+from models.gpt.chunk import GPTChunk, build_chunks
+from models.predict.recompute_choice import choice_for_layers
+from models.specs import model_specs
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """One rank's part of a model that is only read."""
+
+    config: Config
+    topology: Topology
+    chunks: Sequence[GPTChunk]
+
+
+def load_model(candidate: Candidate, config: Config, topology: Topology) -> LoadedModel:
+    """This rank's chunks in evaluation mode, with weights from the checkpoint; every rank calls it.
+
+    Raises:
+        CheckpointError: on every rank, if any rank cannot load its part: damaged, or of another model.
+    """
+    sizes = topology.sizes
+    stages = partition(config.model.num_layers, sizes.pp, sizes.vpp, config.parallel.layers_per_stage)
+    placement = schedules.build("forward_only", sizes.pp, sizes.vpp, 1).placement
+    mine = [stages[placement.stage_of(topology.coordinates.pp, chunk)] for chunk in range(sizes.vpp)]
+    forward_only = for_reading(config)
+    chunks, parameters = build_chunks(forward_only, topology, open_kernels(forward_only, topology), mine)
+    refused = ""
+    try:
+        _refuse_other_tensors(candidate, config)
+        flat = _allocate(list(parameters.values()), DTYPES[config.precision.dtype], topology.device)
+        load(candidate.folder, candidate.manifest, flat)
+    except CheckpointError as error:
+        refused = str(error)
+    # A rank that cannot load must not leave the others waiting for it in a collective.
+    reasons = [reason for reason in topology.axis("world").tell(refused, topology.device, "loading") if reason]
+    if reasons:
+        raise CheckpointError(reasons[0])
+    return LoadedModel(config, topology, [chunk.train(False) for chunk in chunks])
+
+
+def for_reading(config: Config) -> Config:
+    """Return the configuration of a model that has no backward: nothing is recomputed or offloaded, no gradient is computed.
+
+    Logits still exist for some tokens at a time. Kernels that compute or use gradients need not run on this device.
+    """
+    without_gradients = {"weight_grad": "separate", "optimizer": "torch"}
+    return config.model_copy(
+        update={
+            "recompute": choice_for_layers(config.recompute),
+            "offload": OffloadConfig(),
+            "kernels": config.kernels.model_copy(update=without_gradients),
+        }
+    )
+
+
+def _refuse_other_tensors(candidate: Candidate, config: Config) -> None:
+    """What this model lacks of the checkpoint is as wrong as the reverse, and the loader would not notice it."""
+    strangers = sorted(candidate.manifest.tensors.keys() - {spec.name for spec in model_specs(config.model)})
+    if strangers:
+        raise CheckpointError(
+            f"{candidate.folder} holds tensors that this model has no place for: {', '.join(strangers[:5])}"
+            f"{', ...' if len(strangers) > 5 else ''}. The checkpoint is of another model, and without them its outputs would be "
+            "another model's. Leave out overrides of model.*, or give the config that it was trained with."
+        )
+
+
+def _allocate(parameters: Sequence[ShardedParameter], dtype: torch.dtype, device: torch.device) -> list[Shard]:
+    """Give each parameter its place in one flat tensor; returns the logical parts, to be filled (padding stays zero).
+
+    In forward order, so that weights which share a GEMM are adjacent and stay one matrix.
+    """
+    flat = torch.zeros(sum(parameter.record.numel for parameter in parameters), dtype=dtype, device=device)
+    targets = []
+    at = 0
+    for parameter in parameters:
+        record = parameter.record
+        part = flat[at : at + record.numel]
+        at += record.numel
+        parameter.value = nn.Parameter(part.view(record.local_shape), requires_grad=False)
+        targets.append(Shard(record.name, "master", record.spec.shape, record.box, 0, part[: record.box_numel]))
+    return targets

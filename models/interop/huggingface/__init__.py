@@ -1,0 +1,1 @@
+"""Hugging Face: config.json, tokenizers and safetensors, in and out."""

@@ -1,0 +1,272 @@
+"""Files of a Hugging Face folder: weights as safetensors, read and written one tensor at a time; a folder that is there whole.
+
+    config.json
+    model.safetensors                                   one file, or
+    model-00001-of-00002.safetensors, ...               several, with
+    model.safetensors.index.json                        {"weight_map": {tensor: file}}
+
+Writing is ours because the safetensors library serialises a file from tensors that are all in memory: here the header, which
+needs shapes and dtypes only, comes first, and each tensor is put in its place as it is made.
+"""
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.checkpoint.format.store import TORCH_DTYPES
+from engine.errors import CheckpointError
+from engine.storage.files import sync, sync_folder
+from engine.storage.json_text import parse_json
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "BF16": TORCH_DTYPES["bfloat16"],
+    "F16": TORCH_DTYPES["float16"],
+    "F32": TORCH_DTYPES["float32"],
+    "F64": TORCH_DTYPES["float64"],
+}
+"""The format's names of what may be a weight here."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+SHARD_BYTES = 5 * 10**9
+"""Largest file of an export, unless one tensor alone is larger; transformers' own habit."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """A tensor that is there, or will be: its name, shape, and dtype in the format's word (`BF16`)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * DTYPES[self.dtype].itemsize
+
+
+class WeightFiles:
+    """The safetensors of a folder as one mapping of names. Tensors are mapped from the disk when they are read.
+
+    Attributes:
+        folder: where the files are.
+        tensors: by name, from the headers alone.
+
+    Raises:
+        CheckpointError: there are none (pickles are never opened), or a file is missing or damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._handles: dict[str, Any] = {}
+        self._files: dict[str, str] = {}
+        self.tensors: dict[str, TensorPlan] = {}
+        expected = _file_of_each_tensor(folder)
+        for file in sorted(set(expected.values())) or [SINGLE]:
+            self._read_header(file)
+        if lacking := [name for name, file in expected.items() if self._files.get(name) != file]:
+            raise CheckpointError(
+                f"{folder / INDEX} says that {lacking[0]} is in {expected[lacking[0]]}, which lacks it ({len(lacking)} tensors in "
+                "all): files and index are of different models, and weights would be missing. Get the folder again, whole."
+            )
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, on the CPU, in the dtype of the file."""
+        values: torch.Tensor = self._handles[self._files[name]].get_tensor(name)
+        return values
+
+    def _read_header(self, file: str) -> None:
+        import safetensors
+
+        try:
+            handle = safetensors.safe_open(self.folder / file, framework="pt")
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{self.folder / file} is missing; the index names it. The model would lack its tensors. Get the folder again."
+            ) from None
+        except (safetensors.SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{self.folder / file} is no whole safetensors file: {error}. Its tensors cannot be trusted. Get it again."
+            ) from None
+        self._handles[file] = handle
+        for name in handle.keys():  # noqa: SIM118 (it is no mapping)
+            part = handle.get_slice(name)
+            self._files[name] = file
+            self.tensors[name] = TensorPlan(name, tuple(part.get_shape()), str(part.get_dtype()))
+
+
+def write_weights(
+    folder: Path,
+    plans: Sequence[TensorPlan],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    shard_bytes: int = SHARD_BYTES,
+) -> list[Path]:
+    """Write tensors as they come, in files of at most `shard_bytes` (a larger tensor has one of its own); returns the files.
+
+    Args:
+        folder: an existing one without weights.
+        plans: of all tensors.
+        tensors: in the same order; consumed as a stream, each cast to the dtype of its plan.
+        shard_bytes: of tensors in a file.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written.
+    """
+    shards = _cut(plans, shard_bytes)
+    count = len(shards)
+    names = [SINGLE] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    stream = iter(tensors)
+    for name, shard in zip(names, shards, strict=True):
+        _write_file(folder / name, shard, stream)
+    if count > 1:
+        index = {
+            "metadata": {"total_size": sum(plan.num_bytes for plan in plans)},
+            "weight_map": {plan.name: name for name, shard in zip(names, shards, strict=True) for plan in shard},
+        }
+        write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
+        names.append(INDEX)
+    return [folder / name for name in names]
+
+
+def write_text(path: Path, text: str) -> None:
+    """A small file, brought to the disk."""
+    with path.open("x", encoding="utf-8") as handle:
+        handle.write(text)
+        handle.flush()
+        sync(handle.fileno())
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """A file's bytes, brought to the disk."""
+    with target.open("xb") as handle:
+        handle.write(source.read_bytes())
+        handle.flush()
+        sync(handle.fileno())
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes `path` at the end of the block: all of it, or (after an error) nothing.
+
+    What a process that was killed left half-filled is removed by the next one that writes the same path.
+
+    Raises:
+        CheckpointError: something is there already, or a file could not be read or written on the way.
+    """
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise CheckpointError(
+            f"{path} is there already and is not empty: what is in it would be lost, or mixed with another model. Give the path of "
+            "a folder that does not exist yet, or remove this one."
+        )
+    partial = path.absolute().with_name(f"{path.absolute().name}.converting.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        sync_folder(partial)
+        partial.rename(path)
+        sync_folder(partial.parent)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
+        raise CheckpointError(
+            f"{path} could not be made: {error}. Half of a model is no model, so nothing of it was left. Make room or mend the "
+            "rights, and give the command again."
+        ) from None
+
+
+def _file_of_each_tensor(folder: Path) -> dict[str, str]:
+    """What the index says; empty where there is one file without an index."""
+    if (folder / SINGLE).is_file():
+        return {}
+    index = folder / INDEX
+    if not index.is_file():
+        pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+        if pickles:
+            raise CheckpointError(
+                f"{folder} has its weights as pickles ({', '.join(pickles[:3])}). A pickle runs whatever code its author put "
+                "into it when it is opened, so none is opened here. Use the safetensors of this model, or have somebody convert it "
+                "who trusts its author: load it with transformers and save it again, which writes safetensors."
+            )
+        what = f"neither {SINGLE} nor {INDEX} is in it" if folder.is_dir() else "there is no such folder"
+        raise CheckpointError(
+            f"{folder}: {what}, so there are no weights to import. Give the folder of a Hugging Face model."
+        )
+    try:
+        weight_map = parse_json(index.read_text(encoding="utf-8"))["weight_map"]
+        files = {str(name): str(file) for name, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{index} is no index of weights ({error}): which file holds which tensor is not known. Get it again."
+        ) from None
+    if outside := [file for file in files.values() if Path(file).name != file or not file.endswith(".safetensors")]:
+        raise CheckpointError(
+            f"{index} names the file {outside[0]!r}: only safetensors files of the same folder are read. Get the folder again."
+        )
+    return files
+
+
+def _cut(plans: Sequence[TensorPlan], shard_bytes: int) -> list[list[TensorPlan]]:
+    shards: list[list[TensorPlan]] = [[]]
+    filled = 0
+    for plan in plans:
+        if shards[-1] and filled + plan.num_bytes > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(plan)
+        filled += plan.num_bytes
+    return shards
+
+
+def _write_file(path: Path, plans: Sequence[TensorPlan], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """One safetensors file: the length of the header, the header, the tensors without gaps."""
+    # Wide dtypes first: then every tensor starts at a multiple of its element size, as readers that map the file need.
+    places: dict[str, int] = {}
+    end = 0
+    for plan in sorted(plans, key=lambda plan: -DTYPES[plan.dtype].itemsize):
+        places[plan.name] = end
+        end += plan.num_bytes
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    for plan in plans:
+        start = places[plan.name]
+        header[plan.name] = {
+            "dtype": plan.dtype,
+            "shape": list(plan.shape),
+            "data_offsets": [start, start + plan.num_bytes],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("xb", buffering=0) as handle:
+        _write_at(handle.fileno(), struct.pack("<Q", len(text)) + text, 0)
+        for plan in plans:
+            name, values = next(tensors)
+            assert (name, tuple(values.shape)) == (plan.name, plan.shape), f"{name} {values.shape} came for {plan}"
+            raw = values.to(DTYPES[plan.dtype]).contiguous().view(-1).view(torch.uint8)
+            _write_at(handle.fileno(), raw.numpy(), 8 + len(text) + places[name])
+        sync(handle.fileno())
+
+
+def _write_at(descriptor: int, content: Any, offset: int) -> None:
+    """All of it: one call may write less."""
+    left = memoryview(content)
+    while left:
+        written = os.pwrite(descriptor, left, offset)
+        left, offset = left[written:], offset + written
+
+
+def format_name(dtype: torch.dtype) -> str:
+    """The format's word for a dtype of ours."""
+    return _NAMES[dtype]

@@ -1,0 +1,92 @@
+"""The record of a Hugging Face import: what config.json and generation_config.json said that no layer reads (no torch here).
+
+    imported/qwen3/hugging_face.json    {"special_ids": {"bos_token_id": 1, "eos_token_id": [2, 7]}, "generation_config": "{..}",
+                                         "ignored": {"strange_key": 3}, "tokenizer_sha256": "ab12.."}
+
+It lies beside the tokenizer that the ids belong to. An export of the import, or of a run that began from it, gives all of it back.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine.errors import CheckpointError, ConfigError, shown
+from engine.storage.files import sha256_of_file
+from engine.storage.json_text import parse_json
+
+RECORD = "hugging_face.json"
+GENERATION_CONFIG = "generation_config.json"
+
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id")
+"""Keys of config.json that name tokens; a key that a file leaves out has its family's default."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImportRecord:
+    """What an import keeps for an export.
+
+    Attributes:
+        special_ids: those of `SPECIAL_IDS` that config.json had, with their values.
+        generation_config: the text of generation_config.json; None: there was none.
+        ignored: keys of config.json that `--ignore` let through, with their values.
+        tokenizer_sha256: of the tokenizer.json whose ids these are; None: the folder had none.
+    """
+
+    special_ids: Mapping[str, Any] = field(default_factory=dict)
+    generation_config: str | None = None
+    ignored: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer_sha256: str | None = None
+
+    def to_text(self) -> str:
+        """Return the content of the file."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+
+def record_of(folder: Path, keys: Mapping[str, Any], ignored: Mapping[str, Any]) -> ImportRecord:
+    """Make the record of a Hugging Face folder.
+
+    Args:
+        folder: with config.json, and perhaps generation_config.json and tokenizer.json.
+        keys: the content of config.json.
+        ignored: keys and values that `--ignore` lets through.
+
+    Raises:
+        ConfigError: an id that is no integer, or a generation_config.json that is no JSON mapping.
+    """
+    ids = {key: keys[key] for key in SPECIAL_IDS if key in keys}
+    problems = [
+        f"{key} = {shown(value)}: must be an id, a list of ids or null; generation would not know its own tokens. Mend the file."
+        for key, value in ids.items()
+        if not all(type(part) is int for part in (value if isinstance(value, list) else [value or 0]))
+    ]
+    text, path, tokenizer = None, folder / GENERATION_CONFIG, folder / "tokenizer.json"
+    try:
+        # Newlines as they are: the file leaves as it came.
+        text = path.read_bytes().decode() if path.is_file() else None
+        if text is not None and not isinstance(parse_json(text), dict):
+            raise ValueError("it is no mapping of keys to values")
+    except (OSError, ValueError) as error:
+        problems.append(f"{GENERATION_CONFIG} cannot be read: {error}. Get it again, or move it out of the folder.")
+    if problems:
+        raise ConfigError(problems, str(folder))
+    return ImportRecord(ids, text, ignored, sha256_of_file(tokenizer) if tokenizer.is_file() else None)
+
+
+def read_record(path: Path) -> ImportRecord:
+    """Read the record of an import.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    try:
+        made = ImportRecord(**parse_json(path.read_bytes()))
+        if not isinstance(made.special_ids, dict) or not isinstance(made.generation_config, str | None):
+            raise ValueError("special_ids must be a mapping and generation_config a text")
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} is no record of an import: {error}. The ids of special tokens would be lost. Restore it from a copy, or "
+            "remove it to export without them."
+        ) from None
+    return made

@@ -1,0 +1,1 @@
+"""Megatron-Core: its distributed checkpoints, in and out."""

@@ -1,0 +1,282 @@
+"""Megatron-LM's arguments as our sections, and the reverse (no torch here).
+
+    {"num_layers": 32, "group_query_attention": True, "num_query_groups": 8, "swiglu": True, ..}      args in common.pt
+      <->  model: {num_layers: 32, num_kv_heads: 8, activation: swiglu, ..}, optimizer: {..}, train: {..}
+
+An argument that switches on what is not built here is refused by name: a model that differs in silence costs more than a
+message. Arguments that change speed, layout or logging only are not looked at.
+
+Source: megatron/training/arguments.py and the TransformerConfig of Megatron-Core 0.16.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from engine.config.schema import Config, ModelConfig, planned_steps
+from engine.errors import ConfigError, shown
+
+Args = Mapping[str, Any]
+
+_NAMES = {
+    "num_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "kv_channels": "head_dim",
+    "ffn_hidden_size": "ffn_hidden_size",
+    "seq_length": "seq_length",
+    "rotary_base": "rope_base",
+    "hidden_dropout": "hidden_dropout",
+    "attention_dropout": "attention_dropout",
+    "init_method_std": "init_std",
+}
+"""Their argument -> our field of `model`, value unchanged."""
+
+_TRAIN = {
+    "global_batch_size": "global_batch_size",
+    "micro_batch_size": "micro_batch_size",
+    "train_iters": "steps",
+    "seed": "seed",
+}
+_OPTIMIZER = {
+    "lr": "lr",
+    "min_lr": "min_lr",
+    "lr_decay_iters": "decay_steps",
+    "weight_decay": "weight_decay",
+    "adam_beta1": "beta1",
+    "adam_beta2": "beta2",
+    "adam_eps": "eps",
+}
+"""The same for `train` and `optimizer`."""
+
+_CHOICES = (
+    "normalization",
+    "position_embedding_type",
+    "num_query_groups",
+    "norm_epsilon",
+    "layernorm_epsilon",
+    "clip_grad",
+    "lr_decay_style",
+    "lr_warmup_iters",
+    "lr_warmup_fraction",
+    "padded_vocab_size",
+    "vocab_size",
+    "tokenizer_type",
+)
+"""Arguments that the functions below look at by name, beside those of the tables."""
+
+_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "padded_vocab_size")
+
+_NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+_POSITIONS = {"learned_absolute": "learned", "rope": "rope"}
+
+OFF_ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "num_experts": ((None, 0), "mixture of experts is not built yet"),
+    "multi_latent_attention": ((False, None), "multi-latent attention is not built"),
+    "mtp_num_layers": ((None, 0), "multi-token prediction is not built"),
+    "heterogeneous_layers_config_path": ((None,), "layers of different shapes are not built"),
+    "is_hybrid_model": ((False, None), "state-space layers are not built"),
+    "hybrid_layer_pattern": ((None,), "state-space layers are not built"),
+    "experimental_attention_variant": ((None,), "other kinds of attention are not built"),
+    "linear_attention_freq": ((None,), "linear attention is not built"),
+    "attention_output_gate": ((False, None), "gated attention output is not built"),
+    "window_size": ((None,), "attention in a sliding window is not built yet"),
+    "softmax_type": (("vanilla", None), "attention sinks are not built"),
+    "softmax_scale": ((None,), "attention with another scale than 1 / sqrt(head_dim) is not built"),
+    "qk_l2_norm": ((False, None), "L2 norm of queries and keys is not built"),
+    "squared_relu": ((False, None), "squared ReLU is not built"),
+    "quick_geglu": ((False, None), "GEGLU is not built"),
+    "glu_linear_offset": ((0, 0.0, None), "an offset in the gated MLP is not built"),
+    "activation_func_clamp_value": ((None,), "clamped activations are not built"),
+    "apply_layernorm_1p": ((False, None), "norm weights that are stored less one are not built"),
+    "apply_residual_connection_post_layernorm": ((False, None), "residuals after the norm are not built"),
+    "rotary_percent": ((1, 1.0, None), "RoPE on a part of each head is not built yet"),
+    "rotary_interleaved": ((False, None), "RoPE that pairs neighbours is not built: pairs are i and i + head_dim / 2"),
+    "rotary_seq_len_interpolation_factor": ((None, 1), "scaled RoPE is not built yet"),
+    "use_rope_scaling": ((False, None), "scaled RoPE is not built yet"),
+    "no_rope_freq": ((None, 0), "layers without RoPE are not built"),
+}
+"""Arguments that must be absent or have one of these values, and why."""
+
+
+def model_section(args: Args, vocab_size: int | None, source: str) -> dict[str, Any]:
+    """Our `model` section.
+
+    Args:
+        args: Megatron's, by name.
+        vocab_size: tokens of the tokenizer; None: what the arguments say.
+        source: where the arguments are from, for messages.
+
+    Raises:
+        ConfigError: arguments that are missing, or that switch on what is not built; all at once.
+    """
+    problems = [
+        f"{name} is missing; the model has no shape without it." for name in _REQUIRED if args.get(name) is None
+    ]
+    problems += _unusable(args)
+    if nested := list(_nested(args)):
+        raise ConfigError([*problems, *nested], source)
+    model = {ours: args[theirs] for theirs, ours in _NAMES.items() if args.get(theirs) is not None}
+    model["num_kv_heads"] = args.get("num_query_groups") if args.get("group_query_attention") else None
+    model["tie_embeddings"] = not args.get("untie_embeddings_and_output_weights", False)
+    model["bias"] = "all" if args.get("add_bias_linear", True) else "qkv" if args.get("add_qkv_bias") else "none"
+    model["norm_eps"] = args.get("norm_epsilon", args.get("layernorm_epsilon", 1e-5))
+    model["qk_norm"] = bool(args.get("qk_layernorm", False))
+    model["activation"] = _activation(args)
+    for theirs, ours, values, default in (
+        ("normalization", "norm", _NORMS, "LayerNorm"),
+        ("position_embedding_type", "position", _POSITIONS, "learned_absolute"),
+    ):
+        given = args.get(theirs, default)
+        if given not in values:
+            problems.append(f"{theirs} = {shown(given)}: must be one of {', '.join(values)}; no other one is built.")
+        model[ours] = values.get(given)
+    if model["qk_norm"] and model["norm"] == "layernorm":
+        problems.append(
+            "qk_layernorm with normalization = LayerNorm: queries and keys are normalised by RMSNorm only here."
+        )
+    model["vocab_size"] = vocab_size if vocab_size is not None else _tokens(args)
+    if model["vocab_size"] is None:
+        problems.append(
+            f"vocab_size is not in the arguments, and padded_vocab_size = {args.get('padded_vocab_size')} counts rows that no "
+            "token has. Give the tokenizer's size: --vocab-size N."
+        )
+    if problems:
+        raise ConfigError(problems, source)
+    section = {name: value for name, value in model.items() if value is not None}
+    try:
+        ModelConfig.model_validate(section)
+    except ValidationError as error:
+        wrong = [f"model.{detail['loc'][0]} = {shown(detail['input'])}: {detail['msg']}." for detail in error.errors()]
+        raise ConfigError(wrong, source) from error
+    return section
+
+
+def training_sections(args: Args) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Our sections `train`, `optimizer`, `precision` as far as the arguments say them, and what could not be said."""
+    notes = []
+    train, optimizer = (
+        {ours: args[theirs] for theirs, ours in names.items() if args.get(theirs) is not None}
+        for names in (_TRAIN, _OPTIMIZER)
+    )
+    if "clip_grad" in args:
+        optimizer["clip_grad"] = args["clip_grad"] or None
+    style = args.get("lr_decay_style", "linear")
+    if style in ("constant", "linear", "cosine"):
+        optimizer["lr_schedule"] = style
+    else:
+        notes.append(f"lr_decay_style = {style} is not built: choose optimizer.lr_schedule")
+    decay_steps = optimizer.setdefault("decay_steps", args.get("train_iters"))
+    if decay_steps:
+        # A schedule over the whole run is given as such there; here it keeps its length when the run gets another one.
+        warmup = args.get("lr_warmup_iters") or (args.get("lr_warmup_fraction") or 0) * decay_steps
+        optimizer["warmup_steps"] = round(warmup)
+    else:
+        notes.append("the run and its schedule count samples: set train.steps, optimizer.decay_steps and warmup_steps")
+    if args.get("rampup_batch_size"):
+        notes.append(
+            "the batch size was ramped up: here it is constant, and the step follows from samples / batch size"
+        )
+    dtype = "bf16" if args.get("bf16") else "fp16" if args.get("fp16") else "fp32"
+    return {"train": train, "optimizer": optimizer, "precision": {"dtype": dtype}}, notes
+
+
+def megatron_args(model: ModelConfig) -> dict[str, Any]:
+    """Megatron's arguments for our model.
+
+    Raises:
+        ConfigError: Megatron has no such model.
+    """
+    if model.qk_norm and model.norm == "layernorm":
+        raise ConfigError(
+            [
+                "model.qk_norm with norm = layernorm: Megatron would normalise queries and keys by LayerNorm, with a bias."
+            ]
+        )
+    bias = model.bias == "all"
+    args = {theirs: getattr(model, ours) for theirs, ours in _NAMES.items()}
+    return args | {
+        "kv_channels": model.head_size,
+        "ffn_hidden_size": model.ffn_size,
+        "group_query_attention": model.kv_heads != model.num_attention_heads,
+        "num_query_groups": model.kv_heads,
+        "max_position_embeddings": model.seq_length,
+        "position_embedding_type": {ours: theirs for theirs, ours in _POSITIONS.items()}[model.position],
+        "add_position_embedding": True,
+        "use_rotary_position_embeddings": model.position == "rope",
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        "normalization": {ours: theirs for theirs, ours in _NORMS.items()}[model.norm],
+        "norm_epsilon": model.norm_eps,
+        "untie_embeddings_and_output_weights": not model.tie_embeddings,
+        "add_bias_linear": bias,
+        "add_qkv_bias": bias or model.bias == "qkv",
+        "qk_layernorm": model.qk_norm,
+        "swiglu": model.activation == "swiglu",
+        # Their exact GELU is what they compute without fusion; their tanh form has a name of its own.
+        "openai_gelu": model.activation == "gelu_tanh",
+        "bias_gelu_fusion": False,
+        "vocab_size": model.vocab_size,
+        "padded_vocab_size": model.vocab_size,
+        "make_vocab_size_divisible_by": 1,
+    }
+
+
+def megatron_training_args(config: Config) -> dict[str, Any]:
+    """Megatron's arguments for our training, beside those of the model."""
+    optimizer, dtype = config.optimizer, config.precision.dtype
+    args = {theirs: getattr(config.train, ours) for theirs, ours in _TRAIN.items()}
+    args |= {theirs: getattr(optimizer, ours) for theirs, ours in _OPTIMIZER.items()}
+    return args | {
+        "train_iters": planned_steps(config),
+        "lr_decay_style": optimizer.lr_schedule,
+        "lr_warmup_iters": optimizer.warmup_steps,
+        "clip_grad": optimizer.clip_grad or 0.0,
+        "bf16": dtype == "bf16",
+        "fp16": dtype == "fp16",
+    }
+
+
+def differences(section: Mapping[str, Any], model: ModelConfig) -> list[str]:
+    """Where the model that is asked for differs from Megatron's arguments, in what its weights mean."""
+    theirs = ModelConfig.model_validate(section)
+    free = {"seq_length", "vocab_size", "vocab_multiple", "init_std", "hidden_dropout", "attention_dropout"}
+    names = {"num_kv_heads": "kv_heads", "head_dim": "head_size", "ffn_hidden_size": "ffn_size"}
+    if "rope" not in (theirs.position, model.position):
+        free.add("rope_base")
+    found = []
+    for field in ModelConfig.model_fields:
+        there, here = (getattr(one, names.get(field, field)) for one in (theirs, model))
+        if field not in free and there != here:
+            found.append(f"model.{field} = {here!r} in the config, {there!r} in Megatron's arguments.")
+    return found
+
+
+def _unusable(args: Args) -> Iterator[str]:
+    for name, (off, why) in OFF_ONLY.items():
+        value = args.get(name)
+        # What is nested is never compared: the comparison of a tensor, or of lists in lists, has no bound.
+        if value is not None and (not isinstance(value, bool | int | float | str) or value not in off):
+            yield f"{name} = {shown(value)}: {why}; the model would be another one."
+
+
+def _nested(args: Args) -> Iterator[str]:
+    for name in dict.fromkeys((*_NAMES, *_TRAIN, *_OPTIMIZER, *_REQUIRED, *_CHOICES)):
+        value = args.get(name)
+        if value is not None and not isinstance(value, bool | int | float | str):
+            yield f"{name} = {shown(value)}: must be a number or a word; Megatron-LM writes no other. Restore the file from a copy."
+
+
+def _activation(args: Args) -> str:
+    if args.get("swiglu"):
+        return "swiglu"
+    # Fused with a bias, Megatron's GELU is the tanh approximation; without, it is exact.
+    fused = args.get("bias_gelu_fusion", False) and args.get("add_bias_linear", True)
+    return "gelu_tanh" if args.get("openai_gelu") or fused else "gelu"
+
+
+def _tokens(args: Args) -> int | None:
+    """Tokens of the tokenizer where the arguments say so; the null tokenizer adds one for the end of a document."""
+    vocab_size = args.get("vocab_size")
+    return vocab_size + 1 if vocab_size and args.get("tokenizer_type") == "NullTokenizer" else vocab_size

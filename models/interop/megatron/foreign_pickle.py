@@ -1,0 +1,324 @@
+"""Pickles of other programs, read without running them.
+
+A pickle is a program: it names functions and calls them. Here a name is looked up in a list and nowhere else. What is on the
+list becomes inert data (a class becomes a record that holds what it was called with), nothing is imported, and any other
+name ends the reading before anything was called.
+
+    torch.distributed...MetadataIndex("x", ..)  ->  Inert: origin, arguments, state         on the list
+    os.system("..")                             ->  CheckpointError that names os.system    not on the list
+
+`read_archive` is for what torch.save wrote (a zip file of one pickle and the raw bytes of tensors), `read_pickle` for the rest.
+
+Time and memory are bounded by the length of what is read. An archive may not unpack to more bytes than it has, a tensor may not
+have more elements than its storage, and a pickle may not number its objects beyond its own length. Keys of dicts and members of
+sets are looked at before they are hashed. A tuple that another one holds twice is hashed twice, so 60 such tuples in 200 bytes
+would take thousands of years. Only the unpickler that is written in Python, `pickle._Unpickler`, has a place for that look.
+"""
+
+import io
+import math
+import pickle
+import pickletools
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, ClassVar
+
+import torch
+
+from engine.errors import CheckpointError, shown
+from engine.numerics.precision import DTYPES
+
+_VALUES_PER_BYTE = 16
+"""Values of keys that may be hashed per byte of a pickle: an old key is named again in two bytes, and has some parts."""
+
+Name = tuple[str, str]
+"""(module, name) as a pickle writes it."""
+
+_DTYPES = ("bfloat16", "float16", "float32", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
+_STORAGES = {
+    "BFloat16Storage": torch.bfloat16,
+    "HalfStorage": torch.float16,
+    "FloatStorage": DTYPES["fp32"],
+    "DoubleStorage": torch.float64,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+
+
+class Inert:
+    """What is left of an object: the class it names, what the class was called with, and the object's state."""
+
+    origin: str = ""
+    arguments: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *arguments: Any) -> "Inert":
+        made = super().__new__(cls)
+        made.arguments, made.state = arguments, {}
+        return made
+
+    def __init__(self, *arguments: Any) -> None:
+        """The arguments are kept by `__new__`; a pickle may call either."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __repr__(self) -> str:
+        return f"{self.origin}{self.arguments}"
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A field of the state; `default` where there is none."""
+        return self.state.get(name, default) if isinstance(self.state, dict) else default
+
+
+def read_pickle(content: bytes, allowed: Collection[Name], prefix: str, source: str) -> Any:
+    """What a pickle describes, with `Inert` in place of every instance.
+
+    Args:
+        content: the pickle.
+        allowed: classes that may be named, beside torch's dtypes and shapes.
+        prefix: modules below this one may be named as well (they are not imported); "" allows none.
+        source: the file's name, for messages.
+
+    Raises:
+        CheckpointError: it names anything else, is no pickle, or would need more memory than its length justifies. Nothing that
+            it names was called.
+    """
+    return _read(content, allowed, prefix, source, None)
+
+
+def read_archive(content: bytes, allowed: Collection[Name], prefix: str, source: str) -> Any:
+    """The same for what torch.save wrote; its tensors become torch tensors on the CPU.
+
+    Raises:
+        CheckpointError: as `read_pickle`; or it is no such archive, an old one without a zip file around it, or one that unpacks
+            to more than its length.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            _check_sizes(archive, len(content))
+            (pickled,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+            folder = pickled.removesuffix("data.pkl")
+            return _read(archive.read(pickled), allowed, prefix, source, (archive, folder))
+    except (zipfile.BadZipFile, ValueError, LookupError, RuntimeError, OSError, EOFError) as error:
+        raise CheckpointError(
+            f"{source} is no archive of torch.save: {_short(error)}. It is damaged, or was written by a version of torch before "
+            "1.6. Restore it from a copy."
+        ) from None
+
+
+def _check_sizes(archive: zipfile.ZipFile, num_bytes: int) -> None:
+    """Refuse an archive whose entries have more bytes than the archive; torch.save compresses nothing."""
+    entries = archive.infolist()
+    if packed := next((entry for entry in entries if entry.compress_type != zipfile.ZIP_STORED), None):
+        raise zipfile.BadZipFile(f"{shown(packed.filename)} in it is compressed, which torch.save never does")
+    if (claimed := sum(entry.file_size for entry in entries)) > num_bytes:
+        raise zipfile.BadZipFile(f"its entries claim {claimed:,} bytes, and the archive has {num_bytes:,}")
+
+
+def _check_numbers(content: bytes) -> None:
+    """Refuse a pickle that numbers an object beyond its own length: Python makes a table of that many entries at once."""
+    for opcode, argument, _ in pickletools.genops(content):
+        if opcode.name in ("PUT", "LONG_BINPUT") and argument is not None and argument > len(content):
+            raise pickle.UnpicklingError(f"object number {argument:,} in {len(content):,} bytes")
+
+
+def _short(error: Exception) -> str:
+    text = str(error)
+    return text if len(text) <= 300 else f"{text[:300]}.."
+
+
+def _read(
+    content: bytes, allowed: Collection[Name], prefix: str, source: str, archive: tuple[zipfile.ZipFile, str] | None
+) -> Any:
+    reader = _Reader(content, frozenset(allowed), prefix, source, archive)
+    try:
+        _check_numbers(content)
+        return reader.load()
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle can fail in any way
+        raise CheckpointError(
+            f"{source} cannot be read: {type(error).__name__}: {_short(error)}. It is damaged, or no file of Megatron's. Restore "
+            "it from a copy."
+        ) from None
+
+
+class _Keys:
+    """A budget of the values that hashing the keys of one pickle may visit.
+
+    Args:
+        num_bytes: length of the pickle. A key that is not shared has fewer values than bytes.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_left = _VALUES_PER_BYTE * num_bytes
+
+    def check(self, keys: Iterable[Any]) -> None:
+        """Take the values of `keys` from the budget, tuples and frozensets inside of tuples each time that they occur.
+
+        Raises:
+            UnpicklingError: the budget is spent.
+        """
+        for key in keys:
+            within = [key]
+            while within:
+                value = within.pop()
+                self._num_left -= 1 + (value.bit_length() >> 5 if isinstance(value, int) else 0)
+                if isinstance(value, tuple | frozenset):
+                    self._num_left -= len(value)
+                    within += value if self._num_left >= 0 else ()
+                if self._num_left < 0:
+                    raise pickle.UnpicklingError("its keys are tuples that share parts, and hashing them would not end")
+
+
+_HASHED = {
+    pickle.SETITEM: slice(-2, -1),
+    pickle.SETITEMS: slice(0, None, 2),
+    pickle.DICT: slice(0, None, 2),
+    pickle.ADDITEMS: slice(None),
+    pickle.FROZENSET: slice(None),
+}
+"""By opcode, the part of the reader's stack that it hashes; the stack begins behind the last mark."""
+
+
+def _checking(opcode: bytes, hashed: slice) -> Callable[[Any], None]:
+    """Return a function that carries out an opcode after a check of what it hashes."""
+    carry_out: Callable[[Any], None] = pickle._Unpickler.dispatch[opcode[0]]
+
+    def check_and_carry_out(reader: Any) -> None:
+        reader.keys.check(reader.stack[hashed])
+        carry_out(reader)
+
+    return check_and_carry_out
+
+
+class _Reader(pickle._Unpickler):
+    stack: list[Any]
+    dispatch: ClassVar = {
+        **pickle._Unpickler.dispatch,
+        **{opcode[0]: _checking(opcode, hashed) for opcode, hashed in _HASHED.items()},
+    }
+
+    def __init__(
+        self,
+        content: bytes,
+        allowed: frozenset[Name],
+        prefix: str,
+        source: str,
+        archive: tuple[zipfile.ZipFile, str] | None,
+    ) -> None:
+        super().__init__(io.BytesIO(content))
+        self._allowed = allowed
+        self._prefix = prefix
+        self._source = source
+        self._archive = archive
+        self._storages: dict[str, torch.Tensor] = {}
+        self.keys = _Keys(len(content))
+
+    def _set(self, members: Iterable[Any] = ()) -> set[Any]:
+        """`set`, with a check of the members."""
+        members = list(members)
+        self.keys.check(members)
+        return set(members)
+
+    def _ordered_dict(self, items: Iterable[tuple[Any, Any]] = ()) -> "OrderedDict[Any, Any]":
+        """`OrderedDict`, with a check of the keys."""
+        items = [(key, value) for key, value in items]
+        self.keys.check(key for key, _ in items)
+        return OrderedDict(items)
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What stands for a name; an unknown one is refused here, before the pickle can call it."""
+        # A dotted name would reach through an allowed class into whatever that class has imported.
+        is_plain = "." not in name
+        if is_plain and module == "torch" and name in _DTYPES:
+            return getattr(torch, name)
+        if is_plain and module == "torch" and name in _STORAGES and self._archive is not None:
+            return _STORAGES[name]
+        known = _KNOWN.get((module, name))
+        if known is set:
+            return self._set
+        if known is OrderedDict:
+            return self._ordered_dict
+        if known is not None:
+            return known
+        if is_plain and ((module, name) in self._allowed or (self._prefix and module.startswith(self._prefix))):
+            return type(name, (Inert,), {"origin": f"{module}.{name}"})
+        raise CheckpointError(
+            f"{self._source} refers to {module}.{name}, which no checkpoint of Megatron-Core needs. A pickle that names other "
+            "things can run any program of whoever wrote it; nothing of it was run. Ask where the file comes from; if it is "
+            "yours, save it once more with plain numbers and strings in Megatron's args."
+        )
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        """A tensor's raw bytes, as the 1-D tensor of all of its storage."""
+        if self._archive is None:
+            raise pickle.UnpicklingError("a tensor outside of an archive")
+        _, dtype, key, _, numel = pid
+        if not isinstance(key, str):
+            raise pickle.UnpicklingError("a storage whose key is no text")
+        # Tensors may share a storage; its bytes are read once, however often the pickle refers to them.
+        if key in self._storages and self._storages[key].dtype == dtype:
+            return self._storages[key]
+        archive, folder = self._archive
+        raw = archive.read(f"{folder}data/{key}")
+        if not isinstance(dtype, torch.dtype) or len(raw) != numel * dtype.itemsize:
+            raise pickle.UnpicklingError(f"{len(raw)} bytes for {numel} elements of {dtype}")
+        # A bytearray may be written to, as a tensor may; an empty one makes no tensor.
+        made = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+        return self._storages.setdefault(key, made)
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    """`_codecs.encode`: how old pickles write bytes."""
+    if encoding not in ("latin1", "latin-1", "utf-8", "ascii"):
+        raise pickle.UnpicklingError(f"the encoding {shown(encoding)}")
+    return text.encode(encoding)
+
+
+def _rebuild_tensor(
+    storage: torch.Tensor, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any
+) -> torch.Tensor:
+    """`torch._utils._rebuild_tensor_v2`."""
+    if math.prod(size) > storage.numel():  # a stride of 0 makes any number of elements of one
+        raise pickle.UnpicklingError(
+            f"a tensor of {shown(math.prod(size))} elements from {storage.numel():,} in its storage"
+        )
+    return storage.as_strided(size, stride, offset)
+
+
+def _layout(name: Any) -> str:
+    """`torch.serialization._get_layout`: the name of a layout."""
+    if not isinstance(name, str):
+        raise pickle.UnpicklingError(f"{shown(name)} where the name of a layout belongs")
+    return name
+
+
+def _member(owner: Any, name: Any) -> Inert:
+    """`getattr`, with which Python 3.11.0 to 3.11.3 write a member of an enumeration: a record of the class and the name.
+
+    Nothing is looked up, and of nothing but a class on the list is there a member.
+    """
+    if not (isinstance(owner, type) and issubclass(owner, Inert) and isinstance(name, str)):
+        raise pickle.UnpicklingError(f"an attribute of {shown(owner)}, which is no class of Megatron-Core")
+    return owner(name)
+
+
+_KNOWN: dict[Name, Any] = {
+    ("torch", "Size"): tuple,
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
+    ("torch.serialization", "_get_layout"): _layout,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("_codecs", "encode"): _encode,
+    ("builtins", "getattr"): _member,
+    ("__builtin__", "getattr"): _member,
+    ("builtins", "set"): set,
+    ("__builtin__", "set"): set,
+}
+"""What is not a record of a class: containers, shapes, tensors, members. None of them does more than hold data."""

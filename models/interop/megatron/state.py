@@ -1,0 +1,164 @@
+"""Where a run stands, in Megatron-LM's words and in ours: iteration, consumed samples, Adam's step, the learning rate's schedule.
+
+    common.pt   iteration, args.consumed_train_samples, optimizer.param_groups[..].step, opt_param_scheduler   <->   TrainingState
+
+Megatron's random states and its order of samples mean nothing here, and ours nothing there: they are not carried over.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from engine.checkpoint.format.manifest import TrainingState
+from engine.config.schema import Config, planned_steps
+from engine.errors import CheckpointError, shown
+from models.interop.megatron.config import megatron_training_args
+from models.interop.megatron.files import TorchDist
+
+
+def training_state(source: TorchDist) -> TrainingState:
+    """The state that a run goes on from.
+
+    Raises:
+        CheckpointError: the iteration, the samples, Adam's step or the learning rate are not there, or are no such numbers.
+    """
+    step = _number(source.common.get("iteration"), source, "iteration")
+    samples = _number(source.args.get("consumed_train_samples"), source, "args.consumed_train_samples")
+    groups, state = _param_groups(source)
+    num_updates = next((group["step"] for group in groups if group.get("step") is not None), state.get("common_step"))
+    seq_length = _number(source.args.get("seq_length", 0), source, "args.seq_length")
+    try:
+        return TrainingState(
+            step=step,
+            consumed_samples=samples,
+            consumed_tokens=samples * seq_length,
+            num_updates=_number(num_updates, source, "Adam's step"),
+            lr=max(_scalar(group.get("lr", 0.0), source, "the learning rate") for group in groups),
+            rng={},
+            data={},
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise CheckpointError(
+            f"{source.folder / 'common.pt'} says {shown(first['input'])} where {first['loc'][0]} belongs: {first['msg']}. No run "
+            "came that far. Import the weights: --weights-only."
+        ) from None
+
+
+def common_state(state: TrainingState, config: Config) -> dict[str, Any]:
+    """common.pt for a run that goes on in Megatron-LM with its distributed optimizer, but for args.
+
+    Parameters stand in two groups there as here: weights decay, norms and biases do not.
+    """
+    optimizer = config.optimizer
+    groups = [
+        {
+            "wd_mult": wd_mult,
+            "lr_mult": 1.0,
+            "is_expert_parallel": False,
+            "is_decoupled_lr": False,
+            "default_config": True,
+            "lr": state.lr,
+            "max_lr": optimizer.lr,
+            "min_lr": optimizer.min_lr,
+            "weight_decay": optimizer.weight_decay * wd_mult,
+            "betas": (optimizer.beta1, optimizer.beta2),
+            "eps": optimizer.eps,
+            "step": state.num_updates,
+            # Of FusedAdam, then of torch's AdamW: each reads its own.
+            "bias_correction": True,
+            "amsgrad": False,
+            "maximize": False,
+            "foreach": None,
+            "capturable": False,
+            "differentiable": False,
+            "fused": None,
+            "decoupled_weight_decay": True,
+        }
+        for wd_mult in (1.0, 0.0)
+    ]
+    samples = config.train.global_batch_size
+    decay_steps = optimizer.decay_steps or planned_steps(config) or state.step
+    return {
+        "checkpoint_version": 3.0,
+        "iteration": state.step,
+        "optimizer": {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"},
+        "opt_param_scheduler": {
+            "max_lr": optimizer.lr,
+            "min_lr": optimizer.min_lr,
+            "lr_warmup_steps": optimizer.warmup_steps * samples,
+            "lr_decay_steps": decay_steps * samples,
+            "lr_decay_style": optimizer.lr_schedule,
+            "num_steps": state.consumed_samples,
+            "start_wd": optimizer.weight_decay,
+            "end_wd": optimizer.weight_decay,
+            "wd_incr_style": "constant",
+            "wd_incr_steps": decay_steps,
+        },
+        "num_floating_point_operations_so_far": 0,
+        "content_metadata": {
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "distrib_optim_fully_reshardable_mem_efficient": False,
+            "singleton_local_shards": False,
+            "chained_optim_avoid_prefix": True,
+        },
+    }
+
+
+def weights_state() -> dict[str, Any]:
+    """common.pt for weights without a run, but for args."""
+    metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    return {"checkpoint_version": 3.0, "iteration": 0, "content_metadata": metadata}
+
+
+def training_args(state: TrainingState, config: Config) -> dict[str, Any]:
+    """Megatron's arguments of the run, beside the model's: what its loader asks a checkpoint for."""
+    return megatron_training_args(config) | {
+        "consumed_train_samples": state.consumed_samples,
+        "consumed_valid_samples": 0,
+        "skipped_train_samples": 0,
+        "use_distributed_optimizer": True,
+    }
+
+
+def _param_groups(source: TorchDist) -> tuple[list[Mapping[str, Any]], Mapping[str, Any]]:
+    """Parameter groups, and the state beside them, of whichever of Megatron's optimizers saved."""
+    held = source.common.get("optimizer")
+    inner = held.get("optimizer", held) if isinstance(held, dict) else None
+    groups = inner.get("param_groups") if isinstance(inner, dict) else None
+    if not isinstance(groups, list) or not groups or not all(isinstance(group, dict) for group in groups):
+        raise CheckpointError(
+            f"{source.folder / 'common.pt'} has no parameter groups of an optimizer, so neither Adam's step nor the learning rate "
+            "is known. Import the weights: --weights-only."
+        )
+    state = inner.get("state") if isinstance(inner, dict) else None
+    return groups, state if isinstance(state, dict) else {}
+
+
+def _number(value: Any, source: TorchDist, what: str) -> int:
+    """Return a count that may have been saved as a float or as a tensor of one element."""
+    number = _scalar(value, source, what)
+    if number != int(number):
+        raise _wrong(value, source, what)
+    return int(number)
+
+
+def _scalar(value: Any, source: TorchDist, what: str) -> float:
+    """Return a finite number of at least 0, an int where it was saved as one."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise _wrong(value, source, what)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise _wrong(value, source, what)
+    return value
+
+
+def _wrong(value: Any, source: TorchDist, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{source.folder / 'common.pt'} says {shown(value)} where {what} belongs; the run could not go on from there. Import the "
+        "weights: --weights-only."
+    )

@@ -1,0 +1,349 @@
+"""GPT weights and optimizer state between Megatron-Core's names and layouts and ours.
+
+    ours (models/specs.py)                  Megatron-Core, below decoder.layers
+    attention.norm.{weight,bias}            self_attention.linear_qkv.layer_norm_{weight,bias}, or input_layernorm.{weight,bias}
+    attention.q, attention.kv               self_attention.linear_qkv     [kv_heads, heads / kv_heads + 2, d, h]: per kv head its
+                                                                          query heads, its key head, its value head
+    attention.{q,k}_norm.weight             self_attention.{q,k}_layernorm.weight
+    attention.proj                          self_attention.linear_proj
+    mlp.norm.{weight,bias}                  mlp.linear_fc1.layer_norm_{weight,bias}, or pre_mlp_layernorm.{weight,bias}
+    mlp.up, mlp.gate_up                     mlp.linear_fc1                [2 f, h]: gate, then up
+    mlp.down                                mlp.linear_fc2
+
+The layers are stacked in one tensor with a leading dim, or each has its number in the key: both are read, the first is written.
+Optimizer state has the same keys below optimizer.state.{exp_avg, exp_avg_sq, param}. Rows of the padded vocabulary are dropped.
+"""
+
+import math
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.checkpoint.format.manifest import KINDS, Kind
+from engine.checkpoint.format.store import Shard
+from engine.checkpoint.import_weights import whole
+from engine.config.schema import ModelConfig
+from engine.errors import CheckpointError
+from engine.layout.shard_spec import Box
+from models.interop.finite import check_finite
+from models.interop.megatron.files import TorchDist
+from models.interop.megatron.writer import Written
+from models.specs import model_specs
+
+Prefixes = Mapping[Kind, tuple[str, ...]]
+"""Below which keys a kind of tensor stands, the first that is there."""
+
+WEIGHTS: Prefixes = {"master": ("",)}
+TRAINING: Prefixes = {
+    # `param` is what new versions call the exact weights, `fp32_param` old ones; an fp32 run may have none beside the weights.
+    "master": ("optimizer.state.param.", "optimizer.state.fp32_param.", ""),
+    "exp_avg": ("optimizer.state.exp_avg.",),
+    "exp_avg_sq": ("optimizer.state.exp_avg_sq.",),
+}
+
+RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space")
+"""How an optimizer's state may be stored that names parameters."""
+
+_LAYERS = "decoder.layers."
+_SHOWN = 12
+
+# Ours within a layer, or outside of the layers -> theirs: alternatives, each of one key or of several that are one tensor
+# together. What is written is the first.
+_QKV = "self_attention.linear_qkv"
+_FC1 = "mlp.linear_fc1"
+_KEYS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "embedding.word.weight": (("embedding.word_embeddings.weight",),),
+    "embedding.position.weight": (("embedding.position_embeddings.weight",),),
+    "attention.norm.weight": ((f"{_QKV}.layer_norm_weight",), ("input_layernorm.weight",)),
+    "attention.norm.bias": ((f"{_QKV}.layer_norm_bias",), ("input_layernorm.bias",)),
+    "attention.q.weight": ((f"{_QKV}.weight",),),
+    "attention.q.bias": ((f"{_QKV}.bias",),),
+    "attention.q_norm.weight": (("self_attention.q_layernorm.weight",),),
+    "attention.k_norm.weight": (("self_attention.k_layernorm.weight",),),
+    "attention.proj.weight": (("self_attention.linear_proj.weight",),),
+    "attention.proj.bias": (("self_attention.linear_proj.bias",),),
+    "mlp.norm.weight": ((f"{_FC1}.layer_norm_weight",), ("pre_mlp_layernorm.weight",)),
+    "mlp.norm.bias": ((f"{_FC1}.layer_norm_bias",), ("pre_mlp_layernorm.bias",)),
+    "mlp.up.weight": ((f"{_FC1}.weight",),),
+    "mlp.up.bias": ((f"{_FC1}.bias",),),
+    "mlp.gate_up.weight": ((f"{_FC1}.weight",), (f"{_FC1}.weight_w", f"{_FC1}.weight_v")),
+    "mlp.gate_up.bias": ((f"{_FC1}.bias",), (f"{_FC1}.bias_w", f"{_FC1}.bias_v")),
+    "mlp.down.weight": (("mlp.linear_fc2.weight",),),
+    "mlp.down.bias": (("mlp.linear_fc2.bias",),),
+    "final_norm.weight": (("decoder.final_layernorm.weight",),),
+    "final_norm.bias": (("decoder.final_layernorm.bias",),),
+    "head.weight": (("output_layer.weight",),),
+}
+_MORE_ROWS = ("embedding.word.weight", "embedding.position.weight", "head.weight")
+"""Theirs may have rows beyond ours: padding of the vocabulary, positions that no sample reaches. They are dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of Megatron's, and what it is of ours.
+
+    Attributes:
+        ours: names and shapes of our tensors: one, or q and kv.
+        short: the first name, without the layer.
+        layer: global number, of how many; None outside of the layers.
+        shape: theirs, without the leading dim of stacked layers and without padding.
+    """
+
+    ours: tuple[tuple[str, tuple[int, ...]], ...]
+    short: str
+    layer: tuple[int, int] | None
+    shape: tuple[int, ...]
+
+    def key_among(self, names: Container[str]) -> str:
+        """Its key in a live model's parameters, which number their layers; one tensor, as a model is built."""
+        keys = [place.keys[0] for place in _candidates(self, "") if not place.stacked and len(place.keys) == 1]
+        return next(key for key in keys if key in names)
+
+    def to_ours(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Our tensors from Megatron's of `shape`."""
+        if len(self.ours) == 1:
+            return [values.reshape(self.ours[0][1])]
+        (_, q_shape), (_, kv_shape) = self.ours
+        groups = values.reshape(kv_shape[1], -1, *kv_shape[2:])
+        return [groups[:, :-2].reshape(q_shape), groups[:, -2:].transpose(0, 1).contiguous()]
+
+    def to_theirs(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Megatron's tensor of `shape` from ours."""
+        if len(self.ours) == 1:
+            return tensors[0].reshape(self.shape)
+        q, kv = tensors
+        groups = torch.cat((q.unflatten(0, (kv.shape[1], -1)), kv.transpose(0, 1)), dim=1)
+        return groups.reshape(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a parameter stands: keys that hold it one after another along the first dim, with all layers stacked or not."""
+
+    keys: tuple[str, ...]
+    stacked: bool
+
+
+def parameters(model: ModelConfig) -> Iterator[Parameter]:
+    """Every parameter of the model, in our forward order."""
+    specs = {spec.name: spec.shape for spec in model_specs(model)}
+    for name, shape in specs.items():
+        prefix, layer, short = "", None, name
+        if name.startswith("layers."):
+            number = name.split(".")[1]
+            prefix, layer = f"layers.{number}.", (int(number), model.num_layers)
+            short = name.removeprefix(prefix)
+        if short.startswith("attention.kv."):
+            continue  # with its q
+        ours = [(name, shape)]
+        if short.startswith("attention.q."):
+            kv = name.replace(".q.", ".kv.")
+            ours.append((kv, specs[kv]))
+            inner = shape[2:]
+            theirs = ((model.num_attention_heads + 2 * model.kv_heads) * model.head_size, *inner)
+        elif short == "attention.proj.weight":
+            theirs = (shape[0], shape[1] * shape[2])
+        elif short.startswith("mlp.gate_up."):
+            theirs = (shape[0] * shape[1], *shape[2:])
+        else:
+            theirs = shape
+        yield Parameter(tuple(ours), short, layer, theirs)
+
+
+def check(source: TorchDist, model: ModelConfig, prefixes: Prefixes) -> None:
+    """Every tensor that the model needs is there, with the right shape, and no weight is left over.
+
+    Raises:
+        CheckpointError: naming tensors that are missing, unknown, or of another shape.
+    """
+    problems, used = [], set()
+    for parameter in parameters(model):
+        for below in [("",), *prefixes.values()]:
+            place = _find(source, parameter, below)
+            if place is None:
+                problems.append(f"{_candidates(parameter, below[0])[0].keys[0]}: not there")
+                continue
+            used |= set(place.keys)
+            problems += [problem for key in place.keys if (problem := _misfit(source, parameter, place, key))]
+    problems += [
+        f"{key} {list(stored.shape)}: this model has no such parameter"
+        for key, stored in source.tensors.items()
+        if key not in used and not key.startswith("optimizer.")
+    ]
+    if problems:
+        problems = list(dict.fromkeys(problems))
+        more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+        raise CheckpointError(
+            f"{source.folder} does not fit the model:\n"
+            + "\n".join(f"  {problem}" for problem in [*problems[:_SHOWN], *more])
+            + "\nWhat is missing would stay random, and what is left over would be lost. Give the config of this model: --config."
+        )
+
+
+def optimizer_format(source: TorchDist) -> str | None:
+    """How the optimizer's state is stored, in Megatron's word; None where there is none."""
+    keys = (*source.tensors, *source.objects)
+    if not any(key.startswith("optimizer.") or ".optimizer." in key for key in keys):
+        return None
+    for holder, word in (
+        ("optimizer", "param_state_sharding_type"),
+        ("content_metadata", "distrib_optim_sharding_type"),
+    ):
+        state = source.common.get(holder)
+        if isinstance(state, dict) and isinstance(state.get(word), str):
+            return str(state[word])
+    # An optimizer that is not distributed has no such word: its state has the shapes of the weights.
+    whole_tensors = any(key.startswith("optimizer.state.exp_avg.") for key in source.tensors)
+    return "fully_reshardable" if whole_tensors else "unknown"
+
+
+def check_optimizer(source: TorchDist) -> None:
+    """The optimizer's state can be read.
+
+    Raises:
+        CheckpointError: there is none, or it is stored by the buckets of one layout.
+    """
+    stored = optimizer_format(source)
+    if stored is None:
+        raise CheckpointError(
+            f"{source.folder} has no optimizer state, so a run cannot be resumed from it. Import the weights: --weights-only."
+        )
+    if stored not in RESHARDABLE:
+        raise CheckpointError(
+            f"{source.folder}: the optimizer's state is stored as {stored}, by the buckets of one layout of Megatron's; only "
+            f"{' and '.join(RESHARDABLE)} name the parameters. Let the Megatron job save once more with "
+            "--dist-ckpt-optim-fully-reshardable, or import the weights with a fresh optimizer: --weights-only."
+        )
+
+
+def dropped_rows(source: TorchDist, model: ModelConfig) -> dict[str, int]:
+    """Rows of Megatron's tables that ours do not have, by key."""
+    found = {}
+    for parameter in parameters(model):
+        if parameter.short in _MORE_ROWS and (place := _find(source, parameter, ("",))) is not None:
+            (key,) = place.keys
+            found[key] = source.tensors[key].shape[0] - parameter.shape[0]
+    return {key: rows for key, rows in found.items() if rows}
+
+
+def import_shards(source: TorchDist, model: ModelConfig, prefixes: Prefixes) -> Iterator[Shard]:
+    """Our tensors, whole, from a checkpoint that `check` accepts; one of Megatron's is in memory at a time.
+
+    Raises:
+        CheckpointError: a part of a file is not what `.metadata` says, or has elements that are not finite.
+    """
+    for parameter in parameters(model):
+        for kind, below in prefixes.items():
+            place = _find(source, parameter, below)
+            assert place is not None, f"{parameter.ours[0][0]} was not checked"
+            pieces = [_read(source, parameter, place, key) for key in place.keys]
+            for key, piece in zip(place.keys, pieces, strict=True):
+                check_finite(piece, key, source.folder)
+            values = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+            for (name, _), tensor in zip(parameter.ours, parameter.to_ours(values), strict=True):
+                yield whole(name, tensor, kind)
+
+
+def export_chunks(
+    read: Callable[[str, Kind], torch.Tensor], model: ModelConfig, *, dtype: torch.dtype | None, has_moments: bool
+) -> Iterator[Written]:
+    """Megatron's tensors, one chunk per parameter and layer.
+
+    Args:
+        read: gives our whole logical tensor of a name and kind.
+        model: ours.
+        dtype: of the weights; None: as they are saved.
+        has_moments: write the optimizer's state too, with the exact weights in it.
+    """
+    for parameter in parameters(model):
+        for kind in KINDS if has_moments else KINDS[:1]:
+            values = parameter.to_theirs([read(name, kind) for name, _ in parameter.ours])
+            if kind == "master":
+                yield _written(parameter, "", values.to(dtype or values.dtype))
+            if has_moments:
+                yield _written(parameter, TRAINING[kind][0], values)
+
+
+def empty_objects(model: ModelConfig) -> Iterator[str]:
+    """Keys of the states beside the weights that Megatron's modules ask for, and that are empty without fp8."""
+    modules = [_QKV, "self_attention.linear_proj", "self_attention.core_attention", _FC1, "mlp.linear_fc2"]
+    if model.qk_norm:
+        modules += ["self_attention.q_layernorm", "self_attention.k_layernorm"]
+    for module in modules:
+        for layer in range(model.num_layers):
+            yield f"{_LAYERS}{module}._extra_state/shard_{layer}_{model.num_layers}"
+    yield "decoder.final_layernorm._extra_state/shard_0_1"
+
+
+def _candidates(parameter: Parameter, below: str) -> list[_Place]:
+    """Places where the parameter may stand, the one that is written first."""
+    places = []
+    for keys in _KEYS[parameter.short]:
+        if parameter.layer is None:
+            places.append(_Place(tuple(f"{below}{key}" for key in keys), stacked=False))
+        else:
+            places.append(_Place(tuple(f"{below}{_LAYERS}{key}" for key in keys), stacked=True))
+            numbered = f"{below}{_LAYERS}{parameter.layer[0]}."
+            places.append(_Place(tuple(f"{numbered}{key}" for key in keys), stacked=False))
+    return places
+
+
+def _find(source: TorchDist, parameter: Parameter, prefixes: Sequence[str]) -> _Place | None:
+    for below in prefixes:
+        for place in _candidates(parameter, below):
+            if all(key in source.tensors for key in place.keys):
+                return place
+    return None
+
+
+def _expected(source: TorchDist, parameter: Parameter, place: _Place, key: str) -> tuple[int, ...]:
+    """The shape that a key must have: layers first where they are stacked, and the rows of the table where it has more."""
+    shape = (parameter.shape[0] // len(place.keys), *parameter.shape[1:])
+    stored = source.tensors[key].shape
+    if parameter.short in _MORE_ROWS:
+        shape = (max(shape[0], math.prod(stored) // math.prod(shape[1:])), *shape[1:])
+    return (parameter.layer[1], *shape) if place.stacked and parameter.layer is not None else shape
+
+
+def _misfit(source: TorchDist, parameter: Parameter, place: _Place, key: str) -> str | None:
+    stored, expected = source.tensors[key].shape, _expected(source, parameter, place, key)
+    if stored == expected:
+        return None
+    cuts = stored[:-1]
+    flattened = len(cuts) == len(expected) and all(
+        size % parts == 0 for size, parts in zip(expected, cuts, strict=True)
+    )
+    if flattened and math.prod(stored) == math.prod(expected) and (not place.stacked or cuts[0] == expected[0]):
+        return None
+    return f"{key} {list(stored)}: this model has {list(expected)}"
+
+
+def _read(source: TorchDist, parameter: Parameter, place: _Place, key: str) -> torch.Tensor:
+    """One key's part of a parameter, [rows, ..], without rows beyond ours."""
+    stored, shape = source.tensors[key].shape, _expected(source, parameter, place, key)
+    first: Box = ()
+    if place.stacked and parameter.layer is not None:
+        layer = parameter.layer[0]
+        first, shape = ((layer, layer + 1),), shape[1:]
+    rest = stored[len(first) :]
+    rows = parameter.shape[0] // len(place.keys)
+    if len(rest) == len(shape):
+        box = (*first, (0, rows), *((0, size) for size in shape[1:]))
+        return source.read(key, box).view(rows, *shape[1:])
+    # Old versions flatten what one rank holds: [cuts of dim 0, cuts of dim 1, .., elements of one part].
+    cuts, n = rest[:-1], len(shape)
+    parts = source.read(key, (*first, *((0, size) for size in rest))).view(
+        *cuts, *(size // count for size, count in zip(shape, cuts, strict=True))
+    )
+    whole_again = parts.permute([dim for pair in zip(range(n), range(n, 2 * n), strict=True) for dim in pair])
+    return whole_again.reshape(shape)[:rows]
+
+
+def _written(parameter: Parameter, below: str, values: torch.Tensor) -> Written:
+    place = _candidates(parameter, below)[0]
+    (key,) = place.keys
+    if parameter.layer is None:
+        return Written(key, parameter.shape, (0,) * values.ndim, values)
+    layer, num_layers = parameter.layer
+    return Written(key, (num_layers, *parameter.shape), (layer, *(0,) * values.ndim), values.unsqueeze(0))

@@ -1,0 +1,128 @@
+"""Writes a checkpoint in Megatron-Core's `torch_dist` format (see `megatron_files.py`), one process, chunk by chunk.
+
+The chunks are torch.save's, `.metadata` is a pickle of torch.distributed.checkpoint's own records: what Megatron-Core reads. Its
+own writer would need a process group and the whole model in memory; this one holds one chunk at a time.
+"""
+
+import argparse
+import json
+import pickle
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.errors import CheckpointError
+from engine.storage.files import sync, sync_folder, write_atomically
+from models.interop.megatron.files import TRACKER
+
+FILE_BYTES = 2**30
+"""A file of chunks is closed when it is this large."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A chunk to be written: a box of the tensor `key` of the shape `shape`."""
+
+    key: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    values: torch.Tensor
+
+
+def write_checkpoint(
+    directory: Path,
+    iteration: int | None,
+    chunks: Iterable[Written],
+    empty_objects: Iterable[str],
+    common: Mapping[str, Any],
+    args: Mapping[str, Any],
+) -> Path:
+    """Write `directory`/iter_<number>/ (or release/) and point the tracker file at it; complete or not there.
+
+    Args:
+        directory: made if missing.
+        iteration: None for weights without a run.
+        chunks: together every element of every tensor once; consumed as a stream.
+        empty_objects: keys that a Megatron model asks for and that hold nothing (`_extra_state` without fp8).
+        common: for common.pt.
+        args: Megatron's arguments, for common.pt.
+
+    Raises:
+        CheckpointError: the iteration is there already; or the disk is full, or the folder cannot be written: then nothing
+            half-written is left.
+    """
+    folder = directory / ("release" if iteration is None else f"iter_{iteration:07d}")
+    if folder.exists():
+        raise CheckpointError(f"{folder} is there already. Give another folder, or remove it.")
+    partial = folder.with_name(f"{folder.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        write_atomically(partial / ".metadata", [pickle.dumps(_write_chunks(partial, chunks, empty_objects))])
+        with (partial / "common.pt").open("wb") as handle:
+            torch.save({**common, "args": argparse.Namespace(**args)}, handle)
+            handle.flush()
+            sync(handle.fileno())
+        versions = {"sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+        text = json.dumps({"sharded_backend": "torch_dist", **versions})
+        write_atomically(partial / "metadata.json", [text.encode()])
+        partial.rename(folder)
+        sync_folder(directory)
+        write_atomically(directory / TRACKER, [("release" if iteration is None else str(iteration)).encode()])
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)  # where only the tracker file could not be written
+        raise CheckpointError(
+            f"{folder} could not be written: {error}. Nothing of it was left. Make room or mend the rights, and give the command "
+            "again."
+        ) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def _write_chunks(folder: Path, chunks: Iterable[Written], empty_objects: Iterable[str]) -> Any:
+    """Write the files of chunks; returns torch's record of them."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    tensors: dict[str, Any] = {}
+    places: dict[Any, Any] = {}
+
+    def items() -> Iterator[tuple[Any, Any]]:
+        for chunk in chunks:
+            size, sizes, offsets = (torch.Size(dims) for dims in (chunk.shape, chunk.values.shape, chunk.offsets))
+            properties = TensorProperties(dtype=chunk.values.dtype)
+            entry = tensors.setdefault(chunk.key, TensorStorageMetadata(properties, size, []))
+            entry.chunks.append(ChunkStorageMetadata(offsets, sizes))
+            # A view would bring the whole of its storage along.
+            yield MetadataIndex(chunk.key, offsets, len(entry.chunks) - 1), chunk.values.contiguous().clone()
+        for key in empty_objects:
+            tensors[key] = BytesStorageMetadata()
+            yield MetadataIndex(key), [None]
+
+    stream, number = items(), 0
+    item = next(stream, None)
+    while item is not None:
+        path = folder / f"__0_{number}.distcp"
+        with path.open("xb") as handle:
+            while item is not None and handle.tell() < FILE_BYTES:
+                index, content = item
+                start = handle.tell()
+                torch.save(content, handle)
+                places[index] = _StorageInfo(path.name, start, handle.tell() - start)
+                item = next(stream, None)
+            handle.flush()
+            sync(handle.fileno())
+        number += 1
+    return Metadata(state_dict_metadata=tensors, storage_data=places)

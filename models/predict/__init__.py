@@ -1,0 +1,1 @@
+"""Predictions from the configuration alone: memory, traffic and recomputation."""

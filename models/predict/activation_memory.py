@@ -1,0 +1,385 @@
+"""What a microbatch keeps on a rank between its forward and its backward, counted from the configuration alone (no torch here).
+
+The formula of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (2205.05198), section 4,
+term by term, beside what these kernels keep. In the paper's block (16 bits per element, 1 byte per dropout mask, MLP width 4 h,
+heads x head size = h) the terms add up to its equations, in bytes per token (s b of them; a heads, t tensor-parallel ranks):
+
+    one rank (equation 1)                34 h + 5 a s
+    tensor parallel (equation 2)         (10 + 24/t) h + 5 a s / t
+    and sequence parallel (equation 4)   (34 h + 5 a s) / t
+
+Kept here otherwise than there:
+
+    dropout            the mask as a factor in the run's dtype, w h instead of h; nothing where p is 0
+    fused attention    no scores (5 a s is gone), but the logarithm of each row's sum
+    "explicit"         softmax in the accumulation dtype; the causal mask, one for all heads and samples
+    RMSNorm            its input and one number per token
+    recomputation      selective: what `models/predict/recompute_choice.py` lists is gone; full: the input of each group of layers
+    gathered inputs    of column-parallel layers, kept whole (`recompute.gathered_inputs`): w h instead of w h / t
+    head_tokens        no logits; those of some tokens while the head is at work
+    offload            of the first layers of a chunk only what is small, or held by somebody else
+
+A term is one tensor, and one storage: what is offloaded is chosen by its bytes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from engine.config.schema import Config
+from engine.layout.rank_grid import ParallelSizes
+from models.specs import StageContents
+
+BYTES_PER_ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4, "float64": 8}
+INDEX_BYTES = 8
+
+
+def accumulation_bytes(element: int) -> int:
+    """Bytes of an element in the accumulation dtype of elements of so many bytes."""
+    return max(4, element)
+
+
+HEAD_MODULES = ("final_norm", "head", "losses")
+"""Of the last stage, behind its layers."""
+LOSS_MASK = "mask"
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One kept tensor.
+
+    Attributes:
+        module: of the block or chunk that keeps it.
+        tensor: what it is.
+        paper: bytes per token on this rank in the paper's count; 0 where the paper has no such tensor.
+        ours: bytes per token on this rank with this engine's kernels on the CPU; 0 where nothing is kept.
+        part: of the layer that makes it again if it is recomputed (`recompute.modules`); "" where none does.
+    """
+
+    module: str
+    tensor: str
+    paper: Fraction
+    ours: Fraction
+    part: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Widths on one rank, as fractions: w, acc bytes per element (of the run, of accumulation); `shard`: 1/t of the sequence
+    outside of the tensor-parallel region with sequence parallelism, else 1; heads, q, kv, f: on this rank."""
+
+    w: int
+    acc: int
+    shard: Fraction
+    h: int
+    heads: Fraction
+    kv_heads: Fraction
+    q: Fraction
+    kv: Fraction
+    f: Fraction
+    s: int
+    b: int
+
+    @classmethod
+    def of(cls, config: Config, sizes: ParallelSizes) -> "Sizes":
+        model, t = config.model, sizes.tp
+        w = BYTES_PER_ELEMENT[config.precision.dtype]
+        heads = Fraction(model.num_attention_heads, t)
+        kv_heads = max(Fraction(model.kv_heads, t), Fraction(1))
+        return cls(
+            w=w,
+            acc=accumulation_bytes(w),
+            shard=Fraction(1, t if config.parallel.sequence_parallel else 1),
+            h=model.hidden_size,
+            heads=heads,
+            kv_heads=kv_heads,
+            q=heads * model.head_size,
+            kv=kv_heads * model.head_size,
+            f=Fraction(model.ffn_size, t),
+            s=model.seq_length,
+            b=config.train.micro_batch_size,
+        )
+
+
+def block_terms(config: Config, sizes: ParallelSizes) -> list[Term]:
+    """What one transformer layer keeps, if it is not recomputed as a whole."""
+    parts = config.recompute.parts | ({"activation"} if "mlp" in config.recompute.parts else set())
+    terms = _all_terms(config, sizes, is_core_again="attention" in parts)
+    return [replace(term, ours=Fraction(0)) if term.part in parts else term for term in terms]
+
+
+def _all_terms(config: Config, sizes: ParallelSizes, *, is_core_again: bool) -> list[Term]:
+    """The tensors that parts of a layer keep; with attention's core recomputed, its operands are kept as they came."""
+    at = Sizes.of(config, sizes)
+    model = config.model
+    whole = at.w * at.h * at.shard
+    dropped = at.h * at.shard
+    nothing = Fraction(0)
+    dropout = whole if model.hidden_dropout else nothing
+    terms = [
+        *_norm_terms(config, at, "attention_norm"),
+        _column_input(config, at, "attention.qkv", "norm"),
+        *_attention_terms(config, at, is_core_again=is_core_again),
+        Term("attention.proj", "input", at.w * at.q, at.w * at.q),
+        Term("attention", "residual dropout", dropped, dropout),
+        *_norm_terms(config, at, "mlp_norm"),
+        _column_input(config, at, "mlp.up", "norm"),
+    ]
+    if model.activation == "swiglu":
+        # Megatron-LM without fusions keeps silu(gate) too; here it is computed again.
+        terms += [
+            Term("mlp", "gate and up", 2 * at.w * at.f, 2 * at.w * at.f, "mlp"),
+            Term("mlp", "silu(gate)", at.w * at.f, nothing),
+        ]
+    else:
+        terms.append(Term("mlp", "activation input", at.w * at.f, at.w * at.f, "mlp"))
+    terms += [
+        Term("mlp.down", "input", at.w * at.f, at.w * at.f, "activation"),
+        Term("mlp", "residual dropout", dropped, dropout),
+    ]
+    return terms
+
+
+def _column_input(config: Config, at: Sizes, module: str, part: str = "") -> Term:
+    """Count the input of a column-parallel layer. Kept as gathered, it is not what `part` returns and could make again."""
+    own, gathered = at.w * at.h * at.shard, Fraction(at.w * at.h)
+    if config.recompute.gathered_inputs == "keep" and own != gathered:
+        return Term(module, "input", own, gathered)
+    return Term(module, "input", own, own, part)
+
+
+def _norm_terms(config: Config, at: Sizes, module: str) -> list[Term]:
+    nothing = Fraction(0)
+    whole = at.w * at.h * at.shard
+    terms = [Term(module, "input", whole, whole)]
+    if config.model.norm == "layernorm":
+        return [*terms, *(Term(module, name, nothing, at.w * at.shard) for name in ("mean", "deviation"))]
+    return [*terms, Term(module, "deviation", nothing, at.acc * at.shard)]
+
+
+def _attention_terms(config: Config, at: Sizes, *, is_core_again: bool) -> list[Term]:
+    """Between the projections. Paper: q, k 4 h; v 2 h; softmax 2 a s, its mask a s, its output 2 a s."""
+    model, nothing = config.model, Fraction(0)
+    is_fused = config.kernels.attention != "explicit"
+    q, k = at.w * at.q, at.w * at.kv
+    # Rotation and QK-norm make new q and k, while v keeps all three alive: they are parts of one product.
+    is_new = model.position == "rope" or model.qk_norm
+    if is_fused or is_core_again:
+        terms = [Term("attention", "q, k and v", q + 2 * k, q + 2 * k)]
+        for name, num_bytes in (("new q", q), ("new k", k)):
+            terms.append(Term("attention", name, nothing, num_bytes if is_new else nothing, "rope"))
+    else:
+        # torch copies what it multiplies, with one k and v per query head; of one sample it need not copy q, which then keeps
+        # the whole product of which it is a part.
+        first = q if is_new or at.b > 1 else q + 2 * k
+        terms = [
+            Term("attention", name, paper, copied)
+            for name, paper, copied in (("q", q, first), ("k", k, q), ("v", k, q))
+        ]
+    if model.qk_norm:
+        for name, heads in (("q", at.heads), ("k", at.kv_heads)):
+            terms.append(Term("attention", f"deviations of {name}-norm", nothing, at.acc * heads))
+    scores = at.heads * at.s
+    if is_fused:
+        return [*terms, Term("attention", "logarithm of each row's sum", nothing, at.acc * at.heads, "attention")]
+    dropout = at.w * scores if model.attention_dropout else nothing
+    each = [
+        ("softmax", at.w * scores, at.acc * scores),
+        ("softmax dropout", scores, dropout),
+        ("probabilities", at.w * scores, at.w * scores),
+        ("causal mask", nothing, Fraction(at.s, at.b)),
+    ]
+    if at.acc == at.w and not model.attention_dropout:
+        each.remove(("probabilities", at.w * scores, at.w * scores))
+        each.append(("probabilities (the softmax itself)", at.w * scores, nothing))
+    return terms + [Term("attention", name, paper, ours, "attention") for name, paper, ours in each]
+
+
+def end_terms(config: Config, sizes: ParallelSizes, stage: StageContents) -> list[Term]:
+    """What embedding, rotation and head of a stage keep beside its layers (2205.05198, section 4.3)."""
+    at = Sizes.of(config, sizes)
+    model = config.model
+    whole = at.w * at.h * at.shard
+    terms = []
+    if stage.has_embedding:
+        terms.append(Term("embedding", "rows and which are held", Fraction(0), Fraction(INDEX_BYTES + 1)))
+        if model.position == "learned":
+            terms.append(Term("embedding", "positions", Fraction(0), INDEX_BYTES * at.shard))
+        terms.append(
+            Term("embedding", "dropout", at.h * at.shard, whole if model.hidden_dropout else Fraction(0)),
+        )
+    if model.position == "rope" and stage.layers and config.recompute.granularity != "full":
+        terms.append(Term("attention", "tables of rotation", Fraction(0), _tables(config, at)))
+    if stage.has_head:
+        columns = Fraction(model.padded_vocab_size, sizes.tp)
+        # The paper keeps the logits in 32 bits; here they stay in the run's dtype and the softmax is computed again.
+        logits = at.w * columns if config.recompute.head_tokens is None else Fraction(0)
+        terms += [
+            *_norm_terms(config, at, "final_norm"),
+            _column_input(config, at, "head"),
+            Term("losses", "logits", 4 * columns, logits),
+            Term("losses", "sums, targets and which are held", Fraction(0), Fraction(at.acc + INDEX_BYTES + 1)),
+            Term("losses", LOSS_MASK, Fraction(0), Fraction(1)),
+        ]
+    return terms
+
+
+def per_token(terms: Sequence[Term]) -> Fraction:
+    """Bytes per token that this engine keeps."""
+    return sum((term.ours for term in terms), Fraction(0))
+
+
+def paper_per_token(terms: Sequence[Term]) -> Fraction:
+    """Bytes per token in the paper's count."""
+    return sum((term.paper for term in terms), Fraction(0))
+
+
+def kept_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) -> int:
+    """Bytes that one microbatch keeps on one stage's device for its backward."""
+    return _bytes(config, end_terms(config, sizes, stage)) + sum(group.kept for group in _groups(config, sizes, stage))
+
+
+def moved_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) -> int:
+    """Bytes that one microbatch keeps in host memory for its backward."""
+    return sum(group.moved for group in _groups(config, sizes, stage))
+
+
+def forward_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) -> int:
+    """The most bytes that one microbatch keeps on one stage's device while its forward runs.
+
+    What a layer moves to the host stays until the layer above it is done, or the chunk.
+    """
+    groups = _groups(config, sizes, stage)
+    most = kept = _bytes(config, [term for term in end_terms(config, sizes, stage) if term.module not in HEAD_MODULES])
+    below = _NOTHING
+    for group in groups:
+        kept += group.kept
+        most = max(most, kept + group.moved + below.moved)
+        below = group
+    return max(most, kept_bytes(config, sizes, stage) + below.moved + _logits_at_a_time(config, sizes, stage))
+
+
+def backward_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) -> int:
+    """The most bytes that one microbatch keeps on one stage while its backward runs, what it computes again included.
+
+    The backward goes from the head to the embedding and frees what it has used. When a layer's begins, what it has moved to the
+    host has come back, and what the layer below has moved is on its way.
+    """
+    ends = end_terms(config, sizes, stage)
+    # The mask is the batch's own.
+    head = _bytes(config, [term for term in ends if term.module in HEAD_MODULES and term.tensor != LOSS_MASK])
+    groups = _groups(config, sizes, stage)
+    kept = kept_bytes(config, sizes, stage)
+    most = kept + (groups[-1].moved if groups else 0) + _logits_at_a_time(config, sizes, stage)
+    kept -= head
+    for index in reversed(range(len(groups))):
+        group, below = groups[index], groups[index - 1] if index else _NOTHING
+        coming = group.moved + below.moved
+        most = max(most, kept + coming, kept - group.kept + group.whole + below.moved)
+        kept -= group.kept
+    return most
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Layers that are kept or recomputed together, in bytes: on the device between forward and backward, in the backward, and in
+    host memory between them."""
+
+    kept: int
+    whole: int
+    moved: int = 0
+
+
+_NOTHING = _Group(0, 0)
+
+
+def _groups(config: Config, sizes: ParallelSizes, stage: StageContents) -> list[_Group]:
+    """The layers of a stage in order, as `GPTChunk` groups them."""
+    at, recompute, num_layers = Sizes.of(config, sizes), config.recompute, len(stage.layers)
+    assert recompute.granularity != "auto", "models.predict.rank_memory.settled says what it comes to"
+    terms = block_terms(config, sizes)
+    # A layer that is recomputed whole keeps all that it can while its own backward runs.
+    whole = _bytes(config, _all_terms(config, sizes, is_core_again=False))
+    tables = Term("attention", "tables of rotation", Fraction(0), _tables(config, at))
+    entry = Term(ENTRY[0], ENTRY[1], Fraction(0), at.w * at.h * at.shard)
+    again = recompute.granularity == "full"
+    num_again = 0
+    if again:
+        num_again = num_layers if recompute.method == "uniform" else min(num_layers, recompute.num_layers)
+    size = recompute.num_layers if recompute.method == "uniform" else 1
+    groups = []
+    for start in range(0, num_again, size):
+        moved = _moved(config, [entry], start, stage)
+        # One for all layers that need them; a group that is recomputed gets them from outside.
+        in_backward = min(size, num_again - start) * whole + _bytes(config, [tables])
+        groups.append(_Group(_bytes(config, [entry]) - moved, in_backward, moved))
+    layer = _bytes(config, terms)
+    in_core = _in_attention(config, at, terms, _all_terms(config, sizes, is_core_again=False))
+    for start in range(num_again, num_layers):
+        moved = _moved(config, terms, start, stage)
+        outside = _bytes(config, [tables]) if again and start == num_again else 0
+        groups.append(_Group(outside + layer - moved, outside + max(layer, in_core), moved))
+    return groups
+
+
+def _in_attention(config: Config, at: Sizes, terms: Sequence[Term], plain: Sequence[Term]) -> int:
+    """Bytes of a layer while the backward computes attention's core again: what comes before it, and what it keeps for itself.
+
+    `terms` are the layer's, `plain` those that it would have if nothing were recomputed.
+    """
+    if "attention" not in config.recompute.parts:
+        return 0
+    before = next(index for index, term in enumerate(terms) if term.module == "attention.proj")
+    inside = [term for term in plain if term.part == "attention"]
+    new_q, new_k = (
+        term for term in _attention_terms(config, at, is_core_again=True) if term.tensor in ("new q", "new k")
+    )
+    is_made_again = "rope" in config.recompute.parts
+    if config.kernels.attention != "explicit":
+        inside += [new_q, new_k] if is_made_again else []
+        inside.append(Term("attention", "output", Fraction(0), at.w * at.q))
+    else:
+        inside += [term for term in plain if term.module == "attention" and term.tensor in ("k", "v")]
+        if at.b > 1:
+            inside += [term for term in plain if term.module == "attention" and term.tensor == "q"]
+        elif is_made_again:
+            inside.append(new_q)
+    return _bytes(config, [*terms[:before], *inside])
+
+
+ENTRY = ("attention_norm", "input")
+"""The tensor with which a layer begins."""
+
+
+def _moved(config: Config, terms: Sequence[Term], layer: int, stage: StageContents) -> int:
+    """Bytes that layer number `layer` of a chunk moves to the host."""
+    if layer >= config.offload.num_layers:
+        return 0
+    total = 0
+    for term in terms:
+        # What comes from another stage is held for its gradient.
+        is_received = layer == 0 and not stage.has_embedding and (term.module, term.tensor) == ENTRY
+        num_bytes = _bytes(config, [term])
+        if num_bytes >= config.offload.min_bytes and not is_received:
+            total += num_bytes
+    return total
+
+
+def _logits_at_a_time(config: Config, sizes: ParallelSizes, stage: StageContents) -> int:
+    """Bytes of the logits that exist while the head is at work and are not kept."""
+    head_tokens = config.recompute.head_tokens
+    if head_tokens is None or not stage.has_head:
+        return 0
+    tokens = min(head_tokens, config.train.micro_batch_size * config.model.seq_length)
+    return tokens * BYTES_PER_ELEMENT[config.precision.dtype] * config.model.padded_vocab_size // sizes.tp
+
+
+def _tables(config: Config, at: Sizes) -> Fraction:
+    return Fraction(2 * at.acc * config.model.head_size if config.model.position == "rope" else 0)
+
+
+def _bytes(config: Config, terms: Sequence[Term]) -> int:
+    """What the terms come to in a microbatch."""
+    total = per_token(terms) * config.train.micro_batch_size * config.model.seq_length
+    assert total.denominator == 1, "tensors have whole bytes"
+    return total.numerator

@@ -1,0 +1,75 @@
+"""Device memory that NCCL holds for a rank's communicators, counted from the layout alone (no torch here).
+
+An estimate, not measured on this engine. NCCL allocates per communicator, channel and connected neighbour, outside of torch's
+allocator (`ncclP2pAllocateShareableBuffer` in its src/transport/p2p.cc):
+
+    receiver   buffers of the protocols LL 0.5 MiB + LL128 4.7 MiB + Simple 4 MiB (NCCL_BUFFSIZE), in pages of 2 MiB:  10 MiB
+    sender     one page for its flags:                                                                               2 MiB
+
+Eight H100 that connected all to all over 32 channels allocated buffers of these two sizes (NVIDIA/nccl issue 1685). A channel of a
+ring has one neighbour to receive from and one to send to. The pipeline's two communicators also send and receive, over other
+connections, with both neighbours of the ring. NCCL chooses 24 channels for collectives and 32 for messages on a node of eight
+H100 (its log at NCCL_DEBUG=INFO); `max_ctas` of `engine.layout.axis_groups.STREAM_USE` limits both.
+
+Left out: trees and NVLink SHARP, which NCCL connects at the start of a run (NCCL_RUNTIME_CONNECT=0, `engine/comm/runtime.py`), and
+buffers of the network.
+"""
+
+from collections.abc import Sequence
+
+from engine.layout.axis_groups import CONNECTED_LATER, axis_groups, stream_use
+from engine.layout.rank_grid import ParallelSizes, RankGrid
+
+MIB = 2**20
+RECEIVE_BYTES = 10 * MIB
+SEND_BYTES = 2 * MIB
+RING_CHANNELS = 24
+MESSAGE_CHANNELS = 32
+
+MESSAGE_AXES = ("pp_forward", "pp_backward")
+"""The axes whose communicators send and receive."""
+
+
+def communicator_bytes(sizes: ParallelSizes, kv_heads: int | None) -> tuple[int, ...]:
+    """Estimate the bytes of all connected communicators of a rank, by pipeline index.
+
+    Args:
+        sizes: of the layout.
+        kv_heads: key/value heads of the model; None: as many as query heads.
+    """
+    # Which axes share a group, and which neighbours a rank has, depends on dp only up to 2 and on pp only up to 3. So a small
+    # grid stands for a large one, whose groups would take long to list.
+    small = ParallelSizes(tp=sizes.tp, pp=min(sizes.pp, 3), dp=min(sizes.dp, 2))
+    grid = RankGrid(small, allow_tp_across_nodes=True)
+    by_stage = [
+        sum(connections_of(axes, len(ranks)) for ranks, axes in communicators(grid, grid.rank(pp=pp), kv_heads))
+        * (RECEIVE_BYTES + SEND_BYTES)
+        for pp in range(small.pp)
+    ]
+    return tuple(by_stage[-1 if pp == sizes.pp - 1 else min(pp, 1)] for pp in range(sizes.pp))
+
+
+def communicators(grid: RankGrid, rank: int, kv_heads: int | None) -> list[tuple[tuple[int, ...], list[str]]]:
+    """List the process groups of a rank with more than one member: (members, axes that share the group)."""
+    found: dict[tuple[tuple[int, ...], str], list[str]] = {}
+    for name, groups, channel in axis_groups(grid, kv_heads):
+        ranks = next((ranks for ranks in groups if rank in ranks), ())
+        if len(ranks) > 1:
+            found.setdefault((ranks, channel), []).append(name)
+    return [(ranks, axes) for (ranks, _), axes in found.items()]
+
+
+def connections_of(axes: Sequence[str], size: int) -> int:
+    """Count the connections of one communicator of `size` ranks that serves these axes: one per channel and neighbour."""
+    connected = [axis for axis in axes if axis not in CONNECTED_LATER]
+    if not connected:
+        return 0
+    limit = stream_use(axes).max_ctas
+    connections = _limited(RING_CHANNELS, limit)
+    if any(axis in MESSAGE_AXES for axis in connected):
+        connections += min(2, size - 1) * _limited(MESSAGE_CHANNELS, limit)
+    return connections
+
+
+def _limited(channels: int, limit: int | None) -> int:
+    return channels if limit is None else min(channels, limit)

@@ -1,0 +1,228 @@
+"""Does a run fit its devices? The line that says so, the rule that refuses it, and changes with which it fits (no torch here).
+
+    predict (models/predict/rank_memory.py)  ->  memory_line    "56.9 GB predicted on the fullest rank (...) of 85.5 GB"
+                                ->  memory_rule    one more rule for `engine.config.rules.problems`, where the device is known
+                                                       |
+                                       the other rules run first: without a legal layout there is no prediction
+
+A proposal is put into the config, all rules run again, and the prediction: it is legal, and it fits every rank.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from engine.config.problems import Problem, Rule, Subject, broken_keys, is_whole, with_value
+from engine.config.rules import RULES
+from engine.config.schema import Config, parallel_sizes
+from engine.errors import ConfigError
+from engine.layout.rank_grid import ParallelSizes
+from engine.telemetry.outlets.format import gigabytes
+from models.predict.rank_memory import GB, Changes, Prediction, predict, single_changes, spelled
+
+MOST_OF_A_KIND = 2
+"""Proposals of the same layout, and of other layouts, that a message names."""
+
+READ_BY_PREDICTION = (
+    "model",
+    "parallel",
+    "train.global_batch_size",
+    "train.micro_batch_size",
+    "optimizer.bucket_bytes",
+    "schedule",
+    "precision",
+    "recompute",
+    "offload",
+    "kernels",
+)
+"""Sections and fields that a prediction reads: a broken rule about one of them leaves nothing to predict."""
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """The GPUs of a node.
+
+    Attributes:
+        memory_bytes: of the smallest of them.
+        count: how many there are; None: as many as ranks on a node.
+    """
+
+    memory_bytes: int
+    count: int | None = None
+
+    def for_each_rank(self, config: Config, ranks_per_node: int | None) -> int:
+        """Bytes that a rank may use: with gloo, ranks take the GPUs in turns."""
+        if config.runtime.collectives != "gloo" or self.count is None or ranks_per_node is None:
+            return self.memory_bytes
+        return self.memory_bytes // max(1, -(-ranks_per_node // self.count))
+
+
+def memory_line(prediction: Prediction, device_bytes: int | None = None) -> str:
+    """Format a prediction as one line, in 10^9 bytes (or 10^6 where that is less than one).
+
+    Args:
+        prediction: of a run.
+        device_bytes: memory that a rank may use; None: unknown.
+    """
+    held = prediction.fullest
+    size, unit = (GB, "GB") if held.total >= GB else (10**6, "MB")
+    kinds = [
+        ("parameters", held.parameters),
+        ("gradients", held.gradients),
+        ("optimizer", held.optimizer),
+        ("activations", held.activations),
+        ("messages", held.messages),
+        ("communicators", held.communicators),
+    ]
+    shown = [(name, f"{num_bytes / size:,.1f}") for name, num_bytes in kinds]
+    parts = ", ".join(f"{name} {number}" for name, number in shown if number != "0.0")
+    where = f", pp {prediction.pp}" if len(prediction.ranks) > 1 else ""
+    text = f"{held.total / size:,.1f} {unit} predicted on the fullest rank{where} ({parts})"
+    if device_bytes is not None:
+        text += f" of {gigabytes(device_bytes)}" + (": it does not fit" if held.total > device_bytes else "")
+    if held.host:
+        text += f"; {gigabytes(held.host)} in host memory"
+    return text
+
+
+def uses_gpu(config: Config) -> bool:
+    """Return whether the configuration lets ranks use GPUs."""
+    return config.runtime.device != "cpu"
+
+
+def uses_nccl(config: Config) -> bool:
+    """Return whether NCCL connects the ranks where there are GPUs."""
+    return uses_gpu(config) and config.runtime.collectives != "gloo"
+
+
+def memory_rule(devices: Devices) -> Rule:
+    """Return the rule that no rank is predicted to hold more than its device has.
+
+    It finds nothing in a run on the CPU, with an open `parallel.dp`, with `runtime.memory=warn`, or whose layout breaks a rule.
+    """
+
+    def fits_devices(subject: Subject) -> Iterator[Problem]:
+        config = subject.config
+        if not is_whole(config) or not uses_gpu(config) or config.runtime.memory == "warn" or subject.dp is None:
+            return
+        if any(map(_is_read, (key for _, key in broken_keys(subject, RULES)))):
+            return
+        try:
+            prediction = predict(config, parallel_sizes(config, subject.world_size), nccl=uses_nccl(config))
+        except ConfigError:  # `recompute: auto` finds nothing within its budget, which is an error of its own
+            return
+        most = devices.for_each_rank(config, subject.ranks_per_node)
+        if prediction.fullest.total > most:
+            yield Problem(
+                "memory",
+                memory_line(prediction),
+                f"must be at most the {gigabytes(most)} of a GPU: a rank would run out of memory",
+                advice=lambda: _advice(subject, most),
+            )
+
+    return fits_devices
+
+
+def _is_read(key: str) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in READ_BY_PREDICTION)
+
+
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """Changes with which a run fits, and the bytes of its fullest rank then."""
+
+    changes: Changes
+    total: int
+
+    def __str__(self) -> str:
+        return f"{spelled(self.changes)} ({gigabytes(self.total)})"
+
+
+def _advice(subject: Subject, most: int) -> str:
+    found = list(fitting_changes(subject, most))
+    warn = "runtime.memory=warn starts the run all the same."
+    if not found:
+        return (
+            "No legal layout of these ranks fits: use more ranks, a shorter sequence, narrower state (precision.moments=bf16, "
+            f"precision.gradients=bf16) or a smaller model. {warn}"
+        )
+    return f"These fit: {'; '.join(map(str, found))}. {warn}"
+
+
+def fitting_changes(subject: Subject, most: int) -> Iterator[Fitting]:
+    """Find legal changes with which no rank is predicted to hold more than `most` bytes, the number of ranks being kept.
+
+    Changes in the same layout come first, from the cheapest in speed on, then the nearest layouts. Where one change is not
+    enough, those that help are put together.
+    """
+    sizes = parallel_sizes(subject.config, subject.world_size)
+    trial = _Trial(subject, most)
+    same = islice(trial.fitting([(change,) for change in single_changes(subject.config, sizes)]), MOST_OF_A_KIND)
+    other = islice(trial.fitting(_layouts(subject.config, sizes)), MOST_OF_A_KIND)
+    found = [*same, *other]
+    yield from found or islice(trial.fitting(trial.together(sizes)), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """Tries changes of one configuration."""
+
+    subject: Subject
+    most: int
+
+    def after(self, changes: Changes) -> int | None:
+        """Predict the bytes of the fullest rank after the changes; None where they break a rule that was kept."""
+        config = self.subject.config
+        for key, value in changes:
+            config = with_value(config, key, value)
+        changed = replace(self.subject, config=config)
+        if not broken_keys(changed, RULES) <= broken_keys(self.subject, RULES):
+            return None
+        try:
+            return predict(
+                config, parallel_sizes(config, self.subject.world_size), nccl=uses_nccl(config)
+            ).fullest.total
+        except ConfigError:
+            return None
+
+    def fitting(self, tried: Sequence[Changes] | Iterator[Changes]) -> Iterator[Fitting]:
+        """Yield the changes that are legal and fit."""
+        for changes in tried:
+            total = self.after(changes)
+            if total is not None and total <= self.most:
+                yield Fitting(changes, total)
+
+    def together(self, sizes: ParallelSizes) -> Iterator[Changes]:
+        """Put single changes together, each that helps on top of those before; then with the nearest layouts."""
+        taken: dict[str, object] = {}
+        least = self.after(())
+        for key, value in single_changes(self.subject.config, sizes):
+            total = self.after(tuple({**taken, key: value}.items()))
+            if total is not None and (least is None or total < least):
+                taken, least = {**taken, key: value}, total
+                yield tuple(taken.items())
+        for layout in _layouts(self.subject.config, sizes):
+            yield (*taken.items(), *layout)
+
+
+def _layouts(config: Config, sizes: ParallelSizes) -> Iterator[Changes]:
+    """List other layouts of the same ranks, those with fewer replicas, from the nearest on."""
+    world = sizes.world_size
+    found = []
+    for tp in _divisors(world):
+        for pp in _divisors(world // tp):
+            if tp >= sizes.tp and pp >= sizes.pp and (tp, pp) != (sizes.tp, sizes.pp):
+                found.append((tp * pp, pp, tp))
+    for _, pp, tp in sorted(found):
+        changes: list[tuple[str, object]] = []
+        if tp != sizes.tp:
+            changes.append(("parallel.tp", tp))
+        if pp != sizes.pp:
+            changes.append(("parallel.pp", pp))
+        yield (*changes, ("parallel.dp", world // (tp * pp)))
+        if not config.parallel.sequence_parallel and tp > 1:
+            yield (*changes, ("parallel.dp", world // (tp * pp)), ("parallel.sequence_parallel", True))
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

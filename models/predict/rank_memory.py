@@ -1,0 +1,414 @@
+"""What a rank's memory will hold, from the configuration alone, and what would make it hold less (no torch here).
+
+    parameters     flat buffers, the run's dtype
+    gradients      flat buffers, accumulation dtype (or as narrow as the parameters)
+    optimizer      moments, and masters where the parameters are not wide enough; 1/dp of each bucket
+    activations    what microbatches in flight keep for their backwards (`models/predict/activation_memory.py`), at most
+    messages       activations and gradients between stages that are received early, in use or being sent, the most at one time
+    communicators  NCCL's buffers, outside of torch's allocator: an estimate (`models/predict/communicators.py`)
+    host           what they keep in the host's memory; no part of the rest
+
+Not in it: what an operator needs while it runs, CUDA's context, an allocator's rounding. Parameters, gradients and optimizer
+are exact, activations and messages as exact as their formulas.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from engine.config.problems import with_value
+from engine.config.rules import problems
+from engine.config.schema import Config, RecomputeConfig, batch_plan, parallel_sizes
+from engine.errors import ConfigError
+from engine.layout.param_layout import layout_parameters
+from engine.layout.partition import StageLayers, partition
+from engine.layout.rank_grid import ParallelSizes
+from engine.layout.shard_spec import ParamRecord, localize
+from engine.pipeline import schedules
+from engine.pipeline.actions import Action, Kind
+from models.predict.activation_memory import (
+    BYTES_PER_ELEMENT,
+    accumulation_bytes,
+    backward_bytes,
+    forward_bytes,
+    kept_bytes,
+    moved_bytes,
+)
+from models.predict.communicators import communicator_bytes
+from models.predict.recompute_choice import ATTENTION, MLP, candidates, choice_for_layers, worthwhile_parts
+from models.specs import stage_specs
+
+GB = 10**9
+
+HEAD_TOKENS = 1024
+"""Tokens whose logits are worth having at a time: enough for the head's GEMMs, and few beside a long sequence's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one rank by kind; `total` is of its device."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    messages: int
+    communicators: int
+    host: int
+
+    @property
+    def tensors(self) -> int:
+        """Bytes that torch's allocator hands out on the device."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.messages
+
+    @property
+    def total(self) -> int:
+        return self.tensors + self.communicators
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The predicted memory of every rank of a run.
+
+    Attributes:
+        ranks: by pipeline index; tp and dp indices make no difference.
+    """
+
+    ranks: tuple[Memory, ...]
+
+    @property
+    def pp(self) -> int:
+        """Pipeline index of the ranks that hold the most; the first of several."""
+        totals = [rank.total for rank in self.ranks]
+        return totals.index(max(totals))
+
+    @property
+    def fullest(self) -> Memory:
+        """Memory of the ranks that hold the most."""
+        return self.ranks[self.pp]
+
+
+def predict(config: Config, sizes: ParallelSizes, *, nccl: bool = True) -> Prediction:
+    """Predict the memory of every rank from the configuration alone; no device and no torch are needed.
+
+    Args:
+        config: of a run that breaks no rule.
+        sizes: of its layout.
+        nccl: NCCL connects the ranks; gloo has no buffers on a device.
+
+    Raises:
+        ConfigError: as `settled`.
+    """
+    return Prediction(_Pipeline.of(config, sizes).memory(settled(config, sizes), nccl=nccl))
+
+
+def predicted_memory(config: Config, sizes: ParallelSizes, pp: int, *, nccl: bool = True) -> Memory:
+    """Predict the memory of the ranks with pipeline index `pp`, as `predict` does."""
+    return predict(config, sizes, nccl=nccl).ranks[pp]
+
+
+def settled(config: Config, sizes: ParallelSizes) -> Config:
+    """Replace each `auto` of `recompute` by what it comes to: the same on every rank.
+
+    The granularity is the first of `models.predict.recompute_choice.candidates` with which no pipeline rank is predicted to hold
+    more than `memory_gb`, communicators left out: the choice must not depend on the device. Gathered inputs are kept where that
+    many bytes hold them as well; without `memory_gb` they are gathered again.
+
+    Raises:
+        ConfigError: no choice is enough; the message has the predictions.
+    """
+    asked = config.recompute
+    if "auto" not in (asked.granularity, asked.gathered_inputs):
+        return config
+    gathered = "regather" if asked.gathered_inputs == "auto" else asked.gathered_inputs
+    config = config.model_copy(
+        update={"recompute": asked.model_copy(update={"gathered_inputs": gathered, "memory_gb": None})}
+    )
+    budget_gb = asked.memory_gb
+    if budget_gb is None:
+        assert asked.granularity != "auto", "a rule asks for it"
+        return config
+    pipeline = _Pipeline.of(config, sizes)
+    lines = []
+    for choice in candidates(config, sizes) if asked.granularity == "auto" else [config.recompute]:
+        changed = config.model_copy(update={"recompute": choice})
+        ranks = pipeline.memory(changed, nccl=False)
+        totals = [rank.total for rank in ranks]
+        if max(totals) <= budget_gb * GB:
+            return _with_inputs_kept(changed, pipeline, budget_gb) if asked.gathered_inputs == "auto" else changed
+        worst = totals.index(max(totals))
+        lines.append(f"{max(totals) / GB:,.4g} GB with {choice}" + (f" (pp {worst})" if sizes.pp > 1 else ""))
+    whatever = ", whatever is recomputed" if asked.granularity == "auto" else ""
+    shown = lines if len(lines) <= 4 else [lines[0], lines[-2], lines[-1]]
+    state = max(totals) - max(rank.activations for rank in ranks)
+    raise ConfigError(
+        [
+            f"recompute.memory_gb = {budget_gb:g}: a rank is predicted to hold more{whatever}: {'; '.join(shown)}. "
+            f"It would run out of memory. Of the last, about {state / GB:,.4g} GB are parameters, gradients and optimizer state: "
+            "those take more ranks (parallel.tp, parallel.pp, parallel.dp) or precision.masters=split; activations take less with "
+            "offload.num_layers, a smaller train.micro_batch_size or parallel.sequence_parallel=true."
+        ]
+    )
+
+
+def _with_inputs_kept(config: Config, pipeline: "_Pipeline", budget_gb: float) -> Config:
+    """Keep gathered inputs if there are any and the budget holds them; not where norms, whose outputs they are, are made again."""
+    if not config.parallel.cuts_sequence or "norm" in config.recompute.parts:
+        return config
+    recompute = config.recompute.model_copy(update={"gathered_inputs": "keep"})
+    kept = config.model_copy(update={"recompute": recompute})
+    return kept if max(rank.total for rank in pipeline.memory(kept, nccl=False)) <= budget_gb * GB else config
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """Bytes of what lives between steps on one rank."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """Contents of a stage as far as bytes depend on them: stages that are equal in this hold the same."""
+
+    num_layers: int
+    has_embedding: bool
+    has_head: bool
+
+    @classmethod
+    def of(cls, stage: StageLayers) -> "_Contents":
+        return cls(len(stage.layers), stage.has_embedding, stage.has_head)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pipeline:
+    """The part of a prediction that does not depend on what is recomputed: the stages, actions and state of each pipeline rank."""
+
+    sizes: ParallelSizes
+    mine: tuple[tuple[StageLayers, ...], ...]
+    rows: Sequence[Sequence[Action]]
+    states: tuple[_State, ...]
+
+    @classmethod
+    def of(cls, config: Config, sizes: ParallelSizes) -> "_Pipeline":
+        name = schedules.resolve(config.schedule.name, sizes.vpp)
+        schedule = schedules.build(name, sizes.pp, sizes.vpp, batch_plan(config, sizes.dp).num_microbatches)
+        stages = partition(config.model.num_layers, sizes.pp, sizes.vpp, config.parallel.layers_per_stage)
+        stage_of = schedule.placement.stage_of
+        mine = tuple(tuple(stages[stage_of(pp, chunk)] for chunk in range(sizes.vpp)) for pp in range(sizes.pp))
+        kinds = [tuple(map(_Contents.of, chunks)) for chunks in mine]
+        known = {kind: _state(config, sizes, chunks) for kind, chunks in dict(zip(kinds, mine, strict=True)).items()}
+        return cls(sizes, mine, schedule.actions, tuple(known[kind] for kind in kinds))
+
+    def memory(self, config: Config, *, nccl: bool) -> tuple[Memory, ...]:
+        """Predict the memory of each pipeline rank with what `config` recomputes and offloads."""
+        sizes = self.sizes
+        contents = {_Contents.of(stage): stage for chunks in self.mine for stage in chunks}
+        held = {kind: _Held.of(config, sizes, stage) for kind, stage in contents.items()}
+        communicators = communicator_bytes(sizes, config.model.kv_heads) if nccl else (0,) * sizes.pp
+        found = []
+        for pp, (chunks, row, state) in enumerate(zip(self.mine, self.rows, self.states, strict=True)):
+            activations, host = _most_activations([held[_Contents.of(stage)] for stage in chunks], row)
+            found.append(
+                Memory(
+                    state.parameters,
+                    state.gradients,
+                    state.optimizer,
+                    activations,
+                    _most_messages(sizes, pp) * _message_bytes(config, sizes),
+                    communicators[pp],
+                    host,
+                )
+            )
+        return tuple(found)
+
+
+def _state(config: Config, sizes: ParallelSizes, chunks: Sequence[StageLayers]) -> _State:
+    """Count the flat buffers and the optimizer's state of a rank that holds these stages."""
+    element = BYTES_PER_ELEMENT[config.precision.dtype]
+    wide = accumulation_bytes(element)
+    gradient = element if config.precision.gradients == "bf16" else wide
+    layouts = layout_parameters(
+        _records(config, sizes, chunks), dp=sizes.dp, bucket_numel=config.optimizer.bucket_bytes // gradient
+    )
+    numel = sum(layout.numel for layout in layouts)
+    return _State(numel * element, numel * gradient, numel // sizes.dp * _state_bytes(config, element, wide))
+
+
+def _message_bytes(config: Config, sizes: ParallelSizes) -> int:
+    """Count the bytes of one activation between two stages, [s (/ t), b, h] in the run's dtype."""
+    shard = sizes.tp if config.parallel.sequence_parallel else 1
+    elements = config.model.seq_length // shard * config.train.micro_batch_size * config.model.hidden_size
+    return elements * BYTES_PER_ELEMENT[config.precision.dtype]
+
+
+def _most_messages(sizes: ParallelSizes, pp: int) -> int:
+    """Count the messages that a pipeline rank holds at one time, as `engine.pipeline.lowering` posts them.
+
+    A rank with two neighbours holds an early receive, a gradient in use and a send; at the end of a pipeline without
+    interleaving a rank has one neighbour, and one message less.
+    """
+    if sizes.pp == 1:
+        return 0
+    return 2 if sizes.vpp == 1 and pp in (0, sizes.pp - 1) else 3
+
+
+def _state_bytes(config: Config, element: int, wide: int) -> int:
+    """Of one owned parameter: two moments and what its master takes beside it."""
+    precision = config.precision
+    moment = element if precision.moments == "bf16" else wide
+    master = wide - element if precision.masters == "split" else 0 if wide == element else wide
+    return 2 * moment + master
+
+
+def _records(config: Config, sizes: ParallelSizes, mine: Sequence[StageLayers]) -> list[ParamRecord]:
+    specs = {spec.name: spec for stage in mine for spec in stage_specs(config.model, stage)}
+    sequence_parallel = config.parallel.sequence_parallel
+    return [localize(spec, tp=sizes.tp, tp_index=0, sequence_parallel=sequence_parallel) for spec in specs.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Bytes that one microbatch holds on one stage: between its passes, in the host's memory, and at most in each pass."""
+
+    kept: int
+    moved: int
+    in_forward: int
+    in_backward: int
+
+    @classmethod
+    def of(cls, config: Config, sizes: ParallelSizes, stage: StageLayers) -> "_Held":
+        functions = (kept_bytes, moved_bytes, forward_bytes, backward_bytes)
+        return cls(*(function(config, sizes, stage) for function in functions))
+
+
+def _most_activations(chunks: Sequence[_Held], row: Sequence[Action]) -> tuple[int, int]:
+    """Find the most that microbatches keep at one time on the rank with these chunks, over its actions: (device, host)."""
+    live = most = host = most_host = 0
+    for action in row:
+        held = chunks[action.chunk]
+        if action.kind is Kind.F:
+            most = max(most, live + held.in_forward)
+            live += held.kept
+            host += held.moved
+            most_host = max(most_host, host)
+        elif action.kind is not Kind.W:
+            live -= held.kept
+            most = max(most, live + held.in_backward)
+            host -= held.moved
+    return most, most_host
+
+
+Changes = tuple[tuple[str, object], ...]
+"""Dotted names and values that are set together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """Changes of fields (or of `recompute` as a whole) that belong together, and the prediction after them.
+
+    Attributes:
+        changes: dotted names and values.
+        total: bytes of the ranks for which savings were asked.
+        fullest: bytes of the ranks that then hold the most.
+    """
+
+    changes: Changes
+    total: int
+    fullest: int
+
+    @property
+    def key(self) -> str:
+        """Name of the field that makes the difference; the others follow from it."""
+        return self.changes[0][0]
+
+    def __str__(self) -> str:
+        """Format the changes as overrides on a command line."""
+        return spelled(self.changes)
+
+
+def spelled(changes: Changes) -> str:
+    """Format changes as overrides on a command line."""
+    return " ".join(_override(key, value) for key, value in changes)
+
+
+def _override(key: str, value: object) -> str:
+    if isinstance(value, RecomputeConfig):
+        modules = "null" if value.modules is None else f"[{', '.join(value.modules)}]"
+        head = "" if value.head_tokens is None else f", head_tokens: {value.head_tokens}"
+        gathered = "" if value.gathered_inputs == "auto" else f", gathered_inputs: {value.gathered_inputs}"
+        return f"'{key}={{granularity: {value.granularity}, modules: {modules}{head}{gathered}}}'"
+    return f"{key}={str(value).lower()}"
+
+
+def savings(config: Config, pp: int, *, nccl: bool = True, most_bytes: int | None = None) -> Iterator[Saving]:
+    """Find legal changes that make the predicted memory of pipeline rank `pp` smaller, from the cheapest in speed on.
+
+    Those of the layout keep the number of ranks, so dp gets smaller where tp or pp gets larger.
+
+    Args:
+        config: of the run, `parallel.dp` included.
+        pp: the pipeline rank.
+        nccl: as for `predict`.
+        most_bytes: memory of a device, which no rank may exceed after a change; None: unknown.
+    """
+    sizes = parallel_sizes(config)
+    now = predict(config, sizes, nccl=nccl).ranks[pp].total
+    for changes in _candidates(config, sizes):
+        changed = config
+        for key, value in changes:
+            changed = with_value(changed, key, value)
+        if problems(changed, sizes.world_size):
+            continue
+        predicted = predict(changed, parallel_sizes(changed), nccl=nccl)
+        total, fullest = predicted.ranks[pp].total, predicted.fullest.total
+        if total < now and (most_bytes is None or fullest <= most_bytes):
+            yield Saving(changes, total, fullest)
+
+
+def _candidates(config: Config, sizes: ParallelSizes) -> Iterator[Changes]:
+    for key, value in single_changes(config, sizes):
+        yield ((key, value),)
+    for key, size in (("parallel.tp", sizes.tp), ("parallel.pp", sizes.pp)):
+        if sizes.dp % 2 == 0:
+            yield (key, size * 2), ("parallel.dp", sizes.dp // 2)
+
+
+def single_changes(config: Config, sizes: ParallelSizes) -> Iterator[tuple[str, object]]:
+    """List changes of one field that may make a rank hold less in the same layout, from the cheapest in speed on.
+
+    They need not be legal.
+    """
+    recompute = config.recompute
+    if config.kernels.attention == "explicit":
+        yield "kernels.attention", "sdpa"
+    if config.parallel.cuts_sequence and settled(config, sizes).recompute.gathered_inputs == "keep":
+        yield "recompute.gathered_inputs", "regather"
+    yield "precision.masters", "split"
+    if recompute.granularity in ("none", "selective"):
+        parts = worthwhile_parts(config, sizes)
+        elementwise = [part for part in parts if part not in (ATTENTION, MLP)]
+        for chosen in (elementwise, parts):
+            # A part that is recomputed already stays so.
+            modules = sorted(recompute.parts | set(chosen))
+            if set(modules) != recompute.parts and (chosen is elementwise or len(chosen) > len(elementwise)):
+                yield "recompute", choice_for_layers(recompute, granularity="selective", modules=modules)
+    if sizes.tp > 1 and not config.parallel.sequence_parallel:
+        yield "parallel.sequence_parallel", True
+    if recompute.head_tokens is None:
+        yield "recompute.head_tokens", HEAD_TOKENS
+    yield from _more_offloaded(config, sizes)
+    if config.train.micro_batch_size > 1:
+        yield "train.micro_batch_size", config.train.micro_batch_size // 2
+    if recompute.granularity in ("none", "selective"):
+        yield "recompute", choice_for_layers(recompute, granularity="full")
+
+
+def _more_offloaded(config: Config, sizes: ParallelSizes) -> Iterator[tuple[str, object]]:
+    """Half of a chunk's layers, then all but the last, whose copies nothing would hide."""
+    stages = partition(config.model.num_layers, sizes.pp, sizes.vpp, config.parallel.layers_per_stage)
+    most = max(len(stage.layers) for stage in stages)
+    for num_layers in sorted({most // 2, most - 1}):
+        if num_layers > config.offload.num_layers:
+            yield "offload.num_layers", num_layers

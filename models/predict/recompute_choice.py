@@ -1,0 +1,155 @@
+"""What recomputing a part of a layer costs, and how much memory it gives back: which parts are worth it (no torch here).
+
+Cost is counted in bytes moved to and from device memory per token, a FLOP being as dear as 1 / FLOPS_PER_BYTE of one; the gain is
+what the formula of `models/predict/activation_memory.py` says of the part's tensors. Of a layer of Llama-3-8B in bf16:
+
+    part         made again                                 cost per byte that is not kept
+    norm         input of the qkv and up projections        2
+    rope         q and k after rotation                     2.1
+    activation   input of the down projection               3 (GELU: 2)
+    mlp          gate and up: a GEMM                        h / FLOPS_PER_BYTE + ..
+    attention    scores and softmax                         hardly a gain where the kernel keeps no scores
+    whole layer  all but its input
+
+A GEMM's cost grows with its inner width, an elementwise function's does not: in wide models elementwise ones come first.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from engine.config.schema import Config, RecomputeConfig
+from engine.layout.partition import partition
+from engine.layout.rank_grid import ParallelSizes
+from models.predict.activation_memory import Sizes, Term, block_terms, per_token
+
+FLOPS_PER_BYTE = 200
+"""FLOPs of a GEMM in the time of one byte to or from memory: 989e12 x 0.7 / 3.35e12 of an H100, about."""
+
+ATTENTION, MLP = "attention", "mlp"
+"""The parts with GEMMs."""
+PARTS = ("norm", "rope", "activation", MLP, ATTENTION)
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Of recomputing one part of a layer, per token.
+
+    Attributes:
+        saved: bytes that are not kept.
+        moved: bytes read and written to make them again.
+        flops: of GEMMs.
+    """
+
+    part: str
+    saved: Fraction
+    moved: Fraction
+    flops: Fraction
+
+    @property
+    def per_byte(self) -> Fraction:
+        """Cost per saved byte."""
+        return (self.moved + self.flops / FLOPS_PER_BYTE) / self.saved
+
+
+def prices(config: Config, sizes: ParallelSizes) -> list[Price]:
+    """Of the parts that give something back and are legal, the cheapest per byte first.
+
+    `mlp` is priced on top of `activation`, which it includes. What sequence parallelism would have to gather again is no part.
+    """
+    kept = block_terms(config.model_copy(update={"recompute": choice_for_layers(config.recompute)}), sizes)
+    found = []
+    for part in PARTS:
+        saved = _saved(config, sizes, kept, part)
+        if saved > 0 and part_is_legal(config, part):
+            moved, flops = _work(config, sizes, part)
+            found.append(Price(part, saved, moved, flops))
+    return sorted(found, key=lambda price: price.per_byte)
+
+
+def part_is_legal(config: Config, part: str) -> bool:
+    """Whether the rules allow the part (`engine.config.activation_rules.recomputed_parts_exist`), attention's core being kept."""
+    if part == "mlp":
+        return not (config.parallel.sequence_parallel and config.parallel.tp > 1)
+    if part == "rope":
+        return config.kernels.attention != "explicit"
+    return True
+
+
+def _saved(config: Config, sizes: ParallelSizes, kept: Sequence[Term], part: str) -> Fraction:
+    if part == "attention":
+        # Its operands are kept another way, so this is a difference.
+        again = choice_for_layers(config.recompute, granularity="selective", modules=["attention"])
+        changed = block_terms(config.model_copy(update={"recompute": again}), sizes)
+        return per_token(kept) - per_token(changed)
+    return per_token([term for term in kept if term.part == part])
+
+
+def _work(config: Config, sizes: ParallelSizes, part: str) -> tuple[Fraction, Fraction]:
+    """(bytes moved, FLOPs of GEMMs) per token."""
+    model, at = config.model, Sizes.of(config, sizes)
+    nothing = Fraction(0)
+    whole = at.w * at.h * at.shard
+    is_gated = model.activation == "swiglu"
+    columns = (2 if is_gated else 1) * at.f
+    if part == "norm":
+        return 4 * whole, nothing
+    if part == "rope":
+        passes = (model.position == "rope") + model.qk_norm
+        tables = 2 * at.acc * model.head_size if model.position == "rope" else 0
+        return 2 * passes * at.w * (at.q + at.kv) + tables, nothing
+    if part == "activation":
+        return at.w * (columns + at.f), nothing
+    if part == "mlp":
+        return at.w * (at.h + columns), Fraction(2 * at.h * columns)
+    # Two GEMMs; a causal kernel does half of them. Explicit scores go to memory and back with each operator.
+    gemms = Fraction(4 * at.q * at.s)
+    if config.kernels.attention != "explicit":
+        return at.w * (2 * at.q + 2 * at.kv), gemms / 2
+    scores = at.heads * at.s
+    return scores * (4 * at.acc + 4 * at.w), gemms
+
+
+def worthwhile_parts(config: Config, sizes: ParallelSizes) -> list[str]:
+    """Parts in the order in which they are chosen: as long as the next gives a byte back for less than a whole layer would."""
+    kept = block_terms(config.model_copy(update={"recompute": choice_for_layers(config.recompute)}), sizes)
+    at = Sizes.of(config, sizes)
+    left = per_token(kept) - at.w * at.h * at.shard
+    whole = _whole_layer(config, sizes)
+    parts = []
+    for price in prices(config, sizes):
+        if price.per_byte * left > whole:
+            break
+        parts.append(price.part)
+        left -= price.saved
+    return parts
+
+
+def _whole_layer(config: Config, sizes: ParallelSizes) -> Fraction:
+    """Cost per token of a layer's forward."""
+    at = Sizes.of(config, sizes)
+    work = [_work(config, sizes, part) for part in PARTS]
+    # The other GEMMs: qkv, proj, down; and two residual additions of three tensors each.
+    moved = at.w * (3 * at.h + 2 * at.q + 2 * at.kv + at.f + 6 * at.h * at.shard)
+    flops = 2 * at.h * (2 * at.q + 2 * at.kv + at.f)
+    return moved + sum(moved for moved, _ in work) + (flops + sum(flops for _, flops in work)) / FLOPS_PER_BYTE
+
+
+def choice_for_layers(recompute: RecomputeConfig, **choice: object) -> RecomputeConfig:
+    """Return another choice of what is recomputed of the layers; that of the head and of gathered inputs stays."""
+    stays = {"head_tokens": recompute.head_tokens, "gathered_inputs": recompute.gathered_inputs}
+    return RecomputeConfig.model_validate({**stays, **choice})
+
+
+def candidates(config: Config, sizes: ParallelSizes) -> Iterator[RecomputeConfig]:
+    """What `recompute.granularity = auto` tries, in order: nothing, then ever more parts of every layer, the cheapest first, and
+    at last more and more whole layers of every chunk, the other layers with their parts."""
+    yield choice_for_layers(config.recompute)
+    parts = worthwhile_parts(config, sizes)
+    for count in range(1, len(parts) + 1):
+        yield choice_for_layers(config.recompute, granularity="selective", modules=parts[:count])
+    stages = partition(config.model.num_layers, sizes.pp, sizes.vpp, config.parallel.layers_per_stage)
+    for num_layers in range(1, max(len(stage.layers) for stage in stages) + 1):
+        yield choice_for_layers(
+            config.recompute, granularity="full", method="block", num_layers=num_layers, modules=parts
+        )

@@ -1,0 +1,210 @@
+"""What one training step of a GPT must move, counted from the configuration alone (no torch here).
+
+This is the expected side of the ledger: calls and wire bytes per rank, from the formulas of the papers (2104.04473 section
+3.2, 2205.05198 section 4.2.2, 1910.02054 section 7), written without looking at the engine. Ring costs, N = bytes of the
+whole tensor, n ranks: all-reduce 2 (n-1)/n N, all-gather and reduce-scatter (n-1)/n N; a send costs its bytes.
+
+    b s h w t m: microbatch, sequence, hidden, bytes per element, tp size, microbatches per step
+    layer, no SP      2 all-reduces forward, 2 backward (+ 2 when the whole layer is recomputed), each of w b s h
+    layer, SP         2 all-gathers + 2 reduce-scatters each way, + 2 all-gathers to regather inputs, unless they are kept
+                      (`recompute.gathered_inputs`) (+ 2 + 2 recomputed)
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from engine.config.schema import Config, batch_plan
+from engine.layout.rank_grid import Coordinates, ParallelSizes
+from engine.layout.shard_spec import ParamRecord, localize
+from models.predict.rank_memory import settled
+from models.specs import StageContents, stage_specs
+
+BYTES_PER_ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4, "float64": 8}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Flow:
+    """A kind of traffic: the axis, what it is for, and the operation."""
+
+    axis: str
+    purpose: str
+    op: str
+
+
+@dataclass(frozen=True, slots=True)
+class Volume:
+    """Calls, and bytes that one rank puts on the wire."""
+
+    calls: int
+    wire_bytes: int
+
+
+def wire_bytes(op: str, size: int, num_bytes: int) -> int:
+    """Ring cost per rank. `num_bytes` is what the ledger's numel counts: the whole tensor, but the shard for all-gather."""
+    if op == "all_reduce":
+        return 2 * (size - 1) * num_bytes // size
+    if op == "reduce_scatter":
+        return (size - 1) * num_bytes // size
+    if op == "all_gather":
+        return (size - 1) * num_bytes
+    return num_bytes if op == "send" else 0
+
+
+class _Tally:
+    def __init__(self) -> None:
+        self.calls: Counter[Flow] = Counter()
+        self.bytes: Counter[Flow] = Counter()
+
+    def add(self, axis: str, purpose: str, op: str, size: int, num_bytes: int, calls: int = 1) -> None:
+        """`calls` calls, each of `num_bytes` as the ledger counts them; nothing on a one-rank axis."""
+        if size > 1 and calls > 0:
+            flow = Flow(axis, purpose, op)
+            self.calls[flow] += calls
+            self.bytes[flow] += calls * wire_bytes(op, size, num_bytes)
+
+    def volumes(self) -> dict[Flow, Volume]:
+        return {flow: Volume(self.calls[flow], self.bytes[flow]) for flow in sorted(self.calls)}
+
+
+def expected_traffic(
+    config: Config, sizes: ParallelSizes, at: Coordinates, stages: Sequence[StageContents]
+) -> dict[Flow, Volume]:
+    """The traffic of one training step on the rank at these coordinates.
+
+    `stages` are the contents of all pipeline stages in order (loop placement: stage = chunk * pp + rank).
+    """
+    config = settled(config, sizes)
+    tally = _Tally()
+    num_stages = len(stages)
+    mine = range(at.pp, num_stages, sizes.pp)
+    for stage in mine:
+        _tensor_parallel(tally, config, sizes, stages[stage])
+        _pipeline(tally, config, sizes, stage, num_stages)
+    _data_parallel(tally, config, sizes, at, [stages[stage] for stage in mine])
+    # Ten float64: squared gradient norm, loss sum, tokens, four flags of a checkpoint, two of a stop, one of the allocator.
+    tally.add("world", "step", "all_reduce", sizes.world_size, 10 * 8)
+    return tally.volumes()
+
+
+def _activation_bytes(config: Config) -> int:
+    model = config.model
+    element = BYTES_PER_ELEMENT[config.precision.dtype]
+    return element * config.train.micro_batch_size * model.seq_length * model.hidden_size
+
+
+def _tensor_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, stage: StageContents) -> None:
+    t, m = sizes.tp, batch_plan(config, sizes.dp).num_microbatches
+    whole = _activation_bytes(config)
+    shard = whole // t
+    num_layers = len(stage.layers)
+    recomputed = 0
+    if config.recompute.granularity == "full":
+        recomputed = (
+            num_layers if config.recompute.method == "uniform" else min(num_layers, config.recompute.num_layers)
+        )
+    if config.parallel.sequence_parallel:
+        again = 0 if config.recompute.gathered_inputs == "keep" else 1
+        gathers = (4 + 2 * again) * num_layers + 2 * recomputed + stage.has_embedding + (1 + again) * stage.has_head
+        scatters = 4 * num_layers + 2 * recomputed + stage.has_embedding + stage.has_head
+        tally.add("tp", "activations", "all_gather", t, shard, m * gathers)
+        tally.add("tp", "activations", "reduce_scatter", t, whole, m * scatters)
+    else:
+        reduces = 4 * num_layers + 2 * recomputed + stage.has_embedding + stage.has_head
+        tally.add("tp", "activations", "all_reduce", t, whole, m * reduces)
+    if stage.has_head:
+        # The largest logit of each token, then its sum of exponentials and target logit together.
+        element = max(4, BYTES_PER_ELEMENT[config.precision.dtype])
+        per_token = element * config.train.micro_batch_size * config.model.seq_length
+        for count in (1, 2):
+            tally.add("tp", "cross-entropy", "all_reduce", t, count * per_token, m)
+
+
+def _pipeline(tally: _Tally, config: Config, sizes: ParallelSizes, stage: int, num_stages: int) -> None:
+    m = batch_plan(config, sizes.dp).num_microbatches
+    num_bytes = _activation_bytes(config) // (sizes.tp if config.parallel.sequence_parallel else 1)
+    is_first, is_last = stage == 0, stage == num_stages - 1
+    for axis, sends, receives in (
+        ("pp_forward", not is_last, not is_first),
+        ("pp_backward", not is_first, not is_last),
+    ):
+        tally.add(axis, "hand-over", "send", sizes.pp, num_bytes, m * sends)
+        tally.add(axis, "hand-over", "recv", sizes.pp, num_bytes, m * receives)
+
+
+def _data_parallel(
+    tally: _Tally, config: Config, sizes: ParallelSizes, at: Coordinates, stages: Sequence[StageContents]
+) -> None:
+    element = BYTES_PER_ELEMENT[config.precision.dtype]
+    main_grad = max(4, element)
+    records: dict[str, ParamRecord] = {}
+    for stage in stages:
+        for spec in stage_specs(config.model, stage):
+            records.setdefault(
+                spec.name,
+                localize(spec, tp=sizes.tp, tp_index=at.tp, sequence_parallel=config.parallel.sequence_parallel),
+            )
+    axis_sizes = {
+        "tp": sizes.tp,
+        "kv_replicas": max(1, sizes.tp // config.model.kv_heads),
+        "ends": min(2, sizes.pp),
+    }
+    keys = dict.fromkeys((record.replicas, record.sum_over) for record in records.values())
+    for key in keys:
+        held = [record for record in records.values() if (record.replicas, record.sum_over) == key]
+        for numel in _bucket_numels(held, config.optimizer.bucket_bytes // main_grad, 64 * sizes.dp):
+            tally.add("dp", "gradients", "reduce_scatter", sizes.dp, numel * main_grad)
+            tally.add("dp", "parameters", "all_gather", sizes.dp, numel * element // sizes.dp)
+            if key[1] is not None:
+                tally.add(key[1], "second sum", "all_reduce", axis_sizes[key[1]], numel * main_grad // sizes.dp)
+
+
+def _bucket_numels(records: Iterable[ParamRecord], bucket_numel: int, multiple: int) -> list[int]:
+    """Padded sizes of the buckets, last parameter first; parameters that share a GEMM are not parted."""
+    groups: list[int] = []
+    for record in records:
+        if record.spec.fused_with_previous and record.replicas is None:
+            groups[-1] += record.numel
+        else:
+            groups.append(record.numel)
+    numels = []
+    open_numel = 0
+    for numel in reversed(groups):
+        open_numel += numel
+        if open_numel >= bucket_numel:
+            numels.append(open_numel)
+            open_numel = 0
+    if open_numel:
+        numels.append(open_numel)
+    return [-(-numel // multiple) * multiple for numel in numels]
+
+
+class LedgerEvent(Protocol):
+    """A posted call as `engine.comm.collectives.Event` records it."""
+
+    @property
+    def op(self) -> str: ...
+    @property
+    def axis(self) -> str: ...
+    @property
+    def purpose(self) -> str: ...
+    @property
+    def dtype(self) -> Any: ...
+    @property
+    def numel(self) -> int: ...
+    @property
+    def group_size(self) -> int: ...
+
+
+def measured_traffic(posted: Iterable[LedgerEvent]) -> dict[Flow, Volume]:
+    """The posted calls of a ledger, summed into the same flows."""
+    tally = _Tally()
+    for event in posted:
+        purpose = event.purpose
+        if event.axis in ("pp_forward", "pp_backward"):
+            purpose = "hand-over"
+        elif event.axis == "tp" and purpose != "second sum":
+            purpose = "cross-entropy" if purpose.startswith("cross-entropy") else "activations"
+        tally.add(event.axis, purpose, event.op, event.group_size, event.numel * event.dtype.itemsize)
+    return tally.volumes()

@@ -1,0 +1,33 @@
+"""The layout in a manifest: what runs, not what was asked, and which leaf of it differs when a run goes on."""
+
+import torch
+
+from engine.checkpoint.environment import describe_layout, layout_differences
+from engine.comm.topology import Topology
+from engine.config.problems import with_value
+from engine.config.schema import RecomputeConfig
+from engine.layout.rank_grid import ParallelSizes, RankGrid
+from engine.step import Engine
+from engine.train import build
+from models.gpt.chunk import build_chunks
+from tests.parity.cases import Case
+
+
+def built(recompute: RecomputeConfig, attention: str = "auto") -> Engine:
+    config = with_value(Case("llama", num_layers=2, attention=attention).config(), "recompute", recompute)
+    return build(config, Topology(RankGrid(ParallelSizes()), 0, torch.device("cpu")), build_chunks)
+
+
+def test_what_auto_came_to_is_recorded() -> None:
+    layout = describe_layout(built(RecomputeConfig(granularity="auto", memory_gb=1)))
+    assert layout["recompute"]["granularity"] == "none" and layout["kernels"]["attention"] == "sdpa"
+    assert "auto" not in layout["recompute"].values() and "auto" not in layout["kernels"].values()
+
+
+def test_a_run_that_goes_on_with_the_same_kernels_by_name_differs_in_nothing() -> None:
+    there = describe_layout(built(RecomputeConfig()))
+    assert layout_differences(there, describe_layout(built(RecomputeConfig(), attention="sdpa"))) == []
+    here = describe_layout(built(RecomputeConfig(granularity="full"), attention="flash"))
+    assert layout_differences(there, here) == ["recompute.granularity none -> full", "kernels.attention sdpa -> flash"]
+    del there["kernels"]["attention"]
+    assert "kernels.attention unknown -> flash" in layout_differences(there, here)

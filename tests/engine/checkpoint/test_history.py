@@ -1,0 +1,55 @@
+"""What a run remembers: the limit of a loss, samples that are left out, and where both are written."""
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.checkpoint.directory import CheckpointDirectory
+from engine.checkpoint.history import MEDIAN_FROM, MEDIAN_OVER, SKIPPED, RunHistory, read_history
+from engine.data.skipped import SkippedRanges
+from engine.errors import CheckpointError
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(0.1, 20.0), min_size=1, max_size=90), st.data())
+def test_a_limit_depends_on_the_steps_alone(losses: list[float], data: st.DataObject) -> None:
+    """Whether the loss of the step before is known already, and whether the run was resumed in between, changes nothing."""
+    step = data.draw(st.integers(1, len(losses)))
+    late, early, resumed = RunHistory(), RunHistory(), RunHistory()
+    for at, loss in enumerate(losses[: step - 1]):
+        late.remember(at, loss)
+    for at, loss in enumerate(losses[:step]):
+        early.remember(at, loss)
+    resumed.losses = list(early.losses)
+    limit, *others = [history.loss_limit(step, 2.0) for history in (late, early, resumed)]
+    assert others == [limit, limit]
+    known = sorted(losses[: step - 1][-MEDIAN_OVER:])
+    expected = math.inf
+    if len(known) >= MEDIAN_FROM:
+        expected = known[(len(known) - 1) // 2] + known[len(known) // 2]
+    assert limit == pytest.approx(expected)
+    assert early.loss_limit(step, None) == math.inf
+
+
+def test_what_is_written_beside_the_checkpoints_is_added_to_what_they_say(tmp_path: Path) -> None:
+    assert read_history(tmp_path, ((3, 5),), 1) == RunHistory(SkippedRanges(((3, 5),)), 1)
+    RunHistory(SkippedRanges(((4, 8), (20, 24))), 2).write(tmp_path)
+    assert read_history(tmp_path, ((3, 5),), 1) == RunHistory(SkippedRanges(((3, 8), (20, 24))), 2)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{}", '{"skipped": [[1]], "num_rollbacks": 0}', '{"skipped": 3, "num_rollbacks": 0}']
+)
+def test_a_damaged_file_is_no_empty_one(content: str, tmp_path: Path) -> None:
+    (tmp_path / SKIPPED).write_text(content)
+    with pytest.raises(CheckpointError, match="would be trained on"):
+        read_history(tmp_path)
+
+
+def test_a_start_from_scratch_trains_on_everything_again(tmp_path: Path) -> None:
+    RunHistory(SkippedRanges(((4, 8),)), 1).write(tmp_path)
+    aside = CheckpointDirectory(tmp_path).set_aside()
+    assert aside is not None and (aside / SKIPPED).exists() and not (tmp_path / SKIPPED).exists()

@@ -1,0 +1,464 @@
+"""Reading a configuration: where values come from, what is refused, what is written back."""
+
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from engine.config import foreign_names as config_names
+from engine.config.foreign_names import ALWAYS_ON, FOREIGN_NAMES, NOT_BUILT, unknown_key
+from engine.config.load import ENVIRONMENT, load_config, to_yaml
+from engine.config.schema import FORMAT_VERSION, Config, ParallelConfig, batch_plan, parallel_sizes
+from engine.config.section import Section
+from engine.errors import ConfigError, TopologyError
+from engine.layout.rank_grid import ParallelSizes
+
+BASE = """\
+model: {num_layers: 4, hidden_size: 64, num_attention_heads: 4, seq_length: 32, vocab_size: 300}
+data: {synthetic: true}
+train: {steps: 10, global_batch_size: 16, micro_batch_size: 2}
+"""
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    path = tmp_path / "base.yaml"
+    path.write_text(BASE)
+    return path
+
+
+def refused(path: Path | None, *overrides: str, environment: Mapping[str, str] | None = None) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides, environment)
+    return caught.value
+
+
+# Where values come from
+
+
+def test_environment_overrides_the_file_and_the_command_line_overrides_both(base: Path) -> None:
+    assert load_config(base).train.micro_batch_size == 2
+    assert load_config(base, environment={"MICRO_BATCH_SIZE": "4"}).train.micro_batch_size == 4
+    assert load_config(base, ["train.micro_batch_size=8"]).train.micro_batch_size == 8
+    config = load_config(base, ["optimizer.lr=1e-3"], {"TP": "2", "PP": "2", "VPP": "2", "DP": "4", "RUN_NAME": "7"})
+    assert (config.parallel.tp, config.parallel.pp, config.parallel.vpp, config.parallel.dp) == (2, 2, 2, 4)
+    assert (config.runtime.name, config.optimizer.lr) == ("7", 1e-3)
+
+
+def test_every_variable_sets_a_field_and_an_empty_one_sets_none(base: Path) -> None:
+    assert set(ENVIRONMENT.values()) <= set(Config.dotted_names())
+    assert load_config(base, environment=dict.fromkeys(ENVIRONMENT, "")) == load_config(base)
+
+
+def test_environment_and_command_line_may_agree_but_not_disagree(base: Path) -> None:
+    assert load_config(base, ["parallel.tp=2"], {"TP": "2"}).parallel.tp == 2
+    message = str(refused(base, "parallel.tp=4", environment={"TP": "2"}))
+    assert (
+        "parallel.tp is given twice" in message and "TP=2 in the environment" in message and "parallel.tp=4" in message
+    )
+
+
+def test_overrides_that_contradict_each_other_are_refused(base: Path) -> None:
+    assert "given twice" in str(refused(base, "train.steps=5", "train.steps=6"))
+
+
+def test_a_section_given_as_a_mapping_is_its_keys_one_by_one(base: Path) -> None:
+    config = load_config(base, ["parallel={pp: 2}", "telemetry={wandb: {project: p}}"], {"TP": "2"})
+    assert (config.parallel.tp, config.parallel.pp, config.train.steps) == (2, 2, 10)
+    assert config.telemetry.wandb is not None
+    assert "TP=2 in the environment" in str(refused(base, "parallel={tp: 4}", environment={"TP": "2"}))
+
+
+def test_nothing_lies_below_a_value(base: Path) -> None:
+    assert "train.steps is a value, not a section" in str(refused(base, "train.steps.x=3"))
+    assert "parallel.tp is a value" in str(refused(base, "parallel.tp.x=3"))
+
+
+def test_overrides_reach_lists_and_sections_that_are_off(base: Path) -> None:
+    overrides = ['data.train=[[0.7, "a b"], [0.3, c]]', "telemetry.wandb.project=p", "train.eval_interval=null"]
+    config = load_config(base, overrides)
+    assert config.data.train == [(0.7, "a b"), (0.3, "c")]
+    assert config.telemetry.wandb is not None and config.telemetry.wandb.project == "p"
+
+
+def test_without_a_file_everything_may_come_from_overrides() -> None:
+    assert load_config(None, [f"{name}={value}" for name, value in overrides_of(BASE)]).model.hidden_size == 64
+
+
+def test_an_empty_section_is_its_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(BASE + "parallel:\noptimizer:\n")
+    assert load_config(path).parallel == ParallelConfig()
+
+
+# Files that cannot be read
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ["empty", "model and train"]),
+        ("# only a comment\n", ["empty"]),
+        ("- model\n- train\n", ["list", "mapping"]),
+        ("just words", ["str", "mapping"]),
+        ("model: {num_layers: 4\ntrain: 3", ["not readable as YAML", "line"]),
+        ("\tmodel: 3", ["not readable as YAML", "line 1"]),
+        (BASE + "train: {steps: 3}\n", ["'train' stands twice", "lines 3 and 4"]),
+        (
+            "model:\n  num_layers: 4\n  hidden_size: 8\n  num_layers: 5\n",
+            ["'num_layers' stands twice", "lines 2 and 4"],
+        ),
+        ("? [model]\n: 3\n", ["not readable as YAML", "unhashable key"]),
+        ("---\nmodel: 1\n---\nmodel: 2\n", ["not readable as YAML"]),
+    ],
+)
+def test_files_that_are_no_configuration(tmp_path: Path, text: str, words: list[str]) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    message = str(refused(path))
+    assert str(path) in message
+    assert all(word in message for word in words), message
+
+
+def test_a_missing_file_is_refused_with_its_nearest_neighbour(base: Path) -> None:
+    message = str(refused(base.with_name("bse.yaml")))
+    assert "no such file" in message and f"Did you mean {base}?" in message
+    assert "no such file" in str(refused(base.parent / "nowhere" / "c.yaml"))
+
+
+def test_a_folder_and_bytes_are_refused(tmp_path: Path) -> None:
+    assert "cannot be read" in str(refused(tmp_path))
+    path = tmp_path / "c.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert "cannot be read as text" in str(refused(path))
+
+
+@pytest.mark.parametrize("override", ["train.steps", "=3", "train..steps=3", ".steps=3", "--resume"])
+def test_overrides_that_are_none(base: Path, override: str) -> None:
+    assert f"{override!r} is not an override" in str(refused(base, override))
+
+
+def test_an_override_that_is_no_yaml(base: Path) -> None:
+    assert "not readable as YAML" in str(refused(base, "data.train=[[1.0, p]"))
+    assert "stands twice" in str(refused(base, "model={num_layers: 1, num_layers: 2}"))
+
+
+# Unknown keys
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("tensor-model-parallel-size", ["parallel.tp"]),
+        ("tensor_model_parallel_size", ["parallel.tp"]),
+        ("--pipeline-model-parallel-size", ["parallel.pp"]),
+        ("parallel.tensor_model_parallel_size", ["parallel.tp"]),
+        ("n_embd", ["model.hidden_size"]),
+        ("model.n_embd", ["model.hidden_size"]),
+        ("hidden_size", ["belongs to model.hidden_size"]),
+        ("model.num_key_value_heads", ["model.num_kv_heads"]),
+        ("model.rope_theta", ["model.rope_base"]),
+        ("train.train_iters", ["train.steps"]),
+        ("model.swiglu", ["model.activation=swiglu"]),
+        ("model.tp", ["belongs to parallel.tp"]),
+        ("lr", ["belongs to optimizer.lr"]),
+        ("wandb", ["belongs to telemetry.wandb"]),
+        ("tain", ["Did you mean train?"]),
+        ("train.step", ["Did you mean train.steps?"]),
+        ("optimizer.warmup_step", ["Did you mean optimizer.warmup_steps?"]),
+        ("telemetry.wandb.projct", ["Did you mean telemetry.wandb.project?"]),
+        ("train.tensor_model_paralel_size", ["Did you mean parallel.tp?"]),
+        ("optimizer.use_distributed_optimizer", ["not a choice", "ZeRO-1"]),
+        ("resilience.policy", ["section resilience has on_nonfinite"]),
+        ("train.save_interval", ["here it is checkpoint.interval"]),
+        ("model.num_experts", ["known, not built yet", "mixture of experts"]),
+        ("precision.fp8", ["known, not built yet", "FP8"]),
+        ("optimizer.kind", ["known, not built yet", "AdamW"]),
+        ("optimizer.zero_stage", ["known, not built yet", "ZeRO"]),
+        ("model.rope_scaling", ["known, not built yet", "RoPE"]),
+        ("schedule.qqq", ["section schedule has name"]),
+        ("zzz", ["the sections are model, data, train"]),
+    ],
+)
+def test_unknown_keys_are_refused_with_the_name_that_was_meant(base: Path, key: str, words: list[str]) -> None:
+    for error in (refused(base, f"{key}=1"), refused(with_key(base, key))):
+        [problem] = [problem for problem in error.problems if problem.startswith((f"{key}:", f"{key} ("))]
+        assert all(word in problem for word in words), problem
+
+
+def test_names_of_others_lead_to_fields_that_exist() -> None:
+    fields = set(Config.dotted_names())
+    sections = {name for name in fields if Config.section_type(name.split(".")[0]) and "." not in name}
+    for foreign, ours in FOREIGN_NAMES.items():
+        name = ours.split("=")[0].split(" ")[0]
+        assert name in fields - sections, f"{foreign} leads to {ours}"
+        if "=" in ours:
+            problem = unknown_key(f"model.{foreign}")
+            assert ours in problem
+            load_config(None, [*(f"{n}={v}" for n, v in overrides_of(BASE)), *([ours] if "_norm" not in ours else [])])
+    for table in (FOREIGN_NAMES, ALWAYS_ON, NOT_BUILT):
+        for name in table:
+            assert name not in fields, f"{name} is a field of ours"
+
+
+def test_names_that_yaml_does_not_read_as_text_are_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(BASE + "on: 3\n7: 4\n")
+    assert [problem.split(":")[0] for problem in refused(path).problems] == ["True", "7"]
+
+
+# Types
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("parallel.tp=two", ["parallel.tp = 'two'", "integer"]),
+        ("parallel.tp=0", ["parallel.tp = 0", "greater than 0"]),
+        ("parallel.tp=on", ["parallel.tp = True", "yes or no"]),
+        ("parallel.tp=1.5", ["parallel.tp = 1.5", "integer"]),
+        ("optimizer.warmup_steps=-1", ["at least 0"]),
+        ("optimizer.beta1=1.0", ["less than 1"]),
+        ("optimizer.lr=.inf", ["optimizer.lr", "finite"]),
+        ("model.norm=rmsnrom", ["layernorm or rmsnorm", "Did you mean rmsnorm?"]),
+        ("precision.dtype=bfloat16", ["bf16", "float64"]),
+        ("data.train=[[a, b]]", ["data.train.0.0", "number"]),
+        ("data.train=prefix", ["data.train", "list"]),
+        ("data.split=[0.9, 0.1]", ["data.split.2"]),
+        ("telemetry.wandb={entity: e}", ["telemetry.wandb.project is missing", "project that the run belongs to"]),
+        ("telemetry.wandb=yes", ["telemetry.wandb"]),
+        ("train=3", ["train = 3", "must be a section"]),
+    ],
+)
+def test_wrong_types_are_named_with_their_rule(base: Path, override: str, words: list[str]) -> None:
+    message = str(refused(base, override))
+    assert all(word in message for word in words), message
+
+
+def test_where_a_wrong_value_came_from_is_said(base: Path) -> None:
+    assert "TP=x in the environment" in str(refused(base, environment={"TP": "x"}))
+    assert "parallel.tp=x on the command line" in str(refused(base, "parallel.tp=x"))
+
+
+def test_missing_fields_are_named_with_their_meaning() -> None:
+    problems = refused(None, "model={hidden_size: 8}", "train={steps: 3}", "data.synthetic=true").problems
+    missing = {problem.split(" ")[0] for problem in problems if "is missing" in problem}
+    assert missing == {
+        "model.num_layers",
+        "model.num_attention_heads",
+        "model.seq_length",
+        "model.vocab_size",
+        "train.global_batch_size",
+    }
+    assert any("transformer layers" in problem for problem in problems)
+    assert {problem.split(" ")[0] for problem in refused(None, "data.synthetic=true").problems} == {"model", "train"}
+
+
+def test_all_kinds_of_problems_are_reported_at_once(base: Path) -> None:
+    """Unknown keys, types, and the rules that do not need the fields with wrong types."""
+    overrides = [
+        "train.step=3",
+        "model.seq_length=abc",
+        "parallel.tp=3",
+        "precision.dtype=fp16",
+        "parallel.sequence_parallel=true",
+    ]
+    problems = refused(base, *overrides).problems
+    for words in (
+        "train.step ",
+        "model.seq_length = 'abc'",
+        "num_attention_heads = 4: must be",
+        "precision.dtype = fp16",
+    ):
+        assert any(problem.startswith(words) or words in problem for problem in problems), words
+    assert not any("must be a multiple of parallel.tp = 3 with sequence_parallel" in problem for problem in problems)
+
+
+def test_a_wrong_value_does_not_count_as_the_default(base: Path) -> None:
+    """The default tokenizer, bytes, needs 257 ids: a tokenizer that could not be read must not be taken for it."""
+    problems = refused(
+        base, "data={synthetic: false, train: [[1.0, p]], tokenizer: [x]}", "model.vocab_size=100"
+    ).problems
+    assert [problem.split(" ")[0] for problem in problems] == ["data.tokenizer"]
+
+
+def test_valid_values_are_read_alike_with_and_without_a_mistake_elsewhere(base: Path) -> None:
+    """Numbers count as text where text belongs, and numbers in quotes as numbers; a mistake must not change that."""
+    overrides = [
+        "runtime.name=7",
+        "data.cache_dir=1.5",
+        "parallel.tp='2'",
+        "optimizer.lr=1e-3",
+        "telemetry.wandb.project=9",
+    ]
+    assert load_config(base, overrides).runtime.name == "7"
+    [problem] = refused(base, *overrides, "train.seed=x").problems
+    assert problem.startswith("train.seed = 'x'")
+
+
+def leaves(section: type[Section], prefix: str = "") -> Iterator[str]:
+    for name in section.model_fields:
+        inner = section.section_type(name)
+        if inner is None:
+            yield f"{prefix}{name}"
+        else:
+            yield from leaves(inner, f"{prefix}{name}.")
+
+
+@pytest.mark.parametrize("leaf", list(leaves(Config)))
+def test_a_wrong_value_of_any_field_is_named_and_stops_no_other_check(base: Path, leaf: str) -> None:
+    overrides = (
+        ["telemetry.wandb.project=p"] if leaf.startswith("telemetry.wandb.") and not leaf.endswith("project") else []
+    )
+    problems = refused(
+        base, *overrides, f"{leaf}={{a: {{b: 1}}}}", "parallel.ep=2" if leaf != "parallel.ep" else "parallel.cp=2"
+    ).problems
+    assert sum(problem.startswith(leaf) for problem in problems) >= 1, problems
+    assert any("not built yet" in problem for problem in problems), problems
+
+
+# Writing
+
+
+text = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=1, max_size=12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    corpora=st.lists(st.tuples(st.floats(0.01, 1e6), text), min_size=1, max_size=3, unique_by=lambda corpus: corpus[1]),
+    project=st.none() | text,
+    tags=st.lists(text, max_size=3),
+    lr=st.floats(1e-9, 1.0),
+    describe=st.booleans(),
+)
+def test_what_is_written_reads_back_equal(
+    tmp_path_factory: pytest.TempPathFactory,
+    corpora: list[tuple[float, str]],
+    project: str | None,
+    tags: list[str],
+    lr: float,
+    describe: bool,
+) -> None:
+    config = load_config(None, [f"{name}={value}" for name, value in overrides_of(BASE)])
+    changed = config.model_copy(
+        update={
+            "data": config.data.model_copy(update={"train": corpora}),
+            "optimizer": config.optimizer.model_copy(update={"lr": lr}),
+            "parallel": config.parallel.model_copy(update={"pp": 2, "layers_per_stage": [1, 3]}),
+            "telemetry": config.telemetry.model_validate({"wandb": project and {"project": project, "tags": tags}}),
+        }
+    )
+    path = tmp_path_factory.mktemp("yaml") / "c.yaml"
+    path.write_text(to_yaml(changed, describe=describe), encoding="utf-8")
+    assert load_config(path) == changed
+
+
+def test_a_described_config_says_what_each_field_means(base: Path) -> None:
+    lines = to_yaml(load_config(base, ["telemetry.wandb.project=p"]), describe=True).splitlines()
+    fields = [line for line in lines if line.startswith(" ")]
+    undescribed = [line for line in fields if "#" not in line and not line.endswith("wandb:")]
+    assert len(fields) > 60 and not undescribed
+    assert all(len(line) <= 132 for line in lines)
+
+
+def test_a_config_cannot_be_changed(base: Path) -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        load_config(base).parallel.tp = 2  # type: ignore[misc]
+
+
+def test_reading_a_config_imports_no_torch(base: Path) -> None:
+    code = (
+        "import sys; from engine.config.schema import batch_plan; from engine.config.load import load_config, to_yaml; "
+        "from engine.config.rules import problems; "
+        "config = load_config(sys.argv[1]); to_yaml(config); batch_plan(config, 2); problems(config, 8, 8); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(base)], check=False, timeout=60).returncode == 0
+
+
+# Derived values
+
+
+def test_batch_plan_by_hand(base: Path) -> None:
+    plan = batch_plan(load_config(base), dp=4)
+    assert (plan.num_microbatches, plan.samples_per_step, plan.tokens_per_step, plan.num_steps) == (2, 16, 512, 10)
+    assert (
+        str(plan) == "16 samples per step = 2 microbatches of 2 x dp 4; 512 tokens per step x 10 steps = 5,120 tokens"
+    )
+
+
+def test_a_length_in_tokens_is_rounded_up_to_whole_steps(base: Path) -> None:
+    assert batch_plan(load_config(base, ["train.steps=null", "train.tokens=1024"]), dp=1).num_steps == 2
+    assert batch_plan(load_config(base, ["train.steps=null", "train.tokens=1025"]), dp=1).num_steps == 3
+    assert batch_plan(load_config(base, ["train.steps=null", "train.tokens=1"]), dp=1).num_steps == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(micro=st.integers(1, 9), dp=st.integers(1, 9), rest=st.integers(0, 80), rounds=st.integers(1, 9))
+def test_a_batch_plan_loses_no_sample(micro: int, dp: int, rest: int, rounds: int) -> None:
+    config = load_config(None, [f"{name}={value}" for name, value in overrides_of(BASE)])
+    size = micro * dp * rounds + rest
+    changed = config.model_copy(
+        update={"train": config.train.model_copy(update={"global_batch_size": size, "micro_batch_size": micro})}
+    )
+    if rest % (micro * dp):
+        with pytest.raises(ConfigError, match="multiple of micro_batch_size x dp"):
+            batch_plan(changed, dp)
+    else:
+        plan = batch_plan(changed, dp)
+        assert plan.num_microbatches * plan.micro_batch_size * plan.dp == plan.samples_per_step == size
+
+
+def test_sizes_come_from_the_config_and_the_world(base: Path) -> None:
+    config = load_config(base, ["parallel.tp=2", "parallel.pp=2", "parallel.vpp=2"])
+    assert parallel_sizes(config, 16) == ParallelSizes(tp=2, pp=2, dp=4, vpp=2)
+    assert parallel_sizes(load_config(base, ["parallel.dp=8"])) == ParallelSizes(dp=8)
+    for world_size in (None, 2, 6):
+        with pytest.raises(ConfigError, match="world"):
+            parallel_sizes(config, world_size)
+    with pytest.raises(ConfigError, match="must fill the world of 4 ranks"):
+        parallel_sizes(load_config(base, ["parallel.dp=8"]), 4)
+    with pytest.raises(TopologyError, match="not built yet"):
+        parallel_sizes(config.model_copy(update={"parallel": ParallelConfig(cp=2, dp=1)}))
+
+
+# Helpers
+
+
+def overrides_of(yaml_text: str) -> list[tuple[str, str]]:
+    """The sections of a YAML text of one line per section, as (name, value)."""
+    return [(line.split(": ", 1)[0], line.split(": ", 1)[1]) for line in yaml_text.splitlines()]
+
+
+def with_key(base: Path, dotted: str) -> Path:
+    """A copy of the base file with one more key in it."""
+    tree: dict[str, Any] = yaml.safe_load(base.read_text())
+    *sections, key = dotted.split(".")
+    at = tree
+    for section in sections:
+        at = at.setdefault(section, {"project": "p"} if section == "wandb" else {})
+    at[key] = 1
+    path = base.with_name("with_key.yaml")
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def test_the_format_of_a_config_has_a_version(base: Path) -> None:
+    assert to_yaml(load_config(base)).startswith(f"format_version: {FORMAT_VERSION}\n")
+    assert load_config(base, ["format_version=1"]) == load_config(base)
+    for version in ("2", "0", "one"):
+        [problem] = refused(base, f"format_version={version}").problems
+        assert problem.startswith("format_version = ") and "version 1 to 1" in problem
+
+
+def test_a_renamed_key_leads_to_its_new_name(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(config_names.RENAMED, "train.epochs_to_run", "train.steps")
+    [problem] = refused(base, "train.epochs_to_run=3").problems
+    assert "renamed: it is train.steps now" in problem

@@ -1,0 +1,269 @@
+"""A corpus is the same for any number of workers, complete or not there, and never replaces another one by accident."""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from engine.data.corpus import prepare as prepare_module
+from engine.data.corpus.encode import Piece, encode_unit
+from engine.data.corpus.indexed import IndexedTokens, bin_path
+from engine.data.corpus.prepare import Prepared, PrepareRequest, find_inputs, plan, prepare
+from engine.data.corpus.record import read_record
+from engine.data.corpus.tokenizers import load_tokenizer
+from engine.errors import DataError
+from launch.commands import prepare as command
+
+LINES = ["first", "", "zwei\nmit Umbruch", "drei \u2028 🙂", "x" * 500, "last"]
+
+
+def quietly(done_bytes: int, num_documents: int) -> None:
+    assert done_bytes > 0
+
+
+def make(files: tuple[Path, ...], output: Path, num_workers: int = 1, force: bool = False, **fields: str) -> Prepared:
+    request = PrepareRequest(files, fields.pop("tokenizer", "bytes"), str(output), **fields)
+    return prepare(request, num_workers=num_workers, force=force, progress=quietly)
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """Three text files and a .jsonl."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name, text in {"b.txt": "bé\r\n", "a.txt": "a a a", "c.md": "c" * 3000}.items():
+        (folder / name).write_bytes(text.encode())
+    lines = [json.dumps({"id": number, "text": line}) for number, line in enumerate(LINES)]
+    (folder / "d.jsonl").write_text("\n".join([*lines[:3], "  ", *lines[3:]]))
+    return folder
+
+
+def documents(prefix: Path) -> list[str]:
+    tokens = IndexedTokens(prefix)
+    found = [tokens.tokens(document).tolist() for document in range(tokens.num_documents)]
+    assert all(ids[-1] == 256 and 256 not in ids[:-1] for ids in found)
+    return [load_tokenizer("bytes").decode(ids) for ids in found]
+
+
+def test_the_corpus_is_the_text_in_order(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare_module, "UNIT_BYTES", 100)  # several units, the .jsonl cut inside lines
+    files = find_inputs([str(texts / "*.txt"), str(texts / "*")])
+    assert [path.name for path in files] == ["a.txt", "b.txt", "c.md", "d.jsonl"]
+    assert len(plan(files)) > 5
+    one, three = make(files, tmp_path / "out" / "one"), make(files, tmp_path / "out" / "three", num_workers=3)
+    assert documents(tmp_path / "out" / "one") == ["a a a", "bé\r\n", "c" * 3000, *filter(None, LINES)]
+    assert (one.record.num_documents, one.record.num_skipped_documents, one.record.num_input_files) == (8, 1, 4)
+    assert (
+        one.record.bin_sha256
+        == three.record.bin_sha256
+        == hashlib.sha256(bin_path(tmp_path / "out" / "one").read_bytes()).hexdigest()
+    )
+    assert one.record.idx_sha256 == three.record.idx_sha256
+    assert one.record.input_bytes == sum(path.stat().st_size for path in files)
+    names = {path.name for path in (tmp_path / "out").iterdir() if not path.name.endswith(".lock")}
+    assert names == {f"{corpus}.{ending}" for corpus in ("one", "three") for ending in ("bin", "idx", "json")}
+
+
+@pytest.mark.parametrize("cut", [1, 7, 40, 41, 1000])
+def test_every_line_belongs_to_one_piece(texts: Path, cut: int) -> None:
+    path = texts / "d.jsonl"
+    size = path.stat().st_size
+    pieces = [Piece(path, True, start, min(start + cut, size)) for start in range(0, size, cut)]
+    units = [encode_unit((piece,), "bytes", None, "text", "<u2") for piece in pieces]
+    ids = np.frombuffer(b"".join(unit.data for unit in units), "<u2")
+    assert bytes(ids[ids < 256].astype(np.uint8)).decode() == "".join(LINES)
+    assert sum(unit.num_skipped for unit in units) == 1
+    assert sum(unit.num_bytes for unit in units) == size
+
+
+def test_a_killed_run_leaves_no_worker_and_no_corpus(tmp_path: Path) -> None:
+    """SIGKILL in the middle: nobody can clean up, and still no process is left, and a new start succeeds."""
+    source = tmp_path / "many.jsonl"
+    source.write_text(json.dumps({"text": "x" * 1000}) + "\n")
+    os.mkfifo(tmp_path / "stuck.txt")  # a worker that reads it waits for ever
+    script = (
+        "import sys; from pathlib import Path; from engine.data.corpus import prepare as p\n"
+        "if __name__ == '__main__':\n"
+        "    p.plan = lambda files: [(p.Piece(path, path.suffix == '.jsonl', 0, 1),) for path in files]\n"
+        "    request = p.PrepareRequest(tuple(map(Path, sys.argv[1:3])), 'bytes', sys.argv[3])\n"
+        "    p.prepare(request, num_workers=2, progress=lambda *done: print('started', flush=True))\n"
+    )
+    (tmp_path / "script.py").write_text(script)
+    output = tmp_path / "corpus"
+    command_line = [sys.executable, tmp_path / "script.py", source, tmp_path / "stuck.txt", output]
+    root = Path(__file__).parents[4]
+    parent = subprocess.Popen(command_line, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(root)})
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == b"started\n"
+    workers = psutil.Process(parent.pid).children()
+    assert len(workers) >= 2
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    left = psutil.wait_procs(workers, timeout=20)[1]
+    for worker in left:
+        worker.kill()
+    assert left == []
+    assert not bin_path(output).exists()
+    assert make((source,), output).record.num_documents == 1
+    assert sorted(path.name for path in tmp_path.glob("corpus*")) == ["corpus.bin", "corpus.idx", "corpus.json"]
+
+
+def test_a_second_start_has_nothing_to_do(texts: Path, tmp_path: Path) -> None:
+    files, output = find_inputs([str(texts / "*.txt")]), tmp_path / "corpus"
+    first = make(files, output)
+    assert not first.already_there
+    when = bin_path(output).stat().st_mtime_ns
+    assert make(files, output, num_workers=2) == Prepared(first.record, already_there=True)
+    assert bin_path(output).stat().st_mtime_ns == when
+    assert not make(files, output, force=True).already_there
+
+
+def test_a_damaged_corpus_is_made_again(texts: Path, tmp_path: Path) -> None:
+    files, output = find_inputs([str(texts / "*.txt")]), tmp_path / "corpus"
+    first = make(files, output)
+    content = bin_path(output).read_bytes()
+    bin_path(output).write_bytes(b"\1" + content[1:])
+    assert make(files, output) == first
+    assert bin_path(output).read_bytes() == content
+
+
+def test_another_corpus_is_replaced_only_by_force(texts: Path, tmp_path: Path) -> None:
+    output = tmp_path / "corpus"
+    first = make(find_inputs([str(texts / "*.txt")]), output)
+    other = find_inputs([str(texts / "c.md")])
+    with pytest.raises(DataError, match="made of other inputs"):
+        make(other, output)
+    assert read_record(str(output)) == first.record
+    assert make(other, output, force=True).record.num_documents == 1
+    Path(f"{output}.json").unlink()
+    with pytest.raises(DataError, match=r"there is no corpus\.json beside it"):
+        make(other, output)
+
+
+def test_a_record_never_describes_another_corpus(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "corpus"
+    make(find_inputs([str(texts / "*.txt")]), output)
+
+    def stop(path: Path, parts: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(prepare_module, "write_atomically", stop)
+    with pytest.raises(DataError, match="No space left on device"):
+        make(find_inputs([str(texts / "c.md")]), output, force=True)
+    assert IndexedTokens(output).num_documents == 1
+    assert read_record(str(output)) is None
+
+
+def test_a_foreign_json_is_never_replaced(texts: Path, tmp_path: Path) -> None:
+    (tmp_path / "corpus.json").write_text('{"model": {"type": "BPE"}}')
+    with pytest.raises(DataError, match="neither read nor replaced"):
+        make(find_inputs([str(texts / "*.txt")]), tmp_path / "corpus", force=True)
+    assert "BPE" in (tmp_path / "corpus.json").read_text()
+
+
+BAD_INPUTS = {
+    "latin1.txt": (b"caf\xe9", r"latin1\.txt is no UTF-8 text: byte 3 is 0xe9"),
+    "broken.jsonl": (b'{"text": "a"}\n\n{"text": ', r"broken\.jsonl, line 3: .*Each line of a \.jsonl is one document"),
+    "nokey.jsonl": (b'{"text": "a"}\n{"content": "b"}\n', r"line 2: it has no field 'text', but 'content'"),
+    "list.jsonl": (b"[1]\n", r"line 1: it has no field 'text', but a list"),
+    "number.jsonl": (b'{"text": 3}\n', r"line 1: the field 'text' is a int, not text"),
+    "void.jsonl": (b'{"text": ""}\n', r"no text at all: 1 documents"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUTS)
+def test_a_bad_input_is_named_and_leaves_nothing(tmp_path: Path, name: str) -> None:
+    content, message = BAD_INPUTS[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        make((tmp_path / name,), tmp_path / "out" / "corpus")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".corpus.lock"]
+
+
+def test_empty_and_missing_inputs_are_refused_before_any_work(texts: Path) -> None:
+    (texts / "empty.txt").touch()
+    with pytest.raises(DataError, match=r"1 of 5 input files is empty: .*empty\.txt"):
+        find_inputs([str(texts / "*")])
+    with pytest.raises(DataError, match="names no file"):
+        find_inputs([str(texts / "*.rst")])
+    with pytest.raises(DataError, match="is a folder"):
+        find_inputs([str(texts)])
+
+
+def test_a_json_tokenizer_with_many_ids_is_written_as_int32(tmp_path: Path, texts: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {"<unk>": 0, "</s>": 1, "a": 70_000}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "words.json"))
+    record = make((texts / "a.txt",), tmp_path / "corpus", tokenizer=str(tmp_path / "words.json")).record
+    assert (record.dtype, record.vocab_size, record.eod_id) == ("int32", 70_001, 1)
+    assert IndexedTokens(tmp_path / "corpus").tokens(0).tolist() == [70_000, 70_000, 70_000, 1]
+
+
+def run(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return command.run(parser.parse_args(arguments))
+
+
+def test_the_command_says_what_it_wrote_and_what_to_type_next(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "--input",
+        str(texts / "*.txt"),
+        str(texts / "d.jsonl"),
+        "--output",
+        str(tmp_path / "my corpus"),
+        "--workers",
+        "1",
+    ]
+    assert run(*arguments) == 0
+    record = read_record(str(tmp_path / "my corpus"))
+    shown = capsys.readouterr().out
+    assert record is not None
+    for part in (
+        record.bin_sha256,
+        "7, 1 without text left out",
+        "uint16",
+        "bash launch/pretrain_gpt.sh",
+        "model.vocab_size=257",
+    ):
+        assert part in shown
+    assert f"""'data.train=[[1.0,"{tmp_path}/my corpus"]]'""" in shown
+    assert run(*arguments) == 0
+    assert "nothing to do" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "either --input"),
+        (["--stdlib", "--input", "x.txt"], "either --input"),
+        (["--input", "x.txt", "--max-bytes", "5"], "belongs to --stdlib"),
+        (["--stdlib", "--max-bytes", "0"], "at most 0 bytes"),
+        (["--stdlib", "--workers", "0"], "--workers 0"),
+        (["--stdlib", "--tokenizer", "gpt2"], "no tokenizer at gpt2"),
+    ],
+)
+def test_the_commands_mistakes(tmp_path: Path, arguments: list[str], message: str) -> None:
+    with pytest.raises(DataError, match=message) as raised:
+        run(*arguments, "--output", str(tmp_path / "corpus"))
+    assert raised.value.exit_code == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_help_shows_an_example() -> None:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    assert "triaxis prepare --stdlib" in parser.format_help()

@@ -1,0 +1,276 @@
+"""The registry of kernels: `auto` by device, what is chosen is tried, said and used; what does not run here is refused."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.checkpoint.environment import describe_layout
+from engine.config.problems import with_value
+from engine.config.schema import KernelsConfig
+from engine.errors import ConfigError
+from engine.kernels import registry
+from engine.kernels.attention import AttentionShape
+from engine.kernels.fusion import EAGER, Fusion
+from engine.kernels.registry import (
+    ORDER,
+    Choices,
+    DeviceFacts,
+    Trials,
+    agree,
+    describe,
+    device_trials,
+    resolve,
+    try_out,
+)
+from models.gpt.chunk import GPTChunk
+from tests.harness import compiler
+from tests.parity.cases import Case
+from tests.parity.test_step_properties import build_rank
+
+SHAPE = AttentionShape(4, 2, 16, torch.bfloat16, torch.device("cpu"))
+
+H100 = DeviceFacts((9, 0), (2, 13), 92000, element_bytes=2, main_grad_bytes=4, is_deterministic=False)
+ON_H100 = Choices("cudnn", "flash", "compiled", "fused", "compiled")
+ON_CPU = Choices("sdpa", "sdpa", "eager", "separate", "torch")
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        (replace(H100, capability=None, cudnn_version=0), ON_CPU),
+        (H100, ON_H100),
+        (replace(H100, capability=(10, 0)), ON_H100),
+        (replace(H100, capability=(8, 0)), replace(ON_H100, attention="flash")),
+        (replace(H100, capability=(12, 0)), replace(ON_H100, attention="flash")),
+        (replace(H100, capability=(7, 5)), replace(ON_H100, attention="sdpa", decoding="math")),
+        (replace(H100, torch_version=(2, 10)), replace(ON_H100, attention="flash")),
+        (replace(H100, cudnn_version=91500), replace(ON_H100, attention="flash")),
+        (replace(H100, main_grad_bytes=2), replace(ON_H100, weight_grad="separate")),
+        (
+            replace(H100, element_bytes=4),
+            replace(ON_H100, attention="sdpa", decoding="math", weight_grad="separate"),
+        ),
+        (replace(H100, element_bytes=8, main_grad_bytes=8), replace(ON_CPU, decoding="math")),
+        (replace(H100, is_deterministic=True), replace(ON_H100, attention="flash", elementwise="eager")),
+    ],
+    ids=[
+        "CPU",
+        "sm90",
+        "sm100",
+        "sm80",
+        "sm120",
+        "sm75",
+        "torch 2.10",
+        "cuDNN 9.15",
+        "bf16 main grads",
+        "fp32",
+        "float64",
+        "deterministic",
+    ],
+)
+def test_auto_takes_what_is_fast_on_the_device(facts: DeviceFacts, expected: Choices) -> None:
+    assert resolve(KernelsConfig(), facts) == expected
+
+
+def test_a_named_kernel_is_taken_on_every_device() -> None:
+    named = KernelsConfig(attention="efficient", elementwise="eager", weight_grad="separate", optimizer="torch")
+    for capability in (None, (8, 0), (9, 0)):
+        choices = resolve(named, replace(H100, capability=capability))
+        assert choices.config() == named
+    assert resolve(KernelsConfig(attention="explicit"), H100).decoding == "explicit"
+
+
+def test_this_machine_has_facts() -> None:
+    """On the CPU every default is what it was before there was an `auto`."""
+    config = Case("gpt").config()
+    facts = DeviceFacts.of(config, torch.device("cpu"))
+    assert facts.capability is None and f"{facts.torch_version[0]}.{facts.torch_version[1]}." in torch.__version__
+    assert (facts.element_bytes, facts.main_grad_bytes, facts.is_deterministic) == (8, 8, False)
+    assert resolve(KernelsConfig(), facts) == ON_CPU
+
+
+def trials(*broken: str) -> Trials:
+    """A device on which `broken` do not run."""
+
+    def require(name: str, choice: str) -> None:
+        if choice in broken:
+            raise ConfigError([f"kernels.{name} = {choice} does not run here"])
+
+    return Trials(lambda name, choice: "no such kernel" if choice in broken else "", require)
+
+
+def test_auto_falls_to_the_next_choice_with_a_line() -> None:
+    choices, notes = try_out(KernelsConfig(), ON_H100, trials("cudnn", "flash", "compiled"))
+    assert choices == Choices("sdpa", "math", "eager", "fused", "torch")
+    assert notes == [
+        "kernels.attention = auto: cudnn does not run here (torch says: no such kernel), so it is flash.",
+        "kernels.attention = auto: flash does not run here (torch says: no such kernel), so it is sdpa.",
+        "decoding: flash does not run here (torch says: no such kernel), so it is math.",
+        "kernels.elementwise = auto: compiled does not run here (torch says: no such kernel), so it is eager.",
+        "kernels.optimizer = auto: compiled does not run here (torch says: no such kernel), so it is torch.",
+    ]
+    assert try_out(KernelsConfig(), ON_H100, trials()) == (ON_H100, [])
+
+
+def test_a_named_kernel_is_never_replaced() -> None:
+    asked = KernelsConfig(attention="flash", elementwise="compiled")
+    with pytest.raises(ConfigError) as caught:
+        try_out(asked, resolve(asked, H100), trials("flash", "compiled"))
+    assert list(caught.value.problems) == [
+        "kernels.attention = flash does not run here",
+        "kernels.elementwise = compiled does not run here",
+    ]
+
+
+def test_what_auto_prefers_on_a_gpu_is_tried_on_the_device_itself() -> None:
+    """The CPU has neither cuDNN nor a GEMM of bf16 that adds to fp32."""
+    preferred = replace(ON_H100, elementwise="eager", optimizer="torch")
+    choices, notes = try_out(KernelsConfig(), preferred, device_trials(SHAPE, torch.float32))
+    assert (choices.attention, choices.decoding, choices.weight_grad) == ("flash", "flash", "separate")
+    assert len(notes) == 2 and "cudnn does not run here (torch says: No" in notes[0]
+
+
+def agreed(by_rank: list[tuple[Choices, Trials]]) -> list[tuple[Choices, list[str]]]:
+    """Every rank's result; each is a thread."""
+    size = len(by_rank)
+    barrier, texts = threading.Barrier(size, timeout=30), [""] * size
+
+    def run(rank: int) -> tuple[Choices, list[str]]:
+        first, here = by_rank[rank]
+
+        def tell(text: str) -> list[str]:
+            texts[rank] = text
+            barrier.wait()
+            found = list(texts)
+            barrier.wait()
+            return found
+
+        choices, notes = try_out(KernelsConfig(), first, here)
+        return agree(choices, notes, lambda slower: try_out(KernelsConfig(), slower, here), tell)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))
+
+
+def test_all_ranks_take_what_runs_on_every_rank() -> None:
+    """One rank has no cuDNN, another no compiler, and the third cannot run the flash kernel that the first falls to."""
+    found = agreed([(ON_H100, trials("cudnn")), (ON_H100, trials("compiled")), (ON_H100, trials("flash"))])
+    assert [choices for choices, _ in found] == 3 * [Choices("sdpa", "math", "eager", "fused", "torch")]
+    (lines,) = {tuple(lines) for _, lines in found}
+    assert "kernels.attention = auto: cudnn does not run here (torch says: no such kernel), so it is flash." in lines
+    assert "kernels.attention = auto: ranks differ (flash on 1, cudnn on 2), so it is sdpa on all." in lines
+    assert agreed([(ON_H100, trials())] * 2) == 2 * [(ON_H100, [])]
+
+
+def test_of_unlike_gpus_the_slowest_decides_and_a_line_says_so() -> None:
+    found = agreed([(ON_H100, trials()), (replace(ON_H100, attention="flash"), trials())])
+    line = "kernels.attention = auto: ranks differ (cudnn on 1, flash on 1), so it is flash on all."
+    assert found == 2 * [(replace(ON_H100, attention="flash"), [line])]
+
+
+def test_the_slowest_choice_of_each_kernel_needs_nothing_special() -> None:
+    here = device_trials(SHAPE, torch.float32)
+    assert [here.failure(name, order[-1]) for name, order in ORDER.items()] == 5 * [""]
+
+
+def test_a_fall_is_printed_and_what_was_resolved_is_recorded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(registry, "resolve", lambda config, facts: replace(ON_CPU, attention="cudnn"))
+    engine, batches = build_rank(0, Case("gpt", num_layers=1, dtype="bf16", attention="auto"))
+    batches.close()
+    assert engine.config.kernels.attention == "auto", "the configuration stays as it was asked"
+    layout = describe_layout(engine)
+    assert layout["kernels"] == {
+        "attention": "flash",
+        "elementwise": "eager",
+        "weight_grad": "separate",
+        "optimizer": "torch",
+    }
+    assert capsys.readouterr().err.startswith("kernels.attention = auto: cudnn does not run here (torch says: No")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_what_auto_prefers_runs_on_this_gpu(deterministic: bool) -> None:
+    device = torch.device("cuda")
+    config = with_value(Case("llama_wide", dtype="bf16").config(), "runtime.deterministic", deterministic)
+    choices = resolve(KernelsConfig(), DeviceFacts.of(config, device))
+    shape = AttentionShape(8, 2, 128, torch.bfloat16, device)
+    assert try_out(KernelsConfig(), choices, device_trials(shape, torch.float32)) == (choices, [])
+
+
+def test_every_problem_is_reported_at_once() -> None:
+    asked = KernelsConfig(attention="cudnn", weight_grad="fused")
+    with pytest.raises(ConfigError) as caught:
+        try_out(asked, resolve(asked, replace(H100, capability=None)), device_trials(SHAPE, torch.float32))
+    assert [problem.split(" does")[0] for problem in caught.value.problems] == [
+        "kernels.attention = cudnn",
+        "kernels.weight_grad = fused",
+    ]
+
+
+def test_the_banner_names_every_choice() -> None:
+    said = describe(replace(ON_CPU, weight_grad="fused", elementwise="compiled"), SHAPE)
+    assert said.startswith("attention: sdpa, of which torch takes ")
+    assert said.endswith("; decoding: sdpa; elementwise: compiled; weight grad: fused; optimizer: torch")
+
+
+@compiler()
+def test_modules_use_what_was_chosen_and_decoding_compiles_nothing() -> None:
+    engine, batches = build_rank(0, Case("qwen", compiled=True))
+    batches.close()
+    (chunk,) = engine.chunks
+    assert isinstance(chunk, GPTChunk)
+    fusions = {id(module.fusion): module.fusion for module in chunk.modules() if hasattr(module, "fusion")}
+    assert [fusion.form for fusion in fusions.values()] == ["compiled"], (
+        "one for all modules: each function is compiled once"
+    )
+    assert {module.fusion for module in chunk.for_decoding().modules() if hasattr(module, "fusion")} == {EAGER}
+
+
+def test_eager_is_the_function_itself() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    assert Fusion("eager")(function) is function
+
+
+@compiler()
+def test_a_function_is_compiled_once_and_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Callable[..., Any]] = []
+
+    def compile_nothing(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        assert options["fullgraph"]
+        made.append(function)
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile_nothing)
+    fusion = Fusion("compiled")
+    weight = torch.nn.Parameter(torch.ones(3))
+    for _ in range(3):
+        assert not fusion(torch.neg)(weight).requires_grad, "the compiler sees no leaf"
+    assert made == [torch.neg]
+
+
+@pytest.mark.slow
+def test_without_a_compiler_the_choice_is_refused(tmp_path: Path) -> None:
+    program = (
+        "import torch; from engine.kernels.fusion import require_compiler; from engine.errors import ConfigError\n"
+        "try: require_compiler(torch.device('cpu'))\n"
+        "except ConfigError as error: print(error)\n"
+    )
+    environment = os.environ | {"CXX": "/nowhere/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert "apt-get install g++ python3-dev" in done.stdout and "kernels.elementwise=eager" in done.stdout

@@ -1,0 +1,103 @@
+"""Secrets of the environment are blotted out of text, of trees, and of whatever Python prints."""
+
+import io
+import sys
+import traceback
+
+import pytest
+
+from engine.checkpoint.resume_rules import changes
+from engine.config.load import to_yaml
+from engine.config.schema import Config
+from engine.errors import OutputError
+from engine.storage.redaction import LEAST_LENGTH, blotted, blotted_streams, tree_without_secrets, without_secrets
+
+KEY = "hf_9f8e7d6c5b4a"
+VARIABLES = {"HF_TOKEN": KEY}
+MINIMAL = {
+    "model": {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 4, "vocab_size": 8},
+    "data": {"synthetic": True},
+    "train": {"steps": 1, "global_batch_size": 1},
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "db_password", "SSH_PRIVATE_KEY"]
+)
+def test_values_of_variables_that_are_named_like_secrets_go(name: str) -> None:
+    assert without_secrets(f"/data/{KEY}/x", {name: KEY}) == "/data/[redacted]/x"
+
+
+def test_short_values_and_other_variables_stay() -> None:
+    short = "a" * (LEAST_LENGTH - 1)
+    text = f"{short} false {KEY}"
+    assert (
+        without_secrets(text, {"A_TOKEN": short, "B_TOKEN": "", "TOKENIZERS_PARALLELISM": "false", "HOME": KEY}) == text
+    )
+
+
+def test_a_secret_goes_in_every_form_in_which_it_is_written() -> None:
+    odd = 'p"ss\\word/ü 1'
+    for text in (
+        odd,
+        repr(odd),
+        f"{[odd]!r}",
+        '{"a": "p\\"ss\\\\word/\\u00fc 1"}',
+        "https://x/p%22ss%5Cword%2F%C3%BC%201",
+    ):
+        shown = without_secrets(text, {"MY_SECRET": odd})
+        assert "ss" not in shown and "[redacted]" in shown, text
+
+
+def test_a_tree_keeps_its_numbers() -> None:
+    tree = {"a": [1, 2.5, None, True, (KEY, {f"x{KEY}": KEY})]}
+    assert tree_without_secrets(tree, VARIABLES) == {
+        "a": [1, 2.5, None, True, ["[redacted]", {"x[redacted]": "[redacted]"}]]
+    }
+
+
+def test_what_is_printed_and_a_traceback_pass_the_door(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", KEY)
+    with blotted_streams():
+        print("to", KEY)
+        try:
+            raise ValueError(f"https://{KEY}@host")
+        except ValueError:
+            traceback.print_exc()
+        assert sys.stdout.isatty() is False
+    said = capsys.readouterr()
+    assert said.out == "to [redacted]\n"
+    assert KEY not in said.err and "ValueError: https://[redacted]@host" in said.err
+
+
+def test_a_recorded_configuration_has_no_secret_and_is_still_the_same_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", KEY)
+    config = Config.model_validate({**MINIMAL, "data": {"synthetic": True, "train": [[1.0, f"/data/{KEY}/corpus"]]}})
+    assert KEY not in to_yaml(config, describe=True) and "/data/[redacted]/corpus" in to_yaml(config, describe=True)
+    assert KEY in to_yaml(config), "ranks read this one"
+    recorded = tree_without_secrets(config.model_dump(mode="json"))
+    assert KEY not in str(recorded)
+    assert changes(recorded, config) == [] and changes(config.model_dump(mode="json"), config) == []
+
+
+class Full(io.StringIO):
+    """A stream on a full disk."""
+
+    def write(self, text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_stream_that_cannot_be_written_is_said_or_of_no_consequence() -> None:
+    blotted(Full()).write("x")
+    with pytest.raises(OutputError, match="standard output cannot be written: No space left on device"):
+        blotted(Full(), "standard output").write("x")
+
+
+def test_characters_that_a_stream_lacks_are_escaped() -> None:
+    raw = io.BytesIO()
+    stream = blotted(io.TextIOWrapper(raw, encoding="ascii"))
+    stream.write("\udcff ü\n")
+    stream.flush()
+    assert raw.getvalue() == b"\\udcff \\xfc\n"

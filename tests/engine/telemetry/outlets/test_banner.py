@@ -1,0 +1,114 @@
+"""The banner and the summary: what they say, and that a wrong model is not hidden."""
+
+import io
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from engine.config.schema import Config, RecomputeConfig, batch_plan
+from engine.run.directory import RunDirectory
+from engine.telemetry.outlets.banner import End, Start, show_end, show_start
+from engine.telemetry.outlets.console import Report
+from engine.telemetry.record.metrics import Meter
+from engine.telemetry.record.parameters import num_parameters
+
+
+def rows(screen: io.StringIO) -> dict[str, str]:
+    """Text by label, wrapped lines joined."""
+    found: dict[str, str] = {}
+    label = ""
+    for line in screen.getvalue().splitlines()[1:]:
+        head = line[2:14].strip()
+        label = head or label
+        found[label] = f"{found.get(label, '')} {line[14:].strip()}".strip()
+    return found
+
+
+def start_rows(
+    config: Config, run: RunDirectory, start: Start | None = None, device_name: str = "cpu"
+) -> dict[str, str]:
+    screen = io.StringIO()
+    plan = batch_plan(config, 2)
+    meter = Meter(config, plan, layers_per_chunk=[2], world_size=4, device_name=device_name, attempt=0)
+    start = start or Start(
+        config,
+        plan,
+        "tp=2 dp=2: 4 ranks",
+        "cpu, gloo",
+        "attention: flash",
+        "16.4 MB predicted",
+        num_parameters(config.model),
+        recompute=config.recompute,
+    )
+    show_start(Report(30, 10, terminal=screen, log=None, show_mfu=False), run, meter, start)
+    return rows(screen)
+
+
+def test_the_banner_says_what_runs_and_where_it_is_written(
+    make_config: Callable[..., Config], run: RunDirectory
+) -> None:
+    config = make_config(recompute={"granularity": "selective"})
+    said = start_rows(config, run)
+    assert said["layout"] == "tp=2 dp=2: 4 ranks"
+    assert said["device"] == "cpu, gloo, bf16"
+    assert said["batch"] == str(batch_plan(config, 2))
+    assert said["memory"] == "16.4 MB predicted"
+    total = f"{sum(num_parameters(config.model).values()):,}"
+    assert said["parameters"].startswith(f"{total} counted on the ranks = {total} by the formula")
+    assert "causal" in said["FLOPs"] and "recompute: selective" in said["FLOPs"]
+    assert "telemetry.peak_tflops=..." in said["peak"]
+    assert str(run.path) in said["results"]
+
+
+@pytest.mark.parametrize(
+    ("granularity", "shown"), [("none", "head_tokens=8"), ("selective", "selective modules=[attention] head_tokens=8")]
+)
+def test_the_banner_names_a_head_in_pieces(
+    make_config: Callable[..., Config], run: RunDirectory, granularity: str, shown: str
+) -> None:
+    said = start_rows(make_config(recompute={"granularity": granularity, "head_tokens": 8}), run)
+    assert said["recompute"] == shown and said["FLOPs"].endswith(f"recompute: {shown}")
+
+
+def test_the_banner_says_that_gathered_inputs_are_kept(make_config: Callable[..., Config], run: RunDirectory) -> None:
+    cut = {"parallel": {"tp": 2, "sequence_parallel": True}}
+    kept = RecomputeConfig(gathered_inputs="keep")
+    asked = make_config(**cut, recompute={"memory_gb": 70})
+    start = Start(asked, batch_plan(asked, 2), "", "cpu", "", "", num_parameters(asked.model), kept)
+    assert start_rows(asked, run, start)["gathered"].endswith("kept for the backward (they fit 70 GB)")
+    named = make_config(**cut, recompute={"gathered_inputs": "keep"})
+    assert start_rows(named, run)["gathered"].endswith("kept for the backward")
+    assert "gathered" not in start_rows(make_config(recompute={"gathered_inputs": "keep"}), run)
+
+
+def test_a_known_peak_comes_with_its_source_and_the_convention(
+    make_config: Callable[..., Config], run: RunDirectory
+) -> None:
+    said = start_rows(make_config(), run, device_name="NVIDIA H200")["peak"]
+    assert "989.4 TFLOP/s per device" in said and "data sheet" in said and "MFU = model / peak" in said
+
+
+def test_a_model_that_lost_a_layer_is_not_hidden(make_config: Callable[..., Config], run: RunDirectory) -> None:
+    config = make_config()
+    start = Start(config, batch_plan(config, 2), "", "cpu", "", "", num_parameters(config.model), config.recompute)
+    lost = replace(start, counted={**start.counted, "mlp": start.counted["mlp"] // 2})
+    said = start_rows(config, run, lost)["parameters"]
+    assert "not what was asked for" in said and f"mlp: {lost.counted['mlp']:,} counted" in said
+
+
+def test_the_summary_has_the_losses_the_text_and_the_place(run: RunDirectory) -> None:
+    screen = io.StringIO()
+    report = Report(30, 10, terminal=screen, log=None, show_mfu=False)
+    show_end(report, run, End(300, 75.0, 1.9, 2.1, {"uniform": 5.5}, "def ", "f(x):\n\treturn x\n\n"))
+    text = screen.getvalue()
+    assert "Finished: 300 steps, 1:15 of training" in text
+    assert text.index("uniform") < text.index("validation loss") < text.index("training loss")
+    assert "f(x):\n" in text and "    return x\n" in text and str(run.path) in text
+    assert "prompt" not in _end_without_text(run)
+
+
+def _end_without_text(run: RunDirectory) -> str:
+    screen = io.StringIO()
+    show_end(Report(30, 10, terminal=screen, log=None, show_mfu=False), run, End(1, 1.0, None, None, {}))
+    return screen.getvalue()

@@ -1,0 +1,156 @@
+"""FLOPs per token against published models, recompute against a count of GEMMs, and the table of devices."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from engine.config.schema import ModelConfig, RecomputeConfig
+from engine.telemetry.record.flops import gemm_weights, hardware_flops_per_token, model_flops_per_token, peak_tflops
+from models.specs import model_specs
+from tests.oracle import oracle_loss_sum, oracle_weights
+
+
+def model(**fields: Any) -> ModelConfig:
+    small: dict[str, Any] = {
+        "num_layers": 4,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "seq_length": 32,
+        "vocab_size": 100,
+        "vocab_multiple": 64,
+    }
+    return ModelConfig(**small | fields)
+
+
+def gpt(layers: int, hidden: int, heads: int) -> ModelConfig:
+    return model(num_layers=layers, hidden_size=hidden, num_attention_heads=heads, seq_length=2048, vocab_size=50304)
+
+
+def llama_8b(seq_length: int) -> ModelConfig:
+    return model(
+        num_layers=32,
+        hidden_size=4096,
+        num_attention_heads=32,
+        num_kv_heads=8,
+        ffn_hidden_size=14336,
+        seq_length=seq_length,
+        vocab_size=128256,
+        activation="swiglu",
+        norm="rmsnorm",
+        bias="none",
+        tie_embeddings=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "causal", "non_causal"),
+    [
+        (gpt(24, 2048, 16), 8.470, 9.074),
+        (gpt(32, 2560, 20), 16.88, 17.89),
+        (llama_8b(4096), 48.25, 51.47),
+        (llama_8b(8192), 51.47, 57.91),
+    ],
+    ids=["GPT-1.3B", "GPT-2.7B", "Llama-3-8B s4096", "Llama-3-8B s8192"],
+)
+def test_known_models_have_their_published_flops(config: ModelConfig, causal: float, non_causal: float) -> None:
+    """GFLOP per token, to the four digits in which they are published."""
+    assert float(f"{model_flops_per_token(config) / 1e9:.4g}") == causal
+    assert float(f"{model_flops_per_token(config, causal=False) / 1e9:.4g}") == non_causal
+
+
+@pytest.mark.parametrize("config", [gpt(24, 2048, 16), gpt(96, 12288, 96)])
+def test_non_causal_is_the_formula_of_2205_05198(config: ModelConfig) -> None:
+    layers, h, s, v = config.num_layers, config.hidden_size, config.seq_length, config.vocab_size
+    per_token = 72 * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h))
+    assert model_flops_per_token(config, causal=False) == pytest.approx(per_token, rel=1e-12)
+
+
+def test_full_recompute_without_mask_is_the_formula_of_2104_04473() -> None:
+    """96 B s l h^2 (1 + s/6h + V/16lh), non-causal: our causal counts plus the other half of the attention."""
+    config = gpt(24, 2048, 16)
+    layers, h, s, v = config.num_layers, config.hidden_size, config.seq_length, config.vocab_size
+    other_half = 4 * 2 * layers * s * h
+    ours = hardware_flops_per_token(config, RecomputeConfig(granularity="full"), [layers]) + other_half
+    assert ours == pytest.approx(96 * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h)), rel=1e-12)
+
+
+def test_gqa_swiglu_head_size_and_vocabulary_each_change_the_weights() -> None:
+    h, f = 64, 256
+    dense = 4 * (4 * h * h + 2 * h * f) + 100 * h
+    assert gemm_weights(model()) == dense
+    assert gemm_weights(model(tie_embeddings=False)) == dense
+    assert gemm_weights(model(num_kv_heads=1)) == dense - 4 * 2 * h * (h - 16)
+    assert gemm_weights(model(head_dim=32)) == dense + 4 * 4 * h * h
+    assert gemm_weights(model(activation="swiglu")) == dense + 4 * h * f
+    assert gemm_weights(model(position="learned", qk_norm=True, bias="all")) == dense
+
+
+def test_hardware_adds_what_recompute_repeats_and_the_padded_columns() -> None:
+    config = model()
+    h, f, layers_per_chunk = 64, 256, [2, 1, 1]
+    base = model_flops_per_token(config) + 6 * (128 - 100) * h
+    core = 2 * 4 * 16 * 32
+    layer = 2 * (4 * h * h + 2 * h * f) + core
+
+    def extra(granularity: str, method: str = "uniform", num_layers: int = 1, head_tokens: int | None = None) -> int:
+        recompute = RecomputeConfig.model_validate(
+            {"granularity": granularity, "method": method, "num_layers": num_layers, "head_tokens": head_tokens}
+        )
+        return hardware_flops_per_token(config, recompute, layers_per_chunk) - base
+
+    assert extra("none") == 0
+    assert extra("selective") == 4 * core
+    assert extra("full") == extra("full", num_layers=2) == 4 * layer
+    assert extra("full", "block") == 3 * layer
+    assert extra("full", "block", num_layers=2) == 4 * layer
+    assert extra("full", head_tokens=8) - extra("full") == extra("none", head_tokens=9) == 2 * 128 * h
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.5),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200 NVL", 835.5),
+        ("NVIDIA GH200 480GB", 989.4),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A100 80GB PCIe", 312.0),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA GB200", 2500.0),
+        ("NVIDIA B300 SXM6 AC", 2250.0),
+        ("NVIDIA L40S", 362.05),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA A10G", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("Tesla T4", None),
+        ("cpu", None),
+    ],
+)
+def test_devices_are_known_by_the_name_that_torch_gives(name: str, tflops: float | None) -> None:
+    assert peak_tflops(name, "bf16") == tflops
+    assert peak_tflops(name, "fp16") == tflops
+    assert peak_tflops(name, "fp32") is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"num_kv_heads": 2, "activation": "swiglu", "tie_embeddings": False, "head_dim": 24, "ffn_hidden_size": 96}],
+    ids=["gelu", "swiglu, GQA, untied"],
+)
+def test_torch_counts_the_same_for_a_plain_gpt(fields: dict[str, Any]) -> None:
+    """torch's counter over the oracle's forward and backward: every GEMM of a GPT that masks and does not skip."""
+    config = model(**fields)
+    weights = oracle_weights({spec.name: spec.shape for spec in model_specs(config)}, seed=0)
+    b, s = 2, config.seq_length
+    tokens = torch.arange(b * s).view(b, s) % config.vocab_size
+    positions = torch.arange(s).expand(b, s)
+    with FlopCounterMode(display=False) as counter:
+        oracle_loss_sum(
+            config, weights, tokens, tokens, torch.ones(b, s, dtype=torch.bool), positions, [0, 1]
+        ).backward()
+    assert counter.get_total_flops() == b * s * model_flops_per_token(config, causal=False)

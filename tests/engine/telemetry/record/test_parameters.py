@@ -1,0 +1,117 @@
+"""The parameter formula against the models' own list of parameters, and counting over the ranks of a layout."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+from engine.config.schema import ModelConfig
+from engine.layout.partition import partition
+from engine.layout.rank_grid import ParallelSizes, RankGrid
+from engine.layout.shard_spec import localize
+from engine.telemetry.record.parameters import (
+    MODULES,
+    comparison,
+    local_counts,
+    module_of,
+    num_parameters,
+    round_counts,
+)
+from models.specs import model_specs, stage_specs
+
+
+def model(**fields: Any) -> ModelConfig:
+    small: dict[str, Any] = {
+        "num_layers": 4,
+        "hidden_size": 48,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 80,
+        "seq_length": 32,
+        "vocab_size": 100,
+        "vocab_multiple": 64,
+    }
+    return ModelConfig(**small | fields)
+
+
+def counted_by_specs(config: ModelConfig) -> dict[str, int]:
+    counts = dict.fromkeys(MODULES, 0)
+    for spec in model_specs(config):
+        counts[module_of(spec.name)] += spec.numel
+    return counts
+
+
+def test_the_formula_equals_the_list_of_parameters_for_every_combination_of_options() -> None:
+    options: dict[str, tuple[Any, ...]] = {
+        "norm": ("layernorm", "rmsnorm"),
+        "activation": ("gelu", "swiglu"),
+        "position": ("learned", "rope"),
+        "tie_embeddings": (True, False),
+        "bias": ("all", "qkv", "none"),
+        "qk_norm": (True, False),
+        "num_kv_heads": (None, 2),
+        "head_dim": (None, 20),
+    }
+    for values in product(*options.values()):
+        config = model(**dict(zip(options, values, strict=True)))
+        assert num_parameters(config) == counted_by_specs(config), config
+
+
+def test_published_totals() -> None:
+    gpt = model(
+        num_layers=24, hidden_size=2048, num_attention_heads=16, ffn_hidden_size=8192, seq_length=2048, vocab_size=50304
+    )
+    assert f"{sum(num_parameters(gpt).values()) / 1e9:.3f}" == "1.312"
+    llama = model(
+        num_layers=32,
+        hidden_size=4096,
+        num_attention_heads=32,
+        num_kv_heads=8,
+        ffn_hidden_size=14336,
+        seq_length=8192,
+        vocab_size=128256,
+        activation="swiglu",
+        norm="rmsnorm",
+        bias="none",
+        tie_embeddings=False,
+    )
+    assert sum(num_parameters(llama).values()) == 8_030_261_248
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "vpp", "dp", "fields"),
+    [
+        (1, 1, 1, 1, {}),
+        (2, 2, 2, 2, {}),
+        (4, 1, 1, 2, {"num_kv_heads": 2}),
+        (4, 2, 1, 1, {"num_kv_heads": 1, "tie_embeddings": False, "position": "learned"}),
+        (1, 4, 1, 3, {"qk_norm": True, "bias": "none"}),
+        (2, 1, 1, 1, {"activation": "swiglu", "norm": "rmsnorm"}),
+    ],
+)
+def test_shares_of_all_ranks_add_up_to_the_formula_in_every_layout(
+    tp: int, pp: int, vpp: int, dp: int, fields: dict[str, Any]
+) -> None:
+    config = model(**fields)
+    stages = partition(config.num_layers, pp, vpp, None)
+    grid = RankGrid(ParallelSizes(tp=tp, pp=pp, dp=dp, vpp=vpp), ranks_per_node=tp * pp * dp)
+    replicas = {"tp": tp, "kv_replicas": max(1, tp // config.kv_heads), "ends": min(pp, 2)}
+    sums = dict.fromkeys(MODULES, 0.0)
+    for rank in range(tp * pp * dp):
+        at = grid.coordinates(rank)
+        specs = {spec.name: spec for chunk in range(vpp) for spec in stage_specs(config, stages[chunk * pp + at.pp])}
+        records = [localize(spec, tp=tp, tp_index=at.tp, sequence_parallel=False) for spec in specs.values()]
+        for module, share in local_counts(records, dp, replicas).items():
+            sums[module] += share
+    assert round_counts(sums) == num_parameters(config)
+
+
+def test_a_difference_is_named_by_module() -> None:
+    config = model()
+    counted = num_parameters(config)
+    same = comparison(counted, config)
+    assert same[0] == f"{sum(counted.values()):,} counted on the ranks = {sum(counted.values()):,} by the formula"
+
+    counted["mlp"] -= 80
+    total, *wrong = comparison(counted, config)
+    assert "not what was asked for" in total
+    assert wrong == [f"mlp: {counted['mlp']:,} counted, {counted['mlp'] + 80:,} by the formula"]

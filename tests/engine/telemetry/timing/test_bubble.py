@@ -1,0 +1,266 @@
+"""Waits in a pipeline by their causes: on runs made up event by event, with messages that are late where a test says so."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.layout.rank_grid import Coordinates
+from engine.pipeline import schedules
+from engine.pipeline.actions import Action, Kind, Schedule
+from engine.pipeline.simulate import Costs, simulate
+from engine.telemetry.timing.bubble import Attribution, num_actions
+from engine.telemetry.timing.marks import Doing
+from engine.telemetry.timing.time_split import PARTS, Tally, TimeSplit
+
+
+@dataclass(frozen=True)
+class Call:
+    op: str
+    axis: str
+    purpose: str = ""
+
+
+PHASE = "forward_backward"
+RECEIVE = Call("recv", "pp_forward")
+TP = Call("all_reduce", "tp", "mlp forward")
+STEP = Call("all_reduce", "world", "step")
+Doings = list[tuple[Doing, float]]
+
+
+@dataclass
+class Run:
+    """Some pipelines side by side (dp), each stage on `tp` ranks which meet in the middle of every action.
+
+    Attributes:
+        begins: by pp rank, what it does before its first action.
+        durations: by replica, pp rank and action.
+        delays: of every message from one pp rank to another, by tp rank; none where a link is missing.
+        latency: of the meeting at the end of the step.
+    """
+
+    schedule: Schedule
+    tp: int
+    begins: Sequence[float]
+    durations: Sequence[Sequence[Sequence[float]]]
+    delays: Mapping[tuple[int, int], Sequence[float]]
+    latency: float = 0.0
+
+    def places(self) -> list[Coordinates]:
+        """Ranks in the order of the grid: pp, dp, tp."""
+        pp, dp = self.schedule.placement.pp, len(self.durations)
+        return [
+            Coordinates(stage, replica, 0, peer)
+            for stage in range(pp)
+            for replica in range(dp)
+            for peer in range(self.tp)
+        ]
+
+    def step(self) -> tuple[list[Doings], list[float]]:
+        """What each rank does, and when the last rank of each replica's pipeline is through."""
+        walks = [self._walk(durations) for durations in self.durations]
+        spans = [max(now for _, nows in walk for now in nows) for walk in walks]
+        ranks = []
+        for place in self.places():
+            doings, nows = walks[place.dp][place.pp]
+            done = doings[place.tp]
+            done.append((Doing("optimizer", wait=STEP), max(spans) - nows[place.tp] + self.latency))
+            done.append((Doing("optimizer"), 0.25 * (1 + place.pp)))
+            ranks.append(done)
+        return ranks, spans
+
+    def _walk(self, durations: Sequence[Sequence[float]]) -> list[tuple[list[Doings], list[float]]]:
+        """By pp rank: what its tp ranks do, and when each is through with its last action."""
+        placement, peers = self.schedule.placement, range(self.tp)
+        stages = [([[(Doing("data"), begin)] for _ in peers], [begin] * self.tp) for begin in self.begins]
+        made: dict[tuple[int, Kind, int], list[float]] = {}
+        done = [0] * placement.pp
+        while done != [len(row) for row in self.schedule.actions]:
+            before = list(done)
+            for rank, row in enumerate(self.schedule.actions):
+                for action in row[done[rank] :]:
+                    stage = placement.stage_of(rank, action.chunk)
+                    source = self.schedule.producer(stage, action)
+                    doings, nows = stages[rank]
+                    ready = list(nows)
+                    if source is not None:
+                        if (*source, action.microbatch) not in made:
+                            break
+                        late = self.delays.get((placement.rank_of(source[0]), rank), [0.0] * self.tp)
+                        arrived = made[*source, action.microbatch]
+                        ready = [max(nows[peer], arrived[peer] + late[peer]) for peer in peers]
+                    half = durations[rank][done[rank]] / 2
+                    for peer in peers:
+                        if ready[peer] > nows[peer]:
+                            doings[peer].append((Doing(PHASE, action, RECEIVE), ready[peer] - nows[peer]))
+                        doings[peer].append((Doing(PHASE, action), half))
+                        if self.tp > 1:
+                            doings[peer].append((Doing(PHASE, action, TP), max(ready) - ready[peer]))
+                        doings[peer].append((Doing(PHASE, action), half))
+                        nows[peer] = max(ready) + 2 * half
+                    if action.kind is not Kind.W:
+                        made[stage, Kind.F if action.kind is Kind.F else Kind.B, action.microbatch] = list(nows)
+                    done[rank] += 1
+            assert done != before, "the actions wait for each other"
+        return stages
+
+
+def split_of(schedule: Schedule, places: Sequence[Coordinates], steps: Sequence[Sequence[Doings]]) -> TimeSplit:
+    """The split of some steps, each of what every rank does and for how long."""
+    tallies = [Tally() for _ in places]
+    for number, ranks in enumerate(steps, start=2):
+        for tally, doings in zip(tallies, ranks, strict=True):
+            times = np.cumsum([100.0 * number, *(seconds for _, seconds in doings)]).tolist()
+            tally.add(number, [doing for doing, _ in doings], times)
+    rows = np.array([tally.numbers(num_actions(schedule)) for tally in tallies])
+    return Attribution(schedule, places).work_out(rows, 2, 1 + len(steps))
+
+
+durations = st.floats(0.5, 2.0)
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> Schedule:
+    pp, vpp = draw(st.integers(2, 4)), draw(st.integers(1, 2))
+    return schedules.build(
+        "1f1b" if vpp == 1 else "interleaved", pp, vpp, draw(st.integers(1, 4)) * (pp if vpp > 1 else 1)
+    )
+
+
+@st.composite
+def runs(draw: st.DrawFn, schedule: Schedule) -> Run:
+    """Messages without delay; each action takes its own time, and each rank begins when it wants to."""
+    pp = schedule.placement.pp
+
+    def some(number: int) -> list[float]:
+        return draw(st.lists(durations, min_size=number, max_size=number))
+
+    replicas = [[some(len(row)) for row in schedule.actions] for _ in range(draw(st.integers(1, 2)))]
+    begins = some(pp) if draw(st.booleans()) else [0.125] * pp
+    return Run(schedule, draw(st.integers(1, 2)), begins, replicas, {}, draw(st.floats(0, 0.25)))
+
+
+@settings(deadline=None, max_examples=30)
+@given(data=st.data())
+def test_what_late_messages_cost_is_exposed_pp_and_the_bubble_stays(data: st.DataObject) -> None:
+    """One link, or all of them, is slow in two steps, for each tensor-parallel rank differently."""
+    schedule = data.draw(pipelines())
+    pp = schedule.placement.pp
+    prompt = data.draw(runs(schedule))
+    links = [(rank, (rank + 1) % pp) for rank in range(pp)] + [((rank + 1) % pp, rank) for rank in range(pp)]
+    slow = data.draw(st.sampled_from([*([link] for link in links), links]))
+    delay = st.lists(st.floats(0, 5), min_size=prompt.tp, max_size=prompt.tp)
+    late = Run(
+        schedule, prompt.tp, prompt.begins, prompt.durations, {link: data.draw(delay) for link in slow}, prompt.latency
+    )
+
+    (prompt_step, spans), (late_step, late_spans) = prompt.step(), late.step()
+    before = split_of(schedule, prompt.places(), [prompt_step])
+    after = split_of(schedule, prompt.places(), [late_step])
+    for rank, place in enumerate(prompt.places()):
+        grown = late_spans[place.dp] - spans[place.dp]
+        assert before.ranks[rank]["exposed_pp"] == pytest.approx(0.0, abs=1e-9)
+        assert after.ranks[rank]["exposed_pp"] == pytest.approx(grown, abs=1e-9)
+        for part in ("compute", "exposed_tp", "bubble", "optimizer", "data"):
+            assert after.ranks[rank][part] == pytest.approx(before.ranks[rank][part], abs=1e-9), part
+    both = split_of(schedule, prompt.places(), [prompt_step, late_step])
+    for part in PARTS:
+        assert both.seconds[part] == pytest.approx((before.seconds[part] + after.seconds[part]) / 2, abs=1e-9)
+
+
+@settings(deadline=None, max_examples=50)
+@given(data=st.data())
+def test_whatever_the_ranks_do_the_parts_sum_to_the_step_and_none_is_negative(data: st.DataObject) -> None:
+    """The durations are not those of any run: every rank's are its own."""
+    schedule = data.draw(pipelines())
+    made_up = data.draw(runs(schedule))
+    steps, _ = made_up.step()
+    seconds = st.one_of(st.just(0.0), st.floats(0, 3))
+    steps = [[(doing, data.draw(seconds)) for doing, _ in doings] for doings in steps]
+    split = split_of(schedule, made_up.places(), [steps])
+    for parts, doings in zip(split.ranks, steps, strict=True):
+        assert sum(parts.values()) == pytest.approx(sum(each for _, each in doings), abs=1e-9)
+        assert min(parts.values()) >= 0.0
+    assert sum(split.seconds.values()) == pytest.approx(split.step_seconds)
+
+
+@settings(deadline=None, max_examples=15)
+@given(data=st.data(), schedule=pipelines())
+def test_where_only_the_schedule_waits_the_measured_bubble_is_the_simulated_one(
+    data: st.DataObject, schedule: Schedule
+) -> None:
+    placement = schedule.placement
+    stages = st.lists(durations, min_size=placement.num_stages, max_size=placement.num_stages)
+    costs = Costs(data.draw(stages), data.draw(stages), (0.0,) * placement.num_stages)
+    ideal = simulate(schedule, costs)
+    lasting = [[interval.end - interval.start for interval in row] for row in ideal.intervals]
+    run = Run(schedule, 1, [0.125] * placement.pp, [lasting], {}, latency=0.0625)
+    split = split_of(schedule, run.places(), [run.step()[0]])
+    for rank, parts in enumerate(split.ranks):
+        assert parts["bubble"] == pytest.approx(ideal.span - ideal.busy(rank), abs=1e-9)
+        assert split.schedule_bubbles[rank] == pytest.approx(ideal.span - ideal.busy(rank), abs=1e-9)
+        assert parts["other"] == pytest.approx(0.0625, abs=1e-9)
+
+
+def test_waits_inside_an_action_lengthen_it_for_the_schedule_but_are_not_compute() -> None:
+    """Two ranks, one microbatch: 0F0 on rank 0 takes 1 s and waits 1 s for tp; what rank 1 then waits is the schedule's fault."""
+    schedule = schedules.build("1f1b", 2, 1, 1)
+    f0, b0 = Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)
+    first = [(Doing(PHASE, f0), 0.5), (Doing(PHASE, f0, TP), 1.0), (Doing(PHASE, f0), 0.5)]
+    first += [(Doing(PHASE, b0, RECEIVE), 2.5), (Doing(PHASE, b0), 1.0)]
+    second = [(Doing(PHASE, f0, RECEIVE), 2.25), (Doing(PHASE, f0), 1.0), (Doing(PHASE, b0), 1.0)]
+    second += [(Doing("optimizer", wait=STEP), 1.25)]
+    split = split_of(schedule, [Coordinates(0, 0, 0, 0), Coordinates(1, 0, 0, 0)], [[first, second]])
+    assert [rank["compute"] for rank in split.ranks] == [2.0, 2.0]
+    assert [rank["exposed_tp"] for rank in split.ranks] == [1.0, 0.0]
+    # The schedule: 2 s and 1 s of F, 1 s and 1 s of B. The transfers of 0.25 s each come on top.
+    assert split.schedule_bubbles == (2.0, 3.0)
+    assert [rank["bubble"] for rank in split.ranks] == [2.0, 3.0]
+    assert [rank["exposed_pp"] for rank in split.ranks] == [0.5, 0.5]
+
+
+def test_a_rank_that_computes_longer_than_its_peer_has_waited_for_no_message_in_it() -> None:
+    """Rank 2 gets its input earlier than rank 3 and takes longer, but stands in no tensor-parallel call: it is slow."""
+    schedule = schedules.build("1f1b", 2, 1, 1)
+    f0, b0 = Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)
+    fed = [(Doing(PHASE, f0), 1.0), (Doing(PHASE, b0, RECEIVE), 3.0), (Doing(PHASE, b0), 1.0)]
+    slow, prompt = (
+        [(Doing(PHASE, f0, RECEIVE), wait), (Doing(PHASE, f0), 3.0 - wait), (Doing(PHASE, b0), 1.0)]
+        for wait in (1.0, 1.5)
+    )
+    ends = [(Doing("optimizer", wait=STEP), 1.0)]
+    places = [Coordinates(pp, 0, 0, tp) for pp in range(2) for tp in range(2)]
+    split = split_of(schedule, places, [[fed, fed, slow + ends, prompt + ends]])
+    assert [parts["exposed_tp"] for parts in split.ranks] == [0.0] * 4
+    assert [parts["compute"] for parts in split.ranks] == [2.0, 2.0, 3.0, 2.5]
+    assert all(sum(parts.values()) == 5.0 for parts in split.ranks)
+
+
+def test_the_sum_over_first_and_last_stage_is_exposed_dp_beyond_the_wait_for_the_stage_that_is_through_last() -> None:
+    """Tied embeddings: rank 1 is through 1 s earlier, then both need 0.5 s for the sum and all ranks 0.25 s to agree."""
+    schedule = schedules.build("1f1b", 2, 1, 1)
+    f0, b0, ends = Action(Kind.F, 0, 0), Action(Kind.B, 0, 0), Call("all_reduce", "ends", "second sum")
+    agree = (Doing("optimizer", wait=STEP), 0.25)
+    first = [(Doing(PHASE, f0), 1.0), (Doing(PHASE, b0, RECEIVE), 2.0), (Doing(PHASE, b0), 1.0)]
+    first += [(Doing(PHASE, None, ends), 0.5), agree]
+    last = [(Doing(PHASE, f0, RECEIVE), 1.0), (Doing(PHASE, f0), 1.0), (Doing(PHASE, b0), 1.0)]
+    last += [(Doing(PHASE, None, ends), 1.5), agree]
+    split = split_of(schedule, [Coordinates(0, 0, 0, 0), Coordinates(1, 0, 0, 0)], [[first, last]])
+    found = [[parts[part] for part in ("compute", "bubble", "exposed_dp", "other")] for parts in split.ranks]
+    assert found == [[2.0, 2.0, 0.5, 0.25], [2.0, 2.0, 0.5, 0.25]]
+
+
+def test_at_the_end_only_what_a_rank_waits_beyond_the_others_is_for_the_stage_that_is_through_last() -> None:
+    """Rank 1 is through 1 s earlier, reduces gradients for 0.5 s, and waits 0.5 s more than rank 0, for whom it takes 0.25 s."""
+    schedule = schedules.build("1f1b", 2, 1, 1)
+    f0, b0, reduce = Action(Kind.F, 0, 0), Action(Kind.B, 0, 0), Call("reduce_scatter", "dp", "gradients")
+    first = [(Doing(PHASE, f0), 1.0), (Doing(PHASE, b0, RECEIVE), 2.0), (Doing(PHASE, b0), 1.0)]
+    first += [(Doing("optimizer", wait=STEP), 0.25)]
+    last = [(Doing(PHASE, f0, RECEIVE), 1.0), (Doing(PHASE, f0), 1.0), (Doing(PHASE, b0), 1.0)]
+    last += [(Doing(PHASE, None, reduce), 0.5), (Doing("optimizer", wait=STEP), 0.75)]
+    split = split_of(schedule, [Coordinates(0, 0, 0, 0), Coordinates(1, 0, 0, 0)], [[first, last]])
+    found = [[parts[part] for part in ("bubble", "exposed_pp", "exposed_dp", "other")] for parts in split.ranks]
+    assert found == [[2.0, 0.0, 0.0, 0.25], [1.5, 0.0, 0.5, 0.25]]

@@ -1,0 +1,46 @@
+"""Spans leave no gap: they add up to the time between two ends of steps, whatever was called in between."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.telemetry.timing.phases import BETWEEN, Timers
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+@given(st.lists(st.tuples(st.sampled_from(["data", "step", "validation", None]), st.floats(0, 10)), max_size=30))
+def test_the_spans_of_all_steps_add_up_to_the_time_that_went_by(
+    calls: list[tuple[str | None, float]],
+) -> None:
+    clock = Clock()
+    timers = Timers(clock)
+    total = 0.0
+    for name, seconds in calls:
+        if name is None:
+            total += sum(timers.end_step().values())
+        else:
+            timers.phase(name)
+        clock.seconds += seconds
+    total += sum(timers.end_step().values())
+    assert total == pytest.approx(clock.seconds - 100.0)
+
+
+def test_each_phase_gets_its_time_and_a_step_starts_from_nothing() -> None:
+    clock = Clock()
+    timers = Timers(clock)
+    for phase, seconds in [("data", 1.0), ("step", 4.0), ("data", 2.0)]:
+        timers.phase(phase)
+        clock.seconds += seconds
+    assert timers.end_step() == {BETWEEN: 0.0, "data": 3.0, "step": 4.0}
+    clock.seconds += 0.25
+    timers.phase("step")
+    clock.seconds += 0.5
+    assert timers.running_seconds() == 0.5
+    assert timers.end_step() == {BETWEEN: 0.25, "step": 0.5}

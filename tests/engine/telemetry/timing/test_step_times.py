@@ -1,0 +1,325 @@
+"""The time of real steps, on ranks that talk: it sums to the step, the bubble is the schedule's, a slow rank has a name.
+
+sleeping stages    tiny tensors through the real executor, chunks that sleep: durations are known, cores are not needed
+a GPT              tp 2 x pp 2 x vpp 2 x dp 2 on gloo: sums, the ledger, the timeline
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.comm.collectives import Event
+from engine.comm.topology import Topology
+from engine.config.telemetry import TelemetryConfig
+from engine.layout.rank_grid import ParallelSizes, RankGrid
+from engine.pipeline import schedules
+from engine.pipeline.actions import Action, Kind, Placement
+from engine.pipeline.executor import Executor
+from engine.pipeline.lowering import lower
+from engine.pipeline.simulate import Costs, simulate
+from engine.step import PendingResult
+from engine.telemetry.timing.clock_offsets import NUM_ROUNDS, measure_offset
+from engine.telemetry.timing.clocks import HostClock
+from engine.telemetry.timing.slow_ranks import SlowRanks
+from engine.telemetry.timing.step_times import PURPOSE, StepTimes
+from engine.telemetry.timing.time_split import TimeSplit
+from engine.telemetry.timing.timeline import Row, Timeline, merge
+from engine.tensor_parallel.parameter import WeightGradQueue
+from tests.harness import run_ranks
+from tests.parity.cases import Case
+from tests.parity.test_step_properties import build_rank
+
+pytestmark = pytest.mark.distributed
+
+CPU = torch.device("cpu")
+EVERY_STEP = TelemetryConfig(log_interval=1)
+NUM_STEPS = 5
+"""The first warms up, the last only shows the one before it: 2, 3 and 4 are measured, each for itself."""
+
+
+class Sleeping(torch.autograd.Function):
+    """The identity, which takes a known time forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
+        ctx.seconds = backward
+        time.sleep(forward)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        time.sleep(ctx.seconds)
+        return grads[0], None, None
+
+
+@dataclass(frozen=True)
+class Sleepers:
+    """Ranks that sleep instead of computing."""
+
+    pp: int
+    dp: int
+    num_microbatches: int
+    forward_seconds: tuple[float, ...]
+    """Of each rank; a backward takes twice as long."""
+
+
+def sleep_through_steps(rank: int, sleepers: Sleepers) -> list[TimeSplit]:
+    """The splits that the logging rank hears of; the first and the last step do not sleep."""
+    topology = Topology(RankGrid(ParallelSizes(tp=1, pp=sleepers.pp, dp=sleepers.dp)), rank, CPU)
+    program = lower(schedules.build("1f1b", sleepers.pp, 1, sleepers.num_microbatches))
+    executor = Executor(topology, [WeightGradQueue()], (1, 1, 4), torch.float64)
+    times = StepTimes(EVERY_STEP, topology, program.schedule, num_steps=NUM_STEPS, steps_made=0, clock=HostClock())
+    executor.observer = times.instruction
+    weight = torch.ones(1, 1, 4, dtype=torch.float64, requires_grad=True)
+    seconds = 0.0
+
+    def chunk(number: int, x: torch.Tensor | None, microbatch: Any) -> torch.Tensor:
+        out = Sleeping.apply(weight if x is None else x, seconds, 2 * seconds)
+        return out.sum() if topology.coordinates.pp == sleepers.pp - 1 else out
+
+    splits = []
+    for step in range(1, NUM_STEPS + 1):
+        seconds = sleepers.forward_seconds[rank] if step not in (1, NUM_STEPS) else 0.0
+        times.phase("data")
+        times.phase("forward_backward")
+        executor.run(program, range(sleepers.num_microbatches), chunk)
+        times.phase("optimizer")
+        topology.axis("world").all_reduce(torch.zeros(3), "step").wait()
+        times.end_step()
+        split = times.on_step(step)
+        splits += [] if split is None else [split]
+    times.finish()
+    assert topology.ledger.clock is None
+    return splits
+
+
+@pytest.mark.slow  # a busy machine wakes sleepers late
+def test_the_bubble_of_sleeping_stages_is_that_of_the_event_timed_schedule() -> None:
+    """Four stages, one slower than the others; 2 points of the step, best of 3."""
+    forward = (0.05, 0.05, 0.08, 0.05)
+    splits, *others = run_ranks(sleep_through_steps, 4, Sleepers(4, 1, 4, forward))
+    assert others == [[], [], []] and [(split.first_step, split.last_step) for split in splits] == [
+        (2, 2),
+        (3, 3),
+        (4, 4),
+    ]
+    ideal = simulate(schedules.build("1f1b", 4, 1, 4), Costs(forward, [2 * seconds for seconds in forward], (0.0,) * 4))
+
+    def largest_error(split: TimeSplit) -> float:
+        """Of all ranks and of their mean, measured and simulated with measured durations, as parts of the step."""
+        errors = []
+        for rank, parts in enumerate(split.ranks):
+            step = sum(parts.values())
+            errors.append(parts["bubble"] / step - ideal.bubble_fraction(rank))
+            errors.append(split.schedule_bubbles[rank] / step - ideal.bubble_fraction(rank))
+        errors.append((split.seconds["bubble"] - split.schedule_bubble) / split.step_seconds)
+        return max(map(abs, errors))
+
+    assert ideal.bubble_fraction(0) > 0.5 and ideal.bubble_fraction(2) < 0.3, "ranks wait differently long"
+    assert min(map(largest_error, splits)) <= 0.02, list(map(largest_error, splits))
+
+
+@pytest.mark.slow
+def test_a_rank_that_sleeps_longer_is_named() -> None:
+    """dp 2 x pp 2: rank 2 (stage 1) takes half as long again as rank 3, which waits for nobody longer."""
+    sleepers = Sleepers(2, 2, 2, (0.04, 0.04, 0.06, 0.04))
+    splits, *_ = run_ranks(sleep_through_steps, 4, sleepers)
+    grid = RankGrid(ParallelSizes(tp=1, pp=2, dp=2))
+    ranks = SlowRanks([grid.coordinates(rank).pp for rank in range(4)], ["a", "a", "b", "b"])
+    named = [slow for split in splits for slow in ranks.report(split.usual_compute)]
+    assert [(slow.rank, slow.host) for slow in named] == [(2, "b")]
+
+
+# A GPT -------------------------------------------------------------------------------------------------------------------
+
+GPT = Case("qwen", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True)
+TRACED = range(3, 5)
+
+
+class RememberingClock(HostClock):
+    """A host's clock that keeps its last reading: a second reading would be later by what a busy machine does in between."""
+
+    def mark(self) -> float:
+        self.last = super().mark()
+        return self.last
+
+
+@dataclass
+class Measured:
+    """What one rank saw: seconds between the marks that end its steps, the splits that it heard of, its calls for telemetry."""
+
+    step_seconds: list[float]
+    splits: list[TimeSplit]
+    calls: list[Event]
+    actions: list[str]
+    clock_error: float
+    clock_bound: float
+
+
+def train_a_gpt(rank: int, run: str) -> Measured:
+    """Steps in the order of `engine.train.train`: a step's numbers are read when the next one is posted."""
+    engine, batches = build_rank(rank, GPT)
+    topology, world = engine.topology, engine.topology.axis("world")
+    skew = 1000.0 * rank
+    offset = measure_offset(world, CPU, clock=lambda: time.perf_counter() + skew)
+    (first, *_) = world.all_gather(torch.tensor([offset.origin_seconds - skew], dtype=torch.float64), "test").wait()
+    schedule = engine.schedule
+    row = Row(rank, GPT.world_size, str(topology.coordinates), topology.coordinates.pp, schedule.placement)
+    timeline = Timeline(TRACED, row, Path(run) / "timeline" / "attempt_00" / f"rank_{rank:05d}.json")
+    clock = RememberingClock()
+    times = StepTimes(
+        EVERY_STEP,
+        topology,
+        schedule,
+        num_steps=NUM_STEPS,
+        steps_made=0,
+        clock=clock,
+        timeline=timeline,
+    )
+    engine.executor.observer = times.instruction
+    unread: list[tuple[int, PendingResult]] = []
+    ends, splits, calls = [clock.mark()], [], []
+
+    def read(is_last: bool) -> None:
+        done = unread if is_last else unread[:-1]
+        for _, result in done:
+            result.wait()
+        times.end_step()
+        ends.append(clock.last)
+        for step, _ in done:
+            known = len(topology.ledger.events)
+            split = times.on_step(step)
+            splits.extend([] if split is None else [split])
+            calls.extend(event for event in topology.ledger.events[known:] if event.phase == "post")
+        del unread[: len(done)]
+
+    for step in range(1, NUM_STEPS + 1):
+        times.phase("data")
+        microbatches = batches.next_step()
+        times.phase("forward_backward")
+        counts = engine.forward_backward(microbatches)
+        times.phase("optimizer")
+        unread.append((step, engine.update(counts, 1e-3)))
+        read(step == NUM_STEPS)
+        times.phase("checkpoint")
+    times.finish()
+    times.close()
+    batches.close()
+    actions = [str(action) for action in schedule.actions[topology.coordinates.pp]]
+    seconds = [stop - start for start, stop in pairwise(ends)]
+    clock_error = abs(offset.origin_seconds - skew - float(first))
+    return Measured(seconds, splits, calls, actions, clock_error, offset.error_seconds)
+
+
+@pytest.fixture(scope="module")
+def gpt(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Sequence[Measured]]:
+    run = tmp_path_factory.mktemp("gpt")
+    return run, run_ranks(train_a_gpt, GPT.world_size, str(run))
+
+
+def test_the_parts_sum_to_the_step_on_every_rank(gpt: tuple[Path, Sequence[Measured]]) -> None:
+    _, ranks = gpt
+    splits = ranks[0].splits
+    assert [(split.first_step, split.last_step) for split in splits] == [(2, 2), (3, 3), (4, 4)]
+    assert all(rank.splits == [] for rank in ranks[1:])
+    for split in splits:
+        for rank, parts in enumerate(split.ranks):
+            assert sum(parts.values()) == pytest.approx(ranks[rank].step_seconds[split.first_step - 1], rel=1e-6)
+            assert min(parts.values()) >= 0.0
+            for part in ("compute", "exposed_tp", "exposed_dp", "optimizer", "data"):
+                assert parts[part] > 0.0, (rank, part)  # type: ignore[literal-required]
+            assert parts["other"] < 0.5 * sum(parts.values())
+        # A rank that a busy machine makes the last waits for no other stage in that step; some rank does.
+        for part in ("bubble", "exposed_pp"):
+            assert sum(parts[part] for parts in split.ranks) > 0.0, part  # type: ignore[literal-required]
+
+
+def test_rows_travel_along_the_axes_before_a_line(gpt: tuple[Path, Sequence[Measured]]) -> None:
+    """For steps 2, 3, 4 each: 11 spans, median compute; five numbers of the step, wait and duration of each of 16 actions."""
+    _, ranks = gpt
+    row, grid = 12 + 5 + 2 * 16, RankGrid(ParallelSizes(tp=2, pp=2, dp=2, vpp=2))
+    for number, rank in enumerate(ranks):
+        at = grid.coordinates(number)
+        calls = [("all_gather", "tp", PURPOSE, row, 2)]
+        calls += [("all_gather", "pp", PURPOSE, 2 * row, 2)] if at.tp == 0 else []
+        calls += [("all_gather", "dp", PURPOSE, 4 * row, 2)] if at.tp == at.pp == 0 else []
+        told = [(call.op, call.axis, call.purpose, call.numel, call.group_size) for call in rank.calls]
+        # One is posted before the line and the others with it; after the last line none is posted.
+        assert sorted(told) == sorted(calls * 3)
+
+
+def test_a_row_of_the_timeline_holds_the_actions_of_its_rank_in_their_order(
+    gpt: tuple[Path, Sequence[Measured]],
+) -> None:
+    run, ranks = gpt
+    merged = merge(run)
+    assert merged.num_ranks == 8 and not merged.missing
+    content = json.loads(merged.path.read_text())
+    slices = [event for event in content["traceEvents"] if event["ph"] == "X"]
+    order = [each["tid"] for each in content["traceEvents"] if each["name"] == "thread_sort_index"]
+    assert order == list(range(8)) and min(event["ts"] for event in slices) >= 0.0
+    for number, rank in enumerate(ranks):
+        mine = [event for event in slices if event["tid"] == number]
+        steps = [event for event in mine if event["cat"] == "step"]
+        assert [event["name"] for event in steps] == [f"step {step}" for step in TRACED]
+        for step in steps:
+            inside = [event for event in mine if is_inside(event, step)]
+            actions = sorted((event for event in inside if event["cat"] == "action"), key=lambda event: event["ts"])
+            assert [event["name"] for event in actions] == rank.actions
+            phases = {event["name"] for event in inside if event["cat"] == "phase"}
+            assert phases == {"other", "checkpoint", "data", "forward_backward", "optimizer"}
+            waits = {event["name"] for event in inside if event["cat"] == "wait"}
+            assert waits >= {"wait tp", "wait dp", "wait world"}
+        # A row is read as nested slices: whatever overlaps is inside.
+        ordered = sorted(mine, key=lambda event: (event["ts"], -event["dur"]))
+        check_nesting(ordered)
+
+
+def test_the_rows_have_one_axis_of_time(gpt: tuple[Path, Sequence[Measured]]) -> None:
+    """A forward ends after the forward of the stage before it, whose output it needs, by clocks that agree as well as promised."""
+    run, _ = gpt
+    content = json.loads(merge(run).path.read_text())
+    grid, placement = RankGrid(ParallelSizes(tp=2, pp=2, dp=2, vpp=2)), Placement(2, 2)
+    steps = {(event["tid"], event["name"]): event for event in content["traceEvents"] if event.get("cat") == "step"}
+    ends: dict[tuple[str, int, int, int, int], float] = {}
+    for event in content["traceEvents"]:
+        if event.get("cat") != "action" or Action.parse(event["name"]).kind is not Kind.F:
+            continue
+        rank, action = grid.coordinates(event["tid"]), Action.parse(event["name"])
+        step = next(name for (tid, name), outer in steps.items() if tid == event["tid"] and is_inside(event, outer))
+        stage = placement.stage_of(rank.pp, action.chunk)
+        ends[step, rank.dp, rank.tp, action.microbatch, stage] = event["ts"] + event["dur"]
+    error = 2e6 * content["otherData"]["clock_error_seconds"]
+    later = [key for key in ends if key[-1] > 0]
+    assert len(later) == len(TRACED) * 4 * 4 * 3, "steps x pipelines x microbatches x stages after the first"
+    for key in later:
+        assert ends[key] >= ends[(*key[:-1], key[-1] - 1)] - error, key
+
+
+def is_inside(inner: dict[str, Any], outer: dict[str, Any]) -> bool:
+    return bool(outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 1e-6)
+
+
+def check_nesting(ordered: Sequence[dict[str, Any]]) -> None:
+    open_slices: list[dict[str, Any]] = []
+    for event in ordered:
+        while open_slices and open_slices[-1]["ts"] + open_slices[-1]["dur"] <= event["ts"] + 1e-6:
+            open_slices.pop()
+        assert not open_slices or is_inside(event, open_slices[-1]), (event, open_slices[-1])
+        open_slices.append(event)
+
+
+def test_clocks_that_differ_are_found_within_what_is_promised(gpt: tuple[Path, Sequence[Measured]]) -> None:
+    """Each rank's clock was set forward by 1000 s x rank; the clocks of one machine do not differ otherwise."""
+    _, ranks = gpt
+    assert ranks[0].clock_bound == 0.0
+    for rank in ranks[1:]:
+        assert rank.clock_error <= rank.clock_bound < 0.5
+    assert NUM_ROUNDS > 1

@@ -1,0 +1,131 @@
+"""Where a step goes: each thing in its part, means per step, a line that says it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from engine.layout.rank_grid import Coordinates
+from engine.pipeline import schedules
+from engine.pipeline.actions import Action, Kind
+from engine.pipeline.lowering import Post
+from engine.telemetry.timing.bubble import Attribution
+from engine.telemetry.timing.marks import Doing
+from engine.telemetry.timing.time_split import PARTS, SPANS, USUAL, Tally, TimeSplit, span_of
+
+
+@dataclass(frozen=True)
+class Call:
+    op: str
+    axis: str
+    purpose: str = ""
+
+
+F0 = Action(Kind.F, 0, 0)
+RECEIVE = Call("recv", "pp_forward")
+STEP = Call("all_reduce", "world", "step")
+
+
+@pytest.mark.parametrize(
+    ("doing", "span"),
+    [
+        (Doing("data"), "data"),
+        (Doing("checkpoint"), "checkpoint"),
+        (Doing("checkpoint", wait=STEP), "checkpoint"),
+        (Doing("other"), "other"),
+        (Doing("validation", F0), None),
+        (Doing("validation", F0, RECEIVE), None),
+        (Doing("optimizer"), "optimizer"),
+        (Doing("optimizer", wait=STEP), "end_wait"),
+        (Doing("forward_backward"), "other"),
+        (Doing("forward_backward", F0), "compute"),
+        (Doing("forward_backward", Post("forward", ())), "exposed_pp"),
+        (Doing("forward_backward", F0, RECEIVE), "input_wait"),
+        (Doing("forward_backward", F0, Call("recv", "pp_backward")), "input_wait"),
+        (Doing("forward_backward", None, Call("send", "pp_forward")), "exposed_pp"),
+        (Doing("forward_backward", F0, Call("all_reduce", "tp", "cross-entropy max")), "exposed_tp"),
+        (Doing("forward_backward", F0, Call("all_gather", "dp", "parameters")), "exposed_dp"),
+        (Doing("forward_backward", None, Call("reduce_scatter", "dp", "gradients")), "exposed_dp"),
+        (Doing("forward_backward", None, Call("all_reduce", "tp", "second sum")), "exposed_dp"),
+        (Doing("forward_backward", None, Call("all_reduce", "kv_replicas", "second sum")), "exposed_dp"),
+        (Doing("forward_backward", None, Call("all_reduce", "ends", "second sum")), "ends_wait"),
+    ],
+    ids=str,
+)
+def test_what_a_rank_does_belongs_to_one_part(doing: Doing, span: str | None) -> None:
+    assert span_of(doing) == span
+
+
+def alone(num_ranks: int) -> Attribution:
+    """Of ranks without a pipeline."""
+    return Attribution(schedules.build("1f1b", 1, 1, 2), [Coordinates(0, rank, 0, 0) for rank in range(num_ranks)])
+
+
+def split_of(tallies: Sequence[Tally]) -> TimeSplit:
+    rows = np.array([tally.numbers(0) for tally in tallies])
+    return alone(len(tallies)).work_out(rows, tallies[0].steps[0], tallies[0].steps[-1])
+
+
+def test_without_a_pipeline_nothing_is_bubble() -> None:
+    rows = [
+        [(Doing("forward_backward", F0), 1.0), (Doing("optimizer", wait=STEP), 0.5)],
+        [(Doing("forward_backward", F0), 1.4), (Doing("optimizer", wait=STEP), 0.1)],
+    ]
+    tallies = [Tally(), Tally()]
+    for tally, row in zip(tallies, rows, strict=True):
+        tally.add(2, [doing for doing, _ in row], [0.0, row[0][1], 1.5])
+    split = split_of(tallies)
+    assert [rank["bubble"] for rank in split.ranks] == [0.0, 0.0] == list(split.schedule_bubbles)
+    assert [rank["other"] for rank in split.ranks] == pytest.approx([0.5, 0.1])
+    record = split.to_record()
+    assert (record["slowest_rank"], record["slowest_compute_seconds"]) == (1, 1.4)
+    assert record["step_seconds"] == pytest.approx(sum(record[f"{part}_seconds"] for part in PARTS)) == 1.5
+
+
+def test_means_are_per_step_and_validation_is_in_none() -> None:
+    tally = Tally()
+    for step, seconds in ((2, 1.0), (3, 3.0)):
+        doings = [Doing("validation", F0), Doing("data"), Doing("forward_backward", F0)]
+        tally.add(step, doings, [0.0, 50.0, 50.0 + seconds, 50.0 + 2 * seconds])
+    split = split_of([tally])
+    assert (split.first_step, split.last_step) == (2, 3)
+    assert split.ranks[0]["data"] == split.ranks[0]["compute"] == 2.0
+    assert split.step_seconds == 4.0
+
+
+def test_a_step_that_was_held_up_does_not_make_a_rank_look_slow() -> None:
+    tally = Tally()
+    for step, seconds in ((2, 1.0), (3, 9.0), (4, 1.5)):
+        tally.add(step, [Doing("forward_backward", F0)], [0.0, seconds])
+    split = split_of([tally])
+    assert split.usual_compute == (1.5,)
+    assert split.ranks[0]["compute"] == pytest.approx(11.5 / 3)
+
+
+def test_a_line_says_what_matters_and_fits_into_100_columns() -> None:
+    even = dict.fromkeys(PARTS, 1.0)
+    split = TimeSplit(2, 9, (even, even), (0.5, 0.7), (1.0, 1.0))
+    assert str(split) == (
+        "compute 11%  tp 11%  bubble 11% (schedule 7%)  pp 11%  dp 11%  optimizer 11%  data 11%  checkpoint 11%  other 11%"
+    )
+    quiet = {**dict.fromkeys(PARTS, 0.0), "compute": 9.99, "data": 0.01}
+    assert str(TimeSplit(2, 9, (quiet,), (0.0,), (9.99,))) == "compute 100%"
+    usual = {**even, "compute": 20.0, "data": 0.0, "checkpoint": 0.0}
+    assert len(str(TimeSplit(2, 9, (usual,), (0.5,), (20.0,)))) <= 90
+
+
+def test_a_step_that_is_made_again_to_find_what_is_not_finite_is_no_part_of_the_pipelines_row() -> None:
+    """It is made between two steps, through the same executor: its actions are more than a step's schedule has."""
+    tally = Tally()
+    doings = [
+        Doing("other", F0),
+        Doing("other", F0, RECEIVE),
+        Doing("forward_backward", F0),
+        Doing("optimizer", wait=STEP),
+    ]
+    tally.add(3, doings, [0.0, 4.0, 5.0, 7.0, 8.0])
+    numbers = tally.numbers(1)
+    begin, through, end_wait, ends_wait, tp_wait, waited, took = numbers[USUAL + 1 :]
+    assert (begin, through, end_wait, ends_wait, tp_wait, waited, took) == (-3.0, -1.0, 1.0, 0.0, 0.0, 0.0, 2.0)
+    assert numbers[list(SPANS).index("other")] == 5.0

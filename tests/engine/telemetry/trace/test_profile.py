@@ -1,0 +1,107 @@
+"""Traces: which steps are in one, and that its ranges are the schedule's instructions inside the loop's phases."""
+
+import gzip
+import json
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config.telemetry import ProfileConfig
+from engine.pipeline.lowering import Post
+from engine.telemetry.trace.profile import POST, StepProfiler
+from tests.full_disk import room_for
+from tests.harness import run_ranks
+from tests.parity.cases import Case
+from tests.parity.test_step_properties import build_rank
+
+PHASES = ("data", "forward_backward", "optimizer")
+CPU = torch.device("cpu")
+
+Range = tuple[str, float, float]
+
+
+def ranges_of(path: Path) -> list[Range]:
+    """(name, start, end) of the ranges that we named, in the order of their starts; gloo names its own."""
+    events: list[dict[str, Any]] = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    named = [event for event in events if event.get("cat") == "user_annotation"]
+    found = [(event["name"], event["ts"], event["ts"] + event["dur"]) for event in named]
+    return sorted((each for each in found if not each[0].startswith("gloo:")), key=lambda each: each[1])
+
+
+def operators_of(path: Path) -> list[Range]:
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    return [(each["name"], each["ts"], each["ts"] + each["dur"]) for each in events if each.get("cat") == "cpu_op"]
+
+
+@pytest.mark.parametrize(
+    ("steps_made", "traced"),
+    [(0, [3, 4]), (3, [4]), (4, [])],
+    ids=["a new run", "resumed in the middle", "resumed after"],
+)
+def test_the_named_steps_are_traced_and_no_other(tmp_path: Path, steps_made: int, traced: list[int]) -> None:
+    path, written = tmp_path / "profile" / "trace.json.gz", []
+    profiler = StepProfiler(ProfileConfig(start=3, steps=2), path, CPU, steps_made, written.append)
+    for step in range(steps_made + 1, 7):
+        for phase in PHASES:
+            profiler.phase(phase)
+            torch.ones(step).add_(step)
+    profiler.close()
+    assert written == ([path] if traced else []) and path.exists() == bool(traced)
+    if traced:
+        assert [name for name, _, _ in ranges_of(path)] == list(PHASES) * len(traced)
+        assert Counter(name for name, _, _ in operators_of(path))["aten::add_"] == len(PHASES) * len(traced)
+
+
+def test_a_run_that_ends_early_leaves_what_it_traced(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json.gz"
+    profiler = StepProfiler(ProfileConfig(start=1, steps=100), path, CPU, 0)
+    profiler.phase("data")
+    profiler.close()
+    profiler.close()
+    assert [name for name, _, _ in ranges_of(path)] == ["data"]
+
+
+def test_a_trace_without_room_is_a_line_and_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written: list[Path] = []
+    profiler = StepProfiler(ProfileConfig(start=1, steps=1), tmp_path / "trace.json.gz", CPU, 0, written.append)
+    profiler.phase("data")
+    with room_for(0):
+        profiler.close()
+    assert "the trace could not be written, training goes on" in capsys.readouterr().err and not written
+
+
+def trace_a_step(rank: int, case: Case, folder: str) -> list[str]:
+    """Trace the second of three steps; the names of the instructions of this rank's program."""
+    engine, batches = build_rank(rank, case)
+    profiler = StepProfiler(ProfileConfig(start=2, steps=1), Path(folder) / f"{rank}.json.gz", CPU, 0)
+    engine.executor.observer = profiler.instruction
+    for _ in range(3):
+        profiler.phase("data")
+        microbatches = batches.next_step()
+        profiler.phase("forward_backward")
+        engine.train_step(microbatches, 1e-3)
+    profiler.close()
+    batches.close()
+    row = engine.train_programs.early.instructions[engine.topology.coordinates.pp]
+    return [POST if isinstance(each, Post) else str(each) for each in row]
+
+
+@pytest.mark.distributed
+def test_ranges_are_the_instructions_of_the_rank_in_their_order(tmp_path: Path) -> None:
+    case = Case("gpt", pp=2, vpp=2, global_batch_size=4)
+    for rank, expected in enumerate(run_ranks(trace_a_step, 2, case, str(tmp_path))):
+        path = tmp_path / f"{rank}.json.gz"
+        (data, *instructions) = ranges_of(path)
+        (phase, *instructions) = instructions
+        assert (data[0], phase[0]) == ("data", "forward_backward")
+        assert [name for name, _, _ in instructions] == expected
+        assert "0F0" in expected and "1B3" in expected
+        for (_, start, end), (_, after, _) in pairwise(instructions):
+            assert phase[1] <= start <= end <= after, "one after the other, inside the phase"
+        # Work is inside the range that caused it.
+        backward = next(each for each in instructions if each[0] == "1B0")
+        assert any(name == "aten::mm" and backward[1] <= start <= backward[2] for name, start, _ in operators_of(path))

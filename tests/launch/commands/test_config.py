@@ -1,0 +1,230 @@
+"""`triaxis config`, and the configs that are shipped."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.config.load import load_config
+from engine.errors import ConfigError
+from engine.pipeline.lowering import Program
+from engine.pipeline.validate import Report, check
+from launch.cli import command_module, command_parser, main
+from models.specs import model_specs
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+WORLD_SIZES = {"gpt_tiny": 8, "gpt_1p3b": 8, "gpt_175b": 1024, "llama3_8b": 64}
+TINY = str(CONFIGS / "gpt_tiny.yaml")
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "vocab_size": 128256,
+}
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    command = command_module("config")
+    assert command.run(command_parser(command).parse(arguments)) == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TP", "PP", "VPP", "DP", "MICRO_BATCH_SIZE", "GLOBAL_BATCH_SIZE", "RUN_NAME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_every_shipped_config_is_listed_here() -> None:
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == WORLD_SIZES.keys()
+
+
+@pytest.mark.parametrize("name", WORLD_SIZES)
+def test_shipped_configs_check_alone_and_at_their_world_size(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    path = str(CONFIGS / f"{name}.yaml")
+    text = shown(capsys, "check", path)
+    assert text.startswith(f"{path}: ok\n")
+    is_open = load_config(path).parallel.dp is None
+    assert ("dp = world size / " if is_open else f": {WORLD_SIZES[name]:,} ranks") in text
+    at_size = shown(capsys, "check", path, "--world-size", str(WORLD_SIZES[name]), "--ranks-per-node", "8")
+    assert f"{WORLD_SIZES[name]:,} ranks on {WORLD_SIZES[name] // 8} x 8" in at_size
+    batch = load_config(path).train.global_batch_size
+    dp = WORLD_SIZES[name] // (load_config(path).parallel.tp * load_config(path).parallel.pp)
+    assert f"x dp {dp}; " in at_size and f"{batch:,} samples per step" in at_size
+    # The number of replicas stands in the comment of the micro batch, with what follows from it.
+    text = Path(path).read_text()
+    micro = load_config(path).train.micro_batch_size
+    assert f"/ ({micro} x dp {dp}) = {batch // (micro * dp)} microbatches" in text
+
+
+def test_the_tiny_config_says_its_world_because_a_machine_without_gpus_has_no_size() -> None:
+    with pytest.raises(ConfigError, match="must be the world size"):
+        load_config(TINY, world_size=16)
+    assert {name for name in WORLD_SIZES if load_config(CONFIGS / f"{name}.yaml").parallel.dp is not None} == {
+        "gpt_tiny"
+    }
+
+
+@pytest.mark.parametrize("name", WORLD_SIZES)
+def test_shipped_configs_have_a_comment_on_each_line(name: str) -> None:
+    lines = (CONFIGS / f"{name}.yaml").read_text().splitlines()
+    assert lines[0].startswith("# ")
+    bare = [line for line in lines if line and "#" not in line and not line.endswith(":")]
+    assert not bare
+
+
+@pytest.mark.parametrize(
+    ("name", "num_parameters"),
+    # GPT with biases, h hidden, l layers (formulas): 12 l h^2 (1 + 13 / 12h) + (V + s) h, and 2 h of the final norm.
+    [
+        ("gpt_1p3b", 12 * 24 * 2048**2 + 13 * 24 * 2048 + (50257 + 2048) * 2048 + 2 * 2048),
+        ("gpt_175b", 12 * 96 * 12288**2 + 13 * 96 * 12288 + (50257 + 2048) * 12288 + 2 * 12288),
+        ("llama3_8b", 8_030_261_248),
+    ],
+)
+def test_shipped_models_have_the_size_in_their_name(name: str, num_parameters: int) -> None:
+    model = load_config(CONFIGS / f"{name}.yaml").model
+    assert sum(spec.numel for spec in model_specs(model)) == num_parameters
+
+
+def test_comments_about_derived_numbers_are_right() -> None:
+    """The numbers that the large configs state in their comments."""
+    text = (CONFIGS / "gpt_175b.yaml").read_text()
+    config = load_config(CONFIGS / "gpt_175b.yaml")
+    tokens_per_step = config.train.global_batch_size * config.model.seq_length
+    for number in (tokens_per_step, -(-300_000_000_000 // tokens_per_step), config.model.padded_vocab_size):
+        assert f"{number:,}" in text
+    assert f"{config.model.padded_vocab_size // 8:,} per tensor-parallel rank" in text
+    llama = (CONFIGS / "llama3_8b.yaml").read_text()
+    assert f"{128 * 8192:,} tokens per step" in llama and f"{-(-(10**12) // (128 * 8192)):,} steps" in llama
+
+
+def test_print_is_a_config_again(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DP", "4")
+    text = shown(capsys, "print", TINY, "train.steps=30")
+    assert "# tensor parallel: each matrix is cut over tp ranks of one node" in text
+    path = tmp_path / "again.yaml"
+    path.write_text(text)
+    monkeypatch.delenv("DP")
+    config = load_config(path)
+    assert config == load_config(TINY, ["train.steps=30", "parallel.dp=4"])
+    assert (config.train.steps, config.parallel.dp) == (30, 4)
+
+
+def test_check_prints_the_derived_values(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown(capsys, "check", TINY, "parallel.pp=3", "parallel.vpp=1", "train.steps=20").splitlines() == [
+        f"{TINY}: ok",
+        "  model      886,016 parameters; vocabulary 257 + 127 of padding",
+        "  stages     4 layers over 3 stages: 1 2 1",
+        "  schedule   1f1b",
+        "  layout     tp=2 pp=3 vpp=1 dp=2: 12 ranks",
+        "  batch      32 samples per step = 4 microbatches of 4 x dp 2; 4,096 tokens per step x 20 steps = 81,920 tokens",
+        "  memory     1.4 GB predicted on the fullest rank, pp 0 (communicators 1.4)",
+    ]
+
+
+def test_check_says_that_gathered_inputs_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, "check", TINY, "parallel.sequence_parallel=true", "recompute.memory_gb=1")
+    assert "  gathered   inputs of column-parallel layers are kept for the backward" in text
+    assert "gathered" not in shown(capsys, "check", TINY, "parallel.sequence_parallel=true")
+
+
+def test_check_says_what_it_cannot_know(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, "check", TINY, "parallel.dp=null")
+    assert "dp = world size / 4: open" in text and "give --gpus N" in text and "batch" not in text
+    assert "dp=3: 12 ranks" in shown(
+        capsys, "check", TINY, "parallel.dp=null", "train.global_batch_size=24", "--world-size", "12"
+    )
+
+
+def test_check_compares_the_prediction_with_the_memory_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    llama = str(CONFIGS / "llama3_8b.yaml")
+    assert (
+        shown(capsys, "check", llama, "parallel.dp=32", "--gpu-memory", "80")
+        .rstrip()
+        .endswith("communicators 0.8) of 80.0 GB")
+    )
+    on_cpu = shown(capsys, "check", llama, "parallel.dp=32", "runtime.device=cpu", "--gpu-memory", "40").splitlines()[
+        -1
+    ]
+    assert "46.3 GB predicted" in on_cpu and on_cpu.endswith("activations 20.7)"), "no verdict, no communicators"
+    arguments = ["config", "check", llama, "parallel.dp=32", "optimizer.lrr=1", "--gpu-memory", "40"]
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert "has 2 problems" in error and "memory = 47.1 GB predicted" in error and "These fit: " in error
+    assert main([*arguments[:3], "--gpu-memory", "0"]) == 2
+    assert "--gpu-memory 0: must be more than 0" in capsys.readouterr().err
+
+
+def test_check_reports_everything_at_once_and_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["config", "check", TINY, "model.num_kv_heads=3", "optimizer.lrr=1", "--world-size", "12"]
+    assert main([*arguments, "--ranks-per-node", "4"]) == 2
+    error = capsys.readouterr().err
+    assert "has 4 problems" in error
+    assert (
+        "Did you mean optimizer.lr?" in error and "must be the world size 12" in error and "num_kv_heads = 3" in error
+    )
+    assert main(["config", "check", TINY, "--world-size", "0"]) == 2
+    assert "--world-size 0: must be at least 1" in capsys.readouterr().err
+
+
+def test_from_hf_gives_the_model_section_of_the_shipped_llama(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    source, target = tmp_path / "config.json", tmp_path / "llama.yaml"
+    source.write_text(json.dumps(LLAMA))
+    shipped = CONFIGS / "llama3_8b.yaml"
+    rest = shipped.read_text().partition("\ndata:")[2]
+    target.write_text(shown(capsys, "from-hf", str(source)) + "\ndata:" + rest)
+    assert load_config(target) == load_config(shipped)
+
+
+def test_from_hf_says_what_it_passed_over_and_ignored(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    source = tmp_path / "config.json"
+    source.write_text(json.dumps({**LLAMA, "_model_name_or_path": "x", "strange": 1}))
+    lines = shown(capsys, "from-hf", str(source), "--ignore", "strange").splitlines()
+    assert lines[1:3] == [
+        "# Note: keys of config.json that compute nothing were passed over: _model_name_or_path.",
+        "# Note: keys of config.json that are not known here were ignored (--ignore): strange.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [("{", "as JSON"), ("[1]", "no mapping"), ('{"model_type": "bert"}', "model_type = 'bert'")]
+)
+def test_from_hf_refuses_what_is_no_config(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str, words: str
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    assert main(["config", "from-hf", str(path)]) == 2
+    assert words in capsys.readouterr().err
+    assert main(["config", "from-hf", str(tmp_path / "missing.json")]) == 2
+
+
+def test_check_executes_the_programs_of_a_step_and_of_a_validation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A lowering that opens no connection beforehand: the first receive of a pipeline would hold its host for ever."""
+    checked = []
+
+    def without_connections(program: Program) -> Report:
+        checked.append((program.schedule.name, program.receives))
+        return check(program, opened=())
+
+    monkeypatch.setattr("engine.pipeline.programs.check", without_connections)
+    assert main(["config", "check", TINY, "parallel.vpp=1", "train.global_batch_size=8", "--gpus", "8"]) == 2
+    assert "the first use of a connection that is not open holds the host" in capsys.readouterr().err
+    assert checked == [("1f1b", "early")]
+    monkeypatch.undo()
+    monkeypatch.setattr("engine.pipeline.programs.check", lambda program: checked.append(program.schedule.name))
+    assert main(["config", "check", TINY, "--gpus", "8"]) == 0
+    assert checked[1:] == ["interleaved", "interleaved", "forward_only", "forward_only"]

@@ -1,0 +1,321 @@
+"""`triaxis convert megatron-import | megatron-export`, as they are typed."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from engine.checkpoint.directory import find
+from engine.checkpoint.format.manifest import KINDS, TrainingState
+from engine.checkpoint.import_weights import read_tensor, whole, write_checkpoint
+from engine.config.load import load_config
+from engine.config.schema import Config, ModelConfig
+from launch.cli import main
+from models.interop.megatron import writer as megatron_writer
+from models.interop.megatron.files import open_checkpoint
+from models.specs import model_specs
+from tests.launch.command_line import TRIAXIS, records, run
+
+MODEL = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_kv_heads": 2,
+    "ffn_hidden_size": 24,
+    "seq_length": 8,
+    "vocab_size": 40,
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "bias": "none",
+    "tie_embeddings": False,
+}
+RUN = {
+    "model": MODEL,
+    "data": {"synthetic": True},
+    "train": {"steps": 6, "global_batch_size": 4},
+    "optimizer": {"lr": 1e-2, "decay_steps": 20, "warmup_steps": 2},
+    "precision": {"dtype": "fp32"},
+}
+STATE = TrainingState(
+    step=3, consumed_samples=12, consumed_tokens=96, num_updates=3, lr=1e-2, rng={"seed": 1234}, data={}
+)
+
+
+def checkpoint(folder: Path, *, has_moments: bool) -> Path:
+    """A checkpoint of ours with random tensors."""
+    generator = torch.Generator().manual_seed(1)
+    config = Config.model_validate(RUN)
+    kinds = KINDS if has_moments else KINDS[:1]
+    shards = (
+        whole(spec.name, 0.1 * torch.rand(spec.shape, generator=generator), kind)
+        for spec in model_specs(config.model)
+        for kind in kinds
+    )
+    tree = config.model_dump(mode="json") if has_moments else {"model": config.model.model_dump(mode="json")}
+    state = STATE if has_moments else TrainingState.at_start()
+    return write_checkpoint(folder, shards, state, config=tree, source="a test", has_moments=has_moments)
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    """A checkpoint of Megatron's, with the optimizer's state."""
+    checkpoint(tmp_path / "start", has_moments=True)
+    assert main(["convert", "megatron-export", str(tmp_path / "start"), str(tmp_path / "megatron")]) == 0
+    return tmp_path / "megatron"
+
+
+def fingerprint(folder: Path) -> dict[Any, str]:
+    return dict(find(folder).manifest.fingerprint)
+
+
+def rewrite(folder: Path, **args: Any) -> None:
+    """Change arguments in common.pt; None removes one."""
+    source = open_checkpoint(folder)
+    from argparse import Namespace
+
+    kept = {name: value for name, value in {**source.args, **args}.items() if value is not None or name not in args}
+    common = {name: value for name, value in source.common.items() if name != "args"}
+    with (source.folder / "common.pt").open("wb") as handle:
+        torch.save({**common, "args": Namespace(**kept)} if kept else common, handle)
+
+
+def test_a_run_moves_away_and_back_with_its_optimizer(theirs, tmp_path, capsys):
+    assert (theirs / "latest_checkpointed_iteration.txt").read_text() == "3"
+    assert open_checkpoint(theirs).args["consumed_train_samples"] == 12
+    assert main(["convert", "megatron-import", str(theirs), str(tmp_path / "back")]) == 0
+    said = capsys.readouterr().out
+    assert "weights and Adam's moments at step 3 (fully_reshardable)" in said
+    assert "Megatron's own order is not replayed" in said
+    assert fingerprint(tmp_path / "back") == fingerprint(tmp_path / "start")
+    manifest = find(tmp_path / "back").manifest
+    assert manifest.state == STATE.model_copy(update={"rng": {}})
+    assert set(manifest.config) == {"model", "train", "optimizer", "precision"}
+    assert manifest.config["optimizer"] == Config.model_validate(RUN).optimizer.model_dump(mode="json")
+
+
+def test_the_config_beside_an_import_is_whole_but_for_the_data(theirs, tmp_path):
+    assert main(["convert", "megatron-import", str(theirs), str(tmp_path / "back")]) == 0
+    overrides = ["data.synthetic=true"]
+    config = load_config(tmp_path / "back" / "train.yaml", overrides, {})
+    theirs_too = Config.model_validate(RUN)
+    for field in ("kv_heads", "head_size", "ffn_size", "vocab_size", "norm", "activation", "bias", "tie_embeddings"):
+        assert getattr(config.model, field) == getattr(theirs_too.model, field), field
+    assert config.optimizer == theirs_too.optimizer
+    assert (config.checkpoint.load, config.checkpoint.load_what) == (str(tmp_path / "back"), "all")
+
+
+def test_weights_go_away_and_back_as_a_release(tmp_path, capsys):
+    checkpoint(tmp_path / "start", has_moments=False)
+    for word, source, out in (("export", "start", "megatron"), ("import", "megatron", "back")):
+        assert main(["convert", f"megatron-{word}", str(tmp_path / source), str(tmp_path / out)]) == 0
+    assert (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").read_text() == "release"
+    assert "--no-load-optim" in capsys.readouterr().out
+    assert fingerprint(tmp_path / "back") == fingerprint(tmp_path / "start")
+    assert find(tmp_path / "back").manifest.content == "weights"
+
+
+def test_weights_only_leaves_the_optimizer_behind_and_dtype_rounds(tmp_path):
+    checkpoint(tmp_path / "start", has_moments=True)
+    away = ["--weights-only", "--dtype", "bf16"]
+    assert main(["convert", "megatron-export", str(tmp_path / "start"), str(tmp_path / "megatron"), *away]) == 0
+    opened = open_checkpoint(tmp_path / "megatron")
+    assert opened.folder.name == "release"
+    assert {tensor.dtype for tensor in opened.tensors.values()} == {torch.bfloat16}
+    assert not any(key.startswith("optimizer.") for key in opened.tensors)
+
+
+def test_a_config_of_ours_is_recorded_whole_and_held_against_the_arguments(theirs, tmp_path, capsys):
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(yaml.safe_dump(RUN))
+    command = ["convert", "megatron-import", str(theirs), str(tmp_path / "back"), "--config", str(mine)]
+    assert main(command) == 0
+    assert find(tmp_path / "back").manifest.config == load_config(mine, [], {}).model_dump(mode="json")
+    other = {**RUN, "model": {**MODEL, "norm_eps": 1e-6, "rope_base": 5e5}}
+    mine.write_text(yaml.safe_dump(other))
+    shutil.rmtree(tmp_path / "back")
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert "model.norm_eps = 1e-06 in the config, 1e-05 in Megatron's arguments" in said
+    assert "model.rope_base = 500000.0 in the config" in said
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_checkpoint_without_arguments_needs_a_config(theirs, tmp_path, capsys):
+    source = open_checkpoint(theirs)
+    rewrite(theirs, **dict.fromkeys(source.args))
+    command = ["convert", "megatron-import", str(theirs), str(tmp_path / "back"), "--weights-only"]
+    assert main(command) == 2
+    assert "holds no arguments of Megatron's" in capsys.readouterr().err
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(yaml.safe_dump(RUN))
+    assert main([*command, "--config", str(mine)]) == 0
+
+
+def test_rows_of_padding_are_dropped_and_named(theirs, tmp_path, capsys):
+    command = ["convert", "megatron-import", str(theirs), str(tmp_path / "back"), "--weights-only"]
+    assert main([*command, "--vocab-size", "33"]) == 0
+    assert "7 rows of embedding.word_embeddings.weight are beyond the model" in capsys.readouterr().out
+    assert find(tmp_path / "back").manifest.tensors["head.weight"].shape == (33, 16)
+    shutil.rmtree(tmp_path / "back")
+    assert main([*command, "--vocab-size", "41"]) == 2
+    assert "output_layer.weight [40, 16]: this model has [41, 16]" in capsys.readouterr().err
+    rewrite(theirs, vocab_size=None)
+    assert main(command) == 2
+    assert "--vocab-size N" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ({"num_experts": 8}, "num_experts = 8: mixture of experts is not built yet"),
+        ({"rotary_percent": 0.5}, "rotary_percent = 0.5: RoPE on a part of each head"),
+        ({"use_rope_scaling": True}, "use_rope_scaling = True"),
+        ({"rotary_interleaved": True}, "pairs are i and i + head_dim / 2"),
+        ({"apply_layernorm_1p": True}, "stored less one"),
+        ({"window_size": (128, 0)}, "window_size = (128, 0)"),
+        ({"normalization": "L2Norm"}, "normalization = 'L2Norm': must be one of LayerNorm, RMSNorm"),
+        ({"position_embedding_type": "yarn"}, "position_embedding_type = 'yarn'"),
+        ({"squared_relu": True}, "squared ReLU is not built"),
+        ({"qk_layernorm": True, "normalization": "LayerNorm"}, "normalised by RMSNorm only"),
+    ],
+)
+def test_a_model_that_is_not_built_is_refused_by_name(theirs, tmp_path, capsys, args, said):
+    rewrite(theirs, **args)
+    assert main(["convert", "megatron-import", str(theirs), str(tmp_path / "back")]) == 2
+    assert said in re.sub(r"\s+", " ", capsys.readouterr().err)
+
+
+def wrong_folders(folder: Path) -> dict[str, str]:
+    """Each a folder in `folder`, and what is said of it."""
+    (folder / "legacy" / "iter_0000005" / "mp_rank_00").mkdir(parents=True)
+    (folder / "legacy" / "latest_checkpointed_iteration.txt").write_text("5")
+    for name, content in {"zarr": {"sharded_backend": "zarr"}, "nothing_said": {}}.items():
+        (folder / name).mkdir()
+        (folder / name / "metadata.json").write_text(json.dumps(content))
+    (folder / "fsdp").mkdir()
+    (folder / "fsdp" / ".metadata").write_bytes(b"")
+    (folder / "gone").mkdir()
+    (folder / "gone" / "latest_checkpointed_iteration.txt").write_text("9")
+    (folder / "above" / "iter_0000001").mkdir(parents=True)
+    (folder / "empty").mkdir()
+    (folder / "half").mkdir()
+    (folder / "half" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    return {
+        "legacy": "is a legacy checkpoint (mp_rank_00/model_optim_rng.pt), cut for one layout. Let the Megatron job",
+        "zarr": "the zarr backend, which Megatron-Core itself no longer reads; only torch_dist",
+        "nothing_said": "does not say how the checkpoint is stored",
+        "fsdp": "stored by torch.distributed.checkpoint alone, or incomplete",
+        "gone": "says '9', and iter_0000009 is not there",
+        "above": "Give one of its iterations: iter_0000001",
+        "empty": "is no checkpoint of Megatron-Core: it has neither metadata.json nor latest_checkpointed_iteration.txt",
+        "half": ".metadata cannot be read: No such file or directory. Without it",
+        "absent": "there is no such folder",
+    }
+
+
+def test_what_is_no_torch_dist_checkpoint_is_refused_with_a_way_out(tmp_path, capsys):
+    for name, said in wrong_folders(tmp_path).items():
+        assert main(["convert", "megatron-import", str(tmp_path / name), str(tmp_path / "out")]) == 2
+        assert said in capsys.readouterr().err, name
+        assert not (tmp_path / "out").exists()
+
+
+def test_an_export_keeps_what_is_there(theirs, tmp_path, capsys):
+    assert main(["convert", "megatron-export", str(tmp_path / "start"), str(theirs)]) == 2
+    assert "iter_0000003 is there already" in capsys.readouterr().err
+    open_checkpoint(theirs).read("output_layer.weight")
+
+
+def test_a_large_export_has_several_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(megatron_writer, "FILE_BYTES", 20_000)
+    checkpoint(tmp_path / "start", has_moments=True)
+    for word, source, out in (("export", "start", "megatron"), ("import", "megatron", "back")):
+        assert main(["convert", f"megatron-{word}", str(tmp_path / source), str(tmp_path / out)]) == 0
+    assert len(list((tmp_path / "megatron" / "iter_0000003").glob("__0_*.distcp"))) > 2
+    assert fingerprint(tmp_path / "back") == fingerprint(tmp_path / "start")
+
+
+def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch, "save", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    checkpoint(tmp_path / "start", has_moments=True)
+    assert main(["convert", "megatron-export", str(tmp_path / "start"), str(tmp_path / "megatron")]) == 2
+    assert "could not be written: [Errno 28] No space left on device" in capsys.readouterr().err
+    assert list((tmp_path / "megatron").iterdir()) == []
+
+
+def test_what_megatron_cannot_express_is_refused(tmp_path, capsys):
+    model = ModelConfig.model_validate({**MODEL, "norm": "layernorm", "qk_norm": True})
+    shards = (whole(spec.name, torch.zeros(spec.shape)) for spec in model_specs(model))
+    config = {"model": model.model_dump(mode="json")}
+    write_checkpoint(tmp_path / "start", shards, TrainingState.at_start(), config=config, source="a test")
+    assert main(["convert", "megatron-export", str(tmp_path / "start"), str(tmp_path / "megatron")]) == 2
+    assert "model.qk_norm with norm = layernorm" in capsys.readouterr().err
+
+
+@pytest.mark.distributed
+def test_an_imported_run_goes_on_where_it_stood(theirs, tmp_path, monkeypatch):
+    """The command that the import prints, typed: 6 steps in all, the first three of them Megatron's."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["convert", "megatron-import", str(theirs), "back"]) == 0
+    command = ["train", "back/train.yaml", "data.synthetic=true", "runtime.name=moved", "telemetry.log_interval=1"]
+    trained = run(tmp_path, *TRIAXIS, *command)
+    assert trained.exit_code == 0, trained.err
+    steps = [record["step"] for record in records(tmp_path / "runs" / "moved" / "metrics.jsonl") if "step" in record]
+    assert steps and min(steps) == 4 and max(steps) == 6
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ({"consumed_train_samples": 10**25}, "where consumed_samples belongs"),
+        ({"consumed_train_samples": float("inf")}, "says inf where args.consumed_train_samples belongs"),
+        ({"consumed_train_samples": float("nan")}, "says nan where args.consumed_train_samples belongs"),
+        ({"consumed_train_samples": [3]}, "says .3. where args.consumed_train_samples belongs"),
+        ({"num_layers": 10**10_000}, r"model.num_layers = an integer of 33,\d+ bits"),
+        ({"num_layers": [[2]]}, "num_layers = .a list.: must be a number"),
+        ({"normalization": ["RMSNorm"]}, "normalization = .'RMSNorm'.: must be a number or a word"),
+        ({"lr_decay_style": {"a": 1}}, "lr_decay_style = a dict"),
+        ({"lr_warmup_iters": "x"}, "settings cannot be read"),
+        ({"lr": -1.0}, "lr = -1.0"),
+        ({"num_experts": torch.ones(3)}, "num_experts = a Tensor: mixture of experts"),
+    ],
+)
+def test_absurd_arguments_are_refused_in_words(theirs, tmp_path, capsys, args, said):
+    rewrite(theirs, **args)
+    assert main(["convert", "megatron-import", str(theirs), str(tmp_path / "out")]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert re.search(said, error), error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "groups", [[], [3], "x", [{"step": 2**80, "lr": 1.0}], [{"step": 3, "lr": "x"}], [{"step": 3, "lr": float("nan")}]]
+)
+def test_an_absurd_optimizer_is_refused_in_words(theirs, tmp_path, capsys, groups):
+    path = open_checkpoint(theirs).folder / "common.pt"
+    common = torch.load(path, weights_only=False)
+    common["optimizer"]["optimizer"]["param_groups"] = groups
+    torch.save(common, path)
+    assert main(["convert", "megatron-import", str(theirs), str(tmp_path / "out")]) == 2
+    assert "Import the weights: --weights-only" in " ".join(capsys.readouterr().err.split())
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, capsys):
+    start = checkpoint(tmp_path / "start", has_moments=False)
+    manifest = find(start).manifest
+    model = Config.model_validate(RUN).model
+    tensors = {spec.name: read_tensor(start, manifest, spec.name) for spec in model_specs(model)}
+    tensors["layers.1.mlp.down.weight"][0, 0] = float("nan")
+    shards = (whole(name, values) for name, values in tensors.items())
+    tree = {"model": model.model_dump(mode="json")}
+    write_checkpoint(tmp_path / "bad", shards, TrainingState.at_start(), config=tree, source="a test")
+    assert main(["convert", "megatron-export", str(tmp_path / "bad"), str(tmp_path / "megatron")]) == 0
+    assert main(["convert", "megatron-import", str(tmp_path / "megatron"), str(tmp_path / "out")]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "decoder.layers.mlp.linear_fc2.weight has 1 of 384 elements that are NaN" in error
+    assert not (tmp_path / "out").exists()

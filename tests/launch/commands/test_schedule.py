@@ -1,0 +1,98 @@
+"""`triaxis schedule` as a user types it."""
+
+from pathlib import Path
+
+import pytest
+
+from launch.cli import main
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_print_writes_what_can_be_read_back(capsys: pytest.CaptureFixture[str]) -> None:
+    from engine.pipeline import schedules
+    from engine.pipeline.text import from_text
+
+    assert main(["schedule", "print", "--pp", "4", "--vpp", "2", "--microbatches", "8"]) == 0
+    assert from_text(capsys.readouterr().out) == schedules.interleaved(4, 2, 8)
+    assert main(["schedule", "print", "--pp", "2", "--microbatches", "3", "--name", "forward_only"]) == 0
+    assert from_text(capsys.readouterr().out) == schedules.forward_only(2, 1, 3)
+
+
+def test_print_the_program_and_the_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    sizes = ["--pp", "2", "--microbatches", "2"]
+    assert main(["schedule", "print", *sizes, "--form", "program"]) == 0
+    assert "rank 1: [<F0@1] 0F0 [<F1@1] 0B0 [>B0@0] 0F1 0B1 [>B1@0]" in capsys.readouterr().out
+    out = tmp_path / "picture.txt"
+    assert main(["schedule", "print", *sizes, "--form", "timeline", "--out", str(out)]) == 0
+    assert out.read_text(encoding="utf-8").startswith("rank 0 |F0 F1 ......B0=== ...B1=== |\n")
+
+
+def test_print_a_picture(tmp_path: Path) -> None:
+    out = tmp_path / "picture.png"
+    assert (
+        main(
+            ["schedule", "print", "--pp", "2", "--vpp", "2", "--microbatches", "2", "--form", "png", "--out", str(out)]
+        )
+        == 0
+    )
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_check_says_what_a_schedule_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "check", "--pp", "2", "--microbatches", "4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("1f1b, pp 2, vpp 1, 4 microbatches: complete, in order")
+    assert lines[2].split() == ["0", "2", "1", "8", "20.0%"]
+    assert lines[3].split() == ["1", "1", "1", "8", "20.0%"]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_config_has_a_schedule_that_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "check", "--config", str(path)]) == 0
+    assert "forward_only" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["print", "--pp", "2"], "--microbatches not given"),
+        (["check"], "--pp and --microbatches not given"),
+        (["print", "--pp", "2", "--microbatches", "0"], "microbatches=0"),
+        (["print", "--pp", "2", "--vpp", "2", "--microbatches", "2", "--name", "1f1b"], "never be computed"),
+        (["print", "--pp", "2", "--microbatches", "2", "--form", "png"], "without --out"),
+        (["check", "--config", "x.yaml", "--pp", "2"], "x.yaml together with --pp"),
+        (["check", "--pp", "2", "--microbatches", "2", "--dp", "2"], "--dp without a config"),
+    ],
+)
+def test_mistakes_are_explained(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "dp", "microbatches"),
+    [
+        ([], 1, 8),  # 8 microbatches for 2 pipeline ranks: a second replica would leave 2 per rank
+        (["train.global_batch_size=128"], 4, 8),
+        (["parallel.pp=1", "parallel.vpp=1"], 2, 4),
+        (["train.global_batch_size=24"], 1, 6),
+        (["train.global_batch_size=72"], 1, 18),  # dp 2 would leave 9, which the interleaved schedule cannot deal out
+    ],
+)
+def test_an_open_dp_leaves_every_pipeline_a_few_microbatches(
+    overrides: list[str], dp: int, microbatches: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = str(ROOT / "configs" / "gpt_tiny.yaml")
+    assert main(["schedule", "check", tiny, "parallel.dp=null", *overrides]) == 0
+    out = capsys.readouterr().out
+    assert f"x dp {dp}; " in out and f"{microbatches} microbatches" in out and "dp is open: --gpus N" in out
+    assert main(["schedule", "check", tiny, "parallel.dp=null", *overrides, "--dp", "1"]) == 0
+    assert "dp is open" not in capsys.readouterr().out
+
+
+def test_a_config_is_printed_as_its_sizes_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "print", str(ROOT / "configs" / "gpt_tiny.yaml")]) == 0
+    of_config = capsys.readouterr().out
+    assert main(["schedule", "print", "--pp", "2", "--vpp", "2", "--microbatches", "4"]) == 0
+    assert of_config == capsys.readouterr().out

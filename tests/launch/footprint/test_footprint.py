@@ -1,0 +1,90 @@
+"""A footprint equals the real step of the same rank: the ledger line by line, state and activations byte by byte."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from engine.comm.collectives import Event
+from engine.comm.topology import Topology
+from engine.config.schema import Config, parallel_sizes
+from engine.errors import TopologyError
+from engine.layout.partition import partition
+from engine.layout.rank_grid import RankGrid
+from engine.train import build
+from launch.footprint.memory import MemoryWatch
+from launch.footprint.run import Footprint, footprint, microbatches, watch_step
+from models.gpt.chunk import build_chunks
+from models.predict.traffic import expected_traffic, measured_traffic
+from tests.harness import run_ranks
+from tests.parity.cases import Case
+
+CASES = (
+    Case("gpt", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True, dtype="bf16"),
+    Case("qwen", tp=4, pp=1, dp=2, dtype="bf16", recompute=("full", "uniform", 1)),
+    Case("llama", tp=2, pp=4, layers_per_stage=(1, 3, 2, 2), dtype="fp32"),
+    Case(
+        "qwen",
+        tp=2,
+        pp=2,
+        dtype="bf16",
+        recompute=("selective", "uniform", 1),
+        modules=("norm", "rope", "activation", "mlp"),
+        offload=2,
+    ),
+)
+
+
+def real(rank: int, config: Config) -> Footprint:
+    grid = RankGrid(parallel_sizes(config))
+    topology = Topology(grid, rank, torch.device("cpu"), kv_heads=config.model.kv_heads)
+    with MemoryWatch() as watch:
+        engine = build(config, topology, build_chunks)
+        return watch_step(engine, microbatches(engine), watch)[0]
+
+
+def faked(rank: int, config: Config, ranks: Sequence[int]) -> list[Footprint]:
+    """In a process that has no group of its own (run with one rank)."""
+    return [footprint(config, one, build_chunks) for one in ranks]
+
+
+def words(events: Sequence[Event]) -> list[tuple[Any, ...]]:
+    return [(each.op, each.axis, each.purpose, each.dtype, each.numel, each.group_size, each.peer) for each in events]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=str(case), marks=pytest.mark.slow if number else ()) for number, case in enumerate(CASES)],
+)
+def test_it_is_what_real_ranks_do(case: Case) -> None:
+    config = case.config()
+    measured = run_ranks(real, case.world_size, config)
+    (predicted,) = run_ranks(faked, 1, config, range(case.world_size))
+    for got, want in zip(predicted, measured, strict=True):
+        assert got.coordinates == want.coordinates and got.stages == want.stages
+        assert words(got.events) == words(want.events)
+        assert got.state == want.state
+        assert got.saved == want.saved
+        # gloo's reduce-scatter has buffers of its own, and a send keeps its tensor until the network has taken it.
+        for kind in ("parameters", "gradients", "optimizer", "activations", "logits"):
+            assert got.most.get(kind, 0) == want.most.get(kind, 0), kind
+
+
+@pytest.mark.distributed
+def test_traffic_of_any_rank_is_that_of_the_formulas() -> None:
+    config = Case("gpt", tp=4, pp=8, vpp=1, dp=16, global_batch_size=64, sequence_parallel=True).config()
+    ranks = (0, 5, 200, 511)
+    (found,) = run_ranks(faked, 1, config, ranks)
+    sizes = parallel_sizes(config)
+    for one, rank in zip(found, ranks, strict=True):
+        stages = partition(config.model.num_layers, sizes.pp, sizes.vpp, None)
+        at = RankGrid(sizes).coordinates(rank)
+        assert measured_traffic(one.events) == expected_traffic(config, sizes, at, stages)
+
+
+@pytest.mark.distributed
+def test_a_rank_that_does_not_exist() -> None:
+    with pytest.raises(TopologyError, match="8 ranks, counted from 0"):
+        footprint(CASES[0].config(), 8, build_chunks)

@@ -1,0 +1,61 @@
+"""A rank's steps on real tensors in a fake world: the same calls as on tensors without memory, on a device that is here."""
+
+import math
+
+import pytest
+import torch
+
+from engine.errors import TopologyError
+from launch.cli import main
+from launch.footprint.real import RealSteps, real_steps
+from launch.footprint.run import Footprint, footprint
+from models.gpt.chunk import build_chunks
+from tests.launch.command_line import ROOT
+from tests.parity.cases import Case
+
+RANKS = [
+    (Case("gpt", tp=2, pp=2, vpp=2, dp=64, sequence_parallel=True, dtype="fp32", global_batch_size=128), 131),
+    (Case("qwen", tp=4, pp=4, dp=2, recompute=("full", "uniform", 1), dtype="bf16"), 31),
+    (Case("gpt_dropout", pp=2, dp=4, recompute=("selective", "uniform", 1)), 0),
+]
+
+
+def both(case: Case, rank: int, device: str) -> tuple[RealSteps, Footprint]:
+    config = case.config()
+    real = real_steps(config, rank, build_chunks, torch.device(device), num_steps=2)
+    return real, footprint(config, rank, build_chunks, full=True)
+
+
+@pytest.mark.parametrize(("case", "rank"), RANKS, ids=str)
+def test_a_rank_calls_what_it_calls_on_tensors_without_memory(case: Case, rank: int) -> None:
+    real, counted = both(case, rank, "cpu")
+    assert real.coordinates == counted.coordinates
+    assert real.events == counted.events != ()
+    assert len(real.seconds) == 2 and all(0 < seconds < math.inf for seconds in real.seconds)
+    assert real.peak_allocated_bytes is None
+
+
+def test_there_are_no_more_ranks_than_the_layout_has() -> None:
+    with pytest.raises(TopologyError, match="rank 4 does not exist"):
+        real_steps(Case("gpt", tp=4).config(), 4, build_chunks, torch.device("cpu"))
+
+
+def test_the_command_shows_both(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["footprint", "--config", str(ROOT / "configs" / "gpt_tiny.yaml"), "runtime.device=cpu"]
+    assert main([*command, "--layout", "tp=2,pp=2,dp=2", "--rank", "5", "train.global_batch_size=8", "--real"]) == 0
+    out = capsys.readouterr().out
+    assert "on the CPU, as if the network took no time" in out
+    (calls,) = [line.split()[2:] for line in out.splitlines() if "calls sent" in line]
+    assert calls[0] == calls[1] != "0"
+    assert main([*command, "--layout", "tp=2,pp=2,dp=2", "--replay", "--real"]) == 2
+    assert "Leave one away" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "rank"), RANKS, ids=str)
+def test_a_rank_on_a_card(case: Case, rank: int) -> None:
+    real, counted = both(case, rank, "cuda")
+    assert real.events == counted.events
+    assert real.peak_allocated_bytes is not None and real.peak_reserved_bytes is not None
+    state = sum(counted.state.values())
+    assert state < real.peak_allocated_bytes <= real.peak_reserved_bytes

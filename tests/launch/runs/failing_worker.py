@@ -1,0 +1,59 @@
+"""A rank of a training run over the fake NCCL group of `tests/fake_nccl.py`, of which the last one fails in its second step."""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import launch.pretrain_gpt as worker
+from launch.start.process.ending import run_rank
+from tests import fake_nccl
+
+CULPRIT = 3
+
+
+class Failing:
+    """A watcher of a rank's steps that runs out of memory in its second one; then closing it takes `closing_seconds`."""
+
+    def __init__(self, closing_seconds: float) -> None:
+        self._closing_seconds = closing_seconds
+        self._step = 0
+
+    def phase(self, name: str) -> None:
+        self._step += name == "data"
+
+    def instruction(self, instruction: object) -> None:
+        if self._step == 2 and str(instruction) == "0B1":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ...")
+
+    def close(self) -> None:
+        time.sleep(self._closing_seconds)
+
+
+def fail_on_the_last_rank(rank: int, closing_seconds: float = 0.0) -> None:
+    """Put a failing watcher beside those of the worker of this process."""
+    open_watchers = worker.open_watchers
+
+    def with_one_more(*args: Any) -> list[Any]:
+        watchers: list[Any] = open_watchers(*args)
+        if rank == CULPRIT:
+            watchers.append(Failing(closing_seconds))
+        return watchers
+
+    worker.open_watchers = with_one_more
+
+
+def main(argv: Sequence[str]) -> int:
+    fake_nccl.install()
+    join = dist.init_process_group
+    dist.init_process_group = lambda backend, **named: join(fake_nccl.NAME, **named)
+    fail_on_the_last_rank(int(os.environ["RANK"]))
+    return worker.main(argv)
+
+
+if __name__ == "__main__":
+    run_rank(main, sys.argv[1:])

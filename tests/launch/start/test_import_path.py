@@ -1,0 +1,93 @@
+"""Modules of the folder where a command is typed never run in place of ours, of torch or of the standard library."""
+
+import os
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from launch.start.import_path import import_variables
+from tests.launch.command_line import PRETRAIN, ROOT, Ended, run
+
+HOSTILE = (
+    "launch.py",
+    "engine/__init__.py",
+    "models/__init__.py",
+    "torch.py",
+    "yaml.py",
+    "json.py",
+    "multiprocessing.py",
+)
+TINY = (
+    *("parallel.tp=1", "parallel.pp=1", "parallel.vpp=1", "parallel.dp=1", "parallel.sequence_parallel=false"),
+    *("model.num_layers=1", "model.hidden_size=16", "model.num_attention_heads=2", "model.ffn_hidden_size=16"),
+    *("model.seq_length=16", "data.synthetic=true", "train.steps=2", "train.global_batch_size=2"),
+    *("train.micro_batch_size=1", "train.eval_interval=null", "optimizer.warmup_steps=1", "checkpoint.interval=null"),
+)
+CONFIG = str(ROOT / "configs" / "gpt_tiny.yaml")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of hostile modules; each writes its name into a file when it is imported, and then fails."""
+    folder = tmp_path / "here"
+    for name in HOSTILE:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"open({str(tmp_path / 'imported')!r}, 'a').write({name!r} + ' ')\nraise SystemExit(99)\n")
+    return folder
+
+
+@pytest.fixture
+def triaxis(tmp_path: Path) -> tuple[str, str]:
+    """The `triaxis` command as pip writes it: a script in another folder."""
+    script = tmp_path / "bin" / "triaxis"
+    script.parent.mkdir()
+    script.write_text("import sys\nfrom launch.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n")
+    return sys.executable, str(script)
+
+
+def assert_only_ours(folder: Path, said: Ended) -> None:
+    imported = folder.parent / "imported"
+    assert not imported.exists(), imported.read_text()
+    assert said.exit_code == 0, said.err
+
+
+@pytest.mark.distributed
+def test_a_run_of_the_command_imports_nothing_from_there(folder: Path, triaxis: tuple[str, str]) -> None:
+    said = run(folder, *triaxis, "train", CONFIG, *TINY)
+    assert_only_ours(folder, said)
+    assert list(folder.glob("runs/*/finished"))
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_run_of_the_script_imports_nothing_from_there(folder: Path) -> None:
+    assert_only_ours(folder, run(folder, *PRETRAIN, CONFIG, *TINY))
+    assert list(folder.glob("runs/*/finished"))
+
+
+def test_the_script_imports_nothing_from_there(folder: Path) -> None:
+    said = run(folder, *PRETRAIN, CONFIG, "--dry-run", PYTHONPATH="")
+    assert_only_ours(folder, said)
+    assert f"PYTHONSAFEPATH=1 PYTHONPATH={ROOT} " in said.out, "the line that is shown can be typed there"
+
+
+def test_checks_and_workers_import_nothing_from_there(folder: Path, triaxis: tuple[str, str]) -> None:
+    assert_only_ours(folder, run(folder, *triaxis, "config", "check", CONFIG))
+    (folder / "text.txt").write_text("some text\n" * 10)
+    words = ("prepare", "--input", "text.txt", "--output", "corpus", "--tokenizer", "bytes", "--workers", "2")
+    assert_only_ours(folder, run(folder, *triaxis, *words, within_seconds=60.0))
+    assert (folder / "corpus.bin").exists()
+
+
+def test_the_users_own_path_is_kept_behind_the_checkout() -> None:
+    assert import_variables({}) == {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(ROOT)}
+    own = os.pathsep.join(["/mine", "/yours"])
+    with_root = f"{ROOT}{os.pathsep}{own}"
+    assert import_variables({"PYTHONPATH": own})["PYTHONPATH"] == with_root
+    assert import_variables({"PYTHONPATH": with_root})["PYTHONPATH"] == with_root
+    # In front, packages that bear the name of a module of the standard library would come before it.
+    installed = Path(sysconfig.get_path("purelib"))
+    assert import_variables({"PYTHONPATH": own}, installed) == {"PYTHONSAFEPATH": "1"}

@@ -1,0 +1,340 @@
+"""Decoding with a cache is the full forward; generated tokens do not depend on the layout; draws follow the softmax."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import models.gpt.attention
+from engine.checkpoint.directory import find
+from engine.checkpoint.format.manifest import TrainingState
+from engine.checkpoint.import_weights import whole, write_checkpoint
+from engine.comm.topology import Topology
+from engine.config.problems import with_value
+from engine.errors import CheckpointError, ConfigError
+from engine.kernels.attention import attention
+from engine.kernels.registry import Kernels, open_kernels
+from engine.layout.rank_grid import ParallelSizes, RankGrid
+from engine.numerics.precision import DTYPES
+from engine.pipeline import schedules
+from engine.pipeline.executor import Executor
+from engine.pipeline.lowering import lower
+from models.gpt.chunk import GPTChunk
+from models.inference.generate import Decoder, Model, Sampling, _batch, draw, generate, stream
+from models.inference.load import for_reading, load_model
+from tests.harness import run_ranks
+from tests.parity.cases import Case, load_weights, weights_of
+from tests.parity.test_step_properties import build_rank
+
+PROMPT = [3, 1, 4, 1, 5]
+WINDOW = [3, 1, 4, 1, 5, 9, 2, 6]
+"""As many tokens as the models of the parity tests read."""
+
+LAYOUTS = [
+    Case("qwen", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True, num_layers=4),
+    Case("qwen", tp=8, num_layers=2),
+    Case("gpt", tp=2, pp=2, dp=2, sequence_parallel=True, recompute=("full", "uniform", 1), num_layers=4),
+    Case("gpt_dropout", tp=2, pp=4, recompute=("selective", "uniform", 1), num_layers=4),
+    Case("llama", tp=4, pp=2, sequence_parallel=True, num_layers=4),
+    Case("mqa_rope_bias", tp=4, dp=2, num_layers=4),
+    Case("gpt_untied", pp=8),
+]
+
+
+def engine_of(rank: int, case: Case) -> Model:
+    engine, batches = build_rank(rank, case)
+    batches.close()
+    weights = weights_of(case.model, case.num_layers)
+    load_weights(engine, {name: weight.detach() for name, weight in weights.items()})
+    return engine
+
+
+def full_logits(model: Model, tokens: list[int]) -> torch.Tensor | None:
+    """Logits [s, V] after each of the tokens by one forward without a cache; None off the last stage."""
+    config, topology = model.config, model.topology
+    sizes, tp = topology.sizes, topology.axis("tp")
+    shape = (len(tokens) // (tp.size if config.parallel.sequence_parallel else 1), 1, config.model.hidden_size)
+    for chunk in model.chunks:
+        chunk.train(False)
+    executor = Executor(topology, [chunk.queue for chunk in model.chunks], shape, DTYPES[config.precision.dtype])
+    outputs = executor.run(
+        lower(schedules.build("forward_only", sizes.pp, sizes.vpp, 1)),
+        [_batch(tokens, 0, topology.device)],
+        lambda chunk, x, batch: model.chunks[chunk].logits(x, batch),
+    )
+    if not outputs:
+        return None
+    columns = tp.all_gather(outputs[0][:, 0].t().contiguous(), "test").wait()
+    return columns.t()[:, : config.model.vocab_size]
+
+
+def with_slow(values: Sequence[Any], quick: slice) -> list[Any]:
+    """Parameters of a test of which all but `quick` are left to the slow tier."""
+    kept = values[quick]
+    return [pytest.param(value, id=str(value), marks=[] if value in kept else pytest.mark.slow) for value in values]
+
+
+# The cache --------------------------------------------------------------------------------------------------------------
+
+
+def largest_differences(rank: int, case: Case, lengths: Sequence[int]) -> list[float]:
+    """Largest difference of the logits after each position, for lengths of the prompt; empty off the last stage."""
+    engine = engine_of(rank, case)
+    want = full_logits(engine, WINDOW)
+    differences = []
+    decoder = Decoder(engine, len(WINDOW))
+    for length in lengths:
+        decoder.forget()
+        for position in range(length - 1, len(WINDOW)):
+            got = decoder.logits(WINDOW[:length] if position == length - 1 else WINDOW[position : position + 1])
+            if got is not None and want is not None:
+                differences.append(float((got - want[position]).abs().max()))
+    return differences
+
+
+def assert_cache_changes_nothing(case: Case, lengths: Sequence[int]) -> None:
+    results = run_ranks(largest_differences, case.world_size, case, lengths)
+    compared = [differences for differences in results if differences]
+    assert len(compared) == case.tp * case.dp
+    for differences in compared:
+        assert len(differences) == sum(len(WINDOW) - length + 1 for length in lengths)
+        assert max(differences) <= 1e-12
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("model", ["gpt", "llama", "qwen", "gpt_dropout"])
+def test_logits_with_a_cache_are_those_of_the_full_forward(model: str) -> None:
+    """gpt_dropout computes attention by the explicit kernel."""
+    assert_cache_changes_nothing(Case(model, num_layers=2), range(1, len(WINDOW) + 1))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", with_slow(LAYOUTS, quick=slice(0, 2)))
+def test_logits_with_a_cache_are_those_of_the_full_forward_in_every_layout(case: Case) -> None:
+    assert_cache_changes_nothing(case, (1, 3, len(WINDOW)))
+
+
+def model_with(case: Case, decoding: str | None = None) -> tuple[Model, Kernels]:
+    """One rank's model and its kernels; with another decoding kernel than the resolved one where that is given."""
+    engine = engine_of(0, case)
+    (chunk,) = engine.chunks
+    assert isinstance(chunk, GPTChunk)
+    if decoding is not None:
+        kernels = chunk.context.kernels
+        chunk.context = replace(
+            chunk.context, kernels=replace(kernels, choices=replace(kernels.choices, decoding=decoding))
+        )
+    return engine, chunk.context.kernels
+
+
+def test_one_query_goes_through_the_decoding_kernel_and_a_prompt_through_the_training_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU the training kernel may be cuDNN's, which would plan anew for each number of keys."""
+    called: list[tuple[str, int]] = []
+
+    def watched(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool) -> torch.Tensor:
+        called.append((kernel, q.shape[2]))
+        return attention(kernel, q, k, v, is_causal=is_causal)
+
+    monkeypatch.setattr(models.gpt.attention, "attention", watched)
+    model, kernels = model_with(Case("qwen", num_layers=1, attention="flash"), decoding="math")
+    assert kernels.choices.attention == "flash"
+    generate(model, PROMPT, 3, temperature=0.0)
+    assert called == [("flash", len(PROMPT)), ("math", 1), ("math", 1)]
+
+
+@pytest.mark.parametrize("kernel", ["auto", "sdpa", "flash", "explicit"])
+def test_on_the_cpu_the_decoding_kernel_has_the_bits_of_the_training_kernel(kernel: str) -> None:
+    case = Case("llama", num_layers=2, attention=kernel)
+    model, kernels = model_with(case)
+    as_in_training, _ = model_with(case, decoding=kernels.choices.attention)
+    one, other = (Decoder(each, len(WINDOW)) for each in (model, as_in_training))
+    for tokens in (WINDOW[:3], *([token] for token in WINDOW[3:])):
+        mine, theirs = one.logits(tokens), other.logits(tokens)
+        assert mine is not None and theirs is not None and torch.equal(mine, theirs)
+
+
+# The text ---------------------------------------------------------------------------------------------------------------
+
+SAMPLINGS = [Sampling(0.0), Sampling(1.0, seed=3), Sampling(1.5, top_k=20, top_p=0.9, seed=4)]
+
+
+def continue_prompt(rank: int, case: Case, sampling: Sampling, num_tokens: int) -> list[int]:
+    return list(stream(engine_of(rank, case), PROMPT, num_tokens, sampling))
+
+
+def continue_without_cache(rank: int, case: Case, sampling: Sampling, num_tokens: int) -> list[int]:
+    """What `stream` does, by a full forward for each token (one process)."""
+    engine, text = engine_of(rank, case), list(PROMPT)
+    for _ in range(num_tokens):
+        logits = full_logits(engine, text)
+        assert logits is not None
+        text.append(draw(logits[-1], sampling, place=len(text)))
+    return text[len(PROMPT) :]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("sampling", with_slow(SAMPLINGS, quick=slice(2, 3)))
+def test_every_layout_writes_the_same_tokens(sampling: Sampling) -> None:
+    """12 tokens after a prompt of 5, in a window of 8: the window starts anew, too."""
+    for case in LAYOUTS[:2]:
+        (alone,) = run_ranks(continue_prompt, 1, Case(case.model, num_layers=case.num_layers), sampling, 12)
+        assert len(alone) == 12
+        assert all(0 <= token < 43 for token in alone), "a padded column was drawn"
+        assert run_ranks(continue_prompt, 8, case, sampling, 12) == [alone] * 8, str(case)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_a_cache_does_not_change_the_text(sampling: Sampling) -> None:
+    case = Case("gpt", num_layers=2)
+    (with_cache,) = run_ranks(continue_prompt, 1, case, sampling, 3)
+    (without,) = run_ranks(continue_without_cache, 1, case, sampling, 3)
+    assert with_cache == without
+
+
+def text_ends(rank: int, case: Case) -> None:
+    engine = engine_of(rank, case)
+    whole_text = generate(engine, PROMPT, 12, temperature=1.0, seed=3)
+    assert whole_text == list(stream(engine, PROMPT, 12, Sampling(1.0, seed=3)))
+    stop = whole_text[4]
+    first = whole_text.index(stop)
+    assert list(stream(engine, PROMPT, 12, Sampling(1.0, seed=3), stop=stop)) == whole_text[:first]
+
+    # A prompt longer than the window is read from its last half window; a full window goes on as that prompt would.
+    long = [7, 7, 7, *WINDOW]
+    (after_long,) = stream(engine, long, 1, Sampling(0.0))
+    assert [after_long] == list(stream(engine, long[-4:], 1, Sampling(0.0)))
+    after_full = generate(engine, WINDOW, 2, temperature=0.0)
+    assert after_full[1:] == generate(engine, [*WINDOW, after_full[0]][-4:], 1, temperature=0.0)
+    # A narrower window sees less.
+    assert list(stream(engine, WINDOW[:4], 3, Sampling(0.0), window=4)) != generate(
+        engine, WINDOW[:4], 3, temperature=0.0
+    )
+
+
+@pytest.mark.distributed
+def test_a_text_ends_at_its_stop_and_goes_on_past_its_window() -> None:
+    run_ranks(text_ends, 1, Case("qwen"))
+
+
+# Draws ------------------------------------------------------------------------------------------------------------------
+
+LOGITS = torch.tensor([2.0, -1.0, 1.0, 0.0, 1.5, -3.0], dtype=torch.float64)
+
+
+def shares(sampling: Sampling, num_draws: int = 5_000) -> torch.Tensor:
+    counts = torch.zeros(len(LOGITS), dtype=torch.float64)
+    for place in range(num_draws):
+        counts[draw(LOGITS, sampling, place)] += 1
+    return counts / num_draws
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_draws_follow_the_softmax(temperature: float) -> None:
+    want = (LOGITS / temperature).softmax(-1)
+    # Five standard deviations of a share.
+    assert (shares(Sampling(temperature, seed=1)) - want).abs().max() < 5 * 0.5 / 5_000**0.5
+
+
+def test_top_k_and_top_p_leave_the_most_likely() -> None:
+    probabilities = LOGITS.softmax(-1)
+    by_rank = probabilities.argsort(descending=True).tolist()
+    for sampling, kept in (
+        (Sampling(top_k=2), by_rank[:2]),
+        (Sampling(top_k=100), by_rank),
+        (Sampling(top_p=1e-9), by_rank[:1]),
+        (Sampling(top_p=float(probabilities[by_rank[:2]].sum()) + 1e-9), by_rank[:3]),
+        (Sampling(top_p=float(probabilities[by_rank[:2]].sum()) - 1e-9), by_rank[:2]),
+        (Sampling(top_p=1.0), by_rank),
+        (Sampling(top_k=3, top_p=0.5), by_rank[:1]),
+    ):
+        drawn = shares(sampling, 2_000)
+        assert {token for token in range(len(LOGITS)) if drawn[token] > 0} == set(kept), sampling
+        want = probabilities[kept] / probabilities[kept].sum()
+        assert (drawn[kept] - want).abs().max() < 5 * 0.5 / 2_000**0.5, sampling
+
+
+def test_a_draw_is_a_function_of_seed_and_place() -> None:
+    flat = torch.zeros(1000)
+    tokens = [draw(flat, Sampling(seed=1), place) for place in range(50)]
+    assert tokens == [draw(flat, Sampling(seed=1), place) for place in range(50)]
+    assert len(set(tokens)) > 40
+    assert len(set(tokens) & {draw(flat, Sampling(seed=2), place) for place in range(50)}) < 10
+
+
+def test_the_most_likely_token_needs_no_noise() -> None:
+    assert [draw(LOGITS.to(torch.bfloat16), Sampling(0.0, seed=seed), seed) for seed in range(5)] == [0] * 5
+
+
+# From a checkpoint --------------------------------------------------------------------------------------------------------
+
+
+def checkpoint(folder: Path, case: Case) -> Path:
+    """Weights of a parity model as a checkpoint."""
+    shards = [whole(name, weight.detach()) for name, weight in weights_of(case.model, case.num_layers).items()]
+    config = case.config().model_dump(mode="json")
+    return write_checkpoint(folder, shards, TrainingState.at_start(), config=config, source="a test")
+
+
+def loaded(rank: int, case: Case, folder: Path) -> tuple[list[int], list[float]]:
+    """Text of a model that was loaded, and how far its logits are from an engine's with the same weights."""
+    config = case.config()
+    grid = RankGrid(ParallelSizes(tp=case.tp, pp=case.pp, dp=case.dp, vpp=case.vpp))
+    topology = Topology(grid, rank, torch.device("cpu"), kv_heads=config.model.kv_heads)
+    model = load_model(find(folder), config, topology)
+    got = full_logits(model, WINDOW)
+    text = generate(model, PROMPT, 12, temperature=1.0, seed=3)
+    want = full_logits(engine_of(rank, case), WINDOW)
+    return text, [] if got is None or want is None else [float((got - want).abs().max())]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("qwen", num_layers=4),
+        Case("qwen", tp=2, pp=2, vpp=2, sequence_parallel=True, num_layers=4),
+        Case("qwen", tp=8, num_layers=2),
+        Case("gpt", pp=2, tp=2, num_layers=4),
+    ],
+    ids=str,
+)
+def test_a_loaded_model_is_the_engine_s(case: Case, tmp_path: Path) -> None:
+    results = run_ranks(loaded, case.world_size, case, checkpoint(tmp_path, case))
+    (alone,) = run_ranks(continue_prompt, 1, Case(case.model, num_layers=case.num_layers), SAMPLINGS[1], 12)
+    assert [text for text, _ in results] == [alone] * case.world_size
+    differences = [difference for _, some in results for difference in some]
+    assert len(differences) == case.tp
+    assert max(differences) <= 1e-13
+
+
+def test_a_model_that_is_read_needs_no_kernel_for_gradients() -> None:
+    """A run on a GPU may have asked for a GEMM that the CPU does not have."""
+    config = with_value(Case("gpt", dtype="bf16").config(), "kernels.weight_grad", "fused")
+    topology = Topology(RankGrid(ParallelSizes()), 0, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"kernels.weight_grad = fused does not run here"):
+        open_kernels(config, topology)
+    assert open_kernels(for_reading(config), topology).choices.weight_grad == "separate"
+
+
+def refusal(rank: int, case: Case, folder: Path) -> str:
+    config = case.config()
+    topology = Topology(RankGrid(ParallelSizes(tp=case.tp, pp=case.pp)), rank, torch.device("cpu"))
+    with pytest.raises(CheckpointError) as refused:
+        load_model(find(folder), config, topology)
+    return str(refused.value)
+
+
+@pytest.mark.distributed
+def test_another_model_is_refused_on_every_rank(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, Case("gpt"))
+    assert "no place for" in run_ranks(refusal, 1, Case("qwen"), folder)[0]
+    # Only the last stage has the head.
+    reasons = run_ranks(refusal, 2, Case("gpt_untied", pp=2), folder)
+    assert reasons[0] == reasons[1]
+    assert "head.weight is not in it" in reasons[0]

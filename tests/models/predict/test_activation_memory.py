@@ -1,0 +1,141 @@
+"""The activation formula: the paper's equations term by term, and what autograd really keeps."""
+
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from engine.config.schema import Config, parallel_sizes
+from engine.layout.partition import partition
+from launch.footprint.run import Footprint, Footprints
+from models.gpt.chunk import build_chunks
+from models.predict.activation_memory import block_terms, kept_bytes, moved_bytes, paper_per_token
+from tests.harness import run_ranks
+
+GPT = {"position": "learned", "hidden_dropout": 0.1, "attention_dropout": 0.1}
+LLAMA = {
+    "num_kv_heads": 2,
+    "ffn_hidden_size": 1280,
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "bias": "none",
+    "tie_embeddings": False,
+}
+
+
+def config_of(model: dict[str, Any], *, tp: int, sp: bool = False, **choices: Any) -> Config:
+    """Two stages of two layers of a small model with the proportions of a large one."""
+    b = choices.get("b", 2)
+    sizes = {"num_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 128, "vocab_size": 1000}
+    return Config.model_validate(
+        {
+            "model": {**sizes, **model},
+            "data": {"synthetic": True},
+            "train": {"steps": 1, "global_batch_size": b, "micro_batch_size": b, "seed": 7},
+            "parallel": {"tp": tp, "pp": 2, "dp": 1, "sequence_parallel": sp},
+            "optimizer": {"lr": 1e-3},
+            "precision": {"dtype": choices.get("dtype", "bf16")},
+            "recompute": choices.get("recompute", {}),
+            "offload": choices.get("offload", {}),
+            "kernels": {"attention": choices.get("attention", "sdpa")},
+        }
+    )
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize("sp", [False, True])
+def test_the_terms_of_the_papers_block_add_up_to_its_equations(tp: int, sp: bool) -> None:
+    config = config_of(GPT, tp=tp, sp=sp and tp > 1, attention="explicit")
+    h, a, s = 512, 8, 128
+    scores = Fraction(5 * a * s, tp)
+    expected = Fraction(34 * h, tp) + scores if sp else (10 + Fraction(24, tp)) * h + scores
+    assert paper_per_token(block_terms(config, parallel_sizes(config))) == expected
+
+
+def test_fused_attention_keeps_the_scores_no_more() -> None:
+    config = config_of({**GPT, "attention_dropout": 0.0}, tp=1)
+    assert paper_per_token(block_terms(config, parallel_sizes(config))) == 34 * 512
+
+
+CHEAP = ["norm", "rope", "activation"]
+
+
+def parts(*modules: str) -> dict[str, Any]:
+    return {"granularity": "selective", "modules": list(modules)}
+
+
+KEPT = {"gathered_inputs": "keep"}
+
+CI = {
+    "the paper's block, tp": config_of(GPT, tp=4, attention="explicit"),
+    "the paper's block, tp, sp": config_of(GPT, tp=4, sp=True, attention="explicit"),
+    "fused": config_of({"position": "learned"}, tp=2, sp=True),
+    "llama, kv heads in replicas": config_of(LLAMA, tp=8),
+    "one layer of two again": config_of(
+        LLAMA, tp=2, recompute={"granularity": "full", "method": "block", "num_layers": 1}
+    ),
+    "all parts again": config_of({**LLAMA, "qk_norm": True}, tp=2, recompute=parts(*CHEAP, "mlp", "attention")),
+    "the head in pieces": config_of(LLAMA, tp=2, sp=True, recompute={"head_tokens": 100}),
+    "gathered inputs kept": config_of(LLAMA, tp=4, sp=True, recompute=KEPT),
+}
+SLOW = {
+    "cheap parts again, one layer on the host": config_of(
+        LLAMA, tp=2, sp=True, recompute=parts(*CHEAP), offload={"num_layers": 1, "min_bytes": 2**15}
+    ),
+    "the paper's block": config_of(GPT, tp=1, attention="explicit"),
+    "one sample": config_of(GPT, tp=2, attention="explicit", b=1),
+    "one sample, llama": config_of(LLAMA, tp=2, attention="explicit", b=1),
+    "fused, one sample": config_of({"position": "learned"}, tp=1, b=1),
+    "llama": config_of(LLAMA, tp=2, sp=True),
+    "llama, fp32": config_of(LLAMA, tp=2, dtype="fp32"),
+    "explicit, fp32": config_of({"position": "learned"}, tp=2, dtype="fp32", attention="explicit"),
+    "explicit llama": config_of(LLAMA, tp=2, attention="explicit"),
+    "qk-norm": config_of({**LLAMA, "qk_norm": True}, tp=2),
+    "selective": config_of(GPT, tp=2, attention="explicit", recompute={"granularity": "selective"}),
+    "explicit, parts again": config_of(LLAMA, tp=2, attention="explicit", recompute=parts(*CHEAP, "attention")),
+    "explicit, one sample, parts again": config_of(
+        LLAMA, tp=1, b=1, attention="explicit", recompute=parts(*CHEAP, "attention")
+    ),
+    "the paper's block, parts again": config_of(
+        GPT, tp=4, sp=True, attention="explicit", recompute=parts("norm", "activation", "attention")
+    ),
+    "one layer whole, parts of the other": config_of(
+        LLAMA, tp=2, recompute={"granularity": "full", "method": "block", "num_layers": 1, "modules": CHEAP}
+    ),
+    "the paper's block on the host": config_of(
+        GPT, tp=2, sp=True, attention="explicit", offload={"num_layers": 2, "min_bytes": 1}
+    ),
+    "both layers again": config_of(LLAMA, tp=2, sp=True, recompute={"granularity": "full", "num_layers": 2}),
+    "gathered inputs kept, on the host": config_of(
+        GPT, tp=2, sp=True, attention="explicit", recompute=KEPT, offload={"num_layers": 1, "min_bytes": 2**15}
+    ),
+    "gathered inputs kept, activations again, the head in pieces": config_of(
+        {**LLAMA, "qk_norm": True},
+        tp=2,
+        sp=True,
+        recompute={**parts("rope", "activation", "attention"), **KEPT, "head_tokens": 100},
+    ),
+    "gathered inputs kept, one layer whole": config_of(
+        LLAMA, tp=2, sp=True, recompute={"granularity": "full", "method": "block", "num_layers": 1, **KEPT}
+    ),
+    "gathered inputs of a single rank": config_of(LLAMA, tp=1, sp=True, recompute={**parts("norm"), **KEPT}),
+}
+
+
+def ends_of_all(rank: int, configs: dict[str, Config]) -> dict[str, list[Footprint]]:
+    """First and last stage of each config, in a process without a group of its own."""
+    return {name: Footprints(config, build_chunks).of_stages() for name, config in configs.items()}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("configs", [pytest.param(CI, id="ci"), pytest.param(SLOW, id="rest", marks=pytest.mark.slow)])
+def test_autograd_keeps_what_the_formula_says(configs: dict[str, Config]) -> None:
+    (found,) = run_ranks(ends_of_all, 1, configs, timeout_seconds=600)
+    for name, config in configs.items():
+        sizes = parallel_sizes(config)
+        stages = partition(config.model.num_layers, sizes.pp, sizes.vpp, None)
+        for stage, footprint in zip(stages, found[name], strict=True):
+            measured = sum(one.num_bytes for one in footprint.saved)
+            # Every kept tensor has a term, so this is not an estimate.
+            expected = kept_bytes(config, sizes, stage) + moved_bytes(config, sizes, stage)
+            assert measured == expected, f"{name}, stage {footprint.stages}"

@@ -1,0 +1,113 @@
+"""A run that does not fit is refused with all other problems, and what is proposed instead is legal and fits."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.config.load import load_config
+from engine.config.problems import Subject, with_value
+from engine.config.rules import problems
+from engine.config.schema import Config, parallel_sizes
+from engine.errors import ConfigError
+from models.predict.fit import Devices, fitting_changes, memory_line, memory_rule
+from models.predict.rank_memory import GB, Memory, Prediction, predict
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+ONE_NODE = ("parallel.tp=1", "parallel.dp=8", "parallel.sequence_parallel=false")
+
+
+def llama(*overrides: str, gigabytes: float | None = None, world_size: int | None = None) -> Config:
+    rules = [] if gigabytes is None else [memory_rule(Devices(int(gigabytes * GB)))]
+    if not any(override.startswith("parallel.dp=") for override in overrides):
+        overrides = (*overrides, "parallel.dp=32")
+    return load_config(CONFIGS / "llama3_8b.yaml", overrides, {}, world_size=world_size, more_rules=rules)
+
+
+def refused(*overrides: str, gigabytes: float, world_size: int | None = None) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as error:
+        llama(*overrides, gigabytes=gigabytes, world_size=world_size)
+    return error.value.problems
+
+
+def test_the_line_names_the_fullest_rank_and_its_kinds() -> None:
+    small = Memory(1 * GB, 2 * GB, 3 * GB, 4 * GB, 10**6, 0, 0)
+    large = replace(small, activations=5 * GB, communicators=int(1.3e9), host=7 * GB)
+    shown = memory_line(Prediction((small, large)), 80 * GB)
+    kinds = "parameters 1.0, gradients 2.0, optimizer 3.0, activations 5.0, communicators 1.3"
+    assert shown == f"12.3 GB predicted on the fullest rank, pp 1 ({kinds}) of 80.0 GB; 7.0 GB in host memory"
+    assert memory_line(Prediction((small,))).startswith("10.0 GB predicted on the fullest rank (parameters 1.0, ")
+    assert memory_line(Prediction((small,)), 9 * GB).endswith(" of 9.0 GB: it does not fit")
+    tiny = Memory(10**6, 0, 0, 25 * 10**5, 0, 0, 0)
+    assert memory_line(Prediction((tiny,))) == "3.5 MB predicted on the fullest rank (parameters 1.0, activations 2.5)"
+
+
+def test_what_does_not_fit_is_refused_with_all_other_problems() -> None:
+    too_large, rate = sorted(refused(*ONE_NODE, "optimizer.min_lr=3", gigabytes=80), key=lambda text: "min_lr" in text)
+    assert too_large.startswith("memory = 101.9 GB predicted on the fullest rank (parameters 16.1, gradients 32.1, ")
+    assert "must be at most the 80.0 GB of a GPU" in too_large and "runtime.memory=warn" in too_large
+    assert "'recompute={granularity: selective" in too_large and "parallel.tp=2 parallel.dp=4 (" in too_large
+    assert rate.startswith("optimizer.min_lr = 3") and "Nearest legal: optimizer.min_lr = 3e-05" in rate
+
+
+def test_what_fits_or_is_only_warned_of_or_is_unknown_is_not_refused() -> None:
+    llama(*ONE_NODE, gigabytes=102)
+    llama(*ONE_NODE, "runtime.memory=warn", gigabytes=80)
+    llama(*ONE_NODE, "runtime.device=cpu", gigabytes=80)
+    llama("parallel.tp=1", "parallel.dp=null", "parallel.sequence_parallel=false", gigabytes=80)
+    assert "memory = " in refused(*ONE_NODE[::2], "parallel.dp=null", gigabytes=80, world_size=8)[0]
+
+
+def test_a_layout_that_breaks_a_rule_is_not_predicted() -> None:
+    found = refused("parallel.tp=3", "model.hidden_size=4097", "parallel.pp=40", gigabytes=1)
+    assert found and not any(text.startswith("memory") for text in found)
+    found = refused("model.num_layers=no number", gigabytes=1)
+    assert found and not any(text.startswith("memory") for text in found)
+
+
+def test_the_nearest_legal_values_of_another_problem_fit_too() -> None:
+    broken = ("train.micro_batch_size=3",)
+    (without,) = refused(*broken, gigabytes=1000)
+    assert "train.micro_batch_size = 2 or 4" in without
+    (within,) = refused(*broken, gigabytes=75)
+    assert "train.micro_batch_size = 2 or 1" in within, "4 would need 109 GB"
+    assert "train.global_batch_size = 96 or 192" in without and "96 or 192" not in within
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "gigabytes"),
+    [
+        ("llama3_8b", ONE_NODE, 80),
+        ("gpt_175b", ("parallel.pp=16", "parallel.dp=8", "parallel.vpp=1"), 18),
+    ],
+)
+def test_proposals_are_legal_and_fit(name: str, overrides: tuple[str, ...], gigabytes: float) -> None:
+    config, most = load_config(CONFIGS / f"{name}.yaml", overrides, {}), int(gigabytes * GB)
+    sizes = parallel_sizes(config)
+    rule = memory_rule(Devices(most))
+    assert problems(config, sizes.world_size, 8, [rule])
+    found = list(fitting_changes(Subject(config, sizes.world_size, 8), most))
+    assert found
+    for fitting in found:
+        changed = config
+        for key, value in fitting.changes:
+            changed = with_value(changed, key, value)
+        assert problems(changed, sizes.world_size, 8, [rule]) == [], str(fitting)
+        assert predict(changed, parallel_sizes(changed)).fullest.total == fitting.total <= most
+
+
+def test_changes_are_put_together_where_one_is_not_enough_and_none_is_made_up() -> None:
+    overrides = (*ONE_NODE, "train.micro_batch_size=4", "train.global_batch_size=32")
+    config = llama(*overrides)
+    (found,) = fitting_changes(Subject(config, 8, 8), 40 * GB)
+    assert len(found.changes) > 1 and found.total <= 40 * GB
+    (text,) = refused(*overrides, gigabytes=1)
+    assert "No legal layout of these ranks fits" in text
+
+
+def test_ranks_that_gloo_serves_share_the_memory_of_a_gpu() -> None:
+    config = llama("runtime.collectives=gloo")
+    assert Devices(80, 2).for_each_rank(config, 8) == 20
+    assert Devices(80, 2).for_each_rank(config, 3) == 40
+    assert Devices(80, 2).for_each_rank(config, None) == Devices(80).for_each_rank(config, 8) == 80
+    assert Devices(80, 2).for_each_rank(llama(), 8) == 80

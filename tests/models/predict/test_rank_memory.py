@@ -1,0 +1,297 @@
+"""The memory of a rank from its configuration, against what its step holds.
+
+The CI tier measures each kind of thing that a step may do with its activations once; the slow tier adds combinations, and the
+configurations of `test_activations.py`.
+"""
+
+from typing import Any
+
+import pytest
+
+from engine.config.load import load_config
+from engine.config.problems import with_value
+from engine.config.rules import problems
+from engine.config.schema import Config, batch_plan, parallel_sizes
+from engine.layout.rank_grid import ParallelSizes
+from engine.pipeline import schedules
+from engine.pipeline.actions import Kind
+from engine.pipeline.lowering import Post, Program, lower
+from launch.footprint.run import Footprint
+from models.predict.rank_memory import predict, predicted_memory, savings, settled
+from tests.documented import ROOT
+from tests.harness import run_ranks
+from tests.models.predict.test_activation_memory import CI, GPT, KEPT, LLAMA, SLOW, config_of, ends_of_all, parts
+from tests.parity.cases import Case
+from tests.parity.test_step_properties import build_rank
+
+
+def deeper(config: Config, **sections: dict[str, Any]) -> Config:
+    tree = config.model_dump()
+    return Config.model_validate(tree | {name: tree[name] | fields for name, fields in sections.items()})
+
+
+ON_HOST = {"num_layers": 1, "min_bytes": 1}
+AGAIN = {"granularity": "full", "num_layers": 2}
+HEAD_IN_PIECES = {"head_tokens": 100}
+MANY = {
+    "interleaved": deeper(
+        config_of(LLAMA, tp=2),
+        model={"num_layers": 8},
+        parallel={"vpp": 2, "dp": 2},
+        train={"global_batch_size": 32},
+    ),
+    "an uneven group": deeper(
+        config_of(LLAMA, tp=2, recompute=AGAIN), model={"num_layers": 6}, train={"global_batch_size": 8}
+    ),
+    "attention again": deeper(
+        config_of(GPT, tp=2, attention="explicit", recompute={"granularity": "selective"}),
+        train={"global_batch_size": 16},
+    ),
+    "parts again, layers on the host": deeper(
+        config_of(LLAMA, tp=2, recompute=parts("norm", "rope", "activation", "mlp"), offload=ON_HOST),
+        model={"num_layers": 8},
+        parallel={"vpp": 2},
+        train={"global_batch_size": 16},
+    ),
+    "all forwards first": deeper(config_of(LLAMA, tp=1), schedule={"name": "gpipe"}, train={"global_batch_size": 8}),
+    "the head in pieces": deeper(config_of(LLAMA, tp=2, recompute=HEAD_IN_PIECES), train={"global_batch_size": 8}),
+}
+
+MANY_SLOW = {
+    "groups of layers again": deeper(
+        config_of(LLAMA, tp=2, recompute=AGAIN), model={"num_layers": 8}, train={"global_batch_size": 16}
+    ),
+    "large tensors on the host, all layers": deeper(
+        config_of(LLAMA, tp=2, offload={"num_layers": 4, "min_bytes": 100_000}),
+        model={"num_layers": 8},
+        train={"global_batch_size": 12},
+    ),
+    "one layer whole, some on the host": deeper(
+        config_of(
+            LLAMA,
+            tp=2,
+            recompute={"granularity": "full", "method": "block", "num_layers": 1, "modules": ["norm"]},
+            offload={"num_layers": 3, "min_bytes": 1},
+        ),
+        model={"num_layers": 8},
+        train={"global_batch_size": 12},
+    ),
+    "gathered inputs kept": deeper(config_of(LLAMA, tp=4, sp=True, recompute=KEPT), train={"global_batch_size": 8}),
+    "gathered inputs kept, layers again": deeper(
+        config_of(LLAMA, tp=2, sp=True, recompute=AGAIN | KEPT),
+        model={"num_layers": 8},
+        train={"global_batch_size": 16},
+    ),
+}
+
+
+def most_kept(config: Config, footprint: Footprint) -> tuple[int, int]:
+    """What activations and logits came to at most, at least and at most: their own maxima need not be of the same moment."""
+    activations, logits = (footprint.most.get(kind, 0) for kind in ("activations", "logits"))
+    if logits and config.schedule.name == "gpipe":
+        # A footprint runs one batch again and again, so the mask of microbatches in flight is counted once.
+        mask_bytes = config.train.micro_batch_size * config.model.seq_length
+        activations += (footprint.num_microbatches - 1) * mask_bytes
+    # The backward needs more for a while, when the logits are gone: then the most is at one of two moments, or between.
+    grows = config.recompute.granularity == "full" or "attention" in config.recompute.parts or config.offload.num_layers
+    most = activations + logits
+    head_tokens = config.recompute.head_tokens
+    if head_tokens and logits:
+        # Autograd never sees these logits, so the footprint has them among the temporaries.
+        most += head_tokens * 2 * config.model.padded_vocab_size // config.parallel.tp
+        return most, most
+    return activations if grows else most, most
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "configs", [pytest.param(MANY, id="ci"), pytest.param(CI | SLOW | MANY_SLOW, id="rest", marks=pytest.mark.slow)]
+)
+def test_a_step_holds_what_was_predicted(configs: dict[str, Config]) -> None:
+    (found,) = run_ranks(ends_of_all, 1, configs, timeout_seconds=600)
+    for name, config in configs.items():
+        for pp, footprint in enumerate(found[name]):
+            memory = predicted_memory(config, parallel_sizes(config), pp)
+            state = {"parameters": memory.parameters, "gradients": memory.gradients, "optimizer": memory.optimizer}
+            assert state == footprint.state, f"{name}, pp {pp}"
+            sent = footprint.most.get("p2p", 0)
+            # Too few microbatches never fill the pipeline.
+            is_full = batch_plan(config, config.parallel.dp or 1).num_microbatches >= 2 * config.parallel.pp
+            assert sent == memory.messages if is_full else sent <= memory.messages, f"{name}, pp {pp}"
+            least, most = most_kept(config, footprint)
+            assert least <= memory.activations <= most, f"{name}, pp {pp}"
+
+
+def most_messages(program: Program, pp: int) -> int:
+    """Walk a pipeline rank's instructions; a send is gone at the next post, a receive when its gradient was used or, as an
+    activation, belongs to the stage."""
+    received: set[tuple[str, int, int]] = set()
+    most = 0
+    for instruction in program.instructions[pp]:
+        if isinstance(instruction, Post):
+            arriving = [each for each in instruction.transfers if each.destination == pp]
+            received |= {(each.direction, each.stage, each.microbatch) for each in arriving}
+            most = max(most, len(received) + len(instruction.transfers) - len(arriving))
+        else:
+            stage = program.schedule.placement.stage_of(pp, instruction.chunk)
+            direction = "forward" if instruction.kind is Kind.F else "backward"
+            received.discard((direction, stage, instruction.microbatch))
+    return most
+
+
+@pytest.mark.parametrize("pp", [2, 3, 5])
+@pytest.mark.parametrize(("name", "vpp"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
+def test_messages_are_those_of_the_lowered_programs(name: str, vpp: int, pp: int) -> None:
+    sizes = ParallelSizes(pp=pp, vpp=vpp)
+    config = deeper(
+        config_of(LLAMA, tp=1),
+        model={"num_layers": pp * vpp},
+        parallel={"pp": pp, "vpp": vpp},
+        schedule={"name": name},
+        train={"global_batch_size": 2 * 2 * pp},
+    )
+    one = config.model.seq_length * config.train.micro_batch_size * config.model.hidden_size * 2
+    program = lower(schedules.build(name, pp, vpp, 2 * pp))
+    counted = [rank.messages / one for rank in predict(config, sizes).ranks]
+    assert counted == [most_messages(program, index) for index in range(pp)]
+    few = lower(schedules.build(name, pp, vpp, pp))
+    assert all(most_messages(few, index) <= counted[index] for index in range(pp))
+
+
+def buffers_of_a_step(rank: int, case: Case) -> tuple[int, int]:
+    """Bytes in host buffers after a step, and what was predicted."""
+    engine, batches = build_rank(rank, case)
+    engine.train_step(batches.next_step(), 1e-3)
+    batches.close()
+    host = engine.chunks[0].saved.host
+    assert host is not None
+    held = host.pool.num_bytes
+    topology = engine.topology
+    return held, predicted_memory(engine.config, topology.sizes, topology.coordinates.pp).host
+
+
+@pytest.mark.distributed
+def test_host_memory_is_what_was_predicted() -> None:
+    case = Case("llama", pp=2, vpp=2, offload=1, recompute=("selective", "uniform", 1), modules=("norm", "rope"))
+    for held, predicted in run_ranks(buffers_of_a_step, 2, case):
+        assert held == predicted > 0
+
+
+ONE_CARD_BYTES = 141e9
+ON_ONE_CARD = ("tp=1", "dp=1", "sequence_parallel=false")
+NARROW = ("precision.masters=split", "precision.moments=bf16")
+
+
+@pytest.mark.parametrize(
+    ("choices", "expected"),
+    [
+        ((), 186.0e9),
+        (("model.seq_length=4096", *NARROW), 117.1e9),
+        (NARROW, 137.8e9),
+        ((*NARROW, "recompute.head_tokens=1024"), 136.0e9),
+        ((*NARROW, "recompute.granularity=full"), 100.7e9),
+        ((*NARROW, "precision.gradients=bf16"), 121.8e9),
+        ((*NARROW, "recompute={granularity: selective, modules: [norm, rope, activation]}"), 123.3e9),
+        ((*NARROW, "recompute={granularity: auto, memory_gb: 120}"), 108.3e9),
+        ((*NARROW, "offload.num_layers=31"), 99.8e9),
+    ],
+    ids=[
+        "as it is",
+        "4096 tokens, narrow state",
+        "narrow state",
+        "the head in pieces",
+        "recomputed",
+        "gradients too",
+        "cheap parts",
+        "auto",
+        "offload",
+    ],
+)
+def test_an_8b_model_on_one_card(choices: tuple[str, ...], expected: float) -> None:
+    """With narrow state weights, gradients and optimizer of 8.03e9 parameters are 12 bytes each, 96.4 GB."""
+    layout = [f"parallel.{each}" for each in ON_ONE_CARD]
+    config = load_config(ROOT / "configs" / "llama3_8b.yaml", [*layout, *choices], {})
+    memory = predicted_memory(config, parallel_sizes(config), 0)
+    assert memory.total == pytest.approx(expected, rel=1e-3)
+    assert (memory.total < ONE_CARD_BYTES) == bool(choices)
+    state = memory.total - memory.activations
+    num_bytes = 10 if "precision.gradients=bf16" in choices else 12 if choices else 18
+    assert state == pytest.approx(8.0303e9 * num_bytes, rel=1e-3)
+
+
+def test_savings_are_legal_and_save_what_they_say() -> None:
+    config = deeper(
+        config_of(LLAMA, tp=2, attention="explicit"),
+        model={"num_layers": 8},
+        parallel={"dp": 4},
+        train={"global_batch_size": 32},
+        offload={"min_bytes": 1},
+    )
+    sizes = parallel_sizes(config)
+    found = list(savings(config, 0, nccl=False))
+    assert [saving.key for saving in found] == [
+        "kernels.attention",
+        "precision.masters",
+        "recompute",
+        "recompute",
+        "parallel.sequence_parallel",
+        "offload.num_layers",
+        "offload.num_layers",
+        "train.micro_batch_size",
+        "recompute",
+        "parallel.tp",
+        "parallel.pp",
+    ]
+    assert str(found[2]) == "'recompute={granularity: selective, modules: [activation, norm]}'"
+    assert str(found[3]) == "'recompute={granularity: selective, modules: [activation, attention, mlp, norm]}'"
+    assert str(found[4]) == "parallel.sequence_parallel=true"
+    assert str(found[-2]) == "parallel.tp=4 parallel.dp=2", "with the same number of ranks"
+    for saving in found:
+        assert saving.total < predicted_memory(config, sizes, 0, nccl=False).total
+        changed = config
+        for key, value in saving.changes:
+            changed = with_value(changed, key, value)
+        assert problems(changed, 16) == []
+        predicted = predict(changed, parallel_sizes(changed), nccl=False)
+        assert (predicted.ranks[0].total, predicted.fullest.total) == (saving.total, saving.fullest)
+
+
+def test_savings_that_would_not_fit_a_device_are_left_out() -> None:
+    config = deeper(config_of(LLAMA, tp=1), parallel={"dp": 4}, train={"global_batch_size": 32})
+    found = list(savings(config, 1, nccl=False))
+    most = sorted(saving.fullest for saving in found)[len(found) // 2]
+    kept = [saving for saving in found if saving.fullest <= most]
+    assert 0 < len(kept) < len(found)
+    assert list(savings(config, 1, nccl=False, most_bytes=most)) == kept
+
+
+def test_a_head_in_pieces_is_offered_where_the_head_is_and_stays_what_it_was() -> None:
+    config = deeper(config_of(LLAMA, tp=2), model={"seq_length": 2048})
+    assert [saving.key for saving in savings(config, 0)].count("recompute.head_tokens") == 0
+    (offered,) = [saving for saving in savings(config, 1) if saving.key == "recompute.head_tokens"]
+    assert str(offered) == "recompute.head_tokens=1024"
+    pieces = deeper(config, recompute={"head_tokens": 100})
+    others = [saving for saving in savings(pieces, 1) if saving.key == "recompute"]
+    assert others and all("head_tokens: 100" in str(saving) for saving in others)
+    auto = deeper(pieces, recompute={"granularity": "auto", "memory_gb": 1000.0})
+    assert settled(auto, parallel_sizes(auto)).recompute == settled(pieces, parallel_sizes(pieces)).recompute
+
+
+def test_gathering_again_is_offered_where_gathered_inputs_are_kept() -> None:
+    config = config_of(LLAMA, tp=4, sp=True, recompute={"gathered_inputs": "keep"})
+    offered = next(savings(config, 0))
+    assert str(offered) == "recompute.gathered_inputs=regather"
+    regather = with_value(config, "recompute.gathered_inputs", "regather")
+    assert offered.total == predicted_memory(regather, parallel_sizes(config), 0).total
+    again = [saving for saving in savings(config, 0) if saving.key == "recompute"]
+    assert again and all("gathered_inputs: keep" in str(saving) and "norm" not in str(saving) for saving in again)
+    for other in (regather, config_of(LLAMA, tp=4, recompute={"gathered_inputs": "keep"})):
+        assert all(saving.key != "recompute.gathered_inputs" for saving in savings(other, 0))
+
+
+def test_what_is_not_legal_is_not_offered() -> None:
+    dropout = config_of(GPT, tp=8, attention="explicit")
+    keys = [saving.key for saving in savings(dropout, 0)]
+    assert "kernels.attention" not in keys, "the fused kernel has no such dropout"
+    assert "parallel.tp" not in keys, "there are 8 heads"
+    assert "parallel.pp" not in keys, "no dp is left to give"
