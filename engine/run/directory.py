@@ -39,7 +39,6 @@ from engine.run import entries as run_entries
 from engine.run.entries import CHECKPOINTS, CONFIG, FINISHED, LOGS, METRICS, SAVED, STARTING_OVER, next_name
 from engine.storage.files import write_atomically
 from engine.storage.state_files import explaining_storage, try_to_write
-from engine.telemetry.record.events import events_file
 
 
 def run_name(config: Config, stem: str, variables: Mapping[str, str]) -> str:
@@ -281,7 +280,7 @@ class RunDirectory:
 
     def events(self, node: int) -> Path:
         """The file in which the ranks of a node of the layout write down events."""
-        return events_file(self.path, node)
+        return run_entries.events_file(self.path, node)
 
     @property
     def wandb_id(self) -> Path:

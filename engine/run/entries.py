@@ -21,11 +21,13 @@ from engine.config.schema import Config, planned_steps
 from engine.config.yaml_text import read_yaml
 from engine.errors import CheckpointError, TriaxisError
 from engine.storage.state_files import kind_of, read_object, read_regular
-from engine.telemetry.record.events import FOLDER as EVENTS
-from engine.telemetry.record.events import OLD_FILE
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
+EVENTS = "events"
+"""The folder of events; it holds a file per node."""
+OLD_FILE = "events.jsonl"
+"""The file of the events of all nodes in runs of earlier versions."""
 SAVED = "saved"
 FINISHED = "finished"
 STARTING_OVER = "starting_over"
@@ -57,6 +59,16 @@ def _attempts(path: Path) -> list[int]:
     logs = path / LOGS
     names = [entry.name for entry in logs.iterdir()] if logs.is_dir() else []
     return [int(match[1]) for name in names if (match := _ATTEMPT.fullmatch(name))]
+
+
+def events_file(run: Path, node: int) -> Path:
+    """Return the path of the file in which the ranks of a node write down events."""
+    return run / EVENTS / f"node_{node:05d}.jsonl"
+
+
+def events_files(run: Path) -> list[Path]:
+    """Find the files of events of a run directory, by node; `events.jsonl` of an older run comes first."""
+    return [path for path in (run / OLD_FILE,) if path.is_file()] + sorted((run / EVENTS).glob("node_*.jsonl"))
 
 
 def check_links(path: Path) -> None:

@@ -5,7 +5,7 @@
     /dev/shm         ranks of one node that do not reach each other's GPU memory talk through files there, megabytes per peer
                      and channel. Docker and Kubernetes give 64 MB unless told otherwise.
 
-The advice stands here once: `triaxis doctor` gives it before a run, and `launch/start/process/failure.py` after NCCL has failed.
+The advice is in `launch/start/process/named_causes.py`, which adds it to NCCL's errors; `triaxis doctor` gives it before a run.
 """
 
 import os
@@ -14,21 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launch.doctor.records import Examination, Finding, Level, LimitFacts
+from launch.start.process.named_causes import LOCKED_MEMORY_ADVICE, SHARED_MEMORY_ADVICE
 
 SMALL_SHARED_BYTES = 64 * 2**20
 """Docker's default (`--shm-size`)."""
 
 _IPC_LOCK = 14
 """Number of CAP_IPC_LOCK (capabilities(7)): a process that has it may lock as much as it likes."""
-
-SHARED_MEMORY_ADVICE = (
-    "See df -h /dev/shm on that node. Start a container with --shm-size=16g or --ipc=host (Kubernetes: mount an emptyDir of medium "
-    "Memory there). Remove what dead jobs have left."
-)
-LOCKED_MEMORY_ADVICE = (
-    "Set it to unlimited where the job is started, which `ulimit -l` in a login shell does not show: --ulimit memlock=-1 for a "
-    "container, LimitMEMLOCK=infinity in the unit of slurmd or containerd, memlock in /etc/security/limits.conf for ssh."
-)
 
 
 def read_limits(

@@ -18,8 +18,9 @@ from engine.checkpoint.format.manifest import parse_manifest
 from engine.config.load import load_config
 from engine.config.schema import Config
 from engine.errors import CheckpointError, TriaxisError
+from engine.run.entries import events_files
 from engine.storage.state_files import explaining_storage, read_object, read_regular, reason
-from engine.telemetry.record.events import Event, events_files, read_events
+from engine.telemetry.record.events import Event, read_events
 from engine.telemetry.record.jsonl import read_records
 
 

@@ -20,8 +20,9 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from engine.telemetry.outlets.format import duration
-from engine.telemetry.outlets.table import Table, cells, columns_of, has_line
+from engine.telemetry.outlets.table import Table, cells, columns_of
 from engine.telemetry.record.metrics import StepMetrics
+from engine.telemetry.timing.phases import has_line
 
 Rows = Sequence[tuple[str, str]]
 """Labels and values; a value may have several lines."""

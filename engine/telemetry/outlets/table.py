@@ -47,11 +47,6 @@ def columns_of(num_steps: int, *, show_mfu: bool) -> tuple[Column, ...]:
     return tuple(column for column in columns if show_mfu or column.head != "MFU")
 
 
-def has_line(step: int, log_interval: int, num_steps: int) -> bool:
-    """Whether a step, counted from 1, has a line: the first, the last and every `log_interval`-th."""
-    return step == 1 or step == num_steps or (step % log_interval == 0 and step < num_steps)
-
-
 def fitting(columns: Sequence[Column], width: int) -> tuple[Column, ...]:
     """The columns, in order, that a terminal of `width` characters has room for."""
     kept = list(columns)

@@ -36,12 +36,13 @@ from engine.config.schema import Config
 from engine.config.telemetry import WandbConfig
 from engine.errors import TriaxisError
 from engine.run.directory import RunDirectory
+from engine.run.entries import OLD_FILE
 from engine.storage.files import write_atomically
 from engine.storage.json_text import parse_json
 from engine.storage.redaction import tree_without_secrets, without_secrets
 from engine.storage.state_files import read_regular
 from engine.telemetry.outlets.sections import sections
-from engine.telemetry.record.events import ALERTS, OLD_FILE, Event, read_events
+from engine.telemetry.record.events import ALERTS, Event, read_events
 from engine.telemetry.record.metrics import StepMetrics
 
 AGAINST_TOKENS = ("loss", "val_loss")

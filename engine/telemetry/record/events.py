@@ -33,14 +33,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+from engine.run.entries import events_files
 from engine.storage.redaction import without_secrets
 from engine.telemetry.record.jsonl import JsonLines, read_records
-
-FOLDER = "events"
-"""Of a run directory; holds a file per node."""
-
-OLD_FILE = "events.jsonl"
-"""Of a run directory: the file of all nodes in runs of earlier versions."""
 
 NOTHING_READ: Mapping[str, int] = MappingProxyType({})
 
@@ -200,16 +195,6 @@ class EventsRead:
     events: Sequence[Event]
     num_unreadable: int
     ends: Mapping[str, int]
-
-
-def events_file(run: Path, node: int) -> Path:
-    """The file in which the ranks of a node write down events."""
-    return run / FOLDER / f"node_{node:05d}.jsonl"
-
-
-def events_files(run: Path) -> list[Path]:
-    """Find the files of events of a run directory, by node; `events.jsonl` of an older run comes first."""
-    return [path for path in (run / OLD_FILE,) if path.is_file()] + sorted((run / FOLDER).glob("node_*.jsonl"))
 
 
 def read_events(run: Path, since: Mapping[str, int] = NOTHING_READ) -> EventsRead:

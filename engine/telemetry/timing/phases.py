@@ -19,6 +19,11 @@ VALIDATION = "validation"
 """The phase whose time belongs to no step."""
 
 
+def has_line(step: int, log_interval: int, num_steps: int) -> bool:
+    """Return whether a step, counted from 1, has a line: the first, the last and every `log_interval`-th."""
+    return step == 1 or step == num_steps or (step % log_interval == 0 and step < num_steps)
+
+
 class Timers:
     """Named spans of host time that leave no gap.
 

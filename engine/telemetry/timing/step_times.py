@@ -26,12 +26,11 @@ from engine.device.host_copy import HostCopy, to_device
 from engine.numerics.precision import AGREEMENT_DTYPE
 from engine.pipeline.actions import Schedule
 from engine.pipeline.lowering import Instruction
-from engine.telemetry.outlets.table import has_line
 from engine.telemetry.timing.bubble import Attribution, num_actions
 from engine.telemetry.timing.clock_offsets import measure_offset
 from engine.telemetry.timing.clocks import HostClock, StreamClock
 from engine.telemetry.timing.marks import MarkedStep, Marks
-from engine.telemetry.timing.phases import BETWEEN
+from engine.telemetry.timing.phases import BETWEEN, has_line
 from engine.telemetry.timing.time_split import Tally, TimeSplit
 from engine.telemetry.timing.timeline import Timeline
 

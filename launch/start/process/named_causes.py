@@ -7,7 +7,14 @@ import re
 import signal
 from dataclasses import dataclass
 
-from launch.doctor.limits import LOCKED_MEMORY_ADVICE, SHARED_MEMORY_ADVICE
+SHARED_MEMORY_ADVICE = (
+    "See df -h /dev/shm on that node. Start a container with --shm-size=16g or --ipc=host (Kubernetes: mount an emptyDir of medium "
+    "Memory there). Remove what dead jobs have left."
+)
+LOCKED_MEMORY_ADVICE = (
+    "Set it to unlimited where the job is started, which `ulimit -l` in a login shell does not show: --ulimit memlock=-1 for a "
+    "container, LimitMEMLOCK=infinity in the unit of slurmd or containerd, memlock in /etc/security/limits.conf for ssh."
+)
 
 
 @dataclass(frozen=True, slots=True)

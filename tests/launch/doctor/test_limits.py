@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from launch.doctor.judge import judge
-from launch.doctor.limits import LOCKED_MEMORY_ADVICE, SHARED_MEMORY_ADVICE, read_limits
+from launch.doctor.limits import read_limits
 from launch.doctor.records import Examination, Finding, Level, LimitFacts
+from launch.start.process.named_causes import LOCKED_MEMORY_ADVICE, SHARED_MEMORY_ADVICE
 from tests.launch.doctor.test_judge import cluster, with_node
 
 MIB = 2**20

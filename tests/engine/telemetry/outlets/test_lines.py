@@ -11,9 +11,9 @@ from engine.config.telemetry import TelemetryConfig
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.pipeline import schedules
 from engine.pipeline.actions import Action, Kind
-from engine.telemetry.outlets.table import has_line
 from engine.telemetry.timing.clocks import HostClock, StreamClock
 from engine.telemetry.timing.marks import Marks
+from engine.telemetry.timing.phases import has_line
 from engine.telemetry.timing.step_times import StepTimes
 from engine.telemetry.timing.timeline import Row, Timeline, merge
 from tests.engine.telemetry.timing.test_marks import Device

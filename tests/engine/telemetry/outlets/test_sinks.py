@@ -17,11 +17,12 @@ import pytest
 from engine.config.schema import Config
 from engine.errors import TriaxisError
 from engine.run.directory import RunDirectory
+from engine.run.entries import OLD_FILE
 from engine.telemetry.outlets.hub import Telemetry
 from engine.telemetry.outlets.sections import sections
 from engine.telemetry.outlets.tensorboard import TensorBoardSink
 from engine.telemetry.outlets.wandb import WandbSink, ending_its_process_after
-from engine.telemetry.record.events import OLD_FILE, EventLog
+from engine.telemetry.record.events import EventLog
 from engine.telemetry.record.metrics import StepMetrics
 from engine.telemetry.timing.time_split import PARTS, TimeSplit
 

@@ -13,17 +13,9 @@ from hypothesis import strategies as st
 
 from engine.config.schema import Config
 from engine.run.directory import RunDirectory
+from engine.run.entries import OLD_FILE, events_file, events_files
 from engine.storage.redaction import REDACTED, without_secrets
-from engine.telemetry.record.events import (
-    ALERTS,
-    OLD_FILE,
-    Event,
-    EventKind,
-    EventLog,
-    events_file,
-    events_files,
-    read_events,
-)
+from engine.telemetry.record.events import ALERTS, Event, EventKind, EventLog, read_events
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

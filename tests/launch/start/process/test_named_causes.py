@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.doctor.limits import LOCKED_MEMORY_ADVICE, SHARED_MEMORY_ADVICE
 from launch.start.process.failure import describe
-from launch.start.process.named_causes import BUS_ERROR, named_causes
+from launch.start.process.named_causes import BUS_ERROR, LOCKED_MEMORY_ADVICE, SHARED_MEMORY_ADVICE, named_causes
 from tests.launch.start.process.test_failure import START_SECONDS, failure, write_log
 
 SHARED = [
