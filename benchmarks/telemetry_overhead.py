@@ -36,6 +36,7 @@ from engine.config.telemetry import TelemetryConfig
 from engine.layout.rank_grid import RankGrid
 from engine.pipeline.actions import Action, Kind, Schedule
 from engine.run.garbage import GarbageCollection
+from engine.run.phases import Phase
 from engine.telemetry.timing.bubble import Attribution, num_actions
 from engine.telemetry.timing.clocks import HostClock
 from engine.telemetry.timing.marks import Marks
@@ -103,11 +104,11 @@ def compare(stepping: Stepping, most_rounds: int, seconds: float, log_interval: 
     def measured_step() -> None:
         nonlocal steps_made
         topology.ledger.clock, engine.executor.observer = listening, times.instruction
-        times.phase("data")
+        times.phase(Phase.DATA)
         microbatches = batches.next_step()
-        times.phase("forward_backward")
+        times.phase(Phase.FORWARD_BACKWARD)
         counts = engine.forward_backward(microbatches)
-        times.phase("optimizer")
+        times.phase(Phase.OPTIMIZER)
         engine.update(counts, LEARNING_RATE).wait()
         times.end_step()
         steps_made += 1
@@ -160,7 +161,7 @@ def seconds_per_mark(num_marks: int = 5_000) -> float:
     best = float("inf")
     for _ in range(5):
         marks, tally = Marks(clock, lambda step: True, 0), Tally()
-        marks.phase("forward_backward")
+        marks.phase(Phase.FORWARD_BACKWARD)
         marks.instruction(Action(Kind.F, 0, 0))
         start = time.thread_time()
         for _ in range(num_marks // 2):

@@ -1,4 +1,4 @@
-"""Training, on one page. `build` assembles one rank's engine; `train` is the loop.
+"""Training, on one page. `build` assembles one rank's engine; `train` is the loop, and `train_steps` its inner one.
 
     Config -> ParallelSizes -> Topology -> partition -> [chunks] -> Schedule -> Executor -> GradBuffers -> DistributedOptimizer
 
@@ -7,10 +7,12 @@ place in the topology.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from engine.checkpoint.format.manifest import TrainingState
 from engine.checkpoint.saving import Checkpoints
 from engine.comm.runtime import allocator_retries
 from engine.comm.stop import Stop, StopRequest
@@ -27,8 +29,9 @@ from engine.pipeline import schedules
 from engine.pipeline.executor import Executor
 from engine.pipeline.programs import Programs
 from engine.run.garbage import GarbageCollection
+from engine.run.phases import Phase
 from engine.run.validation import StepSource, Validation
-from engine.step import Chunk, Engine, PendingResult, StepResult
+from engine.step import Chunk, Engine, FinishedStep, RollbackRequested, StepResult, StepsInFlight
 from engine.tensor_parallel.initial_weights import initialize
 from engine.tensor_parallel.parameter import ShardedParameter
 
@@ -39,25 +42,51 @@ ModelBuilder = Callable[
 
 
 class Observer(Protocol):
-    """Who is told what happens (`engine.telemetry`); called on every rank.
+    """A follower of the loop (`engine.telemetry`), called on every rank; steps count from 0.
 
-    `end_step` closes the time of a step; `on_step` tells its numbers, later where they were still on the device.
+    `end_step` closes the time of a step. `on_step` has its numbers, later where they were still on the device.
     """
 
+    def phase(self, phase: Phase) -> None: ...
     def end_step(self) -> None: ...
     def on_step(self, step: int, result: StepResult, lr: float) -> None: ...
     def on_validation(self, step: int, loss: float) -> None: ...
     def on_validation_left_out(self, step: int) -> None: ...
     def on_allocator_retry(self, step: int, num_ranks: int) -> None: ...
-    def phase(self, name: str) -> None: ...
+    def on_rollback(self, step: int) -> None: ...
 
 
 class StepGuard(Protocol):
-    """Who decides what a step's numbers mean for the run (`engine.resilience.guard`), on every rank alike."""
+    """The judge of a step's numbers (`engine.resilience.guard`), on every rank alike."""
 
     def loss_limit(self, step: int) -> float: ...
     def before_update(self, step: int) -> None: ...
     def judge(self, step: int, result: StepResult) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRun:
+    """One rank's engine, and everything that follows its steps.
+
+    Attributes:
+        engine: from `build`.
+        open_batches: opens the training batches at a number of consumed samples, without those that the run leaves out by then.
+        open_validation: opens the validation batches at their beginning; None: no validation.
+        observer: receives every step and validation.
+        checkpoints: saves what and when the configuration says.
+        stop: requests of this rank to stop, and what all ranks agreed on.
+        guard: judges each step; what it raises ends the loop, on every rank after the same step.
+        rollback: loads the newest checkpoint from before a step, and leaves the step's samples out from then on.
+    """
+
+    engine: Engine
+    open_batches: Callable[[int], StepSource]
+    open_validation: Callable[[], StepSource] | None
+    observer: Observer
+    checkpoints: Checkpoints
+    stop: StopRequest
+    guard: StepGuard
+    rollback: Callable[[RollbackRequested], TrainingState]
 
 
 def build(
@@ -118,105 +147,92 @@ def build(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Posted:
-    """A step whose numbers were not read yet."""
+def train(run: TrainingRun, consumed_samples: int, *, validation_is_due: bool = False) -> tuple[Stop | None, int]:
+    """Train from `consumed_samples` on to the last step, or until all ranks agree to stop.
 
-    step: int
-    lr: float
-    result: PendingResult
-
-
-def train(
-    engine: Engine,
-    batches: StepSource,
-    open_validation: Callable[[], StepSource] | None,
-    observer: Observer,
-    checkpoints: Checkpoints,
-    stop: StopRequest,
-    guard: StepGuard,
-    *,
-    validation_is_due: bool = False,
-) -> Stop | None:
-    """Train to the last step, or until all ranks agree to stop; returns why it stopped, None after the last step.
-
-    The samples of a step depend on `consumed_samples` alone.
-
-    A step's numbers are read when the next one is posted, so that a GPU always has work; before a validation, a fingerprint or a
-    save they are read at once. A stop that was agreed in a step comes after the one that is posted by then: it is saved whatever
-    the interval. A stop also ends a validation (`engine/run/validation.py`): its step is saved, and the next attempt
-    validates first.
+    A step that the guard wants undone sends the run back to a checkpoint, as often as `resilience.max_rollbacks` allows.
 
     Args:
-        engine: from `build`.
-        batches: the training batches, at the first sample to consume.
-        open_validation: opens the validation batches at their beginning; None: no validation.
-        observer: told of every step and validation.
-        checkpoints: saves what and when the configuration says.
-        stop: what this rank is asked.
-        guard: judges each step; what it raises ends the loop, on every rank after the same step.
+        run: of this rank.
+        consumed_samples: of the training data, by the checkpoint or attempt before.
         validation_is_due: the attempt before has stopped without the validation of its last step, which comes first now.
+
+    Returns:
+        Why the run stopped (None after the last step), and the samples that are consumed.
 
     Raises:
         DivergenceError: loss or gradients are not finite; on every rank, before any weight changes.
         SaveError: the last checkpoint could not be written; on every rank.
     """
-    config, plan = engine.config, engine.plan
-    validation = Validation(engine, open_validation, observer, stop)
-    first_step = batches.consumed_samples // plan.samples_per_step
-    unread: list[_Posted] = []
-    stops = False
+    while True:
+        with closing(run.open_batches(consumed_samples)) as batches:
+            try:
+                stopped = train_steps(run, batches, validation_is_due=validation_is_due)
+                return stopped, batches.consumed_samples
+            except RollbackRequested as request:
+                run.checkpoints.settle()
+                state = run.rollback(request)
+                run.observer.on_rollback(state.step)
+                consumed_samples, validation_is_due = state.consumed_samples, state.validation_is_due
 
-    def read(*, newest: bool) -> None:
-        results = [posted.result.read() for posted in (unread if newest else unread[:-1])]
-        for result in results:
-            stop.hear(result.stop)
-        if stop.agreed is not None and len(results) < len(unread):
-            results.append(unread[-1].result.read())
-        observer.end_step()
-        for each, result in zip(unread, results, strict=False):
-            guard.judge(each.step, result)
-            observer.on_step(each.step, result, each.lr)
-            checkpoints.agreed(result.flags)
-            if result.num_retried and engine.receive_late():
-                observer.on_allocator_retry(each.step, result.num_retried)
-        del unread[: len(results)]
 
-    def ends(*, is_last: bool, is_validated: bool) -> bool:
-        return stop.agreed is not None and not (is_last and is_validated)
+def train_steps(run: TrainingRun, batches: StepSource, *, validation_is_due: bool = False) -> Stop | None:
+    """Make the steps that follow the batches' `consumed_samples`; returns why the run stopped, None after the last step.
+
+    The samples of a step depend on `consumed_samples` alone.
+
+    A step's numbers are read when the next one is posted; before a validation, a fingerprint or a save they are read at once. A
+    stop that was agreed in a step comes after the one that is posted by then: it is saved whatever the interval. A stop also ends
+    a validation (`engine/run/validation.py`): its step is saved, and the next attempt validates first.
+    """
+    engine, observer, checkpoints, stop = run.engine, run.observer, run.checkpoints, run.stop
+    num_steps, first_step = engine.plan.num_steps, batches.consumed_samples // engine.plan.samples_per_step
+    validation = Validation(engine, run.open_validation, observer, stop)
+    in_flight, stops = StepsInFlight(), False
 
     if validation_is_due and validation.is_due(first_step - 1):
         is_validated = validation.make(first_step - 1)
         # What a stop would save here is the checkpoint that this attempt has begun from.
-        stops = ends(is_last=first_step == plan.num_steps, is_validated=is_validated)
+        stops = stop.agreed is not None and not (is_validated and first_step == num_steps)
 
-    with GarbageCollection(config.runtime.gc_interval) as garbage:
-        for step in range(first_step, first_step if stops else plan.num_steps):
-            observer.phase("data")
+    with GarbageCollection(engine.config.runtime.gc_interval) as garbage:
+        for step in range(first_step, first_step if stops else num_steps):
+            is_last, validates = step + 1 == num_steps, validation.is_due(step)
+            observer.phase(Phase.DATA)
             microbatches = batches.next_step()
-            observer.phase("forward_backward")
+
+            observer.phase(Phase.FORWARD_BACKWARD)
             counts = engine.forward_backward(microbatches)
-            observer.phase("optimizer")
-            lr = learning_rate(step, config.optimizer, plan.num_steps)
-            guard.before_update(step)
-            limit = guard.loss_limit(step)
-            unread.append(_Posted(step, lr, engine.update(counts, lr, checkpoints.flags(), stop.flags(), limit)))
-            is_last = step + 1 == plan.num_steps
-            validates = validation.is_due(step)
-            read(newest=is_last or validates or checkpoints.is_due(step + 1, is_last=is_last))
+
+            observer.phase(Phase.OPTIMIZER)
+            run.guard.before_update(step)
+            lr, limit = learning_rate(step, engine.config.optimizer, num_steps), run.guard.loss_limit(step)
+            in_flight.post(step, lr, engine.update(counts, lr, checkpoints.flags(), stop.flags(), limit))
+            reads_all = is_last or validates or checkpoints.is_due(step + 1, is_last=is_last)
+            finished = in_flight.read(stop, newest=reads_all)
+            observer.end_step()
+            for each in finished:
+                _after_update(run, each)
+
             is_validated = not validates or validation.make(step)
-            stops = ends(is_last=is_last, is_validated=is_validated)
-            observer.phase("checkpoint")
-            checkpoints.after_step(
-                step + 1,
-                batches.consumed_samples,
-                lr,
-                is_last=is_last or stops,
-                validation_is_due=not is_validated,
-            )
+            stops = stop.agreed is not None and not (is_validated and is_last)
+
+            observer.phase(Phase.CHECKPOINT)
+            consumed, ends = batches.consumed_samples, is_last or stops
+            checkpoints.after_step(step + 1, consumed, lr, is_last=ends, validation_is_due=not is_validated)
             garbage.after_step(step + 1)
             if stops:
                 break
-    observer.phase("checkpoint")
+    observer.phase(Phase.CHECKPOINT)
     checkpoints.finish()
     return stop.agreed if stops else None
+
+
+def _after_update(run: TrainingRun, finished: FinishedStep) -> None:
+    """Judge a step whose numbers were read, and hand them on."""
+    result = finished.result
+    run.guard.judge(finished.step, result)
+    run.observer.on_step(finished.step, result, finished.lr)
+    run.checkpoints.agreed(result.flags)
+    if result.num_retried and run.engine.receive_late():
+        run.observer.on_allocator_retry(finished.step, result.num_retried)

@@ -28,7 +28,7 @@ from engine.data.datasets import Datasets, open_datasets
 from engine.data.loader import Batches
 from engine.errors import CheckpointError, TriaxisError
 from engine.resilience.guard import Guard
-from engine.resilience.rollback import Rollback, train_through
+from engine.resilience.rollback import Rollback
 from engine.run.directory import RunDirectory
 from engine.step import Engine
 from engine.telemetry.observer import TrainingObserver, peak_memory_of_ranks
@@ -38,7 +38,7 @@ from engine.telemetry.outlets.hub import Telemetry, open_telemetry
 from engine.telemetry.outlets.rank_log import Streams, rank_log
 from engine.telemetry.outlets.resilience_notices import TroubleNotices
 from engine.telemetry.record.metrics import Meter
-from engine.train import build
+from engine.train import TrainingRun, build, train
 from launch.rank.banner import corpus_entropies, count_parameters, describe, predicted_memory
 from launch.rank.batches import open_batches
 from launch.rank.directory import RefusedError, begin_attempt, open_directory
@@ -254,18 +254,9 @@ def _train_and_report(
     try:
         with way_out.bounded(agreed=(CheckpointError,)), explaining_memory(config, engine.topology, engine, snapshot):
             validation = None if valid is None else lambda: open_batches(engine, valid)
-            stopped, consumed_samples = train_through(
-                engine,
-                beginning.state.consumed_samples,
-                open_training,
-                validation,
-                observer,
-                checkpoints,
-                stop,
-                guard,
-                rollback,
-                validation_is_due=beginning.state.validation_is_due,
-            )
+            run = TrainingRun(engine, open_training, validation, observer, checkpoints, stop, guard, rollback)
+            state = beginning.state
+            stopped, consumed_samples = train(run, state.consumed_samples, validation_is_due=state.validation_is_due)
             finish_step_times(times, directory, telemetry)
     finally:
         hang_watch.close()

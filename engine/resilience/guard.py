@@ -18,7 +18,7 @@ from engine.checkpoint.history import RunHistory
 from engine.errors import DivergenceError, ReplicaError
 from engine.resilience.nonfinite import Finding, locate
 from engine.resilience.replicas import ReplicaCheck
-from engine.step import Engine, StepResult, explain
+from engine.step import Engine, RollbackRequested, StepResult, explain
 from engine.telemetry.record.events import EventKind
 
 
@@ -33,15 +33,6 @@ class OneStep(Protocol):
 
     def next_step(self) -> Sequence[Any]: ...
     def close(self) -> None: ...
-
-
-class GoBack(Exception):  # noqa: N818 - a decision, no error
-    """The run is to go back to before step number `step` (from 0), and to leave its samples out; on every rank at once."""
-
-    def __init__(self, step: int, why: str) -> None:
-        super().__init__(why)
-        self.step = step
-        self.why = why
 
 
 class Guard:
@@ -81,7 +72,7 @@ class Guard:
 
         Raises:
             DivergenceError: the run cannot go on.
-            GoBack: it is to go on from a checkpoint.
+            RollbackRequested: it is to go on from a checkpoint.
             ReplicaError: ranks that should hold the same weights do not.
         """
         self._check_replicas(step)
@@ -105,7 +96,7 @@ class Guard:
             return
         self._notices.on_trouble(kind, step, message, policy=policy, **details)
         if policy == "rollback":
-            raise GoBack(step, error)
+            raise RollbackRequested(step, (first, stop), error)
         if policy == "skip":
             raise DivergenceError(
                 f"{error} {self._config.max_skips_in_a_row} updates in a row were left out "

@@ -15,6 +15,7 @@ from contextlib import closing
 from typing import Any, Protocol
 
 from engine.comm.stop import StopRequest
+from engine.run.phases import Phase
 from engine.step import Engine
 
 
@@ -32,7 +33,7 @@ class ValidationObserver(Protocol):
 
     def on_validation(self, step: int, loss: float) -> None: ...
     def on_validation_left_out(self, step: int) -> None: ...
-    def phase(self, name: str) -> None: ...
+    def phase(self, phase: Phase) -> None: ...
 
 
 class Validation:
@@ -75,7 +76,7 @@ class Validation:
         assert self._open_batches is not None, "a validation without batches"
         self._num_made = 0
         if self._stop.agreed is None:
-            self._observer.phase("validation")
+            self._observer.phase(Phase.VALIDATION)
             with closing(self._open_batches()) as source:
                 loss = self._engine.evaluate(self._batches(source))
             if self._num_made == self._num_batches:

@@ -19,11 +19,12 @@ from engine.comm.gather import Gathering
 from engine.comm.topology import Topology
 from engine.device.host_copy import to_device
 from engine.numerics.precision import AGREEMENT_DTYPE
+from engine.run.phases import Phase
 from engine.step import StepResult
 from engine.telemetry.outlets.hub import Telemetry
 from engine.telemetry.outlets.memory_check import MemoryCheck
 from engine.telemetry.record.metrics import Meter
-from engine.telemetry.timing.phases import VALIDATION, Timers
+from engine.telemetry.timing.phases import Timers
 from engine.telemetry.timing.slow_ranks import SlowRanks
 from engine.telemetry.timing.step_times import StepTimes
 from engine.telemetry.trace.profile import StepWatcher
@@ -33,7 +34,7 @@ from engine.telemetry.trace.profile import StepWatcher
 class _Ended:
     """A step whose numbers are not known yet."""
 
-    spans_seconds: dict[str, float]
+    spans_seconds: dict[Phase, float]
     unix_time_seconds: float
     peak_memory_bytes: int
 
@@ -79,15 +80,15 @@ class TrainingObserver:
         self._memory = memory
         self._ended: deque[_Ended] = deque()
 
-    def phase(self, name: str) -> None:
-        """The loop goes on to `name`: data, step, validation."""
-        if name != VALIDATION:
+    def phase(self, phase: Phase) -> None:
+        """Follow the loop to its next phase."""
+        if phase is not Phase.VALIDATION:
             self._telemetry.flush()
         if self._telemetry.report is not None:
-            self._telemetry.report.phase(VALIDATION if name == VALIDATION else "training")
-        self._timers.phase(name)
+            self._telemetry.report.phase(Phase.VALIDATION if phase is Phase.VALIDATION else "training")
+        self._timers.phase(phase)
         for watcher in self._watchers:
-            watcher.phase(name)
+            watcher.phase(phase)
 
     def end_step(self) -> None:
         """The host is through with a step; `on_step` will tell of it, in order."""

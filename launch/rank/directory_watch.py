@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from engine.pipeline.lowering import Instruction
 from engine.run.directory import RunDirectory
+from engine.run.phases import Phase
 from engine.telemetry.outlets.hub import Telemetry
 
 LOOK_SECONDS = 1.0
@@ -38,7 +39,7 @@ class DirectoryWatch:
         self._failed = False
         self._num_said = 0
 
-    def phase(self, name: str) -> None:
+    def phase(self, phase: Phase) -> None:
         """Look at the directory, at most once in `LOOK_SECONDS`.
 
         Raises:

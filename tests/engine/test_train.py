@@ -5,12 +5,13 @@ from typing import Any, cast
 
 import pytest
 
+from engine.checkpoint.format.manifest import TrainingState
 from engine.checkpoint.saving import Checkpoints
 from engine.comm.stop import NO_STOP, Stop, StopRequest
 from engine.config.schema import Config, batch_plan
 from engine.errors import DivergenceError
-from engine.step import NO_FLAGS, Engine, StepResult
-from engine.train import train
+from engine.step import NO_FLAGS, Engine, RollbackRequested, StepResult
+from engine.train import TrainingRun, train_steps
 
 Log = list[tuple[str, int]]
 
@@ -73,17 +74,21 @@ class Loop:
 
     def run(self, *, validation_is_due: bool = False) -> Log:
         validation = (lambda: Endless(self.log)) if self.config.train.eval_interval else None
-        self.ended = train(
+        run = TrainingRun(
             cast(Engine, self),
-            self,
+            lambda consumed_samples: self,
             validation,
             self,
             cast(Checkpoints, self),
             self.request,
             self,
-            validation_is_due=validation_is_due,
+            rollback=self._no_rollback,
         )
+        self.ended = train_steps(run, self, validation_is_due=validation_is_due)
         return self.log
+
+    def _no_rollback(self, request: RollbackRequested) -> TrainingState:
+        raise AssertionError("no policy asks for it")
 
     # The engine
 
@@ -152,6 +157,8 @@ class Loop:
 
     def on_validation_left_out(self, step: int) -> None:
         self.log.append(("left out", step))
+
+    def on_rollback(self, step: int) -> None: ...
 
     def on_allocator_retry(self, step: int, num_ranks: int) -> None:
         assert num_ranks == 3

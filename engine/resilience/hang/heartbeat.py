@@ -33,6 +33,7 @@ import psutil
 from engine.errors import NoRoomError, TriaxisError
 from engine.pipeline.actions import Action
 from engine.pipeline.lowering import Instruction
+from engine.run.phases import FIRST, Phase
 from engine.storage.state_files import read_regular
 
 LAYOUT = 0x0154_5249_4158_0001
@@ -43,9 +44,6 @@ _BEATS, _STEP, _POSITION, _PEER, _BEGUN = 4, 5, 6, 7, 8
 _NUM_WORDS = 10
 _TEXTS = {"phase": 128, "op": 160, "axis": 192, "purpose": 224}
 _TEXT_BYTES = {"phase": 32, "op": 32, "axis": 32, "purpose": 96}
-
-FIRST_PHASE = "data"
-"""The phase with which a step begins (`engine.train.train`)."""
 
 NO_PEER = -1
 
@@ -191,13 +189,13 @@ class Heartbeat:
         """Hear of a ledger's waits, before the one who heard of them until now."""
         self._other, ledger.clock = ledger.clock, self
 
-    def phase(self, name: str) -> None:
-        """The loop goes on to the phase `name`; a step begins with its first phase."""
-        if name == FIRST_PHASE:
+    def phase(self, phase: Phase) -> None:
+        """Follow the loop to its next phase; a step begins with its first one."""
+        if phase == FIRST:
             self._words[_STEP] += 1
             self._words[_BEGUN] += 1
         self._words[_POSITION] = 0
-        self._write("phase", name)
+        self._write("phase", phase)
         self._words[_BEATS] += 1
 
     def begin(self, step: int) -> None:

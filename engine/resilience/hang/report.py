@@ -18,11 +18,12 @@ from engine.layout.rank_grid import RankGrid
 from engine.pipeline.actions import Action, Kind, Schedule
 from engine.pipeline.lowering import feeding_transfer
 from engine.resilience.hang.heartbeat import NO_PEER, Beat
+from engine.run.phases import Phase
 
 _SHOWN = 12
 """Ranks that are told of one by one."""
 
-_PHASES = ("", "data", "forward_backward", "optimizer", "validation", "checkpoint")
+_PHASES = ("", Phase.DATA, Phase.FORWARD_BACKWARD, Phase.OPTIMIZER, Phase.VALIDATION, Phase.CHECKPOINT)
 """Of a step, in order."""
 
 _KINDS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
@@ -218,19 +219,19 @@ class Report:
         beat = words.beat
         if beat is None:
             return "was not seen"
-        if beat.phase == "data":
+        if beat.phase == Phase.DATA:
             return f"is reading the data of step {beat.step:,}"
-        if beat.phase == "forward_backward" and (action := self._action(beat)) is not None:
+        if beat.phase == Phase.FORWARD_BACKWARD and (action := self._action(beat)) is not None:
             chunk = f", chunk {action.chunk}," if self._scene.grid.sizes.vpp > 1 else ""
             return f"is in the {_KINDS[action.kind]} of microbatch {action.microbatch}{chunk} of step {beat.step:,}"
-        if beat.phase == "forward_backward":
+        if beat.phase == Phase.FORWARD_BACKWARD:
             return f"is between forwards and backwards of step {beat.step:,}"
-        if beat.phase in ("validation", "checkpoint"):
+        if beat.phase in (Phase.VALIDATION, Phase.CHECKPOINT):
             return f"is in the {beat.phase} after step {beat.step:,}"
         return f"is in the {beat.phase} of step {beat.step:,}" if beat.phase else "is not in a step yet"
 
     def _schedule(self, beat: Beat) -> Schedule:
-        return self._scene.forward_schedule if beat.phase == "validation" else self._scene.train_schedule
+        return self._scene.forward_schedule if beat.phase == Phase.VALIDATION else self._scene.train_schedule
 
     def _action(self, beat: Beat) -> Action | None:
         """Return the action of its schedule that a rank is in; None: in none."""

@@ -32,6 +32,7 @@ from typing import Any
 
 from engine.resilience.hang.heartbeat import Beat, Heartbeat, started_at
 from engine.resilience.hang.report import LastWords, Report, Scene
+from engine.run.phases import Phase
 from engine.storage.files import write_atomically
 from engine.storage.redaction import without_secrets
 from engine.storage.state_files import read_object
@@ -284,7 +285,7 @@ class HangWatch:
 
 def may_hang(beat: Beat) -> bool:
     """Whether standing still says something: not before the first step, and not while this rank writes to its disk."""
-    return bool(beat.phase) and (beat.phase != "checkpoint" or bool(beat.op))
+    return bool(beat.phase) and (beat.phase != Phase.CHECKPOINT or bool(beat.op))
 
 
 def write_words(path: Path, words: LastWords) -> None:

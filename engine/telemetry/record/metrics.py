@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from engine.config.schema import BatchPlan, Config
+from engine.run.phases import Phase
 from engine.telemetry.record.flops import Peak, hardware_flops_per_token, known_peak, model_flops_per_token
-from engine.telemetry.timing.phases import VALIDATION
 from engine.telemetry.timing.time_split import TimeSplit
 
 
@@ -110,12 +110,12 @@ class Meter:
         loss_tokens: int,
         lr: float,
         grad_norm: float,
-        spans_seconds: Mapping[str, float],
+        spans_seconds: Mapping[Phase, float],
         unix_time_seconds: float,
         peak_memory_bytes: int,
     ) -> StepMetrics:
         """The record of a step that has ended; `step` counts from 1."""
-        spans = {name: seconds for name, seconds in spans_seconds.items() if name != VALIDATION}
+        spans = {phase.value: seconds for phase, seconds in spans_seconds.items() if phase is not Phase.VALIDATION}
         step_time_seconds = sum(spans.values())
         tokens_per_second = self._plan.tokens_per_step / step_time_seconds
         teratokens_per_device = tokens_per_second / self._world_size / 1e12

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from engine.pipeline.lowering import Instruction
-from engine.telemetry.timing.phases import BETWEEN
+from engine.run.phases import Phase
 
 
 class Waited(Protocol):
@@ -35,7 +35,7 @@ class Waited(Protocol):
 class Doing(NamedTuple):
     """What a rank does between two marks: the innermost of the three that are there."""
 
-    phase: str
+    phase: Phase
     instruction: Instruction | None = None
     wait: Waited | None = None
 
@@ -80,15 +80,15 @@ class Marks:
     def __init__(self, clock: Clock, wants: Callable[[int], bool], steps_made: int) -> None:
         self._clock = clock
         self._wants = wants
-        self._phase = BETWEEN
+        self._phase = Phase.OTHER
         self._instruction: Instruction | None = None
         self._running: MarkedStep | None = None
         self._ended: deque[MarkedStep] = deque()
         self._start(steps_made + 1)
 
-    def phase(self, name: str) -> None:
-        """The loop goes on to the phase `name`."""
-        self._phase, self._instruction = name, None
+    def phase(self, phase: Phase) -> None:
+        """Follow the loop to its next phase."""
+        self._phase, self._instruction = phase, None
         self._go_on(None)
 
     def instruction(self, instruction: Instruction | None) -> None:
@@ -106,7 +106,7 @@ class Marks:
 
     def end_step(self) -> None:
         """End the running step and begin the next one; both share one mark, so that no time between them is lost."""
-        self._phase, self._instruction = BETWEEN, None
+        self._phase, self._instruction = Phase.OTHER, None
         mark = None
         if self._running is not None:
             mark = self._clock.mark()
@@ -125,7 +125,7 @@ class Marks:
     def restart(self, steps_made: int) -> None:
         """The run goes back: what was marked and not taken is forgotten."""
         self._ended.clear()
-        self._phase, self._instruction = BETWEEN, None
+        self._phase, self._instruction = Phase.OTHER, None
         self._start(steps_made + 1)
 
     def close(self) -> None:

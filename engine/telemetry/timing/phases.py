@@ -1,7 +1,7 @@
 """Where the time of a step goes, on the host's clock (no torch here).
 
-    phase("data") ---- phase("step") -------------------- end_step()  phase("validation") ---- phase("data") ...
-         data      |            step                    |   other   |      validation        |
+    phase(DATA) ---- phase(FORWARD_BACKWARD) ------------ end_step()  phase(VALIDATION) ----- phase(DATA) ...
+         data      |      forward_backward              |   other   |      validation        |
          `------------------ this step's spans --------'`----- the next step's spans ------...
 
 One phase is running at any time, so the spans of a step add up to the time between two ends of steps, by construction.
@@ -12,11 +12,7 @@ launched in one phase and waited for in the next count there; over several steps
 import time
 from collections.abc import Callable
 
-BETWEEN = "other"
-"""The phase that runs when nobody has named one."""
-
-VALIDATION = "validation"
-"""The phase whose time belongs to no step."""
+from engine.run.phases import Phase
 
 
 def has_line(step: int, log_interval: int, num_steps: int) -> bool:
@@ -33,22 +29,22 @@ class Timers:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._phase = BETWEEN
+        self._phase = Phase.OTHER
         self._since_seconds = clock()
-        self._spans_seconds: dict[str, float] = {}
+        self._spans_seconds: dict[Phase, float] = {}
 
-    def phase(self, name: str) -> None:
-        """End the running phase and start `name`; a phase that comes twice in a step is added up."""
+    def phase(self, phase: Phase) -> None:
+        """End the running phase and start another; a phase that comes twice in a step is added up."""
         now = self._clock()
         self._spans_seconds[self._phase] = self._spans_seconds.get(self._phase, 0.0) + now - self._since_seconds
-        self._phase, self._since_seconds = name, now
+        self._phase, self._since_seconds = phase, now
 
     def running_seconds(self) -> float:
         """How long the running phase has been running."""
         return self._clock() - self._since_seconds
 
-    def end_step(self) -> dict[str, float]:
-        """Seconds by phase since the last end of a step; what follows is `BETWEEN` until a phase is named."""
-        self.phase(BETWEEN)
+    def end_step(self) -> dict[Phase, float]:
+        """Seconds by phase since the last end of a step; what follows is `Phase.OTHER` until a phase is named."""
+        self.phase(Phase.OTHER)
         spans, self._spans_seconds = self._spans_seconds, {}
         return spans

@@ -26,11 +26,12 @@ from engine.device.host_copy import HostCopy, to_device
 from engine.numerics.precision import AGREEMENT_DTYPE
 from engine.pipeline.actions import Schedule
 from engine.pipeline.lowering import Instruction
+from engine.run.phases import Phase
 from engine.telemetry.timing.bubble import Attribution, num_actions
 from engine.telemetry.timing.clock_offsets import measure_offset
 from engine.telemetry.timing.clocks import HostClock, StreamClock
 from engine.telemetry.timing.marks import MarkedStep, Marks
-from engine.telemetry.timing.phases import BETWEEN, has_line
+from engine.telemetry.timing.phases import has_line
 from engine.telemetry.timing.time_split import Tally, TimeSplit
 from engine.telemetry.timing.timeline import Timeline
 
@@ -83,9 +84,9 @@ class StepTimes:
         self._marks = Marks(clock, self._wants, steps_made)
         topology.ledger.clock = self._marks
 
-    def phase(self, name: str) -> None:
-        """The loop goes on to the phase `name`."""
-        self._marks.phase(name)
+    def phase(self, phase: Phase) -> None:
+        """Follow the loop to its next phase."""
+        self._marks.phase(phase)
 
     def instruction(self, instruction: Instruction | None) -> None:
         """An observer of an executor (`engine.pipeline.executor.Executor`)."""
@@ -94,7 +95,7 @@ class StepTimes:
     def end_step(self) -> None:
         """The host is through with a step."""
         self._step += 1
-        self._marks.phase(BETWEEN)
+        self._marks.phase(Phase.OTHER)
         self._compare_clocks()
         self._marks.end_step()
 

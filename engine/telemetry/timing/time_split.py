@@ -22,8 +22,8 @@ from typing import Any, Literal, get_args
 
 from engine.pipeline.actions import Action
 from engine.pipeline.lowering import Post
+from engine.run.phases import Phase
 from engine.telemetry.timing.marks import Doing, Waited
-from engine.telemetry.timing.phases import VALIDATION
 
 Part = Literal[
     "compute",
@@ -51,13 +51,13 @@ USUAL = len(SPANS)
 def span_of(doing: Doing) -> str | None:
     """Which of `SPANS` what a rank does belongs to; None: to no step."""
     phase, instruction, wait = doing
-    if phase == VALIDATION:
+    if phase is Phase.VALIDATION:
         return None
-    if phase not in ("forward_backward", "optimizer"):
-        return phase if phase in ("data", "checkpoint") else "other"
+    if phase not in (Phase.FORWARD_BACKWARD, Phase.OPTIMIZER):
+        return phase if phase in (Phase.DATA, Phase.CHECKPOINT) else Phase.OTHER
     if wait is not None:
         return _span_of_wait(wait)
-    if phase == "optimizer":
+    if phase is Phase.OPTIMIZER:
         return "optimizer"
     if instruction is None:
         return "other"
@@ -139,7 +139,7 @@ class Tally:
                 way.ends_wait += seconds
             instruction = doing.instruction
             # A step that is made again between two steps, to find what is not finite in it, is none of the pipeline's.
-            if instruction is None or doing.phase != "forward_backward":
+            if instruction is None or doing.phase is not Phase.FORWARD_BACKWARD:
                 continue
             if not has_begun:
                 has_begun, way.begin = True, start

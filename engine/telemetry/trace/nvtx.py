@@ -15,7 +15,8 @@ from collections.abc import Callable
 import torch
 
 from engine.pipeline.lowering import Instruction
-from engine.telemetry.trace.profile import FIRST_PHASE, instruction_name
+from engine.run.phases import FIRST, Phase
+from engine.telemetry.trace.profile import instruction_name
 
 
 class NvtxRanges:
@@ -38,14 +39,14 @@ class NvtxRanges:
         self._pop = pop
         self._depth = 0
 
-    def phase(self, name: str) -> None:
-        """The loop goes on to the phase `name`; a step begins with its first phase."""
-        if name == FIRST_PHASE:
+    def phase(self, phase: Phase) -> None:
+        """Follow the loop to its next phase; a step begins with its first one."""
+        if phase == FIRST:
             self._step += 1
             self._go_out_to(0)
             self._enter(f"step {self._step}")
         self._go_out_to(1)
-        self._enter(name)
+        self._enter(phase)
 
     def instruction(self, instruction: Instruction | None) -> None:
         """An observer of an executor (`engine.pipeline.executor.Executor`)."""

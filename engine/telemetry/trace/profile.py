@@ -17,9 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from engine.config.telemetry import ProfileConfig
 from engine.pipeline.lowering import Instruction, Post
-
-FIRST_PHASE = "data"
-"""The phase with which a step begins (`engine.train.train`)."""
+from engine.run.phases import FIRST, Phase
 
 POST = "post"
 """Range of a group call; sends and receives of its messages are in it."""
@@ -33,7 +31,7 @@ def instruction_name(instruction: Instruction) -> str:
 class StepWatcher(Protocol):
     """Who follows a rank through its steps: told of the loop's phases, and of the instructions of its executor."""
 
-    def phase(self, name: str) -> None: ...
+    def phase(self, phase: Phase) -> None: ...
     def instruction(self, instruction: Instruction | None) -> None: ...
     def close(self) -> None: ...
 
@@ -66,9 +64,9 @@ class StepProfiler:
         self._phase: record_function | None = None
         self._instruction: record_function | None = None
 
-    def phase(self, name: str) -> None:
-        """The loop goes on to the phase `name`; traced steps begin and end here."""
-        if name == FIRST_PHASE:
+    def phase(self, phase: Phase) -> None:
+        """Follow the loop to its next phase; traced steps begin and end here."""
+        if phase == FIRST:
             self._step += 1
             if self._step in self._steps and self._profile is None:
                 self._profile = profile(activities=self._activities)
@@ -77,7 +75,7 @@ class StepProfiler:
                 self.close()
         if self._profile is not None:
             self._leave()
-            self._phase = _entered(name)
+            self._phase = _entered(phase)
 
     def instruction(self, instruction: Instruction | None) -> None:
         """The observer of an executor (`engine.pipeline.executor.Executor`)."""

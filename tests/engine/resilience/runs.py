@@ -22,10 +22,10 @@ from engine.data.loader import Batches
 from engine.errors import TriaxisError
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.resilience.guard import Guard
-from engine.resilience.rollback import Rollback, train_through
+from engine.resilience.rollback import Rollback
 from engine.run.validation import StepSource
 from engine.step import Engine, StepResult
-from engine.train import build
+from engine.train import TrainingRun, build, train
 from models.gpt.chunk import build_chunks
 from models.specs import model_specs
 from tests.checkpoint.runs import Silent, fingerprint_of
@@ -180,9 +180,8 @@ def run(
     with closing(Checkpoints(engine, directory, facts, Silent())) as checkpoints:
         request = StopRequest(rank)
         try:
-            trace.stopped, _ = train_through(
+            training = TrainingRun(
                 engine,
-                beginning.state.consumed_samples,
                 open_batches(engine, history),
                 None if open_validation is None else lambda: open_validation(engine, request),
                 trace,
@@ -190,8 +189,9 @@ def run(
                 request,
                 guard,
                 Rollback(engine, directory, DATA, history, trace),
-                validation_is_due=beginning.state.validation_is_due,
             )
+            state = beginning.state
+            trace.stopped, _ = train(training, state.consumed_samples, validation_is_due=state.validation_is_due)
         except TriaxisError as error:
             trace.error, trace.exit_code = str(error), error.exit_code
     trace.fingerprint = fingerprint_of(engine)

@@ -11,6 +11,7 @@ from engine.config.load import load_config
 from engine.config.schema import Config
 from engine.errors import TriaxisError
 from engine.run.directory import RunDirectory
+from engine.run.phases import Phase
 from engine.telemetry.outlets.hub import Telemetry
 from engine.telemetry.record.events import EventLog, read_events
 from engine.telemetry.record.jsonl import MetricsLog, read_records
@@ -36,7 +37,7 @@ class Watched:
 
     def look(self) -> None:
         self.seconds += LOOK_SECONDS
-        self.watch.phase("data")
+        self.watch.phase(Phase.DATA)
 
     def kinds(self) -> list[str]:
         return [event.kind for event in read_events(self.directory.path).events]
@@ -140,7 +141,7 @@ def test_a_look_is_rare(tmp_path: Path) -> None:
     run = Watched(tmp_path)
     run.look()
     shutil.rmtree(run.directory.path)
-    run.watch.phase("data")
+    run.watch.phase(Phase.DATA)
     assert not run.directory.path.exists()
 
 

@@ -21,6 +21,7 @@ from engine.data.loader import Batches
 from engine.data.synthetic import SyntheticDataset
 from engine.layout.partition import partition
 from engine.layout.rank_grid import ParallelSizes, RankGrid
+from engine.run.phases import Phase
 from engine.telemetry.timing.clocks import HostClock
 from engine.telemetry.timing.step_times import StepTimes
 from engine.telemetry.timing.time_split import PARTS, Part, TimeSplit
@@ -191,11 +192,11 @@ def split_steps(rank: int, hosts: Sequence[str], sizes: ParallelSizes) -> list[T
     engine.executor.observer = times.instruction
     splits = []
     for step in range(1, NUM_SPLIT_STEPS + 1):
-        times.phase("data")
+        times.phase(Phase.DATA)
         microbatches = batches.next_step()
-        times.phase("forward_backward")
+        times.phase(Phase.FORWARD_BACKWARD)
         counts = engine.forward_backward(microbatches)
-        times.phase("optimizer")
+        times.phase(Phase.OPTIMIZER)
         engine.update(counts, 1e-3).wait()
         times.end_step()
         split = times.on_step(step)

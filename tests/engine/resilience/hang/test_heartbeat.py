@@ -35,6 +35,7 @@ from engine.resilience.hang.watch import (
     may_hang,
     read_words,
 )
+from engine.run.phases import Phase
 from engine.storage.state_files import MOST_BYTES
 from tests.lacking import give_up
 
@@ -50,8 +51,8 @@ def heartbeat(tmp_path: Path) -> Heartbeat:
 
 def test_another_process_reads_what_the_rank_does(heartbeat: Heartbeat) -> None:
     heartbeat.begin(411)
-    heartbeat.phase("data")
-    heartbeat.phase("forward_backward")
+    heartbeat.phase(Phase.DATA)
+    heartbeat.phase(Phase.FORWARD_BACKWARD)
     heartbeat.instruction(Action.parse("0F0"))
     heartbeat.instruction(Post("forward", ()))
     assert heartbeat.read().position == 0, "a post is no action of the schedule"
@@ -119,11 +120,12 @@ FILLED = """
 import json, os, sys
 from pathlib import Path
 from engine.resilience.hang.heartbeat import Heartbeat, folders_of
+from engine.run.phases import Phase
 full = Path("/dev/shm")
 (full / "page").write_bytes(bytes(4096))
 folders = folders_of(Path(sys.argv[1]))
 beat = Heartbeat(folders, rank=3, attempt=1)
-beat.phase("forward_backward")
+beat.phase(Phase.FORWARD_BACKWARD)
 seen = Heartbeat(folders, rank=4, attempt=1).of_rank(3, 1)
 print(json.dumps([[str(folder) for folder in folders], str(beat.path), beat.passed_over, seen.phase, os.listdir(full)]))
 """
@@ -211,9 +213,9 @@ def test_a_beat_is_a_matter_of_microseconds(heartbeat: Heartbeat) -> None:
 
 def test_standing_still_counts_where_it_says_something(heartbeat: Heartbeat) -> None:
     assert not may_hang(heartbeat.read()), "before the first step"
-    heartbeat.phase("data")
+    heartbeat.phase(Phase.DATA)
     assert may_hang(heartbeat.read())
-    heartbeat.phase("checkpoint")
+    heartbeat.phase(Phase.CHECKPOINT)
     assert not may_hang(heartbeat.read()), "its own disk is slow"
     heartbeat.wait_begins(CALL)
     assert may_hang(heartbeat.read())
@@ -278,7 +280,7 @@ def test_a_lone_rank_that_stands_still_says_so_and_leaves(heartbeat: Heartbeat, 
         left.set()
         threading.Event().wait()  # as a process that is gone: nothing comes after it
 
-    heartbeat.phase("data")
+    heartbeat.phase(Phase.DATA)
     watch = HangWatch(heartbeat, ALONE, tmp_path / "hang", LIMITS, lambda step, text: told.append(text), leave=leave)
     watch.start()
     assert left.wait(30.0)
@@ -325,13 +327,13 @@ def test_a_rank_that_goes_on_takes_its_words_back(heartbeat: Heartbeat, tmp_path
     two = Scene(RankGrid(ParallelSizes(dp=2)), {"world": [(0, 1)]}, SCHEDULE, SCHEDULE)
     folder, limits = tmp_path / "hang", HangLimits(0.2, 60.0, 0.02, 60.0)
     for _ in range(3):  # the third step is the first with the limit of all others
-        heartbeat.phase("data")
+        heartbeat.phase(Phase.DATA)
     watch = HangWatch(heartbeat, two, folder, limits, lambda step, text: None, leave=lambda code: None)
     said = io.StringIO()
     with redirect_stderr(said):
         watch.start()
         _until(lambda: (folder / "rank_00000.answers.json").exists())
-        heartbeat.phase("forward_backward")
+        heartbeat.phase(Phase.FORWARD_BACKWARD)
         _until(lambda: not (folder / "rank_00000.answers.json").exists())
         _until(lambda: "went on" in said.getvalue())
     watch.close()
@@ -344,7 +346,7 @@ def test_a_rank_of_long_steps_is_not_ended(heartbeat: Heartbeat, tmp_path: Path)
     watch = HangWatch(heartbeat, ALONE, folder, limits, lambda step, text: None, leave=lambda code: None)
     watch.start()
     for _ in range(4):
-        heartbeat.phase("data")
+        heartbeat.phase(Phase.DATA)
         time.sleep(0.2)
         assert not list(folder.glob("*.answers.json"))
     watch.close()
@@ -357,7 +359,7 @@ def test_one_rank_of_a_node_lists_the_words_of_all(tmp_path: Path, monkeypatch: 
     folder.mkdir()
     (folder / "rank_00000.answers.json").write_text("{}")
     heartbeat = Heartbeat([tmp_path / "shm"], 1, 0)
-    heartbeat.phase("data")
+    heartbeat.phase(Phase.DATA)
     left: list[int] = []
     watch = HangWatch(heartbeat, three, folder, LIMITS, lambda step, text: None, leave=left.append)
     ranks = watch._ranks

@@ -13,6 +13,7 @@ import torch
 from engine.config.schema import Config, batch_plan
 from engine.errors import TriaxisError
 from engine.run.directory import RunDirectory
+from engine.run.phases import Phase
 from engine.step import NO_FLAGS, StepResult
 from engine.telemetry.observer import TrainingObserver, peak_memory_bytes
 from engine.telemetry.outlets import hub
@@ -318,17 +319,17 @@ def test_the_observer_counts_from_1_and_keeps_validation_out_of_the_step_time(ma
         Telemetry(lines, sinks=[sink]), meter(make_config()), torch.device("cpu"), Timers(clock)
     )
     for step in range(3):
-        observer.phase("data")
+        observer.phase(Phase.DATA)
         clock.seconds += 0.5
-        observer.phase("step")
+        observer.phase(Phase.FORWARD_BACKWARD)
         clock.seconds += 1.5
         observer.end_step()
         observer.on_step(step, StepResult(loss=3.0 - step, grad_norm=0.5, num_tokens=100, flags=NO_FLAGS), lr=0.1)
         if step == 1:
-            observer.phase("validation")
+            observer.phase(Phase.VALIDATION)
             clock.seconds += 60.0
             observer.on_validation(step, 2.25)
-    observer.phase("data")
+    observer.phase(Phase.DATA)
     assert [record.step for record in sink.records] == [1, 2, 3]
     assert [record.val_loss for record in sink.records] == [None, 2.25, None]
     for record in sink.records:
@@ -347,7 +348,7 @@ def test_speeds_follow_from_flops_devices_and_peak(make_config: MakeConfig) -> N
             loss_tokens=128,
             lr=0.1,
             grad_norm=1.0,
-            spans_seconds={"step": 2.0},
+            spans_seconds={Phase.FORWARD_BACKWARD: 2.0},
             unix_time_seconds=1.0,
             peak_memory_bytes=1,
         )

@@ -11,6 +11,7 @@ from engine.config.telemetry import TelemetryConfig
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.pipeline import schedules
 from engine.pipeline.actions import Action, Kind
+from engine.run.phases import Phase
 from engine.telemetry.timing.clocks import HostClock, StreamClock
 from engine.telemetry.timing.marks import Marks
 from engine.telemetry.timing.phases import has_line
@@ -52,11 +53,11 @@ class Run:
         """Steps up to `until`; the numbers of a step are read when the next one is posted, but those of the last one at once."""
         told = self.posted
         while self.posted < until:
-            for phase in ("data", "forward_backward"):
+            for phase in (Phase.DATA, Phase.FORWARD_BACKWARD):
                 self.times.phase(phase)
             self.times.instruction(Action(Kind.F, 0, 0))
             self.times.instruction(None)
-            self.times.phase("optimizer")
+            self.times.phase(Phase.OPTIMIZER)
             self.times.end_step()
             self.posted += 1
             for step in self._read(told, until, read_late):
@@ -64,7 +65,7 @@ class Run:
                 split = self.times.on_step(step)
                 if split is not None:
                     self.lines[step] = (split.first_step, split.last_step)
-            self.times.phase("checkpoint")
+            self.times.phase(Phase.CHECKPOINT)
         return self.lines
 
     def _read(self, told: int, until: int, read_late: bool) -> Iterable[int]:

@@ -11,6 +11,7 @@ import torch
 from engine.comm.topology import Topology
 from engine.config.schema import Config, batch_plan
 from engine.layout.rank_grid import ParallelSizes, RankGrid
+from engine.run.phases import Phase
 from engine.step import NO_FLAGS, StepResult
 from engine.telemetry.observer import TrainingObserver
 from engine.telemetry.outlets.console import Report
@@ -48,7 +49,7 @@ def test_the_log_has_one_line_and_one_event(make_config: Callable[..., Config], 
     meter = Meter(config, plan, layers_per_chunk=[2], world_size=1, device_name="cpu", attempt=0)
     observer = TrainingObserver(Telemetry(report, EventLog(path, 0)), meter, CPU, memory=check)
     for step in range(4):
-        observer.phase("data")
+        observer.phase(Phase.DATA)
         observer.end_step()
         observer.on_step(step, StepResult(loss=3.0, grad_norm=0.5, num_tokens=100, flags=NO_FLAGS), lr=0.1)
     (line,) = [line for line in screen.getvalue().splitlines() if line.startswith("memory")]

@@ -12,6 +12,7 @@ from engine.layout.rank_grid import Coordinates
 from engine.pipeline import schedules
 from engine.pipeline.actions import Action, Kind, Schedule
 from engine.pipeline.simulate import Costs, simulate
+from engine.run.phases import Phase
 from engine.telemetry.timing.bubble import Attribution, num_actions
 from engine.telemetry.timing.marks import Doing
 from engine.telemetry.timing.time_split import PARTS, Tally, TimeSplit
@@ -24,7 +25,7 @@ class Call:
     purpose: str = ""
 
 
-PHASE = "forward_backward"
+PHASE = Phase.FORWARD_BACKWARD
 RECEIVE = Call("recv", "pp_forward")
 TP = Call("all_reduce", "tp", "mlp forward")
 STEP = Call("all_reduce", "world", "step")
@@ -67,15 +68,15 @@ class Run:
         for place in self.places():
             doings, nows = walks[place.dp][place.pp]
             done = doings[place.tp]
-            done.append((Doing("optimizer", wait=STEP), max(spans) - nows[place.tp] + self.latency))
-            done.append((Doing("optimizer"), 0.25 * (1 + place.pp)))
+            done.append((Doing(Phase.OPTIMIZER, wait=STEP), max(spans) - nows[place.tp] + self.latency))
+            done.append((Doing(Phase.OPTIMIZER), 0.25 * (1 + place.pp)))
             ranks.append(done)
         return ranks, spans
 
     def _walk(self, durations: Sequence[Sequence[float]]) -> list[tuple[list[Doings], list[float]]]:
         """By pp rank: what its tp ranks do, and when each is through with its last action."""
         placement, peers = self.schedule.placement, range(self.tp)
-        stages = [([[(Doing("data"), begin)] for _ in peers], [begin] * self.tp) for begin in self.begins]
+        stages = [([[(Doing(Phase.DATA), begin)] for _ in peers], [begin] * self.tp) for begin in self.begins]
         made: dict[tuple[int, Kind, int], list[float]] = {}
         done = [0] * placement.pp
         while done != [len(row) for row in self.schedule.actions]:
@@ -212,7 +213,7 @@ def test_waits_inside_an_action_lengthen_it_for_the_schedule_but_are_not_compute
     first = [(Doing(PHASE, f0), 0.5), (Doing(PHASE, f0, TP), 1.0), (Doing(PHASE, f0), 0.5)]
     first += [(Doing(PHASE, b0, RECEIVE), 2.5), (Doing(PHASE, b0), 1.0)]
     second = [(Doing(PHASE, f0, RECEIVE), 2.25), (Doing(PHASE, f0), 1.0), (Doing(PHASE, b0), 1.0)]
-    second += [(Doing("optimizer", wait=STEP), 1.25)]
+    second += [(Doing(Phase.OPTIMIZER, wait=STEP), 1.25)]
     split = split_of(schedule, [Coordinates(0, 0, 0, 0), Coordinates(1, 0, 0, 0)], [[first, second]])
     assert [rank["compute"] for rank in split.ranks] == [2.0, 2.0]
     assert [rank["exposed_tp"] for rank in split.ranks] == [1.0, 0.0]
@@ -231,7 +232,7 @@ def test_a_rank_that_computes_longer_than_its_peer_has_waited_for_no_message_in_
         [(Doing(PHASE, f0, RECEIVE), wait), (Doing(PHASE, f0), 3.0 - wait), (Doing(PHASE, b0), 1.0)]
         for wait in (1.0, 1.5)
     )
-    ends = [(Doing("optimizer", wait=STEP), 1.0)]
+    ends = [(Doing(Phase.OPTIMIZER, wait=STEP), 1.0)]
     places = [Coordinates(pp, 0, 0, tp) for pp in range(2) for tp in range(2)]
     split = split_of(schedule, places, [[fed, fed, slow + ends, prompt + ends]])
     assert [parts["exposed_tp"] for parts in split.ranks] == [0.0] * 4
@@ -243,7 +244,7 @@ def test_the_sum_over_first_and_last_stage_is_exposed_dp_beyond_the_wait_for_the
     """Tied embeddings: rank 1 is through 1 s earlier, then both need 0.5 s for the sum and all ranks 0.25 s to agree."""
     schedule = schedules.build("1f1b", 2, 1, 1)
     f0, b0, ends = Action(Kind.F, 0, 0), Action(Kind.B, 0, 0), Call("all_reduce", "ends", "second sum")
-    agree = (Doing("optimizer", wait=STEP), 0.25)
+    agree = (Doing(Phase.OPTIMIZER, wait=STEP), 0.25)
     first = [(Doing(PHASE, f0), 1.0), (Doing(PHASE, b0, RECEIVE), 2.0), (Doing(PHASE, b0), 1.0)]
     first += [(Doing(PHASE, None, ends), 0.5), agree]
     last = [(Doing(PHASE, f0, RECEIVE), 1.0), (Doing(PHASE, f0), 1.0), (Doing(PHASE, b0), 1.0)]
@@ -258,9 +259,9 @@ def test_at_the_end_only_what_a_rank_waits_beyond_the_others_is_for_the_stage_th
     schedule = schedules.build("1f1b", 2, 1, 1)
     f0, b0, reduce = Action(Kind.F, 0, 0), Action(Kind.B, 0, 0), Call("reduce_scatter", "dp", "gradients")
     first = [(Doing(PHASE, f0), 1.0), (Doing(PHASE, b0, RECEIVE), 2.0), (Doing(PHASE, b0), 1.0)]
-    first += [(Doing("optimizer", wait=STEP), 0.25)]
+    first += [(Doing(Phase.OPTIMIZER, wait=STEP), 0.25)]
     last = [(Doing(PHASE, f0, RECEIVE), 1.0), (Doing(PHASE, f0), 1.0), (Doing(PHASE, b0), 1.0)]
-    last += [(Doing(PHASE, None, reduce), 0.5), (Doing("optimizer", wait=STEP), 0.75)]
+    last += [(Doing(PHASE, None, reduce), 0.5), (Doing(Phase.OPTIMIZER, wait=STEP), 0.75)]
     split = split_of(schedule, [Coordinates(0, 0, 0, 0), Coordinates(1, 0, 0, 0)], [[first, last]])
     found = [[parts[part] for part in ("bubble", "exposed_pp", "exposed_dp", "other")] for parts in split.ranks]
     assert found == [[2.0, 0.0, 0.0, 0.25], [1.5, 0.0, 0.5, 0.25]]

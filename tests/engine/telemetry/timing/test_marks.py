@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from engine.comm.collectives import Ledger, Pending
 from engine.pipeline.actions import Action, Kind
+from engine.run.phases import Phase
 from engine.telemetry.timing.clocks import HostClock, StreamClock, clock_of
 from engine.telemetry.timing.marks import Doing, Marks
 
@@ -65,9 +66,9 @@ def test_phases_instructions_and_waits_become_what_a_rank_did() -> None:
     marks = Marks(clock, lambda step: step == 3, steps_made=2)
     ledger.clock = marks
     device.work(0.5)
-    marks.phase("data")
+    marks.phase(Phase.DATA)
     device.work(1.0)
-    marks.phase("forward_backward")
+    marks.phase(Phase.FORWARD_BACKWARD)
     marks.instruction(F0)
     device.work(2.0)
     posted = ledger.post("all_reduce", "tp", "mlp forward", torch.zeros(1), 2)
@@ -84,13 +85,13 @@ def test_phases_instructions_and_waits_become_what_a_rank_did() -> None:
     marked = marks.take(3)
     assert marked is not None and marks.take(3) is None
     assert marked.doings == [
-        Doing("other"),
-        Doing("data"),
-        Doing("forward_backward"),
-        Doing("forward_backward", F0),
-        Doing("forward_backward", F0, posted),
-        Doing("forward_backward", F0),
-        Doing("forward_backward"),
+        Doing(Phase.OTHER),
+        Doing(Phase.DATA),
+        Doing(Phase.FORWARD_BACKWARD),
+        Doing(Phase.FORWARD_BACKWARD, F0),
+        Doing(Phase.FORWARD_BACKWARD, F0, posted),
+        Doing(Phase.FORWARD_BACKWARD, F0),
+        Doing(Phase.FORWARD_BACKWARD),
     ]
     assert clock.elapsed(marked.marks) == [0.0, 0.5, 1.5, 1.5, 3.5, 7.5, 15.5, 31.5]
     # Nothing is waited for but the last event, which stands behind everything that was read.
@@ -103,7 +104,7 @@ def test_a_step_that_nobody_wants_costs_no_event() -> None:
     per_step = []
     for _ in range(5):
         before = device.num_events
-        marks.phase("forward_backward")
+        marks.phase(Phase.FORWARD_BACKWARD)
         marks.instruction(B0)
         marks.instruction(None)
         marks.end_step()
@@ -118,17 +119,17 @@ def test_a_step_that_nobody_wants_costs_no_event() -> None:
 
 def test_going_back_forgets_what_was_not_taken_and_counts_anew() -> None:
     marks = Marks(HostClock(), lambda step: True, steps_made=10)
-    marks.phase("data")
+    marks.phase(Phase.DATA)
     marks.end_step()
-    marks.phase("data")
+    marks.phase(Phase.DATA)
     marks.restart(4)
-    marks.phase("data")
+    marks.phase(Phase.DATA)
     marks.end_step()
     assert marks.take(4) is None
     again = marks.take(5)
-    assert again is not None and again.doings == [Doing("other"), Doing("data")]
+    assert again is not None and again.doings == [Doing(Phase.OTHER), Doing(Phase.DATA)]
     marks.close()
-    marks.phase("data")
+    marks.phase(Phase.DATA)
     marks.end_step()
     assert marks.take(6) is None
 

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.telemetry.timing.phases import BETWEEN, Timers
+from engine.run.phases import Phase
+from engine.telemetry.timing.phases import Timers
 
 
 class Clock:
@@ -15,7 +16,12 @@ class Clock:
         return self.seconds
 
 
-@given(st.lists(st.tuples(st.sampled_from(["data", "step", "validation", None]), st.floats(0, 10)), max_size=30))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([Phase.DATA, Phase.FORWARD_BACKWARD, "validation", None]), st.floats(0, 10)),
+        max_size=30,
+    )
+)
 def test_the_spans_of_all_steps_add_up_to_the_time_that_went_by(
     calls: list[tuple[str | None, float]],
 ) -> None:
@@ -35,12 +41,12 @@ def test_the_spans_of_all_steps_add_up_to_the_time_that_went_by(
 def test_each_phase_gets_its_time_and_a_step_starts_from_nothing() -> None:
     clock = Clock()
     timers = Timers(clock)
-    for phase, seconds in [("data", 1.0), ("step", 4.0), ("data", 2.0)]:
+    for phase, seconds in [(Phase.DATA, 1.0), (Phase.FORWARD_BACKWARD, 4.0), (Phase.DATA, 2.0)]:
         timers.phase(phase)
         clock.seconds += seconds
-    assert timers.end_step() == {BETWEEN: 0.0, "data": 3.0, "step": 4.0}
+    assert timers.end_step() == {Phase.OTHER: 0.0, Phase.DATA: 3.0, Phase.FORWARD_BACKWARD: 4.0}
     clock.seconds += 0.25
-    timers.phase("step")
+    timers.phase(Phase.FORWARD_BACKWARD)
     clock.seconds += 0.5
     assert timers.running_seconds() == 0.5
-    assert timers.end_step() == {BETWEEN: 0.25, "step": 0.5}
+    assert timers.end_step() == {Phase.OTHER: 0.25, Phase.FORWARD_BACKWARD: 0.5}

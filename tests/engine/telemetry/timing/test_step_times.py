@@ -24,6 +24,7 @@ from engine.pipeline.actions import Action, Kind, Placement
 from engine.pipeline.executor import Executor
 from engine.pipeline.lowering import lower
 from engine.pipeline.simulate import Costs, simulate
+from engine.run.phases import Phase
 from engine.step import PendingResult
 from engine.telemetry.timing.clock_offsets import NUM_ROUNDS, measure_offset
 from engine.telemetry.timing.clocks import HostClock
@@ -87,10 +88,10 @@ def sleep_through_steps(rank: int, sleepers: Sleepers) -> list[TimeSplit]:
     splits = []
     for step in range(1, NUM_STEPS + 1):
         seconds = sleepers.forward_seconds[rank] if step not in (1, NUM_STEPS) else 0.0
-        times.phase("data")
-        times.phase("forward_backward")
+        times.phase(Phase.DATA)
+        times.phase(Phase.FORWARD_BACKWARD)
         executor.run(program, range(sleepers.num_microbatches), chunk)
-        times.phase("optimizer")
+        times.phase(Phase.OPTIMIZER)
         topology.axis("world").all_reduce(torch.zeros(3), "step").wait()
         times.end_step()
         split = times.on_step(step)
@@ -201,14 +202,14 @@ def train_a_gpt(rank: int, run: str) -> Measured:
         del unread[: len(done)]
 
     for step in range(1, NUM_STEPS + 1):
-        times.phase("data")
+        times.phase(Phase.DATA)
         microbatches = batches.next_step()
-        times.phase("forward_backward")
+        times.phase(Phase.FORWARD_BACKWARD)
         counts = engine.forward_backward(microbatches)
-        times.phase("optimizer")
+        times.phase(Phase.OPTIMIZER)
         unread.append((step, engine.update(counts, 1e-3)))
         read(step == NUM_STEPS)
-        times.phase("checkpoint")
+        times.phase(Phase.CHECKPOINT)
     times.finish()
     times.close()
     batches.close()

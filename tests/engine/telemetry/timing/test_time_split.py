@@ -10,6 +10,7 @@ from engine.layout.rank_grid import Coordinates
 from engine.pipeline import schedules
 from engine.pipeline.actions import Action, Kind
 from engine.pipeline.lowering import Post
+from engine.run.phases import Phase
 from engine.telemetry.timing.bubble import Attribution
 from engine.telemetry.timing.marks import Doing
 from engine.telemetry.timing.time_split import PARTS, SPANS, USUAL, Tally, TimeSplit, span_of
@@ -30,26 +31,26 @@ STEP = Call("all_reduce", "world", "step")
 @pytest.mark.parametrize(
     ("doing", "span"),
     [
-        (Doing("data"), "data"),
-        (Doing("checkpoint"), "checkpoint"),
-        (Doing("checkpoint", wait=STEP), "checkpoint"),
-        (Doing("other"), "other"),
-        (Doing("validation", F0), None),
-        (Doing("validation", F0, RECEIVE), None),
-        (Doing("optimizer"), "optimizer"),
-        (Doing("optimizer", wait=STEP), "end_wait"),
-        (Doing("forward_backward"), "other"),
-        (Doing("forward_backward", F0), "compute"),
-        (Doing("forward_backward", Post("forward", ())), "exposed_pp"),
-        (Doing("forward_backward", F0, RECEIVE), "input_wait"),
-        (Doing("forward_backward", F0, Call("recv", "pp_backward")), "input_wait"),
-        (Doing("forward_backward", None, Call("send", "pp_forward")), "exposed_pp"),
-        (Doing("forward_backward", F0, Call("all_reduce", "tp", "cross-entropy max")), "exposed_tp"),
-        (Doing("forward_backward", F0, Call("all_gather", "dp", "parameters")), "exposed_dp"),
-        (Doing("forward_backward", None, Call("reduce_scatter", "dp", "gradients")), "exposed_dp"),
-        (Doing("forward_backward", None, Call("all_reduce", "tp", "second sum")), "exposed_dp"),
-        (Doing("forward_backward", None, Call("all_reduce", "kv_replicas", "second sum")), "exposed_dp"),
-        (Doing("forward_backward", None, Call("all_reduce", "ends", "second sum")), "ends_wait"),
+        (Doing(Phase.DATA), "data"),
+        (Doing(Phase.CHECKPOINT), "checkpoint"),
+        (Doing(Phase.CHECKPOINT, wait=STEP), "checkpoint"),
+        (Doing(Phase.OTHER), "other"),
+        (Doing(Phase.VALIDATION, F0), None),
+        (Doing(Phase.VALIDATION, F0, RECEIVE), None),
+        (Doing(Phase.OPTIMIZER), "optimizer"),
+        (Doing(Phase.OPTIMIZER, wait=STEP), "end_wait"),
+        (Doing(Phase.FORWARD_BACKWARD), "other"),
+        (Doing(Phase.FORWARD_BACKWARD, F0), "compute"),
+        (Doing(Phase.FORWARD_BACKWARD, Post("forward", ())), "exposed_pp"),
+        (Doing(Phase.FORWARD_BACKWARD, F0, RECEIVE), "input_wait"),
+        (Doing(Phase.FORWARD_BACKWARD, F0, Call("recv", "pp_backward")), "input_wait"),
+        (Doing(Phase.FORWARD_BACKWARD, None, Call("send", "pp_forward")), "exposed_pp"),
+        (Doing(Phase.FORWARD_BACKWARD, F0, Call("all_reduce", "tp", "cross-entropy max")), "exposed_tp"),
+        (Doing(Phase.FORWARD_BACKWARD, F0, Call("all_gather", "dp", "parameters")), "exposed_dp"),
+        (Doing(Phase.FORWARD_BACKWARD, None, Call("reduce_scatter", "dp", "gradients")), "exposed_dp"),
+        (Doing(Phase.FORWARD_BACKWARD, None, Call("all_reduce", "tp", "second sum")), "exposed_dp"),
+        (Doing(Phase.FORWARD_BACKWARD, None, Call("all_reduce", "kv_replicas", "second sum")), "exposed_dp"),
+        (Doing(Phase.FORWARD_BACKWARD, None, Call("all_reduce", "ends", "second sum")), "ends_wait"),
     ],
     ids=str,
 )
@@ -69,8 +70,8 @@ def split_of(tallies: Sequence[Tally]) -> TimeSplit:
 
 def test_without_a_pipeline_nothing_is_bubble() -> None:
     rows = [
-        [(Doing("forward_backward", F0), 1.0), (Doing("optimizer", wait=STEP), 0.5)],
-        [(Doing("forward_backward", F0), 1.4), (Doing("optimizer", wait=STEP), 0.1)],
+        [(Doing(Phase.FORWARD_BACKWARD, F0), 1.0), (Doing(Phase.OPTIMIZER, wait=STEP), 0.5)],
+        [(Doing(Phase.FORWARD_BACKWARD, F0), 1.4), (Doing(Phase.OPTIMIZER, wait=STEP), 0.1)],
     ]
     tallies = [Tally(), Tally()]
     for tally, row in zip(tallies, rows, strict=True):
@@ -86,7 +87,7 @@ def test_without_a_pipeline_nothing_is_bubble() -> None:
 def test_means_are_per_step_and_validation_is_in_none() -> None:
     tally = Tally()
     for step, seconds in ((2, 1.0), (3, 3.0)):
-        doings = [Doing("validation", F0), Doing("data"), Doing("forward_backward", F0)]
+        doings = [Doing(Phase.VALIDATION, F0), Doing(Phase.DATA), Doing(Phase.FORWARD_BACKWARD, F0)]
         tally.add(step, doings, [0.0, 50.0, 50.0 + seconds, 50.0 + 2 * seconds])
     split = split_of([tally])
     assert (split.first_step, split.last_step) == (2, 3)
@@ -97,7 +98,7 @@ def test_means_are_per_step_and_validation_is_in_none() -> None:
 def test_a_step_that_was_held_up_does_not_make_a_rank_look_slow() -> None:
     tally = Tally()
     for step, seconds in ((2, 1.0), (3, 9.0), (4, 1.5)):
-        tally.add(step, [Doing("forward_backward", F0)], [0.0, seconds])
+        tally.add(step, [Doing(Phase.FORWARD_BACKWARD, F0)], [0.0, seconds])
     split = split_of([tally])
     assert split.usual_compute == (1.5,)
     assert split.ranks[0]["compute"] == pytest.approx(11.5 / 3)
@@ -119,10 +120,10 @@ def test_a_step_that_is_made_again_to_find_what_is_not_finite_is_no_part_of_the_
     """It is made between two steps, through the same executor: its actions are more than a step's schedule has."""
     tally = Tally()
     doings = [
-        Doing("other", F0),
-        Doing("other", F0, RECEIVE),
-        Doing("forward_backward", F0),
-        Doing("optimizer", wait=STEP),
+        Doing(Phase.OTHER, F0),
+        Doing(Phase.OTHER, F0, RECEIVE),
+        Doing(Phase.FORWARD_BACKWARD, F0),
+        Doing(Phase.OPTIMIZER, wait=STEP),
     ]
     tally.add(3, doings, [0.0, 4.0, 5.0, 7.0, 8.0])
     numbers = tally.numbers(1)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from engine.run.phases import Phase
 from engine.telemetry.trace.nvtx import NvtxRanges
 from engine.telemetry.trace.profile import instruction_name
 from tests.harness import run_ranks
@@ -26,7 +27,9 @@ class Ranges:
         self.open.pop()
 
 
-def run_steps(nvtx: NvtxRanges, steps: int, phases: Sequence[str] = ("data", "forward_backward", "optimizer")) -> None:
+def run_steps(
+    nvtx: NvtxRanges, steps: int, phases: Sequence[Phase] = (Phase.DATA, Phase.FORWARD_BACKWARD, Phase.OPTIMIZER)
+) -> None:
     for _ in range(steps):
         for phase in phases:
             nvtx.phase(phase)
@@ -51,9 +54,9 @@ def follow_a_step(rank: int, case: Case) -> tuple[list[tuple[int, str]], list[st
     engine.executor.observer = nvtx.instruction
     for _ in range(2):
         ranges.seen.clear()
-        nvtx.phase("data")
+        nvtx.phase(Phase.DATA)
         microbatches = batches.next_step()
-        nvtx.phase("forward_backward")
+        nvtx.phase(Phase.FORWARD_BACKWARD)
         engine.train_step(microbatches, 1e-3)
     nvtx.close()
     engine.evaluate([batches.next_step()])

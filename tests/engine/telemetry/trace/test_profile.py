@@ -12,13 +12,14 @@ import torch
 
 from engine.config.telemetry import ProfileConfig
 from engine.pipeline.lowering import Post
+from engine.run.phases import Phase
 from engine.telemetry.trace.profile import POST, StepProfiler
 from tests.full_disk import room_for
 from tests.harness import run_ranks
 from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank
 
-PHASES = ("data", "forward_backward", "optimizer")
+PHASES = (Phase.DATA, Phase.FORWARD_BACKWARD, Phase.OPTIMIZER)
 CPU = torch.device("cpu")
 
 Range = tuple[str, float, float]
@@ -59,7 +60,7 @@ def test_the_named_steps_are_traced_and_no_other(tmp_path: Path, steps_made: int
 def test_a_run_that_ends_early_leaves_what_it_traced(tmp_path: Path) -> None:
     path = tmp_path / "trace.json.gz"
     profiler = StepProfiler(ProfileConfig(start=1, steps=100), path, CPU, 0)
-    profiler.phase("data")
+    profiler.phase(Phase.DATA)
     profiler.close()
     profiler.close()
     assert [name for name, _, _ in ranges_of(path)] == ["data"]
@@ -68,7 +69,7 @@ def test_a_run_that_ends_early_leaves_what_it_traced(tmp_path: Path) -> None:
 def test_a_trace_without_room_is_a_line_and_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written: list[Path] = []
     profiler = StepProfiler(ProfileConfig(start=1, steps=1), tmp_path / "trace.json.gz", CPU, 0, written.append)
-    profiler.phase("data")
+    profiler.phase(Phase.DATA)
     with room_for(0):
         profiler.close()
     assert "the trace could not be written, training goes on" in capsys.readouterr().err and not written
@@ -80,9 +81,9 @@ def trace_a_step(rank: int, case: Case, folder: str) -> list[str]:
     profiler = StepProfiler(ProfileConfig(start=2, steps=1), Path(folder) / f"{rank}.json.gz", CPU, 0)
     engine.executor.observer = profiler.instruction
     for _ in range(3):
-        profiler.phase("data")
+        profiler.phase(Phase.DATA)
         microbatches = batches.next_step()
-        profiler.phase("forward_backward")
+        profiler.phase(Phase.FORWARD_BACKWARD)
         engine.train_step(microbatches, 1e-3)
     profiler.close()
     batches.close()
