@@ -17,10 +17,11 @@ from engine.checkpoint.saving import Checkpoints
 from engine.comm.runtime import allocator_retries
 from engine.comm.stop import Stop, StopRequest
 from engine.comm.topology import Topology
-from engine.config.schema import Config, batch_plan
+from engine.config.plan import batch_plan, local_seq_length, stages_of
+from engine.config.schema import Config
 from engine.kernels.registry import Kernels, open_kernels
 from engine.layout.param_layout import layout_parameters
-from engine.layout.partition import StageLayers, partition
+from engine.layout.partition import StageLayers
 from engine.numerics.precision import DTYPES, main_grad_dtype
 from engine.optimizer.distributed import DistributedOptimizer
 from engine.optimizer.grad_buffer import GradBuffers
@@ -109,13 +110,12 @@ def build(
     dtype = DTYPES[config.precision.dtype]
     grad_dtype = main_grad_dtype(dtype, config.precision.gradients)
 
-    stages = partition(model.num_layers, sizes.pp, sizes.vpp, config.parallel.layers_per_stage)
+    stages = stages_of(config)
     name = schedules.resolve(config.schedule.name, sizes.vpp)
     train_schedule = schedules.build(name, sizes.pp, sizes.vpp, plan.num_microbatches)
     forward_schedule = schedules.build("forward_only", sizes.pp, sizes.vpp, plan.num_microbatches)
 
-    placement = train_schedule.placement
-    mine = [stages[placement.stage_of(topology.coordinates.pp, chunk)] for chunk in range(sizes.vpp)]
+    mine = [stages[stage] for stage in train_schedule.placement.stages_on(topology.coordinates.pp)]
     kernels = open_kernels(config, topology) if kernels is None else kernels
     chunks, parameters = build_model(config, topology, kernels, mine)
 
@@ -128,8 +128,7 @@ def build(
     buffers = GradBuffers(layouts, parameters, dtype, grad_dtype, topology.device, topology.axis("dp"), replica_axes)
     fill(parameters.values(), config.train.seed)
 
-    local_length = model.seq_length // (sizes.tp if config.parallel.sequence_parallel else 1)
-    activation_shape = (local_length, config.train.micro_batch_size, model.hidden_size)
+    activation_shape = (local_seq_length(config), config.train.micro_batch_size, model.hidden_size)
     return Engine(
         config=config,
         topology=topology,

@@ -24,7 +24,8 @@ from engine.checkpoint import resume
 from engine.comm.collectives import Axis, Event, Ledger, Message
 from engine.comm.runtime import RankEnvironment, Runtime
 from engine.comm.topology import Topology
-from engine.config.schema import Config, parallel_sizes
+from engine.config.plan import parallel_sizes
+from engine.config.schema import Config
 from engine.layout.rank_grid import RankGrid
 from launch import pretrain_gpt
 from launch.rank.join import Rank

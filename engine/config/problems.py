@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, TypeVar
 
-from engine.config.schema import Config, data_parallel_size
+from engine.config.plan import data_parallel_size
+from engine.config.schema import Config
 from engine.config.section import Section
 
 NUM_NAMED = 2

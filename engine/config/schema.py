@@ -1,7 +1,7 @@
 """The configuration: one tree of pydantic models, read from YAML, the environment and dotted overrides (no torch here).
 
-A config is data. Nothing in it is rewritten after it was read: what is derived (the data-parallel size, the number of
-microbatches, the padded vocabulary) comes from the functions and properties of this file, each computed in one place.
+A config is data. Nothing in it is rewritten after it was read. Sections compute what follows from their own fields, such as the
+padded vocabulary; `engine/config/plan.py` computes what follows from several, such as the stages of the pipeline.
 All problems are reported at once, before any process group exists: reading is `engine/config/load.py`, the rules are
 `engine/config/rules.py`, the names that users of other engines type are `engine/config/foreign_names.py`.
 
@@ -10,7 +10,6 @@ All problems are reported at once, before any process group exists: reading is `
 A field that counts tokens, samples or steps may be written 8e12, 8T, 20B, 500M or 10k (`engine/config/counts.py`).
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field, create_model
@@ -29,8 +28,6 @@ from engine.config.limits import (
 )
 from engine.config.section import Section
 from engine.config.telemetry import TelemetryConfig
-from engine.errors import ConfigError
-from engine.layout.rank_grid import ParallelSizes
 
 FORMAT_VERSION = 1
 """Of the configuration as a file; raised when a key changes its meaning. A key that only changes its name is in RENAMED."""
@@ -357,104 +354,3 @@ class Config(Section):
     telemetry: TelemetryConfig = TelemetryConfig()
     resilience: ResilienceConfig = ResilienceConfig()
     runtime: RuntimeConfig = RuntimeConfig()
-
-
-@dataclass(frozen=True, slots=True)
-class BatchPlan:
-    """The batch arithmetic of a run, in one place.
-
-    Attributes:
-        global_batch_size: samples per optimizer step, over all ranks; `samples_per_step` is the same number.
-        micro_batch_size: samples per forward of one pipeline.
-        dp: data-parallel size.
-        num_microbatches: per pipeline and step: global_batch_size / (micro_batch_size x dp).
-        samples_per_step: how far `consumed_samples` moves in a step.
-        tokens_per_step: labels in a step, masked ones included.
-        num_steps: optimizer steps of the whole run.
-    """
-
-    global_batch_size: int
-    micro_batch_size: int
-    dp: int
-    num_microbatches: int
-    samples_per_step: int
-    tokens_per_step: int
-    num_steps: int
-
-    def __str__(self) -> str:
-        microbatches = "microbatch" if self.num_microbatches == 1 else "microbatches"
-        return (
-            f"{self.global_batch_size:,} samples per step = {self.num_microbatches:,} {microbatches} of "
-            f"{self.micro_batch_size:,} x dp {self.dp:,}; {self.tokens_per_step:,} tokens per step x "
-            f"{self.num_steps:,} steps = {self.tokens_per_step * self.num_steps:,} tokens"
-        )
-
-
-def batch_plan(config: Config, dp: int) -> BatchPlan:
-    """The batch arithmetic at a data-parallel size of `dp`.
-
-    Raises:
-        ConfigError: the global batch is not whole microbatches on every pipeline, or the length of the run is unknown.
-            `engine.config.rules.problems` says so with the nearest legal values; this is for a config that skipped it.
-    """
-    train = config.train
-    num_microbatches, rest = divmod(train.global_batch_size, train.micro_batch_size * dp)
-    num_steps = planned_steps(config)
-    if rest or num_steps is None:
-        raise ConfigError(
-            [
-                f"train.global_batch_size = {train.global_batch_size} must be a multiple of micro_batch_size x dp = "
-                f"{train.micro_batch_size} x {dp}, and one of train.steps and train.tokens must be given: else no step has a "
-                f"length, or no run has an end. `triaxis config check` names legal values."
-            ]
-        )
-    return BatchPlan(
-        global_batch_size=train.global_batch_size,
-        micro_batch_size=train.micro_batch_size,
-        dp=dp,
-        num_microbatches=num_microbatches,
-        samples_per_step=train.global_batch_size,
-        tokens_per_step=train.global_batch_size * config.model.seq_length,
-        num_steps=num_steps,
-    )
-
-
-def planned_steps(config: Config) -> int | None:
-    """Optimizer steps of the run; None where neither or both of `train.steps` and `train.tokens` are given."""
-    if (config.train.steps is None) == (config.train.tokens is None):
-        return None
-    if config.train.tokens is None:
-        return config.train.steps
-    return -(-config.train.tokens // (config.train.global_batch_size * config.model.seq_length))
-
-
-def data_parallel_size(parallel: ParallelConfig, world_size: int | None) -> int | None:
-    """The data-parallel size that fills `world_size` ranks exactly; None if there is none.
-
-    Without a world size, what the config says (None if it leaves it open).
-    """
-    if world_size is None:
-        return parallel.dp
-    dp, rest = divmod(world_size, parallel.tp * parallel.pp * parallel.cp)
-    if rest or dp == 0 or parallel.dp not in (None, dp):
-        return None
-    return dp
-
-
-def parallel_sizes(config: Config, world_size: int | None = None) -> ParallelSizes:
-    """The size of every axis; `world_size` is needed where the config leaves `parallel.dp` open.
-
-    Raises:
-        ConfigError: no data-parallel size makes the product of the axes the world size.
-        TopologyError: an axis that is not built yet is larger than 1.
-    """
-    parallel = config.parallel
-    dp = data_parallel_size(parallel, world_size)
-    if dp is None:
-        product = f"tp x pp x dp = {parallel.tp} x {parallel.pp} x {parallel.dp or '?'}"
-        raise ConfigError(
-            [
-                f"parallel: {product} must fill the world of {world_size} ranks exactly; give a world size, or parallel.dp."
-            ]
-        )
-    return ParallelSizes(tp=parallel.tp, pp=parallel.pp, dp=dp, cp=parallel.cp, ep=parallel.ep, vpp=parallel.vpp)

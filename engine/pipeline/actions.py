@@ -66,7 +66,7 @@ class Placement:
                      chunk 0    0  1  2  3     the last rank of a chunk is followed by the first rank of the next
                      chunk 1    4  5  6  7
 
-    The rest of the engine asks these three methods and never computes a stage itself, so another placement (the V of
+    The rest of the engine asks these methods and never computes a stage itself, so another placement (the V of
     zero-bubble schedules, where chunk 1 runs back from the last rank to the first) is a change of this class alone.
     """
 
@@ -80,6 +80,10 @@ class Placement:
     def stage_of(self, rank: int, chunk: int) -> int:
         """Stage number of a rank's chunk."""
         return chunk * self.pp + rank
+
+    def stages_on(self, rank: int) -> tuple[int, ...]:
+        """Return the stage numbers of a rank's chunks, in the order of the chunks."""
+        return tuple(self.stage_of(rank, chunk) for chunk in range(self.vpp))
 
     def rank_of(self, stage: int) -> int:
         """The pp rank that holds a stage."""

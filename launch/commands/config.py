@@ -14,9 +14,9 @@ from typing import Any
 import yaml
 
 from engine.config.load import load_config, to_yaml
-from engine.config.schema import Config, batch_plan, parallel_sizes
+from engine.config.plan import batch_plan, parallel_sizes, stages_of
+from engine.config.schema import Config
 from engine.errors import ConfigError
-from engine.layout.partition import partition
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.pipeline import schedules
 from engine.pipeline.programs import Programs
@@ -173,11 +173,7 @@ def _check_programs(config: Config, sizes: ParallelSizes) -> None:
 
 
 def _stages(config: Config) -> str:
-    parallel = config.parallel
-    counts = [
-        len(stage.layers)
-        for stage in partition(config.model.num_layers, parallel.pp, parallel.vpp, parallel.layers_per_stage)
-    ]
+    counts = [len(stage.layers) for stage in stages_of(config)]
     stages = "1 stage" if len(counts) == 1 else f"{len(counts)} stages"
     each = f"{counts[0]} each" if len(set(counts)) == 1 else " ".join(map(str, counts))
     return f"{config.model.num_layers} layers over {stages}: {each}"

@@ -17,8 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.config.load import load_config
+from engine.config.plan import parallel_sizes, stages_of
 from engine.config.problems import with_value
-from engine.config.schema import Config, parallel_sizes
+from engine.config.schema import Config
 from engine.errors import ConfigError
 from engine.telemetry.outlets.format import in_bytes
 from launch.start.command_line import CONFIG, CommandParser, add_world_size, check_counts, layout_overrides
@@ -284,11 +285,10 @@ def _show_formula(console: Console, config: Config, found: "Footprint") -> None:
 
 def _formula_bytes(config: Config, found: "Footprint") -> float:
     """What a microbatch saves on the rank's chunks, from the formula; what it moves to the host included."""
-    from engine.layout.partition import partition
     from models.predict.activation_memory import kept_bytes, moved_bytes
 
     sizes = parallel_sizes(config)
-    stages = partition(config.model.num_layers, sizes.pp, sizes.vpp, config.parallel.layers_per_stage)
+    stages = stages_of(config)
     mine = [stages[stage] for stage in found.stages]
     return float(sum(kept_bytes(config, sizes, stage) + moved_bytes(config, sizes, stage) for stage in mine))
 

@@ -9,8 +9,9 @@ import os
 from pathlib import Path
 
 from engine.config.load import load_config
+from engine.config.plan import parallel_sizes
 from engine.config.rules import problems
-from engine.config.schema import Config, parallel_sizes
+from engine.config.schema import Config
 from engine.errors import ConfigError, TopologyError
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from launch.report.topology_text import describe

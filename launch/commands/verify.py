@@ -14,6 +14,7 @@ from rich.table import Table
 
 from engine.config.limits import MOST_RANKS as LARGEST_WORLD
 from engine.config.limits import MOST_STEPS
+from engine.config.plan import parallel_sizes
 from engine.config.schema import Config, parallel_sizes
 from engine.errors import ConfigError
 from launch.start.command_line import CONFIG, LAYOUT_WORDS, CommandParser, above, layout_overrides

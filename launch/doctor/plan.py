@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from engine.config.plan import stages_of
 from engine.config.schema import Config
 from engine.data.corpus.indexed import bin_path, idx_path
-from engine.layout.partition import partition
 from engine.layout.rank_grid import Coordinates, ParallelSizes
 from launch.doctor.records import Needs, Size
 from models.predict.activation_memory import accumulation_bytes
@@ -28,9 +28,8 @@ def message_sizes(config: Config, sizes: ParallelSizes) -> list[Size]:
 
     All ranks get the same list.
     """
-    parallel = config.parallel
     config = settled(config, sizes)
-    stages = partition(config.model.num_layers, parallel.pp, parallel.vpp, parallel.layers_per_stage)
+    stages = stages_of(config)
     largest: dict[tuple[str, str], Size] = {}
     most: dict[tuple[str, str], int] = {}
     for pp in range(sizes.pp):

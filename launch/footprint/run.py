@@ -21,11 +21,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from engine.comm.collectives import Event
 from engine.comm.topology import Topology
+from engine.config.plan import batch_plan, parallel_sizes, stages_of
 from engine.config.problems import with_value
-from engine.config.schema import Config, batch_plan, parallel_sizes
+from engine.config.schema import Config
 from engine.data.loader import MicroBatch
 from engine.errors import TopologyError
-from engine.layout.partition import partition
 from engine.layout.rank_grid import Coordinates, ParallelSizes, RankGrid
 from engine.pipeline import schedules
 from engine.pipeline.lowering import Program, lower
@@ -108,7 +108,7 @@ class Footprints:
         self.grid = RankGrid(
             sizes, config.runtime.ranks_per_node, allow_tp_across_nodes=config.parallel.allow_tp_across_nodes
         )
-        self.stages = partition(config.model.num_layers, sizes.pp, sizes.vpp, config.parallel.layers_per_stage)
+        self.stages = stages_of(config)
         self.num_microbatches = batch_plan(config, sizes.dp).num_microbatches
         self.full = full
         self.program = self._lowered(self.num_microbatches)
@@ -154,8 +154,7 @@ class Footprints:
         rank = self.grid.rank(pp=pp)
         if self.full:
             return self.of(rank)
-        placement = self.program.schedule.placement
-        mine = [self.stages[placement.stage_of(pp, chunk)] for chunk in range(self.sizes.vpp)]
+        mine = [self.stages[stage] for stage in self.program.schedule.placement.stages_on(pp)]
         contents = tuple((len(stage.layers), stage.has_embedding, stage.has_head) for stage in mine)
         steps = self._steps.setdefault(contents, [])
         at = self.grid.coordinates(rank)
@@ -182,10 +181,9 @@ class Footprints:
 
     def _added_up(self, ran: Footprint, book: PartBook, at: Coordinates) -> Footprint:
         total = book.add_up(self.program, at.pp)
-        placement = self.program.schedule.placement
         return _footprint(
             at,
-            tuple(placement.stage_of(at.pp, chunk) for chunk in range(self.sizes.vpp)),
+            self.program.schedule.placement.stages_on(at.pp),
             self.num_microbatches,
             ran.num_microbatches,
             ran.state,
@@ -273,7 +271,7 @@ def watch_step(engine: Engine, batches: Sequence[MicroBatch], watch: MemoryWatch
     num_microbatches = engine.plan.num_microbatches
     found = _footprint(
         at,
-        tuple(program.schedule.placement.stage_of(at.pp, chunk) for chunk in range(topology.sizes.vpp)),
+        program.schedule.placement.stages_on(at.pp),
         num_microbatches,
         num_microbatches,
         state,

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from engine.config.schema import batch_plan
+from engine.config.plan import batch_plan
 from engine.data.corpus.indexed import IndexedTokens
 from engine.data.corpus.tokenizers import BytesTokenizer, Tokenizer, load_tokenizer
 from engine.data.loader import Batches, MicroBatch

@@ -8,7 +8,7 @@ from datetime import datetime
 from html import escape
 from typing import Any
 
-from engine.config.schema import planned_steps
+from engine.config.plan import planned_steps
 from engine.storage.redaction import without_secrets
 from engine.telemetry.outlets.format import compact, duration, in_bytes, significant
 from engine.telemetry.record.events import ALERTS, Event

@@ -4,7 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from engine.config.schema import Config, batch_plan, parallel_sizes
+from engine.config.plan import batch_plan, parallel_sizes
+from engine.config.schema import Config
 from engine.errors import TriaxisError
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.pipeline import schedules

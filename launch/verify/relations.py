@@ -6,8 +6,8 @@
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from engine.config.schema import Config, data_parallel_size
-from engine.layout.partition import partition
+from engine.config.plan import data_parallel_size, stages_of
+from engine.config.schema import Config
 from engine.layout.shard_spec import cut
 
 MOST_ROUNDS = 3
@@ -62,9 +62,7 @@ def recomputed_layers(config: Config) -> str:
 
 def layer_counts(config: Config) -> list[int]:
     """Return the number of layers of each stage, in stage order."""
-    parallel = config.parallel
-    stages = partition(config.model.num_layers, parallel.pp, parallel.vpp, parallel.layers_per_stage)
-    return [len(stage.layers) for stage in stages]
+    return [len(stage.layers) for stage in stages_of(config)]
 
 
 def num_microbatches(config: Config) -> int:

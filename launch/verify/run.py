@@ -10,8 +10,8 @@ from itertools import count
 from pathlib import Path
 
 from engine.config.load import ENVIRONMENT, to_yaml
-from engine.config.schema import Config, parallel_sizes
-from engine.layout.partition import partition
+from engine.config.plan import parallel_sizes, stages_of
+from engine.config.schema import Config
 from engine.layout.shard_spec import localize
 from launch.inference.request import JOB
 from launch.start.launcher import Request, launch
@@ -146,9 +146,8 @@ def evidence(config: Config, folder: Path) -> Evidence:
 def parameter_facts(config: Config) -> tuple[ParameterFacts, ...]:
     """Every parameter of the model in forward order, as the layout holds it."""
     parallel = config.parallel
-    stages = partition(config.model.num_layers, parallel.pp, parallel.vpp, parallel.layers_per_stage)
     first_stage: dict[str, int] = {}
-    for number, stage in enumerate(stages):
+    for number, stage in enumerate(stages_of(config)):
         for spec in stage_specs(config.model, stage):
             first_stage.setdefault(spec.name, number)
     facts = []

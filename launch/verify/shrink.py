@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from engine.config.schema import Config, ModelConfig, data_parallel_size
+from engine.config.plan import data_parallel_size
+from engine.config.schema import Config, ModelConfig
 from launch.verify.relations import (
     MOST_ROUNDS,
     head_pieces,

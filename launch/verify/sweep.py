@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from engine.config.schema import Config, parallel_sizes
+from engine.config.plan import parallel_sizes
+from engine.config.schema import Config
 from engine.errors import ConfigError
 from launch.verify.trial import ONE_PROCESS, checked
 from launch.verify.verdict.causes import cause_of

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.load import load_config
+from engine.config.plan import parallel_sizes
 from engine.config.problems import with_value
-from engine.config.schema import Config, parallel_sizes
+from engine.config.schema import Config
 from engine.errors import ConfigError
 from launch.verify.shrink import shrink
 from launch.verify.verdict.bounds import TOLERANCES

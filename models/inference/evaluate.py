@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.config.plan import local_seq_length
 from engine.data.corpus.indexed import IndexedTokens
 from engine.data.loader import MicroBatch
 from engine.data.samples import Sample
@@ -118,8 +119,7 @@ def loss_of(model: LoadedModel, steps: Iterable[Sequence[MicroBatch]]) -> tuple[
     """
     config, topology = model.config, model.topology
     sizes = topology.sizes
-    length = config.model.seq_length // (sizes.tp if config.parallel.sequence_parallel else 1)
-    shape = (length, config.train.micro_batch_size, config.model.hidden_size)
+    shape = (local_seq_length(config), config.train.micro_batch_size, config.model.hidden_size)
     executor = Executor(topology, [chunk.queue for chunk in model.chunks], shape, DTYPES[config.precision.dtype])
     loss_sum, num_tokens = 0.0, 0
     programs: Programs | None = None

@@ -14,10 +14,10 @@ from torch import nn
 from engine.checkpoint.directory import Candidate
 from engine.checkpoint.format.store import Shard, load
 from engine.comm.topology import Topology
+from engine.config.plan import stages_of
 from engine.config.schema import Config, OffloadConfig
 from engine.errors import CheckpointError
 from engine.kernels.registry import open_kernels
-from engine.layout.partition import partition
 from engine.numerics.precision import DTYPES
 from engine.pipeline import schedules
 from engine.tensor_parallel.parameter import ShardedParameter
@@ -41,10 +41,9 @@ def load_model(candidate: Candidate, config: Config, topology: Topology) -> Load
     Raises:
         CheckpointError: on every rank, if any rank cannot load its part: damaged, or of another model.
     """
-    sizes = topology.sizes
-    stages = partition(config.model.num_layers, sizes.pp, sizes.vpp, config.parallel.layers_per_stage)
+    sizes, stages = topology.sizes, stages_of(config)
     placement = schedules.build("forward_only", sizes.pp, sizes.vpp, 1).placement
-    mine = [stages[placement.stage_of(topology.coordinates.pp, chunk)] for chunk in range(sizes.vpp)]
+    mine = [stages[stage] for stage in placement.stages_on(topology.coordinates.pp)]
     forward_only = for_reading(config)
     chunks, parameters = build_chunks(forward_only, topology, open_kernels(forward_only, topology), mine)
     refused = ""

@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
+from engine.config.plan import parallel_sizes
 from engine.config.problems import Problem, Rule, Subject, broken_keys, is_whole, with_value
 from engine.config.rules import RULES
-from engine.config.schema import Config, parallel_sizes
+from engine.config.schema import Config
 from engine.errors import ConfigError
 from engine.layout.rank_grid import ParallelSizes
 from engine.telemetry.outlets.format import gigabytes

@@ -15,12 +15,13 @@ are exact, activations and messages as exact as their formulas.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from engine.config.plan import batch_plan, local_seq_length, parallel_sizes, stages_of
 from engine.config.problems import with_value
 from engine.config.rules import problems
-from engine.config.schema import Config, RecomputeConfig, batch_plan, parallel_sizes
+from engine.config.schema import Config, RecomputeConfig
 from engine.errors import ConfigError
 from engine.layout.param_layout import layout_parameters
-from engine.layout.partition import StageLayers, partition
+from engine.layout.partition import StageLayers
 from engine.layout.rank_grid import ParallelSizes
 from engine.layout.shard_spec import ParamRecord, localize
 from engine.pipeline import schedules
@@ -194,9 +195,8 @@ class _Pipeline:
     def of(cls, config: Config, sizes: ParallelSizes) -> "_Pipeline":
         name = schedules.resolve(config.schedule.name, sizes.vpp)
         schedule = schedules.build(name, sizes.pp, sizes.vpp, batch_plan(config, sizes.dp).num_microbatches)
-        stages = partition(config.model.num_layers, sizes.pp, sizes.vpp, config.parallel.layers_per_stage)
-        stage_of = schedule.placement.stage_of
-        mine = tuple(tuple(stages[stage_of(pp, chunk)] for chunk in range(sizes.vpp)) for pp in range(sizes.pp))
+        stages = stages_of(config)
+        mine = tuple(tuple(stages[stage] for stage in schedule.placement.stages_on(pp)) for pp in range(sizes.pp))
         kinds = [tuple(map(_Contents.of, chunks)) for chunks in mine]
         known = {kind: _state(config, sizes, chunks) for kind, chunks in dict(zip(kinds, mine, strict=True)).items()}
         return cls(sizes, mine, schedule.actions, tuple(known[kind] for kind in kinds))
@@ -216,7 +216,7 @@ class _Pipeline:
                     state.gradients,
                     state.optimizer,
                     activations,
-                    _most_messages(sizes, pp) * _message_bytes(config, sizes),
+                    _most_messages(sizes, pp) * _message_bytes(config),
                     communicators[pp],
                     host,
                 )
@@ -236,10 +236,9 @@ def _state(config: Config, sizes: ParallelSizes, chunks: Sequence[StageLayers]) 
     return _State(numel * element, numel * gradient, numel // sizes.dp * _state_bytes(config, element, wide))
 
 
-def _message_bytes(config: Config, sizes: ParallelSizes) -> int:
+def _message_bytes(config: Config) -> int:
     """Count the bytes of one activation between two stages, [s (/ t), b, h] in the run's dtype."""
-    shard = sizes.tp if config.parallel.sequence_parallel else 1
-    elements = config.model.seq_length // shard * config.train.micro_batch_size * config.model.hidden_size
+    elements = local_seq_length(config) * config.train.micro_batch_size * config.model.hidden_size
     return elements * BYTES_PER_ELEMENT[config.precision.dtype]
 
 
@@ -407,8 +406,7 @@ def single_changes(config: Config, sizes: ParallelSizes) -> Iterator[tuple[str, 
 
 def _more_offloaded(config: Config, sizes: ParallelSizes) -> Iterator[tuple[str, object]]:
     """Half of a chunk's layers, then all but the last, whose copies nothing would hide."""
-    stages = partition(config.model.num_layers, sizes.pp, sizes.vpp, config.parallel.layers_per_stage)
-    most = max(len(stage.layers) for stage in stages)
+    most = max(len(stage.layers) for stage in stages_of(config))
     for num_layers in sorted({most // 2, most - 1}):
         if num_layers > config.offload.num_layers:
             yield "offload.num_layers", num_layers

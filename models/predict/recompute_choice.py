@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from engine.config.plan import stages_of
 from engine.config.schema import Config, RecomputeConfig
-from engine.layout.partition import partition
 from engine.layout.rank_grid import ParallelSizes
 from models.predict.activation_memory import Sizes, Term, block_terms, per_token
 
@@ -148,8 +148,7 @@ def candidates(config: Config, sizes: ParallelSizes) -> Iterator[RecomputeConfig
     parts = worthwhile_parts(config, sizes)
     for count in range(1, len(parts) + 1):
         yield choice_for_layers(config.recompute, granularity="selective", modules=parts[:count])
-    stages = partition(config.model.num_layers, sizes.pp, sizes.vpp, config.parallel.layers_per_stage)
-    for num_layers in range(1, max(len(stage.layers) for stage in stages) + 1):
+    for num_layers in range(1, max(len(stage.layers) for stage in stages_of(config)) + 1):
         yield choice_for_layers(
             config.recompute, granularity="full", method="block", num_layers=num_layers, modules=parts
         )

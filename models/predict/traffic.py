@@ -15,7 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from engine.config.schema import Config, batch_plan
+from engine.config.plan import batch_plan, local_seq_length
+from engine.config.schema import Config
 from engine.layout.rank_grid import Coordinates, ParallelSizes
 from engine.layout.shard_spec import ParamRecord, localize
 from models.predict.rank_memory import settled
@@ -88,15 +89,14 @@ def expected_traffic(
     return tally.volumes()
 
 
-def _activation_bytes(config: Config) -> int:
-    model = config.model
+def _activation_bytes(config: Config, seq_length: int) -> int:
     element = BYTES_PER_ELEMENT[config.precision.dtype]
-    return element * config.train.micro_batch_size * model.seq_length * model.hidden_size
+    return element * config.train.micro_batch_size * seq_length * config.model.hidden_size
 
 
 def _tensor_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, stage: StageContents) -> None:
     t, m = sizes.tp, batch_plan(config, sizes.dp).num_microbatches
-    whole = _activation_bytes(config)
+    whole = _activation_bytes(config, config.model.seq_length)
     shard = whole // t
     num_layers = len(stage.layers)
     recomputed = 0
@@ -123,7 +123,7 @@ def _tensor_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, stage:
 
 def _pipeline(tally: _Tally, config: Config, sizes: ParallelSizes, stage: int, num_stages: int) -> None:
     m = batch_plan(config, sizes.dp).num_microbatches
-    num_bytes = _activation_bytes(config) // (sizes.tp if config.parallel.sequence_parallel else 1)
+    num_bytes = _activation_bytes(config, local_seq_length(config))
     is_first, is_last = stage == 0, stage == num_stages - 1
     for axis, sends, receives in (
         ("pp_forward", not is_last, not is_first),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from engine.config.schema import parallel_sizes
+from engine.config.plan import parallel_sizes
 from engine.errors import ConfigError
 from launch.verify.matrix import FAMILIES
 from launch.verify.run import Trial, trial

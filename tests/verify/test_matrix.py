@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config.schema import parallel_sizes
+from engine.config.plan import parallel_sizes
 from launch.verify.covering import Row, covering_rows, pairs
 from launch.verify.matrix import FAMILIES, matrix
 from tests.documented import ROOT

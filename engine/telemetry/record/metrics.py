@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from engine.config.plan import BatchPlan
 from engine.config.schema import BatchPlan, Config
 from engine.run.phases import Phase
 from engine.telemetry.record.flops import Peak, hardware_flops_per_token, known_peak, model_flops_per_token

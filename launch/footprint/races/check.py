@@ -19,8 +19,9 @@ from engine.checkpoint.writer import RankWriter
 from engine.comm.collectives import Ledger
 from engine.comm.staging import Carrier
 from engine.comm.topology import Topology
+from engine.config.plan import parallel_sizes
 from engine.config.problems import with_value
-from engine.config.schema import Config, parallel_sizes
+from engine.config.schema import Config
 from engine.kernels.registry import open_kernels
 from engine.layout.rank_grid import Coordinates, RankGrid
 from engine.pipeline.lowering import Instruction

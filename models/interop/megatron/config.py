@@ -14,7 +14,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from engine.config.schema import Config, ModelConfig, planned_steps
+from engine.config.plan import planned_steps
+from engine.config.schema import Config, ModelConfig
 from engine.errors import ConfigError, shown
 
 Args = Mapping[str, Any]

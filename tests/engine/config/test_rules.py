@@ -20,9 +20,10 @@ from engine.config.limits import (
     MOST_STEPS,
 )
 from engine.config.load import load_config
+from engine.config.plan import batch_plan, parallel_sizes, stages_of
 from engine.config.problems import Subject, divisors, multiples, numbers, with_value
 from engine.config.rules import RULES, broken_rules, nodes_are_whole, problems
-from engine.config.schema import Config, batch_plan, parallel_sizes
+from engine.config.schema import Config
 from engine.errors import ConfigError, ScheduleError, TopologyError
 from engine.layout.partition import partition
 from engine.layout.rank_grid import RankGrid
@@ -263,7 +264,7 @@ def test_a_legal_config_can_be_built(config: Config, world_size: int, ranks_per_
     RankGrid(sizes, ranks_per_node)
     assert batch_plan(config, sizes.dp).num_microbatches >= 1
     assert schedules.resolve(config.schedule.name, sizes.vpp)
-    stages = partition(config.model.num_layers, sizes.pp, sizes.vpp, parallel.layers_per_stage)
+    stages = stages_of(config)
     assert sum(len(stage.layers) for stage in stages) == config.model.num_layers
     for spec in model_specs(config.model):
         for index in range(sizes.tp):

@@ -99,7 +99,8 @@ def test_an_action_round_trips(kind: Kind) -> None:
 @given(st.integers(1, 8), st.integers(1, 4))
 def test_a_placement_gives_each_stage_one_place(pp: int, vpp: int) -> None:
     placement = Placement(pp, vpp)
-    stages = [placement.stage_of(rank, chunk) for rank in range(pp) for chunk in range(vpp)]
+    stages = [stage for rank in range(pp) for stage in placement.stages_on(rank)]
+    assert stages == [placement.stage_of(rank, chunk) for rank in range(pp) for chunk in range(vpp)]
     assert sorted(stages) == list(range(placement.num_stages))
     for stage in stages:
         assert placement.stage_of(placement.rank_of(stage), placement.chunk_of(stage)) == stage

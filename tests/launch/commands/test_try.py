@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.config.load import load_config
-from engine.config.schema import parallel_sizes
+from engine.config.plan import parallel_sizes
 from engine.errors import ConfigError
 from engine.telemetry.record.flops import CONVENTION, model_flops_per_token
 from launch.cli import command_module, main

@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine.config.schema import Config, parallel_sizes
-from engine.layout.partition import partition
+from engine.config.plan import parallel_sizes, stages_of
+from engine.config.schema import Config
 from engine.layout.rank_grid import Coordinates
 from engine.layout.shard_spec import ParamRecord, localize
 from engine.pipeline import schedules
@@ -31,7 +31,7 @@ def all_stages(rank: int, config: Config) -> list[Footprint]:
 def state_bytes(config: Config, at: Coordinates) -> dict[str, int]:
     """Parameters w, main grads and each optimizer state max(4, w) bytes per element, the latter on 1/dp of each bucket."""
     sizes = parallel_sizes(config)
-    stages = partition(config.model.num_layers, sizes.pp, sizes.vpp, config.parallel.layers_per_stage)
+    stages = stages_of(config)
     w = {"bf16": 2, "fp32": 4}[config.precision.dtype]
     # A parameter of the first and the last stage is held once where both are on one rank.
     held: dict[str, ParamRecord] = {}

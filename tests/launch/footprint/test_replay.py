@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.comm.collectives import Event
-from engine.config.schema import parallel_sizes
+from engine.config.plan import parallel_sizes
 from engine.errors import ScheduleError
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from launch.footprint.replay import Replayed, replay

@@ -11,7 +11,7 @@ from engine.checkpoint.format.manifest import read_manifest
 from engine.checkpoint.shards import fingerprint
 from engine.comm.topology import Topology
 from engine.config.load import load_config
-from engine.config.schema import parallel_sizes
+from engine.config.plan import parallel_sizes
 from engine.data.datasets import open_datasets
 from engine.layout.rank_grid import RankGrid
 from engine.optimizer.lr import learning_rate

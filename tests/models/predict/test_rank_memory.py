@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from engine.config.load import load_config
+from engine.config.plan import batch_plan, parallel_sizes
 from engine.config.problems import with_value
 from engine.config.rules import problems
-from engine.config.schema import Config, batch_plan, parallel_sizes
+from engine.config.schema import Config
 from engine.layout.rank_grid import ParallelSizes
 from engine.pipeline import schedules
 from engine.pipeline.actions import Kind

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config.schema import Config, batch_plan
+from engine.config.plan import batch_plan
+from engine.config.schema import Config
 from engine.errors import TriaxisError
 from engine.run.directory import RunDirectory
 from engine.run.phases import Phase

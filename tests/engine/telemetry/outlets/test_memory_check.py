@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from engine.comm.topology import Topology
-from engine.config.schema import Config, batch_plan
+from engine.config.plan import batch_plan
+from engine.config.schema import Config
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.run.phases import Phase
 from engine.step import NO_FLAGS, StepResult
