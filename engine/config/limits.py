@@ -6,9 +6,6 @@ Every bound is far above what any run has used, and low enough that lists of suc
 MOST_LAYERS = 10_000
 """Transformer layers."""
 
-MOST_RANKS = 2**20
-"""Ranks of a run; each parallel size alone has this bound too."""
-
 MOST_HEADS = 2**16
 """Query heads, and key/value heads."""
 

@@ -13,13 +13,14 @@ from itertools import chain
 
 from engine.config.activation_rules import ACTIVATION_RULES
 from engine.config.checkpoint_rules import CHECKPOINT_RULES
-from engine.config.limits import LONGEST_NAME, MOST_MICROBATCHES, MOST_RANKS
+from engine.config.limits import LONGEST_NAME, MOST_MICROBATCHES
 from engine.config.model_rules import MODEL_RULES
 from engine.config.plan import planned_steps
 from engine.config.problems import Problem, Rule, Subject, divisors, find_problems, multiples, numbers
 from engine.config.resilience_rules import RESILIENCE_RULES
 from engine.config.schema import Config
 from engine.layout.partition import partition
+from engine.layout.rank_grid import MOST_RANKS
 
 
 def problems(

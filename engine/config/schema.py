@@ -22,12 +22,12 @@ from engine.config.limits import (
     LONGEST_TIMEOUT,
     MOST_HEADS,
     MOST_LAYERS,
-    MOST_RANKS,
     MOST_STEPS,
     SHORTEST_TIMEOUT,
 )
 from engine.config.section import Section
 from engine.config.telemetry import TelemetryConfig
+from engine.layout.rank_grid import MOST_RANKS
 
 FORMAT_VERSION = 1
 """Of the configuration as a file; raised when a key changes its meaning. A key that only changes its name is in RENAMED."""

@@ -20,11 +20,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from engine.config.limits import MOST_RANKS
 from engine.errors import TopologyError
 
 AXES = ("pp", "dp", "cp", "tp")
 """The mesh axes, slow to fast. The order is stated here and nowhere else."""
+
+MOST_RANKS = 2**20
+"""Largest number of ranks of a run, far above any real one. Each parallel size has this bound too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config.limits import MOST_RANKS
 from engine.errors import ConfigError, shown
+from engine.layout.rank_grid import MOST_RANKS
 
 OVERRIDES = "section.key=value"
 HELP_COLUMN = 30

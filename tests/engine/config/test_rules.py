@@ -16,7 +16,6 @@ from engine.config.limits import (
     LONGEST_SEQUENCE,
     MOST_HEADS,
     MOST_LAYERS,
-    MOST_RANKS,
     MOST_STEPS,
 )
 from engine.config.load import load_config
@@ -26,7 +25,7 @@ from engine.config.rules import RULES, broken_rules, nodes_are_whole, problems
 from engine.config.schema import Config
 from engine.errors import ConfigError, ScheduleError, TopologyError
 from engine.layout.partition import partition
-from engine.layout.rank_grid import RankGrid
+from engine.layout.rank_grid import MOST_RANKS, RankGrid
 from engine.layout.shard_spec import localize
 from engine.pipeline import schedules
 from models.specs import model_specs
