@@ -1,4 +1,4 @@
-"""From the configuration to the samples of train, valid and test: the one entry of training into the data room.
+"""From the configuration to the samples of train, valid and test: the one entry of training into the data room (no torch here).
 
     data.train [[0.7, web], [0.3, code]]   data.valid none      split each corpus by documents, blend each part
                                            data.valid [[..]]    train: all documents of data.train; valid: all of data.valid

@@ -1,4 +1,4 @@
-"""`triaxis verify`: proof that a layout trains the same model as one process, or the first thing that differs (no torch here)."""
+"""`triaxis verify`: proof that a layout trains the same model as one process, or the first thing that differs."""
 
 import argparse
 import json

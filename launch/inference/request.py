@@ -1,4 +1,4 @@
-"""Commands that read a trained model: from a checkpoint in any layout to ranks in the layout that was asked for (no torch here).
+"""Commands that read a trained model: from a checkpoint in any layout to ranks in the layout that was asked for.
 
     triaxis generate CHECKPOINT [section.key=value ...] --tp 2 ..
         |  checkpoint   found, its manifest read: model, tokenizer, dtype, kernels; its layout does not matter

@@ -1,4 +1,4 @@
-"""The page: one HTML file without scripts, with its CSS and pictures inside. What comes from files is escaped, all of it."""
+"""The page: one HTML file without scripts, with its CSS and pictures inside; all text from files is escaped (no torch here)."""
 
 import math
 import time

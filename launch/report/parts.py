@@ -1,4 +1,4 @@
-"""The parts of the page that show numbers over steps or ranks: each returns HTML, or says what is missing and why."""
+"""Parts of the page that show numbers over steps or ranks: each returns HTML, or what is missing and why (no torch here)."""
 
 import math
 from collections.abc import Mapping, Sequence

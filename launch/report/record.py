@@ -1,4 +1,4 @@
-"""What the files of a run directory say, read with patience: a run may be under way, killed, or from before a file existed.
+"""The files of a run directory, read with patience: the run may be live, killed, or older than one of its files (no torch here).
 
     config.yaml      ->  config, config_text          metrics.jsonl  ->  steps, replaced   (a torn last line is counted)
     events/          ->  events, attempts             checkpoints/   ->  checkpoints

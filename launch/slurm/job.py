@@ -1,6 +1,6 @@
 """A batch job that goes on until the run is finished: starts the ranks, passes signals on, and has itself started again.
 
-    launch/slurm/pretrain_gpt.sbatch  ->  this, once per allocation, on its first node (no torch here)
+    launch/slurm/pretrain_gpt.sbatch  ->  this, once per allocation, on its first node
         |  config        checked before any task starts; a finished run ends the job
         |  srun          one task per GPU; SIGUSR1 before the time limit is handed to all ranks, who save (engine/comm/stop.py)
         |  judge         finished | preempted | stopped | failed | mistake | diverged | interrupted   (launch/slurm/srun_report.py)

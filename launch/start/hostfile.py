@@ -1,4 +1,4 @@
-"""`HOSTFILE=path`: the same run on several hosts over ssh, one launcher per host (no torch here).
+"""`HOSTFILE=path`: the same run on several hosts over ssh, one launcher per host.
 
     # hosts           here:  ssh host0  ->  bash: NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 ... launch/pretrain_gpt.sh words
     host0 slots=8            ssh host1  ->  bash: NNODES=2 NODE_RANK=1 MASTER_ADDR=host0 ... launch/pretrain_gpt.sh words

@@ -1,4 +1,4 @@
-"""Short training runs of a config in some layouts, and what their records say (no torch here).
+"""Short training runs of a config in some layouts, and what their records say.
 
     config, overrides, layout  ->  a config of its own: random tokens, a few steps, no warm-up, no checkpoint, no sinks
                                        |  launch/start/launcher.py, as for training: a process group of ranks per layout

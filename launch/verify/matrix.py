@@ -1,4 +1,4 @@
-"""`triaxis verify --matrix`: layouts, schedules and models in which every two features meet (no torch here)."""
+"""`triaxis verify --matrix`: layouts, schedules and models in which every two features meet."""
 
 import os
 import tempfile

@@ -1,4 +1,4 @@
-"""`triaxis verify --oracle`: layouts of ours against somebody else's model, trained in one process of its own (no torch here).
+"""`triaxis verify --oracle`: layouts of ours against somebody else's model, trained in one process of its own.
 
     oracle (one process, CPU)  ->  whole tensors under our names  <-  our one process, then our layouts: each rank its parts
 

@@ -1,4 +1,4 @@
-"""From a config and a layout to a verdict: runs one process and the layout, reads what their ranks wrote (no torch here)."""
+"""From a config and a layout to a verdict: runs one process and the layout, reads what their ranks wrote."""
 
 import json
 import os

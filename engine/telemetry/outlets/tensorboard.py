@@ -1,4 +1,4 @@
-"""TensorBoard event files in the run directory: the same names as in wandb, against the step (no torch before it is used)."""
+"""TensorBoard event files in the run directory: the same names as in wandb, against the step (torch comes with the first use)."""
 
 import importlib.util
 
