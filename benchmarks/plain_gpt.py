@@ -8,6 +8,7 @@ accumulated in the accumulation dtype over microbatches, clipping by the global 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,13 @@ from torch import nn
 
 from engine.config.schema import Config, ModelConfig
 from engine.numerics.precision import DTYPES, accumulation_dtype
+
+POINTWISE: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+}
+"""By the function of an activation (`engine.config.layer_kinds.Activation.pointwise`)."""
 
 
 class PlainBlock(nn.Module):
@@ -29,13 +37,13 @@ class PlainBlock(nn.Module):
             model.kv_heads,
             model.head_size,
         )
-        self.swiglu = model.activation == "swiglu"
-        self.approximate = "tanh" if model.activation == "gelu_tanh" else "none"
+        self.is_gated = model.activation_kind.is_gated
+        self.pointwise = POINTWISE[model.activation_kind.pointwise]
         self.attention_norm, self.mlp_norm = plain_norm(model), plain_norm(model)
         qkv_bias, bias = model.bias != "none", model.bias == "all"
         self.qkv = nn.Linear(h, (self.heads + 2 * self.kv_heads) * self.d, bias=qkv_bias)
         self.proj = nn.Linear(self.heads * self.d, h, bias=bias)
-        self.up = nn.Linear(h, model.ffn_size * (2 if self.swiglu else 1), bias=bias)
+        self.up = nn.Linear(h, model.ffn_size * model.activation_kind.num_inputs, bias=bias)
         self.down = nn.Linear(model.ffn_size, h, bias=bias)
 
     def forward(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
@@ -48,11 +56,11 @@ class PlainBlock(nn.Module):
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
         x = x + self.proj(mixed.transpose(1, 2).reshape(b, s, -1))
         y = self.up(self.mlp_norm(x))
-        if self.swiglu:
+        if self.is_gated:
             gate, up = y.chunk(2, dim=-1)
-            y = F.silu(gate) * up
+            y = self.pointwise(gate) * up
         else:
-            y = F.gelu(y, approximate=self.approximate)
+            y = self.pointwise(y)
         return x + self.down(y)
 
 
@@ -189,7 +197,7 @@ def load(plain: PlainGPT, weights: Mapping[str, torch.Tensor]) -> None:
             ("attention.norm", "attention_norm"),
             ("attention.proj", "proj"),
             ("mlp.norm", "mlp_norm"),
-            ("mlp.gate_up" if plain.model.activation == "swiglu" else "mlp.up", "up"),
+            ("mlp.gate_up" if plain.model.activation_kind.is_gated else "mlp.up", "up"),
             ("mlp.down", "down"),
         ):
             for kind in ("weight", "bias"):

@@ -13,8 +13,8 @@ one name and one shape everywhere. h hidden size, d head size, f MLP width, V vo
     layers.N.attention.proj.weight       [h, heads, d]       input heads cut (row parallel)
     layers.N.attention.proj.bias         [h]
     layers.N.mlp.norm.{weight,bias}      [h]
-    layers.N.mlp.up.weight               [f, h]              GELU; rows cut
-    layers.N.mlp.gate_up.weight          [2, f, h]           SwiGLU; dim 1 cut
+    layers.N.mlp.up.weight               [f, h]              not gated; rows cut
+    layers.N.mlp.gate_up.weight          [2, f, h]           gated; dim 1 cut
     layers.N.mlp.down.weight             [h, f]              columns cut (row parallel)
     final_norm.{weight,bias}             [h]
     head.weight                          [V, h]              untied only
@@ -65,7 +65,7 @@ def stage_specs(model: ModelConfig, stage: StageContents) -> tuple[ParamSpec, ..
 
 def embedding_specs(model: ModelConfig) -> Iterator[ParamSpec]:
     yield _word_embedding(model)
-    if model.position == "learned":
+    if model.position_kind.has_table:
         shape = (model.seq_length, model.hidden_size)
         yield ParamSpec("embedding.position.weight", shape, Init("normal", model.init_std), grad_is_partial="sequence")
 
@@ -102,14 +102,10 @@ def layer_specs(model: ModelConfig, layer: int) -> Iterator[ParamSpec]:
         yield ParamSpec(f"{attention}.proj.bias", (h,), Init("zeros"), decay=False, grad_is_partial="sequence")
 
     yield from _norm(model, f"{mlp}.norm")
-    if model.activation == "swiglu":
-        yield ParamSpec(f"{mlp}.gate_up.weight", (2, f, h), normal, tp_dim=1)
-        if model.bias == "all":
-            yield ParamSpec(f"{mlp}.gate_up.bias", (2, f), Init("zeros"), decay=False, tp_dim=1)
-    else:
-        yield ParamSpec(f"{mlp}.up.weight", (f, h), normal, tp_dim=0)
-        if model.bias == "all":
-            yield ParamSpec(f"{mlp}.up.bias", (f,), Init("zeros"), decay=False, tp_dim=0)
+    up, rows = ("gate_up", (2, f)) if model.activation_kind.is_gated else ("up", (f,))
+    yield ParamSpec(f"{mlp}.{up}.weight", (*rows, h), normal, tp_dim=len(rows) - 1)
+    if model.bias == "all":
+        yield ParamSpec(f"{mlp}.{up}.bias", rows, Init("zeros"), decay=False, tp_dim=len(rows) - 1)
     yield ParamSpec(f"{mlp}.down.weight", (h, f), residual, tp_dim=1)
     if model.bias == "all":
         yield ParamSpec(f"{mlp}.down.bias", (h,), Init("zeros"), decay=False, grad_is_partial="sequence")
@@ -135,7 +131,6 @@ def _vocabulary_matrix(model: ModelConfig, name: str, *, tied_ends: bool) -> Par
 
 
 def _norm(model: ModelConfig, name: str) -> Iterator[ParamSpec]:
-    h = model.hidden_size
-    yield ParamSpec(f"{name}.weight", (h,), Init("ones"), decay=False, grad_is_partial="sequence")
-    if model.norm == "layernorm":
-        yield ParamSpec(f"{name}.bias", (h,), Init("zeros"), decay=False, grad_is_partial="sequence")
+    initial = {"weight": Init("ones"), "bias": Init("zeros")}
+    for each in model.norm_kind.parameters:
+        yield ParamSpec(f"{name}.{each}", (model.hidden_size,), initial[each], decay=False, grad_is_partial="sequence")

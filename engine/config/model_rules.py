@@ -34,7 +34,7 @@ def heads_fill_hidden(subject: Subject) -> Iterator[Problem]:
 def rope_pairs(subject: Subject) -> Iterator[Problem]:
     model = subject.config.model
     fills = model.head_dim is not None or model.hidden_size % model.num_attention_heads == 0
-    if model.position == "rope" and fills and model.head_size % 2:
+    if model.position_kind.is_rotary and fills and model.head_size % 2:
         yield Problem(
             "model.head_dim",
             model.head_size,

@@ -15,6 +15,17 @@ from typing import Literal
 from pydantic import Field, create_model
 
 from engine.config.counts import Count
+from engine.config.layer_kinds import (
+    ACTIVATIONS,
+    NORMS,
+    POSITIONS,
+    Activation,
+    ActivationName,
+    Norm,
+    NormName,
+    Position,
+    PositionName,
+)
 from engine.config.limits import (
     LARGEST_VOCABULARY,
     LARGEST_WIDTH,
@@ -53,10 +64,10 @@ class ModelConfig(Section):
     vocab_multiple: int = Field(
         128, gt=0, le=LARGEST_VOCABULARY, description="the vocabulary is padded to this multiple, whatever tp is"
     )
-    norm: Literal["layernorm", "rmsnorm"] = Field("layernorm", description="before each branch and before the head")
+    norm: NormName = Field("layernorm", description="before each branch and before the head")
     norm_eps: float = Field(1e-5, gt=0, description="added to the variance (layernorm) or mean square (rmsnorm)")
-    activation: Literal["gelu", "gelu_tanh", "swiglu"] = Field("gelu", description="of the MLP; gelu_tanh is GPT-2's")
-    position: Literal["learned", "rope"] = Field("rope", description="a learned table, or rotation of queries and keys")
+    activation: ActivationName = Field("gelu", description="of the MLP; gelu_tanh is GPT-2's")
+    position: PositionName = Field("rope", description="a learned table, or rotation of queries and keys")
     rope_base: float = Field(10000.0, gt=0, description="theta of RoPE (2104.09864)")
     tie_embeddings: bool = Field(True, description="the output head is the input embedding")
     bias: Literal["all", "qkv", "none"] = Field("all", description="which linear layers have one")
@@ -78,6 +89,18 @@ class ModelConfig(Section):
     @property
     def ffn_size(self) -> int:
         return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def norm_kind(self) -> Norm:
+        return NORMS[self.norm]
+
+    @property
+    def activation_kind(self) -> Activation:
+        return ACTIVATIONS[self.activation]
+
+    @property
+    def position_kind(self) -> Position:
+        return POSITIONS[self.position]
 
     @property
     def padded_vocab_size(self) -> int:

@@ -7,6 +7,10 @@ make again. All keep their inputs, which somebody else holds anyway or made for 
 torch's own where nothing is compiled; GELU always, being one operator.
 """
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -107,28 +111,53 @@ def _rms_norm_backward(
     return grad_x.to(x.dtype), grad_weight.to(weight.dtype)
 
 
-def activation(name: str, x: torch.Tensor, fusion: Fusion) -> torch.Tensor:
-    """The MLP's nonlinearity. swiglu (2002.05202): x [.., 2f] = [gate | up] -> silu(gate) * up [.., f]; else [.., f]."""
-    if name == "swiglu":
-        return _SwiGLU.apply(x, fusion)
-    return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
+_NORMS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType({"layernorm": layer_norm, "rmsnorm": rms_norm})
+"""By `model.norm`."""
 
 
-class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up. Keeps its input alone; silu(gate) is computed again."""
+def norm(name: str, x: torch.Tensor, weights: Sequence[torch.Tensor], eps: float, fusion: Fusion) -> torch.Tensor:
+    """Normalise x [.., h] over its last dim.
+
+    Args:
+        name: of `engine.config.layer_kinds.NORMS`.
+        x: any float tensor.
+        weights: [h] each, in the order of the kind's `parameters`.
+        eps: added to the variance or mean square.
+        fusion: operator by operator, or compiled.
+
+    Raises:
+        KeyError: there is no kernel of this name.
+    """
+    return _NORMS[name](x, *weights, eps, fusion)
+
+
+@dataclass(frozen=True, slots=True)
+class _Gate:
+    """Functions of one gated activation: x [.., 2f] = [gate | up] -> [.., f], and grad [.., f] -> [.., 2f].
+
+    The compiler takes no `out` that is a part of a tensor. Operator by operator, `backward_in_parts` writes each half of
+    the gradient where it belongs: `cat` would be two passes more.
+    """
+
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    backward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    backward_in_parts: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class _Gated(torch.autograd.Function):
+    """pointwise(gate) * up. Keeps its input alone; pointwise(gate) is computed again."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, fusion: Fusion) -> torch.Tensor:
-        ctx.fusion = fusion
+    def forward(ctx: Any, x: torch.Tensor, gate: _Gate, fusion: Fusion) -> torch.Tensor:
+        ctx.gate, ctx.fusion = gate, fusion
         ctx.save_for_backward(x)
-        return fusion(_swiglu)(x)
+        return fusion(gate.forward)(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (x,) = ctx.saved_tensors
-        # The compiler takes no `out` that is a part of a tensor; without it, `cat` would be two passes more.
-        backward = _swiglu_backward if ctx.fusion.is_compiled else _swiglu_backward_in_parts
-        return ctx.fusion(backward)(x, grad), None
+        backward = ctx.gate.backward if ctx.fusion.is_compiled else ctx.gate.backward_in_parts
+        return ctx.fusion(backward)(x, grad), None, None
 
 
 def _swiglu(x: torch.Tensor) -> torch.Tensor:
@@ -152,6 +181,41 @@ def _swiglu_backward_in_parts(x: torch.Tensor, grad: torch.Tensor) -> torch.Tens
     torch.mul(grad, F.silu(gate), out=grad_up)
     torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
     return grad_x
+
+
+def _gelu(approximate: str, x: torch.Tensor, fusion: Fusion) -> torch.Tensor:
+    return F.gelu(x, approximate=approximate)
+
+
+def _gated(gate: _Gate, x: torch.Tensor, fusion: Fusion) -> torch.Tensor:
+    return _Gated.apply(x, gate, fusion)
+
+
+_ACTIVATIONS: Mapping[str, Callable[[torch.Tensor, Fusion], torch.Tensor]] = MappingProxyType(
+    {
+        "gelu": partial(_gelu, "none"),
+        "gelu_tanh": partial(_gelu, "tanh"),
+        "swiglu": partial(_gated, _Gate(_swiglu, _swiglu_backward, _swiglu_backward_in_parts)),
+    }
+)
+"""By `model.activation`."""
+
+
+def activation(name: str, x: torch.Tensor, fusion: Fusion) -> torch.Tensor:
+    """Apply the nonlinearity of an MLP.
+
+    Args:
+        name: of `engine.config.layer_kinds.ACTIVATIONS`.
+        x: [.., f]; of a gated activation [.., 2f] = [gate | up].
+        fusion: operator by operator, or compiled.
+
+    Returns:
+        [.., f].
+
+    Raises:
+        KeyError: there is no kernel of this name.
+    """
+    return _ACTIVATIONS[name](x, fusion)
 
 
 def rope_tables(position_ids: torch.Tensor, head_dim: int, base: float, dtype: torch.dtype) -> torch.Tensor:

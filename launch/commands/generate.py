@@ -104,13 +104,13 @@ def _length_problems(args: argparse.Namespace, model: ModelConfig, lengths: Sequ
     if args.max_length is not None and args.max_length < 1:
         yield f"--max-length {args.max_length}: must be at least 1."
         return
-    if window > model.seq_length and model.position == "learned":
+    if window > model.seq_length and model.position_kind.has_table:
         yield (
             f"--max-length {window}: the model has learned {model.seq_length} positions (model.seq_length) and has no "
             f"embedding for further ones. At most {model.seq_length}."
         )
         return
-    further = "" if model.position == "learned" else ", or allow more with --max-length (RoPE goes on, untrained)"
+    further = "" if model.position_kind.has_table else ", or allow more with --max-length (RoPE goes on, untrained)"
     for number, length in enumerate(lengths, start=1):
         wanted = args.max_new_tokens or 1
         if length + wanted > window:

@@ -177,7 +177,7 @@ class GPTChunk(nn.Module):
         assert x is not None, "only the first stage starts from tokens"
         model = self.context.model
         rope = None
-        if model.position == "rope":
+        if model.position_kind.is_rotary:
             rope = rope_tables(batch.position_ids, model.head_size, model.rope_base, self.context.dtype)
         for group in self._groups():
             run = partial(_run, group.blocks, rope=rope, keys=keys, cache=cache)

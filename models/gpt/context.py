@@ -7,7 +7,7 @@ import torch
 
 from engine.activations.saved_tensors import SavedTensors
 from engine.config.schema import ModelConfig, RecomputeConfig
-from engine.kernels.elementwise import layer_norm, rms_norm
+from engine.kernels.elementwise import norm
 from engine.kernels.registry import Kernels
 from engine.tensor_parallel.dropout import DropoutKeys, dropout
 from engine.tensor_parallel.mappings import TensorParallelRegion
@@ -51,19 +51,17 @@ class BuildContext:
 
 
 class Norm(torch.nn.Module):
-    """LayerNorm or RMSNorm over h of [s(/t), b, h], on whatever part of the sequence this rank holds."""
+    """Norm of the model's kind over h of [s(/t), b, h], on whatever part of the sequence this rank holds."""
 
     def __init__(self, context: BuildContext, name: str) -> None:
         super().__init__()
-        self.weight = context.parameter(f"{name}.weight")
-        self.bias = context.maybe_parameter(f"{name}.bias")
+        self.kind = context.model.norm_kind
+        self.weights = [context.parameter(f"{name}.{parameter}") for parameter in self.kind.parameters]
         self.eps = context.model.norm_eps
         self.fusion = context.kernels.fusion
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.bias is None:
-            return rms_norm(x, self.weight.tracked(), self.eps, self.fusion)
-        return layer_norm(x, self.weight.tracked(), self.bias.tracked(), self.eps, self.fusion)
+        return norm(self.kind.name, x, [weight.tracked() for weight in self.weights], self.eps, self.fusion)
 
 
 def hidden_dropout(

@@ -17,8 +17,8 @@ class Embedding(nn.Module):
         super().__init__()
         self.context = context
         self.word = VocabParallelEmbedding(context.parameter("embedding.word.weight"), context.region)
-        learned = context.model.position == "learned"
-        self.position = context.parameter("embedding.position.weight") if learned else None
+        has_table = context.model.position_kind.has_table
+        self.position = context.parameter("embedding.position.weight") if has_table else None
 
     def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor, keys: DropoutKeys) -> torch.Tensor:
         """tokens, position_ids int64 [b, s] -> [s(/t), b, h]."""

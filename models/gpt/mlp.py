@@ -14,7 +14,7 @@ class MLP(nn.Module):
         self.activation = context.model.activation
         self.saved = context.saved
         self.fusion = context.kernels.fusion
-        up = "gate_up" if self.activation == "swiglu" else "up"
+        up = "gate_up" if context.model.activation_kind.is_gated else "up"
         self.up = ColumnParallelLinear(
             [context.parameter(f"{name}.{up}.weight")],
             context.parameters_named(f"{name}.{up}.bias"),

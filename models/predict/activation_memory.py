@@ -125,11 +125,11 @@ def _all_terms(config: Config, sizes: ParallelSizes, *, is_core_again: bool) -> 
         *_norm_terms(config, at, "mlp_norm"),
         _column_input(config, at, "mlp.up", "norm"),
     ]
-    if model.activation == "swiglu":
-        # Megatron-LM without fusions keeps silu(gate) too; here it is computed again.
+    if model.activation_kind.is_gated:
+        # Megatron-LM without fusions keeps the activated gate too; here it is computed again.
         terms += [
             Term("mlp", "gate and up", 2 * at.w * at.f, 2 * at.w * at.f, "mlp"),
-            Term("mlp", "silu(gate)", at.w * at.f, nothing),
+            Term("mlp", f"{model.activation_kind.pointwise}(gate)", at.w * at.f, nothing),
         ]
     else:
         terms.append(Term("mlp", "activation input", at.w * at.f, at.w * at.f, "mlp"))
@@ -151,10 +151,9 @@ def _column_input(config: Config, at: Sizes, module: str, part: str = "") -> Ter
 def _norm_terms(config: Config, at: Sizes, module: str) -> list[Term]:
     nothing = Fraction(0)
     whole = at.w * at.h * at.shard
-    terms = [Term(module, "input", whole, whole)]
-    if config.model.norm == "layernorm":
-        return [*terms, *(Term(module, name, nothing, at.w * at.shard) for name in ("mean", "deviation"))]
-    return [*terms, Term(module, "deviation", nothing, at.acc * at.shard)]
+    kind = config.model.norm_kind
+    number = (at.w if kind.statistics_dtype == "run" else at.acc) * at.shard
+    return [Term(module, "input", whole, whole), *(Term(module, name, nothing, number) for name in kind.statistics)]
 
 
 def _attention_terms(config: Config, at: Sizes, *, is_core_again: bool) -> list[Term]:
@@ -163,7 +162,7 @@ def _attention_terms(config: Config, at: Sizes, *, is_core_again: bool) -> list[
     is_fused = config.kernels.attention != "explicit"
     q, k = at.w * at.q, at.w * at.kv
     # Rotation and QK-norm make new q and k, while v keeps all three alive: they are parts of one product.
-    is_new = model.position == "rope" or model.qk_norm
+    is_new = model.position_kind.is_rotary or model.qk_norm
     if is_fused or is_core_again:
         terms = [Term("attention", "q, k and v", q + 2 * k, q + 2 * k)]
         for name, num_bytes in (("new q", q), ("new k", k)):
@@ -203,12 +202,12 @@ def end_terms(config: Config, sizes: ParallelSizes, stage: StageContents) -> lis
     terms = []
     if stage.has_embedding:
         terms.append(Term("embedding", "rows and which are held", Fraction(0), Fraction(INDEX_BYTES + 1)))
-        if model.position == "learned":
+        if model.position_kind.has_table:
             terms.append(Term("embedding", "positions", Fraction(0), INDEX_BYTES * at.shard))
         terms.append(
             Term("embedding", "dropout", at.h * at.shard, whole if model.hidden_dropout else Fraction(0)),
         )
-    if model.position == "rope" and stage.layers and config.recompute.granularity != "full":
+    if model.position_kind.is_rotary and stage.layers and config.recompute.granularity != "full":
         terms.append(Term("attention", "tables of rotation", Fraction(0), _tables(config, at)))
     if stage.has_head:
         columns = Fraction(model.padded_vocab_size, sizes.tp)
@@ -375,7 +374,7 @@ def _logits_at_a_time(config: Config, sizes: ParallelSizes, stage: StageContents
 
 
 def _tables(config: Config, at: Sizes) -> Fraction:
-    return Fraction(2 * at.acc * config.model.head_size if config.model.position == "rope" else 0)
+    return Fraction(2 * at.acc * config.model.head_size if config.model.position_kind.is_rotary else 0)
 
 
 def _bytes(config: Config, terms: Sequence[Term]) -> int:

@@ -90,13 +90,12 @@ def _work(config: Config, sizes: ParallelSizes, part: str) -> tuple[Fraction, Fr
     model, at = config.model, Sizes.of(config, sizes)
     nothing = Fraction(0)
     whole = at.w * at.h * at.shard
-    is_gated = model.activation == "swiglu"
-    columns = (2 if is_gated else 1) * at.f
+    columns = model.activation_kind.num_inputs * at.f
     if part == "norm":
         return 4 * whole, nothing
     if part == "rope":
-        passes = (model.position == "rope") + model.qk_norm
-        tables = 2 * at.acc * model.head_size if model.position == "rope" else 0
+        passes = model.position_kind.is_rotary + model.qk_norm
+        tables = 2 * at.acc * model.head_size if model.position_kind.is_rotary else 0
         return 2 * passes * at.w * (at.q + at.kv) + tables, nothing
     if part == "activation":
         return at.w * (columns + at.f), nothing

@@ -56,7 +56,7 @@ def hardware_flops_per_token(model: ModelConfig, recompute: RecomputeConfig, lay
     if recompute.granularity == "full":
         limit = recompute.num_layers if recompute.method == "block" else model.num_layers
         whole = sum(min(layers, limit) for layers in layers_per_chunk)
-    first_gemm = 2 * (2 if model.activation == "swiglu" else 1) * model.ffn_size * model.hidden_size
+    first_gemm = 2 * model.activation_kind.num_inputs * model.ffn_size * model.hidden_size
     in_part = {"attention": core, "mlp": first_gemm}
     again = whole * (2 * _layer_weights(model) + core)
     again += (model.num_layers - whole) * sum(in_part.get(part, 0) for part in recompute.parts)
@@ -67,8 +67,7 @@ def hardware_flops_per_token(model: ModelConfig, recompute: RecomputeConfig, lay
 
 def _layer_weights(model: ModelConfig) -> int:
     attention = 2 * (model.num_attention_heads + model.kv_heads) * model.head_size * model.hidden_size
-    matrices_of_mlp = 3 if model.activation == "swiglu" else 2
-    return attention + matrices_of_mlp * model.ffn_size * model.hidden_size
+    return attention + (model.activation_kind.num_inputs + 1) * model.ffn_size * model.hidden_size
 
 
 def _core_forward(model: ModelConfig, *, causal: bool) -> int:

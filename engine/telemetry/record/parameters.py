@@ -24,13 +24,13 @@ def num_parameters(model: ModelConfig) -> dict[str, int]:
 
         embedding   V h  (+ S h with learned positions)
         attention   L (2 a d h + 2 g d h)     biases: qkv  L (a + 2 g) d      all  + L h
-        mlp         L 2 f h   (SwiGLU: 3)     biases: all  L (f + h)   (SwiGLU: 2 f + h)
+        mlp         L 2 f h   (gated: 3)      biases: all  L (f + h)   (gated: 2 f + h)
         norms       (2 L + 1) h  (LayerNorm: 2 each)   QK-norm  + 2 L d
         head        V h, 0 where it is tied
     """
     h, d, f = model.hidden_size, model.head_size, model.ffn_size
     a, g, layers = model.num_attention_heads, model.kv_heads, model.num_layers
-    inputs_of_mlp = 2 if model.activation == "swiglu" else 1
+    inputs_of_mlp = model.activation_kind.num_inputs
 
     attention = 2 * (a + g) * d * h
     mlp = (inputs_of_mlp + 1) * f * h
@@ -39,8 +39,8 @@ def num_parameters(model: ModelConfig) -> dict[str, int]:
     if model.bias == "all":
         attention += h
         mlp += inputs_of_mlp * f + h
-    norm = 2 * h if model.norm == "layernorm" else h
-    positions = model.seq_length * h if model.position == "learned" else 0
+    norm = len(model.norm_kind.parameters) * h
+    positions = model.seq_length * h if model.position_kind.has_table else 0
     return {
         "embedding": model.vocab_size * h + positions,
         "attention": layers * attention,

@@ -95,8 +95,7 @@ def gpt_model(model: ModelConfig, dtype: torch.dtype, *, rows: int, parallel_out
     from megatron.core.transformer.utils import openai_gelu
 
     functional = torch.nn.functional
-    activations = {"gelu": functional.gelu, "gelu_tanh": openai_gelu, "swiglu": functional.silu}
-    normalization = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm]
+    functions = {"gelu": functional.gelu, "gelu_tanh": openai_gelu, "silu": functional.silu}
     config = TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -104,10 +103,10 @@ def gpt_model(model: ModelConfig, dtype: torch.dtype, *, rows: int, parallel_out
         num_query_groups=model.kv_heads,
         kv_channels=model.head_size,
         ffn_hidden_size=model.ffn_size,
-        normalization=normalization,
+        normalization=model.norm_kind.megatron,
         layernorm_epsilon=model.norm_eps,
-        gated_linear_unit=model.activation == "swiglu",
-        activation_func=activations[model.activation],
+        gated_linear_unit=model.activation_kind.is_gated,
+        activation_func=functions[model.activation_kind.pointwise],
         bias_activation_fusion=False,
         add_bias_linear=model.bias == "all",
         add_qkv_bias=model.bias == "qkv",
@@ -123,13 +122,13 @@ def gpt_model(model: ModelConfig, dtype: torch.dtype, *, rows: int, parallel_out
     )
     return GPTModel(
         config,
-        get_gpt_layer_local_spec(qk_layernorm=model.qk_norm, normalization=normalization),
+        get_gpt_layer_local_spec(qk_layernorm=model.qk_norm, normalization=model.norm_kind.megatron),
         vocab_size=rows,
         max_sequence_length=model.seq_length,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=model.tie_embeddings,
-        position_embedding_type="learned_absolute" if model.position == "learned" else "rope",
+        position_embedding_type=model.position_kind.megatron,
         rotary_base=model.rope_base,  # it says int, and takes its powers
         parallel_output=parallel_output,
     ).to(dtype)

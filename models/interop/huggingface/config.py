@@ -12,11 +12,12 @@ Sources: the configuration classes of transformers (`configuration_gpt2.py`, `..
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
+from engine.config.layer_kinds import ACTIVATIONS
 from engine.config.schema import ModelConfig
 from engine.errors import ConfigError
 
@@ -29,15 +30,25 @@ class Family:
 
     Attributes:
         architecture: the class of transformers that is a language model of this family.
+        activation_key: their key of the activation.
+        is_gated: the MLP is gated, whatever the activation.
         names: their key -> our field.
         fixed: our fields that the family decides, whatever the file says.
         defaults: values of keys that a file may leave out; other keys of `names` must be there.
     """
 
     architecture: str
+    activation_key: str
+    is_gated: bool
     names: Mapping[str, str]
     fixed: Mapping[str, object]
-    defaults: Mapping[str, object] = field(default_factory=dict)
+    defaults: Mapping[str, object]
+
+    @property
+    def activations(self) -> dict[str, str]:
+        """Map their activations to ours."""
+        kinds = [kind for kind in ACTIVATIONS.values() if kind.is_gated == self.is_gated]
+        return {theirs: kind.name for kind in kinds for theirs in kind.hugging_face}
 
 
 _LLAMA_NAMES = {
@@ -55,8 +66,9 @@ _LLAMA_NAMES = {
     "attention_dropout": "attention_dropout",
     "initializer_range": "init_std",
 }
-_LLAMA_FIXED = {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": "none", "qk_norm": False}
+_LLAMA_FIXED = {"norm": "rmsnorm", "position": "rope", "bias": "none", "qk_norm": False}
 _LLAMA_DEFAULTS = {
+    "hidden_act": "silu",
     "num_key_value_heads": None,
     "head_dim": None,
     "rms_norm_eps": 1e-6,
@@ -66,9 +78,18 @@ _LLAMA_DEFAULTS = {
     "initializer_range": 0.02,
 }
 
+
+def _llama_like(architecture: str, fixed: Mapping[str, object] | None = None, **defaults: object) -> Family:
+    """Make a family that has Llama's keys, with these of its fixed fields and defaults in place of Llama's."""
+    fixed, defaults = {**_LLAMA_FIXED, **(fixed or {})}, {**_LLAMA_DEFAULTS, **defaults}
+    return Family(architecture, "hidden_act", True, _LLAMA_NAMES, fixed, defaults)
+
+
 FAMILIES = {
     "gpt2": Family(
         architecture="GPT2LMHeadModel",
+        activation_key="activation_function",
+        is_gated=False,
         names={
             "n_layer": "num_layers",
             "n_embd": "hidden_size",
@@ -84,6 +105,7 @@ FAMILIES = {
         },
         fixed={"norm": "layernorm", "position": "learned", "bias": "all", "qk_norm": False},
         defaults={
+            "activation_function": "gelu_new",
             "n_inner": None,
             "layer_norm_epsilon": 1e-5,
             "tie_word_embeddings": True,
@@ -92,28 +114,15 @@ FAMILIES = {
             "initializer_range": 0.02,
         },
     ),
-    "llama": Family("LlamaForCausalLM", _LLAMA_NAMES, _LLAMA_FIXED, _LLAMA_DEFAULTS),
-    "mistral": Family("MistralForCausalLM", _LLAMA_NAMES, _LLAMA_FIXED, {**_LLAMA_DEFAULTS, "num_key_value_heads": 8}),
-    "qwen2": Family(
-        "Qwen2ForCausalLM",
-        _LLAMA_NAMES,
-        {**_LLAMA_FIXED, "bias": "qkv"},
-        {**_LLAMA_DEFAULTS, "num_key_value_heads": 32},
-    ),
-    "qwen3": Family(
-        "Qwen3ForCausalLM",
-        _LLAMA_NAMES,
-        {**_LLAMA_FIXED, "qk_norm": True},
-        {**_LLAMA_DEFAULTS, "num_key_value_heads": 32, "head_dim": 128},
-    ),
+    "llama": _llama_like("LlamaForCausalLM"),
+    "mistral": _llama_like("MistralForCausalLM", num_key_value_heads=8),
+    "qwen2": _llama_like("Qwen2ForCausalLM", {"bias": "qkv"}, num_key_value_heads=32),
+    "qwen3": _llama_like("Qwen3ForCausalLM", {"qk_norm": True}, num_key_value_heads=32, head_dim=128),
 }
 """By `model_type`, those first that an export takes where several would do."""
 
 MISTRAL_WINDOW = 4096
 """The sliding window of a Mistral whose file does not name one; null in the file is none."""
-
-GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
-"""Their activation -> ours; the last three are the tanh approximation, written in three ways."""
 
 OFF_ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
     "rope_scaling": ((None,), "scaled RoPE is not built yet"),
@@ -256,7 +265,7 @@ def from_hugging_face(
     if seq_length is not None:
         problems += _too_long(model, seq_length)
         model["seq_length"] = seq_length
-    problems += _activation(keys, model)
+    problems += _activation(keys, family, model)
     problems += _sliding_window(keys, model)
     if keys["model_type"] == "gpt2" and keys.get("embd_pdrop", 0.1) != model["hidden_dropout"]:
         problems.append(
@@ -349,18 +358,12 @@ def passed_over_notes(keys: Keys, ignore: Collection[str] = ()) -> list[str]:
     return notes
 
 
-def _activation(keys: Keys, model: dict[str, Any]) -> Sequence[str]:
-    if model.get("activation") == "swiglu":
-        given = keys.get("hidden_act", "silu")
-        return (
-            ()
-            if given in ("silu", "swish")
-            else (f"hidden_act = {given!r}: must be silu, which gates the MLP here (SwiGLU).",)
-        )
-    given = keys.get("activation_function", "gelu_new")
-    if given not in GELUS:
-        return (f"activation_function = {given!r}: must be one of {', '.join(GELUS)}; no other one is built.",)
-    model["activation"] = GELUS[given]
+def _activation(keys: Keys, family: Family, model: dict[str, Any]) -> Sequence[str]:
+    key, known = family.activation_key, family.activations
+    given = keys.get(key, family.defaults[key])
+    if not isinstance(given, str) or given not in known:
+        return (f"{key} = {given!r}: must be one of {', '.join(known)}; no other one is built.",)
+    model["activation"] = known[given]
     return ()
 
 
@@ -419,15 +422,12 @@ def to_hugging_face(
     keys: dict[str, Any] = {"architectures": [chosen.architecture], "model_type": family}
     resolved = {"num_kv_heads": model.kv_heads, "head_dim": model.head_size, "ffn_hidden_size": model.ffn_size}
     keys |= {theirs: resolved.get(ours, getattr(model, ours)) for theirs, ours in chosen.names.items()}
+    keys[chosen.activation_key] = model.activation_kind.hugging_face[0]
     notes = []
     if family == "gpt2":
-        keys |= {"activation_function": _GELU_NAMES[model.activation], "embd_pdrop": model.hidden_dropout}
-    else:
-        keys["hidden_act"] = "silu"
-        if model.hidden_dropout:
-            notes.append(
-                f"model.hidden_dropout = {model.hidden_dropout} has no key in {family}: it acts in training only"
-            )
+        keys["embd_pdrop"] = model.hidden_dropout
+    elif model.hidden_dropout:
+        notes.append(f"model.hidden_dropout = {model.hidden_dropout} has no key in {family}: it acts in training only")
     if family == "mistral":
         keys["sliding_window"] = None
     if family.startswith("qwen"):
@@ -439,18 +439,15 @@ def to_hugging_face(
     return {**keys, "torch_dtype": dtype}, notes
 
 
-_GELU_NAMES = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
-
-
 def _differences(model: ModelConfig, name: str) -> Iterator[str]:
     """What of the model a family cannot express."""
     for ours, value in FAMILIES[name].fixed.items():
         if getattr(model, ours) != value:
             yield f"model.{ours} = {getattr(model, ours)}, there it is {value}"
+    if model.activation not in (allowed := dict.fromkeys(FAMILIES[name].activations.values())):
+        yield f"model.activation = {model.activation}, there it is {' or '.join(allowed)}"
     fills = model.head_size * model.num_attention_heads == model.hidden_size
     if name == "gpt2":
-        if model.activation not in _GELU_NAMES:
-            yield f"model.activation = {model.activation}, there it is {' or '.join(_GELU_NAMES)}"
         if model.kv_heads != model.num_attention_heads:
             yield f"model.num_kv_heads = {model.kv_heads}, there each of the {model.num_attention_heads} heads has its own"
         if not fills:

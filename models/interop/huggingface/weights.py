@@ -258,7 +258,7 @@ def open_folder(folder: Path, seq_length: int | None = None, ignore: Sequence[st
     family = str(keys["model_type"])
     # A table of learned positions is stored whole, and cut where samples are shorter.
     stored = model
-    if model.position == "learned":
+    if model.position_kind.has_table:
         stored = ModelConfig.model_validate(from_hugging_face(keys, None, str(folder / "config.json"), ignore)["model"])
     found = HuggingFaceModel(
         family=family,
@@ -363,7 +363,7 @@ def _missing_prefix(files: WeightFiles, naming: Naming) -> str:
 
 
 def _notes(model: ModelConfig, rows: int) -> tuple[str, ...]:
-    if model.position == "learned" and rows != model.seq_length:
+    if model.position_kind.has_table and rows != model.seq_length:
         return (f"of the {rows:,} learned positions the first {model.seq_length:,} are kept",)
     return ()
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from engine.config.layer_kinds import ACTIVATIONS, NORMS, POSITIONS, Activation, Norm, Position
 from engine.config.plan import planned_steps
 from engine.config.schema import Config, ModelConfig
 from engine.errors import ConfigError, shown
@@ -69,8 +70,8 @@ _CHOICES = (
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "padded_vocab_size")
 
-_NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
-_POSITIONS = {"learned_absolute": "learned", "rope": "rope"}
+_NORMS = {kind.megatron: name for name, kind in NORMS.items() if kind.megatron is not None}
+_POSITIONS = {kind.megatron: name for name, kind in POSITIONS.items() if kind.megatron is not None}
 
 OFF_ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
     "num_experts": ((None, 0), "mixture of experts is not built yet"),
@@ -87,7 +88,7 @@ OFF_ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
     "softmax_scale": ((None,), "attention with another scale than 1 / sqrt(head_dim) is not built"),
     "qk_l2_norm": ((False, None), "L2 norm of queries and keys is not built"),
     "squared_relu": ((False, None), "squared ReLU is not built"),
-    "quick_geglu": ((False, None), "GEGLU is not built"),
+    "quick_geglu": ((False, None), "a gate of x sigmoid(1.702 x) is not built"),
     "glu_linear_offset": ((0, 0.0, None), "an offset in the gated MLP is not built"),
     "activation_func_clamp_value": ((None,), "clamped activations are not built"),
     "apply_layernorm_1p": ((False, None), "norm weights that are stored less one are not built"),
@@ -133,9 +134,10 @@ def model_section(args: Args, vocab_size: int | None, source: str) -> dict[str, 
         if given not in values:
             problems.append(f"{theirs} = {shown(given)}: must be one of {', '.join(values)}; no other one is built.")
         model[ours] = values.get(given)
-    if model["qk_norm"] and model["norm"] == "layernorm":
+    if model["qk_norm"] and model["norm"] not in ("rmsnorm", None):
         problems.append(
-            "qk_layernorm with normalization = LayerNorm: queries and keys are normalised by RMSNorm only here."
+            f"qk_layernorm with normalization = {args.get('normalization', 'LayerNorm')}: queries and keys are normalised by "
+            "RMSNorm only here."
         )
     model["vocab_size"] = vocab_size if vocab_size is not None else _tokens(args)
     if model["vocab_size"] is None:
@@ -189,12 +191,22 @@ def megatron_args(model: ModelConfig) -> dict[str, Any]:
     Raises:
         ConfigError: Megatron has no such model.
     """
-    if model.qk_norm and model.norm == "layernorm":
-        raise ConfigError(
-            [
-                "model.qk_norm with norm = layernorm: Megatron would normalise queries and keys by LayerNorm, with a bias."
-            ]
+    kinds: tuple[tuple[str, Norm | Activation | Position], ...] = (
+        ("norm", model.norm_kind),
+        ("activation", model.activation_kind),
+        ("position", model.position_kind),
+    )
+    problems = [
+        f"model.{field} = {kind.name}: Megatron-LM has no argument for it; the model would be another one."
+        for field, kind in kinds
+        if kind.megatron is None
+    ]
+    if model.qk_norm and model.norm != "rmsnorm":
+        problems.append(
+            f"model.qk_norm with norm = {model.norm}: Megatron would normalise queries and keys by it, here it is RMSNorm."
         )
+    if problems:
+        raise ConfigError(problems)
     bias = model.bias == "all"
     args = {theirs: getattr(model, ours) for theirs, ours in _NAMES.items()}
     return args | {
@@ -203,20 +215,19 @@ def megatron_args(model: ModelConfig) -> dict[str, Any]:
         "group_query_attention": model.kv_heads != model.num_attention_heads,
         "num_query_groups": model.kv_heads,
         "max_position_embeddings": model.seq_length,
-        "position_embedding_type": {ours: theirs for theirs, ours in _POSITIONS.items()}[model.position],
+        "position_embedding_type": model.position_kind.megatron,
         "add_position_embedding": True,
-        "use_rotary_position_embeddings": model.position == "rope",
+        "use_rotary_position_embeddings": model.position_kind.is_rotary,
         "rotary_percent": 1.0,
         "rotary_interleaved": False,
-        "normalization": {ours: theirs for theirs, ours in _NORMS.items()}[model.norm],
+        "normalization": model.norm_kind.megatron,
         "norm_epsilon": model.norm_eps,
         "untie_embeddings_and_output_weights": not model.tie_embeddings,
         "add_bias_linear": bias,
         "add_qkv_bias": bias or model.bias == "qkv",
         "qk_layernorm": model.qk_norm,
-        "swiglu": model.activation == "swiglu",
+        **{kind.megatron: kind == model.activation_kind for kind in ACTIVATIONS.values() if kind.megatron},
         # Their exact GELU is what they compute without fusion; their tanh form has a name of its own.
-        "openai_gelu": model.activation == "gelu_tanh",
         "bias_gelu_fusion": False,
         "vocab_size": model.vocab_size,
         "padded_vocab_size": model.vocab_size,
@@ -270,11 +281,11 @@ def _nested(args: Args) -> Iterator[str]:
 
 
 def _activation(args: Args) -> str:
-    if args.get("swiglu"):
-        return "swiglu"
-    # Fused with a bias, Megatron's GELU is the tanh approximation; without, it is exact.
+    # Fused with a bias, Megatron's GELU is the tanh approximation; without, it is exact. A gate goes before both.
     fused = args.get("bias_gelu_fusion", False) and args.get("add_bias_linear", True)
-    return "gelu_tanh" if args.get("openai_gelu") or fused else "gelu"
+    gated_first = sorted(ACTIVATIONS.values(), key=lambda kind: not kind.is_gated)
+    switched_on = (kind.name for kind in gated_first if kind.megatron and args.get(kind.megatron))
+    return next(switched_on, "gelu_tanh" if fused else "gelu")
 
 
 def _tokens(args: Args) -> int | None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from engine.config.layer_kinds import ACTIVATIONS, NORMS, Activation, Norm
 from engine.kernels.elementwise import (
     activation,
     apply_rope,
@@ -16,6 +17,7 @@ from engine.kernels.elementwise import (
     rms_norm,
     rope_tables,
 )
+from engine.kernels.elementwise import norm as norm_by_name
 from engine.kernels.fusion import EAGER, Fusion
 from tests.harness import compiler
 
@@ -176,6 +178,11 @@ def test_those_of_a_gpu_are_those_of_plain_torch(
     ids=["swiglu", "rms_norm", "rope: its tables", "dropout: its factor"],
 )
 def test_kept_for_the_backward_is_the_input(function: Kernel, shapes: list[tuple[int, ...]], kept: int) -> None:
+    assert kept_by(lambda *given: function(*given, EAGER), inputs(shapes, torch.bfloat16)) == kept
+
+
+def kept_by(function: Function, given: list[torch.Tensor]) -> int:
+    """Count the elements that autograd keeps for the backward of `function`."""
     saved: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -183,5 +190,27 @@ def test_kept_for_the_backward_is_the_input(function: Kernel, shapes: list[tuple
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        function(*inputs(shapes, torch.bfloat16), EAGER)
-    assert sum(tensor.numel() for tensor in saved) == kept
+        function(*given)
+    return sum(tensor.numel() for tensor in saved)
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS.values(), ids=list(ACTIVATIONS))
+def test_the_kernel_of_an_activation_does_as_its_record_says(kind: Activation) -> None:
+    (x,) = inputs([(6, 3, kind.num_inputs * 8)], torch.bfloat16)
+    assert activation(kind.name, x, EAGER).shape == (6, 3, 8)
+    assert kept_by(lambda x: activation(kind.name, x, EAGER), [x]) == 6 * 3 * kind.num_inputs * 8
+
+
+@pytest.mark.parametrize("kind", NORMS.values(), ids=list(NORMS))
+def test_the_kernel_of_a_norm_does_as_its_record_says(kind: Norm) -> None:
+    given = inputs([(6, 3, 16), *[(16,) for _ in kind.parameters]], torch.bfloat16)
+    kept = kept_by(lambda x, *weights: norm_by_name(kind.name, x, weights, EPS, EAGER), given)
+    assert kept - len(kind.parameters) * 16 == 6 * 3 * (16 + len(kind.statistics))
+
+
+def test_a_name_without_a_kernel_is_an_error_and_no_other_kernel() -> None:
+    (x,) = inputs([(6, 3, 16)], torch.float64)
+    with pytest.raises(KeyError, match="relu"):
+        activation("relu", x, EAGER)
+    with pytest.raises(KeyError, match="batchnorm"):
+        norm_by_name("batchnorm", x, [x[0, 0]], EPS, EAGER)

@@ -232,6 +232,7 @@ def test_rope_parameters_of_newer_files() -> None:
         ("llama3_8b", {"rope_interleaved": True}, "rope_interleaved = True: RoPE that turns neighbouring"),
         ("qwen2.5_0.5b", {"use_mrope": True}, "use_mrope = True: RoPE over several positions"),
         ("llama3_8b", {"hidden_act": "relu"}, "hidden_act = 'relu'.*silu"),
+        ("llama3_8b", {"hidden_act": ["silu"]}, r"hidden_act = \['silu'\]"),
         ("llama3_8b", {"num_local_experts": 8}, "num_local_experts = 8: not a key that is known here"),
         ("llama3_8b", {"hidden_size": "wide"}, "model.hidden_size = 'wide'"),
         ("llama3_8b", {"model_type": "mixtral"}, "model_type = 'mixtral': must be one of gpt2, llama"),

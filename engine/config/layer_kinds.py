@@ -1,0 +1,105 @@
+"""Kinds of activation, norm and position: a record each, which sizes, predictions and interop read (no torch here).
+
+The functions have the same names in `engine/kernels/elementwise.py`; docs/extending.md is the recipe for another kind.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+ActivationName = Literal["gelu", "gelu_tanh", "swiglu"]
+NormName = Literal["layernorm", "rmsnorm"]
+PositionName = Literal["learned", "rope"]
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """A nonlinearity of an MLP of inner width f. Its kernel keeps its input, and nothing else, for the backward.
+
+    Attributes:
+        name: in `model.activation`.
+        pointwise: function of one number; in a gated MLP it is applied to the gate.
+        is_gated: [gate | up], 2 f wide -> pointwise(gate) * up, f wide (2002.05202); otherwise f wide -> f wide.
+        hugging_face: names in a config.json; an export writes the first.
+        megatron: switch of Megatron-LM; "": its default. None: Megatron-LM has no such activation.
+    """
+
+    name: ActivationName
+    pointwise: str
+    is_gated: bool
+    hugging_face: tuple[str, ...]
+    megatron: str | None
+
+    @property
+    def num_inputs(self) -> int:
+        """Count the vectors [f] that the first projection makes of a token: matrices [f, h] of its weight."""
+        return 2 if self.is_gated else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A norm over the hidden size h. Its kernel keeps its input and a few numbers per token for the backward.
+
+    Attributes:
+        name: in `model.norm`.
+        parameters: vectors [h], in the order in which the kernel takes them.
+        statistics: numbers per token that are kept.
+        statistics_dtype: dtype of those, the run's or the accumulation dtype.
+        megatron: `normalization` of Megatron-LM. None: Megatron-LM has no such norm.
+    """
+
+    name: NormName
+    parameters: tuple[Literal["weight", "bias"], ...]
+    statistics: tuple[str, ...]
+    statistics_dtype: Literal["run", "accumulation"]
+    megatron: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A way in which a token's position enters the model.
+
+    Attributes:
+        name: in `model.position`.
+        has_table: one learned vector [h] per position, so samples are at most `model.seq_length` long.
+        is_rotary: queries and keys are rotated (RoPE, 2104.09864).
+        megatron: `position_embedding_type` of Megatron-LM. None: Megatron-LM has no such positions.
+    """
+
+    name: PositionName
+    has_table: bool
+    is_rotary: bool
+    megatron: str | None
+
+
+ACTIVATIONS: Mapping[str, Activation] = {
+    kind.name: kind
+    for kind in (
+        Activation("gelu", "gelu", is_gated=False, hugging_face=("gelu",), megatron=""),
+        Activation(
+            "gelu_tanh",
+            "gelu_tanh",
+            is_gated=False,
+            hugging_face=("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
+            megatron="openai_gelu",
+        ),
+        Activation("swiglu", "silu", is_gated=True, hugging_face=("silu", "swish"), megatron="swiglu"),
+    )
+}
+
+NORMS: Mapping[str, Norm] = {
+    kind.name: kind
+    for kind in (
+        # torch's own kernel on the CPU returns its statistics in the input's dtype.
+        Norm("layernorm", ("weight", "bias"), ("mean", "deviation"), "run", "LayerNorm"),
+        Norm("rmsnorm", ("weight",), ("deviation",), "accumulation", "RMSNorm"),
+    )
+}
+
+POSITIONS: Mapping[str, Position] = {
+    kind.name: kind
+    for kind in (
+        Position("learned", has_table=True, is_rotary=False, megatron="learned_absolute"),
+        Position("rope", has_table=False, is_rotary=True, megatron="rope"),
+    )
+}
