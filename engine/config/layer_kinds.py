@@ -72,34 +72,21 @@ class Position:
     megatron: str | None
 
 
-ACTIVATIONS: Mapping[str, Activation] = {
-    kind.name: kind
-    for kind in (
-        Activation("gelu", "gelu", is_gated=False, hugging_face=("gelu",), megatron=""),
-        Activation(
-            "gelu_tanh",
-            "gelu_tanh",
-            is_gated=False,
-            hugging_face=("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
-            megatron="openai_gelu",
-        ),
-        Activation("swiglu", "silu", is_gated=True, hugging_face=("silu", "swish"), megatron="swiglu"),
-    )
-}
+_ACTIVATIONS = (
+    Activation("gelu", "gelu", False, ("gelu",), ""),
+    Activation("gelu_tanh", "gelu_tanh", False, ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "openai_gelu"),
+    Activation("swiglu", "silu", True, ("silu", "swish"), "swiglu"),
+)
+_NORMS = (
+    # torch's own kernel on the CPU returns its statistics in the input's dtype.
+    Norm("layernorm", ("weight", "bias"), ("mean", "deviation"), "run", "LayerNorm"),
+    Norm("rmsnorm", ("weight",), ("deviation",), "accumulation", "RMSNorm"),
+)
+_POSITIONS = (
+    Position("learned", has_table=True, is_rotary=False, megatron="learned_absolute"),
+    Position("rope", has_table=False, is_rotary=True, megatron="rope"),
+)
 
-NORMS: Mapping[str, Norm] = {
-    kind.name: kind
-    for kind in (
-        # torch's own kernel on the CPU returns its statistics in the input's dtype.
-        Norm("layernorm", ("weight", "bias"), ("mean", "deviation"), "run", "LayerNorm"),
-        Norm("rmsnorm", ("weight",), ("deviation",), "accumulation", "RMSNorm"),
-    )
-}
-
-POSITIONS: Mapping[str, Position] = {
-    kind.name: kind
-    for kind in (
-        Position("learned", has_table=True, is_rotary=False, megatron="learned_absolute"),
-        Position("rope", has_table=False, is_rotary=True, megatron="rope"),
-    )
-}
+ACTIVATIONS: Mapping[str, Activation] = {kind.name: kind for kind in _ACTIVATIONS}
+NORMS: Mapping[str, Norm] = {kind.name: kind for kind in _NORMS}
+POSITIONS: Mapping[str, Position] = {kind.name: kind for kind in _POSITIONS}

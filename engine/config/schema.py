@@ -14,18 +14,8 @@ from typing import Literal
 
 from pydantic import Field, create_model
 
+from engine.config import layer_kinds
 from engine.config.counts import Count
-from engine.config.layer_kinds import (
-    ACTIVATIONS,
-    NORMS,
-    POSITIONS,
-    Activation,
-    ActivationName,
-    Norm,
-    NormName,
-    Position,
-    PositionName,
-)
 from engine.config.limits import (
     LARGEST_VOCABULARY,
     LARGEST_WIDTH,
@@ -64,10 +54,10 @@ class ModelConfig(Section):
     vocab_multiple: int = Field(
         128, gt=0, le=LARGEST_VOCABULARY, description="the vocabulary is padded to this multiple, whatever tp is"
     )
-    norm: NormName = Field("layernorm", description="before each branch and before the head")
+    norm: layer_kinds.NormName = Field("layernorm", description="before each branch and before the head")
     norm_eps: float = Field(1e-5, gt=0, description="added to the variance (layernorm) or mean square (rmsnorm)")
-    activation: ActivationName = Field("gelu", description="of the MLP; gelu_tanh is GPT-2's")
-    position: PositionName = Field("rope", description="a learned table, or rotation of queries and keys")
+    activation: layer_kinds.ActivationName = Field("gelu", description="of the MLP; gelu_tanh is GPT-2's")
+    position: layer_kinds.PositionName = Field("rope", description="a learned table, or rotation of queries and keys")
     rope_base: float = Field(10000.0, gt=0, description="theta of RoPE (2104.09864)")
     tie_embeddings: bool = Field(True, description="the output head is the input embedding")
     bias: Literal["all", "qkv", "none"] = Field("all", description="which linear layers have one")
@@ -91,16 +81,16 @@ class ModelConfig(Section):
         return self.ffn_hidden_size or 4 * self.hidden_size
 
     @property
-    def norm_kind(self) -> Norm:
-        return NORMS[self.norm]
+    def norm_kind(self) -> layer_kinds.Norm:
+        return layer_kinds.NORMS[self.norm]
 
     @property
-    def activation_kind(self) -> Activation:
-        return ACTIVATIONS[self.activation]
+    def activation_kind(self) -> layer_kinds.Activation:
+        return layer_kinds.ACTIVATIONS[self.activation]
 
     @property
-    def position_kind(self) -> Position:
-        return POSITIONS[self.position]
+    def position_kind(self) -> layer_kinds.Position:
+        return layer_kinds.POSITIONS[self.position]
 
     @property
     def padded_vocab_size(self) -> int:

@@ -9,7 +9,6 @@ torch's own where nothing is compiled; GELU always, being one operator.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -112,21 +111,13 @@ def _rms_norm_backward(
 
 
 _NORMS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType({"layernorm": layer_norm, "rmsnorm": rms_norm})
-"""By `model.norm`."""
 
 
 def norm(name: str, x: torch.Tensor, weights: Sequence[torch.Tensor], eps: float, fusion: Fusion) -> torch.Tensor:
-    """Normalise x [.., h] over its last dim.
-
-    Args:
-        name: of `engine.config.layer_kinds.NORMS`.
-        x: any float tensor.
-        weights: [h] each, in the order of the kind's `parameters`.
-        eps: added to the variance or mean square.
-        fusion: operator by operator, or compiled.
+    """Normalise x [.., h] over its last dim; weights [h] in the order of `layer_kinds.Norm.parameters`.
 
     Raises:
-        KeyError: there is no kernel of this name.
+        KeyError: no kernel has this name.
     """
     return _NORMS[name](x, *weights, eps, fusion)
 
@@ -183,37 +174,22 @@ def _swiglu_backward_in_parts(x: torch.Tensor, grad: torch.Tensor) -> torch.Tens
     return grad_x
 
 
-def _gelu(approximate: str, x: torch.Tensor, fusion: Fusion) -> torch.Tensor:
-    return F.gelu(x, approximate=approximate)
-
-
-def _gated(gate: _Gate, x: torch.Tensor, fusion: Fusion) -> torch.Tensor:
-    return _Gated.apply(x, gate, fusion)
-
+_SWIGLU = _Gate(_swiglu, _swiglu_backward, _swiglu_backward_in_parts)
 
 _ACTIVATIONS: Mapping[str, Callable[[torch.Tensor, Fusion], torch.Tensor]] = MappingProxyType(
     {
-        "gelu": partial(_gelu, "none"),
-        "gelu_tanh": partial(_gelu, "tanh"),
-        "swiglu": partial(_gated, _Gate(_swiglu, _swiglu_backward, _swiglu_backward_in_parts)),
+        "gelu": lambda x, fusion: F.gelu(x),
+        "gelu_tanh": lambda x, fusion: F.gelu(x, approximate="tanh"),
+        "swiglu": lambda x, fusion: _Gated.apply(x, _SWIGLU, fusion),
     }
 )
-"""By `model.activation`."""
 
 
 def activation(name: str, x: torch.Tensor, fusion: Fusion) -> torch.Tensor:
-    """Apply the nonlinearity of an MLP.
-
-    Args:
-        name: of `engine.config.layer_kinds.ACTIVATIONS`.
-        x: [.., f]; of a gated activation [.., 2f] = [gate | up].
-        fusion: operator by operator, or compiled.
-
-    Returns:
-        [.., f].
+    """Apply the nonlinearity of an MLP: x [.., f], of a gated one [.., 2f] = [gate | up] -> [.., f].
 
     Raises:
-        KeyError: there is no kernel of this name.
+        KeyError: no kernel has this name.
     """
     return _ACTIVATIONS[name](x, fusion)
 

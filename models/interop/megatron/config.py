@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from engine.config.layer_kinds import ACTIVATIONS, NORMS, POSITIONS, Activation, Norm, Position
+from engine.config.layer_kinds import ACTIVATIONS, NORMS, POSITIONS
 from engine.config.plan import planned_steps
 from engine.config.schema import Config, ModelConfig
 from engine.errors import ConfigError, shown
@@ -191,16 +191,11 @@ def megatron_args(model: ModelConfig) -> dict[str, Any]:
     Raises:
         ConfigError: Megatron has no such model.
     """
-    kinds: tuple[tuple[str, Norm | Activation | Position], ...] = (
-        ("norm", model.norm_kind),
-        ("activation", model.activation_kind),
-        ("position", model.position_kind),
-    )
-    problems = [
-        f"model.{field} = {kind.name}: Megatron-LM has no argument for it; the model would be another one."
-        for field, kind in kinds
-        if kind.megatron is None
-    ]
+    problems = []
+    for field in ("norm", "activation", "position"):
+        if getattr(model, f"{field}_kind").megatron is None:
+            given = f"model.{field} = {getattr(model, field)}"
+            problems.append(f"{given}: Megatron-LM has no argument for it; the model would be another one.")
     if model.qk_norm and model.norm != "rmsnorm":
         problems.append(
             f"model.qk_norm with norm = {model.norm}: Megatron would normalise queries and keys by it, here it is RMSNorm."
