@@ -38,7 +38,7 @@ from engine.checkpoint.resume import begin
 from engine.checkpoint.saving import Checkpoints, RunFacts
 from engine.checkpoint.shards import saved_buckets, shards
 from engine.comm.runtime import RankEnvironment
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.step import Engine
 from engine.train import build
 from launch.rank.join import Rank, join

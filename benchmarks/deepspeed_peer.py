@@ -13,7 +13,8 @@ from torch import nn
 
 from benchmarks.plain_gpt import rotation
 from benchmarks.torch_peer import Block, Stage, load
-from engine.config.schema import Config, ModelConfig
+from engine.config.model import ModelConfig
+from engine.config.tree import Config
 from engine.data.loader import MicroBatch
 from engine.layout.rank_grid import ParallelSizes
 

@@ -38,7 +38,7 @@ from rich.table import Table
 
 from benchmarks.plain_gpt import PlainLoop
 from engine.comm.topology import Topology
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.data.loader import Batches, MicroBatch
 from engine.data.synthetic import SyntheticDataset
 from engine.layout.rank_grid import ParallelSizes, RankGrid

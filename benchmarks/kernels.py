@@ -25,7 +25,7 @@ from rich.table import Table
 
 from benchmarks.engine_overhead import Interval, machine, median_interval
 from engine.comm.collectives import Axis, Ledger
-from engine.config.schema import OptimizerConfig, PrecisionConfig
+from engine.config.training import OptimizerConfig, PrecisionConfig
 from engine.kernels.elementwise import activation, apply_rope, keyed_dropout, layer_norm, rms_norm, rope_tables
 from engine.kernels.fusion import Fusion
 from engine.kernels.weight_grad import add_matmul

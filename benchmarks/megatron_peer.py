@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.data.loader import MicroBatch
 from engine.layout.rank_grid import ParallelSizes
 from engine.numerics.precision import DTYPES

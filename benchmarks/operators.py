@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_iter
 
 from benchmarks.engine_overhead import LEARNING_RATE, add_model_options, batches_of, build_engine, config_of
 from benchmarks.plain_gpt import PlainLoop
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.data.loader import Batches, MicroBatch
 from engine.step import Engine
 from models.gpt.chunk import GPTChunk

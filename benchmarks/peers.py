@@ -39,7 +39,7 @@ from benchmarks.engine_overhead import LEARNING_RATE, Interval, machine, median_
 from benchmarks.megatron_peer import MegatronPeer
 from benchmarks.torch_peer import TorchPeer
 from engine.comm.runtime import RankEnvironment
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.data.loader import Batches, MicroBatch
 from engine.data.synthetic import SyntheticDataset
 from engine.layout.shard_spec import localize

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine.config.schema import Config, ModelConfig
+from engine.config.model import ModelConfig
+from engine.config.tree import Config
 from engine.numerics.precision import DTYPES, accumulation_dtype
 
 POINTWISE: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -29,7 +29,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from benchmarks.plain_gpt import rotate, rotation
-from engine.config.schema import Config, ModelConfig
+from engine.config.model import ModelConfig
+from engine.config.tree import Config
 from engine.layout.rank_grid import ParallelSizes
 
 

@@ -28,8 +28,9 @@ from torch import nn
 from engine.activations.saved_tensors import SavedTensors
 from engine.comm.stop import NO_STOP, StopRequest
 from engine.comm.topology import Topology
+from engine.config.activations import RecomputeConfig
 from engine.config.plan import BatchPlan
-from engine.config.schema import Config, RecomputeConfig
+from engine.config.tree import Config
 from engine.device.host_copy import HostCopy, ToHost, to_device
 from engine.errors import DivergenceError
 from engine.kernels.registry import Kernels

@@ -18,7 +18,7 @@ from engine.comm.runtime import allocator_retries
 from engine.comm.stop import Stop, StopRequest
 from engine.comm.topology import Topology
 from engine.config.plan import batch_plan, local_seq_length, stages_of
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.kernels.registry import Kernels, open_kernels
 from engine.layout.param_layout import layout_parameters
 from engine.layout.partition import StageLayers

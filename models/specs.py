@@ -24,7 +24,7 @@ import math
 from collections.abc import Iterator
 from typing import Protocol
 
-from engine.config.schema import ModelConfig
+from engine.config.model import ModelConfig
 from engine.layout.shard_spec import Init, ParamSpec
 
 

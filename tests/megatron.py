@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine.config.schema import ModelConfig, OptimizerConfig
+from engine.config.model import ModelConfig
+from engine.config.training import OptimizerConfig
 from launch.verify.oracles.megatron_core import constant_schedule, distributed_optimizer, gpt_model
 from launch.verify.oracles.megatron_cpu import on_cpu
 

@@ -25,7 +25,7 @@ from engine.comm.collectives import Axis, Event, Ledger, Message
 from engine.comm.runtime import RankEnvironment, Runtime
 from engine.comm.topology import Topology
 from engine.config.plan import parallel_sizes
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.layout.rank_grid import RankGrid
 from launch import pretrain_gpt
 from launch.rank.join import Rank

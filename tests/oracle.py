@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from engine.config.schema import ModelConfig
+from engine.config.model import ModelConfig
 from engine.tensor_parallel.dropout import DropoutKeys, dropout
 
 Weights = Mapping[str, torch.Tensor]

@@ -21,7 +21,8 @@ from benchmarks.gpu_contenders.records import Job, Run
 from benchmarks.gpu_contenders.shapes import resolve, write_config
 from benchmarks.gpu_contenders.timed_loop import peak_memory_bytes, train, write_corpus
 from benchmarks.megatron_peer import make_on_cpu
-from engine.config.schema import Config, RecomputeConfig
+from engine.config.activations import RecomputeConfig
+from engine.config.tree import Config
 from engine.data.loader import MicroBatch
 from engine.numerics.precision import DTYPES
 from launch.verify.oracles.megatron_core import constant_schedule

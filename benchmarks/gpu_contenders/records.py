@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_contenders.shapes import SHAPES, Shape
-from engine.config.schema import ModelConfig, RecomputeConfig
+from engine.config.activations import RecomputeConfig
+from engine.config.model import ModelConfig
 from engine.telemetry.record.flops import hardware_flops_per_token, model_flops_per_token
 from engine.telemetry.record.jsonl import heal
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.load import load_config, to_yaml
-from engine.config.schema import Config
+from engine.config.tree import Config
 
 GPT: dict[str, Any] = {
     "norm": "layernorm",

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.gpu_contenders.ceiling import synchronize
 from benchmarks.gpu_contenders.records import Job
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.data.corpus.indexed import IndexedWriter, smallest_dtype
 from engine.data.datasets import open_datasets
 from engine.data.loader import Batches, MicroBatch

@@ -20,7 +20,9 @@ from benchmarks.gpu_contenders.records import Job, Run
 from benchmarks.gpu_contenders.shapes import resolve, write_config
 from benchmarks.gpu_contenders.timed_loop import peak_memory_bytes, train, write_corpus
 from benchmarks.plain_gpt import PlainGPT, adds_to
-from engine.config.schema import Config, ModelConfig, RecomputeConfig
+from engine.config.activations import RecomputeConfig
+from engine.config.model import ModelConfig
+from engine.config.tree import Config
 from engine.data.loader import MicroBatch
 from engine.numerics.precision import DTYPES, accumulation_dtype
 

@@ -2,61 +2,22 @@
 
     layout    tp, pp, dp, schedule, recompute, kernels, telemetry, ...    only a matter of speed: always allowed, and printed
     meant     learning rate, data, dtype, length of the run, ...          another run, but a sane one: `checkpoint.accept` names it
-    never     shape of the model, tokenizer, samples per step             the weights or the place in the data would mean nothing
+    never     shape of the model, samples per step                        the weights or the place in the data would mean nothing
 
-A run that goes on under other settings without a word is how losses jump; so every difference is in one of the three.
+A run that goes on under other settings without a word is how losses jump; so every difference is in one of the three. The
+sections of the configuration say which (`engine.config.section.OnResume`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from pydantic_core import to_jsonable_python
 
-from engine.config.schema import Config
-from engine.config.section import Section
+from engine.config.section import Section, Verdict
+from engine.config.tree import Config, resume_verdict
 from engine.errors import CheckpointError
 from engine.storage.redaction import tree_without_secrets
-
-Verdict = Literal["layout", "meant", "never"]
-
-_LAYOUT = (
-    "parallel",
-    "schedule",
-    "recompute",
-    "offload",
-    "kernels",
-    "precision.masters",  # exact in both forms
-    "checkpoint",
-    "telemetry",
-    "resilience",  # acts when something goes wrong, and then says so
-    "runtime",
-    "train.micro_batch_size",
-    "train.eval_interval",
-    "train.eval_steps",
-    "optimizer.bucket_bytes",
-    "data.cache_dir",
-    "data.tokenizer",  # a path: what is in it is compared apart (`resume.py`)
-    # Padding is outside of the logical vocabulary, and initial weights are only drawn where nothing is loaded.
-    "model.vocab_multiple",
-    "model.init_std",
-)
-_MEANT = (
-    "optimizer",
-    "precision.dtype",
-    "precision.moments",
-    "precision.gradients",
-    "train.steps",
-    "train.tokens",
-    "train.seed",
-    "data.train",
-    "data.valid",
-    "data.split",
-    "data.synthetic",
-    "data.skip_samples",
-    "model.hidden_dropout",
-    "model.attention_dropout",
-)
 
 _SHOWN = 12
 
@@ -90,7 +51,7 @@ def changes(there: Mapping[str, Any], config: Config) -> list[Change]:
     sections = {key.rpartition(".")[0] for key in saved}
     found = []
     for key in [*asked, *(key for key in saved if key not in asked)]:
-        verdict = _verdict(key, config)
+        verdict = resume_verdict(config, key)
         has_default = verdict == "layout" or key.rpartition(".")[0] in sections
         was = saved[key] if key in saved else _default(key) if has_default else ABSENT
         now = asked.get(key, ABSENT)
@@ -136,19 +97,6 @@ def _default(key: str) -> Any:
         section = found
     field = section.model_fields[name]
     return ABSENT if field.is_required() else to_jsonable_python(field.get_default(call_default_factory=True))
-
-
-def _verdict(key: str, config: Config) -> Verdict:
-    if key in ("train.steps", "train.tokens") and _length_is_free(config):
-        return "layout"
-    if _covered(key, _LAYOUT):
-        return "layout"
-    return "meant" if _covered(key, _MEANT) else "never"
-
-
-def _length_is_free(config: Config) -> bool:
-    """Whether the learning rate of a step does not depend on how many steps there are: then a longer run is the same run."""
-    return config.optimizer.lr_schedule == "constant" or config.optimizer.decay_steps is not None
 
 
 def _covered(key: str, names: Sequence[str]) -> bool:

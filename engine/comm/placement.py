@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.comm.store_agreement import Facts, grouped, name_ranks
-from engine.config.schema import RuntimeConfig
+from engine.config.run import RuntimeConfig
 from engine.device.gpus import (
     BACKEND_VARIABLE,
     CPU,

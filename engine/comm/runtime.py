@@ -20,7 +20,7 @@ from torch._C import _distributed_c10d as _c10d
 from engine.comm.network import Interface, cluster_interface, interface_variables, listening_socket
 from engine.comm.placement import Place, facts_of, judge_places, place
 from engine.comm.store_agreement import compare_facts
-from engine.config.schema import RuntimeConfig
+from engine.config.run import RuntimeConfig
 from engine.device.gpus import NCCL
 from engine.errors import TopologyError
 

@@ -10,7 +10,7 @@ An unknown key is refused with the name that was probably meant:
 
 import difflib
 
-from engine.config.schema import Config
+from engine.config.tree import Config
 
 FOREIGN_NAMES = {
     # Megatron-LM: layout

@@ -18,10 +18,9 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from engine.config.foreign_names import FOREIGN_VALUES, unknown_key
-from engine.config.problems import Rule
-from engine.config.rules import problems as broken_rules
-from engine.config.schema import FORMAT_VERSION, Config
-from engine.config.section import Section
+from engine.config.section import Rule, Section
+from engine.config.tree import FORMAT_VERSION, Config
+from engine.config.tree import problems as broken_rules
 from engine.config.yaml_text import read_yaml
 from engine.errors import ConfigError
 from engine.storage.redaction import without_secrets

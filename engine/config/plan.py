@@ -1,16 +1,20 @@
 """Quantities of a run that follow from its configuration: batches, steps, parallel sizes and stages (no torch here)."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from engine.config.schema import Config, ParallelConfig
 from engine.errors import ConfigError
 from engine.layout.partition import StageLayers, partition
 from engine.layout.rank_grid import ParallelSizes
 
+if TYPE_CHECKING:  # rules of the sections read what is computed here
+    from engine.config.layout import ParallelConfig
+    from engine.config.tree import Config
+
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """The batch arithmetic of a run, in one place.
+    """Batch arithmetic of a run.
 
     Attributes:
         global_batch_size: samples per optimizer step, over all ranks; `samples_per_step` is the same number.
@@ -39,12 +43,12 @@ class BatchPlan:
         )
 
 
-def batch_plan(config: Config, dp: int) -> BatchPlan:
-    """The batch arithmetic at a data-parallel size of `dp`.
+def batch_plan(config: "Config", dp: int) -> BatchPlan:
+    """Return the batch arithmetic at a data-parallel size of `dp`.
 
     Raises:
         ConfigError: the global batch is not whole microbatches on every pipeline, or the length of the run is unknown.
-            `engine.config.rules.problems` says so with the nearest legal values; this is for a config that skipped it.
+            `engine.config.tree.problems` says so with the nearest legal values; this is for a config that skipped it.
     """
     train = config.train
     num_microbatches, rest = divmod(train.global_batch_size, train.micro_batch_size * dp)
@@ -68,8 +72,8 @@ def batch_plan(config: Config, dp: int) -> BatchPlan:
     )
 
 
-def planned_steps(config: Config) -> int | None:
-    """Optimizer steps of the run; None where neither or both of `train.steps` and `train.tokens` are given."""
+def planned_steps(config: "Config") -> int | None:
+    """Return the optimizer steps of the run; None where neither or both of `train.steps` and `train.tokens` are given."""
     if (config.train.steps is None) == (config.train.tokens is None):
         return None
     if config.train.tokens is None:
@@ -77,8 +81,8 @@ def planned_steps(config: Config) -> int | None:
     return -(-config.train.tokens // (config.train.global_batch_size * config.model.seq_length))
 
 
-def data_parallel_size(parallel: ParallelConfig, world_size: int | None) -> int | None:
-    """The data-parallel size that fills `world_size` ranks exactly; None if there is none.
+def data_parallel_size(parallel: "ParallelConfig", world_size: int | None) -> int | None:
+    """Return the data-parallel size that fills `world_size` ranks exactly; None if there is none.
 
     Without a world size, what the config says (None if it leaves it open).
     """
@@ -90,8 +94,8 @@ def data_parallel_size(parallel: ParallelConfig, world_size: int | None) -> int 
     return dp
 
 
-def parallel_sizes(config: Config, world_size: int | None = None) -> ParallelSizes:
-    """The size of every axis; `world_size` is needed where the config leaves `parallel.dp` open.
+def parallel_sizes(config: "Config", world_size: int | None = None) -> ParallelSizes:
+    """Return the size of every axis; `world_size` is needed where the config leaves `parallel.dp` open.
 
     Raises:
         ConfigError: no data-parallel size makes the product of the axes the world size.
@@ -109,7 +113,7 @@ def parallel_sizes(config: Config, world_size: int | None = None) -> ParallelSiz
     return ParallelSizes(tp=parallel.tp, pp=parallel.pp, dp=dp, cp=parallel.cp, ep=parallel.ep, vpp=parallel.vpp)
 
 
-def stages_of(config: Config) -> tuple[StageLayers, ...]:
+def stages_of(config: "Config") -> tuple[StageLayers, ...]:
     """Return the layers of each pipeline stage, in stage order.
 
     Raises:
@@ -119,7 +123,7 @@ def stages_of(config: Config) -> tuple[StageLayers, ...]:
     return partition(config.model.num_layers, parallel.pp, parallel.vpp, parallel.layers_per_stage)
 
 
-def local_seq_length(config: Config) -> int:
+def local_seq_length(config: "Config") -> int:
     """Return the tokens of a sample that one rank holds outside of the tensor-parallel region."""
     parallel = config.parallel
     return config.model.seq_length // (parallel.tp if parallel.sequence_parallel else 1)

@@ -1,16 +1,62 @@
-"""The base of every part of the configuration (no torch here)."""
+"""The base of every section, and how its rules are written (no torch here).
 
-from collections.abc import Iterator
+    problems(config, world_size=16, ranks_per_node=8)  ->
+      ["model.num_attention_heads = 10: must be a multiple of parallel.tp = 4: a tensor-parallel rank computes whole heads, and
+        they could not be dealt out evenly. Nearest legal: model.num_attention_heads = 8 or 12; parallel.tp = 5 or 2."]
+
+A section is one class in one file. Its fields carry their types, bounds and meaning; a field or its section also says whether
+a resumed run may change it (`OnResume`). Below the class are the rules that fields must keep with each other. A rule is a
+function that yields a `Problem` each time it is broken, with what must hold and what would have happened.
+`engine/config/tree.py` checks all of them at once.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from operator import ge, gt, le, lt
-from typing import get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+from engine.config.plan import data_parallel_size
+
+if TYPE_CHECKING:  # the tree imports every section
+    from engine.config.tree import Config
+
+MOST_DIVIDED = 10_000
+"""Divisors are searched up to here, and with them those at the other end."""
+
+Verdict = Literal["layout", "meant", "never"]
+
+
+@dataclass(frozen=True, slots=True)
+class OnResume:
+    """The rule for a field that differs between a saved run and the one that continues it.
+
+        layout    a matter of speed: always allowed, and printed
+        meant     another run, but a sane one: allowed where `checkpoint.accept` names it
+        never     the weights or the place in the data would mean something else
+
+    Attributes:
+        verdict: one of the three.
+        is_layout: a test of the new configuration that turns the verdict into layout; None: there is none.
+    """
+
+    verdict: Verdict
+    is_layout: "Callable[[Subject], bool] | None" = None
+
+
+LAYOUT = OnResume("layout")
+MEANT = OnResume("meant")
 
 
 class Section(BaseModel):
     """A part of the tree: unknown keys are refused, values cannot be changed after reading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
+
+    on_resume: ClassVar[OnResume | None] = None
+    """The rule for every field that has none of its own; None: that of the section around this one."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -55,3 +101,96 @@ class Section(BaseModel):
             for word, keeps in (("gt", gt), ("ge", ge), ("lt", lt), ("le", le))
         )
         return all(limit is None or keeps(value, limit) for limit, keeps in limits)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """Input of every rule: the config, and the cluster as far as it is known."""
+
+    config: "Config"
+    world_size: int | None
+    ranks_per_node: int | None
+
+    @property
+    def dp(self) -> int | None:
+        """Return the data-parallel size; None where it is open or does not exist."""
+        return data_parallel_size(self.config.parallel, self.world_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One broken rule.
+
+    Attributes:
+        key: dotted name of the field that the rule is about.
+        value: what it is.
+        rule: what must hold, and what would have broken.
+        candidates: by dotted name, values that may mend it, nearest first.
+        advice: what to do besides, or where no value of a field says it; a function where it takes long to find.
+    """
+
+    key: str
+    value: object
+    rule: str
+    candidates: Mapping[str, Iterable[object]] = field(default_factory=dict)
+    advice: str | Callable[[], str] = ""
+
+    def __str__(self) -> str:
+        legal = "; ".join(
+            f"{name} = {' or '.join(map(_plain, values))}" for name, values in self.candidates.items() if values
+        )
+        parts = [f"{self.key} = {_plain(self.value)}: {self.rule}."]
+        parts += [f"Nearest legal: {legal}."] if legal else []
+        advice = self.advice() if callable(self.advice) else self.advice
+        parts += [advice] if advice else []
+        return " ".join(parts)
+
+
+Rule = Callable[[Subject], Iterator[Problem]]
+
+
+_Section = TypeVar("_Section", bound=Section)
+
+
+def with_value(section: _Section, dotted: str, value: object) -> _Section:
+    """Return the config (or a section of it) with one field changed, such as `train.steps` or `telemetry.profile.start`."""
+    name, _, rest = dotted.partition(".")
+    changed = with_value(getattr(section, name), rest, value) if rest else value
+    return section.model_copy(update={name: changed})
+
+
+def multiples(of: int, near: int) -> Iterator[int]:
+    """Yield positive multiples of `of`, nearest to `near` first, the smaller of two before the larger."""
+    below, above = near // of * of, (near // of + 1) * of
+    while True:
+        if below > 0 and near - below <= above - near:
+            yield below
+            below -= of
+        else:
+            yield above
+            above += of
+
+
+def divisors(number: int, near: int) -> Iterator[int]:
+    """Yield divisors of `number`, nearest to `near` first, the smaller of two before the larger."""
+    # Bounded, so that a slip such as a number with ten zeros too many is answered at once too.
+    small = [d for d in range(1, min(math.isqrt(number), MOST_DIVIDED) + 1) if number % d == 0]
+    yield from sorted({*small, *(number // d for d in small)}, key=lambda d: (abs(d - near), d))
+
+
+def numbers(near: int, least: int = 1) -> Iterator[int]:
+    """Yield whole numbers from `least` on, nearest to `near` first, the smaller of two before the larger."""
+    return (number + least - 1 for number in multiples(1, near - least + 1))
+
+
+def _plain(value: Any) -> str:
+    """Return a value as one types it in YAML."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return value or "''"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_plain, value))}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,9 +1,13 @@
-"""The part of the configuration about measuring and logging (no torch here)."""
+"""The `telemetry` section and its rules: measuring and logging (no torch here)."""
+
+from collections.abc import Iterator
+from typing import ClassVar
 
 from pydantic import Field
 
 from engine.config.counts import Count
-from engine.config.section import Section
+from engine.config.plan import planned_steps
+from engine.config.section import LAYOUT, OnResume, Problem, Rule, Section, Subject
 
 
 class WandbConfig(Section):
@@ -33,6 +37,8 @@ class TimelineConfig(Section):
 class TelemetryConfig(Section):
     """Measurements and logs of a training run; metrics.jsonl is always written."""
 
+    on_resume: ClassVar[OnResume | None] = LAYOUT
+
     log_interval: Count = Field(10, gt=0, description="steps between lines on the terminal")
     wandb: WandbConfig | None = Field(None, description="null: off")
     tensorboard: bool = Field(False, description="event files in the run directory")
@@ -47,3 +53,66 @@ class TelemetryConfig(Section):
     peak_tflops: float | None = Field(
         None, gt=0, description="per device, for MFU; null: from a table of GPUs, or no MFU"
     )
+
+
+def traced_steps_are_in_the_run(subject: Subject) -> Iterator[Problem]:
+    telemetry, num_steps = subject.config.telemetry, planned_steps(subject.config)
+    for name, traced in (("profile", telemetry.profile), ("timeline", telemetry.timeline)):
+        if traced is None or num_steps is None or traced.start + traced.steps - 1 <= num_steps:
+            continue
+        last = traced.start + traced.steps - 1
+        yield Problem(
+            f"telemetry.{name}.start",
+            traced.start,
+            f"asks for a trace of steps {traced.start} to {last}, but the run has {num_steps}: it would never be whole",
+            {
+                f"telemetry.{name}.start": [num_steps - traced.steps + 1] if traced.steps <= num_steps else [],
+                f"telemetry.{name}.steps": [num_steps - traced.start + 1] if traced.start <= num_steps else [],
+                "train.steps": [last] if subject.config.train.steps is not None else [],
+            },
+        )
+
+
+def profiled_ranks_are_in_the_run(subject: Subject) -> Iterator[Problem]:
+    profile = subject.config.telemetry.profile
+    if profile is None:
+        return
+    world_size, dp = subject.world_size, subject.dp
+    if world_size is None and dp is not None:
+        world_size = subject.config.parallel.tp * subject.config.parallel.pp * dp
+    missing = [rank for rank in profile.ranks if rank < 0 or (world_size is not None and rank >= world_size)]
+    if missing or not profile.ranks:
+        legal = [rank for rank in profile.ranks if rank not in missing]
+        yield Problem(
+            "telemetry.profile.ranks",
+            profile.ranks,
+            f"must name ranks of the run{'' if world_size is None else f', 0 to {world_size - 1}'}: nobody would write the trace"
+            + (f" of {', '.join(map(str, missing))}" if missing else ""),
+            {"telemetry.profile.ranks": [legal or [0]], "telemetry.profile": [None]},
+        )
+
+
+def gpu_tools_have_a_gpu(subject: Subject) -> Iterator[Problem]:
+    """What is known before anybody looks at the machine; `launch.start.preflight.refuse_without_gpu` asks it."""
+    if subject.config.runtime.device == "cpu":
+        for field in asks_for_gpu(subject.config.telemetry):
+            yield Problem(
+                field,
+                True,
+                "looks at a GPU, but runtime.device = cpu: it would show nothing",
+                {field: [False], "runtime.device": ["auto", "cuda"]},
+            )
+
+
+def asks_for_gpu(telemetry: TelemetryConfig) -> Iterator[str]:
+    """Yield the fields that are on and that only a GPU can answer."""
+    for name in ("nvtx", "memory_history"):
+        if getattr(telemetry, name):
+            yield f"telemetry.{name}"
+
+
+TELEMETRY_RULES: tuple[Rule, ...] = (
+    traced_steps_are_in_the_run,
+    profiled_ranks_are_in_the_run,
+    gpu_tools_have_a_gpu,
+)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.config.schema import DataConfig
+from engine.config.data import DataConfig
 from engine.data.blend import Blend
 from engine.data.corpus.indexed import IndexedTokens
 from engine.data.corpus.record import read_record

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.config.schema import RuntimeConfig
+from engine.config.run import RuntimeConfig
 from engine.device.nvidia_driver import FIRST_DRIVERS, Driver, is_hidden, read_driver
 from engine.errors import TopologyError
 

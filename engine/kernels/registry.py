@@ -24,7 +24,8 @@ from typing import Literal
 import torch
 
 from engine.comm.topology import Topology
-from engine.config.schema import Config, KernelsConfig
+from engine.config.activations import KernelsConfig
+from engine.config.tree import Config
 from engine.errors import ConfigError
 from engine.kernels.attention import AttentionShape, chosen, decoding_failure, failure, require
 from engine.kernels.fusion import Form, Fusion, compiler_failure, require_compiler

@@ -135,7 +135,7 @@ def localize(spec: ParamSpec, *, tp: int, tp_index: int, sequence_parallel: bool
 def cut(size: int, parts: int, index: int) -> tuple[int, int]:
     """The range of `size` items that part `index` of `parts` holds; with fewer items than parts, neighbours share one.
 
-    One of `size` and `parts` divides the other (`engine/config/rules.py` sees to it).
+    One of `size` and `parts` divides the other (`engine/config/model.py` sees to it).
     """
     assert size % parts == 0 or parts % size == 0, f"{size} items cannot be cut into {parts} parts"
     if size >= parts:

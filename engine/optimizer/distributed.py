@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch.optim.adamw import adamw
 
-from engine.config.schema import OptimizerConfig, PrecisionConfig
+from engine.config.training import OptimizerConfig, PrecisionConfig
 from engine.kernels.fusion import Fusion
 from engine.layout.param_layout import Segment
 from engine.numerics.precision import AGREEMENT_DTYPE, STEP_DTYPE, accumulation_dtype

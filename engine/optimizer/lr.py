@@ -11,7 +11,7 @@ A pure function of the step: a run that is resumed, or started in another layout
 
 import math
 
-from engine.config.schema import OptimizerConfig
+from engine.config.training import OptimizerConfig
 
 
 def learning_rate(step: int, optimizer: OptimizerConfig, num_steps: int) -> float:

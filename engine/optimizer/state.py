@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.config.schema import PrecisionConfig
+from engine.config.training import PrecisionConfig
 from engine.numerics.precision import accumulation_dtype
 from engine.optimizer.kinds import STATE_KINDS, StateKind
 

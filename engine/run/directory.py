@@ -32,8 +32,8 @@ from typing import Any
 from engine.checkpoint.directory import CheckpointDirectory
 from engine.checkpoint.lock import FolderLock
 from engine.config.load import to_yaml
-from engine.config.schema import Config
 from engine.config.telemetry import ProfileConfig
+from engine.config.tree import Config
 from engine.errors import TriaxisError
 from engine.run import entries as run_entries
 from engine.run.entries import CHECKPOINTS, CONFIG, FINISHED, LOGS, METRICS, SAVED, STARTING_OVER, next_name

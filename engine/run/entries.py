@@ -18,7 +18,7 @@ from engine.checkpoint.history import SKIPPED
 from engine.checkpoint.lock import LOCK
 from engine.checkpoint.resume_rules import changes, refuse
 from engine.config.plan import planned_steps
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.config.yaml_text import read_yaml
 from engine.errors import CheckpointError, TriaxisError
 from engine.storage.state_files import kind_of, read_object, read_regular

@@ -15,7 +15,7 @@ import yaml
 
 from engine.config.load import load_config, to_yaml
 from engine.config.plan import batch_plan, parallel_sizes, stages_of
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.errors import ConfigError
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.pipeline import schedules

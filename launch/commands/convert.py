@@ -21,7 +21,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from engine.checkpoint.directory import Candidate
 from engine.checkpoint.inspect.recorded import recorded_tokenizer
-from engine.config.schema import ModelConfig
+from engine.config.model import ModelConfig
 from engine.data.corpus.tokenizers import check_tokenizer, load_tokenizer
 from engine.errors import CheckpointError, DataError
 from engine.storage.files import sha256_of_file

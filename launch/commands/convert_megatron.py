@@ -17,8 +17,10 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from engine.config.load import load_config
-from engine.config.schema import Config, ModelConfig, OptimizerConfig, PrecisionConfig, TrainConfig
+from engine.config.model import ModelConfig
 from engine.config.section import Section
+from engine.config.training import OptimizerConfig, PrecisionConfig, TrainConfig
+from engine.config.tree import Config
 from engine.errors import CheckpointError, ConfigError, shown
 from models.interop.megatron.config import differences, megatron_args, model_section, training_sections
 

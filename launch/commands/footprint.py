@@ -18,8 +18,8 @@ from rich.table import Table
 
 from engine.config.load import load_config
 from engine.config.plan import parallel_sizes, stages_of
-from engine.config.problems import with_value
-from engine.config.schema import Config
+from engine.config.section import with_value
+from engine.config.tree import Config
 from engine.errors import ConfigError
 from engine.telemetry.outlets.format import in_bytes
 from launch.start.command_line import CONFIG, CommandParser, add_world_size, check_counts, layout_overrides

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from engine.config.schema import ModelConfig
+from engine.config.model import ModelConfig
 from engine.errors import ConfigError
 from launch.inference.request import add_arguments as add_checkpoint_arguments
 from launch.inference.request import ask, open_tokenizer, start

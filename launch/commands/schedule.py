@@ -22,7 +22,7 @@ from engine.pipeline.text import KIND_NAMES, draw, ink, program_to_text, shade, 
 from launch.start.command_line import CONFIG, CommandParser, add_world_size, check_counts
 
 if TYPE_CHECKING:
-    from engine.config.schema import Config
+    from engine.config.tree import Config
 
 NAME = "schedule"
 HELP = "Print, draw or check a pipeline schedule."

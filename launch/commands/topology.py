@@ -10,8 +10,7 @@ from pathlib import Path
 
 from engine.config.load import load_config
 from engine.config.plan import parallel_sizes
-from engine.config.rules import problems
-from engine.config.schema import Config
+from engine.config.tree import Config, problems
 from engine.errors import ConfigError, TopologyError
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from launch.report.topology_text import describe

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine.config.limits import MOST_STEPS
+from engine.config.training import MOST_STEPS
 from engine.device.gpus import find_gpus
 from engine.errors import ConfigError, TriaxisError
 from launch.start import hostfile

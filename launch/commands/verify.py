@@ -12,9 +12,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from engine.config.limits import MOST_STEPS
 from engine.config.plan import parallel_sizes
-from engine.config.schema import Config
+from engine.config.training import MOST_STEPS
+from engine.config.tree import Config
 from engine.errors import ConfigError
 from engine.layout.rank_grid import MOST_RANKS as LARGEST_WORLD
 from launch.start.command_line import CONFIG, LAYOUT_WORDS, CommandParser, above, layout_overrides

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from engine.config.plan import stages_of
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.data.corpus.indexed import bin_path, idx_path
 from engine.layout.rank_grid import Coordinates, ParallelSizes
 from launch.doctor.records import Needs, Size

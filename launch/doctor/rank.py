@@ -13,7 +13,7 @@ from rich.console import Console
 from engine.comm.runtime import RankEnvironment
 from engine.comm.topology import Topology
 from engine.config.load import to_yaml
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.device.gpus import GLOO, NCCL
 from engine.errors import TriaxisError
 from engine.numerics.precision import DTYPES

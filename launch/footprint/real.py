@@ -14,7 +14,7 @@ import torch
 from engine.comm.collectives import Event
 from engine.comm.topology import Topology
 from engine.config.plan import parallel_sizes
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.kernels.registry import open_kernels
 from engine.layout.rank_grid import Coordinates, RankGrid
 from engine.tensor_parallel.parameter import ShardedParameter

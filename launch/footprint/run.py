@@ -22,8 +22,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from engine.comm.collectives import Event
 from engine.comm.topology import Topology
 from engine.config.plan import batch_plan, parallel_sizes, stages_of
-from engine.config.problems import with_value
-from engine.config.schema import Config
+from engine.config.section import with_value
+from engine.config.tree import Config
 from engine.data.loader import MicroBatch
 from engine.errors import TopologyError
 from engine.layout.rank_grid import Coordinates, ParallelSizes, RankGrid

@@ -27,7 +27,7 @@ import yaml
 from engine.checkpoint.directory import Candidate, find
 from engine.checkpoint.inspect.recorded import recorded_tokenizer
 from engine.config.load import load_config
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
 from engine.errors import CheckpointError, ConfigError, DataError
 from launch.start.command_line import CHECKPOINT, CommandParser

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.data.corpus.stdlib import entropies
 from engine.kernels import registry
 from engine.step import Engine

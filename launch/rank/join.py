@@ -10,7 +10,7 @@ from engine.comm.runtime import RankEnvironment, Runtime, start
 from engine.comm.topology import Topology
 from engine.config.load import load_config
 from engine.config.plan import parallel_sizes
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.layout.rank_grid import RankGrid
 from launch.start.gpu_memory import read_devices
 from models.predict.fit import memory_rule

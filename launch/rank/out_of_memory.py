@@ -16,7 +16,7 @@ import torch
 
 from engine.comm.topology import Topology
 from engine.config.plan import parallel_sizes
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.errors import OutOfMemoryError
 from engine.pipeline.actions import Action, Kind
 from engine.pipeline.lowering import Instruction

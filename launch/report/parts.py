@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from engine.config.plan import batch_plan, parallel_sizes
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.errors import TriaxisError
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.pipeline import schedules

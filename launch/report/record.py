@@ -16,7 +16,7 @@ from typing import Any
 from engine.checkpoint.directory import CheckpointDirectory
 from engine.checkpoint.format.manifest import parse_manifest
 from engine.config.load import load_config
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.errors import CheckpointError, TriaxisError
 from engine.run.entries import events_files
 from engine.storage.state_files import explaining_storage, read_object, read_regular, reason

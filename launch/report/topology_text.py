@@ -12,7 +12,7 @@ out is counted.
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 
-from engine.config.schema import ModelConfig
+from engine.config.model import ModelConfig
 from engine.layout.rank_grid import RankGrid
 
 MEANINGS = {

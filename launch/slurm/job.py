@@ -28,8 +28,7 @@ from types import FrameType
 from typing import TextIO
 
 from engine.config.load import load_config
-from engine.config.rules import problems
-from engine.config.schema import Config
+from engine.config.tree import Config, problems
 from engine.errors import ConfigError, TopologyError, TriaxisError
 from engine.run.directory import RunDirectory, run_name
 from launch.cli import command_module, command_parser

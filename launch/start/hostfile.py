@@ -26,7 +26,7 @@ from typing import TextIO
 
 from engine.comm.stop import asking
 from engine.config.load import load_config
-from engine.config.rules import problems
+from engine.config.tree import problems
 from engine.errors import ConfigError, TopologyError
 from launch.start.process.failure import AFTER, OTHERS_END_SECONDS
 from launch.start.process.forward_signals import END_RANKS

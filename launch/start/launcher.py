@@ -28,8 +28,7 @@ from rich.console import Console
 
 from engine.config.load import load_config
 from engine.config.plan import BatchPlan, batch_plan, parallel_sizes
-from engine.config.rules import problems
-from engine.config.schema import Config
+from engine.config.tree import Config, problems
 from engine.data.corpus.indexed import bin_path, idx_path
 from engine.device.gpus import BACKEND_VARIABLE, DEVICE_VARIABLE, NCCL, find_gpus
 from engine.errors import ConfigError, TopologyError

@@ -7,8 +7,8 @@ The ranks check the same again (they may stand on other nodes); here it costs a 
 import os
 from pathlib import Path
 
-from engine.config.rules import asks_for_gpu
-from engine.config.schema import Config
+from engine.config.telemetry import asks_for_gpu
+from engine.config.tree import Config
 from engine.data.corpus.indexed import IndexedTokens
 from engine.errors import ConfigError
 from engine.run.directory import RunDirectory, run_name
@@ -48,7 +48,7 @@ def refuse_without_gpu(config: Config, *, has_gpu: bool, note: str = "") -> None
     Raises:
         ConfigError: all fields that ask for one.
     """
-    if has_gpu or not (fields := list(asks_for_gpu(config))):
+    if has_gpu or not (fields := list(asks_for_gpu(config.telemetry))):
         return
     why = note or "torch finds no GPU here"
     raise ConfigError(

@@ -12,9 +12,9 @@ The layout is never changed; only a dp that was left open is filled in.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.config.problems import Rule, with_value
-from engine.config.rules import problems
-from engine.config.schema import Config, ParallelConfig
+from engine.config.layout import ParallelConfig
+from engine.config.section import Rule, with_value
+from engine.config.tree import Config, problems
 from engine.device.gpus import CUDA, GLOO, Gpus, backend_of, device_type
 from engine.errors import TopologyError
 

@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from engine.config.load import load_config
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.errors import ConfigError, TriaxisError
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.run.directory import RunDirectory

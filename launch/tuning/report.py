@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.telemetry.outlets.format import in_bytes, significant
 from engine.telemetry.record.flops import CONVENTION, Peak, known_peak
 from launch.tuning.layouts import Failed, Measured, rank_outcomes

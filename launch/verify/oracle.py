@@ -20,7 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from engine.config.load import to_yaml
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.errors import ConfigError
 from launch.inference.request import JOB
 from launch.start.import_path import import_variables

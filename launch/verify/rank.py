@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from engine.comm.runtime import RankEnvironment
 from engine.comm.topology import Topology
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.data.loader import Batches, MicroBatch
 from engine.errors import TriaxisError
 from engine.numerics.precision import DTYPES

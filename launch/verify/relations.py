@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from engine.config.plan import data_parallel_size, stages_of
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.layout.shard_spec import cut
 
 MOST_ROUNDS = 3

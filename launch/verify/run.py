@@ -11,7 +11,7 @@ from pathlib import Path
 
 from engine.config.load import ENVIRONMENT, to_yaml
 from engine.config.plan import parallel_sizes, stages_of
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.layout.shard_spec import localize
 from launch.inference.request import JOB
 from launch.start.launcher import Request, launch

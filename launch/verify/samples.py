@@ -1,6 +1,6 @@
 """What the ranks of a verification train on: random tokens, or the corpus of a comparison with an oracle (no torch here)."""
 
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.data.datasets import open_datasets
 from engine.data.samples import Sample, SampleSource
 from engine.data.synthetic import SyntheticDataset

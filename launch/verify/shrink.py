@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from engine.config.model import ModelConfig
 from engine.config.plan import data_parallel_size
-from engine.config.schema import Config, ModelConfig
+from engine.config.tree import Config
 from launch.verify.relations import (
     MOST_ROUNDS,
     head_pieces,

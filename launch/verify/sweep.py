@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.config.plan import parallel_sizes
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.errors import ConfigError
 from launch.verify.trial import ONE_PROCESS, checked
 from launch.verify.verdict.causes import cause_of

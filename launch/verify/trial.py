@@ -10,8 +10,8 @@ from typing import Any
 
 from engine.config.load import load_config
 from engine.config.plan import parallel_sizes
-from engine.config.problems import with_value
-from engine.config.schema import Config
+from engine.config.section import with_value
+from engine.config.tree import Config
 from engine.errors import ConfigError
 from launch.verify.shrink import shrink
 from launch.verify.verdict.bounds import TOLERANCES

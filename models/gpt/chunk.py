@@ -20,7 +20,8 @@ from torch import nn
 from engine.activations.offload import HostMemory
 from engine.activations.saved_tensors import SavedTensors
 from engine.comm.topology import Topology
-from engine.config.schema import Config, RecomputeConfig
+from engine.config.activations import RecomputeConfig
+from engine.config.tree import Config
 from engine.kernels.elementwise import rope_tables
 from engine.kernels.fusion import EAGER
 from engine.kernels.registry import Kernels

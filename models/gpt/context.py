@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from engine.activations.saved_tensors import SavedTensors
-from engine.config.schema import ModelConfig, RecomputeConfig
+from engine.config.activations import RecomputeConfig
+from engine.config.model import ModelConfig
 from engine.kernels.elementwise import norm
 from engine.kernels.registry import Kernels
 from engine.tensor_parallel.dropout import DropoutKeys, dropout

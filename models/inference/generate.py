@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from engine.comm.topology import Topology
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.data.loader import MicroBatch
 from engine.numerics.hashing import GOLDEN, key64, mix64_, shift_right
 from engine.numerics.precision import DTYPES

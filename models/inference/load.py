@@ -14,8 +14,9 @@ from torch import nn
 from engine.checkpoint.directory import Candidate
 from engine.checkpoint.format.store import Shard, load
 from engine.comm.topology import Topology
+from engine.config.activations import OffloadConfig
 from engine.config.plan import stages_of
-from engine.config.schema import Config, OffloadConfig
+from engine.config.tree import Config
 from engine.errors import CheckpointError
 from engine.kernels.registry import open_kernels
 from engine.numerics.precision import DTYPES

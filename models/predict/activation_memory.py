@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.layout.rank_grid import ParallelSizes
 from models.specs import StageContents
 

@@ -1,7 +1,7 @@
 """Does a run fit its devices? The line that says so, the rule that refuses it, and changes with which it fits (no torch here).
 
     predict (models/predict/rank_memory.py)  ->  memory_line    "56.9 GB predicted on the fullest rank (...) of 85.5 GB"
-                                ->  memory_rule    one more rule for `engine.config.rules.problems`, where the device is known
+                                ->  memory_rule    one more rule for `engine.config.tree.problems`, where the device is known
                                                        |
                                        the other rules run first: without a legal layout there is no prediction
 
@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from engine.config.plan import parallel_sizes
-from engine.config.problems import Problem, Rule, Subject, broken_keys, is_whole, with_value
-from engine.config.rules import RULES
-from engine.config.schema import Config
+from engine.config.section import Problem, Rule, Subject, with_value
+from engine.config.tree import RULES, Config, broken_keys, is_whole
 from engine.errors import ConfigError
 from engine.layout.rank_grid import ParallelSizes
 from engine.telemetry.outlets.format import gigabytes

@@ -15,10 +15,10 @@ are exact, activations and messages as exact as their formulas.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from engine.config.activations import RecomputeConfig
 from engine.config.plan import batch_plan, local_seq_length, parallel_sizes, stages_of
-from engine.config.problems import with_value
-from engine.config.rules import problems
-from engine.config.schema import Config, RecomputeConfig
+from engine.config.section import with_value
+from engine.config.tree import Config, problems
 from engine.errors import ConfigError
 from engine.layout.param_layout import layout_parameters
 from engine.layout.partition import StageLayers

@@ -18,8 +18,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from engine.config.activations import RecomputeConfig
 from engine.config.plan import stages_of
-from engine.config.schema import Config, RecomputeConfig
+from engine.config.tree import Config
 from engine.layout.rank_grid import ParallelSizes
 from models.predict.activation_memory import Sizes, Term, block_terms, per_token
 
@@ -68,7 +69,7 @@ def prices(config: Config, sizes: ParallelSizes) -> list[Price]:
 
 
 def part_is_legal(config: Config, part: str) -> bool:
-    """Whether the rules allow the part (`engine.config.activation_rules.recomputed_parts_exist`), attention's core being kept."""
+    """Whether the rules allow the part (`engine.config.activations.recomputed_parts_exist`), attention's core being kept."""
     if part == "mlp":
         return not (config.parallel.sequence_parallel and config.parallel.tp > 1)
     if part == "rope":

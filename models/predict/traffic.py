@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engine.config.plan import batch_plan, local_seq_length
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.layout.rank_grid import Coordinates, ParallelSizes
 from engine.layout.shard_spec import ParamRecord, localize
 from models.predict.rank_memory import settled

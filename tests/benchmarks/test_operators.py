@@ -8,7 +8,7 @@ from rich.console import Console
 
 from benchmarks.engine_overhead import MODELS, config_of, parse
 from benchmarks.operators import PLACES, compare, show
-from engine.config.schema import Config
+from engine.config.tree import Config
 
 SIZES = {"hidden": 64, "head-dim": 16, "seq": 16, "vocab": 128, "microbatches": 3, "micro-batch-size": 2}
 

@@ -8,7 +8,7 @@ import torch
 from benchmarks import step_profile
 from engine.comm.collectives import Pending
 from engine.comm.topology import Topology
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.data.loader import Batches
 from engine.data.synthetic import SyntheticDataset
 from engine.layout.rank_grid import ParallelSizes, RankGrid

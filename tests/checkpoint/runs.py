@@ -14,7 +14,7 @@ from engine.checkpoint.resume import begin
 from engine.checkpoint.saving import Checkpoints, RunFacts
 from engine.checkpoint.shards import fingerprint
 from engine.comm.topology import Topology
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.data.loader import Batches
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.optimizer.lr import learning_rate

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.run.directory import RunDirectory
 from engine.telemetry.record.metrics import StepMetrics
 

@@ -9,7 +9,7 @@ from engine.checkpoint.format.manifest import TrainingState
 from engine.checkpoint.saving import Checkpoints
 from engine.comm.stop import NO_STOP, Stop, StopRequest
 from engine.config.plan import batch_plan
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.errors import DivergenceError
 from engine.step import NO_FLAGS, Engine, RollbackRequested, StepResult
 from engine.train import TrainingRun, train_steps

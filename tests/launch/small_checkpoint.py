@@ -9,7 +9,7 @@ import torch
 
 from engine.checkpoint.format.manifest import TrainingState
 from engine.checkpoint.import_weights import whole, write_checkpoint
-from engine.config.schema import Config
+from engine.config.tree import Config
 from launch import cli
 from models.specs import model_specs
 from tests.launch.command_line import OTHER_RUNS

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from engine.comm.topology import Topology
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.data.loader import Batches
 from engine.data.synthetic import SyntheticDataset
 from engine.layout.rank_grid import ParallelSizes, RankGrid

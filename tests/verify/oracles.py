@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from engine.config.plan import parallel_sizes
-from engine.config.schema import Config
+from engine.config.tree import Config
 from launch.verify.oracle import SITES, OracleTrial, oracle_trial, verdict_against
 from launch.verify.oracles.corpus import with_corpus, write_corpus
 from launch.verify.verdict.judge import Verdict

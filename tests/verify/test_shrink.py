@@ -6,8 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from engine.config.load import load_config
-from engine.config.rules import problems
-from engine.config.schema import Config
+from engine.config.tree import Config, problems
 from engine.layout.partition import partition
 from launch.verify.relations import RELATIONS, relations, rows_of_ranks
 from launch.verify.shrink import shrink

@@ -10,7 +10,7 @@ import torch
 
 from engine.comm.topology import Topology
 from engine.config.plan import parallel_sizes
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.layout.rank_grid import RankGrid
 from launch.verify.run import Trial, evidence
 from launch.verify.sweep import attributed

@@ -25,7 +25,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine.checkpoint.format.boxes import box_shape, flat_boxes, intersect
-from engine.config.limits import MOST_SAMPLES, MOST_STEPS, MOST_TOKENS
+from engine.config.training import MOST_STEPS
 from engine.data.skipped import Ranges
 from engine.errors import CheckpointError
 from engine.layout.shard_spec import Box
@@ -39,6 +39,12 @@ FORMAT_VERSION = 1
 
 MANIFEST = "manifest.json"
 MANIFEST_HASH = "manifest.sha256"
+
+MOST_SAMPLES = 2**50
+"""Training samples that a run consumes."""
+
+MOST_TOKENS = 2**60
+"""Training tokens that a run consumes."""
 
 MOST_MANIFEST_BYTES = 2**30
 """Largest manifest that is read. About 200 bytes describe a piece of up to `PIECE_BYTES`: 600 MB for 100 TB."""

@@ -9,8 +9,9 @@ Triaxis: gpt_tiny                               Finished: 300 steps in 3:12
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from engine.config.activations import RecomputeConfig
 from engine.config.plan import BatchPlan
-from engine.config.schema import Config, RecomputeConfig
+from engine.config.tree import Config
 from engine.run.directory import RunDirectory
 from engine.telemetry.outlets.console import Report
 from engine.telemetry.outlets.format import compact, duration

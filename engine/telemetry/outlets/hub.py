@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.run.directory import RunDirectory
 from engine.storage.redaction import without_secrets
 from engine.telemetry.outlets.console import Report

@@ -32,8 +32,8 @@ from typing import Any
 
 import psutil
 
-from engine.config.schema import Config
 from engine.config.telemetry import WandbConfig
+from engine.config.tree import Config
 from engine.errors import TriaxisError
 from engine.run.directory import RunDirectory
 from engine.run.entries import OLD_FILE

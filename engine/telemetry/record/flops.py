@@ -13,7 +13,8 @@ whoever prints one prints its convention too.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.config.schema import ModelConfig, RecomputeConfig
+from engine.config.activations import RecomputeConfig
+from engine.config.model import ModelConfig
 
 CONVENTION = "6 x GEMM weights + 6 x layers x heads x head size x sequence (causal)"
 """What `model_flops_per_token` counts, for whoever prints it."""

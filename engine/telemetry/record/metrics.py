@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from engine.config.plan import BatchPlan
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.run.phases import Phase
 from engine.telemetry.record.flops import Peak, hardware_flops_per_token, known_peak, model_flops_per_token
 from engine.telemetry.timing.time_split import TimeSplit

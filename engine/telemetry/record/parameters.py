@@ -10,7 +10,7 @@ difference at the start of the run. Padding is outside the logical shapes and co
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 
-from engine.config.schema import ModelConfig
+from engine.config.model import ModelConfig
 from engine.layout.shard_spec import ParamRecord
 
 MODULES = ("embedding", "attention", "mlp", "norms", "head")

@@ -20,8 +20,8 @@ from engine.comm.collectives import Ledger
 from engine.comm.staging import Carrier
 from engine.comm.topology import Topology
 from engine.config.plan import parallel_sizes
-from engine.config.problems import with_value
-from engine.config.schema import Config
+from engine.config.section import with_value
+from engine.config.tree import Config
 from engine.kernels.registry import open_kernels
 from engine.layout.rank_grid import Coordinates, RankGrid
 from engine.pipeline.lowering import Instruction

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from rich.console import Console
 
 from engine.config.plan import parallel_sizes
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.layout.rank_grid import RankGrid
 from launch.footprint.races.check import check_rank, representative_ranks
 from launch.footprint.races.clocks import Operator

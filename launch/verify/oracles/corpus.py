@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from engine.config.schema import Config, DataConfig
+from engine.config.data import DataConfig
+from engine.config.tree import Config
 
 CORPUS = "corpus"
 """Name of the pair of files in the folder of a comparison."""

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.data.loader import MicroBatch
 from engine.numerics.precision import DTYPES
 from launch.verify.verdict.records import TensorKind

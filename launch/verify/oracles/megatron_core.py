@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-from engine.config.schema import Config, ModelConfig, OptimizerConfig
+from engine.config.model import ModelConfig
+from engine.config.training import OptimizerConfig
+from engine.config.tree import Config
 from engine.data.loader import MicroBatch
 from engine.layout.shard_spec import ParamSpec
 from engine.numerics.precision import DTYPES

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.config.load import load_config
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.data.loader import MicroBatch
 from engine.errors import TriaxisError
 from engine.layout.shard_spec import ParamRecord, ParamSpec, localize

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from engine.config.layer_kinds import ACTIVATIONS
-from engine.config.schema import ModelConfig
+from engine.config.model import ModelConfig
 from engine.errors import ConfigError
 
 Keys = Mapping[str, Any]
@@ -281,7 +281,7 @@ def from_hugging_face(
         wrong = [f"model.{detail['loc'][0]} = {detail['input']!r}: {detail['msg']}." for detail in error.errors()]
         raise ConfigError(wrong, source) from error
     if model.get("attention_dropout"):
-        # Only explicit attention can drop probabilities (engine/config/model_rules.py).
+        # Only explicit attention can drop probabilities (engine/config/model.py).
         return {"model": section, "kernels": {"attention": "explicit"}}
     return {"model": section}
 

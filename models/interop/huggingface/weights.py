@@ -24,7 +24,7 @@ import torch
 from engine.checkpoint.directory import Candidate
 from engine.checkpoint.format.store import DTYPE_NAMES, Shard
 from engine.checkpoint.import_weights import read_tensor, whole
-from engine.config.schema import ModelConfig
+from engine.config.model import ModelConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.layout.shard_spec import ParamSpec
 from engine.storage.json_text import parse_json

@@ -15,8 +15,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from engine.config.layer_kinds import ACTIVATIONS, NORMS, POSITIONS
+from engine.config.model import ModelConfig
 from engine.config.plan import planned_steps
-from engine.config.schema import Config, ModelConfig
+from engine.config.tree import Config
 from engine.errors import ConfigError, shown
 
 Args = Mapping[str, Any]

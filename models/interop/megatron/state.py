@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from engine.checkpoint.format.manifest import TrainingState
 from engine.config.plan import planned_steps
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.errors import CheckpointError, shown
 from models.interop.megatron.config import megatron_training_args
 from models.interop.megatron.files import TorchDist

@@ -23,7 +23,7 @@ import torch
 from engine.checkpoint.format.manifest import KINDS, Kind
 from engine.checkpoint.format.store import Shard
 from engine.checkpoint.import_weights import whole
-from engine.config.schema import ModelConfig
+from engine.config.model import ModelConfig
 from engine.errors import CheckpointError
 from engine.layout.shard_spec import Box
 from models.interop.finite import check_finite

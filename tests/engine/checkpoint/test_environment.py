@@ -4,8 +4,8 @@ import torch
 
 from engine.checkpoint.environment import describe_layout, layout_differences
 from engine.comm.topology import Topology
-from engine.config.problems import with_value
-from engine.config.schema import RecomputeConfig
+from engine.config.activations import RecomputeConfig
+from engine.config.section import with_value
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.step import Engine
 from engine.train import build

@@ -14,7 +14,7 @@ from engine.checkpoint.shards import saved_buckets, shards
 from engine.checkpoint.writer import RankWriter
 from engine.comm.topology import Topology
 from engine.config.plan import parallel_sizes
-from engine.config.schema import PrecisionConfig
+from engine.config.training import PrecisionConfig
 from engine.device import pinned_memory
 from engine.layout.rank_grid import RankGrid
 from engine.optimizer.distributed import DistributedOptimizer

@@ -23,7 +23,7 @@ from engine.comm.network import (
 )
 from engine.comm.runtime import RankEnvironment, start
 from engine.comm.topology import Topology
-from engine.config.schema import RuntimeConfig
+from engine.config.run import RuntimeConfig
 from engine.errors import PortTakenError, TopologyError
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from launch.start import rendezvous

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from engine.comm.collectives import Axis
 from engine.comm.runtime import RankEnvironment, Runtime
-from engine.config.schema import Config
+from engine.config.tree import Config
 from tests.fake_nccl import NAME, FakeNccl
 from tests.harness import run_ranks
 from tests.parity.cases import Case, build_rank

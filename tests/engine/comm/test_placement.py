@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from engine.comm.placement import Place, judge_places, place
 from engine.comm.store_agreement import Facts
-from engine.config.schema import RuntimeConfig
+from engine.config.run import RuntimeConfig
 from engine.device import gpus
 from engine.device.gpus import BACKEND_VARIABLE, CPU, CUDA, DEVICE_VARIABLE, GLOO, NCCL
 from engine.device.nvidia_driver import Driver

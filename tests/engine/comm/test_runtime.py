@@ -25,7 +25,7 @@ from engine.comm.runtime import (
     set_up_allocator,
     start,
 )
-from engine.config.schema import RuntimeConfig
+from engine.config.run import RuntimeConfig
 from engine.device.nvidia_driver import Driver
 from engine.errors import TopologyError
 from tests.harness import run_ranks
@@ -68,7 +68,7 @@ STARTED_RANK = """
 import os
 os.sched_getaffinity, os.cpu_count = lambda process: set(range(24)), lambda: 24
 import launch.pretrain_gpt
-from engine.config.schema import RuntimeConfig
+from engine.config.run import RuntimeConfig
 from engine.comm.runtime import RankEnvironment, start
 start(RankEnvironment(local_world_size=4), RuntimeConfig(device="cpu"))
 import torch._inductor.config

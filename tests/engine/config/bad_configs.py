@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from engine.config.schema import Config
+from engine.config.tree import Config
 
 LEGAL = [
     "model={num_layers: 8, hidden_size: 64, num_attention_heads: 8, seq_length: 32, vocab_size: 300}",

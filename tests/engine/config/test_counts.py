@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from engine.config.counts import LIMIT, SUFFIXES, Count, count
 from engine.config.load import load_config, to_yaml
-from engine.config.schema import Config
 from engine.config.section import Section
+from engine.config.tree import Config
 from engine.errors import ConfigError
 from tests.launch.command_line import ROOT
 

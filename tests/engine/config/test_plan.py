@@ -1,9 +1,13 @@
-"""What follows from a configuration: stages and the local part of a sequence."""
+"""What follows from a configuration: batches, steps, sizes, stages and the local part of a sequence."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from engine.config.plan import local_seq_length, stages_of
-from engine.errors import ScheduleError
+from engine.config.layout import ParallelConfig
+from engine.config.plan import batch_plan, local_seq_length, parallel_sizes, stages_of
+from engine.errors import ConfigError, ScheduleError, TopologyError
+from engine.layout.rank_grid import ParallelSizes
 from tests.engine.config.bad_configs import config_with
 
 
@@ -19,3 +23,42 @@ def test_stages_follow_the_layout() -> None:
 @pytest.mark.parametrize(("sequence_parallel", "length"), [("false", 32), ("true", 8)])
 def test_sequence_parallelism_cuts_a_sequence_over_tp(sequence_parallel: str, length: int) -> None:
     assert local_seq_length(config_with(f"parallel={{tp: 4, sequence_parallel: {sequence_parallel}}}")) == length
+
+
+def test_batch_plan_by_hand() -> None:
+    plan = batch_plan(config_with(), dp=4)
+    assert (plan.num_microbatches, plan.samples_per_step, plan.tokens_per_step, plan.num_steps) == (2, 16, 512, 10)
+    assert (
+        str(plan) == "16 samples per step = 2 microbatches of 2 x dp 4; 512 tokens per step x 10 steps = 5,120 tokens"
+    )
+
+
+@pytest.mark.parametrize(("tokens", "num_steps"), [(1, 1), (1024, 2), (1025, 3)])
+def test_a_length_in_tokens_is_rounded_up_to_whole_steps(tokens: int, num_steps: int) -> None:
+    assert batch_plan(config_with("train.steps=null", f"train.tokens={tokens}"), dp=1).num_steps == num_steps
+
+
+@settings(max_examples=60, deadline=None)
+@given(micro=st.integers(1, 9), dp=st.integers(1, 9), rest=st.integers(0, 80), rounds=st.integers(1, 9))
+def test_a_batch_plan_loses_no_sample(micro: int, dp: int, rest: int, rounds: int) -> None:
+    size = micro * dp * rounds + rest
+    config = config_with(f"train.global_batch_size={size}", f"train.micro_batch_size={micro}")
+    if rest % (micro * dp):
+        with pytest.raises(ConfigError, match="multiple of micro_batch_size x dp"):
+            batch_plan(config, dp)
+    else:
+        plan = batch_plan(config, dp)
+        assert plan.num_microbatches * plan.micro_batch_size * plan.dp == plan.samples_per_step == size
+
+
+def test_sizes_come_from_the_config_and_the_world() -> None:
+    config = config_with("parallel={tp: 2, pp: 2, vpp: 2}")
+    assert parallel_sizes(config, 16) == ParallelSizes(tp=2, pp=2, dp=4, vpp=2)
+    assert parallel_sizes(config_with("parallel.dp=8")) == ParallelSizes(dp=8)
+    for world_size in (None, 2, 6):
+        with pytest.raises(ConfigError, match="world"):
+            parallel_sizes(config, world_size)
+    with pytest.raises(ConfigError, match="must fill the world of 4 ranks"):
+        parallel_sizes(config_with("parallel.dp=8"), 4)
+    with pytest.raises(TopologyError, match="not built yet"):
+        parallel_sizes(config.model_copy(update={"parallel": ParallelConfig(cp=2, dp=1)}))

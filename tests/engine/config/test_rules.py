@@ -10,19 +10,13 @@ import yaml
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from engine.config.limits import (
-    LARGEST_VOCABULARY,
-    LARGEST_WIDTH,
-    LONGEST_SEQUENCE,
-    MOST_HEADS,
-    MOST_LAYERS,
-    MOST_STEPS,
-)
+from engine.config.layout import nodes_are_whole
 from engine.config.load import load_config
+from engine.config.model import LARGEST_VOCABULARY, LARGEST_WIDTH, LONGEST_SEQUENCE, MOST_HEADS, MOST_LAYERS
 from engine.config.plan import batch_plan, parallel_sizes, stages_of
-from engine.config.problems import Subject, divisors, multiples, numbers, with_value
-from engine.config.rules import RULES, broken_rules, nodes_are_whole, problems
-from engine.config.schema import Config
+from engine.config.section import Subject, divisors, multiples, numbers, with_value
+from engine.config.training import MOST_STEPS
+from engine.config.tree import RULES, Config, broken_rules, problems
 from engine.errors import ConfigError, ScheduleError, TopologyError
 from engine.layout.partition import partition
 from engine.layout.rank_grid import MOST_RANKS, RankGrid
@@ -115,8 +109,8 @@ def test_all_problems_are_found_together() -> None:
         "model.num_kv_heads",
         "model.num_attention_heads",
         "model.ffn_hidden_size",
-        "precision.dtype",
         "parallel",
+        "precision.dtype",
         "train.steps",
     ]
 

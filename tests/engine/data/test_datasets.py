@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.config.schema import DataConfig
+from engine.config.data import DataConfig
 from engine.data import datasets as datasets_module
 from engine.data.corpus.prepare import PrepareRequest, prepare
 from engine.data.datasets import Datasets, open_datasets

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config.schema import RuntimeConfig
+from engine.config.run import RuntimeConfig
 from engine.device import gpus
 from engine.device.gpus import CPU, CUDA, GLOO, NCCL, Gpus, backend_of, device_type, find_gpus, why_unusable
 from engine.device.nvidia_driver import Driver

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from engine.checkpoint.environment import describe_layout
-from engine.config.problems import with_value
-from engine.config.schema import KernelsConfig
+from engine.config.activations import KernelsConfig
+from engine.config.section import with_value
 from engine.errors import ConfigError
 from engine.kernels import registry
 from engine.kernels.attention import AttentionShape

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config.schema import ModelConfig
+from engine.config.model import ModelConfig
 from engine.layout.param_layout import layout_parameters
 from engine.layout.shard_spec import ParamRecord, localize
 from models.specs import model_specs

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config.schema import OptimizerConfig
+from engine.config.training import OptimizerConfig
 from engine.optimizer.lr import learning_rate
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from torch.optim.adamw import adamw
 
-from engine.config.schema import PrecisionConfig
+from engine.config.training import PrecisionConfig
 from engine.optimizer.kinds import STATE_KINDS
 from engine.optimizer.state import OptimizerState
 from engine.step import Engine

@@ -17,7 +17,7 @@ from engine.checkpoint.resume import begin
 from engine.checkpoint.saving import Checkpoints, RunFacts
 from engine.comm.stop import Stop, StopRequest
 from engine.comm.topology import Topology
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.data.loader import Batches
 from engine.errors import TriaxisError
 from engine.layout.rank_grid import ParallelSizes, RankGrid

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.config.load import load_config
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.errors import StorageError, TriaxisError
 from engine.run.directory import RunDirectory, run_name
 

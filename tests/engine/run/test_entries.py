@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.checkpoint.lock import holding
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.errors import StorageError, TriaxisError
 from engine.run import entries as run_entries
 from engine.run.directory import RunDirectory

@@ -11,7 +11,7 @@ from engine.checkpoint.directory import find
 from engine.checkpoint.format.manifest import KINDS, Ancestor, TrainingState
 from engine.checkpoint.import_weights import read_tensor, whole, write_checkpoint
 from engine.config.load import load_config
-from engine.config.schema import ModelConfig
+from engine.config.model import ModelConfig
 from engine.data.corpus.tokenizers import load_tokenizer
 from engine.layout.shard_spec import localize
 from engine.tensor_parallel.initial_weights import initial_box

@@ -14,7 +14,8 @@ from engine.checkpoint.directory import find
 from engine.checkpoint.format.manifest import KINDS, TrainingState
 from engine.checkpoint.import_weights import read_tensor, whole, write_checkpoint
 from engine.config.load import load_config
-from engine.config.schema import Config, ModelConfig
+from engine.config.model import ModelConfig
+from engine.config.tree import Config
 from launch.cli import main
 from models.interop.megatron import writer as megatron_writer
 from models.interop.megatron.files import open_checkpoint

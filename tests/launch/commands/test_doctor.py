@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from engine.config.load import load_config
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.errors import ConfigError
 from engine.layout.partition import partition
 from engine.layout.rank_grid import Coordinates, ParallelSizes, RankGrid

@@ -11,7 +11,7 @@ from rich.console import Console
 
 import launch.commands.verify as command
 from engine.config.plan import parallel_sizes
-from engine.config.schema import Config
+from engine.config.tree import Config
 from launch.cli import main
 from launch.verify import oracle as verify_oracle
 from launch.verify.oracle import OracleTrial

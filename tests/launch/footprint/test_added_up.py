@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config.schema import Config
+from engine.config.tree import Config
 from launch.footprint.run import Footprint, Footprints
 from models.gpt.chunk import build_chunks
 from tests.harness import RankFailedError, run_ranks

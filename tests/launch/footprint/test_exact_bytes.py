@@ -3,7 +3,7 @@
 import pytest
 
 from engine.config.plan import parallel_sizes, stages_of
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.layout.rank_grid import Coordinates
 from engine.layout.shard_spec import ParamRecord, localize
 from engine.pipeline import schedules

@@ -9,7 +9,7 @@ import torch
 from engine.comm.collectives import Event
 from engine.comm.topology import Topology
 from engine.config.plan import parallel_sizes
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.errors import TopologyError
 from engine.layout.partition import partition
 from engine.layout.rank_grid import RankGrid

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.config.load import load_config
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.errors import TriaxisError
 from engine.run.directory import RunDirectory
 from engine.run.phases import Phase

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config.load import to_yaml
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.run.entries import events_file
 from engine.telemetry.record.events import EventLog
 from engine.telemetry.record.jsonl import MetricsLog

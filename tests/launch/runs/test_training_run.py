@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from engine.config.load import load_config
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.data.corpus.stdlib import Entropies, entropies
 from engine.telemetry.record.metrics import StepMetrics
 from engine.telemetry.timing.time_split import PARTS

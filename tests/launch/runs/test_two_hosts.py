@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from engine.comm.topology import Topology
 from engine.config.load import load_config
-from engine.config.schema import Config
 from engine.config.telemetry import TelemetryConfig
+from engine.config.tree import Config
 from engine.data.loader import Batches
 from engine.data.synthetic import SyntheticDataset
 from engine.layout.partition import partition

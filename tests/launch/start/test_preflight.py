@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from engine.config.load import load_config
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.device.gpus import Gpus
 from engine.errors import ConfigError, DataError, TopologyError, TriaxisError
 from engine.run.directory import RunDirectory

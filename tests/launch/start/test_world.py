@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config.load import load_config
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.device.gpus import GLOO, NCCL, Gpus
 from engine.errors import TopologyError
 from launch.start.launcher import DEFAULT_CONFIG

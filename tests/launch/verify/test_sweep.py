@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from engine.config.plan import parallel_sizes
-from engine.config.schema import Config
+from engine.config.tree import Config
 from launch.verify.run import trial
 from launch.verify.sweep import attributed
 from launch.verify.verdict.evidence import Difference, Evidence

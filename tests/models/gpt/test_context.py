@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.config.layer_kinds import NORMS
-from engine.config.schema import ModelConfig
+from engine.config.model import ModelConfig
 from engine.kernels.fusion import EAGER
 from engine.kernels.registry import Kernels
 from engine.layout.shard_spec import localize

@@ -13,7 +13,7 @@ from engine.checkpoint.directory import find
 from engine.checkpoint.format.manifest import TrainingState
 from engine.checkpoint.import_weights import whole, write_checkpoint
 from engine.comm.topology import Topology
-from engine.config.problems import with_value
+from engine.config.section import with_value
 from engine.errors import CheckpointError, ConfigError
 from engine.kernels.attention import attention
 from engine.kernels.registry import Kernels, open_kernels

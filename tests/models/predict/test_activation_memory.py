@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from engine.config.plan import parallel_sizes
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.layout.partition import partition
 from launch.footprint.run import Footprint, Footprints
 from models.gpt.chunk import build_chunks

@@ -7,9 +7,8 @@ import pytest
 
 from engine.config.load import load_config
 from engine.config.plan import parallel_sizes
-from engine.config.problems import Subject, with_value
-from engine.config.rules import problems
-from engine.config.schema import Config
+from engine.config.section import Subject, with_value
+from engine.config.tree import Config, problems
 from engine.errors import ConfigError
 from models.predict.fit import Devices, fitting_changes, memory_line, memory_rule
 from models.predict.rank_memory import GB, Memory, Prediction, predict

@@ -10,9 +10,8 @@ import pytest
 
 from engine.config.load import load_config
 from engine.config.plan import batch_plan, parallel_sizes
-from engine.config.problems import with_value
-from engine.config.rules import problems
-from engine.config.schema import Config
+from engine.config.section import with_value
+from engine.config.tree import Config, problems
 from engine.layout.rank_grid import ParallelSizes
 from engine.pipeline import schedules
 from engine.pipeline.actions import Kind

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from engine.config.activations import RecomputeConfig
 from engine.config.load import load_config
 from engine.config.plan import parallel_sizes
-from engine.config.problems import with_value
-from engine.config.rules import problems
-from engine.config.schema import Config, RecomputeConfig
+from engine.config.section import with_value
+from engine.config.tree import Config, problems
 from engine.errors import ConfigError
 from models.predict.activation_memory import block_terms, per_token
 from models.predict.rank_memory import GB, predicted_memory, settled

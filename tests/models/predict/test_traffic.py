@@ -3,7 +3,7 @@
 from typing import Any
 
 from engine.config.plan import parallel_sizes
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.layout.partition import partition
 from engine.layout.rank_grid import Coordinates
 from models.predict.rank_memory import settled

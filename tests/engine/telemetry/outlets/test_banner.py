@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from engine.config.activations import RecomputeConfig
 from engine.config.plan import batch_plan
-from engine.config.schema import Config, RecomputeConfig
+from engine.config.tree import Config
 from engine.run.directory import RunDirectory
 from engine.telemetry.outlets.banner import End, Start, show_end, show_start
 from engine.telemetry.outlets.console import Report

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.config.plan import batch_plan
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.errors import TriaxisError
 from engine.run.directory import RunDirectory
 from engine.run.phases import Phase

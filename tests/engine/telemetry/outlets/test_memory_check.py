@@ -10,7 +10,7 @@ import torch
 
 from engine.comm.topology import Topology
 from engine.config.plan import batch_plan
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.run.phases import Phase
 from engine.step import NO_FLAGS, StepResult

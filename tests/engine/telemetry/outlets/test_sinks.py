@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.errors import TriaxisError
 from engine.run.directory import RunDirectory
 from engine.run.entries import OLD_FILE

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config.schema import Config
+from engine.config.tree import Config
 from engine.run.directory import RunDirectory
 from engine.run.entries import OLD_FILE, events_file, events_files
 from engine.storage.redaction import REDACTED, without_secrets

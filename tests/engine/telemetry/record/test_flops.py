@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine.config.schema import ModelConfig, RecomputeConfig
+from engine.config.activations import RecomputeConfig
+from engine.config.model import ModelConfig
 from engine.telemetry.record.flops import gemm_weights, hardware_flops_per_token, model_flops_per_token, peak_tflops
 from models.specs import model_specs
 from tests.oracle import oracle_loss_sum, oracle_weights

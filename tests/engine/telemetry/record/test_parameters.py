@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from engine.config.schema import ModelConfig
+from engine.config.model import ModelConfig
 from engine.layout.partition import partition
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.layout.shard_spec import localize

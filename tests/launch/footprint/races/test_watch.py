@@ -12,7 +12,7 @@ from engine.checkpoint.writer import RankWriter
 from engine.comm.collectives import Axis, Message, Pending
 from engine.comm.staging import Staging
 from engine.config.plan import parallel_sizes
-from engine.config.problems import with_value
+from engine.config.section import with_value
 from engine.device.host_copy import FromCuda, HostCopy
 from engine.errors import TopologyError
 from engine.layout.rank_grid import ParallelSizes, RankGrid

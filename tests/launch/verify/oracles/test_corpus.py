@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.config.schema import Config
+from engine.config.tree import Config
 from launch.verify.oracles.corpus import CORPUS, HEADER, rows_of_steps, with_corpus, write_corpus
 from launch.verify.rank import batches_of_steps
 from launch.verify.samples import MASKED_FRACTION

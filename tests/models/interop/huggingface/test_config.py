@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from engine.config.schema import ModelConfig
+from engine.config.model import ModelConfig
 from engine.errors import ConfigError
 from models.interop.huggingface.config import (
     FAMILIES,

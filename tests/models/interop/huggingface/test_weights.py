@@ -15,7 +15,8 @@ from engine.checkpoint.format.store import Shard
 from engine.checkpoint.import_weights import read_tensor, write_checkpoint
 from engine.checkpoint.shards import fingerprint, restore
 from engine.comm.topology import Topology
-from engine.config.schema import Config, ModelConfig
+from engine.config.model import ModelConfig
+from engine.config.tree import Config
 from engine.data.loader import MicroBatch
 from engine.errors import CheckpointError, ConfigError
 from engine.layout.rank_grid import ParallelSizes, RankGrid

@@ -1,12 +1,96 @@
-"""The rules of what happens to activations: recomputed or offloaded, and which of them (no torch here).
-
-See `engine/config/rules.py` for what a rule is.
-"""
+"""The `recompute`, `offload` and `kernels` sections and their rules: what is kept for the backward (no torch here)."""
 
 from collections.abc import Iterator
+from typing import ClassVar, Literal
 
-from engine.config.problems import Problem, Rule, Subject
-from engine.config.schema import Config
+from pydantic import Field
+
+from engine.config.counts import Count
+from engine.config.model import MOST_LAYERS
+from engine.config.section import LAYOUT, OnResume, Problem, Rule, Section, Subject
+
+
+class RecomputeConfig(Section):
+    """Recompute activations in the backward instead of keeping them."""
+
+    on_resume: ClassVar[OnResume | None] = LAYOUT
+
+    granularity: Literal["none", "selective", "full", "auto"] = Field(
+        "none", description="selective: `modules`; full: whole layers; auto: the cheapest of both that fits `memory_gb`"
+    )
+    modules: list[Literal["attention", "norm", "activation", "rope", "mlp"]] | None = Field(
+        None,
+        description="selective: parts of each layer (null: attention); full, block: parts of the others",
+    )
+    method: Literal["uniform", "block"] = Field("uniform", description="full: all layers, or the first N of a chunk")
+    num_layers: int = Field(
+        1, gt=0, le=MOST_LAYERS, description="uniform: layers per recomputed group; block: recomputed layers"
+    )
+    gathered_inputs: Literal["auto", "keep", "regather"] = Field(
+        "auto",
+        description="sequence parallelism: gathered inputs; auto: kept if they fit `memory_gb`, else regather",
+    )
+    memory_gb: float | None = Field(
+        None, gt=0, description="auto: most that a rank may hold by prediction, without communicators; 10^9 bytes"
+    )
+    head_tokens: Count | None = Field(
+        None,
+        gt=0,
+        description="tokens whose logits exist at a time, made again in the backward; null: all, kept for it",
+    )
+
+    @property
+    def is_any(self) -> bool:
+        """Whether anything is recomputed."""
+        return self.granularity != "none" or self.head_tokens is not None
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """What is recomputed of each layer that is not recomputed whole."""
+        default = ["attention"] if self.granularity == "selective" else []
+        return frozenset(default if self.modules is None else self.modules)
+
+    def __str__(self) -> str:
+        """In the words of the configuration, without what says nothing; "none" where nothing is recomputed."""
+        words: list[str] = []
+        if self.granularity != "none":
+            words.append(self.granularity)
+        if self.granularity == "full":
+            words.append(f"{self.method} num_layers={self.num_layers}")
+        if self.parts:
+            words.append(f"modules=[{', '.join(sorted(self.parts))}]")
+        if self.head_tokens is not None:
+            words.append(f"head_tokens={self.head_tokens}")
+        return " ".join(words) or "none"
+
+
+class OffloadConfig(Section):
+    """Move activations to host memory between forward and backward, while other layers are computed."""
+
+    on_resume: ClassVar[OnResume | None] = LAYOUT
+
+    num_layers: int = Field(0, ge=0, le=MOST_LAYERS, description="the first N layers of each model chunk; 0: none")
+    min_bytes: int = Field(2**20, gt=0, description="smaller tensors stay on the device: a copy has a fixed cost")
+
+
+class KernelsConfig(Section):
+    """Which implementation computes what. `auto` takes the fastest that runs on the device; the banner names it."""
+
+    on_resume: ClassVar[OnResume | None] = LAYOUT
+
+    attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "explicit"] = Field(
+        "auto", description="sdpa: torch's choice; flash, cudnn, efficient: that one; explicit: with probabilities"
+    )
+    elementwise: Literal["auto", "eager", "compiled"] = Field(
+        "auto",
+        description="norms, RoPE, SwiGLU, dropout, cross-entropy: operator by operator, or fused by torch.compile",
+    )
+    weight_grad: Literal["auto", "separate", "fused"] = Field(
+        "auto", description="fused: the GEMM adds to the fp32 main grad itself (CUDA); separate: another pass does"
+    )
+    optimizer: Literal["auto", "torch", "compiled"] = Field(
+        "auto", description="torch: its fused AdamW; compiled: the whole update of any form of state in one pass"
+    )
 
 
 def recompute_fits_chunk(subject: Subject) -> Iterator[Problem]:
@@ -21,7 +105,7 @@ def recompute_fits_chunk(subject: Subject) -> Iterator[Problem]:
                 "Or leave them out.",
             )
         return
-    per_chunk = _layers_of_the_largest_chunk(subject.config)
+    per_chunk = _layers_of_the_largest_chunk(subject)
     if recompute.num_layers > per_chunk:
         yield Problem(
             "recompute.num_layers",
@@ -31,9 +115,9 @@ def recompute_fits_chunk(subject: Subject) -> Iterator[Problem]:
         )
 
 
-def _layers_of_the_largest_chunk(config: Config) -> int:
-    parallel = config.parallel
-    return max(parallel.layers_per_stage or [-(-config.model.num_layers // (parallel.pp * parallel.vpp))])
+def _layers_of_the_largest_chunk(subject: Subject) -> int:
+    parallel = subject.config.parallel
+    return max(parallel.layers_per_stage or [-(-subject.config.model.num_layers // (parallel.pp * parallel.vpp))])
 
 
 def recompute_has_its_fields(subject: Subject) -> Iterator[Problem]:
@@ -129,7 +213,7 @@ def recomputed_parts_exist(subject: Subject) -> Iterator[Problem]:
 
 
 def offload_is_of_layers(subject: Subject) -> Iterator[Problem]:
-    num_layers, per_chunk = subject.config.offload.num_layers, _layers_of_the_largest_chunk(subject.config)
+    num_layers, per_chunk = subject.config.offload.num_layers, _layers_of_the_largest_chunk(subject)
     if num_layers > per_chunk:
         yield Problem(
             "offload.num_layers",

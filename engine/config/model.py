@@ -1,18 +1,97 @@
-"""The rules of the model: what its shapes must keep with each other, and with the tensor-parallel size (no torch here).
-
-See `engine/config/rules.py` for what a rule is.
-"""
+"""The `model` section and its rules, also those with the tensor-parallel size (no torch here)."""
 
 from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from engine.config.problems import Problem, Rule, Subject, divisors, multiples
+from pydantic import Field
+
+from engine.config import layer_kinds
+from engine.config.section import LAYOUT, MEANT, Problem, Rule, Section, Subject, divisors, multiples
+
+MOST_LAYERS = 10_000
+"""Transformer layers."""
+
+MOST_HEADS = 2**16
+"""Query heads, and key/value heads."""
+
+LARGEST_WIDTH = 2**24
+"""Elements of any hidden dimension: the residual stream, the MLP, one head."""
+
+LONGEST_SEQUENCE = 2**30
+"""Tokens of one training sample."""
+
+LARGEST_VOCABULARY = 2**28
+"""Tokens of the vocabulary, and the multiple to which it is padded."""
 
 BYTES_VOCABULARY = 257
 """Ids of the bytes tokenizer: 256 bytes and the end of a document."""
 
 
-LARGEST_BETA_IN_BF16 = 0.99
-"""A moment of 8 bits stands still within 2^-9 / (1 - beta) of what it averages: here 20 %."""
+class ModelConfig(Section):
+    """The GPT itself; nothing here depends on how it is cut."""
+
+    num_layers: int = Field(gt=0, le=MOST_LAYERS, description="transformer layers")
+    hidden_size: int = Field(gt=0, le=LARGEST_WIDTH, description="width h of the residual stream")
+    num_attention_heads: int = Field(gt=0, le=MOST_HEADS, description="query heads")
+    num_kv_heads: int | None = Field(
+        None, gt=0, le=MOST_HEADS, description="key/value heads (GQA); null: as many as query heads"
+    )
+    head_dim: int | None = Field(
+        None, gt=0, le=LARGEST_WIDTH, description="size of one head; null: hidden_size / num_attention_heads"
+    )
+    ffn_hidden_size: int | None = Field(
+        None, gt=0, le=LARGEST_WIDTH, description="width of the MLP; null: 4 x hidden_size"
+    )
+    seq_length: int = Field(gt=0, le=LONGEST_SEQUENCE, description="tokens in a training sample")
+    vocab_size: int = Field(gt=0, le=LARGEST_VOCABULARY, description="tokens of the tokenizer, without padding")
+    # Padding is outside of the logical vocabulary.
+    vocab_multiple: Annotated[int, LAYOUT] = Field(
+        128, gt=0, le=LARGEST_VOCABULARY, description="the vocabulary is padded to this multiple, whatever tp is"
+    )
+    norm: layer_kinds.NormName = Field("layernorm", description="before each branch and before the head")
+    norm_eps: float = Field(1e-5, gt=0, description="added to the variance (layernorm) or mean square (rmsnorm)")
+    activation: layer_kinds.ActivationName = Field("gelu", description="of the MLP; gelu_tanh is GPT-2's")
+    position: layer_kinds.PositionName = Field("rope", description="a learned table, or rotation of queries and keys")
+    rope_base: float = Field(10000.0, gt=0, description="theta of RoPE (2104.09864)")
+    tie_embeddings: bool = Field(True, description="the output head is the input embedding")
+    bias: Literal["all", "qkv", "none"] = Field("all", description="which linear layers have one")
+    qk_norm: bool = Field(False, description="RMSNorm over each query and key head before RoPE")
+    hidden_dropout: Annotated[float, MEANT] = Field(
+        0.0, ge=0, lt=1, description="after the embedding and on both residual branches"
+    )
+    attention_dropout: Annotated[float, MEANT] = Field(0.0, ge=0, lt=1, description="on the attention probabilities")
+    # Initial weights are drawn only where nothing is loaded.
+    init_std: Annotated[float, LAYOUT] = Field(
+        0.02, gt=0, description="normal init; residual projections use init_std / sqrt(2 num_layers)"
+    )
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def ffn_size(self) -> int:
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def norm_kind(self) -> layer_kinds.Norm:
+        return layer_kinds.NORMS[self.norm]
+
+    @property
+    def activation_kind(self) -> layer_kinds.Activation:
+        return layer_kinds.ACTIVATIONS[self.activation]
+
+    @property
+    def position_kind(self) -> layer_kinds.Position:
+        return layer_kinds.POSITIONS[self.position]
+
+    @property
+    def padded_vocab_size(self) -> int:
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
 
 def heads_fill_hidden(subject: Subject) -> Iterator[Problem]:
@@ -155,30 +234,6 @@ def dropout_on_probabilities(subject: Subject) -> Iterator[Problem]:
         )
 
 
-def narrow_state_fits(subject: Subject) -> Iterator[Problem]:
-    precision, optimizer = subject.config.precision, subject.config.optimizer
-    for key, value in (("masters", "split"), ("moments", "bf16"), ("gradients", "bf16")):
-        if getattr(precision, key) == value and precision.dtype != "bf16":
-            yield Problem(
-                f"precision.{key}",
-                value,
-                f"is for weights in bf16, but precision.dtype = {precision.dtype}: there gradients and optimizer state are as "
-                "exact as the weights",
-                {f"precision.{key}": ["full"], "precision.dtype": ["bf16"]},
-            )
-    if precision.moments == "bf16":
-        for key in ("beta1", "beta2"):
-            beta = getattr(optimizer, key)
-            if beta > LARGEST_BETA_IN_BF16:
-                yield Problem(
-                    f"optimizer.{key}",
-                    beta,
-                    f"must be at most {LARGEST_BETA_IN_BF16} with precision.moments = bf16: a step changes the moment by less than "
-                    "half of its last bit unless it is far off, so it would stand still",
-                    {f"optimizer.{key}": [LARGEST_BETA_IN_BF16], "precision.moments": ["full"]},
-                )
-
-
 MODEL_RULES: tuple[Rule, ...] = (
     heads_fill_hidden,
     rope_pairs,
@@ -190,5 +245,4 @@ MODEL_RULES: tuple[Rule, ...] = (
     sequence_over_tp,
     vocabulary_holds_tokens,
     dropout_on_probabilities,
-    narrow_state_fits,
 )

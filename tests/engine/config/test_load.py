@@ -14,12 +14,11 @@ from pydantic import ValidationError
 
 from engine.config import foreign_names as config_names
 from engine.config.foreign_names import ALWAYS_ON, FOREIGN_NAMES, NOT_BUILT, unknown_key
+from engine.config.layout import ParallelConfig
 from engine.config.load import ENVIRONMENT, load_config, to_yaml
-from engine.config.plan import batch_plan, parallel_sizes
-from engine.config.schema import FORMAT_VERSION, Config, ParallelConfig
 from engine.config.section import Section
-from engine.errors import ConfigError, TopologyError
-from engine.layout.rank_grid import ParallelSizes
+from engine.config.tree import FORMAT_VERSION, Config
+from engine.errors import ConfigError
 
 BASE = """\
 model: {num_layers: 4, hidden_size: 64, num_attention_heads: 4, seq_length: 32, vocab_size: 300}
@@ -377,57 +376,11 @@ def test_a_config_cannot_be_changed(base: Path) -> None:
 def test_reading_a_config_imports_no_torch(base: Path) -> None:
     code = (
         "import sys; from engine.config.plan import batch_plan; from engine.config.load import load_config, to_yaml; "
-        "from engine.config.rules import problems; "
+        "from engine.config.tree import problems; "
         "config = load_config(sys.argv[1]); to_yaml(config); batch_plan(config, 2); problems(config, 8, 8); "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(base)], check=False, timeout=60).returncode == 0
-
-
-# Derived values
-
-
-def test_batch_plan_by_hand(base: Path) -> None:
-    plan = batch_plan(load_config(base), dp=4)
-    assert (plan.num_microbatches, plan.samples_per_step, plan.tokens_per_step, plan.num_steps) == (2, 16, 512, 10)
-    assert (
-        str(plan) == "16 samples per step = 2 microbatches of 2 x dp 4; 512 tokens per step x 10 steps = 5,120 tokens"
-    )
-
-
-def test_a_length_in_tokens_is_rounded_up_to_whole_steps(base: Path) -> None:
-    assert batch_plan(load_config(base, ["train.steps=null", "train.tokens=1024"]), dp=1).num_steps == 2
-    assert batch_plan(load_config(base, ["train.steps=null", "train.tokens=1025"]), dp=1).num_steps == 3
-    assert batch_plan(load_config(base, ["train.steps=null", "train.tokens=1"]), dp=1).num_steps == 1
-
-
-@settings(max_examples=60, deadline=None)
-@given(micro=st.integers(1, 9), dp=st.integers(1, 9), rest=st.integers(0, 80), rounds=st.integers(1, 9))
-def test_a_batch_plan_loses_no_sample(micro: int, dp: int, rest: int, rounds: int) -> None:
-    config = load_config(None, [f"{name}={value}" for name, value in overrides_of(BASE)])
-    size = micro * dp * rounds + rest
-    changed = config.model_copy(
-        update={"train": config.train.model_copy(update={"global_batch_size": size, "micro_batch_size": micro})}
-    )
-    if rest % (micro * dp):
-        with pytest.raises(ConfigError, match="multiple of micro_batch_size x dp"):
-            batch_plan(changed, dp)
-    else:
-        plan = batch_plan(changed, dp)
-        assert plan.num_microbatches * plan.micro_batch_size * plan.dp == plan.samples_per_step == size
-
-
-def test_sizes_come_from_the_config_and_the_world(base: Path) -> None:
-    config = load_config(base, ["parallel.tp=2", "parallel.pp=2", "parallel.vpp=2"])
-    assert parallel_sizes(config, 16) == ParallelSizes(tp=2, pp=2, dp=4, vpp=2)
-    assert parallel_sizes(load_config(base, ["parallel.dp=8"])) == ParallelSizes(dp=8)
-    for world_size in (None, 2, 6):
-        with pytest.raises(ConfigError, match="world"):
-            parallel_sizes(config, world_size)
-    with pytest.raises(ConfigError, match="must fill the world of 4 ranks"):
-        parallel_sizes(load_config(base, ["parallel.dp=8"]), 4)
-    with pytest.raises(TopologyError, match="not built yet"):
-        parallel_sizes(config.model_copy(update={"parallel": ParallelConfig(cp=2, dp=1)}))
 
 
 # Helpers

@@ -1,0 +1,200 @@
+"""The `parallel` and `schedule` sections and their rules: how the model and a step are cut over ranks (no torch here)."""
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from engine.config.model import MOST_LAYERS
+from engine.config.section import LAYOUT, OnResume, Problem, Rule, Section, Subject, divisors, numbers
+from engine.layout.partition import partition
+from engine.layout.rank_grid import MOST_RANKS
+
+
+class ParallelConfig(Section):
+    """The layout: only a matter of speed."""
+
+    on_resume: ClassVar[OnResume | None] = LAYOUT
+
+    tp: int = Field(1, gt=0, le=MOST_RANKS, description="tensor parallel: each matrix is cut over tp ranks of one node")
+    pp: int = Field(1, gt=0, le=MOST_RANKS, description="pipeline parallel: layers are cut into stages")
+    vpp: int = Field(1, gt=0, le=MOST_LAYERS, description="model chunks per pipeline rank (interleaved schedule)")
+    dp: int | None = Field(None, gt=0, le=MOST_RANKS, description="data parallel; null: world size / (tp pp)")
+    cp: int = Field(1, gt=0, le=MOST_RANKS, description="context parallel: not built yet, 1 only")
+    ep: int = Field(1, gt=0, le=MOST_RANKS, description="expert parallel: not built yet, 1 only")
+    sequence_parallel: bool = Field(False, description="norms, dropout and residuals on 1/tp of the sequence")
+    layers_per_stage: list[int] | None = Field(None, description="one entry per stage (pp x vpp), in stage order")
+    allow_tp_across_nodes: bool = Field(False, description="accept tensor-parallel traffic on the slow network")
+
+    @property
+    def cuts_sequence(self) -> bool:
+        """Return True where a rank holds less than the whole sequence outside of the tensor-parallel region."""
+        return self.sequence_parallel and self.tp > 1
+
+
+class ScheduleConfig(Section):
+    """In which order a pipeline rank runs forwards and backwards."""
+
+    on_resume: ClassVar[OnResume | None] = LAYOUT
+
+    name: Literal["auto", "gpipe", "1f1b", "interleaved"] = Field(
+        "auto", description="auto: 1f1b, interleaved when vpp > 1"
+    )
+
+
+def layers_fill_stages(subject: Subject) -> Iterator[Problem]:
+    num_layers, parallel = subject.config.model.num_layers, subject.config.parallel
+    num_stages = parallel.pp * parallel.vpp
+    if parallel.layers_per_stage is None and num_layers < num_stages:
+        yield Problem(
+            "model.num_layers",
+            num_layers,
+            f"must be at least pp x vpp = {parallel.pp} x {parallel.vpp} = {num_stages}: some stage would have no layer and its "
+            f"ranks nothing to do",
+            {
+                "model.num_layers": [num_stages],
+                "parallel.pp": numbers(num_layers // parallel.vpp),
+                "parallel.vpp": numbers(num_layers // parallel.pp),
+            },
+        )
+
+
+def layers_are_dealt_out(subject: Subject) -> Iterator[Problem]:
+    num_layers, parallel = subject.config.model.num_layers, subject.config.parallel
+    given = parallel.layers_per_stage
+    if given is None:
+        return
+    num_stages = parallel.pp * parallel.vpp
+    broken = []
+    if len(given) != num_stages:
+        broken.append(
+            f"must have pp x vpp = {parallel.pp} x {parallel.vpp} = {num_stages} entries, one per stage, not {len(given)}"
+        )
+    if sum(given) != num_layers:
+        broken.append(f"must sum to model.num_layers = {num_layers}, not {sum(given)}")
+    if any(entry < 0 for entry in given):
+        broken.append("must not hold negative numbers")
+    if broken:
+        yield Problem(
+            "parallel.layers_per_stage",
+            given,
+            f"{'; it '.join(broken)}: else layers are dropped, or stages have none",
+            {
+                "parallel.layers_per_stage": chain(_even_stages(num_layers, parallel), [None]),
+                "model.num_layers": [sum(given)],
+            },
+        )
+
+
+def _even_stages(num_layers: int, parallel: ParallelConfig) -> Iterator[list[int]]:
+    """Yield the layers per stage that the engine would choose, if every stage can have one."""
+    if parallel.pp * parallel.vpp <= num_layers:
+        yield [len(stage.layers) for stage in partition(num_layers, parallel.pp, parallel.vpp)]
+
+
+def schedule_matches_chunks(subject: Subject) -> Iterator[Problem]:
+    name, vpp = subject.config.schedule.name, subject.config.parallel.vpp
+    if name in ("gpipe", "1f1b") and vpp > 1:
+        yield Problem(
+            "schedule.name",
+            name,
+            f"runs one model chunk per rank, but parallel.vpp = {vpp}: the other chunks would never run",
+            {"schedule.name": ["interleaved", "auto"], "parallel.vpp": [1]},
+        )
+    if name == "interleaved" and vpp == 1:
+        yield Problem(
+            "schedule.name",
+            name,
+            "interleaves the model chunks of a rank, but parallel.vpp = 1: there is nothing to interleave",
+            {"schedule.name": ["1f1b", "auto"], "parallel.vpp": [2]},
+        )
+
+
+def axes_are_built(subject: Subject) -> Iterator[Problem]:
+    for name, meaning in (("cp", "context"), ("ep", "expert")):
+        size = getattr(subject.config.parallel, name)
+        if size > 1:
+            yield Problem(
+                f"parallel.{name}",
+                size,
+                f"{meaning} parallelism is known, not built yet: its axis has size 1 only",
+                {f"parallel.{name}": [1]},
+            )
+
+
+def axes_fill_world(subject: Subject) -> Iterator[Problem]:
+    parallel, world_size = subject.config.parallel, subject.world_size
+    if world_size is None or subject.dp is not None:
+        return
+    replica = parallel.tp * parallel.pp * parallel.cp
+    if parallel.dp is None:
+        product, rule = f"tp x pp = {parallel.tp} x {parallel.pp}", f"must divide the world size {world_size}"
+        advice = f"Or start {max(1, round(world_size / replica)) * replica} ranks."
+    else:
+        product = f"tp x pp x dp = {parallel.tp} x {parallel.pp} x {parallel.dp}"
+        rule = f"is {replica * parallel.dp} and must be the world size {world_size}"
+        advice = f"Or start {replica * parallel.dp} ranks."
+    yield Problem(
+        "parallel",
+        product,
+        f"{rule}: ranks would be left over, or missing from their groups",
+        {
+            "parallel.dp": [world_size // replica, None] if parallel.dp is not None else [],
+            "parallel.tp": divisors(world_size, parallel.tp),
+            "parallel.pp": divisors(world_size, parallel.pp),
+        },
+        advice,
+    )
+
+
+def nodes_are_whole(subject: Subject) -> Iterator[Problem]:
+    """The two rules of `engine.layout.rank_grid.RankGrid` about nodes, with what would be legal."""
+    parallel, dp = subject.config.parallel, subject.dp
+    per_node = subject.ranks_per_node or subject.config.runtime.ranks_per_node
+    if per_node is None or dp is None:
+        return
+    world_size = parallel.tp * parallel.pp * parallel.cp * dp
+    if world_size <= per_node:
+        return
+    if world_size % per_node:
+        yield Problem(
+            "parallel",
+            f"tp x pp x dp = {parallel.tp} x {parallel.pp} x {dp} = {world_size} ranks",
+            f"must fill whole nodes of {per_node} ranks: the last node would be partly used, and its groups misplaced",
+            {"parallel.dp": numbers(dp), "parallel.pp": numbers(parallel.pp), "parallel.tp": numbers(parallel.tp)},
+            "Or give another number of ranks per node.",
+        )
+    elif per_node % parallel.tp and not parallel.allow_tp_across_nodes:
+        yield Problem(
+            "parallel.tp",
+            parallel.tp,
+            f"must divide the {per_node} ranks of a node: a tensor-parallel group would span two nodes, and its collectives in "
+            f"every layer cross the slow network",
+            {"parallel.tp": divisors(per_node, parallel.tp)},
+            "Or set parallel.allow_tp_across_nodes=true to accept that.",
+        )
+
+
+def ranks_can_be_listed(subject: Subject) -> Iterator[Problem]:
+    parallel = subject.config.parallel
+    world_size = parallel.tp * parallel.pp * parallel.cp * (subject.dp or 1)
+    if world_size > MOST_RANKS:
+        yield Problem(
+            "parallel",
+            f"tp x pp x dp = {parallel.tp} x {parallel.pp} x {subject.dp or 1}",
+            f"is {world_size:,} ranks, and at most {MOST_RANKS:,} are planned: the groups of so many would not fit in memory",
+            {} if parallel.dp is None else {"parallel.dp": divisors(parallel.dp, parallel.dp)},
+            "Make the sizes smaller.",
+        )
+
+
+LAYOUT_RULES: tuple[Rule, ...] = (
+    layers_fill_stages,
+    layers_are_dealt_out,
+    schedule_matches_chunks,
+    axes_are_built,
+    axes_fill_world,
+    nodes_are_whole,
+    ranks_can_be_listed,
+)

@@ -1,0 +1,229 @@
+"""The `checkpoint`, `resilience` and `runtime` sections and their rules (no torch here)."""
+
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+from pydantic import Field, create_model
+
+from engine.config.counts import Count
+from engine.config.section import LAYOUT, OnResume, Problem, Rule, Section, Subject, multiples
+from engine.layout.rank_grid import MOST_RANKS
+
+SHORTEST_TIMEOUT = 1.0
+"""Seconds; the start of a process alone takes longer than less."""
+
+LONGEST_TIMEOUT = 30 * 24 * 3600.0
+"""Seconds: 30 days."""
+
+LONGEST_NAME = 128
+"""Characters of a run name; file systems allow 255 bytes, and files of a run add to it."""
+
+
+# `async` is the word that users know, and a keyword of Python: it cannot be written as a field.
+_InBackground = create_model(
+    "_InBackground",
+    __base__=Section,
+    **{"async": (bool, Field(True, description="write while training goes on; false: training waits for the disk"))},  # type: ignore[call-overload]
+)
+
+
+class CheckpointConfig(_InBackground):
+    """Saving and loading. A run directory with checkpoints resumes from them when the same command is given again."""
+
+    on_resume: ClassVar[OnResume | None] = LAYOUT
+
+    dir: str | None = Field(
+        None, description="folder of checkpoints, in no other run's directory; null: checkpoints/ in the run directory"
+    )
+    interval: Count | None = Field(
+        None, gt=0, description="steps between saves (the last step too); null: none is saved"
+    )
+    keep_last: int | None = Field(3, gt=0, description="how many are kept; null: all")
+    keep_every: Count | None = Field(None, gt=0, description="those at multiples of this step are kept for good")
+    load: str | None = Field(None, description="a checkpoint, or a folder of them, to start from")
+    load_what: Literal["all", "weights"] = Field("all", description="weights: step 0 with a fresh optimizer")
+    accept: list[str] = Field(
+        default_factory=list, description="fields or sections that may differ from what is loaded"
+    )
+    fingerprint_interval: Count | None = Field(None, gt=0, description="steps between logged fingerprints; null: none")
+
+    @property
+    def in_background(self) -> bool:
+        """The value of `async`."""
+        return bool(getattr(self, "async"))
+
+
+class ResilienceConfig(Section):
+    """What a run does about what goes wrong while it trains."""
+
+    on_resume: ClassVar[OnResume | None] = LAYOUT
+
+    on_nonfinite: Literal["stop", "skip", "rollback"] = Field(
+        "stop",
+        description="skip: leave that update out; rollback: to the last checkpoint before it, without its samples",
+    )
+    loss_spike: float | None = Field(
+        None, gt=1, description="a loss above so many times the running median is treated the same; null: none"
+    )
+    max_rollbacks: int = Field(3, gt=0, description="of a run over all its attempts; one more stops it")
+    max_skips_in_a_row: int = Field(
+        10, gt=0, description="updates left out one after the other; one more stops the run"
+    )
+    replica_check_interval: Count | None = Field(
+        100, gt=0, description="steps between comparisons of what several ranks hold; null: none"
+    )
+
+
+class RuntimeConfig(Section):
+    """Where and as what the run runs."""
+
+    on_resume: ClassVar[OnResume | None] = LAYOUT
+
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: cuda where there is a GPU; a GPU that torch cannot use is an error"
+    )
+    collectives: Literal["auto", "nccl", "gloo"] = Field(
+        "auto", description="auto: nccl between GPUs, else gloo; gloo on GPUs: slow, but ranks may share one"
+    )
+    expandable_segments: bool = Field(
+        True, description="CUDA memory in segments that grow; PYTORCH_ALLOC_CONF, if set, is left alone"
+    )
+    memory: Literal["error", "warn"] = Field(
+        "error",
+        description="error: refuse a run that is predicted to hold more than a GPU has; warn: only print it",
+    )
+    ranks_per_node: int | None = Field(None, gt=0, le=MOST_RANKS, description="null: LOCAL_WORLD_SIZE of the launcher")
+    timeout_seconds: float = Field(
+        600.0, ge=SHORTEST_TIMEOUT, le=LONGEST_TIMEOUT, description="a collective that waits longer ends the job"
+    )
+    hang_seconds: float | None = Field(
+        None,
+        gt=0,
+        le=LONGEST_TIMEOUT,
+        description="a rank that stands still for so long ends the job; null: half of timeout_seconds",
+    )
+    gc_interval: Count = Field(
+        100, gt=0, description="steps between collections of Python's cyclic garbage; none otherwise"
+    )
+    deterministic: bool = Field(False, description="deterministic CUDA kernels (the CPU always is)")
+    runs_dir: str = Field("runs", description="parent of the run directories")
+    name: str | None = Field(None, description="run name; null: the config file's stem")
+
+    @property
+    def hangs_after_seconds(self) -> float:
+        """How long a rank may stand still before it counts as hanging."""
+        return self.timeout_seconds / 2 if self.hang_seconds is None else self.hang_seconds
+
+
+def weights_come_from_somewhere(subject: Subject) -> Iterator[Problem]:
+    checkpoint = subject.config.checkpoint
+    if checkpoint.load_what == "weights" and checkpoint.load is None:
+        yield Problem(
+            "checkpoint.load_what",
+            checkpoint.load_what,
+            "says what to take from checkpoint.load, which is null: the run would start from random weights",
+            {"checkpoint.load_what": ["all"]},
+            "Or give checkpoint.load=PATH.",
+        )
+
+
+def kept_steps_are_saved(subject: Subject) -> Iterator[Problem]:
+    checkpoint = subject.config.checkpoint
+    if checkpoint.keep_every is None:
+        return
+    if checkpoint.interval is None or checkpoint.keep_every % checkpoint.interval:
+        yield Problem(
+            "checkpoint.keep_every",
+            checkpoint.keep_every,
+            f"must be a multiple of checkpoint.interval = {checkpoint.interval}: other steps are never saved, so none of them "
+            "would be kept",
+            {
+                "checkpoint.keep_every": (
+                    [None] if checkpoint.interval is None else multiples(checkpoint.interval, checkpoint.keep_every)
+                ),
+            },
+        )
+
+
+def accepted_fields_exist(subject: Subject) -> Iterator[Problem]:
+    accepted = subject.config.checkpoint.accept
+    unknown = [name for name in accepted if name not in set(type(subject.config).dotted_names())]
+    if unknown:
+        yield Problem(
+            "checkpoint.accept",
+            accepted,
+            f"must hold fields or sections of the configuration, and {', '.join(unknown)} is none: a difference that was meant "
+            "would still be refused",
+            {},
+            "Write them as they stand in the message that refused them, such as optimizer.lr.",
+        )
+
+
+def rollback_has_a_checkpoint(subject: Subject) -> Iterator[Problem]:
+    config = subject.config
+    if config.resilience.on_nonfinite == "rollback" and config.checkpoint.interval is None:
+        yield Problem(
+            "resilience.on_nonfinite",
+            "rollback",
+            "goes back to a checkpoint, but checkpoint.interval = null saves none: the first bad step would end the run",
+            {"resilience.on_nonfinite": ["stop", "skip"], "checkpoint.interval": [100]},
+        )
+
+
+def name_is_a_folder(subject: Subject) -> Iterator[Problem]:
+    name = subject.config.runtime.name
+    if name is not None and (not name.strip() or name in (".", "..") or "/" in name or "\0" in name):
+        plain = name.replace("/", "-").replace("\0", "").strip(" .-")
+        yield Problem(
+            "runtime.name",
+            name,
+            "must be a plain folder name: the run would be written elsewhere than in runtime.runs_dir",
+            {"runtime.name": [plain] if plain else []},
+            "Choose a name without slashes.",
+        )
+    elif name is not None and (len(name) > LONGEST_NAME or not name.isprintable()):
+        plain = "".join(letter for letter in name if letter.isprintable())[:LONGEST_NAME].strip(" .-")
+        yield Problem(
+            "runtime.name",
+            name if name.isprintable() else repr(name),
+            f"must be one line of at most {LONGEST_NAME} printable characters: no folder could have that name, or no log show it",
+            {"runtime.name": [plain] if plain else []},
+            "Choose a shorter name of one line.",
+        )
+
+
+def hang_is_seen_before_the_timeout(subject: Subject) -> Iterator[Problem]:
+    runtime = subject.config.runtime
+    if runtime.hang_seconds is not None and runtime.hang_seconds >= runtime.timeout_seconds:
+        yield Problem(
+            "runtime.hang_seconds",
+            runtime.hang_seconds,
+            f"must be below runtime.timeout_seconds = {runtime.timeout_seconds:g}: the collectives would fail before anybody says "
+            "who waits for whom",
+            {
+                "runtime.hang_seconds": [runtime.timeout_seconds / 2, None],
+                "runtime.timeout_seconds": [2 * runtime.hang_seconds],
+            },
+        )
+
+
+def collectives_reach_the_device(subject: Subject) -> Iterator[Problem]:
+    runtime = subject.config.runtime
+    if runtime.collectives == "nccl" and runtime.device == "cpu":
+        yield Problem(
+            "runtime.collectives",
+            "nccl",
+            "moves tensors of GPUs only, but runtime.device = cpu: the first call would fail on every rank",
+            {"runtime.collectives": ["auto", "gloo"], "runtime.device": ["auto", "cuda"]},
+        )
+
+
+RUN_RULES: tuple[Rule, ...] = (
+    weights_come_from_somewhere,
+    kept_steps_are_saved,
+    accepted_fields_exist,
+    rollback_has_a_checkpoint,
+    name_is_a_folder,
+    hang_is_seen_before_the_timeout,
+    collectives_reach_the_device,
+)

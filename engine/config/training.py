@@ -1,0 +1,226 @@
+"""The `train`, `optimizer` and `precision` sections and their rules (no torch here)."""
+
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from engine.config.counts import Count
+from engine.config.plan import planned_steps
+from engine.config.section import LAYOUT, MEANT, OnResume, Problem, Rule, Section, Subject, divisors, multiples
+
+MOST_STEPS = 2**40
+"""Optimizer steps of a run; at one step per millisecond they would take 35 years."""
+
+MOST_MICROBATCHES = 2**17
+"""Microbatches per pipeline and step: a schedule lists a forward and a backward of each."""
+
+LARGEST_BETA_IN_BF16 = 0.99
+"""A moment of 8 bits stands still within 2^-9 / (1 - beta) of what it averages: here 20 %."""
+
+
+def _length_is_free(subject: Subject) -> bool:
+    """Return True where no learning rate depends on the length of the run: then a longer run is the same run."""
+    optimizer = subject.config.optimizer
+    return optimizer.lr_schedule == "constant" or optimizer.decay_steps is not None
+
+
+LENGTH = OnResume("meant", is_layout=_length_is_free)
+
+
+class TrainConfig(Section):
+    """How long, in what batches. Give `steps` or `tokens`, not both."""
+
+    steps: Annotated[Count | None, LENGTH] = Field(None, gt=0, le=MOST_STEPS, description="optimizer steps")
+    tokens: Annotated[Count | None, LENGTH] = Field(None, gt=0, description="rounded up to whole steps")
+    global_batch_size: Count = Field(gt=0, description="samples per optimizer step, over all ranks")
+    micro_batch_size: Annotated[Count, LAYOUT] = Field(1, gt=0, description="samples per forward of one pipeline")
+    seed: Annotated[int, MEANT] = Field(1234, ge=0, description="of the initial weights, the data order and dropout")
+    eval_interval: Annotated[Count | None, LAYOUT] = Field(
+        None, gt=0, description="steps between validations; null: no validation"
+    )
+    eval_steps: Annotated[Count, LAYOUT] = Field(8, gt=0, description="global batches per validation")
+
+
+class OptimizerConfig(Section):
+    """AdamW (1711.05101) with ZeRO-1 sharding."""
+
+    on_resume: ClassVar[OnResume | None] = MEANT
+
+    lr: float = Field(3e-4, gt=0, description="peak learning rate")
+    min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
+    lr_schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="shape of the decay to min_lr")
+    warmup_steps: Count = Field(0, ge=0, description="steps of linear warm-up to lr")
+    decay_steps: Count | None = Field(None, gt=0, description="step at which min_lr is reached; null: the last step")
+    weight_decay: float = Field(0.1, ge=0, description="on matrices; norms and biases are not decayed")
+    beta1: float = Field(0.9, ge=0, lt=1, description="decay of the mean of gradients")
+    beta2: float = Field(0.95, ge=0, lt=1, description="decay of the mean of squared gradients")
+    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
+    clip_grad: float | None = Field(1.0, gt=0, description="largest global gradient norm; null: no clipping")
+    bucket_bytes: Annotated[int, LAYOUT] = Field(64 * 2**20, gt=0, description="main-grad bytes per reduce-scatter")
+
+
+class PrecisionConfig(Section):
+    """The run's dtype; sums that must not lose bits use at least fp32."""
+
+    dtype: Annotated[Literal["bf16", "fp16", "fp32", "float64"], MEANT] = Field(
+        "bf16", description="weights and activations"
+    )
+    # Both forms of the masters are exact.
+    masters: Annotated[Literal["full", "split"], LAYOUT] = Field(
+        "full",
+        description="the exact weights beside those of bf16: in fp32, or (split) as 16 bits that make them exact",
+    )
+    moments: Annotated[Literal["full", "bf16"], MEANT] = Field(
+        "full", description="Adam's two, in the accumulation dtype or rounded to bf16"
+    )
+    gradients: Annotated[Literal["full", "bf16"], MEANT] = Field(
+        "full",
+        description="what they are added up and reduced in: the accumulation dtype, or bf16 (each sum is rounded)",
+    )
+
+
+def dtype_is_built(subject: Subject) -> Iterator[Problem]:
+    if subject.config.precision.dtype == "fp16":
+        yield Problem(
+            "precision.dtype",
+            "fp16",
+            "fp16 and its dynamic loss scale are known, not built yet: small gradients would become zero",
+            {"precision.dtype": ["bf16", "fp32"]},
+        )
+
+
+def batch_is_whole_microbatches(subject: Subject) -> Iterator[Problem]:
+    train, dp = subject.config.train, subject.dp
+    per_round = train.micro_batch_size * (dp or 1)
+    if train.global_batch_size % per_round:
+        product = f"micro_batch_size = {train.micro_batch_size}"
+        if dp is not None:
+            product = f"micro_batch_size x dp = {train.micro_batch_size} x {dp} = {per_round}"
+        yield Problem(
+            "train.global_batch_size",
+            train.global_batch_size,
+            f"must be a multiple of {product}: some pipelines would get fewer samples, or samples would be dropped",
+            {
+                "train.global_batch_size": multiples(per_round, train.global_batch_size),
+                "train.micro_batch_size": divisors(train.global_batch_size, train.micro_batch_size),
+                "parallel.dp": divisors(train.global_batch_size, dp) if dp is not None else [],
+            },
+        )
+
+
+def microbatches_can_be_listed(subject: Subject) -> Iterator[Problem]:
+    train, dp = subject.config.train, subject.dp or 1
+    num_microbatches = train.global_batch_size // (train.micro_batch_size * dp)
+    if num_microbatches > MOST_MICROBATCHES:
+        most = MOST_MICROBATCHES * train.micro_batch_size * dp
+        yield Problem(
+            "train.global_batch_size",
+            train.global_batch_size,
+            f"makes {num_microbatches:,} microbatches per pipeline and step, and at most {MOST_MICROBATCHES:,} are planned: a "
+            "schedule lists each of them, and would not fit in memory",
+            {"train.global_batch_size": [most]},
+        )
+
+
+def run_has_one_length(subject: Subject) -> Iterator[Problem]:
+    steps, tokens = subject.config.train.steps, subject.config.train.tokens
+    if steps is None and tokens is None:
+        yield Problem(
+            "train.steps",
+            None,
+            "train.steps or train.tokens must be given: the run would have no end, and the learning rate no schedule",
+            advice="Set one of them.",
+        )
+    if steps is not None and tokens is not None:
+        yield Problem(
+            "train.steps",
+            steps,
+            f"train.tokens = {tokens} is given too: both say how long the run is, and one would be ignored",
+            {"train.steps": [None], "train.tokens": [None]},
+        )
+
+
+def warmup_ends(subject: Subject) -> Iterator[Problem]:
+    optimizer, num_steps = subject.config.optimizer, planned_steps(subject.config)
+    if num_steps is not None and optimizer.warmup_steps > num_steps:
+        yield Problem(
+            "optimizer.warmup_steps",
+            optimizer.warmup_steps,
+            f"must be at most the {num_steps} steps of the run: it would end before the learning rate reaches its peak",
+            {"optimizer.warmup_steps": [num_steps], "train.steps": [optimizer.warmup_steps]},
+        )
+    if optimizer.decay_steps is not None and optimizer.decay_steps <= optimizer.warmup_steps:
+        yield Problem(
+            "optimizer.decay_steps",
+            optimizer.decay_steps,
+            f"must be more than warmup_steps = {optimizer.warmup_steps}: the decay would end before it begins",
+            {"optimizer.decay_steps": [optimizer.warmup_steps + 1, None]},
+        )
+
+
+def decay_goes_down(subject: Subject) -> Iterator[Problem]:
+    optimizer = subject.config.optimizer
+    if optimizer.min_lr > optimizer.lr:
+        yield Problem(
+            "optimizer.min_lr",
+            optimizer.min_lr,
+            f"must be at most lr = {optimizer.lr:g}: the learning rate would rise at the end",
+            {"optimizer.min_lr": [optimizer.lr / 10], "optimizer.lr": [optimizer.min_lr]},
+        )
+    if optimizer.lr_schedule == "constant" and (optimizer.min_lr > 0 or optimizer.decay_steps is not None):
+        yield Problem(
+            "optimizer.lr_schedule",
+            "constant",
+            "never decays: min_lr and decay_steps would have no effect",
+            {"optimizer.lr_schedule": ["cosine", "linear"]},
+            "Or leave min_lr and decay_steps out.",
+        )
+
+
+def bucket_holds_a_number(subject: Subject) -> Iterator[Problem]:
+    element_bytes = 8 if subject.config.precision.dtype == "float64" else 4
+    bucket_bytes = subject.config.optimizer.bucket_bytes
+    if bucket_bytes < element_bytes:
+        yield Problem(
+            "optimizer.bucket_bytes",
+            bucket_bytes,
+            f"must hold at least one main grad of {element_bytes} bytes: no bucket would ever fill",
+            {"optimizer.bucket_bytes": [element_bytes, 64 * 2**20]},
+        )
+
+
+def narrow_state_fits(subject: Subject) -> Iterator[Problem]:
+    precision, optimizer = subject.config.precision, subject.config.optimizer
+    for key, value in (("masters", "split"), ("moments", "bf16"), ("gradients", "bf16")):
+        if getattr(precision, key) == value and precision.dtype != "bf16":
+            yield Problem(
+                f"precision.{key}",
+                value,
+                f"is for weights in bf16, but precision.dtype = {precision.dtype}: there gradients and optimizer state are as "
+                "exact as the weights",
+                {f"precision.{key}": ["full"], "precision.dtype": ["bf16"]},
+            )
+    if precision.moments == "bf16":
+        for key in ("beta1", "beta2"):
+            beta = getattr(optimizer, key)
+            if beta > LARGEST_BETA_IN_BF16:
+                yield Problem(
+                    f"optimizer.{key}",
+                    beta,
+                    f"must be at most {LARGEST_BETA_IN_BF16} with precision.moments = bf16: a step changes the moment by less than "
+                    "half of its last bit unless it is far off, so it would stand still",
+                    {f"optimizer.{key}": [LARGEST_BETA_IN_BF16], "precision.moments": ["full"]},
+                )
+
+
+TRAINING_RULES: tuple[Rule, ...] = (
+    dtype_is_built,
+    batch_is_whole_microbatches,
+    microbatches_can_be_listed,
+    run_has_one_length,
+    warmup_ends,
+    decay_goes_down,
+    bucket_holds_a_number,
+    narrow_state_fits,
+)

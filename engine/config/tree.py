@@ -1,0 +1,158 @@
+"""The configuration: one tree of pydantic models, and every rule checked at once (no torch here).
+
+A config is data. Nothing in it is rewritten after it was read. Sections compute what follows from their own fields, such as the
+padded vocabulary; `engine/config/plan.py` computes what follows from several, such as the stages of the pipeline.
+Reading is `engine/config/load.py`; the names that users of other engines type are `engine/config/foreign_names.py`.
+
+    YAML  <  environment  <  section.key=value   ->   Config   ->   ParallelSizes, BatchPlan
+
+A broken rule becomes a message whose values are really legal:
+
+    rule(subject)  ->  Problem(key, value, what must hold and what would break, candidate values, nearest first)
+                                                                            |
+       each candidate is put into the config and all rules run again:  gone, and nothing new broken  ->  it is named
+
+so a message never sends its reader from one mistake into the next. Where several broken rules could be mended by the same field,
+values that mend all of those come first, and values outside the bounds of the field are left out.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import replace
+from itertools import islice
+
+from engine.config.activations import ACTIVATION_RULES, KernelsConfig, OffloadConfig, RecomputeConfig
+from engine.config.data import DATA_RULES, DataConfig
+from engine.config.layout import LAYOUT_RULES, ParallelConfig, ScheduleConfig
+from engine.config.model import MODEL_RULES, ModelConfig
+from engine.config.run import RUN_RULES, CheckpointConfig, ResilienceConfig, RuntimeConfig
+from engine.config.section import OnResume, Problem, Rule, Section, Subject, Verdict, with_value
+from engine.config.telemetry import TELEMETRY_RULES, TelemetryConfig
+from engine.config.training import TRAINING_RULES, OptimizerConfig, PrecisionConfig, TrainConfig
+
+FORMAT_VERSION = 1
+"""Version of the configuration as a file, raised when a key changes its meaning. RENAMED has keys that only changed their name."""
+
+NUM_NAMED = 2
+"""Legal values named per field."""
+
+NUM_TRIED = 64
+"""Candidates tried per field before none is named."""
+
+
+class Config(Section):
+    """The whole tree."""
+
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    train: TrainConfig
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    recompute: RecomputeConfig = RecomputeConfig()
+    offload: OffloadConfig = OffloadConfig()
+    kernels: KernelsConfig = KernelsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    resilience: ResilienceConfig = ResilienceConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+
+
+RULES: tuple[Rule, ...] = (
+    *MODEL_RULES,
+    *DATA_RULES,
+    *LAYOUT_RULES,
+    *TRAINING_RULES,
+    *ACTIVATION_RULES,
+    *RUN_RULES,
+    *TELEMETRY_RULES,
+)
+"""Every rule that needs the configuration alone, section by section."""
+
+
+def problems(
+    config: Config,
+    world_size: int | None = None,
+    ranks_per_node: int | None = None,
+    more_rules: Sequence[Rule] = (),
+) -> list[str]:
+    """Return every broken rule as a readable line; an empty list means a legal config.
+
+    Args:
+        config: what to check.
+        world_size: ranks of the run, if known; else what the config says, or nothing that depends on it.
+        ranks_per_node: if known; else `runtime.ranks_per_node`, or nothing that depends on it.
+        more_rules: rules that need more than the configuration, checked after all others.
+    """
+    return [str(problem) for problem in broken_rules(config, world_size, ranks_per_node, more_rules)]
+
+
+def broken_rules(
+    config: Config,
+    world_size: int | None = None,
+    ranks_per_node: int | None = None,
+    more_rules: Sequence[Rule] = (),
+) -> list[Problem]:
+    """Return `problems` as records, their candidates cut down to the nearest that are legal."""
+    subject, rules = Subject(config, world_size, ranks_per_node), (*RULES, *more_rules)
+    broken = {(rule, problem.key): problem for rule, problem in _broken(subject, rules)}
+    found = []
+    for key, problem in broken.items():
+        others = broken.keys() - {key}
+        named: dict[str, Iterable[object]] = {}
+        for name, values in problem.candidates.items():
+            tried = [value for value in islice(values, NUM_TRIED) if Config.is_in_bounds(name, value)]
+            elsewhere = {other for other in others if name not in broken[other].candidates}
+            for may_stay in (elsewhere, others) if elsewhere != others else (others,):
+                mending = (value for value in tried if _mends(subject, rules, name, value, may_stay))
+                if legal := tuple(islice(mending, NUM_NAMED)):
+                    named[name] = legal
+                    break
+        found.append(replace(problem, candidates=named))
+    return found
+
+
+def broken_keys(subject: Subject, rules: Sequence[Rule]) -> set[tuple[Rule, str]]:
+    """Find the rules that are broken, each with the field that it is about."""
+    return {(rule, problem.key) for rule, problem in _broken(subject, rules)}
+
+
+def _broken(subject: Subject, rules: Sequence[Rule]) -> Iterator[tuple[Rule, Problem]]:
+    for rule in rules:
+        try:
+            yield from ((rule, problem) for problem in rule(subject))
+        except AttributeError:
+            # A field without a valid value has been reported and is missing here, so rules that read it are skipped.
+            if is_whole(subject.config):
+                raise
+
+
+def _mends(subject: Subject, rules: Sequence[Rule], name: str, value: object, others: Set[tuple[Rule, str]]) -> bool:
+    """Return True where the new value breaks no rule but `others`."""
+    changed = replace(subject, config=with_value(subject.config, name, value))
+    return all((rule, problem.key) in others for rule, problem in _broken(changed, rules))
+
+
+def is_whole(config: Config) -> bool:
+    """Return True where every field has a value: a field in which the reading found a wrong type has none."""
+    sections = [getattr(config, name, None) for name in Config.model_fields]
+    return all(
+        section is not None and all(name in section.__dict__ for name in type(section).model_fields)
+        for section in sections
+    )
+
+
+def resume_verdict(config: Config, key: str) -> Verdict:
+    """Return the verdict on a run that resumes under `config` with another value of the field `key`, such as `telemetry.nvtx`.
+
+    The field's own `OnResume` counts, else that of the nearest section around it, else the value may never change.
+    """
+    found = OnResume("never")
+    section: type[Section] | None = Config
+    for name in key.split("."):
+        if section is None or name not in section.model_fields:
+            break
+        found = next((one for one in section.model_fields[name].metadata if isinstance(one, OnResume)), found)
+        section = section.section_type(name)
+        found = found if section is None else section.on_resume or found
+    return "layout" if found.is_layout is not None and found.is_layout(Subject(config, None, None)) else found.verdict

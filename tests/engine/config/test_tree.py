@@ -1,0 +1,46 @@
+"""The whole tree: what a resumed run may change of it."""
+
+from engine.config.section import Section
+from engine.config.tree import Config, resume_verdict
+from tests.engine.config.bad_configs import config_with
+
+
+def fields(verdict: str, *overrides: str) -> set[str]:
+    """The fields of that verdict; sections in which all have it stand for themselves, those inside them for nothing."""
+    config = config_with(*overrides)
+    found = set()
+    for name in Config.model_fields:
+        section = Config.section_type(name)
+        assert section is not None and issubclass(section, Section)
+        leaves = [key for key in section.dotted_names(f"{name}.") if resume_verdict(config, key) == verdict]
+        found |= {name} if len(leaves) == len(list(section.dotted_names())) else set(leaves)
+    return found
+
+
+def test_a_speed_setting_may_always_change() -> None:
+    assert fields("layout") == {
+        "model.vocab_multiple", "model.init_std", "data.cache_dir", "data.tokenizer",
+        "train.micro_batch_size", "train.eval_interval", "train.eval_steps", "optimizer.bucket_bytes", "precision.masters",
+        "parallel", "schedule", "recompute", "offload", "kernels", "checkpoint", "telemetry", "resilience", "runtime",
+    }  # fmt: skip
+
+
+def test_the_shape_of_the_model_and_the_samples_of_a_step_never_change() -> None:
+    kept = {"vocab_multiple", "init_std", "hidden_dropout", "attention_dropout"}
+    shape = {f"model.{name}" for name in type(config_with().model).model_fields if name not in kept}
+    assert fields("never") == shape | {"train.global_batch_size"}
+
+
+def test_the_length_of_a_run_may_change_where_no_learning_rate_depends_on_it() -> None:
+    length = {"train.steps", "train.tokens"}
+    assert length <= fields("meant")
+    for free in ("optimizer.lr_schedule=constant", "optimizer.decay_steps=9"):
+        assert length <= fields("layout", free) and not length & fields("meant", free)
+
+
+def test_a_name_that_is_no_field_has_the_verdict_of_its_section() -> None:
+    verdicts = [
+        resume_verdict(config_with(), f"{name}.gone") for name in ("parallel", "optimizer", "model", "telemetry.wandb")
+    ]
+    assert verdicts == ["layout", "meant", "never", "layout"]
+    assert resume_verdict(config_with(), "gone") == "never"
