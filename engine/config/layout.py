@@ -7,9 +7,10 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from engine.config.model import MOST_LAYERS
+from engine.config.plan import unfilled_world
 from engine.config.section import LAYOUT, OnResume, Problem, Rule, Section, Subject, divisors, numbers
 from engine.layout.partition import partition
-from engine.layout.rank_grid import MOST_RANKS
+from engine.layout.rank_grid import MOST_RANKS, partial_node, too_many_ranks, tp_across_nodes
 
 
 class ParallelConfig(Section):
@@ -94,7 +95,11 @@ def _even_stages(num_layers: int, parallel: ParallelConfig) -> Iterator[list[int
 
 
 def schedule_matches_chunks(subject: Subject) -> Iterator[Problem]:
-    name, vpp = subject.config.schedule.name, subject.config.parallel.vpp
+    yield from schedule_problems(subject.config.schedule.name, subject.config.parallel.vpp)
+
+
+def schedule_problems(name: str, vpp: int) -> Iterator[Problem]:
+    """Yield a problem where a schedule cannot run with `vpp` model chunks per rank."""
     if name in ("gpipe", "1f1b") and vpp > 1:
         yield Problem(
             "schedule.name",
@@ -128,49 +133,40 @@ def axes_fill_world(subject: Subject) -> Iterator[Problem]:
     if world_size is None or subject.dp is not None:
         return
     replica = parallel.tp * parallel.pp * parallel.cp
-    if parallel.dp is None:
-        product, rule = f"tp x pp = {parallel.tp} x {parallel.pp}", f"must divide the world size {world_size}"
-        advice = f"Or start {max(1, round(world_size / replica)) * replica} ranks."
-    else:
-        product = f"tp x pp x dp = {parallel.tp} x {parallel.pp} x {parallel.dp}"
-        rule = f"is {replica * parallel.dp} and must be the world size {world_size}"
-        advice = f"Or start {replica * parallel.dp} ranks."
+    num_replicas = max(1, round(world_size / replica)) if parallel.dp is None else parallel.dp
+    product, rule = unfilled_world(parallel, world_size)
     yield Problem(
         "parallel",
         product,
-        f"{rule}: ranks would be left over, or missing from their groups",
+        rule,
         {
             "parallel.dp": [world_size // replica, None] if parallel.dp is not None else [],
             "parallel.tp": divisors(world_size, parallel.tp),
             "parallel.pp": divisors(world_size, parallel.pp),
         },
-        advice,
+        f"Or start {num_replicas * replica} ranks.",
     )
 
 
 def nodes_are_whole(subject: Subject) -> Iterator[Problem]:
-    """The two rules of `engine.layout.rank_grid.RankGrid` about nodes, with what would be legal."""
     parallel, dp = subject.config.parallel, subject.dp
     per_node = subject.ranks_per_node or subject.config.runtime.ranks_per_node
     if per_node is None or dp is None:
         return
     world_size = parallel.tp * parallel.pp * parallel.cp * dp
-    if world_size <= per_node:
-        return
-    if world_size % per_node:
+    if rule := partial_node(world_size, per_node):
         yield Problem(
             "parallel",
             f"tp x pp x dp = {parallel.tp} x {parallel.pp} x {dp} = {world_size} ranks",
-            f"must fill whole nodes of {per_node} ranks: the last node would be partly used, and its groups misplaced",
+            rule,
             {"parallel.dp": numbers(dp), "parallel.pp": numbers(parallel.pp), "parallel.tp": numbers(parallel.tp)},
             "Or give another number of ranks per node.",
         )
-    elif per_node % parallel.tp and not parallel.allow_tp_across_nodes:
+    elif not parallel.allow_tp_across_nodes and (rule := tp_across_nodes(parallel.tp, world_size, per_node)):
         yield Problem(
             "parallel.tp",
             parallel.tp,
-            f"must divide the {per_node} ranks of a node: a tensor-parallel group would span two nodes, and its collectives in "
-            f"every layer cross the slow network",
+            rule,
             {"parallel.tp": divisors(per_node, parallel.tp)},
             "Or set parallel.allow_tp_across_nodes=true to accept that.",
         )
@@ -179,11 +175,11 @@ def nodes_are_whole(subject: Subject) -> Iterator[Problem]:
 def ranks_can_be_listed(subject: Subject) -> Iterator[Problem]:
     parallel = subject.config.parallel
     world_size = parallel.tp * parallel.pp * parallel.cp * (subject.dp or 1)
-    if world_size > MOST_RANKS:
+    if rule := too_many_ranks(world_size):
         yield Problem(
             "parallel",
             f"tp x pp x dp = {parallel.tp} x {parallel.pp} x {subject.dp or 1}",
-            f"is {world_size:,} ranks, and at most {MOST_RANKS:,} are planned: the groups of so many would not fit in memory",
+            rule,
             {} if parallel.dp is None else {"parallel.dp": divisors(parallel.dp, parallel.dp)},
             "Make the sizes smaller.",
         )

@@ -9,6 +9,7 @@ from engine.layout.rank_grid import ParallelSizes
 
 if TYPE_CHECKING:  # rules of the sections read what is computed here
     from engine.config.layout import ParallelConfig
+    from engine.config.training import TrainConfig
     from engine.config.tree import Config
 
 
@@ -43,29 +44,32 @@ class BatchPlan:
         )
 
 
+def partial_batch(train: "TrainConfig", dp: int | None) -> str | None:
+    """Return the rule that a global batch breaks which is not whole microbatches on every pipeline; None: it is."""
+    per_round = train.micro_batch_size * (dp or 1)
+    if train.global_batch_size % per_round == 0:
+        return None
+    product = f"micro_batch_size = {train.micro_batch_size}"
+    if dp is not None:
+        product = f"micro_batch_size x dp = {train.micro_batch_size} x {dp} = {per_round}"
+    return f"must be a multiple of {product}: some pipelines would get fewer samples, or samples would be dropped"
+
+
 def batch_plan(config: "Config", dp: int) -> BatchPlan:
     """Return the batch arithmetic at a data-parallel size of `dp`.
 
     Raises:
-        ConfigError: the global batch is not whole microbatches on every pipeline, or the length of the run is unknown.
-            `engine.config.tree.problems` says so with the nearest legal values; this is for a config that skipped it.
+        ConfigError: the global batch is not whole microbatches on every pipeline: `dp` is not that of the checked config.
     """
-    train = config.train
-    num_microbatches, rest = divmod(train.global_batch_size, train.micro_batch_size * dp)
-    num_steps = planned_steps(config)
-    if rest or num_steps is None:
-        raise ConfigError(
-            [
-                f"train.global_batch_size = {train.global_batch_size} must be a multiple of micro_batch_size x dp = "
-                f"{train.micro_batch_size} x {dp}, and one of train.steps and train.tokens must be given: else no step has a "
-                f"length, or no run has an end. `triaxis config check` names legal values."
-            ]
-        )
+    train, num_steps = config.train, planned_steps(config)
+    assert num_steps is not None, "a checked config has one length"
+    if rule := partial_batch(train, dp):
+        raise ConfigError([f"train.global_batch_size = {train.global_batch_size}: {rule}."])
     return BatchPlan(
         global_batch_size=train.global_batch_size,
         micro_batch_size=train.micro_batch_size,
         dp=dp,
-        num_microbatches=num_microbatches,
+        num_microbatches=train.global_batch_size // (train.micro_batch_size * dp),
         samples_per_step=train.global_batch_size,
         tokens_per_step=train.global_batch_size * config.model.seq_length,
         num_steps=num_steps,
@@ -94,31 +98,34 @@ def data_parallel_size(parallel: "ParallelConfig", world_size: int | None) -> in
     return dp
 
 
+def unfilled_world(parallel: "ParallelConfig", world_size: int) -> tuple[str, str]:
+    """Return (product of the sizes, the rule that it breaks) where no data-parallel size fills `world_size` ranks."""
+    product = f"tp x pp = {parallel.tp} x {parallel.pp}"
+    rule = f"must divide the world size {world_size}"
+    if parallel.dp is not None:
+        product = f"tp x pp x dp = {parallel.tp} x {parallel.pp} x {parallel.dp}"
+        rule = f"is {parallel.tp * parallel.pp * parallel.cp * parallel.dp} and must be the world size {world_size}"
+    return product, f"{rule}: ranks would be left over, or missing from their groups"
+
+
 def parallel_sizes(config: "Config", world_size: int | None = None) -> ParallelSizes:
     """Return the size of every axis; `world_size` is needed where the config leaves `parallel.dp` open.
 
     Raises:
-        ConfigError: no data-parallel size makes the product of the axes the world size.
-        TopologyError: an axis that is not built yet is larger than 1.
+        ConfigError: no data-parallel size makes the product of the axes the world size, or nothing says how large it is.
     """
     parallel = config.parallel
     dp = data_parallel_size(parallel, world_size)
     if dp is None:
-        product = f"tp x pp x dp = {parallel.tp} x {parallel.pp} x {parallel.dp or '?'}"
-        raise ConfigError(
-            [
-                f"parallel: {product} must fill the world of {world_size} ranks exactly; give a world size, or parallel.dp."
-            ]
-        )
+        if world_size is None:
+            raise ConfigError(["parallel.dp is open: the number of ranks is unknown. Give one of both."])
+        product, rule = unfilled_world(parallel, world_size)
+        raise ConfigError([f"parallel = {product}: {rule}."])
     return ParallelSizes(tp=parallel.tp, pp=parallel.pp, dp=dp, cp=parallel.cp, ep=parallel.ep, vpp=parallel.vpp)
 
 
 def stages_of(config: "Config") -> tuple[StageLayers, ...]:
-    """Return the layers of each pipeline stage, in stage order.
-
-    Raises:
-        ScheduleError: the layers do not fill the stages (see `engine.layout.partition.partition`).
-    """
+    """Return the layers of each pipeline stage, in stage order."""
     parallel = config.parallel
     return partition(config.model.num_layers, parallel.pp, parallel.vpp, parallel.layers_per_stage)
 

@@ -171,8 +171,13 @@ def rollback_has_a_checkpoint(subject: Subject) -> Iterator[Problem]:
 
 
 def name_is_a_folder(subject: Subject) -> Iterator[Problem]:
-    name = subject.config.runtime.name
-    if name is not None and (not name.strip() or name in (".", "..") or "/" in name or "\0" in name):
+    if subject.config.runtime.name is not None:
+        yield from name_problems(subject.config.runtime.name)
+
+
+def name_problems(name: str) -> Iterator[Problem]:
+    """Yield a problem where `name` cannot be that of a run directory in `runtime.runs_dir`."""
+    if not name.strip() or name in (".", "..") or "/" in name or "\0" in name:
         plain = name.replace("/", "-").replace("\0", "").strip(" .-")
         yield Problem(
             "runtime.name",
@@ -181,7 +186,7 @@ def name_is_a_folder(subject: Subject) -> Iterator[Problem]:
             {"runtime.name": [plain] if plain else []},
             "Choose a name without slashes.",
         )
-    elif name is not None and (len(name) > LONGEST_NAME or not name.isprintable()):
+    elif len(name) > LONGEST_NAME or not name.isprintable():
         plain = "".join(letter for letter in name if letter.isprintable())[:LONGEST_NAME].strip(" .-")
         yield Problem(
             "runtime.name",

@@ -1,6 +1,7 @@
 """The `telemetry` section and its rules: measuring and logging (no torch here)."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import ClassVar
 
 from pydantic import Field
@@ -93,22 +94,17 @@ def profiled_ranks_are_in_the_run(subject: Subject) -> Iterator[Problem]:
 
 
 def gpu_tools_have_a_gpu(subject: Subject) -> Iterator[Problem]:
-    """What is known before anybody looks at the machine; `launch.start.preflight.refuse_without_gpu` asks it."""
     if subject.config.runtime.device == "cpu":
-        for field in asks_for_gpu(subject.config.telemetry):
-            yield Problem(
-                field,
-                True,
-                "looks at a GPU, but runtime.device = cpu: it would show nothing",
-                {field: [False], "runtime.device": ["auto", "cuda"]},
-            )
+        for problem in gpu_tool_problems(subject.config.telemetry, "runtime.device = cpu"):
+            yield replace(problem, candidates={**problem.candidates, "runtime.device": ["auto", "cuda"]})
 
 
-def asks_for_gpu(telemetry: TelemetryConfig) -> Iterator[str]:
-    """Yield the fields that are on and that only a GPU can answer."""
+def gpu_tool_problems(telemetry: TelemetryConfig, why: str) -> Iterator[Problem]:
+    """Yield a problem for each field that is on and needs a GPU, where `why` says that there is none."""
     for name in ("nvtx", "memory_history"):
         if getattr(telemetry, name):
-            yield f"telemetry.{name}"
+            field = f"telemetry.{name}"
+            yield Problem(field, True, f"looks at a GPU, but {why}: it would show nothing", {field: [False]})
 
 
 TELEMETRY_RULES: tuple[Rule, ...] = (

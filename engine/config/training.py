@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from engine.config.counts import Count
-from engine.config.plan import planned_steps
+from engine.config.plan import partial_batch, planned_steps
 from engine.config.section import LAYOUT, MEANT, OnResume, Problem, Rule, Section, Subject, divisors, multiples
 
 MOST_STEPS = 2**40
@@ -92,17 +92,13 @@ def dtype_is_built(subject: Subject) -> Iterator[Problem]:
 
 def batch_is_whole_microbatches(subject: Subject) -> Iterator[Problem]:
     train, dp = subject.config.train, subject.dp
-    per_round = train.micro_batch_size * (dp or 1)
-    if train.global_batch_size % per_round:
-        product = f"micro_batch_size = {train.micro_batch_size}"
-        if dp is not None:
-            product = f"micro_batch_size x dp = {train.micro_batch_size} x {dp} = {per_round}"
+    if rule := partial_batch(train, dp):
         yield Problem(
             "train.global_batch_size",
             train.global_batch_size,
-            f"must be a multiple of {product}: some pipelines would get fewer samples, or samples would be dropped",
+            rule,
             {
-                "train.global_batch_size": multiples(per_round, train.global_batch_size),
+                "train.global_batch_size": multiples(train.micro_batch_size * (dp or 1), train.global_batch_size),
                 "train.micro_batch_size": divisors(train.global_batch_size, train.micro_batch_size),
                 "parallel.dp": divisors(train.global_batch_size, dp) if dp is not None else [],
             },

@@ -32,15 +32,8 @@ def shares(weights: Sequence[float]) -> list[int]:
     Decimal weights are taken at their word (0.1 is one tenth, not the nearest binary number). Where the exact ratio
     needs a period above `MAX_PERIOD`, each share is rounded down to a part of it, at least 1, and the largest
     remainders get the rest.
-
-    Raises:
-        DataError: no weights, or one that is not a positive finite number.
     """
-    if not weights or not all(0 < weight < float("inf") for weight in weights):
-        raise DataError(
-            f"data.train has the weights {list(weights)}: each corpus needs a weight above 0 and finite, or its samples would "
-            f"never be (or always be) taken. Leave a corpus out to give it no weight."
-        )
+    assert weights and all(0 < weight < float("inf") for weight in weights), weights
     exact = [Fraction(str(weight)) for weight in weights]
     scale = lcm(*(weight.denominator for weight in exact))
     whole = [int(weight * scale) for weight in exact]

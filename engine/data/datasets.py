@@ -49,19 +49,16 @@ def open_datasets(
         vocab_size: of the model, without padding; a corpus with larger ids is refused.
 
     Raises:
-        DataError: a corpus is missing, damaged, too small for its split or of another vocabulary; or there is none.
+        DataError: a corpus is missing, damaged, too small for its split or of another vocabulary.
     """
     if data_config.synthetic:
         train, valid, test = (SyntheticDataset(seed + number, vocab_size, seq_length) for number in range(len(PARTS)))
         return Datasets(train, valid, test, _digest("synthetic", seed, vocab_size, seq_length))
-    if not data_config.train:
-        raise DataError(
-            "data.train names no corpus, so there is nothing to learn from. Set data.train=[[1.0, PREFIX]] to a corpus of "
-            "`triaxis prepare`, or data.synthetic=true for random tokens."
-        )
-    _refuse_twice(data_config.train, "data.train")
-    _refuse_twice(data_config.valid or [], "data.valid")
     named = [prefix for _, prefix in [*data_config.train, *(data_config.valid or [])]]
+    for weighted in filter(None, (data_config.train, data_config.valid)):
+        assert len({prefix for _, prefix in weighted}) == len(weighted), (
+            "a corpus named twice gives the same samples again"
+        )
     corpora = {prefix: _open_corpus(prefix, vocab_size) for prefix in named}
     folder = cache_dir or data_config.cache_dir
 
@@ -107,16 +104,6 @@ def _open_corpus(prefix: str, vocab_size: int) -> IndexedTokens:
             f"{vocab_size:,}: there is no embedding for the others. Set model.vocab_size={record.vocab_size}."
         )
     return corpus
-
-
-def _refuse_twice(weighted: WeightedCorpora, field: str) -> None:
-    prefixes = [prefix for _, prefix in weighted]
-    for prefix in prefixes:
-        if prefixes.count(prefix) > 1:
-            raise DataError(
-                f"{field} names {prefix} {prefixes.count(prefix)} times: each entry would give the same samples again. Name it "
-                f"once, with the sum of the weights."
-            )
 
 
 def _digest(*values: object) -> str:

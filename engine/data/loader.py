@@ -52,7 +52,7 @@ class Batches:
         prefetch_steps: steps read ahead, at least 1; host memory grows with it.
 
     Raises:
-        DataError: the batch sizes do not divide, or prefetch_steps < 1.
+        DataError: prefetch_steps < 1.
     """
 
     def __init__(

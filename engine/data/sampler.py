@@ -12,7 +12,6 @@ only deal the same ids out differently.
 """
 
 from engine.data.skipped import SkippedRanges
-from engine.errors import DataError
 
 NOTHING_SKIPPED = SkippedRanges()
 
@@ -29,20 +28,9 @@ def step_sample_ids(
 
     Returns:
         num_microbatches lists of micro_batch_size ids, in the order in which they are trained on.
-
-    Raises:
-        DataError: the global batch does not divide into whole microbatches for all dp ranks, or the rank is none.
     """
-    if min(global_batch_size, micro_batch_size, dp) < 1 or global_batch_size % (micro_batch_size * dp):
-        raise DataError(
-            f"train.global_batch_size = {global_batch_size} does not divide into microbatches of {micro_batch_size} samples for "
-            f"dp = {dp} ranks: {global_batch_size} % ({micro_batch_size} x {dp}) must be 0, or some samples of a step would be "
-            f"read by no rank. Use a multiple of {max(1, micro_batch_size * dp)}."
-        )
-    if consumed_samples < 0 or not 0 <= dp_rank < dp:
-        raise DataError(
-            f"consumed_samples = {consumed_samples} and dp_rank = {dp_rank} of dp = {dp}: counts start at 0, ranks end at dp - 1."
-        )
-    num_microbatches = global_batch_size // (micro_batch_size * dp)
+    num_microbatches, rest = divmod(global_batch_size, micro_batch_size * dp)
+    assert num_microbatches > 0 and rest == 0, "some samples of a step would be read by no rank"
+    assert consumed_samples >= 0 and 0 <= dp_rank < dp, f"sample {consumed_samples}, dp rank {dp_rank} of {dp}"
     starts = (consumed_samples + (j * dp + dp_rank) * micro_batch_size for j in range(num_microbatches))
     return [skipped.ids(start, micro_batch_size) for start in starts]

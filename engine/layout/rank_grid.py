@@ -46,17 +46,9 @@ class ParallelSizes:
                 raise TopologyError(
                     f"parallel.{name} = {getattr(self, name)}: sizes start at 1; an axis that is off has size 1."
                 )
-        for name, meaning in (("cp", "context"), ("ep", "expert")):
-            if getattr(self, name) > 1:
-                raise TopologyError(
-                    f"parallel.{name} = {getattr(self, name)}: {meaning} parallelism is not built yet; its axis exists "
-                    f"with size 1 only. Use {name}=1."
-                )
-        if self.world_size > MOST_RANKS:
-            raise TopologyError(
-                f"{self} is {self.world_size:,} ranks: at most {MOST_RANKS:,} are planned, and the groups of so many would not "
-                f"fit in memory. Make the sizes smaller."
-            )
+        assert self.cp == self.ep == 1, "not built yet, and refused by engine/config/layout.py"
+        if rule := too_many_ranks(self.world_size):
+            raise TopologyError(f"{self} {rule}. Make the sizes smaller.")
 
     @property
     def world_size(self) -> int:
@@ -91,6 +83,32 @@ class Coordinates:
         )
 
 
+def too_many_ranks(world_size: int) -> str | None:
+    """Return what is wrong with more ranks than can be listed; None: nothing."""
+    if world_size <= MOST_RANKS:
+        return None
+    return f"is {world_size:,} ranks, and at most {MOST_RANKS:,} are planned: the groups of so many would not fit in memory"
+
+
+def partial_node(world_size: int, ranks_per_node: int) -> str | None:
+    """Return the rule that a world breaks which does not fill its nodes; None: it does, or one node holds all."""
+    if world_size <= ranks_per_node or world_size % ranks_per_node == 0:
+        return None
+    return (
+        f"must fill whole nodes of {ranks_per_node} ranks: the last node would be partly used, and its groups misplaced"
+    )
+
+
+def tp_across_nodes(tp: int, world_size: int, ranks_per_node: int) -> str | None:
+    """Return the rule that `tp` breaks where a group spans two whole nodes; None: every group is on one node."""
+    if world_size <= ranks_per_node or ranks_per_node % tp == 0:
+        return None
+    return (
+        f"must divide the {ranks_per_node} ranks of a node: a tensor-parallel group would span two nodes, and its collectives in "
+        f"every layer cross the slow network"
+    )
+
+
 class RankGrid:
     """All ranks of a layout, with their coordinates, groups and nodes.
 
@@ -108,23 +126,15 @@ class RankGrid:
     ) -> None:
         self.sizes = sizes
         self.world_size = sizes.world_size
-        self.ranks_per_node = ranks_per_node or self.world_size
-        if self.ranks_per_node > self.world_size:
-            self.ranks_per_node = self.world_size
-        if self.world_size % self.ranks_per_node:
+        self.ranks_per_node = min(ranks_per_node or self.world_size, self.world_size)
+        if rule := partial_node(self.world_size, self.ranks_per_node):
             raise TopologyError(
-                f"{self.world_size} ranks ({sizes}) do not fill whole nodes of {self.ranks_per_node} ranks; the last node "
-                f"would be partly used and its groups misplaced. Choose sizes whose product is a multiple of {self.ranks_per_node}."
+                f"{self.world_size} ranks ({sizes}) {rule}. Choose other sizes, or another number per node."
             )
-        if not allow_tp_across_nodes:
-            for group in self.groups("tp"):
-                nodes = sorted({self.node(rank) for rank in group})
-                if len(nodes) > 1:
-                    raise TopologyError(
-                        f"the tensor-parallel group {list(group)} would span nodes {nodes} (tp={sizes.tp}, {self.ranks_per_node} "
-                        f"ranks per node): two all-reduces per layer and direction would cross the slow network. Use a tp "
-                        f"that divides {self.ranks_per_node}, or set parallel.allow_tp_across_nodes=true."
-                    )
+        if not allow_tp_across_nodes and (rule := tp_across_nodes(sizes.tp, self.world_size, self.ranks_per_node)):
+            raise TopologyError(
+                f"parallel.tp = {sizes.tp} {rule}. Choose another size, or set parallel.allow_tp_across_nodes=true."
+            )
 
     @property
     def num_nodes(self) -> int:

@@ -59,46 +59,22 @@ def build(name: str, pp: int, vpp: int, num_microbatches: int) -> Schedule:
         num_microbatches: microbatches per step of one pipeline.
 
     Raises:
-        ScheduleError: an unknown name, a size below 1, or a schedule of one chunk with vpp above 1.
+        ScheduleError: a size is below 1.
     """
     if name == "forward_only":
         return forward_only(pp, vpp, num_microbatches)
     if name == "interleaved":
         return interleaved(pp, vpp, num_microbatches)
-    _require_one_chunk(name, vpp)
+    _require_positive(vpp=vpp)
+    assert name in ("gpipe", "1f1b") and vpp == 1, f"{name} with vpp {vpp}"
     return (gpipe if name == "gpipe" else one_f_one_b)(pp, num_microbatches)
 
 
 def resolve(name: str, vpp: int) -> str:
-    """The training schedule that a config's `schedule.name` means: `auto` is 1f1b, or interleaved when vpp > 1.
-
-    Raises:
-        ScheduleError: an unknown name, or one that contradicts vpp.
-    """
+    """Return the training schedule of a config's `schedule.name`: `auto` is 1f1b, or interleaved when vpp > 1."""
     if name == "auto":
         return "interleaved" if vpp > 1 else "1f1b"
-    if name == "interleaved":
-        if vpp == 1:
-            raise ScheduleError(
-                "schedule.name=interleaved with parallel.vpp=1: interleaving needs two or more chunks per rank. With one it is "
-                "1f1b that keeps twice the activations. Set parallel.vpp to 2 or more, or schedule.name to 1f1b or auto."
-            )
-        return name
-    _require_one_chunk(name, vpp)
     return name
-
-
-def _require_one_chunk(name: str, vpp: int) -> None:
-    if name not in ("gpipe", "1f1b"):
-        raise ScheduleError(
-            f"schedule.name={name} is no schedule: the names are auto, gpipe, 1f1b and interleaved (and forward_only, which "
-            "trains nothing). Without a schedule no rank knows what to compute; set schedule.name to one of them."
-        )
-    if vpp != 1:
-        raise ScheduleError(
-            f"schedule.name={name} with parallel.vpp={vpp}: {name} runs one chunk per rank, and the layers of all other "
-            "chunks would never be computed. Set parallel.vpp to 1, or schedule.name to interleaved or auto."
-        )
 
 
 def _require_positive(**sizes: int) -> None:

@@ -32,6 +32,7 @@ from typing import Any
 from engine.checkpoint.directory import CheckpointDirectory
 from engine.checkpoint.lock import FolderLock
 from engine.config.load import to_yaml
+from engine.config.run import name_problems
 from engine.config.telemetry import ProfileConfig
 from engine.config.tree import Config
 from engine.errors import TriaxisError
@@ -354,12 +355,9 @@ def _path_of(runs_dir: str | Path, name: str) -> Path:
         TriaxisError: the name is not that of one folder in `runs_dir`.
         StorageError: the folder cannot be reached.
     """
+    for problem in name_problems(name):
+        raise TriaxisError(str(problem))
     path = Path(runs_dir) / name
-    if name in ("", ".", "..") or "/" in name or not name.isprintable():
-        raise TriaxisError(
-            f"runtime.name = {name!r} must be the name of one folder, or the run would write outside of {runs_dir}. "
-            f"Leave slashes and control characters away; runtime.runs_dir says where run directories go."
-        )
     with _explaining_runs(runs_dir, name):
         is_link = path.is_symlink()
     if is_link:

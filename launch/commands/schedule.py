@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from engine.errors import ScheduleError, shown
+from engine.errors import ConfigError, ScheduleError, shown
 from engine.pipeline import schedules
 from engine.pipeline.actions import Action, Kind, Schedule
 from engine.pipeline.lowering import lower
@@ -108,6 +108,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _asked_for(args: argparse.Namespace) -> list[Schedule]:
     """Build the schedule of the sizes on the command line."""
+    from engine.config.layout import schedule_problems
+
     if useless := [*_given(args, "dp", "world_size"), *args.overrides]:
         raise ScheduleError(
             f"{', '.join(useless)} without a config: --microbatches counts those of one pipeline already, so it would do nothing. "
@@ -122,9 +124,14 @@ def _asked_for(args: argparse.Namespace) -> list[Schedule]:
     vpp = 1 if args.vpp is None else args.vpp
     _check_size(args.pp, vpp, args.microbatches)
     name = args.name or "auto"
-    if name != "forward_only":
-        name = schedules.resolve(name, vpp)
-    return [schedules.build(name, args.pp, vpp, args.microbatches)]
+    if name not in ("auto", *schedules.NAMES):
+        raise ScheduleError(
+            f"--name {name}: there is no such schedule, so no rank knows what to compute. The names are auto, "
+            f"{', '.join(schedules.NAMES)}."
+        )
+    if found := [str(problem) for problem in schedule_problems(name, vpp)]:
+        raise ConfigError(found, "the command line")
+    return [schedules.build(schedules.resolve(name, vpp), args.pp, vpp, args.microbatches)]
 
 
 def _check_size(pp: int, vpp: int, num_microbatches: int) -> None:

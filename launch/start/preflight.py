@@ -7,7 +7,7 @@ The ranks check the same again (they may stand on other nodes); here it costs a 
 import os
 from pathlib import Path
 
-from engine.config.telemetry import asks_for_gpu
+from engine.config.telemetry import gpu_tool_problems
 from engine.config.tree import Config
 from engine.data.corpus.indexed import IndexedTokens
 from engine.errors import ConfigError
@@ -48,13 +48,6 @@ def refuse_without_gpu(config: Config, *, has_gpu: bool, note: str = "") -> None
     Raises:
         ConfigError: all fields that ask for one.
     """
-    if has_gpu or not (fields := list(asks_for_gpu(config.telemetry))):
-        return
-    why = note or "torch finds no GPU here"
-    raise ConfigError(
-        [
-            f"{field} = true: it looks at a GPU, and this run is on the CPU ({why}), so there would be nothing to see. "
-            f"Set {field}=false, or start where a CUDA build of torch finds a GPU."
-            for field in fields
-        ]
-    )
+    found = gpu_tool_problems(config.telemetry, f"this run is on the CPU ({note or 'torch finds no GPU here'})")
+    if not has_gpu and (problems := list(map(str, found))):
+        raise ConfigError(problems)

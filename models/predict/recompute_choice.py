@@ -18,8 +18,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from engine.config.activations import RecomputeConfig
+from engine.config.activations import RecomputeConfig, recomputed_parts_exist
 from engine.config.plan import stages_of
+from engine.config.section import Subject
 from engine.config.tree import Config
 from engine.layout.rank_grid import ParallelSizes
 from models.predict.activation_memory import Sizes, Term, block_terms, per_token
@@ -69,12 +70,10 @@ def prices(config: Config, sizes: ParallelSizes) -> list[Price]:
 
 
 def part_is_legal(config: Config, part: str) -> bool:
-    """Whether the rules allow the part (`engine.config.activations.recomputed_parts_exist`), attention's core being kept."""
-    if part == "mlp":
-        return not (config.parallel.sequence_parallel and config.parallel.tp > 1)
-    if part == "rope":
-        return config.kernels.attention != "explicit"
-    return True
+    """Return True where the rules of the configuration allow to recompute the part alone."""
+    alone = choice_for_layers(config.recompute, granularity="selective", modules=[part])
+    subject = Subject(config.model_copy(update={"recompute": alone}), None, None)
+    return not any(recomputed_parts_exist(subject))
 
 
 def _saved(config: Config, sizes: ParallelSizes, kept: Sequence[Term], part: str) -> Fraction:

@@ -104,7 +104,7 @@ def test_nodes_are_whole_and_hold_whole_tp_groups_unless_allowed(
         len({rank // per_node for rank in range(at, at + sizes.tp)}) > 1 for at in range(0, world_size, sizes.tp)
     )
     if not whole or (split and not allow):
-        with pytest.raises(TopologyError, match="whole nodes" if not whole else "span nodes"):
+        with pytest.raises(TopologyError, match="whole nodes" if not whole else "span two nodes"):
             RankGrid(sizes, ranks_per_node, allow_tp_across_nodes=allow)
         return
     grid = RankGrid(sizes, ranks_per_node, allow_tp_across_nodes=allow)
@@ -113,7 +113,9 @@ def test_nodes_are_whole_and_hold_whole_tp_groups_unless_allowed(
 
 
 def test_a_message_about_nodes_says_what_to_do() -> None:
-    with pytest.raises(TopologyError, match=r"tp=8, 4 ranks per node.*a tp that divides 4.*allow_tp_across_nodes"):
+    with pytest.raises(
+        TopologyError, match=r"parallel.tp = 8 must divide the 4 ranks of a node.*allow_tp_across_nodes"
+    ):
         RankGrid(ParallelSizes(tp=8), ranks_per_node=4)
 
 
@@ -124,8 +126,8 @@ def test_sizes_start_at_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["cp", "ep"])
-def test_axes_that_are_not_built_are_refused_by_name(name: str) -> None:
-    with pytest.raises(TopologyError, match=rf"parallel\.{name} = 2: .* not built yet"):
+def test_axes_that_are_not_built_have_size_one(name: str) -> None:
+    with pytest.raises(AssertionError, match="not built yet"):
         ParallelSizes(**{name: 2})
 
 
@@ -142,5 +144,5 @@ def test_ranks_coordinates_and_axes_that_do_not_exist() -> None:
 
 
 def test_more_ranks_than_can_be_listed_are_refused() -> None:
-    with pytest.raises(TopologyError, match="is 80,000,000,000 ranks: at most 1,048,576 are planned"):
+    with pytest.raises(TopologyError, match="is 80,000,000,000 ranks, and at most 1,048,576 are planned"):
         ParallelSizes(tp=8, pp=100_000, dp=100_000)

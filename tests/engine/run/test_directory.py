@@ -191,9 +191,9 @@ def test_a_file_system_without_locks_still_trains(
 @pytest.mark.parametrize("name", ["", "..", "a/b", "/tmp/x", "a\0b", "a\nb"])
 def test_a_name_is_one_folder(make_config: MakeConfig, tmp_path: Path, name: str) -> None:
     for open_it in (RunDirectory.create, RunDirectory.look):
-        with pytest.raises(TriaxisError, match="name of one folder"):
+        with pytest.raises(TriaxisError, match=r"^runtime\.name = "):
             open_it(make_config(), tmp_path, name)
-    with pytest.raises(TriaxisError, match="name of one folder"):
+    with pytest.raises(TriaxisError, match=r"^runtime\.name = "):
         RunDirectory.join(tmp_path, name, 0)
     assert list(tmp_path.iterdir()) == []
 

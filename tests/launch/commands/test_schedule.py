@@ -59,7 +59,12 @@ def test_every_config_has_a_schedule_that_runs(path: Path, capsys: pytest.Captur
         (["print", "--pp", "2"], "--microbatches not given"),
         (["check"], "--pp and --microbatches not given"),
         (["print", "--pp", "2", "--microbatches", "0"], "microbatches=0"),
-        (["print", "--pp", "2", "--vpp", "2", "--microbatches", "2", "--name", "1f1b"], "never be computed"),
+        (
+            ["print", "--pp", "2", "--vpp", "2", "--microbatches", "2", "--name", "1f1b"],
+            "schedule.name = interleaved or auto",
+        ),
+        (["print", "--pp", "2", "--microbatches", "2", "--name", "interleaved"], "nothing to interleave"),
+        (["print", "--pp", "2", "--microbatches", "2", "--name", "zb-h1"], "names are auto, gpipe, 1f1b"),
         (["print", "--pp", "2", "--microbatches", "2", "--form", "png"], "without --out"),
         (["check", "--config", "x.yaml", "--pp", "2"], "x.yaml together with --pp"),
         (["check", "--pp", "2", "--microbatches", "2", "--dp", "2"], "--dp without a config"),

@@ -56,7 +56,7 @@ def test_a_config_gives_its_sizes_and_the_groups_of_its_model(
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ("--tp 8 --dp 2 --ranks-per-node 4", TopologyError, "span nodes"),
+        ("--tp 8 --dp 2 --ranks-per-node 4", TopologyError, "span two nodes"),
         ("--tp 0", TopologyError, "sizes start at 1"),
         ("--tp 2 --ranks-per-node 0", TopologyError, "at least 1 rank"),
         ("--tp 2 --world-size 8", TopologyError, "belongs to a config"),
@@ -112,4 +112,4 @@ def test_ranks_are_written_as_a_person_would(ranks: list[int], text: str) -> Non
 
 def test_the_command_line_prints_errors_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["topology", "--tp", "8", "--dp", "2", "--ranks-per-node", "4"]) == 2
-    assert capsys.readouterr().err.startswith("error: the tensor-parallel group")
+    assert capsys.readouterr().err.startswith("error: parallel.tp = 8 must divide the 4 ranks of a node")
