@@ -101,10 +101,11 @@ def oracle_loss_sum(
         name = f"layers.{layer}.mlp"
         y = norm(x, f"{name}.norm")
         f = model.ffn_size
-        if model.activation == "swiglu":
+        if model.activation in ("swiglu", "geglu_tanh"):
             bias = weights.get(f"{name}.gate_up.bias")
             gate, up = linear(y, weights[f"{name}.gate_up.weight"], bias, 2 * f).split(f, dim=-1)
-            y = gate * torch.sigmoid(gate) * up
+            is_silu = model.activation == "swiglu"
+            y = (gate * torch.sigmoid(gate) if is_silu else F.gelu(gate, approximate="tanh")) * up
         else:
             y = linear(y, weights[f"{name}.up.weight"], weights.get(f"{name}.up.bias"), f)
             y = F.gelu(y, approximate="tanh" if model.activation == "gelu_tanh" else "none")

@@ -58,7 +58,10 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "torch.utils._pytree.tree_iter",
     ),
     "engine/kernels/attention.py": ("torch.nn.attention.SDPBackend", "torch.nn.attention.sdpa_kernel"),
-    "engine/kernels/elementwise.py": ("torch.ops.aten.silu_backward.grad_input",),
+    "engine/kernels/elementwise.py": (
+        "torch.ops.aten.gelu_backward.grad_input",
+        "torch.ops.aten.silu_backward.grad_input",
+    ),
     "engine/kernels/weight_grad.py": ("torch.ops.aten.addmm.dtype_out",),
     "engine/optimizer/distributed.py": ("torch.optim.adamw.adamw",),
     "engine/pipeline/executor.py": ("torch.autograd.graph.GradientEdge", "torch.autograd.graph.get_gradient_edge"),

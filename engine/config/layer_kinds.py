@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-ActivationName = Literal["gelu", "gelu_tanh", "swiglu"]
+ActivationName = Literal["gelu", "gelu_tanh", "swiglu", "geglu_tanh"]
 NormName = Literal["layernorm", "rmsnorm"]
 PositionName = Literal["learned", "rope"]
 
@@ -76,6 +76,7 @@ _ACTIVATIONS = (
     Activation("gelu", "gelu", False, ("gelu",), ""),
     Activation("gelu_tanh", "gelu_tanh", False, ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "openai_gelu"),
     Activation("swiglu", "silu", True, ("silu", "swish"), "swiglu"),
+    Activation("geglu_tanh", "gelu_tanh", True, ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), None),
 )
 _NORMS = (
     # torch's own kernel on the CPU returns its statistics in the input's dtype.

@@ -7,6 +7,7 @@ make again. All keep their inputs, which somebody else holds anyway or made for 
 torch's own where nothing is compiled; GELU always, being one operator.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -174,13 +175,42 @@ def _swiglu_backward_in_parts(x: torch.Tensor, grad: torch.Tensor) -> torch.Tens
     return grad_x
 
 
+def _geglu_tanh(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def _geglu_tanh_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """[dy up g'(gate) | dy g(gate)] with g(z) = z (1 + t) / 2, t = tanh(u), u = sqrt(2 / pi) (z + 0.044715 z^3).
+
+    Then g'(z) = (1 + t) / 2 + z (1 - t^2) / 2 sqrt(2 / pi) (1 + 0.134145 z^2).
+    """
+    gate, up = (accumulate(each) for each in x.chunk(2, dim=-1))
+    scale, square = math.sqrt(2 / math.pi), gate * gate
+    t = torch.tanh(scale * gate * (1 + 0.044715 * square))
+    slope = 0.5 * (1 + t) + 0.5 * gate * (1 - t * t) * scale * (1 + 0.134145 * square)
+    return torch.cat((grad * up * slope, grad * 0.5 * gate * (1 + t)), dim=-1).to(x.dtype)
+
+
+def _geglu_tanh_backward_in_parts(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Compute the same, and write each half where it belongs."""
+    gate, up = x.chunk(2, dim=-1)
+    grad_x = torch.empty_like(x)
+    grad_gate, grad_up = grad_x.chunk(2, dim=-1)
+    torch.mul(grad, F.gelu(gate, approximate="tanh"), out=grad_up)
+    torch.ops.aten.gelu_backward.grad_input(grad * up, gate, approximate="tanh", grad_input=grad_gate)
+    return grad_x
+
+
 _SWIGLU = _Gate(_swiglu, _swiglu_backward, _swiglu_backward_in_parts)
+_GEGLU_TANH = _Gate(_geglu_tanh, _geglu_tanh_backward, _geglu_tanh_backward_in_parts)
 
 _ACTIVATIONS: Mapping[str, Callable[[torch.Tensor, Fusion], torch.Tensor]] = MappingProxyType(
     {
         "gelu": lambda x, fusion: F.gelu(x),
         "gelu_tanh": lambda x, fusion: F.gelu(x, approximate="tanh"),
         "swiglu": lambda x, fusion: _Gated.apply(x, _SWIGLU, fusion),
+        "geglu_tanh": lambda x, fusion: _Gated.apply(x, _GEGLU_TANH, fusion),
     }
 )
 

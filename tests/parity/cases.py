@@ -48,6 +48,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "bias": "none",
         "tie_embeddings": False,
     },
+    "geglu": {**BASE, "ffn_hidden_size": 40, "norm": "rmsnorm", "activation": "geglu_tanh"},
     "qwen": {
         **BASE,
         "num_kv_heads": 4,

@@ -33,6 +33,7 @@ COVERING = [
     Case("llama", **SMALL),
     Case("qwen", **SMALL),
     Case("gpt_untied", tp=2, **SMALL),
+    Case("geglu", tp=2, sequence_parallel=True, **SMALL),
     Case("gpt", tp=2, sequence_parallel=True, **SMALL),
     Case("gpt", pp=2, num_layers=4, global_batch_size=4),
     Case("gpt", dp=4, num_layers=2),

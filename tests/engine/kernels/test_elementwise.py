@@ -42,6 +42,15 @@ def plain_swiglu(x: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
+def geglu_tanh(x: torch.Tensor, fusion: Fusion) -> torch.Tensor:
+    return activation("geglu_tanh", x, fusion)
+
+
+def plain_geglu_tanh(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
 def norm(x: torch.Tensor, weight: torch.Tensor, fusion: Fusion) -> torch.Tensor:
     return rms_norm(x, weight, EPS, fusion)
 
@@ -92,6 +101,7 @@ def plain_dropped_on(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
 
 KERNELS = [
     pytest.param(swiglu, plain_swiglu, [(6, 3, 16)], id="swiglu"),
+    pytest.param(geglu_tanh, plain_geglu_tanh, [(6, 3, 16)], id="geglu_tanh"),
     pytest.param(norm, plain_norm, [(6, 3, 16), (16,)], id="rms_norm"),
     pytest.param(norm, plain_norm, [(5, 1, 4, 8), (8,)], id="rms_norm of heads"),
     pytest.param(centred_norm, plain_centred_norm, [(6, 3, 16), (16,), (16,)], id="layer_norm"),

@@ -249,13 +249,20 @@ def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch, capsys):
     assert list((tmp_path / "megatron").iterdir()) == []
 
 
-def test_what_megatron_cannot_express_is_refused(tmp_path, capsys):
-    model = ModelConfig.model_validate({**MODEL, "norm": "layernorm", "qk_norm": True})
+@pytest.mark.parametrize(
+    ("choices", "refusal"),
+    [
+        ({"norm": "layernorm", "qk_norm": True}, "model.qk_norm with norm = layernorm"),
+        ({"activation": "geglu_tanh"}, "model.activation = geglu_tanh: Megatron-LM has no argument for it"),
+    ],
+)
+def test_what_megatron_cannot_express_is_refused(choices, refusal, tmp_path, capsys):
+    model = ModelConfig.model_validate({**MODEL, **choices})
     shards = (whole(spec.name, torch.zeros(spec.shape)) for spec in model_specs(model))
     config = {"model": model.model_dump(mode="json")}
     write_checkpoint(tmp_path / "start", shards, TrainingState.at_start(), config=config, source="a test")
     assert main(["convert", "megatron-export", str(tmp_path / "start"), str(tmp_path / "megatron")]) == 2
-    assert "model.qk_norm with norm = layernorm" in capsys.readouterr().err
+    assert refusal in capsys.readouterr().err
 
 
 @pytest.mark.distributed

@@ -76,6 +76,7 @@ CI = {
         LLAMA, tp=2, recompute={"granularity": "full", "method": "block", "num_layers": 1}
     ),
     "all parts again": config_of({**LLAMA, "qk_norm": True}, tp=2, recompute=parts(*CHEAP, "mlp", "attention")),
+    "another gated activation": config_of({**LLAMA, "activation": "geglu_tanh"}, tp=2),
     "the head in pieces": config_of(LLAMA, tp=2, sp=True, recompute={"head_tokens": 100}),
     "gathered inputs kept": config_of(LLAMA, tp=4, sp=True, recompute=KEPT),
 }
