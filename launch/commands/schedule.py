@@ -14,11 +14,12 @@ from rich.table import Table
 
 from engine.errors import ConfigError, ScheduleError, shown
 from engine.pipeline import schedules
-from engine.pipeline.actions import Action, Kind, Schedule
+from engine.pipeline.actions import Schedule
 from engine.pipeline.lowering import lower
 from engine.pipeline.programs import Programs
 from engine.pipeline.simulate import Costs, Timeline, simulate
-from engine.pipeline.text import KIND_NAMES, draw, ink, program_to_text, shade, to_text
+from engine.pipeline.text import draw, program_to_text, to_text
+from launch.report.schedule_picture import draw_schedule
 from launch.start.command_line import CONFIG, CommandParser, add_world_size, check_counts
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ PRINT_EXAMPLES = """examples:
   triaxis schedule print configs/gpt_tiny.yaml --form timeline
   triaxis schedule print --pp 4 --microbatches 8
   triaxis schedule print --pp 4 --vpp 2 --microbatches 8 --form timeline
-  triaxis schedule print --pp 4 --vpp 2 --microbatches 8 --form png --out schedule.png
+  triaxis schedule print --pp 4 --vpp 2 --microbatches 8 --form svg --out schedule.svg
 """
 CHECK_EXAMPLES = """examples:
   triaxis schedule check --pp 4 --vpp 2 --microbatches 8
@@ -44,8 +45,6 @@ MOST_PASSES = 2**21
 
 USUAL_ROUNDS = 4
 """Microbatches per pipeline rank where neither the config nor `--gpus` says dp: enough to fill the pipeline, and quick to check."""
-MOST_LABELLED_ACTIONS = 1200
-"""A picture with more actions than this has no room for their labels."""
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -63,11 +62,11 @@ def add_arguments(parser: CommandParser) -> None:
     _add_sizes(show)
     show.add_argument(
         "--form",
-        choices=("text", "program", "timeline", "png"),
+        choices=("text", "program", "timeline", "svg"),
         default="text",
-        help="text: the actions (default); program: with sends and receives; timeline: drawn in the terminal; png: a picture",
+        help="text: the actions (default); program: with sends and receives; timeline: drawn in the terminal; svg: a picture",
     )
-    show.add_argument("--out", type=Path, metavar="FILE", help="write there instead of to the terminal; png needs it")
+    show.add_argument("--out", type=Path, metavar="FILE", help="write there instead of to the terminal; svg needs it")
     prove = verbs.add_parser(
         "check",
         help="prove that a schedule is complete and cannot deadlock",
@@ -188,12 +187,12 @@ def _timeline(schedule: Schedule) -> Timeline:
 
 
 def _print(console: Console, schedule: Schedule, form: str, out: Path | None) -> None:
-    if form == "png":
+    if form == "svg":
         if out is None:
             raise ScheduleError(
-                "--form png without --out: a picture cannot go to the terminal. Add --out schedule.png, or take --form timeline."
+                "--form svg without --out: a picture cannot go to the terminal. Add --out schedule.svg, or take --form timeline."
             )
-        _save_picture(_timeline(schedule), out)
+        draw_schedule(_timeline(schedule), out)
     elif form == "timeline":
         # On a screen a long picture is folded; in a file or a pipe it is as long as it is.
         picture = draw(_timeline(schedule), console.width if console.is_terminal and out is None else None)
@@ -232,56 +231,3 @@ def _check(console: Console, to_check: list[Schedule]) -> None:
         "in flight: microbatch-chunks whose activations are kept; early receives: per direction and chunk; "
         f"idle: of the span, a backward taking {BACKWARD_COST} forwards and transfers nothing"
     )
-
-
-def _save_picture(timeline: Timeline, out: Path) -> None:
-    """A bar per action, a row per rank, time to the right."""
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    schedule = timeline.schedule
-    num_ranks = len(timeline.intervals)
-    num_actions = sum(len(row) for row in timeline.intervals)
-    figure = Figure(figsize=(min(max(timeline.span * 0.28, 8), 60), num_ranks * 0.5 + 1.6), layout="constrained")
-    axes = figure.subplots()
-    for rank, row in enumerate(timeline.intervals):
-        for interval in row:
-            width = interval.end - interval.start
-            axes.barh(
-                rank,
-                width,
-                left=interval.start,
-                height=0.86,
-                color=shade(interval.action),
-                edgecolor="white",
-                linewidth=0.8,
-            )
-            if num_actions <= MOST_LABELLED_ACTIONS:
-                axes.text(
-                    interval.start + width / 2,
-                    rank,
-                    str(interval.action.microbatch),
-                    ha="center",
-                    va="center",
-                    fontsize=8,
-                    color=ink(interval.action),
-                )
-    axes.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)])
-    axes.set_ylim(num_ranks - 0.5, -0.5)
-    axes.set_xlim(0, timeline.span)
-    axes.set_xlabel("time in forwards of one chunk")
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    placement = schedule.placement
-    axes.set_title(
-        f"{schedule.name}, pp {placement.pp}, vpp {placement.vpp}, {schedule.num_microbatches} microbatches: "
-        f"idle at most {timeline.largest_bubble_fraction:.1%}",
-        loc="left",
-        fontsize=11,
-    )
-    used = {(interval.action.kind, interval.action.chunk) for row in timeline.intervals for interval in row}
-    actions = [Action(kind, chunk, 0) for kind in Kind for chunk in range(placement.vpp) if (kind, chunk) in used]
-    names = [KIND_NAMES[each.kind] + (f", chunk {each.chunk}" if placement.vpp > 1 else "") for each in actions]
-    handles = [Patch(color=shade(each), label=name) for each, name in zip(actions, names, strict=True)]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 8), frameon=False, fontsize=9)
-    figure.savefig(out, dpi=120)

@@ -13,6 +13,8 @@ from engine.config.plan import parallel_sizes
 from engine.config.tree import Config, problems
 from engine.errors import ConfigError, TopologyError
 from engine.layout.rank_grid import ParallelSizes, RankGrid
+from launch.report.drawing import check_path
+from launch.report.topology_picture import draw
 from launch.report.topology_text import describe
 from launch.start.command_line import CONFIG, CommandParser, add_world_size, check_counts
 
@@ -20,7 +22,7 @@ NAME = "topology"
 HELP = "Show which rank stands on which node, and which ranks form a group."
 EXAMPLES = """examples:
   triaxis topology --tp 2 --pp 2 --dp 4 --ranks-per-node 8
-  triaxis topology --tp 8 --pp 8 --dp 16 --ranks-per-node 8 --out layout.png
+  triaxis topology --tp 8 --pp 8 --dp 16 --ranks-per-node 8 --out layout.svg
   triaxis topology configs/llama3_8b.yaml --gpus 64 --ranks-per-node 8
 """
 
@@ -38,7 +40,7 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument(
         "--allow-tp-across-nodes", action="store_true", help="show a layout whose tensor-parallel groups span nodes"
     )
-    parser.add_argument("--out", type=Path, metavar="PNG", help="draw it too, into this file")
+    parser.add_argument("--out", type=Path, metavar="SVG", help="draw it too, into this file")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
         raise TopologyError(
             f"--ranks-per-node {args.ranks_per_node}: a node has at least 1 rank, else there are no nodes."
         )
+    if args.out is not None:
+        check_path(args.out)
     config, sizes = _sizes(args)
     allow, per_node = args.allow_tp_across_nodes, args.ranks_per_node
     if config is not None:
@@ -55,8 +59,6 @@ def run(args: argparse.Namespace) -> int:
     grid = RankGrid(sizes, per_node, allow_tp_across_nodes=allow)
     print(describe(grid, config.model if config is not None else None), end="")
     if args.out is not None:
-        from launch.report.topology_picture import draw  # matplotlib: only for those who want a picture
-
         draw(grid, args.out)
         print(f"\npicture: {args.out}")
     return 0

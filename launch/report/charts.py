@@ -1,7 +1,7 @@
-"""Charts as inline SVG: lines, stacked columns, bars, a schedule (no torch, no drawing library).
+"""Charts as inline SVG: lines, stacked columns, bars (no torch, no drawing library).
 
 Colours come from the page's CSS (`--c0` .. `--c8`, light or dark as the reader's system is), so a chart holds classes and no
-colours, except for the schedule's, which are those of `triaxis schedule`. Every text passes through `escape`.
+colours. Every text passes through `escape`.
 """
 
 import math
@@ -9,9 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from engine.pipeline.actions import Action, Kind
-from engine.pipeline.simulate import Timeline
-from engine.pipeline.text import KIND_NAMES, ink, shade
 from engine.telemetry.outlets.format import significant
 
 Point = tuple[float, float]
@@ -97,11 +94,11 @@ class _Frame:
             f'<text class="tick" x="{(LEFT + self.width - RIGHT) / 2}" y="{self.height - 5}" text-anchor="middle">step</text>'
         )
         drawn = "".join([*parts, *inside, "</svg>"])
-        return drawn if self.width < WIDTH else _scrolling(drawn)
+        return drawn if self.width < WIDTH else scrolling(drawn)
 
 
-def _scrolling(svg: str) -> str:
-    """As wide as the page; on a narrow screen it stays large enough to read, and moves sideways by itself."""
+def scrolling(svg: str) -> str:
+    """Wrap a chart that is as wide as the page: on a narrow screen it stays large enough to read, and scrolls sideways."""
     return f'<div class="wide">{svg}</div>'
 
 
@@ -229,7 +226,7 @@ def bar_chart(label: str, rows: Sequence[tuple[str, Sequence[tuple[str, str, flo
             y += bar
         y += gap
     keys = {(style, what): None for _, bars in rows for style, what, _, _ in bars}
-    return _legend(list(keys)) + _scrolling("".join([*parts, "</svg>"]))
+    return _legend(list(keys)) + scrolling("".join([*parts, "</svg>"]))
 
 
 def share_bar(label: str, parts: Mapping[str, float]) -> str:
@@ -244,38 +241,3 @@ def share_bar(label: str, parts: Mapping[str, float]) -> str:
         )
         left += width
     return f'<svg viewBox="0 0 {WIDTH} 22" role="img" aria-label="{escape(label)}">{"".join(drawn)}</svg>'
-
-
-def schedule_picture(timeline: Timeline) -> str:
-    """A bar per action, a row per pipeline rank, time to the right, as `triaxis schedule print --form png` draws it."""
-    row, left = 26, 62
-    ranks = timeline.intervals
-    height = len(ranks) * row + 8
-    scale = (WIDTH - left - RIGHT) / timeline.span
-    parts = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="the schedule, a row per pipeline rank">']
-    used: set[Action] = set()
-    for rank, intervals in enumerate(ranks):
-        y = rank * row + 4
-        parts.append(f'<text class="tick" x="{left - 8}" y="{y + 16}" text-anchor="end">pp {rank}</text>')
-        parts.append(f'<rect class="idle" x="{left}" y="{y}" width="{WIDTH - left - RIGHT}" height="{row - 4}"/>')
-        for interval in intervals:
-            action = interval.action
-            x, width = left + interval.start * scale, (interval.end - interval.start) * scale
-            name = KIND_NAMES[action.kind]
-            chunk = f", chunk {action.chunk}" if timeline.schedule.placement.vpp > 1 else ""
-            used.add(Action(action.kind, action.chunk, 0))
-            parts.append(
-                f'<rect fill="{shade(action)}" x="{x:.2f}" y="{y}" width="{max(width - 0.6, 0.2):.2f}" height="{row - 4}">'
-                f"<title>{name} of microbatch {action.microbatch}{chunk}</title></rect>"
-            )
-            if width >= 6.5 * len(str(action.microbatch)) + 2:
-                parts.append(
-                    f'<text class="action" fill="{ink(action)}" x="{x + width / 2:.2f}" y="{y + 15}" text-anchor="middle">'
-                    f"{action.microbatch}</text>"
-                )
-    swatches = []
-    for action in sorted(used, key=lambda each: (list(Kind).index(each.kind), each.chunk)):
-        chunk = f", chunk {action.chunk}" if timeline.schedule.placement.vpp > 1 else ""
-        swatches.append(f'<span><i style="background:{shade(action)}"></i>{KIND_NAMES[action.kind]}{chunk}</span>')
-    legend = f'<p class="legend">{"".join(swatches)}<span><i class="idle"></i>idle</span></p>'
-    return legend + _scrolling("".join([*parts, "</svg>"]))

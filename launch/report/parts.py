@@ -13,8 +13,9 @@ from engine.pipeline.actions import Schedule
 from engine.pipeline.simulate import Costs, Timeline, simulate
 from engine.telemetry.outlets.format import in_bytes
 from engine.telemetry.timing.time_split import PARTS
-from launch.report.charts import Line, bar_chart, line_chart, schedule_picture, share_bar, stacked_chart
+from launch.report.charts import Line, bar_chart, line_chart, share_bar, stacked_chart
 from launch.report.record import RunRecord, number
+from launch.report.schedule_picture import schedule_chart
 from models.predict.rank_memory import Memory, predict
 
 MOST_COLUMNS = 150
@@ -334,7 +335,7 @@ def schedule(run: RunRecord) -> str:
         said += f" The picture shows a step of {drawn.schedule.num_microbatches:,}."
     missing = "" if len(rows) > 1 else '<p class="missing">No step of this run has a measured bubble.</p>'
     return (
-        f'<p class="soft">{escape(said)}</p>{schedule_picture(drawn)}'
+        f'<p class="soft">{escape(said)}</p>{schedule_chart(drawn)}'
         f'<h3>Bubble</h3><div class="wide"><table>{table}</table></div>{missing}'
     )
 

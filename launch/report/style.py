@@ -34,7 +34,7 @@ section { background: var(--card); border: 1px solid var(--rule); border-radius:
 svg { display: block; width: 100%; height: auto; } svg + table { margin-top: 8px; }
 svg text { font: 11.5px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: var(--soft);
   font-variant-numeric: tabular-nums; }
-svg text.action { font-size: 11px; fill: unset; } svg text.lost { fill: var(--bad); font-size: 15px; }
+svg text.lost { fill: var(--bad); font-size: 15px; }
 svg .grid { stroke: var(--grid); } svg .axis { stroke: var(--rule); } .idle { fill: var(--idle); background: var(--idle); }
 svg .mark line { stroke: var(--soft); stroke-dasharray: 2 4; }
 svg polyline { fill: none; stroke-width: 1.7; stroke-linejoin: round; }

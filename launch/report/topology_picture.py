@@ -1,4 +1,4 @@
-"""A layout as a picture: each node a box, each rank a cell in it.
+"""A layout as a picture: each node a box, each rank a cell in it (no torch here).
 
 hue         the pipeline stage        }  so every tensor-parallel group has a colour of its own, and the groups that
 lightness   the data-parallel index   }  work on one stage look related
@@ -9,101 +9,83 @@ import colorsys
 import math
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from engine.errors import TopologyError
 from engine.layout.rank_grid import RankGrid
+from launch.report.drawing import element, text, write_picture
 
-CELL_INCHES = 0.42
-LABEL_CELLS = 1.5
-"""Width of the `pp 0 dp 3` in front of a line, in cells."""
-MARGIN_CELLS = 0.55
+CELL = 40
+"""Side of a rank's cell, in pixels; the sizes below are in cells."""
+LABEL = 1.5
+"""Width of the `pp 0 dp 3` in front of a line."""
+MARGIN = 0.55
 """Inside a node's box, and between boxes."""
 MOST_RANKS = 8192
 """A picture of more would be many thousand pixels wide and show only colours."""
-LEAST_WIDTH_CELLS = 14.5
-"""What the title and the legend need."""
+LEAST_WIDTH = 14.5
+"""Width that the title and the legend need."""
 LEGEND = "one colour: a tensor-parallel group   ·   hue: pipeline stage   ·   shade: data-parallel index"
 
 
 def draw(grid: RankGrid, path: Path) -> None:
-    """Write the picture; the format follows from the ending of `path` (.png, .svg, .pdf).
+    """Write the picture of a layout.
 
     Raises:
-        TopologyError: too many ranks for a picture, or a folder or format that does not exist.
+        TopologyError: too many ranks for a picture.
+        TriaxisError: `path` does not end in .svg, or cannot be written.
     """
     if grid.world_size > MOST_RANKS:
         raise TopologyError(
             f"{grid.world_size:,} ranks do not fit a picture that can be read (at most {MOST_RANKS:,}). Leave --out away: the text "
             f"shortens itself."
         )
-    from matplotlib.figure import Figure
-
     lines = [_lines_of(grid, node) for node in range(grid.num_nodes)]
     columns = _num_columns(grid)
     rows = -(-grid.num_nodes // columns)
     widest, tallest = max(len(ranks) for node in lines for ranks in node), max(map(len, lines))
-    box_width, box_height = LABEL_CELLS + widest + MARGIN_CELLS, tallest + MARGIN_CELLS + 0.8
-    boxes_width = columns * (box_width + MARGIN_CELLS) + MARGIN_CELLS
-    width = max(boxes_width, LEAST_WIDTH_CELLS)
+    box_width, box_height = LABEL + widest + MARGIN, tallest + MARGIN + 0.8
+    boxes_width = columns * (box_width + MARGIN) + MARGIN
+    width = max(boxes_width, LEAST_WIDTH)
     # Large pictures are looked at from further away: their title grows with them.
     scale = min(4.0, max(1.0, width / 30))
     header = 2.2 * scale
-    height = header + rows * (box_height + MARGIN_CELLS)
-    figure = Figure(figsize=(width * CELL_INCHES, height * CELL_INCHES), facecolor="white")
-    axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
-    axes.set_xlim(0, width)
-    axes.set_ylim(height, 0)
-    axes.axis("off")
     sizes, nodes = grid.sizes, "1 node" if grid.num_nodes == 1 else f"{grid.num_nodes:,} nodes"
-    title = f"{grid.world_size:,} ranks on {nodes}: tp {sizes.tp} x pp {sizes.pp} x dp {sizes.dp}"
-    left = (width - boxes_width) / 2 + MARGIN_CELLS
-    axes.text(MARGIN_CELLS, 0.35 * header, title, fontsize=13 * scale, weight="bold", va="center")
-    axes.text(MARGIN_CELLS, 0.72 * header, LEGEND, fontsize=7.5 * scale, color="#555555", va="center")
+    ranks = "1 rank" if grid.world_size == 1 else f"{grid.world_size:,} ranks"
+    title = f"{ranks} on {nodes}: tp {sizes.tp} x pp {sizes.pp} x dp {sizes.dp}"
+    left = (width - boxes_width) / 2 + MARGIN
+    parts = [
+        text(title, MARGIN * CELL, 0.35 * header * CELL, 18 * scale, weight="bold"),
+        text(LEGEND, MARGIN * CELL, 0.72 * header * CELL, 11 * scale, fill="#555555"),
+    ]
     for node, groups in enumerate(lines):
-        x = left + node % columns * (box_width + MARGIN_CELLS)
-        y = header + node // columns * (box_height + MARGIN_CELLS)
-        _draw_node(axes, grid, node, groups, x, y, box_width, box_height)
-    try:
-        figure.savefig(path, dpi=150 if grid.world_size <= 2048 else 75)
-    except (OSError, ValueError) as error:
-        raise TopologyError(
-            f"the picture cannot be written to {path}: {error}. Give a path such as layout.png."
-        ) from error
+        x = left + node % columns * (box_width + MARGIN)
+        y = header + node // columns * (box_height + MARGIN)
+        parts.append(_rect(x, y, box_width, box_height, "#f5f6f8", rx=8, stroke="#b9bec8"))
+        parts.append(text(f"node {node}", (x + 0.3) * CELL, (y + 0.5) * CELL, 12))
+        for number, ranks in enumerate(groups):
+            parts += _draw_group(grid, ranks, x, y + 0.9 + number)
+    height = header + rows * (box_height + MARGIN)
+    write_picture(path, width * CELL, height * CELL, title, parts)
 
 
-def _draw_node(
-    axes: Any, grid: RankGrid, node: int, lines: list[list[int]], left: float, top: float, width: float, height: float
-) -> None:
-    from matplotlib.patches import FancyBboxPatch, Rectangle
+def _draw_group(grid: RankGrid, ranks: list[int], left: float, top: float) -> list[str]:
+    """Draw a line of ranks, with its pipeline and data-parallel coordinates in front."""
+    at = grid.coordinates(ranks[0])
+    parts = [
+        text(f"{axis} {index}", (left + LABEL - 0.15) * CELL, (top + y) * CELL, 10, anchor="end", fill="#555555")
+        for axis, index, y in (("pp", at.pp, 0.32), ("dp", at.dp, 0.66))
+    ]
+    for column, rank in enumerate(ranks):
+        x = left + LABEL + column
+        colour, ink = _colours(grid, rank)
+        parts.append(_rect(x + 0.04, top + 0.02, 0.92, 0.92, colour))
+        parts.append(text(str(rank), (x + 0.5) * CELL, (top + 0.48) * CELL, 13, fill=ink, anchor="middle"))
+    return parts
 
-    axes.add_patch(
-        FancyBboxPatch(
-            (left, top),
-            width,
-            height,
-            boxstyle="round,pad=0,rounding_size=0.25",
-            facecolor="#f5f6f8",
-            edgecolor="#b9bec8",
-        )
-    )
-    axes.text(left + 0.3, top + 0.5, f"node {node}", fontsize=8, color="#333333", va="center")
-    for number, ranks in enumerate(lines):
-        at = grid.coordinates(ranks[0])
-        y = top + 0.9 + number
-        axes.text(
-            left + LABEL_CELLS - 0.1,
-            y + 0.45,
-            f"pp {at.pp}\ndp {at.dp}",
-            fontsize=6.2,
-            color="#555555",
-            va="center",
-            ha="right",
-        )
-        for column, rank in enumerate(ranks):
-            x = left + LABEL_CELLS + column
-            axes.add_patch(Rectangle((x + 0.04, y + 0.02), 0.92, 0.92, facecolor=_colour(grid, rank), edgecolor="none"))
-            axes.text(x + 0.5, y + 0.48, str(rank), fontsize=8 if rank < 1000 else 6.5, va="center", ha="center")
+
+def _rect(x: float, y: float, width: float, height: float, fill: str, **rest: str | float) -> str:
+    sides = {"x": x * CELL, "y": y * CELL, "width": width * CELL, "height": height * CELL}
+    return element("rect", **sides, fill=fill, **rest)
 
 
 def _lines_of(grid: RankGrid, node: int) -> list[list[int]]:
@@ -115,14 +97,17 @@ def _lines_of(grid: RankGrid, node: int) -> list[list[int]]:
 def _num_columns(grid: RankGrid) -> int:
     """Boxes per row: whole pipeline stages per row where that keeps the picture from being a strip."""
     lines = math.ceil(grid.ranks_per_node / grid.sizes.tp)
-    shape = (lines + 1.9) / (min(grid.sizes.tp, grid.ranks_per_node) + LABEL_CELLS + 1.1)
+    shape = (lines + 1.9) / (min(grid.sizes.tp, grid.ranks_per_node) + LABEL + 1.1)
     wanted = max(1.0, math.sqrt(grid.num_nodes * 1.6 * shape))
     choices = [columns for columns in range(1, grid.num_nodes + 1) if grid.num_nodes % columns == 0]
     return min(choices, key=lambda columns: abs(math.log(columns / wanted)))
 
 
-def _colour(grid: RankGrid, rank: int) -> tuple[float, float, float]:
+def _colours(grid: RankGrid, rank: int) -> tuple[str, str]:
+    """Return the colours of a rank's cell and of the letters in it."""
     at = grid.coordinates(rank)
     hue = (0.58 + at.pp / grid.sizes.pp) % 1.0
     shade = at.dp / max(1, grid.sizes.dp - 1)
-    return colorsys.hls_to_rgb(hue, 0.86 - 0.26 * shade, 0.75)
+    red, green, blue = (round(255 * part) for part in colorsys.hls_to_rgb(hue, 0.86 - 0.26 * shade, 0.75))
+    is_dark = 0.2126 * red + 0.7152 * green + 0.0722 * blue < 110  # luminance of sRGB's primaries, 0 to 255
+    return f"#{red:02x}{green:02x}{blue:02x}", "#ffffff" if is_dark else "#222222"

@@ -74,7 +74,7 @@ def test_help_imports_no_command_and_nothing_heavy():
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     loaded = set(shown[shown.index("\nloaded ") :].split()[1:])
     assert "launch.cli" in loaded
-    heavy = {"torch", "numpy", "pydantic", "rich", "matplotlib", "engine"}
+    heavy = {"torch", "numpy", "pydantic", "rich", "engine"}
     assert not heavy & loaded
     assert not [name for name in loaded if name.startswith("launch.commands.")]
 

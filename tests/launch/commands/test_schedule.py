@@ -1,12 +1,16 @@
 """`triaxis schedule` as a user types it."""
 
+from itertools import product
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from launch.cli import main
+from launch.report import schedule_picture
 
 ROOT = Path(__file__).parents[3]
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_print_writes_what_can_be_read_back(capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,14 +33,22 @@ def test_print_the_program_and_the_timeline(capsys: pytest.CaptureFixture[str], 
 
 
 def test_print_a_picture(tmp_path: Path) -> None:
-    out = tmp_path / "picture.png"
-    assert (
-        main(
-            ["schedule", "print", "--pp", "2", "--vpp", "2", "--microbatches", "2", "--form", "png", "--out", str(out)]
-        )
-        == 0
-    )
-    assert out.read_bytes().startswith(b"\x89PNG")
+    out = tmp_path / "picture.svg"
+    sizes = ["--pp", "2", "--vpp", "2", "--microbatches", "2"]
+    assert main(["schedule", "print", *sizes, "--form", "svg", "--out", str(out)]) == 0
+    root = ElementTree.parse(out).getroot()
+    names = [each.text for each in root.iter(SVG + "title")]
+    # A rank computes a forward and a backward of two microbatches in each of its two chunks.
+    for kind, chunk, microbatch in product(("forward", "backward"), (0, 1), (0, 1)):
+        assert names.count(f"{kind} of microbatch {microbatch}, chunk {chunk}") == 2
+    texts = [each.text for each in root.iter(SVG + "text")]
+    assert texts[0] == "interleaved, pp 2, vpp 2, 2 microbatches: idle at most 20.0%"
+    assert {"rank 0", "rank 1", "forward, chunk 0", "backward, chunk 1", "time in forwards of one chunk"} <= {*texts}
+    width, height = float(root.attrib["width"]), float(root.attrib["height"])
+    boxes = [
+        [float(each.attrib.get(side, 0)) for side in ("x", "y", "width", "height")] for each in root.iter(SVG + "rect")
+    ]
+    assert all(x + w <= width and y + h <= height for x, y, w, h in boxes)
 
 
 def test_check_says_what_a_schedule_takes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,6 +65,15 @@ def test_every_config_has_a_schedule_that_runs(path: Path, capsys: pytest.Captur
     assert "forward_only" in capsys.readouterr().out
 
 
+def test_a_picture_has_a_bound(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedule_picture, "MOST_ACTIONS", 7)
+    out = tmp_path / "picture.svg"
+    assert main(["schedule", "print", "--pp", "2", "--microbatches", "2", "--form", "svg", "--out", str(out)]) == 2
+    assert "8 actions do not fit a picture that can be read (at most 7)" in capsys.readouterr().err and not out.exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -65,7 +86,8 @@ def test_every_config_has_a_schedule_that_runs(path: Path, capsys: pytest.Captur
         ),
         (["print", "--pp", "2", "--microbatches", "2", "--name", "interleaved"], "nothing to interleave"),
         (["print", "--pp", "2", "--microbatches", "2", "--name", "zb-h1"], "names are auto, gpipe, 1f1b"),
-        (["print", "--pp", "2", "--microbatches", "2", "--form", "png"], "without --out"),
+        (["print", "--pp", "2", "--microbatches", "2", "--form", "svg"], "without --out"),
+        (["print", "--pp", "2", "--microbatches", "2", "--form", "svg", "--out", "x.png"], "such as x.svg"),
         (["check", "--config", "x.yaml", "--pp", "2"], "x.yaml together with --pp"),
         (["check", "--pp", "2", "--microbatches", "2", "--dp", "2"], "--dp without a config"),
     ],

@@ -1,16 +1,19 @@
 """`triaxis topology`: the text that people read, and the picture."""
 
+from itertools import combinations
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
-from engine.errors import ConfigError, TopologyError
+from engine.errors import ConfigError, TopologyError, TriaxisError
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from launch.cli import command_module, command_parser, main
 from launch.report.topology_picture import draw
 from launch.report.topology_text import shorten
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "topology"
+SVG = "{http://www.w3.org/2000/svg}"
 TINY = Path(__file__).parents[3] / "configs" / "gpt_tiny.yaml"
 
 
@@ -18,6 +21,11 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     command = command_module("topology")
     assert command.run(command_parser(command).parse(arguments)) == 0
     return capsys.readouterr().out
+
+
+def texts(path: Path) -> list[str]:
+    """Return the lines of text in a picture."""
+    return [each.text or "" for each in ElementTree.parse(path).iter(SVG + "text")]
 
 
 @pytest.mark.parametrize(
@@ -63,8 +71,8 @@ def test_a_config_gives_its_sizes_and_the_groups_of_its_model(
         (f"--config {TINY} --tp 2", TopologyError, "both say what the layout is"),
         (f"--config {TINY} --world-size 12", ConfigError, "world size 12"),
         (f"--config {TINY} --ranks-per-node 1", ConfigError, "slow network"),
-        ("--tp 2 --out nowhere/at/all.png", TopologyError, "cannot be written"),
-        ("--tp 2 --out x.unknown", TopologyError, "Format 'unknown' is not supported"),
+        ("--tp 2 --out nowhere/at/all.svg", TriaxisError, "cannot be written"),
+        ("--tp 2 --out x.png", TriaxisError, "x.png: pictures are SVG.* such as x.svg"),
     ],
 )
 def test_what_cannot_be_shown_is_refused(arguments: str, error: type[Exception], words: str) -> None:
@@ -74,24 +82,36 @@ def test_what_cannot_be_shown_is_refused(arguments: str, error: type[Exception],
 
 
 def test_a_picture_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "layout.png"
+    path = tmp_path / "layout.svg"
     assert shown(capsys, *f"--tp 2 --pp 2 --dp 4 --ranks-per-node 8 --out {path}".split()).endswith(
         f"\npicture: {path}\n"
     )
-    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+    assert "16 ranks on 2 nodes: tp 2 x pp 2 x dp 4" in texts(path)
     with pytest.raises(TopologyError, match="do not fit a picture"):
-        draw(RankGrid(ParallelSizes(dp=8200)), tmp_path / "large.png")
+        draw(RankGrid(ParallelSizes(dp=8200)), tmp_path / "large.svg")
 
 
 def test_every_rank_is_in_the_picture(tmp_path: Path) -> None:
     path = tmp_path / "layout.svg"
-    import matplotlib
+    draw(RankGrid(ParallelSizes(tp=4, dp=3), 6, allow_tp_across_nodes=True), path)
+    shown = texts(path)
+    assert [text for text in shown if text.isdigit()] == [str(rank) for rank in range(12)]
+    assert [text for text in shown if text.startswith("node ")] == ["node 0", "node 1"]
+    assert [text for text in shown if text.startswith("dp ")] == ["dp 0", "dp 1", "dp 1", "dp 2"]
 
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
-        draw(RankGrid(ParallelSizes(tp=4, dp=3), 6, allow_tp_across_nodes=True), path)
-    svg = path.read_text()
-    assert all(f">{rank}</text>" in svg for rank in range(12))
-    assert svg.count(">node ") == 2
+
+def test_what_is_drawn_lies_inside_the_picture_and_no_cells_overlap(tmp_path: Path) -> None:
+    path = tmp_path / "layout.svg"
+    draw(RankGrid(ParallelSizes(tp=4, pp=4, dp=4), 8), path)
+    root = ElementTree.parse(path).getroot()
+    width, height = float(root.attrib["width"]), float(root.attrib["height"])
+    boxes = [
+        [float(each.attrib.get(side, 0)) for side in ("x", "y", "width", "height")] for each in root.iter(SVG + "rect")
+    ]
+    assert all(x >= 0 and y >= 0 and x + w <= width and y + h <= height for x, y, w, h in boxes)
+    cells = [box for box in boxes if box[2] == box[3]]
+    assert len(cells) == 64
+    assert all(abs(a[0] - b[0]) >= a[2] or abs(a[1] - b[1]) >= a[3] for a, b in combinations(cells, 2))
 
 
 @pytest.mark.parametrize(

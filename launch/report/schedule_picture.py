@@ -1,0 +1,119 @@
+"""A pipeline schedule as a picture: a row per pipeline rank, a bar per action, time to the right (no torch here)."""
+
+import math
+from pathlib import Path
+
+from engine.errors import ScheduleError
+from engine.pipeline.actions import Action, Kind
+from engine.pipeline.simulate import Timeline
+from engine.pipeline.text import KIND_NAMES, ink, shade
+from launch.report.charts import WIDTH, scrolling, tick, ticks
+from launch.report.drawing import element, text, write_picture
+
+ROW, LEFT, RIGHT, TOP = 30, 72, 24, 48
+"""Height of a row, and margins of a file, in pixels."""
+UNIT = 28
+"""Width of a forward of one chunk, in pixels, where the schedule is neither very short nor very long."""
+LEAST_WIDTH, MOST_WIDTH = 640, 7200
+MOST_ACTIONS = 100_000
+"""A picture of more would be a file of tens of megabytes that shows only colours."""
+KEY = 172
+"""Width of an entry of the legend, in pixels."""
+
+
+def draw_schedule(timeline: Timeline, path: Path) -> None:
+    """Write the schedule to a file, with a title, an axis of time and a legend.
+
+    Raises:
+        ScheduleError: more actions than a picture can show.
+        TriaxisError: `path` does not end in .svg, or cannot be written.
+    """
+    num_ranks, num_actions = len(timeline.intervals), sum(map(len, timeline.intervals))
+    if num_actions > MOST_ACTIONS:
+        raise ScheduleError(
+            f"{num_actions:,} actions do not fit a picture that can be read (at most {MOST_ACTIONS:,}). The pattern repeats, so "
+            "give fewer microbatches, or take --form text."
+        )
+    width = min(max(timeline.span * UNIT, LEAST_WIDTH), MOST_WIDTH)
+    placement = timeline.schedule.placement
+    title = (
+        f"{timeline.schedule.name}, pp {placement.pp}, vpp {placement.vpp}, {timeline.schedule.num_microbatches} microbatches: "
+        f"idle at most {timeline.largest_bubble_fraction:.1%}"
+    )
+    parts = [element("style", ".idle { fill: #eceef1; }"), text(title, LEFT, TOP / 2, 15, weight="bold")]
+    for rank in range(num_ranks):
+        parts.append(text(f"rank {rank}", LEFT - 10, TOP + rank * ROW + (ROW - 4) / 2, 12, anchor="end"))
+    parts += _rows(timeline, left=LEFT, top=TOP, width=width, row=ROW)
+    axis = TOP + num_ranks * ROW + 6
+    parts += _time_axis(timeline.span, width, axis)
+    columns = max(1, int((width + RIGHT) // KEY))
+    keys = _kinds(timeline)
+    for number, action in enumerate(keys):
+        x, y = LEFT + number % columns * KEY, axis + 54 + number // columns * 22
+        parts.append(element("rect", x=x, y=y, width=12, height=12, rx=3, fill=shade(action)))
+        parts.append(text(_name(timeline, action), x + 18, y + 6, 12))
+    write_picture(path, LEFT + width + RIGHT, axis + 64 + math.ceil(len(keys) / columns) * 22, title, parts)
+
+
+def schedule_chart(timeline: Timeline) -> str:
+    """Return the schedule for the report's page, as wide as the page, in HTML."""
+    row, left, right = 26, 62, 14
+    num_ranks = len(timeline.intervals)
+    parts = [
+        element("text", f"pp {rank}", **{"class": "tick"}, x=left - 8, y=rank * row + 20, text_anchor="end")
+        for rank in range(num_ranks)
+    ]
+    parts += _rows(timeline, left=left, top=4, width=WIDTH - left - right, row=row)
+    frame = {"viewBox": f"0 0 {WIDTH} {num_ranks * row + 8}", "aria_label": "the schedule, a row per pipeline rank"}
+    keys = "".join(
+        f'<span><i style="background:{shade(action)}"></i>{_name(timeline, action)}</span>'
+        for action in _kinds(timeline)
+    )
+    legend = f'<p class="legend">{keys}<span><i class="idle"></i>idle</span></p>'
+    return legend + scrolling(element("svg", "".join(parts), role="img", **frame))
+
+
+def _time_axis(span: float, width: float, y: float) -> list[str]:
+    parts = [element("line", x1=LEFT, x2=LEFT + width, y1=y, y2=y, stroke="#b9bec8")]
+    for value in ticks(0.0, span, most=max(4, int(width / 90))):
+        x = LEFT + value / span * width
+        parts.append(element("line", x1=x, x2=x, y1=y, y2=y + 5, stroke="#b9bec8"))
+        parts.append(text(tick(value), x, y + 14, 11, anchor="middle"))
+    return [*parts, text("time in forwards of one chunk", LEFT, y + 34, 12)]
+
+
+def _rows(timeline: Timeline, *, left: float, top: float, width: float, row: float) -> list[str]:
+    """Draw the bars of all ranks, with the microbatch's number where a bar has room for it.
+
+    Args:
+        timeline: what to draw.
+        left, top: of the first row, in pixels.
+        width: of the whole time span, in pixels.
+        row: height of a row with the gap below it, in pixels.
+    """
+    scale, parts = width / timeline.span, []
+    for rank, intervals in enumerate(timeline.intervals):
+        y = top + rank * row
+        parts.append(element("rect", **{"class": "idle"}, x=left, y=y, width=width, height=row - 4))
+        for interval in intervals:
+            action = interval.action
+            x, length = left + interval.start * scale, (interval.end - interval.start) * scale
+            title = element("title", _name(timeline, action, f" of microbatch {action.microbatch}"))
+            bar = {"x": x, "y": y, "width": max(length - 0.6, 0.2), "height": row - 4}
+            parts.append(element("rect", title, fill=shade(action), **bar))
+            if length >= 6.5 * len(str(action.microbatch)) + 2:
+                middle = x + length / 2, y + row / 2 - 2
+                parts.append(text(str(action.microbatch), *middle, 11, fill=ink(action), anchor="middle"))
+    return parts
+
+
+def _name(timeline: Timeline, action: Action, of: str = "") -> str:
+    """Name an action's kind, what it is `of`, and its chunk where a rank has several."""
+    chunk = f", chunk {action.chunk}" if timeline.schedule.placement.vpp > 1 else ""
+    return f"{KIND_NAMES[action.kind]}{of}{chunk}"
+
+
+def _kinds(timeline: Timeline) -> list[Action]:
+    """Return one action of each kind and chunk that the schedule has, in the order of a legend."""
+    used = {Action(each.action.kind, each.action.chunk, 0) for row in timeline.intervals for each in row}
+    return sorted(used, key=lambda each: (list(Kind).index(each.kind), each.chunk))
