@@ -1,7 +1,8 @@
 """The `telemetry` section and its rules: measuring and logging (no torch here)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import ClassVar
 
 from pydantic import Field
@@ -9,6 +10,15 @@ from pydantic import Field
 from engine.config.counts import Count
 from engine.config.plan import planned_steps
 from engine.config.section import LAYOUT, OnResume, Problem, Rule, Section, Subject
+
+SINKS: Mapping[str, str] = MappingProxyType(
+    {
+        "wandb": "engine.telemetry.outlets.wandb:WandbSink",
+        "tensorboard": "engine.telemetry.outlets.tensorboard:TensorBoardSink",
+    }
+)
+"""Sinks (`engine.telemetry.outlets.sink`) by the field of `telemetry` that opens them, in order. They are imported when chosen:
+this room is below theirs, and a run loads only what it uses."""
 
 
 class WandbConfig(Section):

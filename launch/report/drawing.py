@@ -18,7 +18,7 @@ _FONT = {
 }
 
 
-def element(name: str, content: str = "", **attributes: str | float) -> str:
+def element(name: str, content: str = "", /, **attributes: str | float) -> str:
     """Write an SVG element.
 
     Args:
@@ -88,8 +88,8 @@ def write_picture(path: Path, width: float, height: float, label: str, parts: Se
     check_path(path)
     ground = element("rect", width=width, height=height, fill="#ffffff")
     content = "\n".join(["", element("title", escape(label)), ground, *parts, ""])
-    size = {"width": width, "height": height, "viewBox": f"0 0 {_value(width)} {_value(height)}"}
-    svg = element("svg", content, xmlns="http://www.w3.org/2000/svg", **size, **_FONT)
+    view = f"0 0 {_value(width)} {_value(height)}"
+    svg = element("svg", content, xmlns="http://www.w3.org/2000/svg", width=width, height=height, viewBox=view, **_FONT)
     try:
         path.write_text(svg + "\n", encoding="utf-8")
     except OSError as error:

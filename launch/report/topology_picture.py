@@ -50,8 +50,8 @@ def draw(grid: RankGrid, path: Path) -> None:
     scale = min(4.0, max(1.0, width / 30))
     header = 2.2 * scale
     sizes, nodes = grid.sizes, "1 node" if grid.num_nodes == 1 else f"{grid.num_nodes:,} nodes"
-    ranks = "1 rank" if grid.world_size == 1 else f"{grid.world_size:,} ranks"
-    title = f"{ranks} on {nodes}: tp {sizes.tp} x pp {sizes.pp} x dp {sizes.dp}"
+    size = "1 rank" if grid.world_size == 1 else f"{grid.world_size:,} ranks"
+    title = f"{size} on {nodes}: tp {sizes.tp} x pp {sizes.pp} x dp {sizes.dp}"
     left = (width - boxes_width) / 2 + MARGIN
     parts = [
         text(title, MARGIN * CELL, 0.35 * header * CELL, 18 * scale, weight="bold"),

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from engine.config.tree import Config
 from engine.run.directory import RunDirectory
@@ -27,10 +27,9 @@ from engine.storage.redaction import without_secrets
 from engine.telemetry.outlets.console import Report
 from engine.telemetry.outlets.rank_log import OutputChange, Streams
 from engine.telemetry.outlets.relay import RESUMED, STOPPED
-from engine.telemetry.outlets.tensorboard import TensorBoardSink, check_installed
-from engine.telemetry.outlets.wandb import WandbSink
+from engine.telemetry.outlets.sink import Sink, chosen_sinks
 from engine.telemetry.record.events import EventKind, EventLog
-from engine.telemetry.record.jsonl import JsonLines, MetricsLog
+from engine.telemetry.record.jsonl import JsonLines
 from engine.telemetry.record.metrics import StepMetrics
 
 _LAST_WORDS_SECONDS = 15.0
@@ -38,15 +37,6 @@ _LAST_WORDS_SECONDS = 15.0
 _SHORTEST_PAUSE_SECONDS = 30.0
 _LONGEST_PAUSE_SECONDS = 1800.0
 """Pauses before a sink is opened again: the first one, and the bound of the later ones, each twice as long as the one before."""
-
-
-class Sink(Protocol):
-    """Where the record of a step goes."""
-
-    @property
-    def name(self) -> str: ...
-    def record(self, metrics: StepMetrics) -> None: ...
-    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -124,8 +114,7 @@ class Telemetry:
             self._events = None
             self._say(f"the log of events is switched off: {error}")
         for sink in tuple(self._sinks):
-            if isinstance(sink, WandbSink):
-                self._guard(sink, sink.send_alerts)
+            self._guard(sink, sink.after_event)
 
     def flush(self) -> None:
         """Hand the last step to the sinks: no validation of it will follow."""
@@ -147,8 +136,8 @@ class Telemetry:
             self.report.close()
         for sink in tuple(self._sinks):
             self._guard(sink, sink.close)
-            if isinstance(sink, WandbSink) and sink.sync_command is not None:
-                self._say(f"wandb kept the run on disk ({sink.why}); to upload it: {sink.sync_command}", "")
+            if sink.summary is not None:
+                self._say(sink.summary, "")
         for name, stopped in self._stopped_sinks.items():
             self._say(f"{name}: {_missing_steps(stopped.num_lost)} missing: {stopped.cause}")
         files = self._files()
@@ -163,11 +152,12 @@ class Telemetry:
                 self._say(f"{file.path.name}: {file.num_lost} rows could not be written: {_cause(file.error)}")
 
     def last_words(self) -> None:
-        """The process is about to be ended by another thread than the loop's, which hangs: wandb would lose what it has not
-        written yet, the alert too. Bounded in time; on ranks that do not log, nothing."""
+        """Close what would lose records and alerts: another thread is about to end the process while the loop hangs.
+
+        Bounded in time; on ranks that do not log, nothing.
+        """
         for sink in tuple(self._sinks):
-            if isinstance(sink, WandbSink):
-                self._guard(sink, partial(sink.close, _LAST_WORDS_SECONDS))
+            self._guard(sink, partial(sink.close_early, _LAST_WORDS_SECONDS))
 
     def add_sink(self, name: str, open_sink: Callable[[], Sink], *, opens_again: bool = True) -> Sink | None:
         """Open a sink; return None, and write an event, where that fails.
@@ -205,8 +195,8 @@ class Telemetry:
         self._say(message)
 
     def _files(self) -> list[JsonLines]:
-        metrics = [sink.lines for sink in self._sinks if isinstance(sink, MetricsLog)]
-        return metrics if self._events is None else [*metrics, self._events.lines]
+        files = [sink.lines for sink in self._sinks if sink.lines is not None]
+        return files if self._events is None else [*files, self._events.lines]
 
     def reopen_files(self) -> None:
         """Append to new files of metrics and events: the run directory was removed or moved, and is there again.
@@ -307,10 +297,11 @@ def open_telemetry(
         layout: parallel sizes, device and what else wandb should filter by.
 
     Raises:
-        TriaxisError: TensorBoard was asked for and is not installed; on every rank.
+        TriaxisError: a sink was asked for and its package is not installed; on every rank.
     """
-    if config.telemetry.tensorboard:
-        check_installed()
+    chosen = chosen_sinks(config)
+    for each in chosen:
+        each.check()
     if not is_logging_rank:
         return Telemetry()
     report = Report(
@@ -319,15 +310,22 @@ def open_telemetry(
     events = EventLog(directory.events(node=0), directory.attempt)
     telemetry = Telemetry(report, events, output_changes=streams.changes)
     telemetry.event("attempt_started", layout=dict(layout))
-    metrics = telemetry.add_sink(MetricsLog.name, lambda: MetricsLog(directory.metrics))
-    for lines in (events.lines, *([metrics.lines] if isinstance(metrics, MetricsLog) else [])):
-        if lines.num_healed_bytes:
-            telemetry.event("log_healed", file=lines.path.name, bytes_cut_off=lines.num_healed_bytes)
-    if config.telemetry.wandb is not None:
-        sink = telemetry.add_sink(WandbSink.name, lambda: WandbSink(config, directory, layout), opens_again=False)
-        if isinstance(sink, WandbSink):
-            telemetry.event("wandb", mode=sink.mode, why=sink.why, url=sink.url, sync_command=sink.sync_command)
-            report.say(f"wandb: {sink.url}" if sink.url is not None else f"wandb is {sink.mode}: {sink.why}")
-    if config.telemetry.tensorboard:
-        telemetry.add_sink(TensorBoardSink.name, lambda: TensorBoardSink(directory))
+    _report_healing(telemetry, events.lines)
+    for each in chosen:
+        sink = telemetry.add_sink(
+            each.name, partial(each.open, config, directory, layout), opens_again=each.opens_again
+        )
+        if sink is None:
+            continue
+        if sink.lines is not None:
+            _report_healing(telemetry, sink.lines)
+        if (announcement := sink.announcement) is not None:
+            telemetry.event(announcement.kind, **announcement.fields)
+            report.say(announcement.line)
     return telemetry
+
+
+def _report_healing(telemetry: Telemetry, lines: JsonLines) -> None:
+    """Write an event if a half-written line was cut off when the file was opened."""
+    if lines.num_healed_bytes:
+        telemetry.event("log_healed", file=lines.path.name, bytes_cut_off=lines.num_healed_bytes)

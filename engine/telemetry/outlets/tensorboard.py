@@ -1,29 +1,19 @@
 """TensorBoard event files in the run directory: the same names as in wandb, against the step (torch comes with the first use)."""
 
 import importlib.util
+from collections.abc import Mapping
+from typing import Any, Self
 
+from engine.config.tree import Config
 from engine.errors import TriaxisError
 from engine.run.directory import RunDirectory
 from engine.storage.state_files import try_to_write
 from engine.telemetry.outlets.sections import sections
+from engine.telemetry.outlets.sink import Sink
 from engine.telemetry.record.metrics import StepMetrics
 
 
-def check_installed() -> None:
-    """Every rank asks before the run starts, so that all stop together.
-
-    Raises:
-        TriaxisError: the package is missing.
-    """
-    if importlib.util.find_spec("tensorboard") is None:
-        raise TriaxisError(
-            "telemetry.tensorboard = true, but the package tensorboard is not installed; the run would have no event files. "
-            "Install it with: pip install 'triaxis[tensorboard]' (in a checkout: pip install -e '.[tensorboard]'), or set "
-            "telemetry.tensorboard=false."
-        )
-
-
-class TensorBoardSink:
+class TensorBoardSink(Sink):
     """The sink behind TensorBoard. Attempts write files beside each other; a repeated step replaces the earlier one.
 
     Raises:
@@ -33,11 +23,23 @@ class TensorBoardSink:
     name = "tensorboard"
 
     def __init__(self, directory: RunDirectory) -> None:
-        check_installed()
         from torch.utils.tensorboard import SummaryWriter
 
         try_to_write(directory.tensorboard)
         self._writer = SummaryWriter(log_dir=str(directory.tensorboard), flush_secs=30)
+
+    @classmethod
+    def check(cls) -> None:
+        if importlib.util.find_spec("tensorboard") is None:
+            raise TriaxisError(
+                "telemetry.tensorboard = true, but the package tensorboard is not installed; the run would have no event files. "
+                "Install it with: pip install 'triaxis[tensorboard]' (in a checkout: pip install -e '.[tensorboard]'), or set "
+                "telemetry.tensorboard=false."
+            )
+
+    @classmethod
+    def open(cls, config: Config, directory: RunDirectory, layout: Mapping[str, Any]) -> Self:
+        return cls(directory)
 
     def record(self, metrics: StepMetrics) -> None:
         for name, value in sections(metrics).items():

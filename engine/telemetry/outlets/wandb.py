@@ -28,7 +28,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
@@ -42,6 +42,7 @@ from engine.storage.json_text import parse_json
 from engine.storage.redaction import tree_without_secrets, without_secrets
 from engine.storage.state_files import read_regular
 from engine.telemetry.outlets.sections import sections
+from engine.telemetry.outlets.sink import Announcement, Sink
 from engine.telemetry.record.events import ALERTS, Event, read_events
 from engine.telemetry.record.metrics import StepMetrics
 
@@ -61,7 +62,7 @@ _CLOSE_SECONDS = 90.0
 """After which wandb's own process is ended, since it was seen to outlive its own limits."""
 
 
-class WandbSink:
+class WandbSink(Sink):
     """The sink behind wandb.
 
     Args:
@@ -80,6 +81,7 @@ class WandbSink:
     """
 
     name = "wandb"
+    opens_again = False
 
     def __init__(self, config: Config, directory: RunDirectory, layout: Mapping[str, Any]) -> None:
         assert config.telemetry.wandb is not None, "telemetry.wandb is set"
@@ -91,6 +93,13 @@ class WandbSink:
             self._run, self.mode, self.why = _start(wandb, _settings(wandb), arguments)
         self.url: str | None = self._run.url if self.mode == "online" else None
         self.sync_command = _sync_command(arguments["dir"], arguments["id"]) if self.mode == "offline" else None
+        self.announcement = Announcement(
+            "wandb",
+            {"mode": self.mode, "why": self.why, "url": self.url, "sync_command": self.sync_command},
+            f"wandb: {self.url}" if self.url is not None else f"wandb is {self.mode}: {self.why}",
+        )
+        if self.sync_command is not None:
+            self.summary = f"wandb kept the run on disk ({self.why}); to upload it: {self.sync_command}"
         self._run.define_metric("train/step")
         self._run.define_metric("*", step_metric="train/step")
         self._run.define_metric("train/val_loss", step_metric="train/step", summary="min,last")
@@ -98,6 +107,10 @@ class WandbSink:
         for name in AGAINST_TOKENS:
             self._run.define_metric(f"tokens/{name}", step_metric="train/consumed_tokens")
         self._alerts = _Alerts(self._run, directory)
+
+    @classmethod
+    def open(cls, config: Config, directory: RunDirectory, layout: Mapping[str, Any]) -> Self:
+        return cls(config, directory, layout)
 
     def record(self, metrics: StepMetrics) -> None:
         """Hands the values to wandb's own process; does not wait for a network."""
@@ -108,12 +121,15 @@ class WandbSink:
         self._run.log(values | against_tokens)
         self._alerts.send()
 
-    def send_alerts(self) -> None:
-        """Alert of the events that were written down since; any thread may call it."""
+    def after_event(self) -> None:
+        """Alert of the events that were written since; any thread may call it."""
         self._alerts.send()
 
-    def close(self, limit_seconds: float = _CLOSE_SECONDS) -> None:
-        """Send the last alerts and let wandb finish, in bounded time; any thread may call it, before its process ends."""
+    def close(self) -> None:
+        self.close_early(_CLOSE_SECONDS)
+
+    def close_early(self, limit_seconds: float) -> None:
+        """Send the last alerts and let wandb finish; any thread may call it, before its process ends."""
         with ending_its_process_after(limit_seconds):
             self._alerts.send()
             self._run.finish()

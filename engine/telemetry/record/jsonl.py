@@ -21,7 +21,6 @@ from typing import Any
 
 from engine.storage.json_text import parse_json
 from engine.storage.redaction import without_secrets
-from engine.telemetry.record.metrics import StepMetrics
 
 MOST_WAITING_BYTES = 16 * 2**20
 """Bytes of lines that wait for room on the disk: the metrics of some ten thousand steps."""
@@ -212,18 +211,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value
-
-
-class MetricsLog:
-    """The sink behind metrics.jsonl."""
-
-    name = "metrics.jsonl"
-
-    def __init__(self, path: Path) -> None:
-        self.lines = JsonLines(path)
-
-    def record(self, metrics: StepMetrics) -> None:
-        self.lines.write(metrics.to_record())
-
-    def close(self) -> None:
-        self.lines.close()

@@ -13,8 +13,9 @@ from engine.errors import TriaxisError
 from engine.run.directory import RunDirectory
 from engine.run.phases import Phase
 from engine.telemetry.outlets.hub import Telemetry
+from engine.telemetry.outlets.metrics_log import MetricsLog
 from engine.telemetry.record.events import EventLog, read_events
-from engine.telemetry.record.jsonl import MetricsLog, read_records
+from engine.telemetry.record.jsonl import read_records
 from launch.rank.directory_watch import LOOK_SECONDS, DirectoryWatch
 from tests.harness import run_ranks
 from tests.launch.forked_ranks import work

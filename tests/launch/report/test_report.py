@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from engine.config.load import to_yaml
 from engine.config.tree import Config
 from engine.run.entries import events_file
+from engine.telemetry.outlets.metrics_log import MetricsLog
 from engine.telemetry.record.events import EventLog
-from engine.telemetry.record.jsonl import MetricsLog
 from engine.telemetry.record.metrics import StepMetrics
 from engine.telemetry.timing.time_split import PARTS, TimeSplit
 from launch import cli

@@ -3,25 +3,30 @@
 import errno
 import io
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Self
 
 import pytest
 import torch
 
 from engine.config.plan import batch_plan
+from engine.config.telemetry import SINKS, TelemetryConfig
 from engine.config.tree import Config
 from engine.errors import TriaxisError
 from engine.run.directory import RunDirectory
 from engine.run.phases import Phase
 from engine.step import NO_FLAGS, StepResult
 from engine.telemetry.observer import TrainingObserver, peak_memory_bytes
-from engine.telemetry.outlets import hub
+from engine.telemetry.outlets import sink as sink_module
 from engine.telemetry.outlets.console import Report
 from engine.telemetry.outlets.hub import Telemetry, open_telemetry
 from engine.telemetry.outlets.rank_log import OutputChange, Streams
+from engine.telemetry.outlets.sink import Sink, chosen_sinks
 from engine.telemetry.outlets.tensorboard import TensorBoardSink
+from engine.telemetry.outlets.wandb import WandbSink
 from engine.telemetry.record.events import EventLog
 from engine.telemetry.record.metrics import Meter, StepMetrics
 from engine.telemetry.timing.phases import Timers
@@ -31,7 +36,7 @@ MakeConfig = Callable[..., Config]
 MakeMetrics = Callable[..., StepMetrics]
 
 
-class Memory:
+class Memory(Sink):
     """A sink that keeps what it got, and fails when told to."""
 
     name = "memory"
@@ -40,6 +45,10 @@ class Memory:
         self.records: list[StepMetrics] = []
         self.is_closed = False
         self._fails_at = fails_at
+
+    @classmethod
+    def open(cls, config: Config, directory: RunDirectory, layout: Mapping[str, Any]) -> Self:
+        return cls()
 
     def record(self, metrics: StepMetrics) -> None:
         if metrics.step == self._fails_at:
@@ -221,7 +230,7 @@ def test_a_sink_that_cannot_be_opened_does_not_stop_the_start(
     def refuse(*_: object) -> None:
         raise RuntimeError("wandb is broken")
 
-    monkeypatch.setattr(hub, "WandbSink", type("Broken", (), {"name": "wandb", "__init__": refuse}))
+    monkeypatch.setattr(WandbSink, "__init__", refuse)
     config = make_config(telemetry={"wandb": {"project": "p"}})
     telemetry = open_on_rank_0(config, run)
     telemetry.step(make_metrics(step=1))
@@ -241,6 +250,78 @@ def open_on_rank_0(config: Config, run: RunDirectory) -> Telemetry:
         show_mfu=False,
         layout={"tp": 1},
     )
+
+
+TOY = """
+from engine.telemetry.outlets.sink import Announcement, Sink
+
+class ToySink(Sink):
+    name = "toy"
+    summary = "toy: good-bye"
+    announcement = Announcement("checkpoint_saved", {"folder": "toy"}, "toy: hello")
+    calls = []
+
+    @classmethod
+    def check(cls):
+        cls.calls.append("check")
+
+    @classmethod
+    def open(cls, config, directory, layout):
+        cls.calls.append(("open", layout["tp"]))
+        return cls()
+
+    def record(self, metrics):
+        self.calls.append(("record", metrics.step))
+
+    def after_event(self):
+        self.calls.append("event")
+
+    def close_early(self, limit_seconds):
+        self.calls.append("close early")
+
+    def close(self):
+        self.calls.append("close")
+"""
+
+
+def test_a_sink_is_one_file_and_one_row(
+    make_config: MakeConfig,
+    run: RunDirectory,
+    make_metrics: MakeMetrics,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """The recipe of docs/extending.md: the hub calls every optional part of a sink that it has never seen."""
+    (tmp_path / "toy_sink_of_a_test.py").write_text(TOY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sink_module, "SINKS", {"tensorboard": "toy_sink_of_a_test:ToySink"})
+    screen = io.StringIO()
+    telemetry = open_telemetry(
+        make_config(telemetry={"tensorboard": True}),
+        run,
+        is_logging_rank=True,
+        streams=Streams(screen, None),
+        num_steps=30,
+        show_mfu=False,
+        layout={"tp": 2},
+    )
+    telemetry.step(make_metrics(step=1))
+    telemetry.flush()
+    telemetry.event("finished")
+    telemetry.last_words()
+    telemetry.close()
+    calls = sys.modules["toy_sink_of_a_test"].ToySink.calls
+    expected = ["check", ("open", 2), "event", ("record", 1), "event", "close early", "close"]
+    assert calls == expected
+    assert "toy: hello" in screen.getvalue() and "toy: good-bye" in screen.getvalue()
+    assert [event["folder"] for event in read(run.events(0)) if event["kind"] == "checkpoint_saved"] == ["toy"]
+
+
+def test_every_sink_of_the_table_has_a_field_of_the_config() -> None:
+    for field in SINKS:
+        config = TelemetryConfig.model_validate({field: {"project": "p"} if field == "wandb" else True})
+        chosen = chosen_sinks(SimpleNamespace(telemetry=config))  # type: ignore[arg-type]
+        assert [sink.name for sink in chosen] == ["metrics.jsonl", field]
 
 
 def test_attempts_append_and_a_killed_one_is_healed_with_an_event(

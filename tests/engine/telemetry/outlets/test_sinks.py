@@ -237,8 +237,8 @@ def test_trouble_is_alerted_once_whichever_rank_and_attempt_wrote_it(
     mine, other = EventLog(run.events(0), 0), EventLog(run.events(1), 0, rank=3)
     mine.write("validation", step=5, val_loss=2.0)
     mine.write("non_finite", step=6, message=f"loss is nan, says {key}", loss=float("nan"))
-    sink.send_alerts()
-    sink.send_alerts()
+    sink.after_event()
+    sink.after_event()
     assert [(title, level) for title, _, level in told.alerts] == [("demo: non_finite", "ERROR")]
     assert "loss is nan" in told.alerts[0][1] and "step 6, attempt 0" in told.alerts[0][1]
     assert key not in told.alerts[0][1]
@@ -268,7 +268,7 @@ def test_alerts_go_on_where_a_run_of_one_file_has_stopped(
     sink, _ = open_fake(FakeWandb(key=True, online_works=True), make_config(telemetry=WANDB), run, monkeypatch)
     told: Any = sink._run
     for _ in range(2):
-        sink.send_alerts()
+        sink.after_event()
         assert [title for title, _, _ in told.alerts] == ["demo: non_finite", "demo: hang"]
 
 
@@ -280,7 +280,7 @@ def test_a_damaged_mark_alerts_once_more(
     run.wandb_alerted.write_bytes(marked)
     sink, _ = open_fake(FakeWandb(key=True, online_works=True), make_config(telemetry=WANDB), run, monkeypatch)
     told: Any = sink._run
-    sink.send_alerts()
+    sink.after_event()
     assert [title for title, _, _ in told.alerts] == ["demo: non_finite"]
 
 

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.telemetry.outlets.metrics_log import MetricsLog
 from engine.telemetry.record import jsonl
 from engine.telemetry.record.events import EventLog
-from engine.telemetry.record.jsonl import JsonLines, MetricsLog, heal
+from engine.telemetry.record.jsonl import JsonLines, heal
 from engine.telemetry.record.metrics import StepMetrics
 from tests.full_disk import room_for
 

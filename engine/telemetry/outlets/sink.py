@@ -1,0 +1,91 @@
+"""Sinks: where the record of each step goes, and which of them a config opens (no torch here).
+
+config.telemetry  ->  chosen_sinks  ->  metrics.jsonl, always; then those of `engine.config.telemetry.SINKS`
+"""
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from engine.config.telemetry import SINKS
+from engine.config.tree import Config
+from engine.run.directory import RunDirectory
+from engine.telemetry.record.events import EventKind
+from engine.telemetry.record.jsonl import JsonLines
+from engine.telemetry.record.metrics import StepMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """Event and line on the terminal after a sink was opened."""
+
+    kind: EventKind
+    fields: Mapping[str, Any]
+    line: str
+
+
+class Sink(ABC):
+    """Destination of each step's record. `name`, `open`, `record` and `close` are needed; the other parts are optional.
+
+    A call may raise any exception: the sink is then closed or dropped, and training goes on.
+
+    Attributes:
+        name: in events and on the terminal.
+        opens_again: whether `open` is tried again after a failure; it must not wait for anything then.
+        lines: file of rows that wait for room on a full disk.
+        announcement: made when the sink is open.
+        summary: line on the terminal after the run.
+    """
+
+    name: ClassVar[str]
+    opens_again: ClassVar[bool] = True
+    lines: JsonLines | None = None
+    announcement: Announcement | None = None
+    summary: str | None = None
+
+    @classmethod  # noqa: B027
+    def check(cls) -> None:
+        """Check on every rank, before the run starts, that the sink can be used.
+
+        Raises:
+            TriaxisError: a package is missing.
+        """
+
+    @classmethod
+    @abstractmethod
+    def open(cls, config: Config, directory: RunDirectory, layout: Mapping[str, Any]) -> Self:
+        """Open the sink on the logging rank.
+
+        Args:
+            config: of the run.
+            directory: of the run; a sink's files belong there.
+            layout: parallel sizes, device and what else runs are filtered by.
+        """
+
+    @abstractmethod
+    def record(self, metrics: StepMetrics) -> None:
+        """Write a step, or hand it to another process; it must not wait for a network."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write what is left, in bounded time."""
+
+    def after_event(self) -> None:  # noqa: B027
+        """Look at the files of events: this rank has written one."""
+
+    def close_early(self, limit_seconds: float) -> None:  # noqa: B027
+        """Write what is left within the limit, from another thread: the process is ended while the loop hangs."""
+
+
+def chosen_sinks(config: Config) -> list[type[Sink]]:
+    """Return the sinks of a run, in the order in which they are opened."""
+    chosen = (path for field, path in SINKS.items() if getattr(config.telemetry, field))
+    return [_load(path) for path in ("engine.telemetry.outlets.metrics_log:MetricsLog", *chosen)]
+
+
+def _load(path: str) -> type[Sink]:
+    module, name = path.split(":")
+    sink: type[Sink] = getattr(importlib.import_module(module), name)
+    return sink
