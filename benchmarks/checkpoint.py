@@ -32,12 +32,13 @@ from rich.table import Table
 
 from benchmarks.engine_overhead import machine
 from engine.checkpoint.directory import CheckpointDirectory
-from engine.checkpoint.format.manifest import KINDS, Kind, read_manifest
+from engine.checkpoint.format.manifest import Kind, read_manifest
 from engine.checkpoint.format.store import load
 from engine.checkpoint.resume import begin
 from engine.checkpoint.saving import Checkpoints, RunFacts
 from engine.checkpoint.shards import saved_buckets, shards
 from engine.comm.runtime import RankEnvironment
+from engine.config.optimizer_kinds import OPTIMIZERS
 from engine.config.tree import Config
 from engine.step import Engine
 from engine.train import build
@@ -117,12 +118,16 @@ class Contest:
         facts = RunFacts("benchmark", 0, {}, (), lambda: None, shapes)
         self.directory = CheckpointDirectory(folder / "ours")
         self.checkpoints = Checkpoints(engine, self.directory, facts, self.watch)
-        self.flats = [owned.state.read(kind) for owned in saved_buckets(engine.optimizer) for kind in KINDS]
+        self.flats = [
+            owned.state.read(kind)
+            for owned in saved_buckets(engine.optimizer)
+            for kind in OPTIMIZERS["adamw"].state_kinds
+        ]
         self.copies = [torch.empty_like(flat).zero_() for flat in self.flats]
         self.targets = [
             shard
             for owned in saved_buckets(engine.optimizer)
-            for kind in KINDS
+            for kind in OPTIMIZERS["adamw"].state_kinds
             for shard in shards(owned, owned.state.read(kind), kind)
         ]
         self.num_bytes = sum(flat.numel() * flat.element_size() for flat in self.flats)

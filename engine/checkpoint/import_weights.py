@@ -58,7 +58,7 @@ def write_checkpoint(
         config: the resolved configuration as far as it is known: at least its `model` section.
         source: what the checkpoint was made from, for the reader.
         lineage: what it descends from.
-        has_moments: whether Adam's moments are among the shards, so that a run can be resumed from it.
+        has_moments: whether the optimizer's moments are among the shards, so that a run can be resumed from it.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written; nothing half-written is left.

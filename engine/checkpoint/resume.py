@@ -17,10 +17,11 @@ from pathlib import Path
 from engine.checkpoint.directory import Candidate, CheckpointDirectory, find
 from engine.checkpoint.environment import describe_layout, layout_differences
 from engine.checkpoint.format.fingerprint import to_text
-from engine.checkpoint.format.manifest import KINDS, Ancestor, Kind, TrainingState, parse_manifest
+from engine.checkpoint.format.manifest import Ancestor, TrainingState, parse_manifest
 from engine.checkpoint.history import RunHistory, read_history
 from engine.checkpoint.resume_rules import ABSENT, changes, refuse
 from engine.checkpoint.shards import LoadWhat, fingerprint, restore, saved_numel
+from engine.config.optimizer_kinds import MASTER
 from engine.data.skipped import SkippedRanges
 from engine.errors import CheckpointError
 from engine.step import Engine
@@ -280,7 +281,7 @@ def _check_whole(engine: Engine, candidate: Candidate, what: LoadWhat) -> None:
         return
     saved_moments = manifest.config.get("precision", {}).get("moments", "full")
     rounds = engine.config.precision.moments == "bf16" != saved_moments
-    kinds: tuple[Kind, ...] = KINDS if what == "all" and not rounds else ("master",)
+    kinds = engine.optimizer.state_kinds if what == "all" and not rounds else (MASTER,)
     live = fingerprint(engine)
     wrong = [kind for kind in kinds if to_text(live[kind]) != manifest.fingerprint[kind]]
     if wrong:

@@ -19,6 +19,8 @@ from engine.config.tree import Config, resume_verdict
 from engine.errors import CheckpointError
 from engine.storage.redaction import tree_without_secrets
 
+_OPTIMIZER = "optimizer.name"
+
 _SHOWN = 12
 
 ABSENT = "absent"
@@ -79,6 +81,11 @@ def refuse(found: Sequence[Change], accept: Sequence[str], source: str) -> None:
     if never:
         lines.append("These may not change: the weights, or the place in the data, would mean something else.")
         lines += _listed(never)
+        if any(change.key == _OPTIMIZER for change in never):
+            lines.append(
+                "  (The moments of one optimizer mean nothing to another. For the weights alone, in another run:"
+            )
+            lines.append("  checkpoint.load_what=weights)")
     if unmeant:
         names = ", ".join([*accept, *(change.key for change in unmeant)])
         lines.append(f"These change what is trained. If they are meant: checkpoint.accept=[{names}]")

@@ -6,15 +6,16 @@ What is saved is each element once over the world: by its data-parallel owner in
 every owned element of every rank; the other data-parallel ranks then get the weights by the step's usual all-gather.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal, TypeVar
 
 import torch
 
 from engine.checkpoint.directory import Candidate
 from engine.checkpoint.format.fingerprint import range_fingerprint
-from engine.checkpoint.format.manifest import KINDS, Kind, TrainingState
+from engine.checkpoint.format.manifest import Kind, TrainingState
 from engine.checkpoint.format.store import Shard, Values, load
+from engine.config.optimizer_kinds import MASTER
 from engine.errors import CheckpointError
 from engine.numerics.hashing import signed
 from engine.optimizer.distributed import DistributedOptimizer, OwnedBucket
@@ -59,7 +60,7 @@ def restore(engine: Engine, candidate: Candidate, what: LoadWhat) -> TrainingSta
             "step 0 with a fresh optimizer: checkpoint.load_what=weights"
         )
     optimizer = engine.optimizer
-    kinds: Sequence[Kind] = KINDS if what == "all" else ("master",)
+    kinds = optimizer.state_kinds if what == "all" else (MASTER,)
     engine.buffers.wait_all()
     for kind in kinds:
         values = [owned.state.read(kind) for owned in optimizer.owned]
@@ -79,12 +80,13 @@ def saved_numel(optimizer: DistributedOptimizer) -> int:
 
 def fingerprint(engine: Engine) -> dict[Kind, int]:
     """The fingerprint of the live state, agreed over all ranks (see `fingerprint.py`); every rank calls it."""
-    sums = torch.zeros(len(KINDS), dtype=torch.int64, device=engine.topology.device)
+    kinds = engine.optimizer.state_kinds
+    sums = torch.zeros(len(kinds), dtype=torch.int64, device=engine.topology.device)
     for owned in saved_buckets(engine.optimizer):
-        for number, kind in enumerate(KINDS):
+        for number, kind in enumerate(kinds):
             for shard in shards(owned, owned.state.read(kind), kind):
                 sums[number] += signed(
                     range_fingerprint(shard.values, shard.name, kind, shard.shape, shard.box, shard.start)
                 )
     engine.topology.axis("world").all_reduce(sums, "fingerprint").wait()
-    return {kind: int(value) % 2**64 for kind, value in zip(KINDS, sums.tolist(), strict=True)}
+    return {kind: int(value) % 2**64 for kind, value in zip(kinds, sums.tolist(), strict=True)}

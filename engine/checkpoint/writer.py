@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint.format.manifest import KINDS, DataFile, Kind
+from engine.checkpoint.format.manifest import DataFile, Kind
 from engine.checkpoint.format.store import Shard, write_file
 from engine.checkpoint.shards import saved_buckets, shards
 from engine.device.host_copy import FromCpu, FromCuda, ToHost
@@ -73,12 +73,13 @@ class RankWriter:
         thread: Executor | None = None,
     ) -> None:
         self._buckets = saved_buckets(optimizer)
+        self._kinds = optimizer.state_kinds
         self._name = f"rank_{rank:05d}"
         self._on_retry = on_retry
         self._thread = thread or ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         device = optimizer.buffers.device
         self._to_host: ToHost = to_host or (FromCuda() if device.type == "cuda" else FromCpu())
-        live = [{kind: owned.state.stored(kind) for kind in KINDS} for owned in self._buckets]
+        live = [{kind: owned.state.stored(kind) for kind in optimizer.state_kinds} for owned in self._buckets]
         self._sources: Sequence[dict[Kind, StoredState]] = live
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         if in_background:
@@ -127,6 +128,6 @@ class RankWriter:
         return file
 
     def _shards(self) -> Iterator[Shard[StoredState]]:
-        for kind in KINDS:
+        for kind in self._kinds:
             for owned, by_kind in zip(self._buckets, self._sources, strict=True):
                 yield from shards(owned, by_kind[kind], kind)

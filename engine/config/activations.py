@@ -89,7 +89,7 @@ class KernelsConfig(Section):
         "auto", description="fused: the GEMM adds to the fp32 main grad itself (CUDA); separate: another pass does"
     )
     optimizer: Literal["auto", "torch", "compiled"] = Field(
-        "auto", description="torch: its fused AdamW; compiled: the whole update of any form of state in one pass"
+        "auto", description="torch: its fused operator; compiled: the whole update of any form of state in one pass"
     )
 
 

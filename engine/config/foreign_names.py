@@ -9,7 +9,9 @@ An unknown key is refused with the name that was probably meant:
 """
 
 import difflib
+from collections.abc import Mapping
 
+from engine.config.optimizer_kinds import OPTIMIZERS
 from engine.config.tree import Config
 
 FOREIGN_NAMES = {
@@ -73,9 +75,6 @@ FOREIGN_NAMES = {
     "tokenizer_model": "data.tokenizer",
     "tokenizer_type": "data.tokenizer",
     "mock_data": "data.synthetic=true",
-    "adam_beta1": "optimizer.beta1",
-    "adam_beta2": "optimizer.beta2",
-    "adam_eps": "optimizer.eps",
     "lr_decay_style": "optimizer.lr_schedule",
     "lr_decay_iters": "optimizer.decay_steps",
     "lr_warmup_iters": "optimizer.warmup_steps",
@@ -131,19 +130,30 @@ FOREIGN_NAMES = {
     "max_grad_norm": "optimizer.clip_grad",
     "grad_clip": "optimizer.clip_grad",
     "lr_scheduler_type": "optimizer.lr_schedule",
-    "adam_epsilon": "optimizer.eps",
+    "optim": "optimizer.name",
     "logging_steps": "telemetry.log_interval",
     "eval_iterations": "train.eval_steps",
     "gradient_checkpointing": "recompute.granularity",
+    # Optimizers
+    **{
+        theirs: f"optimizer.{ours}"
+        for kind in OPTIMIZERS.values()
+        for ours, names in kind.fields.items()
+        for theirs in names
+    },
+    "optimizer.kind": "optimizer.name",
+    "optimizer.type": "optimizer.name",
 }
-"""Names of Megatron-LM and Hugging Face, with `_` for `-`, and ours: a field, `field=value`, or a field and a remark."""
+"""Names of Megatron-LM and Hugging Face, with `_` for `-`, or dotted ones, and ours: a field, `field=value`, or a field and a
+remark."""
 
-FOREIGN_VALUES = {
+FOREIGN_VALUES: Mapping[str, Mapping[str, str]] = {
     "recompute.modules": {
         "core_attn": "attention",
         "layernorm": "norm",
         "moe_act": "activation",
     },
+    "optimizer.name": {kind.megatron: name for name, kind in OPTIMIZERS.items()},
 }
 """By field: what Megatron-LM calls a value, and what it is called here."""
 
@@ -198,9 +208,6 @@ NOT_BUILT = {
     "compile": "torch.compile",
     "torch_compile": "torch.compile",
     "dropout_rng": "a choice of dropout masks: they never depend on the layout",
-    "optimizer.kind": "an optimizer other than AdamW",
-    "optimizer.name": "an optimizer other than AdamW",
-    "optimizer.type": "an optimizer other than AdamW",
     "optimizer.moments_dtype": "optimizer moments in another dtype",
 }
 """Keys, by last part or by whole dotted name, whose feature has no code yet."""
@@ -223,8 +230,8 @@ def unknown_key(dotted: str, origin: str | None = None) -> str:
         return f"{given}: known, not built yet: {feature}. It would have had no effect. Remove the key."
     if name in ALWAYS_ON:
         return f"{given}: not a choice here: {ALWAYS_ON[name]}. Remove the key."
-    if name in FOREIGN_NAMES:
-        return f"{given}: unknown key; here it is {FOREIGN_NAMES[name]}. It would have had no effect under this name."
+    if (meant := FOREIGN_NAMES.get(dotted, FOREIGN_NAMES.get(name))) is not None:
+        return f"{given}: unknown key; here it is {meant}. It would have had no effect under this name."
     fields = list(Config.dotted_names())
     elsewhere = [field for field in fields if field.rpartition(".")[2] == name]
     if elsewhere:

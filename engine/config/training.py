@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from engine.config.counts import Count
+from engine.config.optimizer_kinds import OPTIMIZERS, OptimizerName
 from engine.config.plan import partial_batch, planned_steps
 from engine.config.section import LAYOUT, MEANT, OnResume, Problem, Rule, Section, Subject, divisors, multiples
 
@@ -43,10 +44,11 @@ class TrainConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW (1711.05101) with ZeRO-1 sharding."""
+    """The optimizer, with ZeRO-1 sharding. Which fields one optimizer alone reads: `engine/config/optimizer_kinds.py`."""
 
     on_resume: ClassVar[OnResume | None] = MEANT
 
+    name: Annotated[OptimizerName, OnResume("never")] = Field("adamw", description="adamw: AdamW (1711.05101)")
     lr: float = Field(3e-4, gt=0, description="peak learning rate")
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
     lr_schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="shape of the decay to min_lr")
@@ -72,7 +74,7 @@ class PrecisionConfig(Section):
         description="the exact weights beside those of bf16: in fp32, or (split) as 16 bits that make them exact",
     )
     moments: Annotated[Literal["full", "bf16"], MEANT] = Field(
-        "full", description="Adam's two, in the accumulation dtype or rounded to bf16"
+        "full", description="the optimizer's, in the accumulation dtype or rounded to bf16"
     )
     gradients: Annotated[Literal["full", "bf16"], MEANT] = Field(
         "full",
@@ -198,7 +200,7 @@ def narrow_state_fits(subject: Subject) -> Iterator[Problem]:
                 {f"precision.{key}": ["full"], "precision.dtype": ["bf16"]},
             )
     if precision.moments == "bf16":
-        for key in ("beta1", "beta2"):
+        for key in OPTIMIZERS[optimizer.name].moments.values():
             beta = getattr(optimizer, key)
             if beta > LARGEST_BETA_IN_BF16:
                 yield Problem(

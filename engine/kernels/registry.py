@@ -4,7 +4,7 @@
     attention     scaled dot-product attention                  sdpa, flash, cudnn, efficient, explicit   explicit
     elementwise   norms, RoPE, SwiGLU, dropout, cross-entropy   eager, compiled                           plain torch
     weight_grad   dW += dY^T X                                  separate, fused                           separate
-    optimizer     AdamW on the owned shards                     torch, compiled                           torch
+    optimizer     the update of the owned shards                torch, compiled                           torch
     (decoding)    attention of one query to the cached keys     flash, math, sdpa, explicit               explicit
 
 Decoding is not configured: its key length changes with every token, and cuDNN would build a plan for each. The steps:

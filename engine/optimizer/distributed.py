@@ -1,30 +1,30 @@
-"""AdamW whose state lives only on its owner (ZeRO-1, 1910.02054 section 5.1).
+"""The optimizer, whose state lives only on its owner (ZeRO-1, 1910.02054 section 5.1).
 
-Each data-parallel rank owns an equal part of every bucket (`param_layout.py`) and keeps master weights and both moments there
-(`state.py` says in what form).
+Each data-parallel rank owns an equal part of every bucket (`param_layout.py`) and keeps master weights and moments there
+(`state.py` says in what form, `kinds.py` and `updates.py` which optimizers there are).
 
 A step multiplies the owned gradients by one factor (tokens and clipping), updates the masters in the accumulation dtype, lets the
 parameters follow, and the buckets are all-gathered. Two kernels (`kernels.optimizer`):
 
-    torch      torch's fused AdamW; the factor, and every form of state that is not wide, take passes of their own
+    torch      torch's fused operator; the factor, and every form of state that is not wide, take passes of their own
     compiled   `_update`, all of it in one pass, of each run of parameters that decay or do not
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
 import torch
-from torch.optim.adamw import adamw
 
+from engine.config.optimizer_kinds import OPTIMIZERS
 from engine.config.training import OptimizerConfig, PrecisionConfig
 from engine.kernels.fusion import Fusion
 from engine.layout.param_layout import Segment
 from engine.numerics.precision import AGREEMENT_DTYPE, STEP_DTYPE, accumulation_dtype
 from engine.optimizer.grad_buffer import Bucket, FlatBuffer, GradBuffers
-from engine.optimizer.kinds import StateKind
 from engine.optimizer.state import OptimizerState, read_master, write_master
+from engine.optimizer.updates import UPDATES, Update
 
 DOT_NUMEL: Mapping[str, int] = MappingProxyType({"cpu": 2**16, "cuda": 2**30})
 """Most elements of one `torch.dot`, by device. A CPU's BLAS adds each lane one by one: in fp32 the sum would be 2e-6 off at four
@@ -68,7 +68,7 @@ class OwnedBucket:
 
 
 class DistributedOptimizer:
-    """AdamW on the owned parts of the flat buffers.
+    """The optimizer that the configuration names, on the owned parts of the flat buffers.
 
     Args:
         buffers: parameters and main grads. The parameters must hold their initial values: masters start from them.
@@ -77,6 +77,7 @@ class DistributedOptimizer:
         kernel: see above.
 
     Attributes:
+        state_kinds: the master and this optimizer's moments.
         wide: the accumulation dtype of the parameters, in which an update is computed.
     """
 
@@ -89,6 +90,8 @@ class DistributedOptimizer:
     ) -> None:
         self.buffers = buffers
         self.config = config
+        self.state_kinds = OPTIMIZERS[config.name].state_kinds
+        self._arithmetic = UPDATES[config.name]
         self._fusion = Fusion("compiled" if kernel == "compiled" else "eager")
         # Not that of a first bucket: a pipeline rank of a stage without layers owns none.
         self.wide = accumulation_dtype(buffers.dtype)
@@ -102,7 +105,7 @@ class DistributedOptimizer:
                     OwnedBucket(
                         buffer=buffer,
                         bucket=bucket,
-                        state=OptimizerState(buffer.parameters[start:stop], precision),
+                        state=OptimizerState(buffer.parameters[start:stop], precision, self.state_kinds),
                         segments=tuple(segment for segment in segments if start <= segment.offset < stop),
                     )
                 )
@@ -159,52 +162,30 @@ class DistributedOptimizer:
             for decayed in (True, False):
                 runs = [where for where, decays in owned.runs() if decays == decayed]
                 if runs:
-                    self._adamw(state, grads, runs, lr, self.config.weight_decay if decayed else 0.0, skipped)
+                    self._arithmetic.by_torch(
+                        {kind: [values[where] for where in runs] for kind, values in state.items()},
+                        [grads[where] for where in runs],
+                        self.config,
+                        lr,
+                        self.config.weight_decay if decayed else 0.0,
+                        self._num_updates,
+                        skipped,
+                    )
             owned.state.write(state)
 
     def _update_compiled(self, lr: float, grad_scale: torch.Tensor, skip: torch.Tensor) -> None:
-        beta1, beta2 = self.config.beta1, self.config.beta2
-        # Scalars that change stay tensors: a number that the compiler sees is part of the kernel. 1 - 0.999 needs float64.
+        # Scalars that change stay tensors: a number that the compiler sees is part of the kernel.
         step = self._num_updates.to(AGREEMENT_DTYPE) + 1
-        bias_1, bias_2 = 1 - torch.pow(beta1, step), 1 - torch.pow(beta2, step)
-        factors = torch.stack((grad_scale.to(step.dtype), lr / bias_1, bias_2.rsqrt(), torch.full_like(step, lr)))
+        factors = torch.stack((grad_scale.to(step.dtype), *self._arithmetic.factors(self.config, lr, step)))
         factors = factors.to(self.wide)
         update = self._fusion(_update, any_length=True)
         for owned in self.owned:
             for where, decays in owned.runs():
                 decay = self.config.weight_decay if decays else 0.0
+                parameters, kept, moments = owned.state.part(where)
                 update(
-                    *owned.state.part(where), owned.grads[where], factors, skip, beta1, beta2, self.config.eps, decay
+                    parameters, kept, moments, owned.grads[where], factors, skip, self._arithmetic, self.config, decay
                 )
-
-    def _adamw(
-        self,
-        state: Mapping[StateKind, torch.Tensor],
-        grads: torch.Tensor,
-        runs: list[slice],
-        lr: float,
-        weight_decay: float,
-        skipped: torch.Tensor,
-    ) -> None:
-        # adamw adds one to each of these before it uses them.
-        steps = [self._num_updates.clone() for _ in runs]
-        adamw(
-            [state["master"][where] for where in runs],
-            [grads[where] for where in runs],
-            [state["exp_avg"][where] for where in runs],
-            [state["exp_avg_sq"][where] for where in runs],
-            [],
-            steps,
-            fused=True,
-            amsgrad=False,
-            beta1=self.config.beta1,
-            beta2=self.config.beta2,
-            lr=lr,
-            weight_decay=weight_decay,
-            eps=self.config.eps,
-            maximize=False,
-            found_inf=skipped,
-        )
 
 
 def add_squares(total: torch.Tensor, values: torch.Tensor) -> None:
@@ -217,28 +198,24 @@ def add_squares(total: torch.Tensor, values: torch.Tensor) -> None:
 def _update(
     parameters: torch.Tensor,
     kept: torch.Tensor | None,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
+    kept_moments: Sequence[torch.Tensor],
     grads: torch.Tensor,
     factors: torch.Tensor,
     skip: torch.Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
+    arithmetic: type[Update],
+    config: OptimizerConfig,
     weight_decay: float,
 ) -> None:
-    """AdamW (1711.05101, algorithm 2) on flat tensors in the forms in which they are kept, in place; nothing changes where `skip`.
+    """Update flat tensors in the forms in which they are kept, in place; nothing changes where `skip`.
 
-    `factors` are [factor of the gradients, lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), lr].
+    `factors` are [factor of the gradients, those of `Update.factors`].
     """
     wide = factors.dtype
     kept = parameters if kept is None else kept
-    grad_scale, step_size, rescale, lr = factors.unbind()
-    master, mean, square = read_master(parameters, kept), exp_avg.to(wide), exp_avg_sq.to(wide)
+    grad_scale, *others = factors.unbind()
+    master, moments = read_master(parameters, kept), [moment.to(wide) for moment in kept_moments]
     grad = grads.to(wide) * grad_scale
-    new_mean = mean + (grad - mean) * (1 - beta1)
-    new_square = square * beta2 + grad * grad * (1 - beta2)
-    new = master * (1 - lr * weight_decay) - step_size * new_mean / (new_square.sqrt() * rescale + eps)
-    exp_avg.copy_(torch.where(skip, mean, new_mean))
-    exp_avg_sq.copy_(torch.where(skip, square, new_square))
+    new, new_moments = arithmetic.elementwise(master, moments, grad, others, config, weight_decay)
+    for kept_moment, moment, new_moment in zip(kept_moments, moments, new_moments, strict=True):
+        kept_moment.copy_(torch.where(skip, moment, new_moment))
     write_master(parameters, kept, torch.where(skip, master, new))

@@ -3,9 +3,10 @@
     kind         wide (accumulation dtype)                    narrow (bf16 runs, by choice)
     master       the exact weights; in fp32 and float64 runs  `masters: split`   the upper half of its bits is the parameter, the
                  the parameters themselves                                       lower half a remainder of 16 bits: exact
-    exp_avg(_sq) Adam's moments                               `moments: bf16`    rounded after each step
+    moments      what the optimizer averages (`kinds.py`)     `moments: bf16`    rounded after each step
 
-Bytes per parameter of a bf16 run, weight and fp32 main grad included: wide 2 + 4 + 12 / dp; both narrow 2 + 4 + 6 / dp.
+Bytes per parameter of a bf16 run with AdamW's two moments, weight and fp32 main grad included:
+wide 2 + 4 + 12 / dp; both narrow 2 + 4 + 6 / dp.
 
 A master is split into what it is rounded to bf16, ties away from zero, and what must be added to the bits of that to get it back,
 -2^15 to 2^15 - 1. (A cast rounds ties to even, which a signed remainder of 16 bits cannot undo. The two differ for one value in
@@ -20,9 +21,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from engine.config.optimizer_kinds import MASTER, StateKind
 from engine.config.training import PrecisionConfig
 from engine.numerics.precision import accumulation_dtype
-from engine.optimizer.kinds import STATE_KINDS, StateKind
 
 _HALF_BITS = 16
 
@@ -69,12 +70,13 @@ class OptimizerState:
     Args:
         parameters: a view of the flat buffer.
         precision: which form.
+        kinds: the optimizer's, the master first.
 
     Attributes:
         wide: the accumulation dtype, in which others read and write.
     """
 
-    def __init__(self, parameters: torch.Tensor, precision: PrecisionConfig) -> None:
+    def __init__(self, parameters: torch.Tensor, precision: PrecisionConfig, kinds: Sequence[StateKind]) -> None:
         self._parameters = parameters
         self.wide = accumulation_dtype(parameters.dtype)
         if precision.masters == "split":
@@ -84,9 +86,7 @@ class OptimizerState:
             master = parameters.to(self.wide)
         moments = parameters.dtype if precision.moments == "bf16" else self.wide
         self._kept: dict[StateKind, torch.Tensor] = {
-            "master": master,
-            "exp_avg": torch.zeros_like(parameters, dtype=moments),
-            "exp_avg_sq": torch.zeros_like(parameters, dtype=moments),
+            kind: master if kind == MASTER else torch.zeros_like(parameters, dtype=moments) for kind in kinds
         }
 
     @property
@@ -105,7 +105,7 @@ class OptimizerState:
         return self.stored(kind).widened()
 
     def read_all(self) -> dict[StateKind, torch.Tensor]:
-        return {kind: self.read(kind) for kind in STATE_KINDS}
+        return {kind: self.read(kind) for kind in self._kept}
 
     def write(self, values: Mapping[StateKind, torch.Tensor]) -> None:
         """Keep these, of the accumulation dtype; the parameters follow their masters."""
@@ -116,11 +116,11 @@ class OptimizerState:
             elif kept is not value:
                 kept.copy_(value)
 
-    def part(self, where: slice) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-        """Some elements as they are kept: parameters, masters (None where the parameters are the masters) and both moments."""
-        master, exp_avg, exp_avg_sq = (self._kept[kind] for kind in STATE_KINDS)
+    def part(self, where: slice) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
+        """Return some elements as they are kept: parameters, masters (None where those are the masters) and moments."""
+        master, *moments = self._kept.values()
         beside = None if master is self._parameters else master[where]
-        return self._parameters[where], beside, exp_avg[where], exp_avg_sq[where]
+        return self._parameters[where], beside, [moment[where] for moment in moments]
 
 
 def read_master(parameters: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:

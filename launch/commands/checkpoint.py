@@ -202,7 +202,7 @@ def _facts(manifest: "Manifest") -> Iterator[tuple[str, str]]:
     training = manifest.content == "training"
     yield (
         "content",
-        "training: weights and Adam's moments" if training else "weights only: to start from, not to resume",
+        "training: weights and the optimizer's moments" if training else "weights only: to start from, not to resume",
     )
     yield "run", f"{manifest.run}, attempt {manifest.attempt}, written {manifest.written_at}"
     yield (

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from engine.config.optimizer_kinds import StateKind
 from engine.layout.shard_spec import Init, ParamRecord
-from engine.optimizer.kinds import STATE_KINDS, StateKind
 from engine.step import Engine
 from engine.tensor_parallel.initial_weights import initial_box
 from launch.verify.verdict.deviation import Deviation
@@ -106,7 +106,7 @@ def run_steps(
         _write_owned(engine, step, "gradient", notebook)
         result = engine.update(counts, lr).wait()
         engine.buffers.wait_all()
-        for kind in STATE_KINDS:
+        for kind in engine.optimizer.state_kinds:
             _write_owned(engine, step, kind, notebook)
         _write_parameters(engine, step, "parameter", notebook)
         notebook.step_done(step)
@@ -114,7 +114,7 @@ def run_steps(
     return facts
 
 
-def _write_owned(engine: Engine, step: int, kind: StateKind | Literal["gradient"], notebook: Notebook) -> None:
+def _write_owned(engine: Engine, step: int, kind: StateKind, notebook: Notebook) -> None:
     for owned in engine.optimizer.owned:
         values = owned.grads if kind == "gradient" else owned.state.read(kind)
         for segment in owned.segments:

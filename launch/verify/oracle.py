@@ -159,6 +159,8 @@ def refusals(oracle: str, config: Config) -> Iterator[str]:
                 f"model.{name} = {probability}: {oracle} draws masks from generators of its own, so equal models would differ. "
                 f"Add model.{name}=0."
             )
+    if config.optimizer.name != "adamw":
+        yield f"optimizer.name = {config.optimizer.name}: {oracle} is compared with AdamW alone. Add optimizer.name=adamw."
     try:
         if oracle == "megatron-core":
             megatron_args(config.model)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.load import load_config
+from engine.config.optimizer_kinds import OPTIMIZERS
 from engine.config.plan import parallel_sizes
 from engine.config.section import with_value
 from engine.config.tree import Config
@@ -91,7 +92,7 @@ def trial(path: Path, overrides: tuple[str, ...], *, small: bool, num_steps: int
         "weight_decay": optimizer.weight_decay or 0.1,
     }
     tree["precision"]["dtype"] = dtype or asked.precision.dtype
-    if tree["precision"]["dtype"] in WIDER:
+    if tree["precision"]["dtype"] in WIDER and "eps" in OPTIMIZERS[optimizer.name].fields:
         tree["optimizer"]["eps"] = NARROW_EPS
     tree["checkpoint"] = {}
     tree["telemetry"] = {}

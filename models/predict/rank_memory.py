@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.config.activations import RecomputeConfig
+from engine.config.optimizer_kinds import OPTIMIZERS
 from engine.config.plan import batch_plan, local_seq_length, parallel_sizes, stages_of
 from engine.config.section import with_value
 from engine.config.tree import Config, problems
@@ -254,11 +255,11 @@ def _most_messages(sizes: ParallelSizes, pp: int) -> int:
 
 
 def _state_bytes(config: Config, element: int, wide: int) -> int:
-    """Of one owned parameter: two moments and what its master takes beside it."""
+    """Count the bytes of one owned parameter: its moments, and what its master takes beside it."""
     precision = config.precision
     moment = element if precision.moments == "bf16" else wide
     master = wide - element if precision.masters == "split" else 0 if wide == element else wide
-    return 2 * moment + master
+    return len(OPTIMIZERS[config.optimizer.name].moments) * moment + master
 
 
 def _records(config: Config, sizes: ParallelSizes, mine: Sequence[StageLayers]) -> list[ParamRecord]:

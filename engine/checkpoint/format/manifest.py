@@ -22,14 +22,14 @@ from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from engine.checkpoint.format.boxes import box_shape, flat_boxes, intersect
+from engine.config.optimizer_kinds import MASTER, OPTIMIZERS, STATE_KINDS, OptimizerName, StateKind
 from engine.config.training import MOST_STEPS
 from engine.data.skipped import Ranges
 from engine.errors import CheckpointError
 from engine.layout.shard_spec import Box
-from engine.optimizer.kinds import STATE_KINDS, StateKind
 from engine.storage.files import write_atomically
 from engine.storage.redaction import tree_without_secrets, without_secrets
 from engine.storage.state_files import read_regular
@@ -52,9 +52,8 @@ MOST_MANIFEST_BYTES = 2**30
 PIECE_BYTES = 32 * 2**20
 """Largest piece: what a reader holds in memory at a time."""
 
-Kind = StateKind
-KINDS = STATE_KINDS
-"""Exact weights (the parameters themselves in fp32 and float64), and Adam's two moments."""
+Kind = Annotated[StateKind, Field(pattern=f"^({'|'.join(STATE_KINDS)})$")]
+"""Exact weights (the parameters themselves in fp32 and float64), or a moment of one of our optimizers."""
 
 DType = Literal["bfloat16", "float16", "float32", "float64"]
 DTYPE_BYTES: dict[DType, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -121,7 +120,7 @@ class TrainingState(_Record):
     Attributes:
         step: optimizer steps made.
         consumed_samples, consumed_tokens: of the training data; what comes next is a function of the first alone.
-        num_updates: Adam's step (bias correction).
+        num_updates: updates that the moments have seen (Adam's bias correction).
         lr: of the last step, for the reader: the schedule is a function of step and config.
         rng: which seed; masks, weights and sample order are functions of (seed, name, sample), so there is no further state.
         loss_scale: None where the dtype needs none.
@@ -177,6 +176,23 @@ class Manifest(_Record):
     lineage: Annotated[tuple[Ancestor, ...], Field(strict=False)]
     tensors: dict[str, TensorInfo] = Field(min_length=1)
     files: Annotated[tuple[DataFile, ...], Field(strict=False)]
+
+    @model_validator(mode="after")
+    def _its_optimizer_is_known(self) -> "Manifest":
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"config.optimizer.name = {self.optimizer!r} is none of {', '.join(OPTIMIZERS)}")
+        return self
+
+    @property
+    def optimizer(self) -> OptimizerName:
+        """The optimizer whose state it holds; AdamW where the configuration does not say (it was the only one)."""
+        name: OptimizerName = self.config.get("optimizer", {}).get("name", "adamw")
+        return name
+
+    @property
+    def kinds(self) -> tuple[StateKind, ...]:
+        """The kinds of every tensor in it."""
+        return OPTIMIZERS[self.optimizer].state_kinds if self.content == "training" else (MASTER,)
 
     @property
     def num_bytes(self) -> int:
@@ -300,9 +316,8 @@ def manifest_problems(folder: Path, manifest: Manifest) -> list[str]:
                 )
                 misplaced.add((piece.name, piece.kind))
             pieces.setdefault((piece.name, piece.kind), []).append(piece)
-    kinds: tuple[Kind, ...] = KINDS if manifest.content == "training" else ("master",)
     for name, tensor in manifest.tensors.items():
-        for kind in kinds:
+        for kind in manifest.kinds:
             mine, whole = pieces.get((name, kind), []), math.prod(tensor.shape)
             there = sum(piece.numel for piece in mine)
             if (name, kind) in misplaced:

@@ -15,8 +15,9 @@ from typing import Any, Literal
 import torch
 
 from engine.checkpoint.directory import Candidate
-from engine.checkpoint.format.manifest import KINDS, PIECE_BYTES, DType, Kind, Manifest, Piece
+from engine.checkpoint.format.manifest import PIECE_BYTES, DType, Kind, Manifest, Piece
 from engine.checkpoint.format.store import TORCH_DTYPES, Shard, load
+from engine.config.optimizer_kinds import MASTER
 
 _WIDEST_BYTES = 8
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -75,14 +76,14 @@ def tensors_of(manifest: Manifest) -> dict[tuple[str, Kind], Tensor]:
             sum(int(piece.fingerprint, 16) for piece in mine) % (1 << 64),
         )
         for name, info in manifest.tensors.items()
-        for kind in KINDS
+        for kind in manifest.kinds
         if (mine := pieces.get((name, kind)))
     }
 
 
 def compared_kinds(one: Manifest, other: Manifest) -> tuple[Kind, ...]:
-    """Weights alone where one of the two has nothing else."""
-    return KINDS if one.content == other.content == "training" else ("master",)
+    """Return the kinds that both have: weights alone where one has nothing else, or the optimizers differ."""
+    return one.kinds if one.kinds == other.kinds else (MASTER,)
 
 
 def differences(one: Manifest, other: Manifest) -> list[Difference]:

@@ -47,4 +47,4 @@ class Oracle(Protocol):
         """One optimizer step with gradients x `scale`, clipped; returns their norm before clipping."""
 
     def state(self, kind: TensorKind, name: str) -> torch.Tensor:
-        """`master`, `exp_avg` or `exp_avg_sq` after an update, with the parameter's number of elements."""
+        """The master or a moment (`exp_avg`) after an update, with the parameter's number of elements."""

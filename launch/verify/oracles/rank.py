@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.config.load import load_config
+from engine.config.optimizer_kinds import OPTIMIZERS
 from engine.config.tree import Config
 from engine.data.loader import MicroBatch
 from engine.errors import TriaxisError
@@ -34,8 +35,6 @@ from launch.verify.samples import MASKED_FRACTION
 from launch.verify.verdict.records import REFERENCE_SAMPLES, REFERENCE_STEPS, Sample, StepFacts, TensorKind
 from models.inference.probes import LOSS, TOKEN_LOSSES
 from models.specs import model_specs
-
-STATE: tuple[TensorKind, ...] = ("master", "exp_avg", "exp_avg_sq")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -114,7 +113,7 @@ def observe(oracle: Oracle, config: Config, start: Mapping[str, torch.Tensor], f
         counted = max(num_tokens, 1)  # a batch without a counted token has no gradient, and a loss of zero
         book.write(step, "gradient", oracle.gradient)
         grad_norm = oracle.update(nominal / counted)
-        for kind in STATE:
+        for kind in OPTIMIZERS[config.optimizer.name].state_kinds:
             book.write(step, kind, partial(oracle.state, kind))
         book.write(step, "parameter", oracle.parameter)
         book.step_done(step)

@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+from engine.config.optimizer_kinds import STATE_KINDS
 from launch.verify.verdict.deviation import Deviation
 from launch.verify.verdict.evidence import Cause, Difference, Evidence, Outcome
 from launch.verify.verdict.records import RankReport, together
@@ -168,7 +169,7 @@ def _appearance(evidence: Evidence, differing: Sequence[Difference]) -> str:
         return _of_output(evidence, first)
     if first.what == "gradient":
         return _of_gradients(evidence, differing)
-    if first.what in ("master", "exp_avg", "exp_avg_sq"):
+    if first.what in STATE_KINDS:
         return _of_update(evidence, differing)
     return {
         "samples": "samples of the step are read twice, by nobody, or with other tokens: the deal of samples to dp ranks",

@@ -8,15 +8,17 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, get_args
 
+from engine.config.optimizer_kinds import STATE_KINDS
 from launch.verify.verdict.deviation import NOTHING, Deviation
 
-TensorKind = Literal["start", "gradient", "master", "exp_avg", "exp_avg_sq", "parameter"]
-"""start: weights before the first step. parameter: what the next forward uses, on every rank that holds a copy."""
+TensorKind = str
+"""One of `KINDS`."""
 
-KINDS: tuple[TensorKind, ...] = get_args(TensorKind)
-"""In the order in which a step makes them."""
+KINDS: tuple[TensorKind, ...] = ("start", "gradient", *STATE_KINDS, "parameter")
+"""In the order in which a step makes them, with the moments of every optimizer.
+
+start: weights before the first step. parameter: what the next forward uses, on every rank that holds a copy."""
 
 REFERENCE_STEPS = "reference.steps.json"
 """File of the one process, with its `StepFacts`."""

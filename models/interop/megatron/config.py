@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from engine.config.layer_kinds import ACTIVATIONS, NORMS, POSITIONS
 from engine.config.model import ModelConfig
+from engine.config.optimizer_kinds import OPTIMIZERS, OptimizerName
 from engine.config.plan import planned_steps
 from engine.config.tree import Config
 from engine.errors import ConfigError, shown
@@ -47,11 +48,12 @@ _OPTIMIZER = {
     "min_lr": "min_lr",
     "lr_decay_iters": "decay_steps",
     "weight_decay": "weight_decay",
-    "adam_beta1": "beta1",
-    "adam_beta2": "beta2",
-    "adam_eps": "eps",
+    **{names[0]: ours for kind in OPTIMIZERS.values() for ours, names in kind.fields.items()},
 }
 """The same for `train` and `optimizer`."""
+
+_OPTIMIZER_NAMES: Mapping[str, OptimizerName] = {kind.megatron: name for name, kind in OPTIMIZERS.items()}
+"""Their `optimizer` -> our `optimizer.name`."""
 
 _CHOICES = (
     "normalization",
@@ -59,6 +61,7 @@ _CHOICES = (
     "num_query_groups",
     "norm_epsilon",
     "layernorm_epsilon",
+    "optimizer",
     "clip_grad",
     "lr_decay_style",
     "lr_warmup_iters",
@@ -164,6 +167,11 @@ def training_sections(args: Args) -> tuple[dict[str, dict[str, Any]], list[str]]
         {ours: args[theirs] for theirs, ours in names.items() if args.get(theirs) is not None}
         for names in (_TRAIN, _OPTIMIZER)
     )
+    theirs = args.get("optimizer", "adam")
+    if theirs in _OPTIMIZER_NAMES:
+        optimizer["name"] = _OPTIMIZER_NAMES[theirs]
+    else:
+        notes.append(f"optimizer = {theirs} is not built: choose optimizer.name")
     if "clip_grad" in args:
         optimizer["clip_grad"] = args["clip_grad"] or None
     style = args.get("lr_decay_style", "linear")
@@ -237,6 +245,7 @@ def megatron_training_args(config: Config) -> dict[str, Any]:
     args = {theirs: getattr(config.train, ours) for theirs, ours in _TRAIN.items()}
     args |= {theirs: getattr(optimizer, ours) for theirs, ours in _OPTIMIZER.items()}
     return args | {
+        "optimizer": OPTIMIZERS[optimizer.name].megatron,
         "train_iters": planned_steps(config),
         "lr_decay_style": optimizer.lr_schedule,
         "lr_warmup_iters": optimizer.warmup_steps,

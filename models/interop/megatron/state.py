@@ -53,8 +53,16 @@ def common_state(state: TrainingState, config: Config) -> dict[str, Any]:
     """common.pt for a run that goes on in Megatron-LM with its distributed optimizer, but for args.
 
     Parameters stand in two groups there as here: weights decay, norms and biases do not.
+
+    Raises:
+        CheckpointError: the optimizer is not AdamW.
     """
     optimizer = config.optimizer
+    if optimizer.name != "adamw":
+        raise CheckpointError(
+            f"optimizer.name = {optimizer.name}: only AdamW's state is written for Megatron-LM, where the moments of another "
+            "optimizer have no place. Export the weights: --weights-only."
+        )
     groups = [
         {
             "wd_mult": wd_mult,

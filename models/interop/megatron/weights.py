@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.checkpoint.format.manifest import KINDS, Kind
+from engine.checkpoint.format.manifest import Kind
 from engine.checkpoint.format.store import Shard
 from engine.checkpoint.import_weights import whole
 from engine.config.model import ModelConfig
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, shown
 from engine.layout.shard_spec import Box
 from models.interop.finite import check_finite
 from models.interop.megatron.files import TorchDist
@@ -199,11 +199,16 @@ def optimizer_format(source: TorchDist) -> str | None:
 
 
 def check_optimizer(source: TorchDist) -> None:
-    """The optimizer's state can be read.
+    """Check that the optimizer's state can be read.
 
     Raises:
-        CheckpointError: there is none, or it is stored by the buckets of one layout.
+        CheckpointError: there is none, it is of another optimizer than Adam, or it is stored by the buckets of one layout.
     """
+    if (name := source.args.get("optimizer", "adam")) != "adam":
+        raise CheckpointError(
+            f"{source.folder} was saved with --optimizer {shown(name)}; only the state of adam is read here, and without its "
+            "moments the run would not go on as it was. Import the weights: --weights-only."
+        )
     stored = optimizer_format(source)
     if stored is None:
         raise CheckpointError(
@@ -257,7 +262,7 @@ def export_chunks(
         has_moments: write the optimizer's state too, with the exact weights in it.
     """
     for parameter in parameters(model):
-        for kind in KINDS if has_moments else KINDS[:1]:
+        for kind in TRAINING if has_moments else WEIGHTS:
             values = parameter.to_theirs([read(name, kind) for name, _ in parameter.ours])
             if kind == "master":
                 yield _written(parameter, "", values.to(dtype or values.dtype))

@@ -12,7 +12,6 @@ from engine.checkpoint.directory import CheckpointDirectory
 from engine.checkpoint.format.boxes import within
 from engine.checkpoint.format.manifest import (
     FORMAT_VERSION,
-    KINDS,
     PIECE_BYTES,
     Kind,
     Manifest,
@@ -21,6 +20,7 @@ from engine.checkpoint.format.manifest import (
     write_manifest,
 )
 from engine.checkpoint.format.store import Shard, fingerprints, write_file
+from engine.config.optimizer_kinds import OPTIMIZERS
 from engine.layout.shard_spec import Box
 
 Cut = tuple[Box, int, int]
@@ -95,7 +95,7 @@ def model(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, torch.
 def training_shards(tensors: Mapping[str, torch.Tensor], ways: int = 1) -> list[list[Shard]]:
     """Weights and moments of a training checkpoint as `ways` ranks would hold them: flat parts of every tensor."""
     files: list[list[Shard]] = [[] for _ in range(ways)]
-    for kind, scale in zip(KINDS, (1.0, 0.5, 0.25), strict=True):
+    for kind, scale in zip(OPTIMIZERS["adamw"].state_kinds, (1.0, 0.5, 0.25), strict=True):
         for name, values in tensors.items():
             box = tuple((0, size) for size in values.shape)
             edges = [values.numel() * rank // ways for rank in range(ways + 1)]

@@ -8,10 +8,11 @@ import torch
 
 from engine.checkpoint import import_weights as offline
 from engine.checkpoint.directory import CheckpointDirectory, find
-from engine.checkpoint.format.manifest import KINDS, Ancestor, TrainingState
+from engine.checkpoint.format.manifest import Ancestor, TrainingState
 from engine.checkpoint.format.store import Shard
 from engine.checkpoint.import_weights import read_tensor, whole, write_checkpoint
 from engine.checkpoint.lock import FolderLock
+from engine.config.optimizer_kinds import OPTIMIZERS
 from engine.errors import CheckpointError, TriaxisError
 from tests.engine.checkpoint.samples import bits, commit, model, training_shards
 
@@ -60,7 +61,11 @@ def test_training_states_have_moments(tmp_path: Path) -> None:
     (shards,) = training_shards(model())
     folder = write_checkpoint(tmp_path, shards, state, config={}, source="x", has_moments=True)
     manifest = find(tmp_path).manifest
-    assert (manifest.content, manifest.state, set(manifest.fingerprint)) == ("training", state, set(KINDS))
+    assert (manifest.content, manifest.state, set(manifest.fingerprint)) == (
+        "training",
+        state,
+        set(OPTIMIZERS["adamw"].state_kinds),
+    )
     expected = model()["final_norm.weight"] * 0.25
     assert torch.equal(read_tensor(folder, manifest, "final_norm.weight", "exp_avg_sq"), expected)
 

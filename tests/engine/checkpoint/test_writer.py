@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from benchmarks.gpu_contenders.shapes import SHAPES, base_words, resolve, write_config
-from engine.checkpoint.format.manifest import KINDS
 from engine.checkpoint.format.store import write_file
 from engine.checkpoint.shards import saved_buckets, shards
 from engine.checkpoint.writer import RankWriter
 from engine.comm.topology import Topology
+from engine.config.optimizer_kinds import OPTIMIZERS
 from engine.config.plan import parallel_sizes
 from engine.config.training import PrecisionConfig
 from engine.device import pinned_memory
@@ -107,7 +107,9 @@ def drawn(optimizer: DistributedOptimizer) -> None:
     """Give every element of the state a value of its own."""
     generator = torch.Generator().manual_seed(3)
     for owned in optimizer.owned:
-        owned.state.write({kind: torch.randn(len(owned.parameters), generator=generator) for kind in KINDS})
+        owned.state.write(
+            {kind: torch.randn(len(owned.parameters), generator=generator) for kind in OPTIMIZERS["adamw"].state_kinds}
+        )
 
 
 @pytest.mark.parametrize("in_background", [True, False])
@@ -119,7 +121,12 @@ def test_a_file_holds_the_state_in_the_accumulation_dtype_as_it_was_at_the_save(
     optimizer = DistributedOptimizer(engine.buffers, engine.config.optimizer, FORMS[form][0])
     drawn(optimizer)
     owned = saved_buckets(optimizer)
-    widened = [shard for kind in KINDS for each in owned for shard in shards(each, each.state.read(kind), kind)]
+    widened = [
+        shard
+        for kind in OPTIMIZERS["adamw"].state_kinds
+        for each in owned
+        for shard in shards(each, each.state.read(kind), kind)
+    ]
     write_file(tmp_path / "rank_00000.safetensors", widened)
 
     writer = writer_of(optimizer, RecordingLock(), in_background=in_background)

@@ -25,10 +25,10 @@ def test_a_speed_setting_may_always_change() -> None:
     }  # fmt: skip
 
 
-def test_the_shape_of_the_model_and_the_samples_of_a_step_never_change() -> None:
+def test_the_shape_of_the_model_the_samples_of_a_step_and_the_optimizer_never_change() -> None:
     kept = {"vocab_multiple", "init_std", "hidden_dropout", "attention_dropout"}
     shape = {f"model.{name}" for name in type(config_with().model).model_fields if name not in kept}
-    assert fields("never") == shape | {"train.global_batch_size"}
+    assert fields("never") == shape | {"train.global_batch_size", "optimizer.name"}
 
 
 def test_the_length_of_a_run_may_change_where_no_learning_rate_depends_on_it() -> None:

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.optimizer.kinds import STATE_KINDS
 from engine.step import Engine
 from tests.harness import compiler
 from tests.parity.cases import Case
@@ -47,7 +46,7 @@ def test_the_compiled_update_is_torchs(form: str) -> None:
     plain, compiled = updated(case), updated(replace(case, compiled=True))
     assert plain.optimizer.num_updates == compiled.optimizer.num_updates == STEPS - 1
     for one, other in zip(plain.optimizer.owned, compiled.optimizer.owned, strict=True):
-        for kind in STATE_KINDS:
+        for kind in plain.optimizer.state_kinds:
             wanted, got = one.state.read(kind), other.state.read(kind)
             assert float((got - wanted).norm()) <= near * float(wanted.norm()), kind
         assert torch.equal(other.parameters, other.state.read("master").to(other.parameters.dtype)) or case.narrow

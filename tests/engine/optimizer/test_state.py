@@ -8,14 +8,15 @@ import torch
 from hypothesis import given, settings
 from torch.optim.adamw import adamw
 
+from engine.config.optimizer_kinds import OPTIMIZERS
 from engine.config.training import PrecisionConfig
-from engine.optimizer.kinds import STATE_KINDS
 from engine.optimizer.state import OptimizerState
 from engine.step import Engine
 from tests.harness import run_ranks
 from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank
 
+STATE_KINDS = OPTIMIZERS["adamw"].state_kinds
 FULL = PrecisionConfig(dtype="bf16")
 SPLIT = PrecisionConfig(dtype="bf16", masters="split")
 NARROW = PrecisionConfig(dtype="bf16", masters="split", moments="bf16")
@@ -23,7 +24,7 @@ NARROW = PrecisionConfig(dtype="bf16", masters="split", moments="bf16")
 
 def made(precision: PrecisionConfig, weights: torch.Tensor) -> tuple[torch.Tensor, OptimizerState]:
     parameters = weights.to(torch.bfloat16)
-    return parameters, OptimizerState(parameters, precision)
+    return parameters, OptimizerState(parameters, precision, STATE_KINDS)
 
 
 def bits_of(values: torch.Tensor) -> torch.Tensor:
@@ -113,7 +114,7 @@ def test_bytes_per_parameter() -> None:
         _, state = made(precision, torch.zeros(64))
         assert sum(tensor.nbytes for tensor in state.tensors) == 64 * expected
     exact = torch.zeros(64)
-    state = OptimizerState(exact, PrecisionConfig(dtype="fp32"))
+    state = OptimizerState(exact, PrecisionConfig(dtype="fp32"), STATE_KINDS)
     assert sum(tensor.nbytes for tensor in state.tensors) == 64 * 8 and state.read("master") is exact
 
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from engine.checkpoint.directory import find
-from engine.checkpoint.format.manifest import KINDS, Ancestor, TrainingState
+from engine.checkpoint.format.manifest import Ancestor, TrainingState
 from engine.checkpoint.import_weights import read_tensor, whole, write_checkpoint
 from engine.config.load import load_config
 from engine.config.model import ModelConfig
+from engine.config.optimizer_kinds import OPTIMIZERS
 from engine.data.corpus.tokenizers import load_tokenizer
 from engine.layout.shard_spec import localize
 from engine.tensor_parallel.initial_weights import initial_box
@@ -359,7 +360,11 @@ def test_the_tokenizer_of_a_run_is_found_above_it_or_asked_for(
     (start / "tok" / "t.json").write_bytes(tokenizer.read_bytes())
     model = ModelConfig.model_validate(MODEL)
     state = TrainingState.at_start().model_copy(update={"data": {"tokenizer": load_tokenizer(str(tokenizer)).identity}})
-    shards = (whole(spec.name, torch.ones(spec.shape), kind) for spec in model_specs(model) for kind in KINDS)
+    shards = (
+        whole(spec.name, torch.ones(spec.shape), kind)
+        for spec in model_specs(model)
+        for kind in OPTIMIZERS["adamw"].state_kinds
+    )
     config = {"model": model.model_dump(mode="json"), "data": {"tokenizer": "tok/t.json"}}
     write_checkpoint(start / "runs/a/checkpoints", shards, state, config=config, source="a", has_moments=True)
     monkeypatch.chdir(elsewhere)

@@ -11,10 +11,11 @@ import torch
 import yaml
 
 from engine.checkpoint.directory import find
-from engine.checkpoint.format.manifest import KINDS, TrainingState
+from engine.checkpoint.format.manifest import TrainingState
 from engine.checkpoint.import_weights import read_tensor, whole, write_checkpoint
 from engine.config.load import load_config
 from engine.config.model import ModelConfig
+from engine.config.optimizer_kinds import OPTIMIZERS
 from engine.config.tree import Config
 from launch.cli import main
 from models.interop.megatron import writer as megatron_writer
@@ -51,7 +52,7 @@ def checkpoint(folder: Path, *, has_moments: bool) -> Path:
     """A checkpoint of ours with random tensors."""
     generator = torch.Generator().manual_seed(1)
     config = Config.model_validate(RUN)
-    kinds = KINDS if has_moments else KINDS[:1]
+    kinds = OPTIMIZERS["adamw"].state_kinds if has_moments else OPTIMIZERS["adamw"].state_kinds[:1]
     shards = (
         whole(spec.name, 0.1 * torch.rand(spec.shape, generator=generator), kind)
         for spec in model_specs(config.model)
@@ -291,6 +292,7 @@ def test_an_imported_run_goes_on_where_it_stood(theirs, tmp_path, monkeypatch):
         ({"lr_warmup_iters": "x"}, "settings cannot be read"),
         ({"lr": -1.0}, "lr = -1.0"),
         ({"num_experts": torch.ones(3)}, "num_experts = a Tensor: mixture of experts"),
+        ({"optimizer": "sgd"}, "--optimizer 'sgd'; only the state of adam is read here.* --weights-only"),
     ],
 )
 def test_absurd_arguments_are_refused_in_words(theirs, tmp_path, capsys, args, said):

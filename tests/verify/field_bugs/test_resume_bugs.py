@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from engine.config.optimizer_kinds import StateKind
 from engine.data.loader import Batches
 from engine.optimizer.distributed import DistributedOptimizer
-from engine.optimizer.kinds import StateKind
 from tests.checkpoint.runs import Trace, run
 from tests.harness import RankFailedError, run_ranks
 from tests.parity.cases import Case

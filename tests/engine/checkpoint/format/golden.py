@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 
 from engine.checkpoint.directory import CheckpointDirectory
-from engine.checkpoint.format.manifest import KINDS, Ancestor, Kind, TrainingState
+from engine.checkpoint.format.manifest import Ancestor, Kind, TrainingState
 from engine.checkpoint.format.store import Shard
+from engine.config.optimizer_kinds import OPTIMIZERS
 from tests.engine.checkpoint.samples import Cut, shard, write_folder
 
 STEP = 7
@@ -38,7 +39,7 @@ STATE = TrainingState(
 def values(name: str, kind: Kind) -> torch.Tensor:
     """Numbers that fp32 holds exactly, different in every tensor and kind, without a generator that may change."""
     shape = SHAPES[name]
-    offset = 100 * list(SHAPES).index(name) + 10 * KINDS.index(kind)
+    offset = 100 * list(SHAPES).index(name) + 10 * OPTIMIZERS["adamw"].state_kinds.index(kind)
     return (
         ((torch.arange(math.prod(shape)) * 37 + offset) % 1009 - 500)
         .to(torch.float64)
@@ -57,7 +58,7 @@ def files() -> list[list[Shard]]:
         "final_norm.weight": [((0, 8),)],
     }
     ranks: list[list[Shard]] = [[] for _ in range(4)]
-    for kind in KINDS:
+    for kind in OPTIMIZERS["adamw"].state_kinds:
         for name, its_boxes in boxes.items():
             for tp_index, box in enumerate(its_boxes):
                 numel = math.prod(stop - start for start, stop in box)
