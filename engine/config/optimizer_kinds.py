@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-OptimizerName = Literal["adamw"]
+OptimizerName = Literal["adamw", "sgd"]
 
 StateKind = str
 """`master`, or the name of a moment: what a rank keeps of each parameter that it owns, and a checkpoint holds."""
@@ -48,6 +48,12 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerKind] = MappingProxyType(
             moments={"exp_avg": "beta1", "exp_avg_sq": "beta2"},
             fields={"beta1": ("adam_beta1",), "beta2": ("adam_beta2",), "eps": ("adam_eps", "adam_epsilon")},
             megatron="adam",
+        ),
+        "sgd": OptimizerKind(
+            title="SGD with momentum",
+            moments={"momentum_buffer": "momentum"},
+            fields={"momentum": ("sgd_momentum",)},
+            megatron="sgd",
         ),
     }
 )

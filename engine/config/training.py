@@ -48,7 +48,9 @@ class OptimizerConfig(Section):
 
     on_resume: ClassVar[OnResume | None] = MEANT
 
-    name: Annotated[OptimizerName, OnResume("never")] = Field("adamw", description="adamw: AdamW (1711.05101)")
+    name: Annotated[OptimizerName, OnResume("never")] = Field(
+        "adamw", description="adamw: AdamW (1711.05101); sgd: with momentum"
+    )
     lr: float = Field(3e-4, gt=0, description="peak learning rate")
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
     lr_schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="shape of the decay to min_lr")
@@ -58,6 +60,7 @@ class OptimizerConfig(Section):
     beta1: float = Field(0.9, ge=0, lt=1, description="decay of the mean of gradients")
     beta2: float = Field(0.95, ge=0, lt=1, description="decay of the mean of squared gradients")
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
+    momentum: float = Field(0.9, gt=0, lt=1, description="of sgd: decay of the sum of gradients")
     clip_grad: float | None = Field(1.0, gt=0, description="largest global gradient norm; null: no clipping")
     bucket_bytes: Annotated[int, LAYOUT] = Field(64 * 2**20, gt=0, description="main-grad bytes per reduce-scatter")
 

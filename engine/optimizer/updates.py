@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
 from engine.config.optimizer_kinds import OptimizerName, StateKind
 from engine.config.training import OptimizerConfig
@@ -110,4 +111,57 @@ class AdamW:
         return decayed - step_size * new_mean / (new_square.sqrt() * rescale + config.eps), (new_mean, new_square)
 
 
-UPDATES: Mapping[OptimizerName, type[Update]] = MappingProxyType({"adamw": AdamW})
+class SGD:
+    """SGD with momentum as torch.optim.SGD has it (dampening 0, no Nesterov).
+
+        g = gradient + weight_decay w        coupled: the decay is part of the gradient, and so of the momentum
+        v = momentum v + g                   from v = 0
+        w = w - lr v
+
+    Megatron-LM's `--optimizer sgd` is the same class.
+    """
+
+    @staticmethod
+    def by_torch(
+        state: Mapping[StateKind, Sequence[torch.Tensor]],
+        grads: Sequence[torch.Tensor],
+        config: OptimizerConfig,
+        lr: float,
+        weight_decay: float,
+        num_updates: torch.Tensor,
+        skipped: torch.Tensor,
+    ) -> None:
+        sgd(
+            list(state["master"]),
+            list(grads),
+            list(state["momentum_buffer"]),
+            fused=True,
+            found_inf=skipped,
+            weight_decay=weight_decay,
+            momentum=config.momentum,
+            lr=lr,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+        )
+
+    @staticmethod
+    def factors(config: OptimizerConfig, lr: float, step: torch.Tensor) -> list[torch.Tensor]:
+        """Return [lr]."""
+        return [torch.full_like(step, lr)]
+
+    @staticmethod
+    def elementwise(
+        master: torch.Tensor,
+        moments: Sequence[torch.Tensor],
+        grad: torch.Tensor,
+        factors: Sequence[torch.Tensor],
+        config: OptimizerConfig,
+        weight_decay: float,
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        (velocity,), (lr,) = moments, factors
+        new = velocity * config.momentum + (grad + weight_decay * master)
+        return master - lr * new, (new,)
+
+
+UPDATES: Mapping[OptimizerName, type[Update]] = MappingProxyType({"adamw": AdamW, "sgd": SGD})

@@ -115,6 +115,7 @@ class Case:
     bf16_gradients: bool = False
     compiled: bool = False
     """Elementwise functions and the optimizer by torch.compile."""
+    optimizer: str = "adamw"
     staged: bool = False
     """Carry what is sent through other memory (`engine.comm.staging`); on GPUs, over gloo, ranks share those that there are."""
     backend: str | None = None
@@ -142,6 +143,7 @@ class Case:
         parts += ["narrow"] if self.narrow else []
         parts += ["bf16_gradients"] if self.bf16_gradients else []
         parts += ["compiled"] if self.compiled else []
+        parts += [self.optimizer] if self.optimizer != "adamw" else []
         parts += ["staged"] if self.staged else []
         parts += [self.backend] if self.backend else []
         return "-".join(parts)
@@ -172,7 +174,13 @@ class Case:
                     "sequence_parallel": self.sequence_parallel,
                     "layers_per_stage": list(self.layers_per_stage) if self.layers_per_stage else None,
                 },
-                "optimizer": {"lr": 1e-2, "clip_grad": 0.5, "bucket_bytes": self.bucket_bytes, "warmup_steps": 2},
+                "optimizer": {
+                    "name": self.optimizer,
+                    "lr": 1e-2,
+                    "clip_grad": 0.5,
+                    "bucket_bytes": self.bucket_bytes,
+                    "warmup_steps": 2,
+                },
                 "schedule": {"name": self.schedule},
                 "precision": {"dtype": self.dtype, "gradients": "bf16" if self.bf16_gradients else "full"}
                 | ({"masters": "split", "moments": "bf16"} if self.narrow else {}),
@@ -319,7 +327,7 @@ class OracleResult:
 
 
 def run_oracle(case: Case, weights: Mapping[str, torch.Tensor], num_steps: int) -> OracleResult:
-    """The same batches through the oracle and torch's own AdamW and clipping."""
+    """The same batches through the oracle and torch's own optimizer and clipping."""
     config = case.config()
     weights = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
     batches = Batches(
@@ -336,8 +344,11 @@ def run_oracle(case: Case, weights: Mapping[str, torch.Tensor], num_steps: int) 
         {"params": [w for name, w in weights.items() if decayed[name]], "weight_decay": config.optimizer.weight_decay},
         {"params": [w for name, w in weights.items() if not decayed[name]], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(
-        groups, betas=(config.optimizer.beta1, config.optimizer.beta2), eps=config.optimizer.eps
+    asked = config.optimizer
+    optimizer = (
+        torch.optim.SGD(groups, momentum=asked.momentum)
+        if asked.name == "sgd"
+        else torch.optim.AdamW(groups, betas=(asked.beta1, asked.beta2), eps=asked.eps)
     )
     nominal = case.global_batch_size * config.model.seq_length
     grads: dict[str, torch.Tensor] = {}

@@ -58,6 +58,7 @@ COVERING = [
         "gpt_dropout", tp=2, pp=2, sequence_parallel=True, recompute=SELECTIVE, modules=CHEAP, offload=2, **SMALL_STAGES
     ),
     Case("llama", pp=2, recompute=("full", "block", 2), modules=CHEAP_WITH_ROPE, offload=3, global_batch_size=4),
+    Case("gpt", tp=2, pp=2, dp=2, optimizer="sgd", num_layers=4),
     Case("llama", tp=2, sequence_parallel=True, staged=True, **SMALL),
     Case("gpt", tp=2, pp=2, staged=True, **SMALL_STAGES),
     Case("gpt", pp=2, dp=2, vpp=2, staged=True, num_layers=4),
@@ -123,13 +124,13 @@ def full_product() -> list[Case]:
 
 
 @cache
-def oracle(model: str, num_layers: int | None, global_batch_size: int, num_steps: int) -> OracleResult:
-    case = Case(model, num_layers=num_layers, global_batch_size=global_batch_size)
+def oracle(model: str, num_layers: int | None, global_batch_size: int, num_steps: int, optimizer: str) -> OracleResult:
+    case = Case(model, num_layers=num_layers, global_batch_size=global_batch_size, optimizer=optimizer)
     return run_oracle(case, weights_of(model, num_layers), num_steps)
 
 
 def compare(case: Case, num_steps: int = NUM_STEPS) -> None:
-    expected = oracle(case.model, case.num_layers, case.global_batch_size, num_steps)
+    expected = oracle(case.model, case.num_layers, case.global_batch_size, num_steps, case.optimizer)
     weights = weights_of(case.model, case.num_layers)
     results = run_ranks(
         run_case,

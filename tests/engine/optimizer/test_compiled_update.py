@@ -1,4 +1,4 @@
-"""The update that torch.compile makes of one function, against torch's fused AdamW, in every form of the state."""
+"""The update that torch.compile makes of one function, against torch's fused operator, in every form of the state."""
 
 from dataclasses import replace
 
@@ -13,6 +13,7 @@ from tests.parity.test_step_properties import build_rank
 STEPS, SKIPPED = 6, 3
 FORMS = {
     "float64": (Case("gpt", dtype="float64"), 1e-14),
+    "sgd in float64": (Case("gpt", dtype="float64", optimizer="sgd"), 1e-14),
     "bf16": (Case("gpt", dtype="bf16"), 2e-6),
     "narrow": (Case("gpt", dtype="bf16", narrow=True), 2e-3),  # a moment may be rounded the other way
     "narrow with gradients in bf16": (Case("gpt", dtype="bf16", narrow=True, bf16_gradients=True), 2e-3),
@@ -40,7 +41,9 @@ def _bits(engine: Engine) -> list[torch.Tensor]:
 
 
 @compiler()
-@pytest.mark.parametrize("form", ["float64", *(pytest.param(form, marks=pytest.mark.slow) for form in list(FORMS)[1:])])
+@pytest.mark.parametrize(
+    "form", ["float64", "sgd in float64", *(pytest.param(form, marks=pytest.mark.slow) for form in list(FORMS)[2:])]
+)
 def test_the_compiled_update_is_torchs(form: str) -> None:
     case, near = FORMS[form]
     plain, compiled = updated(case), updated(replace(case, compiled=True))

@@ -54,7 +54,9 @@ MANY = {
         train={"global_batch_size": 16},
     ),
     "all forwards first": deeper(config_of(LLAMA, tp=1), schedule={"name": "gpipe"}, train={"global_batch_size": 8}),
-    "the head in pieces": deeper(config_of(LLAMA, tp=2, recompute=HEAD_IN_PIECES), train={"global_batch_size": 8}),
+    "the head in pieces, sgd": deeper(
+        config_of(LLAMA, tp=2, recompute=HEAD_IN_PIECES), train={"global_batch_size": 8}, optimizer={"name": "sgd"}
+    ),
 }
 
 MANY_SLOW = {
