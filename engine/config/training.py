@@ -215,6 +215,20 @@ def narrow_state_fits(subject: Subject) -> Iterator[Problem]:
                 )
 
 
+def fields_are_of_the_optimizer(subject: Subject) -> Iterator[Problem]:
+    optimizer = subject.config.optimizer
+    for other in OPTIMIZERS.values():
+        for key in sorted(other.fields.keys() - OPTIMIZERS[optimizer.name].fields.keys()):
+            value, default = getattr(optimizer, key), OptimizerConfig.model_fields[key].default
+            if value != default:
+                yield Problem(
+                    f"optimizer.{key}",
+                    value,
+                    f"is a field of {other.title}, and optimizer.name = {optimizer.name}: it would have no effect",
+                    {f"optimizer.{key}": [default]},
+                )
+
+
 TRAINING_RULES: tuple[Rule, ...] = (
     dtype_is_built,
     batch_is_whole_microbatches,
@@ -224,4 +238,5 @@ TRAINING_RULES: tuple[Rule, ...] = (
     decay_goes_down,
     bucket_holds_a_number,
     narrow_state_fits,
+    fields_are_of_the_optimizer,
 )

@@ -169,7 +169,10 @@ def training_sections(args: Args) -> tuple[dict[str, dict[str, Any]], list[str]]
     )
     theirs = args.get("optimizer", "adam")
     if theirs in _OPTIMIZER_NAMES:
-        optimizer["name"] = _OPTIMIZER_NAMES[theirs]
+        name = optimizer["name"] = _OPTIMIZER_NAMES[theirs]
+        # Their arguments have a value for every optimizer; here only those of the one that runs may be given.
+        others = {field for kind in OPTIMIZERS.values() for field in kind.fields} - OPTIMIZERS[name].fields.keys()
+        optimizer = {field: value for field, value in optimizer.items() if field not in others}
     else:
         notes.append(f"optimizer = {theirs} is not built: choose optimizer.name")
     if "clip_grad" in args:

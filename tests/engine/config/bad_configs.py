@@ -332,6 +332,11 @@ BAD: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         {},
         ["precision.masters = split", "precision.dtype = fp32", "masters = full", "dtype = bf16"],
     ),
+    "a field of another optimizer": (
+        ["optimizer.name=sgd", "optimizer.beta2=0.99"],
+        {},
+        ["optimizer.beta2 = 0.99", "is a field of AdamW", "optimizer.name = sgd", "beta2 = 0.95"],
+    ),
     "a moment that stands still": (
         ["precision={dtype: bf16, moments: bf16}", "optimizer.beta2=0.999"],
         {},
