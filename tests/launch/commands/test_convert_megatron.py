@@ -329,3 +329,18 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, capsys):
     error = " ".join(capsys.readouterr().err.split())
     assert "decoder.layers.mlp.linear_fc2.weight has 1 of 384 elements that are NaN" in error
     assert not (tmp_path / "out").exists()
+
+
+def test_the_state_of_another_optimizer_is_not_exported_and_its_weights_are(tmp_path, capsys):
+    config = Config.model_validate(RUN | {"optimizer": {"name": "sgd"}})
+    shards = (
+        whole(spec.name, torch.ones(spec.shape), kind)
+        for spec in model_specs(config.model)
+        for kind in OPTIMIZERS["sgd"].state_kinds
+    )
+    tree = config.model_dump(mode="json")
+    write_checkpoint(tmp_path / "sgd", shards, TrainingState.at_start(), config=tree, source="a test", has_moments=True)
+    export = ["convert", "megatron-export", str(tmp_path / "sgd"), str(tmp_path / "megatron")]
+    assert main(export) == 2
+    assert "optimizer.name = sgd: only AdamW's state is written" in " ".join(capsys.readouterr().err.split())
+    assert main([*export, "--weights-only"]) == 0
