@@ -5,9 +5,9 @@
 `launch/pretrain_gpt.sh` starts it; so does srun with one task per GPU. The only place that knows engine, models and
 telemetry at once:
 
-    main                config -> process group -> run directory -> this rank's log     rank.py, rank_directory.py
-    _train              datasets, engine, telemetry, banner, what to begin with         engine/train.py, run_facts.py
-    _train_and_report   guard, heartbeat and watchers around the loop; the end          step_watchers.py, sample_text.py
+    main                config -> process group -> run directory -> this rank's log     rank/join.py, rank/directory.py
+    _train              datasets, engine, telemetry, banner, what to begin with         engine/train.py, rank/banner.py
+    _train_and_report   guard, heartbeat and watchers around the loop; the end          rank/watchers.py, rank/sample_text.py
 """
 
 import os

@@ -51,7 +51,7 @@ def restore(engine: Engine, candidate: Candidate, what: LoadWhat) -> TrainingSta
 
     Raises:
         CheckpointError: on the rank that sees it: of another model, damaged, or without moments where they are needed. The
-            callers of all ranks must agree before anyone goes on (`manager.py` does).
+            callers of all ranks must agree before anyone goes on (`resume.py` does).
     """
     manifest = candidate.manifest
     if what == "all" and manifest.content == "weights":

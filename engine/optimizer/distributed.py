@@ -1,7 +1,7 @@
 """The optimizer, whose state lives only on its owner (ZeRO-1, 1910.02054 section 5.1).
 
 Each data-parallel rank owns an equal part of every bucket (`param_layout.py`) and keeps master weights and moments there
-(`state.py` says in what form, `kinds.py` and `updates.py` which optimizers there are).
+(`state.py` says in what form, `engine/config/optimizer_kinds.py` and `updates.py` which optimizers there are).
 
 A step multiplies the owned gradients by one factor (tokens and clipping), updates the masters in the accumulation dtype, lets the
 parameters follow, and the buckets are all-gathered. Two kernels (`kernels.optimizer`):

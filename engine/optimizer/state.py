@@ -3,7 +3,7 @@
     kind         wide (accumulation dtype)                    narrow (bf16 runs, by choice)
     master       the exact weights; in fp32 and float64 runs  `masters: split`   the upper half of its bits is the parameter, the
                  the parameters themselves                                       lower half a remainder of 16 bits: exact
-    moments      what the optimizer averages (`kinds.py`)     `moments: bf16`    rounded after each step
+    moments      what the optimizer averages (its record)     `moments: bf16`    rounded after each step
 
 Bytes per parameter of a bf16 run with AdamW's two moments, weight and fp32 main grad included:
 wide 2 + 4 + 12 / dp; both narrow 2 + 4 + 6 / dp.

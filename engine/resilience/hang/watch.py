@@ -5,7 +5,7 @@
     words         it writes what the rank does to RUN_DIR/hangs/attempt_00/rank_00003.answers.json, waits `grace` for the others
     deputy        of each node, the lowest rank that wrote: reads the heartbeats of silent ranks in its node's memory and writes for
                   them
-    reporter      the lowest rank that wrote: puts all of it in words (`waits.py`): report.json, events, its own output
+    reporter      the lowest rank that wrote: puts all of it in words (`report.py`): report.json, events, its own output
     end           deputies kill the silent ranks of their nodes (a stopped process hears no other signal), all others leave with
                   HUNG
 

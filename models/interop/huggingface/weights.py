@@ -8,7 +8,7 @@ Every tensor of ours is a matrix [out, in] or a vector seen with more dims. An e
 result into equal parts that are theirs; GPT-2 keeps matrices as [in, out]. Nothing is permuted within a head: RoPE turns
 the pair (i, i + d/2) in both. The order of gate before up, and of keys before values, is that of the tables below.
 
-Memory: one exchange at a time, here and in what reads and writes the files (`hf_files.py`).
+Memory: one exchange at a time, here and in what reads and writes the files (`files.py`).
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Writes a checkpoint in Megatron-Core's `torch_dist` format (see `megatron_files.py`), one process, chunk by chunk.
+"""Writes a checkpoint in Megatron-Core's `torch_dist` format (see `files.py`), one process, chunk by chunk.
 
 The chunks are torch.save's, `.metadata` is a pickle of torch.distributed.checkpoint's own records: what Megatron-Core reads. Its
 own writer would need a process group and the whole model in memory; this one holds one chunk at a time.

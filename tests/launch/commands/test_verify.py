@@ -140,7 +140,10 @@ def test_a_matrix_says_each_verdict_and_counts_them(
         (["--oracle", "megatron-core", "--dtype", "bf16"], "Give one of float64, fp32"),
         (["--oracle", "megatron-core", "schedule.name=gpipe"], "this word would be ignored"),
         (["--oracle", "megatron-core", "model.hidden_dropout=0.1"], "Add model.hidden_dropout=0"),
-        (["--oracle", "megatron-core", "model.qk_norm=true", "model.norm=layernorm"], "by LayerNorm, with a bias"),
+        (
+            ["--oracle", "megatron-core", "model.qk_norm=true", "model.norm=layernorm"],
+            "normalise queries and keys by it",
+        ),
         (["--oracle", "transformers", "model.norm=layernorm"], "as llama: model.norm = layernorm, there it is rmsnorm"),
         (["--oracle", "transformers", "model.num_attention_heads=1"], "model.num_attention_heads"),
         (["--layout", "tp=2,ep=2"], "'ep=2' is not one of tp=.., pp=.."),

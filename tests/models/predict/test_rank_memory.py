@@ -1,7 +1,7 @@
 """The memory of a rank from its configuration, against what its step holds.
 
 The CI tier measures each kind of thing that a step may do with its activations once; the slow tier adds combinations, and the
-configurations of `test_activations.py`.
+configurations of `test_activation_memory.py`.
 """
 
 from typing import Any

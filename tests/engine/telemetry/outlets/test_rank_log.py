@@ -1,5 +1,6 @@
 """Rank logs: what print, the C library and a crash write ends in the log, and for rank 0 on the terminal too."""
 
+import gc
 import signal
 import subprocess
 import sys
@@ -150,6 +151,7 @@ def open_descriptors() -> set[str]:
 def test_the_streams_of_this_process_come_back(tmp_path: Path) -> None:
     from engine.telemetry.outlets.rank_log import rank_log
 
+    gc.collect()  # files of other tests that wait for the collector would be closed meanwhile
     streams, descriptors = (sys.stdout, sys.stderr), open_descriptors()
     with rank_log(tmp_path / "x.log", show=True):
         print("hello")
