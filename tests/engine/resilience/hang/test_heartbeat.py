@@ -319,8 +319,10 @@ def test_a_file_of_another_name_does_not_stop_the_watch(heartbeat: Heartbeat, tm
     left = threading.Event()
     heartbeat.phase("data")
     limits = HangLimits(0.05, 0.05, 0.01, 0.5)
-    HangWatch(heartbeat, ALONE, folder, limits, lambda step, text: None, leave=lambda code: left.set()).start()
+    watch = HangWatch(heartbeat, ALONE, folder, limits, lambda step, text: None, leave=lambda code: left.set())
+    watch.start()
     assert left.wait(30.0)
+    watch.close()
 
 
 def test_a_rank_that_goes_on_takes_its_words_back(heartbeat: Heartbeat, tmp_path: Path) -> None:

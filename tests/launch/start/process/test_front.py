@@ -18,7 +18,7 @@ def shell(line: str, folder: Path) -> subprocess.CompletedProcess[bytes]:
         ["bash", "-c", line, "bash", *TRIAXIS],
         cwd=folder,
         capture_output=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": ""},  # the worker of a test is in its folder
     )
 
 
