@@ -19,19 +19,31 @@ MASTER: StateKind = "master"
 
 
 @dataclass(frozen=True, slots=True)
+class Moment:
+    """A decaying mean over the steps of a power of the gradient.
+
+    Attributes:
+        decay: the field of `optimizer` that says how fast it decays.
+        power: of the gradient, element by element: 1 or 2.
+    """
+
+    decay: str
+    power: int
+
+
+@dataclass(frozen=True, slots=True)
 class OptimizerKind:
     """One optimizer, as far as checkpoints, predictions, rules and interop need it.
 
     Attributes:
         title: for messages.
-        moments: by name in checkpoints, the field of `optimizer` that says how fast it decays. Each is as large as the
-            parameter and starts from zero.
+        moments: by name in checkpoints. Each is as large as the parameter and starts from zero.
         fields: the fields of `optimizer` that this optimizer alone reads, with their names elsewhere, Megatron-LM's first.
         megatron: the value of Megatron-LM's `--optimizer`.
     """
 
     title: str
-    moments: Mapping[StateKind, str]
+    moments: Mapping[StateKind, Moment]
     fields: Mapping[str, tuple[str, ...]]
     megatron: str
 
@@ -45,13 +57,13 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerKind] = MappingProxyType(
     {
         "adamw": OptimizerKind(
             title="AdamW",
-            moments={"exp_avg": "beta1", "exp_avg_sq": "beta2"},
+            moments={"exp_avg": Moment("beta1", power=1), "exp_avg_sq": Moment("beta2", power=2)},
             fields={"beta1": ("adam_beta1",), "beta2": ("adam_beta2",), "eps": ("adam_eps", "adam_epsilon")},
             megatron="adam",
         ),
         "sgd": OptimizerKind(
             title="SGD with momentum",
-            moments={"momentum_buffer": "momentum"},
+            moments={"momentum_buffer": Moment("momentum", power=1)},
             fields={"momentum": ("sgd_momentum",)},
             megatron="sgd",
         ),
@@ -62,3 +74,8 @@ STATE_KINDS: tuple[StateKind, ...] = tuple(
     dict.fromkeys(one for kind in OPTIMIZERS.values() for one in kind.state_kinds)
 )
 """The kinds of all optimizers, each once."""
+
+MOMENTS: Mapping[StateKind, Moment] = MappingProxyType(
+    {name: moment for kind in OPTIMIZERS.values() for name, moment in kind.moments.items()}
+)
+"""The moments of all optimizers, by name; a name means the same in each."""

@@ -203,7 +203,7 @@ def narrow_state_fits(subject: Subject) -> Iterator[Problem]:
                 {f"precision.{key}": ["full"], "precision.dtype": ["bf16"]},
             )
     if precision.moments == "bf16":
-        for key in OPTIMIZERS[optimizer.name].moments.values():
+        for key in (moment.decay for moment in OPTIMIZERS[optimizer.name].moments.values()):
             beta = getattr(optimizer, key)
             if beta > LARGEST_BETA_IN_BF16:
                 yield Problem(

@@ -10,11 +10,17 @@ variance each, and the t - 1 running sums of k / t of the size add the sum of k 
     variance of (layout - reference) <= e^2 (1 + t / 2) + e^2          bound = DRAWS e sqrt(2 + t / 2)
 
 A small tensor may be rounded well by luck; so e is at least the root mean square over all tensors of its kind in the step.
+
+A moment has the rounding of the gradients that it averages. If an error is proportional to the gradient, as that of one token's
+backward nearly is, the p-th power of the gradient has p times the relative error. The one draw of the reference may have its
+error in small elements, which a square hides. So e of a moment is at least p times the e of the gradients up to its step.
 """
 
 import math
 from collections.abc import Mapping
 
+from engine.config.optimizer_kinds import MOMENTS
+from launch.verify.verdict.deviation import Deviation
 from launch.verify.verdict.evidence import Evidence, relative, relative_errors
 from launch.verify.verdict.records import StepFacts, TensorKind
 
@@ -47,13 +53,18 @@ class Bounds:
         """Return the bound of each tensor of a kind."""
         if self._evidence.noise is None:
             return self._constant(self._evidence.tensors.get((step, kind), {}))
-        return self._measured(relative_errors(self._evidence.noise_tensors.get((step, kind), {})))
+        rounding = self._rounding(step, kind)
+        if kind in MOMENTS:
+            for at in range(step + 1):
+                gradients = self._rounding(at, "gradient")
+                rounding = {name: max(e, MOMENTS[kind].power * gradients[name]) for name, e in rounding.items()}
+        return {name: self._factor * e for name, e in rounding.items()}
 
     def sites(self) -> Mapping[str, float]:
         """Return the bound of each output of the first forward."""
         if self._evidence.noise is None:
             return self._constant(self._evidence.sites)
-        return self._measured(relative_errors(self._evidence.noise_sites))
+        return {name: self._factor * e for name, e in _at_least_the_mean(self._evidence.noise_sites).items()}
 
     def loss(self, step: int) -> float:
         """Return the bound of a global batch's loss.
@@ -80,9 +91,8 @@ class Bounds:
     def _constant(self, names: Mapping[str, object]) -> dict[str, float]:
         return dict.fromkeys(names, self._only())
 
-    def _measured(self, errors: Mapping[str, float]) -> dict[str, float]:
-        mean = math.sqrt(sum(error**2 for error in errors.values()) / max(1, len(errors)))
-        return {name: self._factor * max(error, mean) for name, error in errors.items()}
+    def _rounding(self, step: int, kind: TensorKind) -> dict[str, float]:
+        return _at_least_the_mean(self._evidence.noise_tensors.get((step, kind), {}))
 
     def _scalar(self, step: int, field: str) -> float:
         assert self._evidence.noise is not None
@@ -93,6 +103,13 @@ class Bounds:
         gradients = self._evidence.noise_tensors[step, "gradient"].values()
         error_square = sum(one.error_square for one in gradients)
         return relative(math.sqrt(error_square), math.sqrt(sum(one.wanted_square for one in gradients)))
+
+
+def _at_least_the_mean(noise: Mapping[str, Deviation]) -> dict[str, float]:
+    """Return e of each tensor: its relative error, or the root mean square of all where that is larger."""
+    errors = relative_errors(noise)
+    mean = math.sqrt(sum(error**2 for error in errors.values()) / max(1, len(errors)))
+    return {name: max(error, mean) for name, error in errors.items()}
 
 
 def _value(facts: StepFacts, field: str) -> float:
