@@ -18,8 +18,8 @@ from launch import cli
 from tests.documented import PAGES, ROOT, commands, make_workplace, section
 from tests.launch.command_line import OTHER_LAUNCHERS, OTHER_RUNS
 
-AS_WRITTEN = "## Checkpoints and resuming"
-"""A part of the README that `tests/launch/runs/test_readme.py` runs for real, from the first command to the last."""
+AS_WRITTEN = ROOT / "docs" / "checkpoints.md", "## The commands"
+"""A page and its part that `tests/launch/runs/test_checkpoints_page.py` runs for real, from the first command to the last."""
 
 VARIABLES = r"(?:[A-Z_]+=\S+ )*"
 DRY_FORMS = [
@@ -45,8 +45,8 @@ def dry_form(command: str) -> str:
 def texts():
     """(page, text) without what runs as written."""
     for page in PAGES:
-        text = page.read_text()
-        yield page, text.replace(section(text, AS_WRITTEN), "") if page.name == "README.md" else text
+        text, (as_written, heading) = page.read_text(), AS_WRITTEN
+        yield page, text.replace(section(text, heading), "") if page == as_written else text
 
 
 ALL = [pytest.param(page, line, id=f"{page.name}: {line}") for page, text in texts() for line in commands(text)]
@@ -89,8 +89,13 @@ def test_the_readme_opens_with_the_two_commands():
     assert list(commands((ROOT / "README.md").read_text()))[:2] == ["bash launch/pretrain_gpt.sh", "bash tests/run.sh"]
 
 
-def test_the_readme_says_what_wins_over_what():
-    text = section((ROOT / "README.md").read_text(), "## Training something else")
+def test_every_page_has_a_place_in_the_index():
+    index = (ROOT / "docs" / "README.md").read_text()
+    assert not [page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md" and f"]({page.name})" not in index]
+
+
+def test_the_training_page_says_what_wins_over_what():
+    text = section((ROOT / "docs" / "training.md").read_text(), "## Configs, fields and variables")
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert any("the first word of every command" in row and "`--config FILE`" in row for row in rows)
     assert any("`section.key=value`" in row and "before or after any option" in row for row in rows)

@@ -1,4 +1,4 @@
-"""The README's part about checkpoints, run as it is written, in order, in one folder."""
+"""The commands of docs/checkpoints.md, run as they are written, in order, in one folder."""
 
 import subprocess
 from pathlib import Path
@@ -10,8 +10,8 @@ from tests.documented import ROOT, commands, make_workplace, section
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]  # two minutes; what the commands do is tested apart
 
 
-def test_checkpoints_and_resuming_as_the_readme_says(tmp_path: Path) -> None:
-    lines = list(commands(section((ROOT / "README.md").read_text(), "## Checkpoints and resuming")))
+def test_saving_resuming_and_converting_as_the_page_says(tmp_path: Path) -> None:
+    lines = list(commands(section((ROOT / "docs" / "checkpoints.md").read_text(), "## The commands")))
     environment = make_workplace(tmp_path)
     said = []
     for line in lines:
