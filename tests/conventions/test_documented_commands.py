@@ -91,7 +91,11 @@ def test_the_readme_opens_with_the_two_commands():
 
 def test_every_page_has_a_place_in_the_index():
     index = (ROOT / "docs" / "README.md").read_text()
-    assert not [page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md" and f"]({page.name})" not in index]
+    assert not [
+        page.name
+        for page in (ROOT / "docs").glob("*.md")
+        if page.name != "README.md" and f"]({page.name})" not in index
+    ]
 
 
 def test_the_training_page_says_what_wins_over_what():
