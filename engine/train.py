@@ -124,7 +124,7 @@ def build(
         dp=topology.axis("dp").size,
         bucket_numel=config.optimizer.bucket_bytes // grad_dtype.itemsize,
     )
-    replica_axes = {name: axis for name in ("tp", "kv_replicas", "ends") if (axis := topology.maybe_axis(name))}
+    replica_axes = {name: axis for name in ("tp", "kv_replicas", "ends") if (axis := topology.optional_axis(name))}
     buffers = GradBuffers(layouts, parameters, dtype, grad_dtype, topology.device, topology.axis("dp"), replica_axes)
     fill(parameters.values(), config.train.seed)
 

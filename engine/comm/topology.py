@@ -29,8 +29,8 @@ from engine.comm.collectives import Axis, Ledger
 from engine.comm.staging import Carrier, Staging
 from engine.comm.store_agreement import compare_group_counts
 from engine.errors import TopologyError
-from engine.layout.axis_groups import CONNECTED_LATER, StreamUse, axis_groups, stream_use
-from engine.layout.rank_grid import AXES, RankGrid
+from engine.layout.axis_groups import AXIS_NAMES, CONNECTED_LATER, StreamUse, axis_groups, stream_use
+from engine.layout.rank_grid import RankGrid
 
 
 def group_options(axes: Sequence[str], timeout: timedelta | None) -> Any:
@@ -143,17 +143,19 @@ class Topology:
             self._axes[name].connect_ring(self.device)
 
     def axis(self, name: str) -> Axis:
-        """The axis of this name; raises TopologyError where this rank has none."""
-        axis = self.maybe_axis(name)
+        """Return the axis of this name; raise TopologyError where this rank has none."""
+        axis = self.optional_axis(name)
         if axis is None:
             raise TopologyError(
                 f"rank {self.rank} ({self.coordinates}) has no axis {name!r}; it has {', '.join(self._axes)}. "
-                f"Mesh axes are {', '.join(AXES)}; 'ends' exists on the first and last stage, 'kv_replicas' where kv heads < tp."
+                "'ends' exists on the first and last stage, 'kv_replicas' where kv heads < tp."
             )
         return axis
 
-    def maybe_axis(self, name: str) -> Axis | None:
-        """The axis of this name, or None where this rank has none."""
+    def optional_axis(self, name: str) -> Axis | None:
+        """Return the axis of this name, or None where this rank has none; raise TopologyError where no layout has it."""
+        if name not in AXIS_NAMES:
+            raise TopologyError(f"there is no axis {name!r} in any layout; the axes are {', '.join(AXIS_NAMES)}.")
         return self._axes.get(name)
 
     def close(self) -> None:

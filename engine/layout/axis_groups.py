@@ -5,6 +5,9 @@ from typing import NamedTuple
 
 from engine.layout.rank_grid import RankGrid
 
+AXIS_NAMES = ("world", "tp", "dp", "pp", "pp_forward", "pp_backward", "ends", "kv_replicas")
+"""Names that `axis_groups` may yield; the last two only in some layouts."""
+
 CONNECTED_LATER = ("pp",)
 """Axes that their first user connects and not the start of a run; training does not use them."""
 

@@ -88,7 +88,7 @@ class ReplicaCheck:
 def _groups(engine: Engine) -> Iterator[Group]:
     topology, names = engine.topology, list(engine.parameters)
     for name in ("dp", "tp", "kv_replicas", "ends"):
-        axis = topology.maybe_axis(name)
+        axis = topology.optional_axis(name)
         if axis is None:
             continue
         held = [

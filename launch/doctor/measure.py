@@ -59,7 +59,7 @@ def group_rates(topology: Topology, sizes: Iterable[Size], dtype: torch.dtype) -
     """
     found = []
     for size in sizes:
-        axis = topology.maybe_axis(size.axis)
+        axis = topology.optional_axis(size.axis)
         topology.axis("world").agree([0.0], topology.device, PURPOSE)
         if axis is None or axis.size == 1:
             continue

@@ -16,7 +16,7 @@ from models.predict.rank_memory import predict
 def count_parameters(engine: Engine) -> dict[str, int]:
     """Parameters by module, counted on all ranks."""
     topology = engine.topology
-    axes = {name: topology.maybe_axis(name) for name in ("tp", "kv_replicas", "ends")}
+    axes = {name: topology.optional_axis(name) for name in ("tp", "kv_replicas", "ends")}
     shares = local_counts(
         [parameter.record for parameter in engine.parameters.values()],
         topology.axis("dp").size,

@@ -34,17 +34,17 @@ class Attention(nn.Module):
         first_kv, stop_kv = cut(model.kv_heads, tp.size, tp.index)
         self.num_kv_heads = stop_kv - first_kv
         self.qkv = ColumnParallelLinear(
-            context.parameters_named(f"{name}.q.weight", f"{name}.kv.weight"),
-            context.parameters_named(f"{name}.q.bias", f"{name}.kv.bias"),
+            [context.parameter(f"{name}.q.weight"), context.parameter(f"{name}.kv.weight")],
+            context.optional_parameters(f"{name}.q.bias", f"{name}.kv.bias"),
             context.region,
             context.queue,
             f"{name}.qkv",
         )
-        self.q_norm = context.maybe_parameter(f"{name}.q_norm.weight")
-        self.k_norm = context.maybe_parameter(f"{name}.k_norm.weight")
+        self.q_norm = context.optional_parameter(f"{name}.q_norm.weight")
+        self.k_norm = context.optional_parameter(f"{name}.k_norm.weight")
         self.proj = RowParallelLinear(
             context.parameter(f"{name}.proj.weight"),
-            context.maybe_parameter(f"{name}.proj.bias"),
+            context.optional_parameter(f"{name}.proj.bias"),
             context.region,
             context.queue,
             f"{name}.proj",

@@ -263,6 +263,7 @@ def build_chunks(
             saved=saved,
         )
         chunks.append(GPTChunk(context, stage))
+        context.require_all_taken()
     return chunks, held
 
 

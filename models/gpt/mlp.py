@@ -17,14 +17,14 @@ class MLP(nn.Module):
         up = "gate_up" if context.model.activation_kind.is_gated else "up"
         self.up = ColumnParallelLinear(
             [context.parameter(f"{name}.{up}.weight")],
-            context.parameters_named(f"{name}.{up}.bias"),
+            context.optional_parameters(f"{name}.{up}.bias"),
             context.region,
             context.queue,
             f"{name}.{up}",
         )
         self.down = RowParallelLinear(
             context.parameter(f"{name}.down.weight"),
-            context.maybe_parameter(f"{name}.down.bias"),
+            context.optional_parameter(f"{name}.down.bias"),
             context.region,
             context.queue,
             f"{name}.down",

@@ -185,7 +185,7 @@ def two_topologies(rank: int) -> tuple[float, float, bool]:
     second = two.axis("dp").all_reduce(torch.tensor([float(rank)]), "a").wait()
     one.close()
     third = two.axis("kv_replicas").all_reduce(torch.tensor([float(rank)]), "a").wait()
-    ok = one.maybe_axis("tp") is None and len(two.ledger.posted) == 2 and float(third) == (1.0 if rank < 2 else 5.0)
+    ok = one.optional_axis("tp") is None and len(two.ledger.posted) == 2 and float(third) == (1.0 if rank < 2 else 5.0)
     return float(first), float(second), ok
 
 
@@ -195,9 +195,11 @@ def test_two_topologies_live_in_one_process() -> None:
 
 def missing_axis(rank: int) -> str:
     topology = Topology(RankGrid(ParallelSizes(pp=4)), rank, CPU)
-    assert (topology.maybe_axis("ends") is None) == (rank in (1, 2)), "only the end stages hold a tied embedding"
+    assert (topology.optional_axis("ends") is None) == (rank in (1, 2)), "only the end stages hold a tied embedding"
     with pytest.raises(TopologyError) as raised:
         topology.axis("kv_replicas")
+    with pytest.raises(TopologyError, match="no axis 'kv_replica' in any layout"):
+        topology.optional_axis("kv_replica")
     return str(raised.value)
 
 

@@ -1,18 +1,24 @@
-"""Modules of a GPT take the parameters that the records of the model's kinds name."""
+"""Modules of a GPT take the parameters that the specs name, all of them and no others."""
 
 from typing import Any, cast
 
 import pytest
 import torch
 
+from engine.comm.topology import Topology
 from engine.config.layer_kinds import NORMS
 from engine.config.model import ModelConfig
+from engine.config.section import with_value
 from engine.kernels.fusion import EAGER
 from engine.kernels.registry import Kernels
+from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.layout.shard_spec import localize
 from engine.tensor_parallel.parameter import ShardedParameter
+from engine.train import build
+from models.gpt.chunk import build_chunks
 from models.gpt.context import BuildContext, Norm
 from models.specs import final_norm_specs
+from tests.parity.cases import Case
 
 
 def context_of(model: ModelConfig, without: str = "") -> BuildContext:
@@ -42,3 +48,24 @@ def test_a_norm_without_one_of_its_parameters_is_an_error_and_no_other_norm(kind
         with pytest.raises(KeyError, match=name):
             Norm(context_of(model, without=name), "final_norm")
     assert len(Norm(context_of(model), "final_norm").weights) == len(kind.parameters)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("Attention", "proj.bias"), ("Attention", "q_norm.weight"), ("MLP", "down.bias")]
+)
+def test_a_misspelt_optional_parameter_is_an_error_at_construction(
+    module: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = BuildContext.optional_parameter
+
+    def misspelt(context: BuildContext, wanted: str) -> ShardedParameter | None:
+        return asked(context, f"{wanted}s" if wanted.endswith(name) else wanted)
+
+    config = with_value(Case("gpt").config(), "model.qk_norm", True)
+    topology = Topology(RankGrid(ParallelSizes()), 0, torch.device("cpu"))
+    build(config, topology, build_chunks)
+    monkeypatch.setattr(BuildContext, "optional_parameter", misspelt)
+    with pytest.raises(
+        LookupError, match=rf"no module took layers\.0\.{module.lower()}\.{name}.* would not be trained"
+    ):
+        build(config, topology, build_chunks)
