@@ -34,8 +34,8 @@ from benchmarks.engine_overhead import machine
 from engine.checkpoint.directory import CheckpointDirectory
 from engine.checkpoint.format.manifest import Kind, read_manifest
 from engine.checkpoint.format.store import load
-from engine.checkpoint.resume import begin
-from engine.checkpoint.saving import Checkpoints, RunFacts
+from engine.checkpoint.resume import resume_or_start
+from engine.checkpoint.saving import CheckpointSaver, RunFacts
 from engine.checkpoint.shards import saved_buckets, shards
 from engine.comm.runtime import RankEnvironment
 from engine.config.optimizer_kinds import OPTIMIZERS
@@ -117,7 +117,7 @@ class Contest:
         shapes = {spec.name: spec.shape for spec in model_specs(engine.config.model)}
         facts = RunFacts("benchmark", 0, {}, (), lambda: None, shapes)
         self.directory = CheckpointDirectory(folder / "ours")
-        self.checkpoints = Checkpoints(engine, self.directory, facts, self.watch)
+        self.checkpoints = CheckpointSaver(engine, self.directory, facts, self.watch)
         self.flats = [
             owned.state.read(kind)
             for owned in saved_buckets(engine.optimizer)
@@ -208,7 +208,7 @@ class Contest:
         load(latest, read_manifest(latest), self.targets)
 
     def begin(self) -> None:
-        begin(self.engine, self.directory, has_saved=True, data={})
+        resume_or_start(self.engine, self.directory, has_saved=True, data={})
 
     def dcp_state(self) -> dict[str, torch.Tensor]:
         return {f"rank_{self.rank.number}.{number}": flat for number, flat in enumerate(self.flats)}

@@ -109,9 +109,9 @@ def kernels(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Iterator[
     grad, inputs = drawn(t, sizes.ffn).detach(), drawn(t, h).detach()
     wide = accumulation_dtype(dtype)
     main_grad = torch.zeros(sizes.ffn, h, dtype=wide, device=device)
-    calls: dict[str, Call] = {"separate": lambda: add_matmul(main_grad, grad, inputs, over_old=False)}
+    calls: dict[str, Call] = {"separate": lambda: add_matmul(main_grad, grad, inputs, overwrite=False)}
     if device.type == "cuda" and dtype != wide:
-        calls["fused"] = lambda: add_matmul(main_grad, grad, inputs, over_old=False, kernel="fused")
+        calls["fused"] = lambda: add_matmul(main_grad, grad, inputs, overwrite=False, kernel="fused")
     yield "weight gradient", calls
 
     for name, precision in state_forms(dtype).items():

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Protocol
 
 from engine.checkpoint.format.manifest import TrainingState
-from engine.checkpoint.saving import Checkpoints
+from engine.checkpoint.saving import CheckpointSaver
 from engine.comm.runtime import allocator_retries
 from engine.comm.stop import Stop, StopRequest
 from engine.comm.topology import Topology
@@ -84,7 +84,7 @@ class TrainingRun:
     open_batches: Callable[[int], StepSource]
     open_validation: Callable[[], StepSource] | None
     observer: Observer
-    checkpoints: Checkpoints
+    checkpoints: CheckpointSaver
     stop: StopRequest
     guard: StepGuard
     rollback: Callable[[RollbackRequested], TrainingState]

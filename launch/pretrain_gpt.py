@@ -19,8 +19,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from engine.checkpoint.environment import describe_layout
-from engine.checkpoint.resume import TOKENIZER, Beginning, begin
-from engine.checkpoint.saving import Checkpoints, RunFacts
+from engine.checkpoint.resume import TOKENIZER, ResumePoint, resume_or_start
+from engine.checkpoint.saving import CheckpointSaver, RunFacts
 from engine.comm.runtime import RankEnvironment
 from engine.comm.stop import Stop, StopRequest
 from engine.data.corpus.tokenizers import load_tokenizer
@@ -165,7 +165,7 @@ def _train(rank: Rank, directory: RunDirectory, streams: Streams, way_out: WayOu
         data = {"samples": datasets.fingerprint}
         if not config.data.synthetic:
             data[TOKENIZER] = load_tokenizer(config.data.tokenizer).identity
-        beginning = begin(
+        beginning = resume_or_start(
             engine,
             directory.checkpoints(config),
             has_saved=directory.has_saved,
@@ -184,7 +184,7 @@ def _train(rank: Rank, directory: RunDirectory, streams: Streams, way_out: WayOu
             history=beginning.history,
         )
         notices = CheckpointNotices(telemetry, directory)
-        with closing(Checkpoints(engine, directory.checkpoints(config), facts, notices)) as checkpoints:
+        with closing(CheckpointSaver(engine, directory.checkpoints(config), facts, notices)) as checkpoints:
             stop.listen()
             stopped = _train_and_report(
                 engine, datasets, beginning, facts, checkpoints, directory, telemetry, meter, stop, snapshot, way_out
@@ -212,9 +212,9 @@ def _train(rank: Rank, directory: RunDirectory, streams: Streams, way_out: WayOu
 def _train_and_report(
     engine: Engine,
     datasets: Datasets,
-    beginning: Beginning,
+    beginning: ResumePoint,
     facts: RunFacts,
-    checkpoints: Checkpoints,
+    checkpoints: CheckpointSaver,
     directory: RunDirectory,
     telemetry: Telemetry,
     meter: Meter,

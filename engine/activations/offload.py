@@ -75,7 +75,7 @@ class InPlace:
 
 
 @dataclass(slots=True, eq=False)
-class Moved:
+class OffloadedStorage:
     """The elements of one storage, in order.
 
     Attributes:
@@ -106,7 +106,7 @@ class HostMemory:
         self.making: Callable[[], AbstractContextManager[object]] = nullcontext
         self.pool = PinnedPool(page_lock or page_lock_of(device), PURPOSE)
 
-    def send(self, moved: Sequence[Moved]) -> Mark:
+    def send(self, moved: Sequence[OffloadedStorage]) -> Mark:
         """Post the copies to the host. The tensors stay until `let_go`."""
         copies = []
         for each in moved:
@@ -115,13 +115,13 @@ class HostMemory:
             copies.append((each.buffer, each.tensor))
         return self.lane.post(copies)
 
-    def let_go(self, moved: Sequence[Moved], mark: Mark) -> None:
+    def let_go(self, moved: Sequence[OffloadedStorage], mark: Mark) -> None:
         """Give the device memory back that `send` with this mark has read."""
         self.lane.wait(mark)
         for each in moved:
             each.tensor = None
 
-    def fetch(self, moved: Sequence[Moved]) -> Mark:
+    def fetch(self, moved: Sequence[OffloadedStorage]) -> Mark:
         """Post the copies back; their results may be used after `arrived`. The buffers are free from here on."""
         copies = []
         for each in moved:

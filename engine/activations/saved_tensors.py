@@ -24,13 +24,13 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from engine.activations.offload import HostMemory, Mark, Moved
+from engine.activations.offload import HostMemory, Mark, OffloadedStorage
 from engine.activations.recompute import recompute
 
 Function = Callable[..., torch.Tensor]
 
 ATTENTION = "attention"
-"""The part that is recomputed inside, `SavedTensors.inside`: its result is needed anyway."""
+"""The part that is recomputed inside, `SavedTensors.recompute_inside`: its result is needed anyway."""
 
 
 class SavedTensors:
@@ -64,10 +64,10 @@ class SavedTensors:
         self._below: _Layer | None = None
         self._sources: WeakKeyDictionary[torch.UntypedStorage, _Source] = WeakKeyDictionary()
 
-    def layer(
+    def run_layer(
         self, function: Function, x: torch.Tensor, *, moves: bool = False, whole: bool = False, shared: Any = None
     ) -> torch.Tensor:
-        """`function(x)`, whose saved tensors are treated as this object says. Layers are called in order, then `finish`.
+        """`function(x)`, whose saved tensors are treated as this object says. Layers are called in order, then `end_chunk`.
 
         Args:
             function: a layer, or several that are recomputed together.
@@ -89,7 +89,7 @@ class SavedTensors:
             self._pass_on(layer, y)
         return y
 
-    def finish(self, output: torch.Tensor) -> torch.Tensor:
+    def end_chunk(self, output: torch.Tensor) -> torch.Tensor:
         """The output of a chunk whose layers have been called; its backward begins by fetching what the last layer moved."""
         last, self._below = self._below, None
         if last is not None:
@@ -97,7 +97,7 @@ class SavedTensors:
             _before_backward_of(output, last.fetch)
         return output
 
-    def again(self, part: str, function: Function, *inputs: torch.Tensor) -> torch.Tensor:
+    def recompute_output(self, part: str, function: Function, *inputs: torch.Tensor) -> torch.Tensor:
         """`function(*inputs)`; who saves the result saves how to make it again, if `part` is among the parts."""
         output = function(*inputs)
         if self._open is not None and part in self.parts and torch.is_grad_enabled():
@@ -108,7 +108,7 @@ class SavedTensors:
                 self._sources[storage] = _Source(maker, [each.detach() for each in inputs], storage.nbytes())
         return output
 
-    def inside(self, part: str, function: Function, *inputs: torch.Tensor) -> torch.Tensor:
+    def recompute_inside(self, part: str, function: Function, *inputs: torch.Tensor) -> torch.Tensor:
         """`function(*inputs)`; what it saves is made again from the inputs, if `part` is among the parts."""
         if self._open is not None and part in self.parts and torch.is_grad_enabled():
             return recompute(function, *inputs)
@@ -229,7 +229,7 @@ class _View:
 class _Fetched:
     """A storage that was moved; it has come back when a backward asks for it."""
 
-    moved: Moved
+    moved: OffloadedStorage
 
     def whole(self) -> torch.Tensor:
         assert self.moved.tensor is not None, "its layer's backward has begun, so it has been fetched"
@@ -249,7 +249,7 @@ class _Layer:
     host: HostMemory | None
     observer: Callable[[torch.Tensor], None]
     stays: set[int] = field(default_factory=set)
-    _moved: dict[int, Moved] = field(default_factory=dict)
+    _moved: dict[int, OffloadedStorage] = field(default_factory=dict)
     _mark: Mark = None
     _is_fetched: bool = False
 
@@ -258,7 +258,7 @@ class _Layer:
         key = _identity(tensor)
         if key not in self._moved:
             numel = tensor.untyped_storage().nbytes() // tensor.element_size()
-            self._moved[key] = Moved(tensor.as_strided((numel,), (1,), 0))
+            self._moved[key] = OffloadedStorage(tensor.as_strided((numel,), (1,), 0))
         return _Fetched(self._moved[key])
 
     def send(self) -> None:

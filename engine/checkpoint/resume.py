@@ -31,7 +31,7 @@ TOKENIZER = "tokenizer"
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class ResumePoint:
     """Where a run begins.
 
     Attributes:
@@ -53,14 +53,14 @@ class Beginning:
     history: RunHistory = field(default_factory=RunHistory)
 
 
-def begin(
+def resume_or_start(
     engine: Engine,
     directory: CheckpointDirectory,
     *,
     has_saved: bool,
     data: dict[str, str],
     from_scratch: bool = False,
-) -> Beginning:
+) -> ResumePoint:
     """Load what the run is to begin from into the engine; every rank calls it.
 
     Args:
@@ -80,10 +80,10 @@ def begin(
     beginning = _first_that_loads(engine, offers, data, passed_over)
     if beginning is not None:
         return beginning
-    return Beginning(TrainingState.at_start(), history=RunHistory(SkippedRanges.of(engine.config.data.skip_samples)))
+    return ResumePoint(TrainingState.at_start(), history=RunHistory(SkippedRanges.of(engine.config.data.skip_samples)))
 
 
-def go_back(engine: Engine, directory: CheckpointDirectory, step: int, data: dict[str, str]) -> Beginning:
+def go_back(engine: Engine, directory: CheckpointDirectory, step: int, data: dict[str, str]) -> ResumePoint:
     """Load the run's newest complete checkpoint that was made before step number `step` (from 0); every rank calls it.
 
     Raises:
@@ -91,7 +91,7 @@ def go_back(engine: Engine, directory: CheckpointDirectory, step: int, data: dic
     """
     passed_over: list[str] = []
     offers = (
-        Offer(candidate.folder, "all", True)
+        ResumeCandidate(candidate.folder, "all", True)
         for candidate in directory.candidates(passed_over)
         if candidate.manifest.state.step <= step
     )
@@ -106,8 +106,8 @@ def go_back(engine: Engine, directory: CheckpointDirectory, step: int, data: dic
 
 
 def _first_that_loads(
-    engine: Engine, offers: Iterator["Offer"], data: dict[str, str], passed_over: list[str]
-) -> Beginning | None:
+    engine: Engine, offers: Iterator["ResumeCandidate"], data: dict[str, str], passed_over: list[str]
+) -> ResumePoint | None:
     """The first of the offers (rank 0's) that is whole; None where there are none."""
     while True:
         offer = _rank_0_decides(engine, lambda: next(offers, None))
@@ -123,7 +123,7 @@ def _first_that_loads(
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class ResumeCandidate:
     """A checkpoint to try: its folder, what to take, and whether it is the run's own (an older one may stand in for it)."""
 
     folder: Path
@@ -133,14 +133,14 @@ class Offer:
 
 def _offers(
     engine: Engine, directory: CheckpointDirectory | None, has_saved: bool, passed_over: list[str]
-) -> Iterator[Offer]:
+) -> Iterator[ResumeCandidate]:
     """Checkpoints to try, the one to prefer first; ends where initial weights are right (used on rank 0)."""
     config = engine.config
     for candidate in directory.candidates(passed_over) if directory is not None else ():
         refuse(
             changes(candidate.manifest.config, config), config.checkpoint.accept, f"{candidate.folder} (of this run)"
         )
-        yield Offer(candidate.folder, "all", True)
+        yield ResumeCandidate(candidate.folder, "all", True)
     if passed_over or has_saved:
         assert directory is not None, "a start from scratch looks for none"
         what = "\n".join(passed_over) or f"{directory.path} holds none any more."
@@ -159,10 +159,10 @@ def _offers(
         # `restore` says when it has no moments.
         found = [change for change in found if candidate.manifest.layout or change.there != ABSENT]
     refuse(found, config.checkpoint.accept, str(candidate.folder))
-    yield Offer(candidate.folder, config.checkpoint.load_what, False)
+    yield ResumeCandidate(candidate.folder, config.checkpoint.load_what, False)
 
 
-def _rank_0_decides(engine: Engine, decide: Callable[[], Offer | None]) -> Offer | None:
+def _rank_0_decides(engine: Engine, decide: Callable[[], ResumeCandidate | None]) -> ResumeCandidate | None:
     """What rank 0 decides, on every rank.
 
     Raises:
@@ -182,10 +182,10 @@ def _rank_0_decides(engine: Engine, decide: Callable[[], Offer | None]) -> Offer
     if verdict == "none":
         return None
     what, _, folder = rest.partition("\n")
-    return Offer(Path(folder), "weights" if what == "weights" else "all", verdict == "own")
+    return ResumeCandidate(Path(folder), "weights" if what == "weights" else "all", verdict == "own")
 
 
-def _load(engine: Engine, offer: Offer, data: dict[str, str]) -> tuple[str, Beginning | None]:
+def _load(engine: Engine, offer: ResumeCandidate, data: dict[str, str]) -> tuple[str, ResumePoint | None]:
     """Load on every rank and agree: (reasons, None) where a rank could not."""
     world, device = engine.topology.axis("world"), engine.topology.device
     reason, beginning = "", None
@@ -206,8 +206,8 @@ def _load(engine: Engine, offer: Offer, data: dict[str, str]) -> tuple[str, Begi
 
 
 def _beginning(
-    engine: Engine, candidate: Candidate, offer: Offer, state: TrainingState, data: dict[str, str]
-) -> Beginning:
+    engine: Engine, candidate: Candidate, offer: ResumeCandidate, state: TrainingState, data: dict[str, str]
+) -> ResumePoint:
     manifest = candidate.manifest
     lineage = manifest.lineage
     if not offer.is_own:
@@ -218,12 +218,12 @@ def _beginning(
         differences += layout_differences(manifest.layout, describe_layout(engine))
         differences += [str(change) for change in changes(manifest.config, engine.config) if change.verdict == "meant"]
         differences += _data_differences(candidate, data, engine.config.checkpoint.accept)
-    return Beginning(
+    return ResumePoint(
         state, candidate.folder, offer.what, lineage, tuple(differences), history=_history(engine, offer, state)
     )
 
 
-def _history(engine: Engine, offer: Offer, state: TrainingState) -> RunHistory:
+def _history(engine: Engine, offer: ResumeCandidate, state: TrainingState) -> RunHistory:
     """What went wrong before, with the samples that the configuration leaves out besides.
 
     Raises:

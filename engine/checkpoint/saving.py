@@ -94,7 +94,7 @@ class _Committed:
     retired: list[str]
 
 
-class Checkpoints:
+class CheckpointSaver:
     """The saves of one run, on every rank.
 
     Args:

@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from engine.comm.staging import CPU, Carrier, Seen, Use, Work
+from engine.comm.staging import CPU, Carrier, Seen, TensorUse, Work
 from engine.numerics.precision import AGREEMENT_DTYPE, accumulate
 
 Op = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send", "recv"]
@@ -258,7 +258,7 @@ class Axis:
         if self._is_nccl:
             torch.cuda.synchronize(device)
 
-    def _call(self, call: Callable[[Seen], Sequence[Any]], *uses: Use) -> list[Work]:
+    def _call(self, call: Callable[[Seen], Sequence[Any]], *uses: TensorUse) -> list[Work]:
         """Make a call of the backend; `call` is given what the backend sees of a tensor, and returns a handle for each use."""
         if self._carrier is not None:
             return self._carrier.post(call, uses)
@@ -271,7 +271,7 @@ class Axis:
         posted = self.ledger.post("all_reduce", self.name, purpose, tensor, self.size)
         work = self._call(
             lambda seen: [dist.all_reduce(seen(tensor), _REDUCE_OPS[op], group=self._group, async_op=True)],
-            Use([tensor], [tensor]),
+            TensorUse([tensor], [tensor]),
         )
         return Pending(tensor, work, written=(self.ledger, posted))
 
@@ -288,7 +288,8 @@ class Axis:
         posted = self.ledger.post("all_gather", self.name, purpose, shard, self.size)
         whole, part = out, shard
         work = self._call(
-            lambda seen: [_ALL_GATHER(seen(whole), seen(part), group=self._group, async_op=True)], Use([part], [whole])
+            lambda seen: [_ALL_GATHER(seen(whole), seen(part), group=self._group, async_op=True)],
+            TensorUse([part], [whole]),
         )
         return Pending(whole, work, written=(self.ledger, posted), keep=[part])
 
@@ -308,14 +309,14 @@ class Axis:
             shard = full.new_empty(shape) if out is None else out
             work = self._call(
                 lambda seen: [_REDUCE_SCATTER(seen(shard), seen(full), group=self._group, async_op=True)],
-                Use([full], [shard]),
+                TensorUse([full], [shard]),
             )
             return Pending(shard, work, written=(self.ledger, posted), keep=[full])
 
         chunks = torch.empty_like(full)
         work = self._call(
             lambda seen: [dist.all_to_all_single(seen(chunks), seen(full), group=self._group, async_op=True)],
-            Use([full], [chunks]),
+            TensorUse([full], [chunks]),
         )
 
         def sum_in_rank_order() -> torch.Tensor:
@@ -334,7 +335,7 @@ class Axis:
         posted = self.ledger.post("broadcast", self.name, purpose, tensor, self.size)
         work = self._call(
             lambda seen: [dist.broadcast(seen(tensor), self.ranks[source], group=self._group, async_op=True)],
-            Use([tensor] if source == self.index else [], [] if source == self.index else [tensor]),
+            TensorUse([tensor] if source == self.index else [], [] if source == self.index else [tensor]),
         )
         return Pending(tensor, work, written=(self.ledger, posted))
 
@@ -355,7 +356,7 @@ class Axis:
             self.ledger.post(message.kind, self.name, purpose, message.tensor, self.size, message.peer, place)
             for place, message in enumerate(messages)
         ]
-        uses = [Use([one.tensor]) if one.kind == "send" else Use((), [one.tensor]) for one in messages]
+        uses = [TensorUse([one.tensor]) if one.kind == "send" else TensorUse((), [one.tensor]) for one in messages]
         works = self._call(post_the_group, *uses)
         if self._is_fake and self._carrier is None:
             works = [

@@ -38,7 +38,7 @@ class Work(Protocol):
     def is_completed(self) -> bool: ...
 
 
-class Use(NamedTuple):
+class TensorUse(NamedTuple):
     """The tensors that stand behind one handle of a call. One that is reduced in place is read and written."""
 
     read: Sequence[torch.Tensor] = ()
@@ -48,7 +48,7 @@ class Use(NamedTuple):
 class Carrier(Protocol):
     """Makes the calls of one process group in place of its `Axis`."""
 
-    def post(self, call: Callable[[Seen], Sequence[Work]], uses: Sequence[Use]) -> list[Work]:
+    def post(self, call: Callable[[Seen], Sequence[Work]], uses: Sequence[TensorUse]) -> list[Work]:
         """Make `call`, after all calls that were posted before, and return a handle for each use."""
         ...
 
@@ -143,7 +143,7 @@ class Staging:
         self._cuda = cuda or (torch.cuda if device.type == "cuda" else None)
         self._side = None if self._cuda is None else self._cuda.Stream(device)
 
-    def post(self, call: Callable[[Seen], Sequence[Work]], uses: Sequence[Use]) -> list[Work]:
+    def post(self, call: Callable[[Seen], Sequence[Work]], uses: Sequence[TensorUse]) -> list[Work]:
         """Make `call` on stand-ins, after all calls that were posted before.
 
         Args:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.kernels.fusion import Fusion
-from engine.numerics.hashing import GOLDEN, mix64_, shift_right
+from engine.numerics.hashing import GOLDEN, mix_words_, shift_right
 from engine.numerics.precision import accumulate, accumulation_dtype
 
 
@@ -348,4 +348,4 @@ def _dropped_on(
 
 def keyed_hash(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """A number in [0, 2^32) per element: splitmix64's output at counter key + position * golden, upper half."""
-    return shift_right(mix64_(keys + (positions + 1) * GOLDEN), 32)
+    return shift_right(mix_words_(keys + (positions + 1) * GOLDEN), 32)

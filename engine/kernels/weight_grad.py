@@ -15,9 +15,9 @@ from engine.errors import ConfigError
 WeightGradKernel = Literal["separate", "fused"]
 
 
-def add(main_grad: torch.Tensor, grad: torch.Tensor, *, over_old: bool) -> None:
+def add(main_grad: torch.Tensor, grad: torch.Tensor, *, overwrite: bool) -> None:
     """main_grad += grad, or main_grad = grad over an old one."""
-    if over_old:
+    if overwrite:
         main_grad.copy_(grad)
     else:
         main_grad.add_(grad)
@@ -28,17 +28,17 @@ def add_matmul(
     grad: torch.Tensor,
     inputs: torch.Tensor,
     *,
-    over_old: bool,
+    overwrite: bool,
     kernel: WeightGradKernel = "separate",
 ) -> None:
-    """main_grad [rows, in] += grad^T [rows, tokens] x inputs [tokens, in] (`over_old`: =)."""
-    beta = 0 if over_old else 1
+    """main_grad [rows, in] += grad^T [rows, tokens] x inputs [tokens, in] (`overwrite`: =)."""
+    beta = 0 if overwrite else 1
     if main_grad.dtype == grad.dtype:
         main_grad.addmm_(grad.t(), inputs, beta=beta)
     elif kernel == "fused":
         torch.ops.aten.addmm.dtype_out(main_grad, grad.t(), inputs, main_grad.dtype, beta=beta, out=main_grad)
     else:
-        add(main_grad, grad.t() @ inputs, over_old=over_old)
+        add(main_grad, grad.t() @ inputs, overwrite=overwrite)
 
 
 def weight_grad_failure(
@@ -48,7 +48,7 @@ def weight_grad_failure(
     grad, inputs = (torch.ones(16, 16, dtype=dtype, device=device) for _ in range(2))
     main_grad = torch.ones(16, 16, dtype=main_grad_dtype, device=device)
     try:
-        add_matmul(main_grad, grad, inputs, over_old=False, kernel=kernel)
+        add_matmul(main_grad, grad, inputs, overwrite=False, kernel=kernel)
     except (RuntimeError, NotImplementedError) as error:
         return str(error).splitlines()[0].rstrip(".")[:160]
     return ""

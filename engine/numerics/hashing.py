@@ -34,7 +34,7 @@ def key64(text: str) -> int:
     return signed(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big"))
 
 
-def mix64_(z: torch.Tensor) -> torch.Tensor:
+def mix_words_(z: torch.Tensor) -> torch.Tensor:
     """Mix int64 words, in place; returns `z`."""
     for bits, factor in ((30, _MIX_1), (27, _MIX_2)):
         z ^= shift_right(z, bits)

@@ -126,7 +126,7 @@ class GradBuffers:
             place.expected = place.missing = place.parameter.num_uses * num_microbatches
             place.bucket.missing += place.missing
 
-    def grad_is_old(self, parameter: ShardedParameter) -> bool:
+    def is_first_grad(self, parameter: ShardedParameter) -> bool:
         """Whether the parameter has got no gradient in this step yet."""
         place = self._places[parameter.record.name]
         return place.missing == place.expected

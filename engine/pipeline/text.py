@@ -115,7 +115,7 @@ def pointed_rows(rows: Sequence[Sequence[str]], marks: Mapping[tuple[int, int], 
     return "\n".join(lines)
 
 
-def draw(timeline: Timeline, width: int | None = None) -> Text:
+def render_timeline(timeline: Timeline, width: int | None = None) -> Text:
     """A picture of a timeline: a row per rank, time to the right, idle time dotted.
 
     Args:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from engine.comm.collectives import Pending
 from engine.kernels.fusion import EAGER, Fusion
-from engine.tensor_parallel.cross_entropy import TargetsHere
+from engine.tensor_parallel.cross_entropy import LocalTargets
 from engine.tensor_parallel.layers import ColumnParallelLinear
 
 
@@ -70,7 +70,7 @@ class _ChunkedHead(torch.autograd.Function):
         entered = head.region.enter(x, f"{head.name} forward").wait()
         inputs = entered.flatten(0, 1)
         (matrix,) = head.weights.matrices()
-        at = TargetsHere.of(targets, axis, matrix.shape[0], vocab_size)
+        at = LocalTargets.of(targets, axis, matrix.shape[0], vocab_size)
         pieces = _pieces(len(inputs), tokens_at_a_time)
         of_pieces = []
         for rows in pieces:
@@ -92,13 +92,13 @@ class _ChunkedHead(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
         head: ColumnParallelLinear = ctx.head
         kept, log_sum, local, held = ctx.saved_tensors
-        at, grad = TargetsHere(local, held, ctx.real), grad.flatten()
+        at, grad = LocalTargets(local, held, ctx.real), grad.flatten()
         whole = head.region.enter_again(kept, f"{head.name} regather").wait()
         inputs, grad_inputs = whole.flatten(0, 1), torch.empty_like(whole)
         (matrix,) = head.weights.matrices()
         reduced: list[Pending] = []
 
-        def add_grads(main_grad: torch.Tensor, first: int, stop: int, over_old: bool) -> None:
+        def add_grads(main_grad: torch.Tensor, first: int, stop: int, overwrite: bool) -> None:
             for rows in ctx.pieces:
                 logits = F.linear(inputs[rows], matrix)
                 at[rows].write_gradient(logits, log_sum[rows], grad[rows], ctx.fusion)
@@ -106,8 +106,8 @@ class _ChunkedHead(torch.autograd.Function):
                 if rows is ctx.pieces[-1]:
                     reduced.append(head.region.enter_backward(grad_inputs, f"{head.name} backward"))
                     head.region.axis.ledger.mark("weight_grad", head.name)
-                is_over_old = over_old and rows is ctx.pieces[0]
-                head.queue.add_matmul(main_grad, logits, inputs[rows], over_old=is_over_old)
+                overwrites = overwrite and rows is ctx.pieces[0]
+                head.queue.add_matmul(main_grad, logits, inputs[rows], overwrite=overwrites)
 
         head.weights.add_grads(add_grads)
         return reduced[0].wait(), None, None, None, None, None

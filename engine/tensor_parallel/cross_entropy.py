@@ -49,7 +49,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         ctx: Any, logits: torch.Tensor, targets: torch.Tensor, axis: Axis, vocab_size: int, fusion: Fusion
     ) -> torch.Tensor:
         flat = logits.view(-1, logits.shape[-1])
-        at = TargetsHere.of(targets, axis, flat.shape[1], vocab_size)
+        at = LocalTargets.of(targets, axis, flat.shape[1], vocab_size)
         largest = axis.all_reduce(at.largest(flat), "cross-entropy max", op="max").wait()
         sums = axis.all_reduce(at.sums(flat, largest, fusion), "cross-entropy sums").wait()
         log_sum = sums[0].log() + largest
@@ -63,12 +63,12 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         logits, log_sum, local, held = ctx.saved_tensors
         flat = logits.view(-1, logits.shape[-1])
-        TargetsHere(local, held, ctx.real).write_gradient(flat, log_sum, grad.flatten(), ctx.fusion)
+        LocalTargets(local, held, ctx.real).write_gradient(flat, log_sum, grad.flatten(), ctx.fusion)
         return logits, None, None, None, None
 
 
 @dataclass(frozen=True, slots=True)
-class TargetsHere:
+class LocalTargets:
     """Targets as this rank's columns see them; what it computes of some tokens' logits [tokens, columns].
 
     Attributes:
@@ -82,7 +82,7 @@ class TargetsHere:
     real: int
 
     @classmethod
-    def of(cls, targets: torch.Tensor, axis: Axis, columns: int, vocab_size: int) -> "TargetsHere":
+    def of(cls, targets: torch.Tensor, axis: Axis, columns: int, vocab_size: int) -> "LocalTargets":
         """From ids of any shape, flattened; `columns` are each rank's, with padding."""
         first = axis.index * columns
         real = min(max(vocab_size - first, 0), columns)
@@ -90,9 +90,9 @@ class TargetsHere:
         held = (local >= 0) & (local < real)
         return cls(local.where(held, 0), held, real)
 
-    def __getitem__(self, rows: slice) -> "TargetsHere":
+    def __getitem__(self, rows: slice) -> "LocalTargets":
         """Of some of the tokens."""
-        return TargetsHere(self.local[rows], self.held[rows], self.real)
+        return LocalTargets(self.local[rows], self.held[rows], self.real)
 
     def largest(self, logits: torch.Tensor) -> torch.Tensor:
         """[tokens] in the accumulation dtype: the largest logit of each; on a rank of padding the least number there is."""

@@ -66,14 +66,14 @@ class ColumnParallelLinear(nn.Module):
         self.region.axis.ledger.mark("weight_grad", self.name)
         grad, x = grad.flatten(0, 1), x.flatten(0, 1)
         self.weights.add_grads(
-            lambda main_grad, first, stop, over_old: self.queue.add_matmul(
-                main_grad, grad[:, first:stop], x, over_old=over_old
+            lambda main_grad, first, stop, overwrite: self.queue.add_matmul(
+                main_grad, grad[:, first:stop], x, overwrite=overwrite
             )
         )
         if self.biases is not None:
             total = grad.sum(0, dtype=accumulation_dtype(grad.dtype))
             self.biases.add_grads(
-                lambda main_grad, first, stop, over_old: add(main_grad, total[first:stop], over_old=over_old)
+                lambda main_grad, first, stop, overwrite: add(main_grad, total[first:stop], overwrite=overwrite)
             )
 
 
@@ -141,7 +141,7 @@ class RowParallelLinear(nn.Module):
         self.region.axis.ledger.mark("weight_grad", self.name)
         grad, x = grad.flatten(0, 1), x.flatten(0, 1)
         self.weights.add_grads(
-            lambda main_grad, first, stop, over_old: self.queue.add_matmul(main_grad, grad, x, over_old=over_old)
+            lambda main_grad, first, stop, overwrite: self.queue.add_matmul(main_grad, grad, x, overwrite=overwrite)
         )
 
 
@@ -203,7 +203,7 @@ class _VocabParallelLookup(torch.autograd.Function):
         local, held = ctx.saved_tensors
         whole = layer.region.leave_backward(grad, "embedding backward").wait()
         contribution = accumulate(whole) * held.unsqueeze(-1)
-        main_grad, is_old = layer.weight.bound_main_grad(), layer.weight.grad_is_old()
+        main_grad, is_old = layer.weight.bound_main_grad(), layer.weight.is_first_grad()
         # Frequent tokens come thousands of times: where main grads are narrow, their sum must not be.
         total = (
             main_grad
@@ -214,7 +214,7 @@ class _VocabParallelLookup(torch.autograd.Function):
             main_grad.zero_()
         total.index_add_(0, local.flatten(), contribution.flatten(0, 1))
         if total is not main_grad:
-            add(main_grad, total, over_old=is_old)
+            add(main_grad, total, overwrite=is_old)
         layer.weight.grad_was_added()
         return None, None, None
 

@@ -29,7 +29,7 @@ class GradSink(Protocol):
     """
 
     def grad_added(self, parameter: "ShardedParameter") -> None: ...
-    def grad_is_old(self, parameter: "ShardedParameter") -> bool: ...
+    def is_first_grad(self, parameter: "ShardedParameter") -> bool: ...
     def weight_needed(self, parameter: "ShardedParameter") -> None: ...
 
 
@@ -70,14 +70,14 @@ class ShardedParameter(nn.Module):
         assert self.main_grad is not None, f"{self.record.name} has no grad buffer"
         return self.main_grad
 
-    def grad_is_old(self) -> bool:
+    def is_first_grad(self) -> bool:
         """Whether what stands in the main grad is of the last step, so that the next gradient is written over it."""
         assert self._sink is not None, f"{self.record.name} has no grad buffer"
-        return self._sink.grad_is_old(self)
+        return self._sink.is_first_grad(self)
 
     def add_grad(self, grad: torch.Tensor) -> None:
         """Add `grad` (the shape of the weight) to the main grad."""
-        add(self.bound_main_grad(), grad, over_old=self.grad_is_old())
+        add(self.bound_main_grad(), grad, overwrite=self.is_first_grad())
         self.grad_was_added()
 
     def grad_was_added(self) -> None:
@@ -124,9 +124,9 @@ class WeightGradQueue:
         else:
             work()
 
-    def add_matmul(self, main_grad: torch.Tensor, grad: torch.Tensor, inputs: torch.Tensor, *, over_old: bool) -> None:
-        """main_grad [rows, in] += grad^T [rows, tokens] x inputs [tokens, in] (`over_old`: =), by the queue's kernel."""
-        add_matmul(main_grad, grad, inputs, over_old=over_old, kernel=self.kernel)
+    def add_matmul(self, main_grad: torch.Tensor, grad: torch.Tensor, inputs: torch.Tensor, *, overwrite: bool) -> None:
+        """main_grad [rows, in] += grad^T [rows, tokens] x inputs [tokens, in] (`overwrite`: =), by the queue's kernel."""
+        add_matmul(main_grad, grad, inputs, overwrite=overwrite, kernel=self.kernel)
 
     def take(self) -> list[Callable[[], None]]:
         """Hand over the kept work, in order, leaving the queue empty."""
@@ -153,13 +153,13 @@ class FusedWeights:
         return self._values.of([member.weight() for member in self.members])
 
     def add_grads(self, grads: Callable[[torch.Tensor, int, int, bool], object]) -> None:
-        """Call `grads(main_grad_matrix, first_row, stop_row, over_old)` for each run of adjacent members, then tell the sinks."""
-        over_old = self.members[0].grad_is_old()
-        assert all(member.grad_is_old() == over_old for member in self.members[1:])
+        """Call `grads(main_grad_matrix, first_row, stop_row, overwrite)` for each run of adjacent members, then tell the sinks."""
+        overwrite = self.members[0].is_first_grad()
+        assert all(member.is_first_grad() == overwrite for member in self.members[1:])
         first = 0
         for matrix in self._main_grads.of([member.bound_main_grad() for member in self.members]):
             stop = first + matrix.shape[0]
-            grads(matrix, first, stop, over_old)
+            grads(matrix, first, stop, overwrite)
             first = stop
         for member in self.members:
             member.grad_was_added()

@@ -18,7 +18,7 @@ from engine.pipeline.actions import Schedule
 from engine.pipeline.lowering import lower
 from engine.pipeline.programs import Programs
 from engine.pipeline.simulate import Costs, Timeline, simulate
-from engine.pipeline.text import draw, program_to_text, to_text
+from engine.pipeline.text import program_to_text, render_timeline, to_text
 from launch.report.schedule_picture import draw_schedule
 from launch.start.command_line import CONFIG, CommandParser, add_world_size, check_counts
 
@@ -195,7 +195,7 @@ def _print(console: Console, schedule: Schedule, form: str, out: Path | None) ->
         draw_schedule(_timeline(schedule), out)
     elif form == "timeline":
         # On a screen a long picture is folded; in a file or a pipe it is as long as it is.
-        picture = draw(_timeline(schedule), console.width if console.is_terminal and out is None else None)
+        picture = render_timeline(_timeline(schedule), console.width if console.is_terminal and out is None else None)
         if out is None:
             console.print(picture)
         else:

@@ -14,7 +14,7 @@ from engine.config.tree import Config, problems
 from engine.errors import ConfigError, TopologyError
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from launch.report.drawing import check_path
-from launch.report.topology_picture import draw
+from launch.report.topology_picture import draw_topology
 from launch.report.topology_text import describe
 from launch.start.command_line import CONFIG, CommandParser, add_world_size, check_counts
 
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     grid = RankGrid(sizes, per_node, allow_tp_across_nodes=allow)
     print(describe(grid, config.model if config is not None else None), end="")
     if args.out is not None:
-        draw(grid, args.out)
+        draw_topology(grid, args.out)
         print(f"\npicture: {args.out}")
     return 0
 

@@ -27,7 +27,7 @@ LEAST_WIDTH = 14.5
 LEGEND = "one colour: a tensor-parallel group   ·   hue: pipeline stage   ·   shade: data-parallel index"
 
 
-def draw(grid: RankGrid, path: Path) -> None:
+def draw_topology(grid: RankGrid, path: Path) -> None:
     """Write the picture of a layout.
 
     Raises:

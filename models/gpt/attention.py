@@ -60,15 +60,15 @@ class Attention(nn.Module):
         q = q.view(s, b, self.num_heads, self.head_dim)
         k, v = (tensor.view(s, b, self.num_kv_heads, self.head_dim) for tensor in (k, v))
         saved = self.context.saved
-        q = saved.again("rope", lambda q: self._turn(q, self.q_norm, rope), q)
-        k = saved.again("rope", lambda k: self._turn(k, self.k_norm, rope), k)
+        q = saved.recompute_output("rope", lambda q: self._turn(q, self.q_norm, rope), q)
+        k = saved.recompute_output("rope", lambda k: self._turn(k, self.k_norm, rope), k)
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
         if cache is not None:
             k, v = cache.extend(k, v)
 
         choices = self.context.kernels.choices
         kernel = choices.decoding if cache is not None and s == 1 else choices.attention
-        return self.proj(saved.inside(ATTENTION, lambda q, k, v: self._core(kernel, q, k, v, keys), q, k, v))
+        return self.proj(saved.recompute_inside(ATTENTION, lambda q, k, v: self._core(kernel, q, k, v, keys), q, k, v))
 
     def _turn(self, x: torch.Tensor, norm: ShardedParameter | None, rope: torch.Tensor | None) -> torch.Tensor:
         """QK-norm and rotation of queries or keys [s, b, heads, d]; x itself where the model has neither."""

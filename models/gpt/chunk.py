@@ -69,9 +69,9 @@ class Block(nn.Module):
     ) -> torch.Tensor:
         """[s(/t), b, h] -> the same."""
         saved = self.context.saved
-        branch = self.attention(saved.again("norm", self.attention_norm, x), rope, keys, cache)
+        branch = self.attention(saved.recompute_output("norm", self.attention_norm, x), rope, keys, cache)
         x = hidden_dropout(self, self.context, branch, keys, f"{self.name}.attention.residual_dropout", x)
-        branch = self.mlp(saved.again("norm", self.mlp_norm, x))
+        branch = self.mlp(saved.recompute_output("norm", self.mlp_norm, x))
         return hidden_dropout(self, self.context, branch, keys, f"{self.name}.mlp.residual_dropout", x)
 
 
@@ -133,10 +133,10 @@ class GPTChunk(nn.Module):
         """Hidden states for the next stage, or on the last stage the sum of the unmasked tokens' losses (a scalar)."""
         hidden = self._hidden(x, batch)
         if self.losses is None:
-            return self.saved.finish(hidden)
+            return self.saved.end_chunk(hidden)
         assert self.final_norm is not None
         losses: torch.Tensor = self.losses(self.final_norm(hidden), self.head, batch.labels)
-        return self.saved.finish((losses * batch.loss_mask.t()).sum())
+        return self.saved.end_chunk((losses * batch.loss_mask.t()).sum())
 
     def logits(self, x: torch.Tensor | None, batch: Batch) -> torch.Tensor:
         """Hidden states for the next stage, or on the last stage this rank's columns of the logits [s, b, V_padded/t]."""
@@ -182,7 +182,7 @@ class GPTChunk(nn.Module):
             rope = rope_tables(batch.position_ids, model.head_size, model.rope_base, self.context.dtype)
         for group in self._groups():
             run = partial(_run, group.blocks, rope=rope, keys=keys, cache=cache)
-            x = self.saved.layer(run, x, moves=group.is_moved, whole=group.is_recomputed, shared=rope)
+            x = self.saved.run_layer(run, x, moves=group.is_moved, whole=group.is_recomputed, shared=rope)
         return x
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:

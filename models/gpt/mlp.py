@@ -31,8 +31,8 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = self.saved.again("mlp", self.up, x)
-        return self.down(self.saved.again("activation", self._activation, inner))
+        inner = self.saved.recompute_output("mlp", self.up, x)
+        return self.down(self.saved.recompute_output("activation", self._activation, inner))
 
     def _activation(self, x: torch.Tensor) -> torch.Tensor:
         return activation(self.activation, x, self.fusion)

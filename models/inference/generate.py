@@ -18,7 +18,7 @@ import torch
 from engine.comm.topology import Topology
 from engine.config.tree import Config
 from engine.data.loader import MicroBatch
-from engine.numerics.hashing import GOLDEN, key64, mix64_, shift_right
+from engine.numerics.hashing import GOLDEN, key64, mix_words_, shift_right
 from engine.numerics.precision import DTYPES
 from engine.pipeline import schedules
 from engine.pipeline.executor import Executor
@@ -145,13 +145,13 @@ class Decoder:
         logits = self.logits(tokens)
         token = torch.zeros(1, dtype=torch.int64, device=self._topology.device)
         if logits is not None:
-            token.fill_(draw(logits.cpu(), sampling, place))
+            token.fill_(sample_token(logits.cpu(), sampling, place))
         placement = self._programs.schedule.placement
         last_stage_rank = placement.rank_of(placement.num_stages - 1)
         return int(self._topology.axis("pp").broadcast(token, last_stage_rank, "generation").wait())
 
 
-def draw(logits: torch.Tensor, sampling: Sampling, place: int) -> int:
+def sample_token(logits: torch.Tensor, sampling: Sampling, place: int) -> int:
     """One token id from logits [V] on the CPU: argmax(logits / temperature + Gumbel noise) draws from their softmax.
 
     (Noise per token rather than one number against the cumulative sum: rounding in one logit then moves no other token's
@@ -172,7 +172,7 @@ def draw(logits: torch.Tensor, sampling: Sampling, place: int) -> int:
 
 def _gumbel(seed: int, place: int, num: int) -> torch.Tensor:
     """Standard Gumbel noise -log(-log(u)), float64 [num], a function of (seed, place, token)."""
-    words = mix64_((torch.arange(num) + 1) * GOLDEN + key64(f"{seed}/generation/{place}"))
+    words = mix_words_((torch.arange(num) + 1) * GOLDEN + key64(f"{seed}/generation/{place}"))
     # The top 53 bits, and a half so that u is never 0 or 1.
     u = (shift_right(words, 11).double() + 0.5) * 2.0**-53
     return -(-u.log()).log()

@@ -10,8 +10,8 @@ import torch
 from engine.checkpoint.directory import CheckpointDirectory
 from engine.checkpoint.format.fingerprint import to_text
 from engine.checkpoint.format.manifest import Ancestor, Kind
-from engine.checkpoint.resume import begin
-from engine.checkpoint.saving import Checkpoints, RunFacts
+from engine.checkpoint.resume import resume_or_start
+from engine.checkpoint.saving import CheckpointSaver, RunFacts
 from engine.checkpoint.shards import fingerprint
 from engine.comm.topology import Topology
 from engine.config.tree import Config
@@ -95,11 +95,11 @@ def run(
     """
     engine = engine_of(rank, case, checkpoint)
     directory = CheckpointDirectory(Path(folder))
-    beginning = begin(engine, directory, has_saved=False, data={"samples": "same"})
+    beginning = resume_or_start(engine, directory, has_saved=False, data={"samples": "same"})
     trace = Trace(beginning.state.step, passed_over=beginning.passed_over)
     if trace.began in look_at:
         trace.fingerprints[trace.began] = fingerprint_of(engine)
-    checkpoints = Checkpoints(engine, directory, facts_of(engine.config, attempt, beginning.lineage), Silent())
+    checkpoints = CheckpointSaver(engine, directory, facts_of(engine.config, attempt, beginning.lineage), Silent())
     batches = Batches(
         dataset(engine.config),
         global_batch_size=case.global_batch_size,

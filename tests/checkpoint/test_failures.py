@@ -12,8 +12,8 @@ import torch
 from engine.checkpoint import writer
 from engine.checkpoint.directory import CheckpointDirectory, find
 from engine.checkpoint.format.manifest import read_manifest
-from engine.checkpoint.resume import Beginning, begin
-from engine.checkpoint.saving import Checkpoints
+from engine.checkpoint.resume import ResumePoint, resume_or_start
+from engine.checkpoint.saving import CheckpointSaver
 from engine.data.loader import Batches
 from engine.errors import CheckpointError
 from tests.checkpoint.runs import Silent, engine_of, facts_of, fingerprint_of, run
@@ -39,7 +39,7 @@ def train(
     writer.RETRY_PAUSES_SECONDS = (0.01, 0.01)  # type: ignore[assignment]
     engine = engine_of(rank, case, {"interval": 1, "keep_last": None, **section})
     notices = Silent()
-    checkpoints = Checkpoints(engine, CheckpointDirectory(Path(folder)), facts_of(engine.config), notices)
+    checkpoints = CheckpointSaver(engine, CheckpointDirectory(Path(folder)), facts_of(engine.config), notices)
     batches = Batches(
         dataset(engine.config),
         global_batch_size=case.global_batch_size,
@@ -169,11 +169,11 @@ def flip_a_bit(checkpoint: Path) -> None:
     file.write_bytes(content)
 
 
-def begin_alone(rank: int, case: Case, folder: str, section: dict[str, Any], **known: Any) -> Beginning | str:
+def begin_alone(rank: int, case: Case, folder: str, section: dict[str, Any], **known: Any) -> ResumePoint | str:
     engine = engine_of(rank, case, section)
     known = {"has_saved": False, "data": {"samples": "same"}} | known
     try:
-        return begin(engine, CheckpointDirectory(Path(folder)), **known)
+        return resume_or_start(engine, CheckpointDirectory(Path(folder)), **known)
     except CheckpointError as error:
         return str(error)
 
@@ -182,7 +182,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(two_che
     newest = two_checkpoints / "step_00000002"
     flip_a_bit(newest)
     for rank, beginning in enumerate(run_ranks(begin_alone, 2, TWO, str(two_checkpoints), {})):
-        assert isinstance(beginning, Beginning), beginning
+        assert isinstance(beginning, ResumePoint), beginning
         assert beginning.state.step == 1
         if rank == 0:
             assert (
@@ -203,7 +203,7 @@ def test_without_a_complete_checkpoint_a_run_that_saved_never_starts_from_random
     assert "holds none any more" in text and "--from-scratch" in text
 
 
-def begin_removed(rank: int, folder: str) -> Beginning | str:
+def begin_removed(rank: int, folder: str) -> ResumePoint | str:
     return begin_alone(rank, CASE, folder, {}, has_saved=True)
 
 
@@ -239,20 +239,20 @@ def test_what_is_of_another_model_or_another_run_is_refused_by_name(two_checkpoi
     (beginning,) = run_ranks(
         begin_alone, 1, Case("gpt", global_batch_size=2, dtype="fp32"), str(tmp_path / "own"), meant
     )
-    assert isinstance(beginning, Beginning) and beginning.state.step == 2
+    assert isinstance(beginning, ResumePoint) and beginning.state.step == 2
     (text,) = run_ranks(begin_other_data, 1, str(tmp_path / "own"), load)
     assert "the fingerprint of samples differs" in text and "checkpoint.accept=[data]" in text
     (beginning,) = run_ranks(begin_other_data, 1, str(tmp_path / "own"), load | {"accept": ["data"]})
-    assert isinstance(beginning, Beginning) and beginning.state.step == 2
+    assert isinstance(beginning, ResumePoint) and beginning.state.step == 2
 
 
-def begin_other_data(rank: int, folder: str, section: dict[str, Any]) -> Beginning | str:
+def begin_other_data(rank: int, folder: str, section: dict[str, Any]) -> ResumePoint | str:
     return begin_alone(rank, CASE, folder, section, data={"samples": "others"})
 
 
-def weights_only(rank: int, folder: str, load: str) -> tuple[Beginning, int, bool, dict[str, str]]:
+def weights_only(rank: int, folder: str, load: str) -> tuple[ResumePoint, int, bool, dict[str, str]]:
     engine = engine_of(rank, CASE, {"load": load, "load_what": "weights"})
-    beginning = begin(engine, CheckpointDirectory(Path(folder)), has_saved=False, data={"samples": "others"})
+    beginning = resume_or_start(engine, CheckpointDirectory(Path(folder)), has_saved=False, data={"samples": "others"})
     untouched = all(
         not torch.any(owned.state.read("exp_avg")) and not torch.any(owned.state.read("exp_avg_sq"))
         for owned in engine.optimizer.owned

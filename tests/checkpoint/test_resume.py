@@ -10,7 +10,7 @@ import pytest
 
 from engine.checkpoint.directory import CheckpointDirectory
 from engine.checkpoint.format import manifest
-from engine.checkpoint.resume import begin
+from engine.checkpoint.resume import resume_or_start
 from tests.checkpoint.runs import Trace, engine_of, run
 from tests.harness import run_ranks
 from tests.parity.cases import Case
@@ -74,7 +74,7 @@ def files_looked_at(rank: int, case: Case, folder: str) -> int:
     problem_of = manifest._file_problem
     manifest._file_problem = lambda path, num_bytes: (looked_at.append(path), problem_of(path, num_bytes))[1]
     engine = engine_of(rank, case, {})
-    beginning = begin(engine, CheckpointDirectory(Path(folder)), has_saved=True, data={"samples": "same"})
+    beginning = resume_or_start(engine, CheckpointDirectory(Path(folder)), has_saved=True, data={"samples": "same"})
     assert beginning.state.step == NUM_BEFORE
     return len(looked_at)
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 from engine.checkpoint.format.manifest import TrainingState
-from engine.checkpoint.saving import Checkpoints
+from engine.checkpoint.saving import CheckpointSaver
 from engine.comm.stop import NO_STOP, Stop, StopRequest
 from engine.config.plan import batch_plan
 from engine.config.tree import Config
@@ -80,7 +80,7 @@ class Loop:
             lambda consumed_samples: self,
             validation,
             self,
-            cast(Checkpoints, self),
+            cast(CheckpointSaver, self),
             self.request,
             self,
             rollback=self._no_rollback,
@@ -165,7 +165,7 @@ class Loop:
         assert num_ranks == 3
         self.log.append(("retry", step))
 
-    # Checkpoints
+    # CheckpointSaver
 
     def flags(self) -> tuple[float, ...]:
         return NO_FLAGS

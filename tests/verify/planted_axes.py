@@ -15,7 +15,7 @@ from engine.layout.shard_spec import ParamRecord
 from engine.optimizer.distributed import DistributedOptimizer, OwnedBucket, add_squares
 from engine.optimizer.grad_buffer import Bucket, FlatBuffer, GradBuffers
 from engine.pipeline.executor import Executor, _Run
-from engine.tensor_parallel.cross_entropy import TargetsHere
+from engine.tensor_parallel.cross_entropy import LocalTargets
 from engine.tensor_parallel.dropout import DropoutKeys
 from engine.tensor_parallel.layers import RowParallelLinear
 from engine.tensor_parallel.mappings import TensorParallelRegion
@@ -293,7 +293,7 @@ def weights_decay_twice() -> None:
 
 
 def a_microbatch_is_written_over() -> None:
-    is_old = GradBuffers.grad_is_old
+    is_old = GradBuffers.is_first_grad
 
     def older(self: GradBuffers, parameter: ShardedParameter) -> bool:
         place = self._places[parameter.record.name]
@@ -301,7 +301,7 @@ def a_microbatch_is_written_over() -> None:
             parameter.record.name.endswith("mlp.down.weight") and place.missing == place.expected - 1
         )
 
-    GradBuffers.grad_is_old = older  # type: ignore[method-assign]
+    GradBuffers.is_first_grad = older  # type: ignore[method-assign]
 
 
 def masked_labels_are_counted() -> None:
@@ -348,12 +348,12 @@ def bias_correction_is_a_step_ahead() -> None:
 
 
 def a_rank_of_padding_counts_one_column() -> None:
-    of = TargetsHere.of
+    of = LocalTargets.of
 
-    def at_least_one(targets: torch.Tensor, axis: Axis, columns: int, vocab_size: int) -> TargetsHere:
+    def at_least_one(targets: torch.Tensor, axis: Axis, columns: int, vocab_size: int) -> LocalTargets:
         return of(targets, axis, columns, max(vocab_size, axis.index * columns + 1))
 
-    TargetsHere.of = at_least_one  # type: ignore[method-assign, assignment]
+    LocalTargets.of = at_least_one  # type: ignore[method-assign, assignment]
 
 
 def a_last_group_of_fewer_layers_runs_first() -> None:

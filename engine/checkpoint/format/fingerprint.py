@@ -23,7 +23,7 @@ import torch
 from engine.checkpoint.format.boxes import flat_boxes
 from engine.checkpoint.format.manifest import Kind
 from engine.layout.shard_spec import Box
-from engine.numerics.hashing import GOLDEN, key64, mix64_, shift_right, unsigned
+from engine.numerics.hashing import GOLDEN, key64, mix_words_, shift_right, unsigned
 
 _CPU_CHUNK_NUMEL = 2**15
 """Elements that are multiplied at a time: their 64-bit words stay in a CPU core's cache."""
@@ -100,7 +100,7 @@ def _products(bits: torch.Tensor, column: torch.Tensor, out: torch.Tensor) -> to
 
 def _coefficients(key: str, indices: torch.Tensor) -> torch.Tensor:
     """Odd pseudo-random int64 of indices."""
-    return mix64_((indices + 1).mul_(GOLDEN).add_(key64(key))).bitwise_or_(1)
+    return mix_words_((indices + 1).mul_(GOLDEN).add_(key64(key))).bitwise_or_(1)
 
 
 def _row_indices(shape: tuple[int, ...], box: Box, device: torch.device) -> torch.Tensor:

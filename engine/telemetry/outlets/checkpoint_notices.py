@@ -5,7 +5,7 @@ from pathlib import Path
 
 from engine.checkpoint.format.fingerprint import describe
 from engine.checkpoint.format.manifest import Kind
-from engine.checkpoint.resume import Beginning
+from engine.checkpoint.resume import ResumePoint
 from engine.comm.stop import Stop
 from engine.run.directory import RunDirectory
 from engine.telemetry.outlets.hub import Telemetry
@@ -70,7 +70,7 @@ class CheckpointNotices:
             self._telemetry.report.say(f"fingerprint at step {step:,}: {describe(fingerprint)}")
 
 
-def say_beginning(telemetry: Telemetry, directory: RunDirectory, beginning: Beginning) -> None:
+def say_beginning(telemetry: Telemetry, directory: RunDirectory, beginning: ResumePoint) -> None:
     """Where the run begins, what differs from what was saved, and which newer checkpoints could not be used."""
     if directory.swept:
         telemetry.event("checkpoints_swept", names=list(directory.swept))

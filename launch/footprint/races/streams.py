@@ -19,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from engine.comm.collectives import Event, Ledger
-from engine.comm.staging import CPU, Seen, Staging, Use, Work
+from engine.comm.staging import CPU, Seen, Staging, TensorUse, Work
 from engine.device.host_copy import FromCuda
 from launch.footprint.races.clocks import Stream, VectorClock
 from launch.footprint.races.watch import RaceWatch
@@ -40,7 +40,7 @@ class CommunicatorStream:
         self._ledger = ledger
         self._stream = watch.stream(f"the {name} communicator's stream")
 
-    def post(self, call: Callable[[Seen], Sequence[Work]], uses: Sequence[Use]) -> list[Work]:
+    def post(self, call: Callable[[Seen], Sequence[Work]], uses: Sequence[TensorUse]) -> list[Work]:
         """Post the call that the ledger has written down last, as one operator."""
         watch, stream = self._watch, self._stream
         watch.clocks.wait(stream, watch.clocks.record(watch.current))
@@ -56,7 +56,7 @@ class CommunicatorStream:
         """Hold nothing."""
 
 
-def _written(event: Event, use: Use) -> Sequence[torch.Tensor]:
+def _written(event: Event, use: TensorUse) -> Sequence[torch.Tensor]:
     """Return what a call writes. An all-gather in place leaves the member's own slice as it is (NCCL, "In-place Operations")."""
     if event.op != "all_gather":
         return use.written

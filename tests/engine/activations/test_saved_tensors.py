@@ -55,8 +55,8 @@ class Layer(nn.Module):
         return torch.nn.functional.gelu(x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = self.saved.again("mlp", self.first, self.saved.again("norm", self.norm, x))
-        return x + self.second(self.saved.again("activation", self.activation, inner))
+        inner = self.saved.recompute_output("mlp", self.first, self.saved.recompute_output("norm", self.norm, x))
+        return x + self.second(self.saved.recompute_output("activation", self.activation, inner))
 
 
 class Chain:
@@ -69,8 +69,8 @@ class Chain:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for index, layer in enumerate(self.layers):
-            x = self.saved.layer(layer, x, moves=index < self.num_moved)
-        return self.saved.finish(x.square().sum())
+            x = self.saved.run_layer(layer, x, moves=index < self.num_moved)
+        return self.saved.end_chunk(x.square().sum())
 
     def weights(self) -> list[torch.Tensor]:
         return [parameter for layer in self.layers for parameter in layer.parameters()]
@@ -246,7 +246,7 @@ def test_a_forward_without_gradients_saves_and_moves_nothing() -> None:
     chain, host, journal = chain_that_moves(3, ("norm",))
     with torch.no_grad():
         for layer in chain.layers:
-            chain.saved.layer(layer, source(), moves=True)
+            chain.saved.run_layer(layer, source(), moves=True)
     assert journal.words == [] and host.num_free == 0
 
 
@@ -258,8 +258,8 @@ def test_a_layer_that_is_recomputed_whole_moves_its_input() -> None:
     chain = Chain(saved)
     x = y = source()
     for index, layer in enumerate(chain.layers):
-        y = saved.layer(layer, y, moves=index < 2, whole=True)
-    loss = saved.finish(y.square().sum())
+        y = saved.run_layer(layer, y, moves=index < 2, whole=True)
+    loss = saved.end_chunk(y.square().sum())
     assert [word for word in journal.words if word != "wait"] == ["post 1", "post 1"]
     found = torch.autograd.grad(loss, x)
     assert torch.equal(found[0], expected[0])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from engine.comm.collectives import Axis, Message
-from engine.comm.staging import CPU, Seen, Staging, Use
+from engine.comm.staging import CPU, Seen, Staging, TensorUse
 from engine.comm.topology import Topology
 from engine.device.pinned_memory import Pageable
 from engine.layout.rank_grid import ParallelSizes, RankGrid
@@ -57,10 +57,10 @@ def doubling(tensor: torch.Tensor, seen_by_the_call: list[torch.Tensor], handle:
 def test_what_is_read_goes_out_and_what_is_written_comes_back_when_it_is_waited_for() -> None:
     staging, handle, seen = Staging(CPU), Handle(), list[torch.Tensor]()
     tensor = torch.ones(3)
-    (work,) = staging.post(doubling(tensor, seen, handle), [Use([tensor], [tensor])])
+    (work,) = staging.post(doubling(tensor, seen, handle), [TensorUse([tensor], [tensor])])
     assert not work.is_completed()
     handle.ended.set()
-    (later,) = staging.post(lambda seen: [handle], [Use()])
+    (later,) = staging.post(lambda seen: [handle], [TensorUse()])
     later.wait()
     assert work.is_completed() and tensor.tolist() == [1, 1, 1], "nothing is written before the wait"
     work.wait()
@@ -81,7 +81,7 @@ def test_calls_are_made_in_the_order_of_posts_and_post_never_waits() -> None:
             handle.ended.set()
             return [handle]
 
-        works += staging.post(call, [Use([tensor])])
+        works += staging.post(call, [TensorUse([tensor])])
     assert made == [] and not any(work.is_completed() for work in works)
     staging.go.set()
     for work in works:
@@ -94,7 +94,7 @@ def test_who_changes_a_tensor_before_its_call_is_made_sends_the_wrong_numbers() 
     """So that a test on the CPU fails where a GPU's copy would have been late."""
     staging, handle, seen = HeldUp(), Handle(), list[torch.Tensor]()
     tensor = torch.ones(1)
-    (work,) = staging.post(doubling(tensor, seen, handle), [Use([tensor])])
+    (work,) = staging.post(doubling(tensor, seen, handle), [TensorUse([tensor])])
     tensor.fill_(5)
     staging.go.set()
     handle.ended.set()
@@ -107,7 +107,7 @@ def test_a_tensor_lives_until_its_copy_is_made_and_no_longer() -> None:
     staging, handle = HeldUp(), Handle()
     tensor = torch.ones(3)
     there, seen = weakref.ref(tensor), list[torch.Tensor]()
-    (work,) = staging.post(doubling(tensor, seen, handle), [Use([tensor])])
+    (work,) = staging.post(doubling(tensor, seen, handle), [TensorUse([tensor])])
     del tensor
     assert there() is not None
     staging.go.set()
@@ -126,8 +126,8 @@ def test_a_call_that_fails_raises_where_it_is_waited_for_and_the_next_is_made() 
         raise RuntimeError("the peer is gone")
 
     tensor = torch.ones(1)
-    (failed,) = staging.post(fail, [Use([tensor])])
-    (work,) = staging.post(doubling(tensor, [], handle), [Use([tensor], [tensor])])
+    (failed,) = staging.post(fail, [TensorUse([tensor])])
+    (work,) = staging.post(doubling(tensor, [], handle), [TensorUse([tensor], [tensor])])
     work.wait()
     assert tensor.tolist() == [2] and failed.is_completed()
     with pytest.raises(RuntimeError, match="the peer is gone"):
@@ -148,7 +148,7 @@ def test_host_memory_is_locked_once_and_reused_by_later_calls() -> None:
     staging, handle, tensor = Staging(CPU, Lock()), Handle(), torch.ones(3000)
     handle.ended.set()
     for number in range(5):
-        (work,) = staging.post(doubling(tensor, [], handle), [Use([tensor], [tensor])])
+        (work,) = staging.post(doubling(tensor, [], handle), [TensorUse([tensor], [tensor])])
         work.wait()
         assert len(locked) == 1, f"call {number}"
     assert tensor[0] == 2**5 and locked == [3 * 4096]
@@ -169,11 +169,13 @@ def test_a_call_keeps_its_memory_until_all_its_handles_were_waited_for() -> None
 
     def use_memory(num_calls: int) -> None:
         others = [torch.full((4,), 7.0) for _ in range(num_calls)]
-        works = [staging.post(doubling(each, seen_by_others, handle), [Use([each], [each])])[0] for each in others]
+        works = [
+            staging.post(doubling(each, seen_by_others, handle), [TensorUse([each], [each])])[0] for each in others
+        ]
         for work in works:
             work.wait()
 
-    send, receive = staging.post(exchange, [Use([sent]), Use((), [received])])
+    send, receive = staging.post(exchange, [TensorUse([sent]), TensorUse((), [received])])
     send.wait()
     use_memory(2)
     receive.wait()

@@ -37,29 +37,29 @@ def gemm_of_a_gpu() -> Iterator[list[torch.Tensor]]:
     library._destroy()
 
 
-def product(kernel: Any, dtype: torch.dtype, wide: torch.dtype, device: str, over_old: bool) -> tuple[Any, Any]:
+def product(kernel: Any, dtype: torch.dtype, wide: torch.dtype, device: str, overwrite: bool) -> tuple[Any, Any]:
     """(found, wanted): a main grad of ones, or of nan that must be written over, after one gradient."""
     generator = torch.Generator().manual_seed(2)
     grad, inputs = (torch.randn(TOKENS, n, generator=generator, dtype=torch.float64) for n in (ROWS, IN))
-    main_grad = torch.full((ROWS, IN), torch.nan if over_old else 1.0, dtype=wide, device=device)
+    main_grad = torch.full((ROWS, IN), torch.nan if overwrite else 1.0, dtype=wide, device=device)
     narrow = [tensor.to(device, dtype) for tensor in (grad, inputs)]
-    add_matmul(main_grad, *narrow, over_old=over_old, kernel=kernel)
-    return main_grad.double().cpu(), narrow[0].double().t().cpu() @ narrow[1].double().cpu() + (0 if over_old else 1)
+    add_matmul(main_grad, *narrow, overwrite=overwrite, kernel=kernel)
+    return main_grad.double().cpu(), narrow[0].double().t().cpu() @ narrow[1].double().cpu() + (0 if overwrite else 1)
 
 
-@pytest.mark.parametrize("over_old", [False, True])
-def test_separate_and_one_dtype(over_old: bool) -> None:
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_separate_and_one_dtype(overwrite: bool) -> None:
     for kernel in ("separate", "fused"):
-        found, wanted = product(kernel, torch.float64, torch.float64, "cpu", over_old)
+        found, wanted = product(kernel, torch.float64, torch.float64, "cpu", overwrite)
         torch.testing.assert_close(found, wanted, rtol=1e-14, atol=1e-14)
-    found, wanted = product("separate", torch.bfloat16, torch.float32, "cpu", over_old)
+    found, wanted = product("separate", torch.bfloat16, torch.float32, "cpu", overwrite)
     assert float((found - wanted).norm() / wanted.norm()) < 3e-3  # the product was rounded to bf16
 
 
-@pytest.mark.parametrize("over_old", [False, True])
-def test_fused_rounds_nothing_to_the_dtype_of_the_run(gemm_of_a_gpu: list[torch.Tensor], over_old: bool) -> None:
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_fused_rounds_nothing_to_the_dtype_of_the_run(gemm_of_a_gpu: list[torch.Tensor], overwrite: bool) -> None:
     require_weight_grad("fused", torch.bfloat16, torch.float32, torch.device("cpu"))
-    found, wanted = product("fused", torch.bfloat16, torch.float32, "cpu", over_old)
+    found, wanted = product("fused", torch.bfloat16, torch.float32, "cpu", overwrite)
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
     assert len(gemm_of_a_gpu) == 2
 
@@ -71,9 +71,9 @@ def test_fused_where_no_library_has_it_is_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("over_old", [False, True])
+@pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("kernel", ["separate", "fused"])
-def test_kernels_of_a_gpu(kernel: str, over_old: bool) -> None:
+def test_kernels_of_a_gpu(kernel: str, overwrite: bool) -> None:
     require_weight_grad(kernel, torch.bfloat16, torch.float32, torch.device("cuda"))  # type: ignore[arg-type]
-    found, wanted = product(kernel, torch.bfloat16, torch.float32, "cuda", over_old)
+    found, wanted = product(kernel, torch.bfloat16, torch.float32, "cuda", overwrite)
     assert float((found - wanted).norm() / wanted.norm()) < (1e-5 if kernel == "fused" else 3e-3)

@@ -10,7 +10,7 @@ from engine.errors import ScheduleError
 from engine.pipeline import schedules
 from engine.pipeline.actions import Schedule
 from engine.pipeline.simulate import Costs, Timeline, simulate
-from engine.pipeline.text import draw, from_text
+from engine.pipeline.text import from_text, render_timeline
 
 # arXiv 2401.10241, tables 5 and 9: p, m, T_F, T_B (input gradient), T_W, T_comm in ms, bubble of 1F1B,
 # chunks of the interleaved schedule, its bubble.
@@ -132,13 +132,13 @@ span 15, idle at most 40.0% of it on a rank"""
 
 
 def test_the_picture() -> None:
-    assert draw(simulate(schedules.one_f_one_b(3, 3), Costs.uniform(3))).plain == PICTURE
+    assert render_timeline(simulate(schedules.one_f_one_b(3, 3), Costs.uniform(3))).plain == PICTURE
 
 
 @pytest.mark.parametrize("width", [20, 47, 80, 200])
 def test_a_picture_fits_the_screen_and_loses_nothing(width: int) -> None:
     timeline = simulate(schedules.interleaved(4, 2, 8), Costs.uniform(8))
-    whole, folded = draw(timeline).plain.splitlines(), draw(timeline, width).plain.splitlines()
+    whole, folded = render_timeline(timeline).plain.splitlines(), render_timeline(timeline, width).plain.splitlines()
     rows = [line for line in folded if line.startswith("rank")]
     assert max(map(len, rows)) <= width
     for rank in range(4):

@@ -13,8 +13,8 @@ from torch import nn
 from engine.checkpoint.directory import CheckpointDirectory
 from engine.checkpoint.format.manifest import Kind
 from engine.checkpoint.history import RunHistory
-from engine.checkpoint.resume import begin
-from engine.checkpoint.saving import Checkpoints, RunFacts
+from engine.checkpoint.resume import resume_or_start
+from engine.checkpoint.saving import CheckpointSaver, RunFacts
 from engine.comm.stop import Stop, StopRequest
 from engine.comm.topology import Topology
 from engine.config.tree import Config
@@ -164,7 +164,7 @@ def run(
     if plant is not None:
         plant.into(engine)
     directory = CheckpointDirectory(Path(folder))
-    beginning = begin(engine, directory, has_saved=False, data=DATA)
+    beginning = resume_or_start(engine, directory, has_saved=False, data=DATA)
     history, trace = beginning.history, Trace(history=beginning.history)
     shapes = {spec.name: spec.shape for spec in model_specs(config.model)}
     facts = RunFacts("test", attempt, DATA, beginning.lineage, lambda: None, shapes, history)
@@ -177,7 +177,7 @@ def run(
             checked(step)
 
         guard.before_update = change_and_check  # type: ignore[method-assign]
-    with closing(Checkpoints(engine, directory, facts, Silent())) as checkpoints:
+    with closing(CheckpointSaver(engine, directory, facts, Silent())) as checkpoints:
         request = StopRequest(rank)
         try:
             training = TrainingRun(

@@ -33,7 +33,7 @@ class Sink:
     def grad_added(self, parameter: ShardedParameter) -> None:
         self.added.append(parameter.record.name)
 
-    def grad_is_old(self, parameter: ShardedParameter) -> bool:
+    def is_first_grad(self, parameter: ShardedParameter) -> bool:
         return self.is_old
 
     def weight_needed(self, parameter: ShardedParameter) -> None: ...

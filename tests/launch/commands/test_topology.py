@@ -9,7 +9,7 @@ import pytest
 from engine.errors import ConfigError, TopologyError, TriaxisError
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from launch.cli import command_module, command_parser, main
-from launch.report.topology_picture import draw
+from launch.report.topology_picture import draw_topology
 from launch.report.topology_text import shorten
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "topology"
@@ -88,12 +88,12 @@ def test_a_picture_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     )
     assert "16 ranks on 2 nodes: tp 2 x pp 2 x dp 4" in texts(path)
     with pytest.raises(TopologyError, match="do not fit a picture"):
-        draw(RankGrid(ParallelSizes(dp=8200)), tmp_path / "large.svg")
+        draw_topology(RankGrid(ParallelSizes(dp=8200)), tmp_path / "large.svg")
 
 
 def test_every_rank_is_in_the_picture(tmp_path: Path) -> None:
     path = tmp_path / "layout.svg"
-    draw(RankGrid(ParallelSizes(tp=4, dp=3), 6, allow_tp_across_nodes=True), path)
+    draw_topology(RankGrid(ParallelSizes(tp=4, dp=3), 6, allow_tp_across_nodes=True), path)
     shown = texts(path)
     assert [text for text in shown if text.isdigit()] == [str(rank) for rank in range(12)]
     assert [text for text in shown if text.startswith("node ")] == ["node 0", "node 1"]
@@ -102,7 +102,7 @@ def test_every_rank_is_in_the_picture(tmp_path: Path) -> None:
 
 def test_what_is_drawn_lies_inside_the_picture_and_no_cells_overlap(tmp_path: Path) -> None:
     path = tmp_path / "layout.svg"
-    draw(RankGrid(ParallelSizes(tp=4, pp=4, dp=4), 8), path)
+    draw_topology(RankGrid(ParallelSizes(tp=4, pp=4, dp=4), 8), path)
     root = ElementTree.parse(path).getroot()
     width, height = float(root.attrib["width"]), float(root.attrib["height"])
     boxes = [

@@ -98,12 +98,12 @@ def each_rank_averages_over_its_own_tokens() -> None:
 
 def only_the_last_microbatch_trains() -> None:
     """Plant main grads that each microbatch writes over."""
-    GradBuffers.grad_is_old = lambda self, parameter: True  # type: ignore[method-assign]
+    GradBuffers.is_first_grad = lambda self, parameter: True  # type: ignore[method-assign]
 
 
 def gradients_are_added_to_what_was_there() -> None:
     """Plant a buffer that is never written over, so that a step begins with the gradients of the one before."""
-    GradBuffers.grad_is_old = lambda self, parameter: False  # type: ignore[method-assign]
+    GradBuffers.is_first_grad = lambda self, parameter: False  # type: ignore[method-assign]
 
 
 def _is_kv(name: str) -> bool:
