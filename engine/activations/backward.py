@@ -1,18 +1,18 @@
-"""Start autograd from a gradient that is at hand, as each pipeline stage does."""
+"""Autograd started from a given gradient, as each pipeline stage does."""
 
 import torch
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 
 def run_backward(output: torch.Tensor | GradientEdge, grad: torch.Tensor) -> None:
-    """`torch.autograd.backward(output, grad)`, without its checks in Python; the engine below them checks the shape again.
+    """Run `torch.autograd.backward(output, grad)` without its checks in Python; the C++ engine checks the shape again.
 
-    Those checks import sympy, for symbolic shapes that nobody has here: half a second of a core and 34 MiB in each rank, in
+    Those checks import sympy for symbolic shapes, which are not used here: half a second of a core and 34 MiB in each rank, in
     its first step (torch 2.13).
 
     Args:
-        output: what the forward gave, or the edge of the graph that it left behind.
-        grad: of its shape and dtype.
+        output: the result of the forward, or its edge in the autograd graph.
+        grad: the gradient, of the output's shape and dtype.
 
     Raises:
         RuntimeError: the gradient has another shape.

@@ -1,12 +1,12 @@
-"""Activations on their way to host memory and back, beside the computation.
+"""Copies of activations to host memory and back, beside the computation.
 
     device   | layer 0 | layer 1       | layer 2 ...      backward: | layer 2       | layer 1       | layer 0 |
     copies             | 0 -> host     | 1 -> host                  | host -> 1     | host -> 0     |
 
-On a GPU copies run on a stream of their own: it waits for what was posted before them, and the computation waits for it where
-it says so, the host never. All copies share that stream, so whoever reuses a host buffer comes after its last copy. On a CPU a copy
-is done when it is posted. Device memory is given back only after the computation's stream has waited for the copy: from then on
-whatever is put there comes later.
+On a GPU all copies run on one side stream. It waits for what the computation had posted before them, and the computation waits for
+it at `let_go` and `arrived`; the host never waits. A host buffer can be reused at once, because its next copy follows the last one
+on that stream. Device memory is freed only after the computation's stream has waited for the copy. On a CPU a copy is done when it
+is posted.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,26 +21,26 @@ from engine.device.pinned_memory import PageLock, PinnedPool, Purpose, page_lock
 PURPOSE = Purpose("offloaded activations", "offload fewer layers (offload.num_layers)")
 
 Mark = Any
-"""The end of some copies, as their lane knows it: a `torch.cuda.Event` on a GPU, None where they were done at once."""
+"""The end of some copies: a `torch.cuda.Event` on a GPU, None on a CPU, where copies are done at once."""
 
 
 class CopyLane(Protocol):
-    """Where copies between host and device run."""
+    """The way copies between host and device run."""
 
     def post(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
-        """Copy (destination, source) each, after what has been posted on the computation's stream."""
+        """Copy each (destination, source) pair after all work that is posted on the computation's stream."""
         ...
 
     def wait(self, mark: Mark) -> None:
-        """What the computation posts from now on comes after these copies."""
+        """Make later work of the computation wait for these copies."""
         ...
 
 
 class SideStream:
-    """Of a GPU.
+    """A side stream of a GPU.
 
     Args:
-        cuda: makes streams and events; a race check has its own (`launch.footprint.races.streams`).
+        cuda: makes streams and events; the race check passes its own (`launch.footprint.races.streams`).
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
@@ -63,7 +63,7 @@ class SideStream:
 
 
 class InPlace:
-    """Of a CPU, where nothing runs beside the computation."""
+    """Immediate copies, for a CPU."""
 
     def post(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
         for destination, source in copies:
@@ -76,11 +76,11 @@ class InPlace:
 
 @dataclass(slots=True, eq=False)
 class OffloadedStorage:
-    """The elements of one storage, in order.
+    """The elements of one storage, in order, on the device or in host memory.
 
     Attributes:
-        tensor: on the device; None while they are on the host alone.
-        buffer: on the host; None before they were sent and after they have come back.
+        tensor: the copy on the device; None while only the host holds them.
+        buffer: the copy in host memory; None before `send` and after `fetch`.
     """
 
     tensor: torch.Tensor | None
@@ -91,13 +91,13 @@ class HostMemory:
     """Host buffers of activations, page-locked for a GPU, kept by size and reused.
 
     Args:
-        device: of the activations.
-        lane: where copies run; None: the device's.
-        page_lock: locks the buffers; None: the device's.
+        device: holds the activations.
+        lane: runs the copies; None: the default of the device.
+        page_lock: locks the buffers; None: the default of the device.
 
     Attributes:
-        making: entered while a buffer is taken, for who counts a step's memory (a later step makes none).
-        pool: of the buffers.
+        making: context entered while a buffer is taken; memory accounting uses it (no step after the first makes a buffer).
+        pool: the buffers.
     """
 
     def __init__(self, device: torch.device, lane: CopyLane | None = None, page_lock: PageLock | None = None) -> None:
@@ -116,30 +116,30 @@ class HostMemory:
         return self.lane.post(copies)
 
     def let_go(self, moved: Sequence[OffloadedStorage], mark: Mark) -> None:
-        """Give the device memory back that `send` with this mark has read."""
+        """Free the device memory that `send` with this mark has read."""
         self.lane.wait(mark)
         for each in moved:
             each.tensor = None
 
     def fetch(self, moved: Sequence[OffloadedStorage]) -> Mark:
-        """Post the copies back; their results may be used after `arrived`. The buffers are free from here on."""
+        """Post the copies back. Use the results after `arrived`; the buffers are free at once."""
         copies = []
         for each in moved:
             assert each.buffer is not None and each.tensor is None
             each.tensor = torch.empty(each.buffer.shape, dtype=each.buffer.dtype, device=self.device)
             copies.append((each.tensor, each.buffer))
-            # Free at once: whatever is copied to it next is posted behind this copy, on the same stream.
+            # Free at once: the next copy into it is posted behind this one, on the same stream.
             self.pool.give(each.buffer)
             each.buffer = None
         return self.lane.post(copies)
 
     def arrived(self, mark: Mark) -> None:
-        """What the computation posts from now on may use what `fetch` with this mark brings."""
+        """Make later work of the computation wait for the copies of `fetch` with this mark."""
         self.lane.wait(mark)
 
     @property
     def num_free(self) -> int:
-        """Buffers that nobody uses."""
+        """Return the number of unused buffers."""
         return self.pool.num_free
 
     def _buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Recompute activations in the backward instead of keeping them ("activation checkpointing"; checkpoint means disk here).
+"""Recomputation of activations in the backward ("activation checkpointing"; a checkpoint is a file here).
 
-`recompute(function, *tensors)` keeps only the tensors. In the backward the function runs again, whole, so that its
-collectives are those of the textbook (torch's own utility stops the replay early and skips the last one). Nothing random
-needs replaying: dropout is a function of sample and position.
+`recompute(function, *tensors)` keeps only the tensors. The backward runs the whole function again, with all of its collectives
+(torch's own utility stops the replay early and skips the last one). Random state needs no replay: dropout is a hash of sample
+and position.
 
 The function may use parameters: their gradients go to main grads, never through autograd.
 """
@@ -16,7 +16,7 @@ from engine.activations.backward import run_backward
 
 
 def recompute(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-    """`function(*tensors)`, whose saved activations are these tensors alone."""
+    """Return `function(*tensors)`, saving only these tensors for the backward."""
     return _Recompute.apply(function, *tensors)
 
 

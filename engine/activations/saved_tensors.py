@@ -1,16 +1,15 @@
-"""What becomes of a tensor that autograd saves for the backward: it is kept, made again, or moved to host memory.
+"""The choice for each tensor that autograd saves: keep it, recompute it, or move it to host memory.
 
-    kept       the tensor
-    again      a function and what it was made from, where the tensor is what a cheap function returned (a norm, an activation):
-               the function runs once in the backward, for all who saved its result
-    moved      a place in host memory (`engine/activations/offload.py`): the tensor leaves while the next layer is computed,
-               and comes back during the backward of that layer
+    kept         the tensor
+    recomputed   a cheap function (a norm, an activation) and its inputs; it runs once in the backward for all users of its result
+    moved        a place in host memory (`engine/activations/offload.py`): the tensor leaves while the next layer is computed,
+                 and comes back during the backward of that layer
 
-One pair of hooks decides (`torch.autograd.graph.saved_tensors_hooks`), for torch's operators and functions of our own alike, by the
-tensor's storage: several views of one storage are one thing. What a function is made again from is saved by the same rule, so a
-chain of functions is made again from its beginning, and from what comes back from the host.
+One pair of hooks decides (`torch.autograd.graph.saved_tensors_hooks`), for torch's operators and our own functions alike. The unit
+is a storage, so several views of it are one thing. The inputs of a recomputed function are saved by the same rule, so chains are
+recomputed from their first kept or moved tensor.
 
-Functions that are made again must give the same bits and must not communicate. Whole layers, which do, are for `recompute`.
+Recomputed functions must give the same bits and must not communicate. Whole layers do, and go through `recompute`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -30,20 +29,20 @@ from engine.activations.recompute import recompute
 Function = Callable[..., torch.Tensor]
 
 ATTENTION = "attention"
-"""The part that is recomputed inside, `SavedTensors.recompute_inside`: its result is needed anyway."""
+"""The part of `SavedTensors.recompute_inside`: its output is saved, its inner tensors are recomputed."""
 
 
 class SavedTensors:
-    """The choice for one rank's model chunks.
+    """The choices for one rank's model chunks.
 
     Args:
-        parts: names of what is made again.
-        host: where to move tensors; None: nowhere.
+        parts: names of the parts to recompute.
+        host: takes the moved tensors; None: none is moved.
         min_bytes: smaller tensors are not moved.
-        weights: this rank's weights, asked for when the first layer moves its tensors; they are never moved.
+        weights: returns this rank's weights, which are never moved; called when the first layer moves its tensors.
 
     Attributes:
-        observer: told of each tensor that holds device memory for a backward; for who counts it.
+        observer: called with each tensor that holds device memory for a backward; memory accounting sets it.
     """
 
     def __init__(
@@ -67,21 +66,21 @@ class SavedTensors:
     def run_layer(
         self, function: Function, x: torch.Tensor, *, moves: bool = False, whole: bool = False, shared: Any = None
     ) -> torch.Tensor:
-        """`function(x)`, whose saved tensors are treated as this object says. Layers are called in order, then `end_chunk`.
+        """Return `function(x)`, its saved tensors treated by these choices. Call layers in order, then `end_chunk`.
 
         Args:
             function: a layer, or several that are recomputed together.
             x: its input.
-            moves: move what it saves to the host.
-            whole: recompute all of it; then nothing but x is saved.
-            shared: a tensor that other layers save as well (or None): it is not moved.
+            moves: move its saved tensors to the host.
+            whole: recompute all of it, so that only x is saved.
+            shared: a tensor that other layers save too, or None; it is not moved.
         """
         if not torch.is_grad_enabled():
             return function(x)
         layer = _Layer(self.host if moves else None, self.observer)
         if moves:
             layer.stays = set(self._storages_of_weights())
-            # A leaf is what came from another stage: the executor holds it for its gradient.
+            # A leaf came from another stage: the executor holds it for its gradient.
             layer.stays |= {_identity(tensor) for tensor in (x if x.is_leaf else None, shared) if tensor is not None}
         with self._opened(layer, hooks=moves or (self._has_hooks and not whole)):
             y = recompute(function, x) if whole else function(x)
@@ -90,7 +89,7 @@ class SavedTensors:
         return y
 
     def end_chunk(self, output: torch.Tensor) -> torch.Tensor:
-        """The output of a chunk whose layers have been called; its backward begins by fetching what the last layer moved."""
+        """Return a chunk's output, its backward set to begin by fetching what the last layer moved."""
         last, self._below = self._below, None
         if last is not None:
             last.let_go()
@@ -98,18 +97,18 @@ class SavedTensors:
         return output
 
     def recompute_output(self, part: str, function: Function, *inputs: torch.Tensor) -> torch.Tensor:
-        """`function(*inputs)`; who saves the result saves how to make it again, if `part` is among the parts."""
+        """Return `function(*inputs)`; autograd saves a recipe instead of the output if `part` is recomputed."""
         output = function(*inputs)
         if self._open is not None and part in self.parts and torch.is_grad_enabled():
             storage = output.untyped_storage()
             if all(_identity(each) != storage._cdata for each in inputs):
-                # A module's hooks are for its forward.
+                # A module's own hooks belong to its forward alone.
                 maker = function.forward if isinstance(function, nn.Module) else function
                 self._sources[storage] = _Source(maker, [each.detach() for each in inputs], storage.nbytes())
         return output
 
     def recompute_inside(self, part: str, function: Function, *inputs: torch.Tensor) -> torch.Tensor:
-        """`function(*inputs)`; what it saves is made again from the inputs, if `part` is among the parts."""
+        """Return `function(*inputs)`; its inner saved tensors are recomputed from the inputs if `part` is recomputed."""
         if self._open is not None and part in self.parts and torch.is_grad_enabled():
             return recompute(function, *inputs)
         return function(*inputs)
@@ -127,7 +126,7 @@ class SavedTensors:
             self._open = None
 
     def _pass_on(self, layer: "_Layer", y: torch.Tensor) -> None:
-        """Send what the layer moves, give back what the layer below it has sent, and say what its backward begins with."""
+        """Send what the layer moves, free what the layer below has sent, and prepare the layer's backward."""
         layer.send()
         below, self._below = self._below, layer
         if below is not None:
@@ -140,7 +139,7 @@ class SavedTensors:
         if source is not None:
             source.use(self._pack)
             return _View.of(tensor, source)
-        # Autograd may hand over a node's own output, whose history would keep the node alive for ever.
+        # Autograd may pass a node's own output, whose history would keep the node alive for ever.
         tensor = tensor.detach()
         self.observer(tensor)
         layer = self._open
@@ -156,7 +155,7 @@ class SavedTensors:
 
 
 def _identity(tensor: torch.Tensor) -> int:
-    """Of the tensor's storage, while it lives."""
+    """Return an identity of the tensor's storage, valid while it lives."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -165,7 +164,7 @@ def _unpack(packed: "torch.Tensor | _View") -> torch.Tensor:
 
 
 def _before_backward_of(y: torch.Tensor, function: Callable[[], None]) -> None:
-    """Call the function when the gradient of y is complete, before anything is computed from it."""
+    """Call the function when the gradient of y is complete, before it is used."""
     assert y.grad_fn is not None, "a layer has weights"
 
     def call(grads: object) -> None:
@@ -181,7 +180,7 @@ def _begin_backward(layer: "_Layer", below: "_Layer | None") -> None:
 
 
 class _Source:
-    """How a tensor is made again, once for all who have saved it."""
+    """The recipe of a tensor: a function and its inputs, run once for all users."""
 
     def __init__(self, function: Function, inputs: list[torch.Tensor], num_bytes: int) -> None:
         self.function = function
@@ -191,18 +190,18 @@ class _Source:
         self.made: torch.Tensor | None = None
 
     def use(self, pack: "Callable[[torch.Tensor], torch.Tensor | _View]") -> None:
-        """One more has saved the tensor. With the first the inputs are saved as well."""
+        """Count one more user; save the inputs for the first."""
         if not self.num_uses:
             self.inputs = [pack(each) for each in self.inputs if isinstance(each, torch.Tensor)]
         self.num_uses += 1
 
     def whole(self) -> torch.Tensor:
-        """The tensor; kept until the last of its users has asked."""
+        """Return the tensor, computed for the first user and freed after the last."""
         made = self.made
         if made is None:
             with torch.no_grad():
                 made = self.function(*(_unpack(each) for each in self.inputs))
-            assert made.untyped_storage().nbytes() == self.num_bytes, "a function made something else this time"
+            assert made.untyped_storage().nbytes() == self.num_bytes, "the recomputed tensor has another size"
         self.num_uses -= 1
         self.made = made if self.num_uses > 0 else None
         return made
@@ -210,7 +209,7 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A saved tensor as a view of a storage that is made or fetched."""
+    """A saved tensor as a view of a storage that is recomputed or fetched."""
 
     of_what: "_Source | _Fetched"
     size: tuple[int, ...]
@@ -227,7 +226,7 @@ class _View:
 
 @dataclass(frozen=True, slots=True)
 class _Fetched:
-    """A storage that was moved; it has come back when a backward asks for it."""
+    """A moved storage, back on the device when a backward asks for it."""
 
     moved: OffloadedStorage
 
@@ -238,11 +237,11 @@ class _Fetched:
 
 @dataclass(slots=True, eq=False)
 class _Layer:
-    """What one layer moves in one microbatch.
+    """The storages that one layer moves in one microbatch.
 
     Attributes:
-        host: None where the layer moves nothing.
-        observer: told of what has come back.
+        host: takes them; None where the layer moves nothing.
+        observer: called with each tensor that has come back.
         stays: identities of storages that are not moved.
     """
 
@@ -254,7 +253,7 @@ class _Layer:
     _is_fetched: bool = False
 
     def moved(self, tensor: torch.Tensor) -> _Fetched:
-        """The tensor's storage among what the layer moves. It is held until `let_go`, so its identity is its own."""
+        """Add the tensor's storage to those that move; it is held until `let_go`, so its identity stays its own."""
         key = _identity(tensor)
         if key not in self._moved:
             numel = tensor.untyped_storage().nbytes() // tensor.element_size()
@@ -262,17 +261,17 @@ class _Layer:
         return _Fetched(self._moved[key])
 
     def send(self) -> None:
-        """The layer's forward is over: post the copies to the host."""
+        """Post the copies to the host, at the end of the layer's forward."""
         if self.host is not None and self._moved:
             self._mark = self.host.send(list(self._moved.values()))
 
     def let_go(self) -> None:
-        """Give back the device memory of what was sent."""
+        """Free the device memory of what was sent."""
         if self.host is not None and self._moved:
             self.host.let_go(list(self._moved.values()), self._mark)
 
     def fetch(self) -> None:
-        """Post the copies back, if nobody has."""
+        """Post the copies back unless they are posted already."""
         if self.host is not None and self._moved and not self._is_fetched:
             self._mark = self.host.fetch(list(self._moved.values()))
             self._is_fetched = True
@@ -281,7 +280,7 @@ class _Layer:
                 self.observer(each.tensor)
 
     def need(self) -> None:
-        """The layer's backward begins. What it saved is freed by whoever uses it last, so nothing is held here any more."""
+        """Wait for the copies at the start of the layer's backward, and drop them: autograd's users hold what they need."""
         self.fetch()
         if self.host is not None and self._moved:
             self.host.arrived(self._mark)
