@@ -11,47 +11,46 @@ from engine.config.section import LAYOUT, OnResume, Problem, Rule, Section, Subj
 
 
 class RecomputeConfig(Section):
-    """Recompute activations in the backward instead of keeping them."""
+    """Recomputation of activations in the backward, which saves their memory."""
 
     on_resume: ClassVar[OnResume | None] = LAYOUT
 
     granularity: Literal["none", "selective", "full", "auto"] = Field(
-        "none", description="selective: `modules`; full: whole layers; auto: the cheapest of both that fits `memory_gb`"
+        "none",
+        description="selective: only `modules`; full: whole layers; auto: the cheapest that fits `memory_gb`",
     )
     modules: list[Literal["attention", "norm", "activation", "rope", "mlp"]] | None = Field(
-        None,
-        description="selective: parts of each layer (null: attention); full, block: parts of the others",
+        None, description="selective: parts to recompute (null: attention); full with block: parts of the other layers"
     )
-    method: Literal["uniform", "block"] = Field("uniform", description="full: all layers, or the first N of a chunk")
+    method: Literal["uniform", "block"] = Field(
+        "uniform", description="full: recompute all layers, or (block) the first num_layers of each model chunk"
+    )
     num_layers: int = Field(
-        1, gt=0, le=MOST_LAYERS, description="uniform: layers per recomputed group; block: recomputed layers"
+        1, gt=0, le=MOST_LAYERS, description="uniform: layers per recomputed group; block: layers to recompute"
     )
     gathered_inputs: Literal["auto", "keep", "regather"] = Field(
-        "auto",
-        description="sequence parallelism: gathered inputs; auto: kept if they fit `memory_gb`, else regather",
+        "auto", description="sequence parallelism: keep gathered inputs or regather; auto: keep if they fit `memory_gb`"
     )
     memory_gb: float | None = Field(
-        None, gt=0, description="auto: most that a rank may hold by prediction, without communicators; 10^9 bytes"
+        None, gt=0, description="auto: predicted memory that a rank may use, without communicators, in 10^9 bytes"
     )
     head_tokens: Count | None = Field(
-        None,
-        gt=0,
-        description="tokens whose logits exist at a time, made again in the backward; null: all, kept for it",
+        None, gt=0, description="tokens of the output head at a time, recomputed; null: all at once, their logits kept"
     )
 
     @property
     def is_any(self) -> bool:
-        """Whether anything is recomputed."""
+        """Return whether anything is recomputed."""
         return self.granularity != "none" or self.head_tokens is not None
 
     @property
     def parts(self) -> frozenset[str]:
-        """What is recomputed of each layer that is not recomputed whole."""
+        """Return the parts recomputed in each layer that is not recomputed whole."""
         default = ["attention"] if self.granularity == "selective" else []
         return frozenset(default if self.modules is None else self.modules)
 
     def __str__(self) -> str:
-        """In the words of the configuration, without what says nothing; "none" where nothing is recomputed."""
+        """Return the choice in the words of the configuration; "none" where nothing is recomputed."""
         words: list[str] = []
         if self.granularity != "none":
             words.append(self.granularity)
@@ -65,31 +64,34 @@ class RecomputeConfig(Section):
 
 
 class OffloadConfig(Section):
-    """Move activations to host memory between forward and backward, while other layers are computed."""
+    """Activations moved to host memory between forward and backward, while other layers are computed."""
 
     on_resume: ClassVar[OnResume | None] = LAYOUT
 
-    num_layers: int = Field(0, ge=0, le=MOST_LAYERS, description="the first N layers of each model chunk; 0: none")
-    min_bytes: int = Field(2**20, gt=0, description="smaller tensors stay on the device: a copy has a fixed cost")
+    num_layers: int = Field(
+        0, ge=0, le=MOST_LAYERS, description="offload the first N layers of each model chunk; 0: none"
+    )
+    min_bytes: int = Field(2**20, gt=0, description="keep smaller tensors on the device: a copy has a fixed cost")
 
 
 class KernelsConfig(Section):
-    """Which implementation computes what. `auto` takes the fastest that runs on the device; the banner names it."""
+    """The implementation of each operation. `auto` takes the fastest that runs on the device; the banner names it."""
 
     on_resume: ClassVar[OnResume | None] = LAYOUT
 
     attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "explicit"] = Field(
-        "auto", description="sdpa: torch's choice; flash, cudnn, efficient: that one; explicit: with probabilities"
+        "auto",
+        description="sdpa: torch chooses; flash, cudnn, efficient: that one; explicit: keeps probabilities",
     )
     elementwise: Literal["auto", "eager", "compiled"] = Field(
-        "auto",
-        description="norms, RoPE, SwiGLU, dropout, cross-entropy: operator by operator, or fused by torch.compile",
+        "auto", description="norms, RoPE, gates, dropout, cross-entropy: eager operators, or fused by torch.compile"
     )
     weight_grad: Literal["auto", "separate", "fused"] = Field(
-        "auto", description="fused: the GEMM adds to the fp32 main grad itself (CUDA); separate: another pass does"
+        "auto", description="fused: the GEMM adds to the fp32 main grad itself (CUDA); separate: a second pass adds"
     )
     optimizer: Literal["auto", "torch", "compiled"] = Field(
-        "auto", description="torch: its fused operator; compiled: the whole update of any form of state in one pass"
+        "auto",
+        description="torch: torch's fused operator; compiled: one pass by torch.compile, for every form of state",
     )
 
 
@@ -97,9 +99,8 @@ def recompute_fits_chunk(subject: Subject) -> Iterator[Problem]:
     recompute = subject.config.recompute
     if recompute.granularity != "full":
         if recompute.method != "uniform" or recompute.num_layers != 1:
-            yield Problem(
+            yield subject.problem(
                 "recompute.granularity",
-                recompute.granularity,
                 "method and num_layers belong to granularity = full: here they would have no effect",
                 {"recompute.granularity": ["full"]},
                 "Or leave them out.",
@@ -107,9 +108,8 @@ def recompute_fits_chunk(subject: Subject) -> Iterator[Problem]:
         return
     per_chunk = _layers_of_the_largest_chunk(subject)
     if recompute.num_layers > per_chunk:
-        yield Problem(
+        yield subject.problem(
             "recompute.num_layers",
-            recompute.num_layers,
             f"must be at most {per_chunk}, the layers of the largest model chunk: there are no more to recompute",
             {"recompute.num_layers": [per_chunk]},
         )
@@ -121,30 +121,27 @@ def _layers_of_the_largest_chunk(subject: Subject) -> int:
 
 
 def recompute_has_its_fields(subject: Subject) -> Iterator[Problem]:
-    """`modules` and `memory_gb` stand where they do something."""
+    """Yield a problem where `modules` or `memory_gb` has no effect or is missing."""
     recompute = subject.config.recompute
     is_for_layers = recompute.granularity == "selective" or (
         recompute.granularity == "full" and recompute.method == "block"
     )
     if recompute.modules is not None and not is_for_layers:
-        yield Problem(
+        yield subject.problem(
             "recompute.modules",
-            recompute.modules,
             f"belongs to granularity = selective (or full with method = block, for the other layers), not to "
             f"{recompute.granularity}: it would have no effect",
             {"recompute.modules": [None], "recompute.granularity": ["selective"]},
         )
     elif recompute.modules is not None and len(recompute.modules) != len(recompute.parts):
-        yield Problem(
+        yield subject.problem(
             "recompute.modules",
-            recompute.modules,
             "must name each module once: it is recomputed or not",
             {"recompute.modules": [sorted(recompute.parts)]},
         )
     elif recompute.modules is not None and not recompute.modules and recompute.granularity == "selective":
-        yield Problem(
+        yield subject.problem(
             "recompute.modules",
-            [],
             "must name a module with granularity = selective: nothing would be recomputed",
             {"recompute.modules": [["attention"], ["norm", "activation"]]},
             "Or set recompute.granularity=none and leave them out.",
@@ -152,10 +149,9 @@ def recompute_has_its_fields(subject: Subject) -> Iterator[Problem]:
     needs = recompute.granularity == "auto"
     decides = needs or (recompute.gathered_inputs == "auto" and subject.config.parallel.cuts_sequence)
     if (recompute.memory_gb is None and needs) or (recompute.memory_gb is not None and not decides):
-        yield Problem(
+        yield subject.problem(
             "recompute.memory_gb",
-            recompute.memory_gb,
-            "must be given with granularity = auto: nobody would know how much has to fit"
+            "must be given with granularity = auto: the memory to fit into would be unknown"
             if needs
             else f"is what granularity = auto (and gathered_inputs = auto, where the sequence is cut) has to fit into: with "
             f"{recompute.granularity} it would have no effect",
@@ -172,35 +168,31 @@ def recomputed_parts_exist(subject: Subject) -> Iterator[Problem]:
     others = [name for name in config.recompute.modules or [] if name != "rope"]
     without_rope = {"recompute.modules": [others]} if others else {"recompute.granularity": ["none"]}
     if "rope" in parts and model.position != "rope" and not model.qk_norm:
-        yield Problem(
+        yield subject.problem(
             "recompute.modules",
-            config.recompute.modules,
             f"has rope, but with model.position = {model.position} and without qk_norm queries and keys are used as they are "
             "projected: there is nothing to recompute",
             without_rope,
         )
     elif "rope" in parts and config.kernels.attention == "explicit" and "attention" not in parts:
-        yield Problem(
+        yield subject.problem(
             "recompute.modules",
-            config.recompute.modules,
             "has rope, but kernels.attention = explicit keeps copies of queries and keys: recomputing what they were copied from "
             "would save nothing",
             {"kernels.attention": ["sdpa"], "recompute.modules": [[*(config.recompute.modules or []), "attention"]]},
         )
     if "norm" in parts and config.recompute.gathered_inputs == "keep" and parallel.cuts_sequence:
         without_norm = [name for name in config.recompute.modules or [] if name != "norm"]
-        yield Problem(
+        yield subject.problem(
             "recompute.modules",
-            config.recompute.modules,
-            "has norm, but with gathered_inputs = keep nobody keeps what the norms return, only what was gathered of it: "
+            "has norm, but with gathered_inputs = keep the outputs of norms are not kept, only the gathered copies: "
             "recomputing them would save nothing",
             {"recompute.gathered_inputs": ["regather"]}
             | ({"recompute.modules": [without_norm]} if without_norm else {}),
         )
     if "mlp" in parts and parallel.cuts_sequence:
-        yield Problem(
+        yield subject.problem(
             "recompute.modules",
-            config.recompute.modules,
             "has mlp, but with parallel.sequence_parallel its input is cut over the tp ranks: recomputing it would gather the "
             "sequence once more",
             {
@@ -215,9 +207,8 @@ def recomputed_parts_exist(subject: Subject) -> Iterator[Problem]:
 def offload_is_of_layers(subject: Subject) -> Iterator[Problem]:
     num_layers, per_chunk = subject.config.offload.num_layers, _layers_of_the_largest_chunk(subject)
     if num_layers > per_chunk:
-        yield Problem(
+        yield subject.problem(
             "offload.num_layers",
-            num_layers,
             f"must be at most {per_chunk}, the layers of the largest model chunk: there are no more to offload",
             {"offload.num_layers": [per_chunk]},
         )

@@ -1,8 +1,8 @@
-"""Whole numbers as people write them in a configuration: 8e12, 8T, 20B, 500M, 10k (no torch here).
+"""Whole numbers in the forms that people write: 8e12, 8T, 20B, 500M, 10k (no torch here).
 
     10k  ->  10_000      1.5B  ->  1_500_000_000      8e12  ->  8_000_000_000_000      1.5  ->  refused
 
-A suffix is a power of ten (k 10^3, M 10^6, B 10^9, T 10^12), never of two. The configuration holds and writes the plain integer.
+A suffix is a power of ten (k 10^3, M 10^6, B 10^9, T 10^12), never of two. The configuration holds the plain integer.
 """
 
 import re
@@ -13,22 +13,22 @@ from typing import Annotated
 from pydantic import BeforeValidator
 
 SUFFIXES = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-"""Multipliers by the letter behind a number; `K` is read as `k`."""
+"""Multipliers by suffix."""
 
 LIMIT = 10**18
-"""No counter reaches it; a number of 64 bits ends soon after."""
+"""Limit of every counter, below the end of 64-bit integers."""
 
 _WRITTEN = re.compile(r"(?P<number>[0-9][0-9_]*(\.[0-9]+)?([eE]\+?[0-9]{1,2})?)(?P<suffix>[kKMBT]?)")
 
 
 def count(value: object) -> object:
-    """Return the integer that `value` is written for; what is neither text nor a float is returned as it is.
+    """Return the integer that `value` is written for; a value that is neither text nor number is returned unchanged.
 
     Args:
-        value: what YAML made of a field. YAML reads `8e12` and `8T` as text, and `8.0e+12` as a float.
+        value: a value from YAML, which reads `8e12` and `8T` as text, and `8.0e+12` as a float.
 
     Raises:
-        ValueError: the number is not whole, too large, or has a suffix that means nothing.
+        ValueError: the number is not whole, too large, or has an unknown suffix.
     """
     if isinstance(value, float) and isfinite(value):
         return _whole(Fraction(value))

@@ -10,22 +10,26 @@ from engine.config.section import LAYOUT, MEANT, Problem, Rule, Section, Subject
 
 
 class DataConfig(Section):
-    """Where tokens come from. Prefixes name Megatron `.bin/.idx` pairs."""
+    """The source of tokens. A prefix names a Megatron `.bin/.idx` pair."""
 
     train: Annotated[list[tuple[float, str]], MEANT] = Field(
-        default_factory=list, description="[[weight, prefix], ...]"
+        default_factory=list, description="corpora for training: [[weight, prefix], ...]"
     )
     valid: Annotated[list[tuple[float, str]] | None, MEANT] = Field(
-        None, description="null: cut from `train` by `split`"
+        None, description="corpora for validation, as in `train`; null: cut from `train` by `split`"
     )
     split: Annotated[tuple[float, float, float], MEANT] = Field(
-        (0.98, 0.02, 0.0), description="documents for train, valid, test"
+        (0.98, 0.02, 0.0), description="shares of the documents for train, valid, test"
     )
-    cache_dir: Annotated[str | None, LAYOUT] = Field(None, description="index caches; null: beside each prefix")
-    # A path. What it holds is compared with the checkpoint apart (`engine/checkpoint/resume.py`).
-    tokenizer: Annotated[str, LAYOUT] = Field("bytes", description="`bytes`, or the path of a tokenizers .json")
+    cache_dir: Annotated[str | None, LAYOUT] = Field(
+        None, description="folder of index caches; null: beside each corpus"
+    )
+    # A path. Its content is compared with the checkpoint separately (`engine/checkpoint/resume.py`).
+    tokenizer: Annotated[str, LAYOUT] = Field(
+        "bytes", description="`bytes`, or the path of a Hugging Face tokenizer.json"
+    )
     synthetic: Annotated[bool, MEANT] = Field(
-        False, description="random tokens instead of a corpus, a function of (seed, sample id)"
+        False, description="random tokens instead of a corpus; each sample is a function of (seed, sample id)"
     )
     skip_samples: Annotated[list[tuple[Count, Count]], MEANT] = Field(
         default_factory=list, description="training samples to leave out: [[first id, id after the last], ...]"
@@ -35,30 +39,27 @@ class DataConfig(Section):
 def corpora_are_named(subject: Subject) -> Iterator[Problem]:
     data = subject.config.data
     if not data.train and not data.synthetic:
-        yield Problem(
+        yield subject.problem(
             "data.train",
-            data.train,
             "must name a corpus: there is nothing to learn from",
             {"data.synthetic": [True]},
             "Set data.train=[[1.0, PREFIX]] to a corpus of `triaxis prepare`.",
         )
     if data.valid is not None and not data.valid:
-        yield Problem(
-            "data.valid", [], "must name a corpus or be none: no sample to validate on", {"data.valid": [None]}
+        yield subject.problem(
+            "data.valid", "must name a corpus or be none: no sample to validate on", {"data.valid": [None]}
         )
     for field, corpora in (("data.train", data.train), ("data.valid", data.valid or [])):
         prefixes = [prefix for _, prefix in corpora]
         if not all(weight > 0 for weight, _ in corpora):
-            yield Problem(
+            yield subject.problem(
                 field,
-                corpora,
                 "every weight must be above 0: a corpus without weight gives no sample",
                 advice="Leave out a corpus that is not wanted.",
             )
         elif len(set(prefixes)) < len(prefixes):
-            yield Problem(
+            yield subject.problem(
                 field,
-                corpora,
                 "must name each corpus once: a second entry would give the same samples again",
                 advice="Name it once, with the sum of its weights.",
             )
@@ -67,16 +68,14 @@ def corpora_are_named(subject: Subject) -> Iterator[Problem]:
 def split_has_parts(subject: Subject) -> Iterator[Problem]:
     data, train = subject.config.data, subject.config.train
     if min(data.split) < 0 or data.split[0] == 0:
-        yield Problem(
+        yield subject.problem(
             "data.split",
-            data.split,
             "must be three weights of at least 0 for train, valid and test, train above 0: there is nothing to learn from",
             {"data.split": [(0.98, 0.02, 0.0)]},
         )
     elif train.eval_interval is not None and data.valid is None and data.split[1] == 0 and not data.synthetic:
-        yield Problem(
+        yield subject.problem(
             "train.eval_interval",
-            train.eval_interval,
             "asks for validation, but data.split gives no document to it and data.valid names no corpus",
             {
                 "train.eval_interval": [None],
@@ -88,9 +87,8 @@ def split_has_parts(subject: Subject) -> Iterator[Problem]:
 def skipped_samples_are_ranges(subject: Subject) -> Iterator[Problem]:
     given = subject.config.data.skip_samples
     if wrong := [pair for pair in given if not 0 <= pair[0] < pair[1]]:
-        yield Problem(
+        yield subject.problem(
             "data.skip_samples",
-            given,
             f"must be ranges [first id, id after the last] from 0: {', '.join(str(list(pair)) for pair in wrong)} "
             "names no sample, so nothing would be left out",
             {"data.skip_samples": [[pair for pair in given if pair not in wrong]]},

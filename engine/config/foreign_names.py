@@ -1,8 +1,8 @@
-"""What users of other engines type, and what it is called here; and what is known but not built (no torch here).
+"""Names that users of other engines type, with ours, and features that are not built (no torch here).
 
 An unknown key is refused with the name that was probably meant:
 
-    tensor-model-parallel-size, model.n_embd, hf's num_key_value_heads      the same thing, named differently
+    tensor-model-parallel-size, model.n_embd, hf's num_key_value_heads      another name of the same field
     model.tp, hidden_size at the top level                                  a field of ours in another section
     train.step                                                              the nearest spelling
     model.num_experts, precision.fp8                                        known, not built yet
@@ -144,8 +144,7 @@ FOREIGN_NAMES = {
     "optimizer.kind": "optimizer.name",
     "optimizer.type": "optimizer.name",
 }
-"""Names of Megatron-LM and Hugging Face, with `_` for `-`, or dotted ones, and ours: a field, `field=value`, or a field and a
-remark."""
+"""Foreign names with `_` for `-`, or dotted, and ours: a field, `field=value`, or a field with a remark."""
 
 FOREIGN_VALUES: Mapping[str, Mapping[str, str]] = {
     "recompute.modules": {
@@ -155,10 +154,10 @@ FOREIGN_VALUES: Mapping[str, Mapping[str, str]] = {
     },
     "optimizer.name": {kind.megatron: name for name, kind in OPTIMIZERS.items()},
 }
-"""By field: what Megatron-LM calls a value, and what it is called here."""
+"""Megatron-LM's names of values, and ours, by field."""
 
 RENAMED: dict[str, str] = {}
-"""Our own earlier names, whole and dotted, and today's. None yet: 0.1 is the first release."""
+"""Our own earlier names, dotted, and today's. None yet: 0.1 is the first release."""
 
 ALWAYS_ON = {
     "use_distributed_optimizer": "the optimizer state is always sharded over dp (ZeRO-1)",
@@ -167,7 +166,7 @@ ALWAYS_ON = {
     "use_mcore_models": "there is one model",
     "accumulate_allreduce_grads_in_fp32": "gradients always accumulate in at least fp32",
 }
-"""Switches of others for what is not a choice here."""
+"""Foreign switches for behaviour that is always on here."""
 
 NOT_BUILT = {
     "planner": "the layout planner",
@@ -210,14 +209,14 @@ NOT_BUILT = {
     "dropout_rng": "a choice of dropout masks: they never depend on the layout",
     "optimizer.moments_dtype": "optimizer moments in another dtype",
 }
-"""Keys, by last part or by whole dotted name, whose feature has no code yet."""
+"""Keys of features without code yet, by last part or whole dotted name."""
 
 
 def unknown_key(dotted: str, origin: str | None = None) -> str:
-    """The problem of a key that is no field: what it may have meant, and that it would have done nothing.
+    """Return the problem of an unknown key: what was probably meant, and that the key would have had no effect.
 
     Args:
-        dotted: where it stands, such as `model.n_embd`.
+        dotted: its dotted name, such as `model.n_embd`.
         origin: where it was given, if not in the file.
     """
     *sections, last = dotted.lstrip("-").split(".")

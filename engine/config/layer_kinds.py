@@ -1,4 +1,4 @@
-"""Kinds of activation, norm and position: a record each, which sizes, predictions and interop read (no torch here).
+"""Records of the kinds of activation, norm and position, read by sizes, predictions and interop (no torch here).
 
 The functions have the same names in `engine/kernels/elementwise.py`; docs/extending.md is the recipe for another kind.
 """
@@ -32,7 +32,7 @@ class Activation:
 
     @property
     def num_inputs(self) -> int:
-        """Count the vectors [f] that the first projection makes of a token: matrices [f, h] of its weight."""
+        """Return the number of vectors [f] per token that the first projection makes: matrices [f, h] of its weight."""
         return 2 if self.is_gated else 1
 
 

@@ -14,33 +14,33 @@ from engine.layout.rank_grid import MOST_RANKS, partial_node, too_many_ranks, tp
 
 
 class ParallelConfig(Section):
-    """The layout: only a matter of speed."""
+    """The layout over ranks: it changes speed and memory, and results by rounding only."""
 
     on_resume: ClassVar[OnResume | None] = LAYOUT
 
     tp: int = Field(1, gt=0, le=MOST_RANKS, description="tensor parallel: each matrix is cut over tp ranks of one node")
-    pp: int = Field(1, gt=0, le=MOST_RANKS, description="pipeline parallel: layers are cut into stages")
+    pp: int = Field(1, gt=0, le=MOST_RANKS, description="pipeline parallel: layers are cut into pp x vpp stages")
     vpp: int = Field(1, gt=0, le=MOST_LAYERS, description="model chunks per pipeline rank (interleaved schedule)")
-    dp: int | None = Field(None, gt=0, le=MOST_RANKS, description="data parallel; null: world size / (tp pp)")
-    cp: int = Field(1, gt=0, le=MOST_RANKS, description="context parallel: not built yet, 1 only")
-    ep: int = Field(1, gt=0, le=MOST_RANKS, description="expert parallel: not built yet, 1 only")
-    sequence_parallel: bool = Field(False, description="norms, dropout and residuals on 1/tp of the sequence")
-    layers_per_stage: list[int] | None = Field(None, description="one entry per stage (pp x vpp), in stage order")
-    allow_tp_across_nodes: bool = Field(False, description="accept tensor-parallel traffic on the slow network")
+    dp: int | None = Field(None, gt=0, le=MOST_RANKS, description="data parallel replicas; null: world size / (tp pp)")
+    cp: int = Field(1, gt=0, le=MOST_RANKS, description="context parallel: not built yet, must be 1")
+    ep: int = Field(1, gt=0, le=MOST_RANKS, description="expert parallel: not built yet, must be 1")
+    sequence_parallel: bool = Field(False, description="cut the sequence over tp in norms, dropout and residuals")
+    layers_per_stage: list[int] | None = Field(None, description="layers of each of the pp x vpp stages; null: even")
+    allow_tp_across_nodes: bool = Field(False, description="let tensor-parallel traffic cross the slow network")
 
     @property
     def cuts_sequence(self) -> bool:
-        """Return True where a rank holds less than the whole sequence outside of the tensor-parallel region."""
+        """Return whether a rank holds less than the whole sequence outside of the tensor-parallel region."""
         return self.sequence_parallel and self.tp > 1
 
 
 class ScheduleConfig(Section):
-    """In which order a pipeline rank runs forwards and backwards."""
+    """The order of forwards and backwards on a pipeline rank."""
 
     on_resume: ClassVar[OnResume | None] = LAYOUT
 
     name: Literal["auto", "gpipe", "1f1b", "interleaved"] = Field(
-        "auto", description="auto: 1f1b, interleaved when vpp > 1"
+        "auto", description="auto: 1f1b, or interleaved when vpp > 1"
     )
 
 
@@ -48,9 +48,8 @@ def layers_fill_stages(subject: Subject) -> Iterator[Problem]:
     num_layers, parallel = subject.config.model.num_layers, subject.config.parallel
     num_stages = parallel.pp * parallel.vpp
     if parallel.layers_per_stage is None and num_layers < num_stages:
-        yield Problem(
+        yield subject.problem(
             "model.num_layers",
-            num_layers,
             f"must be at least pp x vpp = {parallel.pp} x {parallel.vpp} = {num_stages}: some stage would have no layer and its "
             f"ranks nothing to do",
             {
@@ -77,9 +76,8 @@ def layers_are_dealt_out(subject: Subject) -> Iterator[Problem]:
     if any(entry < 0 for entry in given):
         broken.append("must not hold negative numbers")
     if broken:
-        yield Problem(
+        yield subject.problem(
             "parallel.layers_per_stage",
-            given,
             f"{'; it '.join(broken)}: else layers are dropped, or stages have none",
             {
                 "parallel.layers_per_stage": chain(_even_stages(num_layers, parallel), [None]),
@@ -120,9 +118,8 @@ def axes_are_built(subject: Subject) -> Iterator[Problem]:
     for name, meaning in (("cp", "context"), ("ep", "expert")):
         size = getattr(subject.config.parallel, name)
         if size > 1:
-            yield Problem(
+            yield subject.problem(
                 f"parallel.{name}",
-                size,
                 f"{meaning} parallelism is known, not built yet: its axis has size 1 only",
                 {f"parallel.{name}": [1]},
             )
@@ -163,9 +160,8 @@ def nodes_are_whole(subject: Subject) -> Iterator[Problem]:
             "Or give another number of ranks per node.",
         )
     elif not parallel.allow_tp_across_nodes and (rule := tp_across_nodes(parallel.tp, world_size, per_node)):
-        yield Problem(
+        yield subject.problem(
             "parallel.tp",
-            parallel.tp,
             rule,
             {"parallel.tp": divisors(per_node, parallel.tp)},
             "Or set parallel.allow_tp_across_nodes=true to accept that.",

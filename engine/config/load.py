@@ -4,8 +4,7 @@
                         |
         unknown keys, types, rules: every problem of all three, in one ConfigError      or a Config
 
-Where a value has the wrong type, the rules that need it are skipped and all others still run, so that a user mends a
-file once and not once per mistake.
+A value of the wrong type skips only the rules that need it, so that a user mends all problems of a file at once.
 """
 
 import difflib
@@ -34,7 +33,7 @@ ENVIRONMENT = {
     "GLOBAL_BATCH_SIZE": "train.global_batch_size",
     "RUN_NAME": "runtime.name",
 }
-"""Environment variables that set a field. An empty one counts as not set."""
+"""Environment variables that set a field; an empty one counts as unset."""
 
 COMMENT_COLUMN = 36
 
@@ -43,7 +42,7 @@ S = TypeVar("S", bound=Section)
 
 @dataclass
 class _Reading:
-    """A configuration being read: the nested mapping, where its values came from, and what is wrong so far."""
+    """A configuration being read: its tree, the origin of each value, and the problems so far."""
 
     tree: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
@@ -55,7 +54,7 @@ class _Reading:
         for section in sections:
             inner = at.get(section)
             if not isinstance(inner, dict):
-                # A file may name a section and leave it empty; anything else there is reported as a wrong type.
+                # A file may leave a section empty; any other value there is reported as a wrong type.
                 if inner is not None:
                     return
                 inner = at[section] = {}
@@ -76,10 +75,10 @@ def load_config(
     """Read, check and freeze a configuration: YAML < environment < dotted overrides.
 
     Args:
-        path: a YAML file; None: nothing but the environment and the overrides.
+        path: a YAML file; None: only the environment and the overrides.
         overrides: `section.key=value`, the value in YAML.
-        environment: `os.environ`, for TP, PP, VPP, DP, MICRO_BATCH_SIZE, GLOBAL_BATCH_SIZE, RUN_NAME; None: not read.
-        world_size, ranks_per_node: the cluster, where it is known already, for the rules that depend on it.
+        environment: `os.environ` for the names in `ENVIRONMENT`; None: not read.
+        world_size, ranks_per_node: the cluster, where it is known, for the rules that depend on it.
         more_rules: rules that need more than the configuration, such as `models.predict.fit.memory_rule`.
 
     Raises:
@@ -104,10 +103,10 @@ def load_config(
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    """The file as a mapping of text keys.
+    """Read the file as a mapping with text keys.
 
     Raises:
-        ConfigError: no such file, not text, not YAML, a key that stands twice, empty, or not a mapping at the top.
+        ConfigError: no such file, not text, not YAML, a repeated key, empty, or not a mapping at the top.
     """
     try:
         tree = read_yaml(path.read_text(encoding="utf-8"))
@@ -135,14 +134,14 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _text_keys(value: Any) -> Any:
-    """Keys such as `on` or `1` are no text in YAML; as text they are refused by name like any unknown key."""
+    """Return the value with all keys as text: `on` or `1` are then refused by name like any unknown key."""
     if isinstance(value, dict):
         return {str(key): _text_keys(inner) for key, inner in value.items()}
     return value
 
 
 def _apply(reading: _Reading, overrides: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Lay the environment and then the overrides over the file; where these two disagree, neither wins."""
+    """Apply the environment, then the overrides; a field that both set to different values is a problem."""
     for variable, dotted in ENVIRONMENT.items():
         text = environment.get(variable, "")
         if text:
@@ -174,7 +173,7 @@ def _apply(reading: _Reading, overrides: Sequence[str], environment: Mapping[str
 
 
 def _flat(dotted: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """A section given as a mapping, `parallel={tp: 2, pp: 2}`, is its keys given one by one: it overrides no others."""
+    """Yield (name, value) per field, so that `parallel={tp: 2, pp: 2}` overrides no other key of the section."""
     if isinstance(value, dict) and value and _section_at(dotted) is not None:
         for key, inner in value.items():
             yield from _flat(f"{dotted}.{key}", inner)
@@ -183,7 +182,7 @@ def _flat(dotted: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _section_at(dotted: str) -> type[Section] | None:
-    """The section of this name, or None if it is a field or nothing."""
+    """Return the section of this name, or None if it is a field or nothing."""
     section: type[Section] | None = Config
     for part in dotted.split("."):
         if section is None or part not in section.model_fields:
@@ -193,7 +192,7 @@ def _section_at(dotted: str) -> type[Section] | None:
 
 
 def _leaf_above(dotted: str) -> str | None:
-    """The field that stands where the name needs a section: `parallel.tp` in `parallel.tp.x`."""
+    """Return the field that is used as a section: `parallel.tp` in `parallel.tp.x`."""
     parts = dotted.split(".")
     names = (".".join(parts[:count]) for count in range(1, len(parts)))
     return next((name for name in names if name in Config.dotted_names() and _section_at(name) is None), None)
@@ -223,7 +222,7 @@ def _get(tree: Mapping[str, Any], dotted: str) -> Any:
 
 
 def _check_format(reading: _Reading) -> None:
-    """Take out `format_version`: it says how to read the tree and is no part of it. A file without one is of today."""
+    """Remove `format_version` and check it; a file without one has today's."""
     version = reading.tree.pop("format_version", FORMAT_VERSION)
     if not isinstance(version, int) or not 1 <= version <= FORMAT_VERSION:
         reading.problems.append(
@@ -233,7 +232,7 @@ def _check_format(reading: _Reading) -> None:
 
 
 def _refuse_unknown_keys(reading: _Reading, section: type[Section], tree: dict[str, Any], prefix: str) -> None:
-    """Take out the keys that are no fields, with a problem for each; an empty section is an empty mapping."""
+    """Remove unknown keys, with a problem for each; an empty section becomes an empty mapping."""
     for key in list(tree):
         dotted = f"{prefix}{key}"
         if key not in section.model_fields:
@@ -250,7 +249,7 @@ def _refuse_unknown_keys(reading: _Reading, section: type[Section], tree: dict[s
 
 
 def _type_problems(error: ValidationError, origins: Mapping[str, str]) -> Iterator[str]:
-    """pydantic's findings in our words: field, value, rule, what is legal."""
+    """Yield pydantic's findings in our words: field, value, rule, legal values."""
     for detail in error.errors(include_url=False):
         dotted = ".".join(str(part) for part in detail["loc"])
         context = detail.get("ctx", {})
@@ -284,7 +283,7 @@ def _type_problems(error: ValidationError, origins: Mapping[str, str]) -> Iterat
 
 
 def _meaning(loc: tuple[int | str, ...]) -> str:
-    """What the field at `loc` is, in brackets, for a message."""
+    """Return the description of the field at `loc` in brackets, for a message."""
     section: type[Section] | None = Config
     description = None
     for part in loc:
@@ -296,7 +295,7 @@ def _meaning(loc: tuple[int | str, ...]) -> str:
 
 
 def _valid_part(tree: Mapping[str, Any], error: ValidationError) -> Config:
-    """A config that holds every valid field and none of the others: reading one of those raises AttributeError."""
+    """Return a config with the valid fields only: reading another field raises AttributeError."""
     wrong = {".".join(str(part) for part in detail["loc"][:2]) for detail in error.errors(include_url=False)}
     sections = {}
     for name in Config.model_fields:
@@ -310,11 +309,11 @@ def _valid_part(tree: Mapping[str, Any], error: ValidationError) -> Config:
 
 
 def _construct(kind: type[S], values: Mapping[str, Any], wrong: Set[str]) -> S:
-    """A section from values that are valid, without the fields in `wrong`, which would otherwise get their defaults."""
+    """Return a section of valid values, without the fields in `wrong` (and without defaults for them)."""
     read = {}
     for name, about in kind.model_fields.items():
         if name in values and name not in wrong:
-            # A section brings its own settings (pydantic refuses others); a plain field has those of the section around it.
+            # A section has its own settings (pydantic refuses others); a plain field has those of its section.
             settings = kind.model_config if kind.section_type(name) is None else None
             adapter: TypeAdapter[Any] = TypeAdapter(
                 Annotated[about.annotation, about],  # type: ignore[arg-type]
@@ -329,12 +328,11 @@ def _construct(kind: type[S], values: Mapping[str, Any], wrong: Set[str]) -> S:
 
 
 def to_yaml(config: Config, *, describe: bool = False) -> str:
-    """The resolved tree as YAML that `load_config` reads back to an equal one.
+    """Return the resolved tree as YAML that `load_config` reads back to an equal one.
 
     Args:
         config: what to write.
-        describe: for people to read and to keep: with the meaning of each field as a comment, and without secrets of the
-            environment, in whose place the reader finds `[redacted]`.
+        describe: add the meaning of each field as a comment, and replace secrets of the environment by `[redacted]`.
     """
     text = "\n".join([f"format_version: {FORMAT_VERSION}", *_lines(config, "", describe)]) + "\n"
     return without_secrets(text) if describe else text
@@ -357,7 +355,7 @@ def _lines(section: Section, indent: str, describe: bool) -> Iterator[str]:
 
 
 class _ShortLists(yaml.SafeDumper):
-    """Lists on one line: `[1, 2, 3]`, `[[0.7, web], [0.3, code]]`."""
+    """A dumper with lists on one line: `[1, 2, 3]`, `[[0.7, web], [0.3, code]]`."""
 
     def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> yaml.SequenceNode:
         return super().represent_sequence(tag, sequence, flow_style=True)

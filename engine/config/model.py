@@ -28,7 +28,7 @@ BYTES_VOCABULARY = 257
 
 
 class ModelConfig(Section):
-    """The GPT itself; nothing here depends on how it is cut."""
+    """The GPT itself, independent of how it is cut over ranks."""
 
     num_layers: int = Field(gt=0, le=MOST_LAYERS, description="transformer layers")
     hidden_size: int = Field(gt=0, le=LARGEST_WIDTH, description="width h of the residual stream")
@@ -42,27 +42,29 @@ class ModelConfig(Section):
     ffn_hidden_size: int | None = Field(
         None, gt=0, le=LARGEST_WIDTH, description="width of the MLP; null: 4 x hidden_size"
     )
-    seq_length: int = Field(gt=0, le=LONGEST_SEQUENCE, description="tokens in a training sample")
-    vocab_size: int = Field(gt=0, le=LARGEST_VOCABULARY, description="tokens of the tokenizer, without padding")
-    # Padding is outside of the logical vocabulary.
+    seq_length: int = Field(gt=0, le=LONGEST_SEQUENCE, description="tokens of a training sample")
+    vocab_size: int = Field(gt=0, le=LARGEST_VOCABULARY, description="token ids of the tokenizer, without padding")
+    # Padding is no part of the logical vocabulary.
     vocab_multiple: Annotated[int, LAYOUT] = Field(
         128, gt=0, le=LARGEST_VOCABULARY, description="the vocabulary is padded to this multiple, whatever tp is"
     )
-    norm: layer_kinds.NormName = Field("layernorm", description="before each branch and before the head")
+    norm: layer_kinds.NormName = Field("layernorm", description="norm before each branch and the output head")
     norm_eps: float = Field(1e-5, gt=0, description="added to the variance (layernorm) or mean square (rmsnorm)")
-    activation: layer_kinds.ActivationName = Field("gelu", description="of the MLP; gelu_tanh is GPT-2's")
-    position: layer_kinds.PositionName = Field("rope", description="a learned table, or rotation of queries and keys")
+    activation: layer_kinds.ActivationName = Field("gelu", description="nonlinearity of the MLP; gelu_tanh is GPT-2's")
+    position: layer_kinds.PositionName = Field("rope", description="learned: a table; rope: rotated queries and keys")
     rope_base: float = Field(10000.0, gt=0, description="theta of RoPE (2104.09864)")
     tie_embeddings: bool = Field(True, description="the output head is the input embedding")
-    bias: Literal["all", "qkv", "none"] = Field("all", description="which linear layers have one")
+    bias: Literal["all", "qkv", "none"] = Field("all", description="linear layers that have a bias")
     qk_norm: bool = Field(False, description="RMSNorm over each query and key head before RoPE")
     hidden_dropout: Annotated[float, MEANT] = Field(
-        0.0, ge=0, lt=1, description="after the embedding and on both residual branches"
+        0.0, ge=0, lt=1, description="dropout after the embedding and on both residual branches"
     )
-    attention_dropout: Annotated[float, MEANT] = Field(0.0, ge=0, lt=1, description="on the attention probabilities")
-    # Initial weights are drawn only where nothing is loaded.
+    attention_dropout: Annotated[float, MEANT] = Field(
+        0.0, ge=0, lt=1, description="dropout on the attention probabilities"
+    )
+    # Initial weights matter only where nothing is loaded.
     init_std: Annotated[float, LAYOUT] = Field(
-        0.02, gt=0, description="normal init; residual projections use init_std / sqrt(2 num_layers)"
+        0.02, gt=0, description="std of normal initial weights; residual projections: init_std / sqrt(2 num_layers)"
     )
 
     @property
@@ -97,9 +99,8 @@ class ModelConfig(Section):
 def heads_fill_hidden(subject: Subject) -> Iterator[Problem]:
     model = subject.config.model
     if model.head_dim is None and model.hidden_size % model.num_attention_heads:
-        yield Problem(
+        yield subject.problem(
             "model.hidden_size",
-            model.hidden_size,
             f"must be a multiple of num_attention_heads = {model.num_attention_heads} where head_dim is not given: the heads "
             f"would not fill the width",
             {
@@ -129,9 +130,8 @@ def rope_pairs(subject: Subject) -> Iterator[Problem]:
 def queries_share_keys(subject: Subject) -> Iterator[Problem]:
     model = subject.config.model
     if model.num_attention_heads % model.kv_heads:
-        yield Problem(
+        yield subject.problem(
             "model.num_kv_heads",
-            model.kv_heads,
             f"must divide num_attention_heads = {model.num_attention_heads}: every key/value head serves the same number of "
             f"query heads, and some query heads would have none",
             {"model.num_kv_heads": divisors(model.num_attention_heads, model.kv_heads)},
@@ -141,9 +141,8 @@ def queries_share_keys(subject: Subject) -> Iterator[Problem]:
 def heads_over_tp(subject: Subject) -> Iterator[Problem]:
     model, tp = subject.config.model, subject.config.parallel.tp
     if model.num_attention_heads % tp:
-        yield Problem(
+        yield subject.problem(
             "model.num_attention_heads",
-            model.num_attention_heads,
             f"must be a multiple of parallel.tp = {tp}: a tensor-parallel rank computes whole heads, and they could not be "
             f"dealt out evenly",
             {
@@ -156,9 +155,8 @@ def heads_over_tp(subject: Subject) -> Iterator[Problem]:
 def kv_heads_over_tp(subject: Subject) -> Iterator[Problem]:
     model, tp = subject.config.model, subject.config.parallel.tp
     if model.num_kv_heads is not None and model.kv_heads % tp and tp % model.kv_heads:
-        yield Problem(
+        yield subject.problem(
             "model.num_kv_heads",
-            model.kv_heads,
             f"must be a multiple of parallel.tp = {tp}, or divide it: each rank holds whole key/value heads, or tp / "
             f"num_kv_heads neighbours hold replicas of one; here some rank would need parts of two",
             {
@@ -182,9 +180,8 @@ def ffn_over_tp(subject: Subject) -> Iterator[Problem]:
 def vocabulary_over_tp(subject: Subject) -> Iterator[Problem]:
     model, tp = subject.config.model, subject.config.parallel.tp
     if model.padded_vocab_size % tp:
-        yield Problem(
+        yield subject.problem(
             "model.vocab_multiple",
-            model.vocab_multiple,
             f"pads vocab_size = {model.vocab_size} to {model.padded_vocab_size}, which must be a multiple of parallel.tp = "
             f"{tp}: the last rows of the embedding would belong to no rank",
             {
@@ -197,9 +194,8 @@ def vocabulary_over_tp(subject: Subject) -> Iterator[Problem]:
 def sequence_over_tp(subject: Subject) -> Iterator[Problem]:
     model, parallel = subject.config.model, subject.config.parallel
     if parallel.sequence_parallel and model.seq_length % parallel.tp:
-        yield Problem(
+        yield subject.problem(
             "model.seq_length",
-            model.seq_length,
             f"must be a multiple of parallel.tp = {parallel.tp} with sequence_parallel: each rank holds an equal part of the "
             f"sequence, and the last tokens would belong to none",
             {
@@ -213,9 +209,8 @@ def sequence_over_tp(subject: Subject) -> Iterator[Problem]:
 def vocabulary_holds_tokens(subject: Subject) -> Iterator[Problem]:
     model, data = subject.config.model, subject.config.data
     if data.tokenizer == "bytes" and not data.synthetic and model.vocab_size < BYTES_VOCABULARY:
-        yield Problem(
+        yield subject.problem(
             "model.vocab_size",
-            model.vocab_size,
             f"must be at least {BYTES_VOCABULARY} with data.tokenizer = bytes (256 bytes and the end of a document): larger ids "
             f"would have no embedding",
             {"model.vocab_size": [BYTES_VOCABULARY]},
@@ -225,9 +220,8 @@ def vocabulary_holds_tokens(subject: Subject) -> Iterator[Problem]:
 def dropout_on_probabilities(subject: Subject) -> Iterator[Problem]:
     dropout, kernel = subject.config.model.attention_dropout, subject.config.kernels.attention
     if dropout > 0 and kernel != "explicit":
-        yield Problem(
+        yield subject.problem(
             "model.attention_dropout",
-            dropout,
             "needs kernels.attention = explicit: the fused kernel draws masks of its own, which depend on the layout and "
             "cannot be replayed",
             {"kernels.attention": ["explicit"], "model.attention_dropout": [0.0]},

@@ -1,4 +1,4 @@
-"""The optimizers: what each keeps of a parameter, and which fields of the configuration it reads (no torch here).
+"""The optimizers: the state of each, and the config fields that only it reads (no torch here).
 
 An optimizer is a record here, its arithmetic in `updates.py`, and its own fields in `engine.config.training.OptimizerConfig`
 (docs/extending.md, "An optimizer").
@@ -12,10 +12,10 @@ from typing import Literal
 OptimizerName = Literal["adamw", "sgd"]
 
 StateKind = str
-"""`master`, or the name of a moment: what a rank keeps of each parameter that it owns, and a checkpoint holds."""
+"""`master`, or the name of a moment: a kind of state that a rank keeps of its parameters and a checkpoint holds."""
 
 MASTER: StateKind = "master"
-"""The exact weights, which every optimizer has; in fp32 and float64 runs the parameters themselves."""
+"""The exact weights, state of every optimizer; in fp32 and float64 runs they are the parameters themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class Moment:
     """A decaying mean over the steps of a power of the gradient.
 
     Attributes:
-        decay: the field of `optimizer` that says how fast it decays.
-        power: of the gradient, element by element: 1 or 2.
+        decay: the `optimizer` field with its decay rate.
+        power: power of the gradient, element by element: 1 or 2.
     """
 
     decay: str
@@ -33,13 +33,13 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerKind:
-    """One optimizer, as far as checkpoints, predictions, rules and interop need it.
+    """An optimizer, as checkpoints, predictions, rules and interop see it.
 
     Attributes:
-        title: for messages.
-        moments: by name in checkpoints. Each is as large as the parameter and starts from zero.
-        fields: the fields of `optimizer` that this optimizer alone reads, with their names elsewhere, Megatron-LM's first.
-        megatron: the value of Megatron-LM's `--optimizer`.
+        title: name in messages.
+        moments: by name in checkpoints. Each has the size of the parameter and starts at zero.
+        fields: the `optimizer` fields that only this one reads, with their names elsewhere, Megatron-LM's first.
+        megatron: value of Megatron-LM's `--optimizer`.
     """
 
     title: str
@@ -49,7 +49,7 @@ class OptimizerKind:
 
     @property
     def state_kinds(self) -> tuple[StateKind, ...]:
-        """The master and the moments, in the order in which they are saved."""
+        """Return the master and the moments, in the order of saving."""
         return (MASTER, *self.moments)
 
 
@@ -73,9 +73,9 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerKind] = MappingProxyType(
 STATE_KINDS: tuple[StateKind, ...] = tuple(
     dict.fromkeys(one for kind in OPTIMIZERS.values() for one in kind.state_kinds)
 )
-"""The kinds of all optimizers, each once."""
+"""The state kinds of all optimizers, each once."""
 
 MOMENTS: Mapping[StateKind, Moment] = MappingProxyType(
     {name: moment for kind in OPTIMIZERS.values() for name, moment in kind.moments.items()}
 )
-"""The moments of all optimizers, by name; a name means the same in each."""
+"""The moments of all optimizers by name, which means the same in each."""

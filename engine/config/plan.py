@@ -7,7 +7,7 @@ from engine.errors import ConfigError
 from engine.layout.partition import StageLayers, partition
 from engine.layout.rank_grid import ParallelSizes
 
-if TYPE_CHECKING:  # rules of the sections read what is computed here
+if TYPE_CHECKING:  # the sections import this module
     from engine.config.layout import ParallelConfig
     from engine.config.training import TrainConfig
     from engine.config.tree import Config
@@ -15,14 +15,14 @@ if TYPE_CHECKING:  # rules of the sections read what is computed here
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """Batch arithmetic of a run.
+    """The batch arithmetic of a run.
 
     Attributes:
-        global_batch_size: samples per optimizer step, over all ranks; `samples_per_step` is the same number.
+        global_batch_size: samples per optimizer step, over all ranks; the same number as `samples_per_step`.
         micro_batch_size: samples per forward of one pipeline.
         dp: data-parallel size.
-        num_microbatches: per pipeline and step: global_batch_size / (micro_batch_size x dp).
-        samples_per_step: how far `consumed_samples` moves in a step.
+        num_microbatches: microbatches per pipeline and step: global_batch_size / (micro_batch_size x dp).
+        samples_per_step: advance of `consumed_samples` in a step.
         tokens_per_step: labels in a step, masked ones included.
         num_steps: optimizer steps of the whole run.
     """
@@ -88,7 +88,7 @@ def planned_steps(config: "Config") -> int | None:
 def data_parallel_size(parallel: "ParallelConfig", world_size: int | None) -> int | None:
     """Return the data-parallel size that fills `world_size` ranks exactly; None if there is none.
 
-    Without a world size, what the config says (None if it leaves it open).
+    Without a world size, return what the config gives (None if it is open).
     """
     if world_size is None:
         return parallel.dp
@@ -99,7 +99,7 @@ def data_parallel_size(parallel: "ParallelConfig", world_size: int | None) -> in
 
 
 def unfilled_world(parallel: "ParallelConfig", world_size: int) -> tuple[str, str]:
-    """Return (product of the sizes, the rule that it breaks) where no data-parallel size fills `world_size` ranks."""
+    """Return (the product of the sizes, the broken rule) where no data-parallel size fills `world_size` ranks."""
     product = f"tp x pp = {parallel.tp} x {parallel.pp}"
     rule = f"must divide the world size {world_size}"
     if parallel.dp is not None:
@@ -112,7 +112,7 @@ def parallel_sizes(config: "Config", world_size: int | None = None) -> ParallelS
     """Return the size of every axis; `world_size` is needed where the config leaves `parallel.dp` open.
 
     Raises:
-        ConfigError: no data-parallel size makes the product of the axes the world size, or nothing says how large it is.
+        ConfigError: no data-parallel size fills the world, or its size is unknown.
     """
     parallel = config.parallel
     dp = data_parallel_size(parallel, world_size)

@@ -10,51 +10,51 @@ from engine.config.section import LAYOUT, OnResume, Problem, Rule, Section, Subj
 from engine.layout.rank_grid import MOST_RANKS
 
 SHORTEST_TIMEOUT = 1.0
-"""Seconds; the start of a process alone takes longer than less."""
+"""Seconds. Starting a process alone takes longer than any shorter time."""
 
 LONGEST_TIMEOUT = 30 * 24 * 3600.0
 """Seconds: 30 days."""
 
 LONGEST_NAME = 128
-"""Characters of a run name; file systems allow 255 bytes, and files of a run add to it."""
+"""Characters of a run name. File systems allow 255 bytes, and files of the run append to the name."""
 
 
-# `async` is the word that users know, and a keyword of Python: it cannot be written as a field.
+# Users know the word `async`; as a keyword of Python it cannot be written as a field.
 _InBackground = create_model(
     "_InBackground",
     __base__=Section,
-    **{"async": (bool, Field(True, description="write while training goes on; false: training waits for the disk"))},  # type: ignore[call-overload]
+    **{"async": (bool, Field(True, description="write while training continues; false: training waits for the disk"))},  # type: ignore[call-overload]
 )
 
 
 class CheckpointConfig(_InBackground):
-    """Saving and loading. A run directory with checkpoints resumes from them when the same command is given again."""
+    """Saving and loading. The same command resumes a run directory that holds checkpoints."""
 
     on_resume: ClassVar[OnResume | None] = LAYOUT
 
     dir: str | None = Field(
-        None, description="folder of checkpoints, in no other run's directory; null: checkpoints/ in the run directory"
+        None, description="folder of checkpoints, not inside another run; null: checkpoints/ in the run directory"
     )
     interval: Count | None = Field(
-        None, gt=0, description="steps between saves (the last step too); null: none is saved"
+        None, gt=0, description="steps between saves; the last step is always saved; null: no saves"
     )
-    keep_last: int | None = Field(3, gt=0, description="how many are kept; null: all")
-    keep_every: Count | None = Field(None, gt=0, description="those at multiples of this step are kept for good")
-    load: str | None = Field(None, description="a checkpoint, or a folder of them, to start from")
-    load_what: Literal["all", "weights"] = Field("all", description="weights: step 0 with a fresh optimizer")
+    keep_last: int | None = Field(3, gt=0, description="newest checkpoints to keep; null: all")
+    keep_every: Count | None = Field(None, gt=0, description="keep checkpoints at multiples of this step for good")
+    load: str | None = Field(None, description="checkpoint, or folder of checkpoints, to start from")
+    load_what: Literal["all", "weights"] = Field("all", description="weights: start at step 0 with a fresh optimizer")
     accept: list[str] = Field(
-        default_factory=list, description="fields or sections that may differ from what is loaded"
+        default_factory=list, description="fields or sections that may differ from those of the loaded checkpoint"
     )
     fingerprint_interval: Count | None = Field(None, gt=0, description="steps between logged fingerprints; null: none")
 
     @property
     def in_background(self) -> bool:
-        """The value of `async`."""
+        """Return the value of `async`."""
         return bool(getattr(self, "async"))
 
 
 class ResilienceConfig(Section):
-    """What a run does about what goes wrong while it trains."""
+    """The policies for faults while a run trains."""
 
     on_resume: ClassVar[OnResume | None] = LAYOUT
 
@@ -63,19 +63,19 @@ class ResilienceConfig(Section):
         description="skip: leave that update out; rollback: to the last checkpoint before it, without its samples",
     )
     loss_spike: float | None = Field(
-        None, gt=1, description="a loss above so many times the running median is treated the same; null: none"
+        None, gt=1, description="treat a loss above this multiple of the running median as not finite; null: never"
     )
-    max_rollbacks: int = Field(3, gt=0, description="of a run over all its attempts; one more stops it")
+    max_rollbacks: int = Field(3, gt=0, description="rollbacks of a run over all its attempts; one more stops it")
     max_skips_in_a_row: int = Field(
-        10, gt=0, description="updates left out one after the other; one more stops the run"
+        10, gt=0, description="consecutive updates that may be skipped; one more stops the run"
     )
     replica_check_interval: Count | None = Field(
-        100, gt=0, description="steps between comparisons of what several ranks hold; null: none"
+        100, gt=0, description="steps between comparisons of replicated weights; null: none"
     )
 
 
 class RuntimeConfig(Section):
-    """Where and as what the run runs."""
+    """The device, the communication, the time limits and the name of a run."""
 
     on_resume: ClassVar[OnResume | None] = LAYOUT
 
@@ -83,44 +83,42 @@ class RuntimeConfig(Section):
         "auto", description="auto: cuda where there is a GPU; a GPU that torch cannot use is an error"
     )
     collectives: Literal["auto", "nccl", "gloo"] = Field(
-        "auto", description="auto: nccl between GPUs, else gloo; gloo on GPUs: slow, but ranks may share one"
+        "auto", description="auto: nccl between GPUs, else gloo; gloo on GPUs is slow, but ranks may share one"
     )
     expandable_segments: bool = Field(
-        True, description="CUDA memory in segments that grow; PYTORCH_ALLOC_CONF, if set, is left alone"
+        True, description="CUDA memory in segments that grow; a PYTORCH_ALLOC_CONF in the environment wins"
     )
     memory: Literal["error", "warn"] = Field(
-        "error",
-        description="error: refuse a run that is predicted to hold more than a GPU has; warn: only print it",
+        "error", description="error: refuse a run whose predicted memory exceeds the GPU's; warn: only print it"
     )
     ranks_per_node: int | None = Field(None, gt=0, le=MOST_RANKS, description="null: LOCAL_WORLD_SIZE of the launcher")
     timeout_seconds: float = Field(
-        600.0, ge=SHORTEST_TIMEOUT, le=LONGEST_TIMEOUT, description="a collective that waits longer ends the job"
+        600.0, ge=SHORTEST_TIMEOUT, le=LONGEST_TIMEOUT, description="a collective that takes longer ends the job"
     )
     hang_seconds: float | None = Field(
         None,
         gt=0,
         le=LONGEST_TIMEOUT,
-        description="a rank that stands still for so long ends the job; null: half of timeout_seconds",
+        description="a rank without progress for this long ends the job; null: half of timeout_seconds",
     )
     gc_interval: Count = Field(
-        100, gt=0, description="steps between collections of Python's cyclic garbage; none otherwise"
+        100, gt=0, description="steps between collections of Python's cyclic garbage, which is off otherwise"
     )
-    deterministic: bool = Field(False, description="deterministic CUDA kernels (the CPU always is)")
+    deterministic: bool = Field(False, description="deterministic CUDA kernels (CPU kernels always are)")
     runs_dir: str = Field("runs", description="parent of the run directories")
-    name: str | None = Field(None, description="run name; null: the config file's stem")
+    name: str | None = Field(None, description="name of the run; null: the config file's stem")
 
     @property
     def hangs_after_seconds(self) -> float:
-        """How long a rank may stand still before it counts as hanging."""
+        """Return the seconds without progress after which a rank counts as hanging."""
         return self.timeout_seconds / 2 if self.hang_seconds is None else self.hang_seconds
 
 
 def weights_come_from_somewhere(subject: Subject) -> Iterator[Problem]:
     checkpoint = subject.config.checkpoint
     if checkpoint.load_what == "weights" and checkpoint.load is None:
-        yield Problem(
+        yield subject.problem(
             "checkpoint.load_what",
-            checkpoint.load_what,
             "says what to take from checkpoint.load, which is null: the run would start from random weights",
             {"checkpoint.load_what": ["all"]},
             "Or give checkpoint.load=PATH.",
@@ -132,9 +130,8 @@ def kept_steps_are_saved(subject: Subject) -> Iterator[Problem]:
     if checkpoint.keep_every is None:
         return
     if checkpoint.interval is None or checkpoint.keep_every % checkpoint.interval:
-        yield Problem(
+        yield subject.problem(
             "checkpoint.keep_every",
-            checkpoint.keep_every,
             f"must be a multiple of checkpoint.interval = {checkpoint.interval}: other steps are never saved, so none of them "
             "would be kept",
             {
@@ -149,22 +146,20 @@ def accepted_fields_exist(subject: Subject) -> Iterator[Problem]:
     accepted = subject.config.checkpoint.accept
     unknown = [name for name in accepted if name not in set(type(subject.config).dotted_names())]
     if unknown:
-        yield Problem(
+        yield subject.problem(
             "checkpoint.accept",
-            accepted,
             f"must hold fields or sections of the configuration, and {', '.join(unknown)} is none: a difference that was meant "
             "would still be refused",
             {},
-            "Write them as they stand in the message that refused them, such as optimizer.lr.",
+            "Copy them from the message that refused them, such as optimizer.lr.",
         )
 
 
 def rollback_has_a_checkpoint(subject: Subject) -> Iterator[Problem]:
     config = subject.config
     if config.resilience.on_nonfinite == "rollback" and config.checkpoint.interval is None:
-        yield Problem(
+        yield subject.problem(
             "resilience.on_nonfinite",
-            "rollback",
             "goes back to a checkpoint, but checkpoint.interval = null saves none: the first bad step would end the run",
             {"resilience.on_nonfinite": ["stop", "skip"], "checkpoint.interval": [100]},
         )
@@ -200,11 +195,10 @@ def name_problems(name: str) -> Iterator[Problem]:
 def hang_is_seen_before_the_timeout(subject: Subject) -> Iterator[Problem]:
     runtime = subject.config.runtime
     if runtime.hang_seconds is not None and runtime.hang_seconds >= runtime.timeout_seconds:
-        yield Problem(
+        yield subject.problem(
             "runtime.hang_seconds",
-            runtime.hang_seconds,
-            f"must be below runtime.timeout_seconds = {runtime.timeout_seconds:g}: the collectives would fail before anybody says "
-            "who waits for whom",
+            f"must be below runtime.timeout_seconds = {runtime.timeout_seconds:g}: the collectives would fail before a report "
+            "shows which rank waits for which",
             {
                 "runtime.hang_seconds": [runtime.timeout_seconds / 2, None],
                 "runtime.timeout_seconds": [2 * runtime.hang_seconds],
@@ -215,9 +209,8 @@ def hang_is_seen_before_the_timeout(subject: Subject) -> Iterator[Problem]:
 def collectives_reach_the_device(subject: Subject) -> Iterator[Problem]:
     runtime = subject.config.runtime
     if runtime.collectives == "nccl" and runtime.device == "cpu":
-        yield Problem(
+        yield subject.problem(
             "runtime.collectives",
-            "nccl",
             "moves tensors of GPUs only, but runtime.device = cpu: the first call would fail on every rank",
             {"runtime.collectives": ["auto", "gloo"], "runtime.device": ["auto", "cuda"]},
         )

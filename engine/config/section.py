@@ -1,13 +1,12 @@
-"""The base of every section, and how its rules are written (no torch here).
+"""The base class of sections, and the form of their rules (no torch here).
 
     problems(config, world_size=16, ranks_per_node=8)  ->
       ["model.num_attention_heads = 10: must be a multiple of parallel.tp = 4: a tensor-parallel rank computes whole heads, and
         they could not be dealt out evenly. Nearest legal: model.num_attention_heads = 8 or 12; parallel.tp = 5 or 2."]
 
-A section is one class in one file. Its fields carry their types, bounds and meaning; a field or its section also says whether
-a resumed run may change it (`OnResume`). Below the class are the rules that fields must keep with each other. A rule is a
-function that yields a `Problem` each time it is broken, with what must hold and what would have happened.
-`engine/config/tree.py` checks all of them at once.
+A section is one class in one file. Its fields have types, bounds and descriptions; a field or its section also states whether a
+resumed run may change it (`OnResume`). The rules that fields must keep with each other follow the class. A rule is a function that
+yields a `Problem` for each violation: what must hold, and what would have broken. `engine/config/tree.py` checks all rules at once.
 """
 
 import math
@@ -24,7 +23,7 @@ if TYPE_CHECKING:  # the tree imports every section
     from engine.config.tree import Config
 
 MOST_DIVIDED = 10_000
-"""Divisors are searched up to here, and with them those at the other end."""
+"""Largest small divisor that is searched for; its counterpart is found with it."""
 
 Verdict = Literal["layout", "meant", "never"]
 
@@ -39,7 +38,7 @@ class OnResume:
 
     Attributes:
         verdict: one of the three.
-        is_layout: a test of the new configuration that turns the verdict into layout; None: there is none.
+        is_layout: test of the new configuration that turns the verdict into layout; None: no test.
     """
 
     verdict: Verdict
@@ -51,17 +50,17 @@ MEANT = OnResume("meant")
 
 
 class Section(BaseModel):
-    """A part of the tree: unknown keys are refused, values cannot be changed after reading."""
+    """A part of the tree. Unknown keys are refused; values are frozen after reading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
 
     on_resume: ClassVar[OnResume | None] = None
-    """The rule for every field that has none of its own; None: that of the section around this one."""
+    """The rule for fields without one of their own; None: that of the enclosing section."""
 
     @field_validator("*", mode="before")
     @classmethod
     def _yes_is_no_number(cls, value: object, info: ValidationInfo) -> object:
-        """YAML reads `on` and `yes` as true, which would otherwise count as 1."""
+        """Refuse a bool where none belongs: YAML reads `on` and `yes` as true, which would count as 1."""
         if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
             raise ValueError(
                 "a yes or no (YAML reads on, off, yes and no as such) where none belongs; quote it if it is text"
@@ -70,7 +69,7 @@ class Section(BaseModel):
 
     @classmethod
     def section_type(cls, name: str) -> "type[Section] | None":
-        """The section that the field `name` holds, or None if it holds a value."""
+        """Return the section class of the field `name`, or None if it holds a value."""
         annotation = cls.model_fields[name].annotation
         for kind in (annotation, *get_args(annotation)):
             if isinstance(kind, type) and issubclass(kind, Section):
@@ -79,7 +78,7 @@ class Section(BaseModel):
 
     @classmethod
     def dotted_names(cls, prefix: str = "") -> Iterator[str]:
-        """Every field of this section and of the sections in it, such as `parallel.tp`; sections have a name too."""
+        """Yield the dotted name of every field and section below this one, such as `parallel.tp`."""
         for name in cls.model_fields:
             yield f"{prefix}{name}"
             if (inner := cls.section_type(name)) is not None:
@@ -87,14 +86,14 @@ class Section(BaseModel):
 
     @classmethod
     def is_in_bounds(cls, dotted: str, value: object) -> bool:
-        """Return False where a number is outside the bounds that the field `dotted` declares, such as `gt=0`."""
+        """Return whether a number is inside the bounds that the field `dotted` declares, such as `gt=0`."""
         name, _, rest = dotted.partition(".")
         inner = cls.section_type(name)
         if rest and inner is not None:
             return inner.is_in_bounds(rest, value)
         if not isinstance(value, int | float):
             return True
-        # pydantic keeps `gt=0` as an object with the attribute `gt`, and likewise for the others.
+        # pydantic keeps `gt=0` as an object with the attribute `gt`.
         limits = (
             (getattr(bound, word, None), keeps)
             for bound in cls.model_fields[name].metadata
@@ -105,7 +104,7 @@ class Section(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """Input of every rule: the config, and the cluster as far as it is known."""
+    """The input of a rule: the config, and the cluster as far as it is known."""
 
     config: "Config"
     world_size: int | None
@@ -116,17 +115,30 @@ class Subject:
         """Return the data-parallel size; None where it is open or does not exist."""
         return data_parallel_size(self.config.parallel, self.world_size)
 
+    def problem(
+        self,
+        key: str,
+        rule: str,
+        candidates: "Mapping[str, Iterable[object]] | None" = None,
+        advice: str | Callable[[], str] = "",
+    ) -> "Problem":
+        """Return the `Problem` of a field, with the value that it has in the config."""
+        value: Any = self.config
+        for name in key.split("."):
+            value = getattr(value, name)
+        return Problem(key, value, rule, candidates or {}, advice)
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One broken rule.
+    """A broken rule.
 
     Attributes:
-        key: dotted name of the field that the rule is about.
-        value: what it is.
+        key: dotted name of the field.
+        value: its value.
         rule: what must hold, and what would have broken.
-        candidates: by dotted name, values that may mend it, nearest first.
-        advice: what to do besides, or where no value of a field says it; a function where it takes long to find.
+        candidates: values that may mend it, nearest first, by dotted name.
+        advice: further advice, or advice that no value expresses; a function where it takes long to find.
     """
 
     key: str
@@ -173,7 +185,7 @@ def multiples(of: int, near: int) -> Iterator[int]:
 
 def divisors(number: int, near: int) -> Iterator[int]:
     """Yield divisors of `number`, nearest to `near` first, the smaller of two before the larger."""
-    # Bounded, so that a slip such as a number with ten zeros too many is answered at once too.
+    # Bounded, so that a number with ten zeros too many is answered at once too.
     small = [d for d in range(1, min(math.isqrt(number), MOST_DIVIDED) + 1) if number % d == 0]
     yield from sorted({*small, *(number // d for d in small)}, key=lambda d: (abs(d - near), d))
 

@@ -22,27 +22,27 @@ this room is below theirs, and a run loads only what it uses."""
 
 
 class WandbConfig(Section):
-    """Weights & Biases; offline where there is no key or no network."""
+    """Logging to Weights & Biases; offline where there is no key or no network."""
 
-    project: str = Field(description="project that the run belongs to")
-    entity: str | None = Field(None, description="user or team; null: the key's default")
-    name: str | None = Field(None, description="null: the run's name")
+    project: str = Field(description="project of the run")
+    entity: str | None = Field(None, description="user or team; null: the default of the key")
+    name: str | None = Field(None, description="name on the page; null: the run's name")
     tags: list[str] = Field(default_factory=list, description="labels to filter runs by")
 
 
 class ProfileConfig(Section):
     """A trace of some steps by torch's profiler, one file per rank in the run directory."""
 
-    start: Count = Field(gt=0, description="first traced step, counted from 1; the first ones warm up")
-    steps: Count = Field(2, gt=0, description="how many")
-    ranks: list[int] = Field(default_factory=lambda: [0], description="which ranks write a trace")
+    start: Count = Field(gt=0, description="first traced step, counted from 1; the first steps of a run warm up")
+    steps: Count = Field(2, gt=0, description="number of steps")
+    ranks: list[int] = Field(default_factory=lambda: [0], description="ranks that write a trace")
 
 
 class TimelineConfig(Section):
     """A timeline of a few steps of all ranks, in the run directory. It is cheap; `profile` shows kernels."""
 
-    start: Count = Field(gt=0, description="first step in it, counted from 1; the first ones warm up")
-    steps: Count = Field(2, gt=0, description="how many")
+    start: Count = Field(gt=0, description="first step shown, counted from 1; the first steps of a run warm up")
+    steps: Count = Field(2, gt=0, description="number of steps")
 
 
 class TelemetryConfig(Section):
@@ -51,18 +51,18 @@ class TelemetryConfig(Section):
     on_resume: ClassVar[OnResume | None] = LAYOUT
 
     log_interval: Count = Field(10, gt=0, description="steps between lines on the terminal")
-    wandb: WandbConfig | None = Field(None, description="null: off")
-    tensorboard: bool = Field(False, description="event files in the run directory")
-    time_split: bool = Field(True, description="measure where the time of a step goes, and name ranks that are slow")
-    timeline: TimelineConfig | None = Field(None, description="null: off")
-    profile: ProfileConfig | None = Field(None, description="null: off")
+    wandb: WandbConfig | None = Field(None, description="log to Weights & Biases; null: off")
+    tensorboard: bool = Field(False, description="write event files into the run directory")
+    time_split: bool = Field(True, description="measure where the time of a step goes, and name slow ranks")
+    timeline: TimelineConfig | None = Field(None, description="steps of all ranks on one time axis; null: off")
+    profile: ProfileConfig | None = Field(None, description="traces by torch's profiler; null: off")
     nvtx: bool = Field(False, description="name steps, phases and schedule actions for Nsight Systems; needs a GPU")
     memory_history: bool = Field(
-        False, description="keep CUDA's latest allocations, for the snapshot at out of memory; needs a GPU"
+        False, description="record CUDA allocations for the snapshot at out of memory; needs a GPU"
     )
-    sample_tokens: Count = Field(0, ge=0, description="tokens of text that the model writes when it is trained")
+    sample_tokens: Count = Field(0, ge=0, description="tokens of text that the model writes after training")
     peak_tflops: float | None = Field(
-        None, gt=0, description="per device, for MFU; null: from a table of GPUs, or no MFU"
+        None, gt=0, description="peak TFLOP/s of a device, for MFU; null: from a table of GPUs, or no MFU"
     )
 
 
@@ -72,9 +72,8 @@ def traced_steps_are_in_the_run(subject: Subject) -> Iterator[Problem]:
         if traced is None or num_steps is None or traced.start + traced.steps - 1 <= num_steps:
             continue
         last = traced.start + traced.steps - 1
-        yield Problem(
+        yield subject.problem(
             f"telemetry.{name}.start",
-            traced.start,
             f"asks for a trace of steps {traced.start} to {last}, but the run has {num_steps}: it would never be whole",
             {
                 f"telemetry.{name}.start": [num_steps - traced.steps + 1] if traced.steps <= num_steps else [],
@@ -94,10 +93,9 @@ def profiled_ranks_are_in_the_run(subject: Subject) -> Iterator[Problem]:
     missing = [rank for rank in profile.ranks if rank < 0 or (world_size is not None and rank >= world_size)]
     if missing or not profile.ranks:
         legal = [rank for rank in profile.ranks if rank not in missing]
-        yield Problem(
+        yield subject.problem(
             "telemetry.profile.ranks",
-            profile.ranks,
-            f"must name ranks of the run{'' if world_size is None else f', 0 to {world_size - 1}'}: nobody would write the trace"
+            f"must name ranks of the run{'' if world_size is None else f', 0 to {world_size - 1}'}: no trace would be written"
             + (f" of {', '.join(map(str, missing))}" if missing else ""),
             {"telemetry.profile.ranks": [legal or [0]], "telemetry.profile": [None]},
         )

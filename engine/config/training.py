@@ -17,11 +17,11 @@ MOST_MICROBATCHES = 2**17
 """Microbatches per pipeline and step: a schedule lists a forward and a backward of each."""
 
 LARGEST_BETA_IN_BF16 = 0.99
-"""A moment of 8 bits stands still within 2^-9 / (1 - beta) of what it averages: here 20 %."""
+"""A bf16 moment (8 bits) stands still within 2^-9 / (1 - beta) of its mean: here 20 %."""
 
 
 def _length_is_free(subject: Subject) -> bool:
-    """Return True where no learning rate depends on the length of the run: then a longer run is the same run."""
+    """Return whether no learning rate depends on the length: then a longer run is the same run."""
     optimizer = subject.config.optimizer
     return optimizer.lr_schedule == "constant" or optimizer.decay_steps is not None
 
@@ -30,13 +30,15 @@ LENGTH = OnResume("meant", is_layout=_length_is_free)
 
 
 class TrainConfig(Section):
-    """How long, in what batches. Give `steps` or `tokens`, not both."""
+    """Length and batches of a run. Give `steps` or `tokens`, not both."""
 
-    steps: Annotated[Count | None, LENGTH] = Field(None, gt=0, le=MOST_STEPS, description="optimizer steps")
-    tokens: Annotated[Count | None, LENGTH] = Field(None, gt=0, description="rounded up to whole steps")
+    steps: Annotated[Count | None, LENGTH] = Field(None, gt=0, le=MOST_STEPS, description="length in optimizer steps")
+    tokens: Annotated[Count | None, LENGTH] = Field(
+        None, gt=0, description="length in tokens, rounded up to whole steps"
+    )
     global_batch_size: Count = Field(gt=0, description="samples per optimizer step, over all ranks")
     micro_batch_size: Annotated[Count, LAYOUT] = Field(1, gt=0, description="samples per forward of one pipeline")
-    seed: Annotated[int, MEANT] = Field(1234, ge=0, description="of the initial weights, the data order and dropout")
+    seed: Annotated[int, MEANT] = Field(1234, ge=0, description="seed of initial weights, data order and dropout")
     eval_interval: Annotated[Count | None, LAYOUT] = Field(
         None, gt=0, description="steps between validations; null: no validation"
     )
@@ -44,52 +46,49 @@ class TrainConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """The optimizer, with ZeRO-1 sharding. Which fields one optimizer alone reads: `engine/config/optimizer_kinds.py`."""
+    """The optimizer, with ZeRO-1 sharding. `engine/config/optimizer_kinds.py` lists the fields that only one of them reads."""
 
     on_resume: ClassVar[OnResume | None] = MEANT
 
     name: Annotated[OptimizerName, OnResume("never")] = Field(
-        "adamw", description="adamw: AdamW (1711.05101); sgd: with momentum"
+        "adamw", description="adamw: AdamW (1711.05101); sgd: SGD with momentum"
     )
     lr: float = Field(3e-4, gt=0, description="peak learning rate")
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
     lr_schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="shape of the decay to min_lr")
     warmup_steps: Count = Field(0, ge=0, description="steps of linear warm-up to lr")
     decay_steps: Count | None = Field(None, gt=0, description="step at which min_lr is reached; null: the last step")
-    weight_decay: float = Field(0.1, ge=0, description="on matrices; norms and biases are not decayed")
-    beta1: float = Field(0.9, ge=0, lt=1, description="decay of the mean of gradients")
-    beta2: float = Field(0.95, ge=0, lt=1, description="decay of the mean of squared gradients")
-    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
-    momentum: float = Field(0.9, gt=0, lt=1, description="of sgd: decay of the sum of gradients")
+    weight_decay: float = Field(0.1, ge=0, description="decay of matrices; norms and biases are not decayed")
+    beta1: float = Field(0.9, ge=0, lt=1, description="adamw: decay of the mean of gradients")
+    beta2: float = Field(0.95, ge=0, lt=1, description="adamw: decay of the mean of squared gradients")
+    eps: float = Field(1e-8, gt=0, description="adamw: added to the root of the second moment")
+    momentum: float = Field(0.9, gt=0, lt=1, description="sgd: decay of the sum of gradients")
     clip_grad: float | None = Field(1.0, gt=0, description="largest global gradient norm; null: no clipping")
-    bucket_bytes: Annotated[int, LAYOUT] = Field(64 * 2**20, gt=0, description="main-grad bytes per reduce-scatter")
+    bucket_bytes: Annotated[int, LAYOUT] = Field(64 * 2**20, gt=0, description="bytes of main grads per reduce-scatter")
 
 
 class PrecisionConfig(Section):
-    """The run's dtype; sums that must not lose bits use at least fp32."""
+    """The dtypes of a run; sums that must not lose bits use at least fp32."""
 
     dtype: Annotated[Literal["bf16", "fp16", "fp32", "float64"], MEANT] = Field(
-        "bf16", description="weights and activations"
+        "bf16", description="dtype of weights and activations"
     )
     # Both forms of the masters are exact.
     masters: Annotated[Literal["full", "split"], LAYOUT] = Field(
-        "full",
-        description="the exact weights beside those of bf16: in fp32, or (split) as 16 bits that make them exact",
+        "full", description="exact weights of a bf16 run: fp32 copies (full), or 16 more bits per weight (split)"
     )
     moments: Annotated[Literal["full", "bf16"], MEANT] = Field(
-        "full", description="the optimizer's, in the accumulation dtype or rounded to bf16"
+        "full", description="optimizer moments: in the accumulation dtype (full), or rounded to bf16"
     )
     gradients: Annotated[Literal["full", "bf16"], MEANT] = Field(
-        "full",
-        description="what they are added up and reduced in: the accumulation dtype, or bf16 (each sum is rounded)",
+        "full", description="sums and reductions of gradients: accumulation dtype (full), or bf16, each sum rounded"
     )
 
 
 def dtype_is_built(subject: Subject) -> Iterator[Problem]:
     if subject.config.precision.dtype == "fp16":
-        yield Problem(
+        yield subject.problem(
             "precision.dtype",
-            "fp16",
             "fp16 and its dynamic loss scale are known, not built yet: small gradients would become zero",
             {"precision.dtype": ["bf16", "fp32"]},
         )
@@ -98,9 +97,8 @@ def dtype_is_built(subject: Subject) -> Iterator[Problem]:
 def batch_is_whole_microbatches(subject: Subject) -> Iterator[Problem]:
     train, dp = subject.config.train, subject.dp
     if rule := partial_batch(train, dp):
-        yield Problem(
+        yield subject.problem(
             "train.global_batch_size",
-            train.global_batch_size,
             rule,
             {
                 "train.global_batch_size": multiples(train.micro_batch_size * (dp or 1), train.global_batch_size),
@@ -115,9 +113,8 @@ def microbatches_can_be_listed(subject: Subject) -> Iterator[Problem]:
     num_microbatches = train.global_batch_size // (train.micro_batch_size * dp)
     if num_microbatches > MOST_MICROBATCHES:
         most = MOST_MICROBATCHES * train.micro_batch_size * dp
-        yield Problem(
+        yield subject.problem(
             "train.global_batch_size",
-            train.global_batch_size,
             f"makes {num_microbatches:,} microbatches per pipeline and step, and at most {MOST_MICROBATCHES:,} are planned: a "
             "schedule lists each of them, and would not fit in memory",
             {"train.global_batch_size": [most]},
@@ -127,16 +124,14 @@ def microbatches_can_be_listed(subject: Subject) -> Iterator[Problem]:
 def run_has_one_length(subject: Subject) -> Iterator[Problem]:
     steps, tokens = subject.config.train.steps, subject.config.train.tokens
     if steps is None and tokens is None:
-        yield Problem(
+        yield subject.problem(
             "train.steps",
-            None,
             "train.steps or train.tokens must be given: the run would have no end, and the learning rate no schedule",
             advice="Set one of them.",
         )
     if steps is not None and tokens is not None:
-        yield Problem(
+        yield subject.problem(
             "train.steps",
-            steps,
             f"train.tokens = {tokens} is given too: both say how long the run is, and one would be ignored",
             {"train.steps": [None], "train.tokens": [None]},
         )
@@ -145,16 +140,14 @@ def run_has_one_length(subject: Subject) -> Iterator[Problem]:
 def warmup_ends(subject: Subject) -> Iterator[Problem]:
     optimizer, num_steps = subject.config.optimizer, planned_steps(subject.config)
     if num_steps is not None and optimizer.warmup_steps > num_steps:
-        yield Problem(
+        yield subject.problem(
             "optimizer.warmup_steps",
-            optimizer.warmup_steps,
             f"must be at most the {num_steps} steps of the run: it would end before the learning rate reaches its peak",
             {"optimizer.warmup_steps": [num_steps], "train.steps": [optimizer.warmup_steps]},
         )
     if optimizer.decay_steps is not None and optimizer.decay_steps <= optimizer.warmup_steps:
-        yield Problem(
+        yield subject.problem(
             "optimizer.decay_steps",
-            optimizer.decay_steps,
             f"must be more than warmup_steps = {optimizer.warmup_steps}: the decay would end before it begins",
             {"optimizer.decay_steps": [optimizer.warmup_steps + 1, None]},
         )
@@ -163,16 +156,14 @@ def warmup_ends(subject: Subject) -> Iterator[Problem]:
 def decay_goes_down(subject: Subject) -> Iterator[Problem]:
     optimizer = subject.config.optimizer
     if optimizer.min_lr > optimizer.lr:
-        yield Problem(
+        yield subject.problem(
             "optimizer.min_lr",
-            optimizer.min_lr,
             f"must be at most lr = {optimizer.lr:g}: the learning rate would rise at the end",
             {"optimizer.min_lr": [optimizer.lr / 10], "optimizer.lr": [optimizer.min_lr]},
         )
     if optimizer.lr_schedule == "constant" and (optimizer.min_lr > 0 or optimizer.decay_steps is not None):
-        yield Problem(
+        yield subject.problem(
             "optimizer.lr_schedule",
-            "constant",
             "never decays: min_lr and decay_steps would have no effect",
             {"optimizer.lr_schedule": ["cosine", "linear"]},
             "Or leave min_lr and decay_steps out.",
@@ -183,9 +174,8 @@ def bucket_holds_a_number(subject: Subject) -> Iterator[Problem]:
     element_bytes = 8 if subject.config.precision.dtype == "float64" else 4
     bucket_bytes = subject.config.optimizer.bucket_bytes
     if bucket_bytes < element_bytes:
-        yield Problem(
+        yield subject.problem(
             "optimizer.bucket_bytes",
-            bucket_bytes,
             f"must hold at least one main grad of {element_bytes} bytes: no bucket would ever fill",
             {"optimizer.bucket_bytes": [element_bytes, 64 * 2**20]},
         )
@@ -195,9 +185,8 @@ def narrow_state_fits(subject: Subject) -> Iterator[Problem]:
     precision, optimizer = subject.config.precision, subject.config.optimizer
     for key, value in (("masters", "split"), ("moments", "bf16"), ("gradients", "bf16")):
         if getattr(precision, key) == value and precision.dtype != "bf16":
-            yield Problem(
+            yield subject.problem(
                 f"precision.{key}",
-                value,
                 f"is for weights in bf16, but precision.dtype = {precision.dtype}: there gradients and optimizer state are as "
                 "exact as the weights",
                 {f"precision.{key}": ["full"], "precision.dtype": ["bf16"]},
@@ -206,9 +195,8 @@ def narrow_state_fits(subject: Subject) -> Iterator[Problem]:
         for key in (moment.decay for moment in OPTIMIZERS[optimizer.name].moments.values()):
             beta = getattr(optimizer, key)
             if beta > LARGEST_BETA_IN_BF16:
-                yield Problem(
+                yield subject.problem(
                     f"optimizer.{key}",
-                    beta,
                     f"must be at most {LARGEST_BETA_IN_BF16} with precision.moments = bf16: a step changes the moment by less than "
                     "half of its last bit unless it is far off, so it would stand still",
                     {f"optimizer.{key}": [LARGEST_BETA_IN_BF16], "precision.moments": ["full"]},
@@ -221,9 +209,8 @@ def fields_are_of_the_optimizer(subject: Subject) -> Iterator[Problem]:
         for key in sorted(other.fields.keys() - OPTIMIZERS[optimizer.name].fields.keys()):
             value, default = getattr(optimizer, key), OptimizerConfig.model_fields[key].default
             if value != default:
-                yield Problem(
+                yield subject.problem(
                     f"optimizer.{key}",
-                    value,
                     f"is a field of {other.title}, and optimizer.name = {optimizer.name}: it would have no effect",
                     {f"optimizer.{key}": [default]},
                 )

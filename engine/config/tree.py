@@ -1,19 +1,19 @@
 """The configuration: one tree of pydantic models, and every rule checked at once (no torch here).
 
-A config is data. Nothing in it is rewritten after it was read. Sections compute what follows from their own fields, such as the
-padded vocabulary; `engine/config/plan.py` computes what follows from several, such as the stages of the pipeline.
-Reading is `engine/config/load.py`; the names that users of other engines type are `engine/config/foreign_names.py`.
+A config is data and never rewritten after reading. Sections compute what follows from their own fields, such as the padded
+vocabulary; `engine/config/plan.py` computes what follows from several, such as the stages of the pipeline.
+Reading is in `engine/config/load.py`; names from other engines are in `engine/config/foreign_names.py`.
 
     YAML  <  environment  <  section.key=value   ->   Config   ->   ParallelSizes, BatchPlan
 
-A broken rule becomes a message whose values are really legal:
+A broken rule becomes a message that names only legal values:
 
     rule(subject)  ->  Problem(key, value, what must hold and what would break, candidate values, nearest first)
                                                                             |
        each candidate is put into the config and all rules run again:  gone, and nothing new broken  ->  it is named
 
-so a message never sends its reader from one mistake into the next. Where several broken rules could be mended by the same field,
-values that mend all of those come first, and values outside the bounds of the field are left out.
+so a message never leads from one mistake into the next. Where one field could mend several broken rules, values that mend all of
+them come first. Values outside the bounds of the field are left out.
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -30,13 +30,13 @@ from engine.config.telemetry import TELEMETRY_RULES, TelemetryConfig
 from engine.config.training import TRAINING_RULES, OptimizerConfig, PrecisionConfig, TrainConfig
 
 FORMAT_VERSION = 1
-"""Version of the configuration as a file, raised when a key changes its meaning. RENAMED has keys that only changed their name."""
+"""Version of the configuration file, raised when a key changes its meaning. `RENAMED` lists keys that changed only their name."""
 
 NUM_NAMED = 2
-"""Legal values named per field."""
+"""Legal values that a message names per field."""
 
 NUM_TRIED = 64
-"""Candidates tried per field before none is named."""
+"""Candidates tried per field."""
 
 
 class Config(Section):
@@ -67,7 +67,7 @@ RULES: tuple[Rule, ...] = (
     *RUN_RULES,
     *TELEMETRY_RULES,
 )
-"""Every rule that needs the configuration alone, section by section."""
+"""The rules that need only the configuration, by section."""
 
 
 def problems(
@@ -80,9 +80,9 @@ def problems(
 
     Args:
         config: what to check.
-        world_size: ranks of the run, if known; else what the config says, or nothing that depends on it.
-        ranks_per_node: if known; else `runtime.ranks_per_node`, or nothing that depends on it.
-        more_rules: rules that need more than the configuration, checked after all others.
+        world_size: ranks of the run; None: as in the config; rules that need an unknown number are skipped.
+        ranks_per_node: ranks on each node; None: `runtime.ranks_per_node`.
+        more_rules: further rules, checked last.
     """
     return [str(problem) for problem in broken_rules(config, world_size, ranks_per_node, more_rules)]
 
@@ -93,7 +93,7 @@ def broken_rules(
     ranks_per_node: int | None = None,
     more_rules: Sequence[Rule] = (),
 ) -> list[Problem]:
-    """Return `problems` as records, their candidates cut down to the nearest that are legal."""
+    """Return the broken rules as records, their candidates reduced to the nearest legal ones."""
     subject, rules = Subject(config, world_size, ranks_per_node), (*RULES, *more_rules)
     broken = {(rule, problem.key): problem for rule, problem in _broken(subject, rules)}
     found = []
@@ -113,7 +113,7 @@ def broken_rules(
 
 
 def broken_keys(subject: Subject, rules: Sequence[Rule]) -> set[tuple[Rule, str]]:
-    """Find the rules that are broken, each with the field that it is about."""
+    """Return the broken rules, each with its field."""
     return {(rule, problem.key) for rule, problem in _broken(subject, rules)}
 
 
@@ -122,19 +122,19 @@ def _broken(subject: Subject, rules: Sequence[Rule]) -> Iterator[tuple[Rule, Pro
         try:
             yield from ((rule, problem) for problem in rule(subject))
         except AttributeError:
-            # A field without a valid value has been reported and is missing here, so rules that read it are skipped.
+            # A field of the wrong type was reported and is missing here, so rules that read it are skipped.
             if is_whole(subject.config):
                 raise
 
 
 def _mends(subject: Subject, rules: Sequence[Rule], name: str, value: object, others: Set[tuple[Rule, str]]) -> bool:
-    """Return True where the new value breaks no rule but `others`."""
+    """Return whether the new value breaks no rule but `others`."""
     changed = replace(subject, config=with_value(subject.config, name, value))
     return all((rule, problem.key) in others for rule, problem in _broken(changed, rules))
 
 
 def is_whole(config: Config) -> bool:
-    """Return True where every field has a value: a field in which the reading found a wrong type has none."""
+    """Return whether every field has a value: fields of a wrong type have none."""
     sections = [getattr(config, name, None) for name in Config.model_fields]
     return all(
         section is not None and all(name in section.__dict__ for name in type(section).model_fields)
@@ -143,7 +143,7 @@ def is_whole(config: Config) -> bool:
 
 
 def resume_verdict(config: Config, key: str) -> Verdict:
-    """Return the verdict on a run that resumes under `config` with another value of the field `key`, such as `telemetry.nvtx`.
+    """Return the verdict on a resume under `config` that changes the field `key`, such as `telemetry.nvtx`.
 
     The field's own `OnResume` counts, else that of the nearest section around it, else the value may never change.
     """

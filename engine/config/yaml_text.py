@@ -1,7 +1,7 @@
-"""YAML that a user wrote, read into plain values: bounded in depth and in size before anything is built (no torch here).
+"""Reading of YAML from users, bounded in depth and size before any value is built (no torch here).
 
-An alias stands for a whole value, and aliases of aliases multiply: ten lines can stand for a billion values. A composer calls
-itself for every level, and a text of brackets alone ends the process. The parser's events show both before any value exists.
+An alias stands for a whole value, and aliases of aliases multiply: ten lines can stand for a billion values. A composer recurses
+at every level, so a text of brackets alone ends the process. The parser's events show both before any value exists.
 """
 
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ except ImportError:  # PyYAML without libyaml: the same, ten times slower
     from yaml import SafeLoader  # type: ignore[assignment]
 
 MOST_LEVELS = 64
-"""Lists and mappings inside one another; a configuration has four."""
+"""Nested lists and mappings; a configuration has four."""
 
 MOST_VALUES = 100_000
-"""Keys and values, those behind aliases counted wherever an alias names them."""
+"""Keys and values, counted again wherever an alias repeats them."""
 
 
 class UniqueKeysLoader(SafeLoader):
-    """YAML in which a key that stands twice in one mapping is an error: the first value would be lost without a word."""
+    """A loader that refuses a key twice in one mapping: the first value would be lost silently."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
@@ -57,7 +57,7 @@ def read_yaml(text: str) -> Any:
 
 @dataclass(slots=True)
 class _Extent:
-    """Values of a node with all that is in it, and the levels below it."""
+    """The number of values in a node, and the levels below it."""
 
     anchor: str | None = None
     values: int = 1
@@ -65,7 +65,7 @@ class _Extent:
 
 
 def _refuse_what_grows(text: str) -> None:
-    """Read the parser's events alone, and raise where levels or values exceed their limits."""
+    """Raise where levels or values exceed their limits, from the parser's events alone."""
     anchors: dict[str, _Extent] = {}
     around: list[_Extent] = [_Extent()]
     events: Iterator[Any] = yaml.parse(text, SafeLoader)
@@ -85,7 +85,7 @@ def _refuse_what_grows(text: str) -> None:
                     problem=f"the alias *{event.anchor} lies inside of the value that it names, which would have no end",
                     problem_mark=mark,
                 )
-            # The composer refuses an alias that names nothing.
+            # The composer refuses an unknown alias.
             named = anchors.get(str(event.anchor), _Extent())
             node = _Extent(None, named.values, named.levels)
         else:

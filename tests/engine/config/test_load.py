@@ -232,7 +232,7 @@ def test_names_that_yaml_does_not_read_as_text_are_refused_by_name(tmp_path: Pat
         ("data.train=[[a, b]]", ["data.train.0.0", "number"]),
         ("data.train=prefix", ["data.train", "list"]),
         ("data.split=[0.9, 0.1]", ["data.split.2"]),
-        ("telemetry.wandb={entity: e}", ["telemetry.wandb.project is missing", "project that the run belongs to"]),
+        ("telemetry.wandb={entity: e}", ["telemetry.wandb.project is missing", "project of the run"]),
         ("telemetry.wandb=yes", ["telemetry.wandb"]),
         ("train=3", ["train = 3", "must be a section"]),
     ],
