@@ -1,7 +1,7 @@
 """A 64-bit hash of counters on any device: splitmix64's finaliser (Steele, Lea, Flood, "Fast splittable pseudorandom
 number generators", 2014).
 
-Torch has no unsigned 64-bit arithmetic, so words are int64 with the same bits; products and sums wrap.
+Torch has no unsigned 64-bit arithmetic, so words are int64 with the same bits; products and sums wrap around.
 """
 
 import hashlib
@@ -13,29 +13,29 @@ _SIGN = 1 << 63
 
 
 def signed(word: int) -> int:
-    """A 64-bit pattern as the int64 that torch stores."""
+    """Return the int64 with this 64-bit pattern."""
     return (word + _SIGN) % _WORD - _SIGN
 
 
 def unsigned(word: int) -> int:
-    """The 64-bit pattern of an int64."""
+    """Return the 64-bit pattern of an int64."""
     return word % _WORD
 
 
 GOLDEN = signed(0x9E3779B97F4A7C15)
-"""Counters are multiplied by it before they are mixed."""
+"""Factor of a counter before mixing."""
 
 _MIX_1 = signed(0xBF58476D1CE4E5B9)
 _MIX_2 = signed(0x94D049BB133111EB)
 
 
 def key64(text: str) -> int:
-    """A 64-bit key of a text, as an int64."""
+    """Return a 64-bit key of a text, as an int64."""
     return signed(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big"))
 
 
 def mix_words_(z: torch.Tensor) -> torch.Tensor:
-    """Mix int64 words, in place; returns `z`."""
+    """Mix int64 words in place; return `z`."""
     for bits, factor in ((30, _MIX_1), (27, _MIX_2)):
         z ^= shift_right(z, bits)
         z *= factor
@@ -44,5 +44,5 @@ def mix_words_(z: torch.Tensor) -> torch.Tensor:
 
 
 def shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift; torch's >> on int64 copies the sign."""
+    """Shift right without the sign (torch's >> on int64 copies it)."""
     return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)

@@ -1,19 +1,19 @@
-"""The head and its cross-entropy, some tokens at a time: the logits of all tokens never exist, and none is kept.
+"""The output head and its cross-entropy in chunks of tokens: all logits never exist at once, and none are kept.
 
-    whole     logits = X W^T [s b, V/t] are made once and kept for the backward            (`ColumnParallelLinear`, then
+    whole     logits = X W^T [s b, V/t] are computed once and kept for the backward        (`ColumnParallelLinear`, then
               `vocab_parallel_cross_entropy`)
-    chunked   those of n tokens are made, used and forgotten, and made again in the backward: one GEMM of the head more
+    chunked   logits of n tokens at a time, recomputed in the backward: one GEMM of the head more
 
 With a vocabulary of 128,256 and 8,192 tokens the logits are 2.1 GB in bf16, as much as all 32 layers of Llama-3-8B keep with
 full recomputation; those of 1,024 tokens are 263 MB.
 
-What is sent is the same, in as many messages: rank i adds up exp(z - m_i) to S_i, m_i being the largest logit of its own columns;
+The collectives are those of the whole form: rank i sums exp(z - m_i) to S_i, with m_i the largest logit of its own columns;
 when the largest of all, m, is known, sum_i exp(m_i - m) S_i is the sum over the vocabulary.
 
-Backward, so that communication runs under a GEMM where there is one left:
+Backward, in this order, so that communication runs under a GEMM where one is left:
     1. all-gather X (sequence parallelism keeps only the shard of X, as in `layers.py`), wait for it
-    2. of each n tokens: logits again, their gradient dY over them, dX = dY W; dW += dY^T X
-    3. before the last dW: post f's backward on dX, and wait for it after
+    2. for each n tokens: logits again, their gradient dY in place, dX = dY W; dW += dY^T X
+    3. before the last dW: post the backward of f on dX; wait for it after
 """
 
 from typing import Any
@@ -35,18 +35,17 @@ def chunked_head_losses(
     tokens_at_a_time: int,
     fusion: Fusion = EAGER,
 ) -> torch.Tensor:
-    """Loss per token, from what the head reads.
+    """Return the loss per token from the input of the head.
 
-    The weight's gradient is added in the backward itself: a schedule that defers weight gradients does not find it in its queue,
-    because the logits' gradients that it needs would have to be kept.
+    The weight's gradient is added in the backward itself: to defer it, as some schedules do, all logits' gradients would be kept.
 
     Args:
-        x: [s(/t), b, h], the head's input.
+        x: [s(/t), b, h], the input of the head.
         targets: int64 [s, b], ids below `vocab_size`.
         head: one weight [V_padded / t, h] without bias.
         vocab_size: V, without padding.
-        tokens_at_a_time: n, of the s b.
-        fusion: how the passes over the logits run.
+        tokens_at_a_time: n, at most s b.
+        fusion: runs the passes over the logits.
 
     Returns:
         [s, b] in the accumulation dtype; the same on every tp rank.
@@ -98,7 +97,7 @@ class _ChunkedHead(torch.autograd.Function):
         (matrix,) = head.weights.matrices()
         reduced: list[Pending] = []
 
-        def add_grads(main_grad: torch.Tensor, first: int, stop: int, overwrite: bool) -> None:
+        for main_grad, _, overwrite in head.weights.main_grads():
             for rows in ctx.pieces:
                 logits = F.linear(inputs[rows], matrix)
                 at[rows].write_gradient(logits, log_sum[rows], grad[rows], ctx.fusion)
@@ -106,13 +105,11 @@ class _ChunkedHead(torch.autograd.Function):
                 if rows is ctx.pieces[-1]:
                     reduced.append(head.region.enter_backward(grad_inputs, f"{head.name} backward"))
                     head.region.axis.ledger.mark("weight_grad", head.name)
-                overwrites = overwrite and rows is ctx.pieces[0]
-                head.queue.add_matmul(main_grad, logits, inputs[rows], overwrite=overwrites)
-
-        head.weights.add_grads(add_grads)
+                is_first = overwrite and rows is ctx.pieces[0]
+                head.queue.add_matmul(main_grad, logits, inputs[rows], overwrite=is_first)
         return reduced[0].wait(), None, None, None, None, None
 
 
 def _pieces(num_tokens: int, at_a_time: int) -> list[slice]:
-    """Tokens in turn."""
+    """Return consecutive slices of tokens."""
     return [slice(start, min(start + at_a_time, num_tokens)) for start in range(0, num_tokens, at_a_time)]

@@ -2,12 +2,12 @@
 
     loss = log(sum_v exp(z_v)) - z_target          d loss / d z_v = exp(z_v) / sum_u exp(z_u) - [v = target]
 
-Three numbers per token cross the tp axis: the largest logit (max, for stability), then the sum of exponentials and the
-target's logit together. Columns past the vocabulary (padding) are left out of the softmax and get gradient zero.
+Three numbers per token cross the tp axis: the largest logit (max, for stability), then the sum of exponentials with the target's
+logit. Columns past the vocabulary (padding) are left out of the softmax and get gradient zero.
 
-Exponentials are wider than logits and as many. Operator by operator they are made for some tokens at a time, compiled they stay in
-registers: those of all tokens never exist. The backward makes the softmax again from the logits and the logarithm of the sum,
-[s, b], and writes the gradient over the logits. `engine.tensor_parallel.chunked_head` keeps no logits either.
+Exponentials are wider than logits and as many, so all of them never exist at once: eager code makes them for some tokens at a time,
+compiled code keeps them in registers. The backward recomputes the softmax from the logits and the logarithm of the sum, [s, b], and
+writes the gradient over the logits. `engine.tensor_parallel.chunked_head` keeps no logits either.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,20 +22,20 @@ from engine.kernels.fusion import EAGER, Fusion
 from engine.numerics.precision import accumulate, accumulation_dtype
 
 CHUNK_NUMEL: Mapping[str, int] = MappingProxyType({"cpu": 2**18, "cuda": 2**25})
-"""Exponentials at a time, by device: on a CPU what stays in a core's cache, on a GPU what makes kernels few."""
+"""Exponentials at a time, by device: on a CPU those that fit a core's cache, on a GPU enough for few kernels."""
 
 
 def vocab_parallel_cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, axis: Axis, vocab_size: int, fusion: Fusion = EAGER
 ) -> torch.Tensor:
-    """Loss per token.
+    """Return the loss per token.
 
     Args:
         logits: [s, b, V_padded / t], this rank's columns, contiguous. The backward overwrites them with their gradient.
         targets: int64 [s, b], ids below `vocab_size`.
         axis: the tp axis.
         vocab_size: V, without padding.
-        fusion: how the passes over the logits run.
+        fusion: runs the passes over the logits.
 
     Returns:
         [s, b] in the accumulation dtype; the same on every tp rank.
@@ -69,12 +69,12 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class LocalTargets:
-    """Targets as this rank's columns see them; what it computes of some tokens' logits [tokens, columns].
+    """Targets relative to this rank's columns, for some tokens' logits [tokens, columns].
 
     Attributes:
-        local: int64 [tokens], the target's column; 0 where another rank has it.
-        held: bool [tokens], whether this rank has it.
-        real: columns of this rank inside the vocabulary. Padding stands at the end, so the last ranks may have none.
+        local: int64 [tokens], the column of the target; 0 where another rank holds it.
+        held: bool [tokens], whether this rank holds it.
+        real: columns of this rank inside the vocabulary. Padding is at the end, so the last ranks may have none.
     """
 
     local: torch.Tensor
@@ -83,7 +83,7 @@ class LocalTargets:
 
     @classmethod
     def of(cls, targets: torch.Tensor, axis: Axis, columns: int, vocab_size: int) -> "LocalTargets":
-        """From ids of any shape, flattened; `columns` are each rank's, with padding."""
+        """Build them from ids of any shape, flattened; `columns` counts each rank's, padding included."""
         first = axis.index * columns
         real = min(max(vocab_size - first, 0), columns)
         local = targets.reshape(-1) - first
@@ -91,18 +91,18 @@ class LocalTargets:
         return cls(local.where(held, 0), held, real)
 
     def __getitem__(self, rows: slice) -> "LocalTargets":
-        """Of some of the tokens."""
+        """Return the targets of some of the tokens."""
         return LocalTargets(self.local[rows], self.held[rows], self.real)
 
     def largest(self, logits: torch.Tensor) -> torch.Tensor:
-        """[tokens] in the accumulation dtype: the largest logit of each; on a rank of padding the least number there is."""
+        """Return the largest logit of each token, [tokens] in the accumulation dtype; its minimum on a rank of padding."""
         if self.real:
             return accumulate(logits[:, : self.real].amax(-1))
         wide = accumulation_dtype(logits.dtype)
         return logits.new_full(self.local.shape, torch.finfo(wide).min, dtype=wide)
 
     def sums(self, logits: torch.Tensor, largest: torch.Tensor, fusion: Fusion) -> torch.Tensor:
-        """[2, tokens], this rank's part of: the sum of exp(z - largest), the target's logit."""
+        """Return this rank's part of the sum of exp(z - largest) and of the target's logit, [2, tokens]."""
         sums = largest.new_zeros((2, len(largest)))
         if self.real:
             z = logits[:, : self.real]
@@ -115,7 +115,7 @@ class LocalTargets:
         return sums
 
     def write_gradient(self, logits: torch.Tensor, log_sum: torch.Tensor, grad: torch.Tensor, fusion: Fusion) -> None:
-        """Write the gradient over `logits`; log_sum [tokens], and the losses' gradients [tokens]."""
+        """Write the gradient over `logits`, from log_sum [tokens] and the losses' gradients [tokens]."""
         z, grad = logits[:, : self.real], grad.unsqueeze(-1)
         if self.real and fusion.is_compiled:
             fusion(_write_gradient)(z, log_sum, self.local, self.held, grad)
@@ -129,26 +129,26 @@ class LocalTargets:
 
 
 def _sum_of_exp(z: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    """[tokens] from z [tokens, v] and largest [tokens]."""
+    """Return sum_v exp(z - largest), [tokens], of z [tokens, v] and largest [tokens]."""
     return _exp_of_difference(z, largest).sum(-1)
 
 
 def _write_gradient(
     z: torch.Tensor, log_sum: torch.Tensor, local: torch.Tensor, held: torch.Tensor, grad: torch.Tensor
 ) -> None:
-    """Over z [tokens, v]: (softmax - [v = target]) grad. Comparing every column costs nothing where one pass is made of it."""
+    """Write (softmax - [v = target]) grad over z [tokens, v]. In one compiled pass comparing every column costs nothing."""
     columns = torch.arange(z.shape[1], device=z.device)
     is_target = (columns == local.unsqueeze(-1)) & held.unsqueeze(-1)
     z.copy_((_exp_of_difference(z, log_sum) - is_target.to(grad.dtype)) * grad)
 
 
 def _chunks(z: torch.Tensor) -> Iterator[slice]:
-    """Rows of z [tokens, v] in turn, so many at a time that their elements are a chunk."""
+    """Yield slices of the rows of z [tokens, v], each of about a chunk of elements."""
     num_rows = max(1, CHUNK_NUMEL[z.device.type] // z.shape[1])
     for start in range(0, z.shape[0], num_rows):
         yield slice(start, start + num_rows)
 
 
 def _exp_of_difference(z: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """exp(z - shift) in the accumulation dtype, which `shift` has, with one temporary. z [n, v], shift [n]."""
+    """Return exp(z - shift) in the accumulation dtype, which `shift` has, with one temporary. z [n, v], shift [n]."""
     return z.sub(shift.unsqueeze(-1)).exp_()

@@ -1,10 +1,10 @@
-"""Dropout without state: whether an element is kept is a hash of who it is.
+"""Dropout without state: an element is kept or dropped by a hash of its identity.
 
     keep(element) = hash(seed, sample id, site, position of the element in the whole activation of that sample) >= p 2^32
 
-A mask therefore does not depend on the layout, the microbatch, the schedule, the device or what ran before: recomputation
-replays it, a resumed run continues it, and a rank that holds a slice draws exactly its slice. The hash is
-`engine/numerics/hashing.py`; `engine/kernels/elementwise.py` applies it.
+A mask therefore does not depend on the layout, the microbatch, the schedule, the device or earlier calls: recomputation replays it,
+a resumed run continues it, and a rank that holds a slice draws exactly its slice. The hash is in `engine/numerics/hashing.py`;
+`engine/kernels/elementwise.py` applies it.
 """
 
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ from engine.numerics.hashing import key64
 
 @dataclass(frozen=True, slots=True)
 class DropoutKeys:
-    """What identifies the microbatch in the hash: the run's seed and the consumed-sample index of each of its b samples."""
+    """The microbatch's part of the hash: the run's seed and the consumed-sample index of each of its b samples."""
 
     seed: int
     sample_ids: Sequence[int]
 
     def site(self, name: str) -> list[int]:
-        """One 64-bit key per sample for the dropout site `name` (it carries the global layer number)."""
+        """Return one 64-bit key per sample for the dropout site `name` (which carries the global layer number)."""
         return [key64(f"{self.seed}/{sample}/{name}") for sample in self.sample_ids]
 
 
@@ -47,10 +47,10 @@ def dropout(
         p: drop probability, 0 <= p < 1.
         keys: seed and samples.
         site: name of this dropout.
-        positions: int64, broadcastable to x with size 1 in `batch_dim`: where each element stands in the whole
-            (unsharded) activation of one sample.
+        positions: int64, broadcastable to x with size 1 in `batch_dim`: index of each element in the whole (unsharded)
+            activation of one sample.
         batch_dim: the dim of x that runs over samples.
-        fusion: how it runs.
+        fusion: runs the kernel.
         residual: of x's shape.
     """
     if p == 0.0:

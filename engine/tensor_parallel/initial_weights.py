@@ -1,8 +1,8 @@
-"""Initial weights as a function of (seed, name): the same in every layout.
+"""Initial weights as a function of (seed, name), equal in every layout.
 
-The row-major logical tensor is cut into fixed blocks; each block is drawn in fp32 on the CPU from a generator seeded by a
-hash of (seed, name, block), then cast. A rank draws only the blocks that its box touches. (One draw for a whole tensor
-would not do: `torch.randn` is not prefix-stable and differs by dtype, stride and device.)
+The row-major logical tensor is cut into fixed blocks. Each block is drawn in fp32 on the CPU, from a generator seeded by a hash of
+(seed, name, block), then cast. A rank draws only the blocks that its box touches. (One draw for the whole tensor is no choice:
+`torch.randn` is not prefix-stable and differs by dtype, stride and device.)
 """
 
 import hashlib
@@ -16,17 +16,17 @@ from engine.numerics.precision import INIT_DTYPE
 from engine.tensor_parallel.parameter import ShardedParameter
 
 BLOCK_NUMEL = 1 << 16
-"""Elements per generator. Part of what a seed means: changing it changes every model's initial weights."""
+"""Elements per generator. Changing it changes every model's initial weights."""
 
 
 def initialize(parameters: Iterable[ShardedParameter], seed: int) -> None:
     """Fill bound parameters with their initial values; padding rows are zero.
 
-    Parameters are drawn side by side on as many threads as torch has: a generator is serial, and there is one per block.
+    Parameters are drawn in parallel on torch's number of threads; each block has its own serial generator.
     """
     with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="initial-weights") as threads:
         for _ in threads.map(lambda parameter: _fill(parameter, seed), parameters):
-            pass  # the map's results are asked for, so that what a thread raised is raised
+            pass  # reading the results raises what a thread raised
 
 
 @torch.no_grad()
@@ -37,7 +37,7 @@ def _fill(parameter: ShardedParameter, seed: int) -> None:
 
 
 def initial_box(record: ParamRecord, seed: int) -> torch.Tensor:
-    """Initial values of the record's box, row-major and flat, in fp32 on the CPU."""
+    """Return the initial values of the record's box, row-major and flat, in fp32 on the CPU."""
     values = torch.empty(record.box_numel, dtype=INIT_DTYPE)
     init = record.spec.init
     if init.kind != "normal":
@@ -58,7 +58,7 @@ def initial_box(record: ParamRecord, seed: int) -> torch.Tensor:
 
 
 def _draw_block(name: str, index: int, numel: int, seed: int) -> torch.Tensor:
-    """Standard normals of one block; the last block of a tensor may be shorter."""
+    """Return the standard normals of one block; the last block of a tensor may be shorter."""
     digest = hashlib.blake2b(f"{seed}/{name}/{index}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
     count = min(BLOCK_NUMEL, numel - index * BLOCK_NUMEL)

@@ -6,16 +6,15 @@ Shapes: s sequence, b microbatch, t tensor-parallel ranks; (s/t) only with seque
     row parallel      W = [W_1 | .. | W_t], cut by input columns   Y = g(sum_i X_i W_i^T + bias)   [s(/t), b, out]
     embedding         rows of the vocabulary cut                   Y = g(sum_i rows that rank i holds)
 
-An MLP is a column-parallel layer, a nonlinearity, a row-parallel layer: one f and one g forward, one each backward.
+An MLP is column parallel, a nonlinearity, row parallel: one f and one g in the forward, their conjugates in the backward.
 
-Backward of the column-parallel layer, in this order, so that communication runs under the GEMMs:
+Order of the column-parallel backward, in which communication runs under the GEMMs:
     1. post the all-gather of X (sequence parallelism keeps only the shard of X, unless `recompute.gathered_inputs` is keep)
     2. dX = dY W                       3. post f's backward on dX
     4. dW += dY^T X (or defer it)      5. wait for dX
 
-Activations are made contiguous first (most are) and multiplied as matrices [s * b, in] (`_project`). Left to fold [s, b, in]
-itself, torch looks at strides, those of dimensions of size 1 too: of a microbatch of one sample whose tokens came transposed it
-makes s small GEMMs, each reading the whole weight.
+Activations are made contiguous first (most are) and multiplied as matrices [s * b, in] (`_project`). On [s, b, in] torch looks at
+all strides, also of dimensions of size 1: for one sample with transposed tokens it makes s small GEMMs, each reading the weight.
 """
 
 import math
@@ -36,8 +35,8 @@ class ColumnParallelLinear(nn.Module):
     """One or several weights that read the same input, each cut by output rows.
 
     Args:
-        weights: parameters [.., in] in the order of the output's columns.
-        biases: as many biases, or none.
+        weights: parameters [.., in], in the order of the output's columns.
+        biases: one per weight, or none.
         name: for the ledger.
     """
 
@@ -58,23 +57,19 @@ class ColumnParallelLinear(nn.Module):
         self.name = name
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[s(/t), b, in] -> [s, b, rows on this rank]."""
+        """Map [s(/t), b, in] to [s, b, rows on this rank]."""
         return _ColumnParallel.apply(x, self)
 
     def add_weight_grads(self, grad: torch.Tensor, x: torch.Tensor) -> None:
         """Add dY^T X and the sum of dY to the main grads. grad [s, b, rows], x [s, b, in]."""
         self.region.axis.ledger.mark("weight_grad", self.name)
         grad, x = grad.flatten(0, 1), x.flatten(0, 1)
-        self.weights.add_grads(
-            lambda main_grad, first, stop, overwrite: self.queue.add_matmul(
-                main_grad, grad[:, first:stop], x, overwrite=overwrite
-            )
-        )
+        for main_grad, rows, overwrite in self.weights.main_grads():
+            self.queue.add_matmul(main_grad, grad[:, rows], x, overwrite=overwrite)
         if self.biases is not None:
             total = grad.sum(0, dtype=accumulation_dtype(grad.dtype))
-            self.biases.add_grads(
-                lambda main_grad, first, stop, overwrite: add(main_grad, total[first:stop], overwrite=overwrite)
-            )
+            for main_grad, rows, overwrite in self.biases.main_grads():
+                add(main_grad, total[rows], overwrite=overwrite)
 
 
 class _ColumnParallel(torch.autograd.Function):
@@ -85,7 +80,7 @@ class _ColumnParallel(torch.autograd.Function):
         inputs = layer.region.enter(x, f"{layer.name} forward").wait()
         ctx.save_for_backward(layer.region.kept(x, inputs))
         matrices = layer.weights.matrices()
-        # Biases are adjacent where their weights are, so that each matrix has one vector, added inside its GEMM.
+        # Biases are adjacent where their weights are: each matrix has one vector, added in its GEMM.
         biases = [None] * len(matrices) if layer.biases is None else layer.biases.matrices()
         outputs = [_project(inputs, matrix, bias) for matrix, bias in zip(matrices, biases, strict=True)]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
@@ -104,11 +99,11 @@ class _ColumnParallel(torch.autograd.Function):
 
 
 class RowParallelLinear(nn.Module):
-    """One weight cut by input columns, and a bias that enters the sum once: tp's first rank adds it, inside its GEMM.
+    """One weight cut by input columns, and a bias that only the first tp rank adds, inside its GEMM.
 
     Args:
         weight: parameter whose first dim is the output.
-        bias: parameter [out] or None; every tp rank holds it.
+        bias: parameter [out], held by every tp rank, or None.
         name: for the ledger.
     """
 
@@ -129,7 +124,7 @@ class RowParallelLinear(nn.Module):
         self.name = name
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[s, b, in on this rank] -> [s(/t), b, out]."""
+        """Map [s, b, in on this rank] to [s(/t), b, out]."""
         return _RowParallel.apply(x, self)
 
     def matrix(self) -> torch.Tensor:
@@ -140,9 +135,8 @@ class RowParallelLinear(nn.Module):
         """Add dY^T X to the main grad. grad [s, b, out], x [s, b, in on this rank]."""
         self.region.axis.ledger.mark("weight_grad", self.name)
         grad, x = grad.flatten(0, 1), x.flatten(0, 1)
-        self.weights.add_grads(
-            lambda main_grad, first, stop, overwrite: self.queue.add_matmul(main_grad, grad, x, overwrite=overwrite)
-        )
+        for main_grad, _, overwrite in self.weights.main_grads():
+            self.queue.add_matmul(main_grad, grad, x, overwrite=overwrite)
 
 
 class _RowParallel(torch.autograd.Function):
@@ -160,7 +154,7 @@ class _RowParallel(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         gathered = layer.region.leave_backward(grad.contiguous(), f"{layer.name} backward")
         if layer.bias is not None:
-            # The bias acts on this rank's part of the sequence; under sequence parallelism its sum over tp comes later.
+            # The bias acts on this rank's part of the sequence; under sequence parallelism the sum over tp follows later.
             layer.bias.add_grad(grad.sum((0, 1), dtype=accumulation_dtype(grad.dtype)))
         whole = gathered.wait()
         grad_input = _project(whole, layer.matrix().t())
@@ -169,9 +163,9 @@ class _RowParallel(torch.autograd.Function):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Word embedding, the vocabulary's rows cut over tp.
+    """Word embedding, its rows cut over tp.
 
-    A rank looks up the tokens that it holds, leaves zero for the others, and g adds the parts.
+    A rank looks up the tokens that it holds and leaves zero for the others; g adds the parts.
     """
 
     def __init__(self, weight: ShardedParameter, region: TensorParallelRegion) -> None:
@@ -182,7 +176,7 @@ class VocabParallelEmbedding(nn.Module):
         self.first_row = region.axis.index * self.rows
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens int64 [s, b] -> [s(/t), b, h]."""
+        """Map tokens int64 [s, b] to [s(/t), b, h]."""
         return _VocabParallelLookup.apply(self.weight.weight(), tokens, self)
 
 
@@ -203,24 +197,22 @@ class _VocabParallelLookup(torch.autograd.Function):
         local, held = ctx.saved_tensors
         whole = layer.region.leave_backward(grad, "embedding backward").wait()
         contribution = accumulate(whole) * held.unsqueeze(-1)
-        main_grad, is_old = layer.weight.bound_main_grad(), layer.weight.is_first_grad()
-        # Frequent tokens come thousands of times: where main grads are narrow, their sum must not be.
-        total = (
-            main_grad
-            if main_grad.dtype == contribution.dtype
-            else main_grad.new_zeros(main_grad.shape, dtype=contribution.dtype)
-        )
-        if is_old and total is main_grad:
+        main_grad, is_first = layer.weight.bound_main_grad(), layer.weight.is_first_grad()
+        # Frequent tokens occur thousands of times, so their sum is wide even where main grads are narrow.
+        total = main_grad
+        if main_grad.dtype != contribution.dtype:
+            total = torch.zeros_like(main_grad, dtype=contribution.dtype)
+        elif is_first:
             main_grad.zero_()
         total.index_add_(0, local.flatten(), contribution.flatten(0, 1))
         if total is not main_grad:
-            add(main_grad, total, overwrite=is_old)
+            add(main_grad, total, overwrite=is_first)
         layer.weight.grad_was_added()
         return None, None, None
 
 
 def _times_rows(grad: torch.Tensor, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
-    """dX = sum_i dY_i W_i, where grad [s, b, rows] is cut along its last dim as the matrices [rows_i, in] are stacked."""
+    """Return dX = sum_i dY_i W_i; grad [s, b, rows] is cut along its last dim as the matrices [rows_i, in] are stacked."""
     parts = grad.split([matrix.shape[0] for matrix in matrices], dim=-1)
     total = _project(parts[0], matrices[0].t())
     for part, matrix in zip(parts[1:], matrices[1:], strict=True):
@@ -229,5 +221,5 @@ def _times_rows(grad: torch.Tensor, matrices: Sequence[torch.Tensor]) -> torch.T
 
 
 def _project(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [s, b, in] W^T + bias, one GEMM -> [s, b, out]; matrix W [out, in], bias [out]."""
+    """Return x [s, b, in] W^T + bias as [s, b, out], in one GEMM; matrix W [out, in], bias [out]."""
     return F.linear(x.flatten(0, 1), matrix, bias).view(*x.shape[:-1], matrix.shape[0])

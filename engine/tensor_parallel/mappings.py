@@ -1,4 +1,4 @@
-"""The conjugate pairs of tensor parallelism: how activations enter and leave a region that is cut over tp.
+"""The conjugate pairs of tensor parallelism, through which activations enter and leave a region that is cut over tp.
 
 Without sequence parallelism (1909.08053, figure 3) activations outside the region are whole on every rank:
 
@@ -10,11 +10,11 @@ With it (2205.05198, figure 5) they are cut along the sequence, dim 0 of [s, b, 
     f'  enter: all-gather        backward: reduce-scatter
     g'  leave: reduce-scatter    backward: all-gather
 
-The gathered input of f' is used again for the weight's gradient. Either this rank keeps its own part alone and gathers once more in
-the backward (2205.05198, section 4.2.2), or it keeps the whole: (1 - 1/t) w b s h more bytes, one all-gather less.
+The weight's gradient needs the gathered input of f' again. Either this rank keeps only its own part and gathers once more in the
+backward (2205.05198, section 4.2.2), or it keeps the whole: (1 - 1/t) w b s h more bytes, one all-gather less.
 
-The layers call these verbs from their own autograd functions, because the backward of `enter` is overlapped with the
-weight-gradient GEMM: it is posted, the GEMM runs, then it is waited for.
+The layers call these verbs from their own autograd functions, because the backward of `enter` runs under the weight-gradient GEMM:
+post it, run the GEMM, wait for it.
 """
 
 from dataclasses import dataclass
@@ -26,12 +26,12 @@ from engine.comm.collectives import Axis, Pending
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelRegion:
-    """The tp axis, and what becomes of activations around the region.
+    """The tp axis and the form of activations around the region.
 
     Attributes:
-        axis: of tensor parallelism.
+        axis: the tp axis.
         sequence_parallel: activations outside the region are cut along the sequence.
-        keeps_gathered: inputs that were gathered are kept whole for the backward.
+        keeps_gathered: gathered inputs are kept whole for the backward.
     """
 
     axis: Axis
@@ -39,35 +39,35 @@ class TensorParallelRegion:
     keeps_gathered: bool = False
 
     def enter(self, x: torch.Tensor, purpose: str) -> Pending:
-        """f or f': [s (/t), b, h] -> [s, b, h]."""
+        """Post f or f': [s (/t), b, h] -> [s, b, h]."""
         return self.axis.all_gather(x, purpose) if self.sequence_parallel else Pending(x)
 
     def kept(self, x: torch.Tensor, entered: torch.Tensor) -> torch.Tensor:
-        """Return what a layer saves for `enter_again`: its input x [s (/t), b, h], or what `enter` made of it, [s, b, h]."""
+        """Return the tensor to save for `enter_again`: the input x [s (/t), b, h], or the entered [s, b, h]."""
         return entered if self.keeps_gathered else x
 
     def enter_again(self, kept: torch.Tensor, purpose: str) -> Pending:
-        """Make [s, b, h] in the backward from what was kept."""
+        """Restore [s, b, h] in the backward from the kept tensor."""
         return Pending(kept) if self.keeps_gathered else self.enter(kept, purpose)
 
     def enter_backward(self, grad: torch.Tensor, purpose: str) -> Pending:
-        """Backward of f or f': partial sums [s, b, h] -> [s (/t), b, h]. May reduce `grad` in place."""
+        """Post the backward of f or f': partial sums [s, b, h] -> [s (/t), b, h]. May reduce `grad` in place."""
         if self.sequence_parallel:
             return self.axis.reduce_scatter(grad, purpose)
         return self.axis.all_reduce(grad, purpose)
 
     def leave(self, partial: torch.Tensor, purpose: str) -> Pending:
-        """g or g': partial sums [s, b, h] -> [s (/t), b, h]. May reduce `partial` in place."""
+        """Post g or g': partial sums [s, b, h] -> [s (/t), b, h]. May reduce `partial` in place."""
         if self.sequence_parallel:
             return self.axis.reduce_scatter(partial, purpose)
         return self.axis.all_reduce(partial, purpose)
 
     def leave_backward(self, grad: torch.Tensor, purpose: str) -> Pending:
-        """Backward of g or g': [s (/t), b, h] -> [s, b, h]."""
+        """Post the backward of g or g': [s (/t), b, h] -> [s, b, h]."""
         return self.axis.all_gather(grad, purpose) if self.sequence_parallel else Pending(grad)
 
     def shard_of_sequence(self, length: int) -> slice:
-        """The part of a sequence of `length` that this rank holds outside the region."""
+        """Return the part of a sequence of `length` that this rank holds outside the region."""
         if not self.sequence_parallel:
             return slice(0, length)
         part = length // self.axis.size

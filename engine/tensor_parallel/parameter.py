@@ -1,18 +1,17 @@
-"""A parameter as a layer uses it: this rank's weight, its fp32 main grad, and who is told when a gradient was added.
+"""A parameter as a layer uses it: this rank's weight, its main grad, and the sink that counts its gradients.
 
-A `ShardedParameter` is made on the meta device from its record; later a grad buffer binds it to its place in two flat
+A `ShardedParameter` starts on the meta device from its record; later a grad buffer binds it to its place in two flat
 tensors (`bind`):
 
     parameters  (run dtype)           [ .. q | kv | proj | up | down .. ]     all-gathered after the optimizer step
     main grads  (accumulation dtype)  [ .. q | kv | proj | up | down .. ]     reduce-scattered before it
 
-Autograd never stores a gradient: whoever computes one adds it to the main grad (`add_grad`, or `add_matmul` and then
-`grad_was_added`), and the sink is told. The first gradient of a step is written over what the last step left, so that nobody
-has to zero the main grads. A weight-gradient GEMM may be deferred (`WeightGradQueue`), which zero-bubble schedules need; the
-sink is told when it really ran.
+Autograd never stores a gradient. The function that computes one adds it to the main grad (`add_grad`, or `add_matmul` and then
+`grad_was_added`), which notifies the sink. The first gradient of a step overwrites the last step's, so main grads are never zeroed.
+A weight-gradient GEMM may be deferred (`WeightGradQueue`), which zero-bubble schedules need; the sink is notified when it runs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -23,10 +22,7 @@ from engine.layout.shard_spec import ParamRecord
 
 
 class GradSink(Protocol):
-    """Who holds the flat tensors: told of every added gradient, asked to complete a weight before its use.
-
-    It counts gradients, and so knows of a parameter that got none in this step: its main grad is old.
-    """
+    """The owner of the flat tensors: counts added gradients, and completes a weight before its use."""
 
     def grad_added(self, parameter: "ShardedParameter") -> None: ...
     def is_first_grad(self, parameter: "ShardedParameter") -> bool: ...
@@ -37,11 +33,10 @@ class ShardedParameter(nn.Module):
     """One rank's part of one parameter.
 
     Attributes:
-        record: name, shape, box, replicas.
-        value: the weight, of `record.local_shape`, in the run's dtype; a leaf whose `.grad` is never used.
-        main_grad: accumulated gradient of the same shape, in the accumulation dtype; None before `bind`.
-        num_uses: layers that use it. A tied embedding on a single stage has two; its gradient is complete when both
-            have added theirs for every microbatch.
+        record: name, shape, box and replicas.
+        value: the weight, of `record.local_shape` in the run's dtype; a leaf whose `.grad` is never used.
+        main_grad: accumulated gradient of that shape in the accumulation dtype; None before `bind`.
+        num_uses: layers that use it. A tied embedding on one stage has two; each microbatch brings a gradient from both.
     """
 
     def __init__(self, record: ParamRecord, dtype: torch.dtype) -> None:
@@ -54,14 +49,14 @@ class ShardedParameter(nn.Module):
 
     def bind(self, value: torch.Tensor, main_grad: torch.Tensor, sink: GradSink) -> None:
         """Use these views of the flat tensors from now on."""
-        # `.data` has a version counter of its own: the all-gather of another bucket writes to the same flat tensor while
-        # this weight is in use, and autograd must not take that for a change of this weight.
+        # `.data` has its own version counter: the all-gather of another bucket writes to the same flat tensor while this weight is
+        # in use, and autograd must not take that for a change of this weight.
         self.value = nn.Parameter(value.data)
         self.main_grad = main_grad
         self._sink = sink
 
     def weight(self) -> torch.Tensor:
-        """The weight, complete: waits for the all-gather that fills it, if one is under way."""
+        """Return the complete weight; wait for the all-gather that fills it, if one is in flight."""
         if self._sink is not None:
             self._sink.weight_needed(self)
         return self.value
@@ -71,7 +66,7 @@ class ShardedParameter(nn.Module):
         return self.main_grad
 
     def is_first_grad(self) -> bool:
-        """Whether what stands in the main grad is of the last step, so that the next gradient is written over it."""
+        """Return True until the first gradient of this step: that one overwrites instead of adding."""
         assert self._sink is not None, f"{self.record.name} has no grad buffer"
         return self._sink.is_first_grad(self)
 
@@ -81,12 +76,12 @@ class ShardedParameter(nn.Module):
         self.grad_was_added()
 
     def grad_was_added(self) -> None:
-        """Tell the sink that one use in one microbatch has added its gradient."""
+        """Notify the sink that one use in one microbatch has added its gradient."""
         assert self._sink is not None, f"{self.record.name} has no grad buffer"
         self._sink.grad_added(self)
 
     def tracked(self) -> torch.Tensor:
-        """The weight for use in ordinary autograd code; its gradient ends up in the main grad."""
+        """Return the weight for ordinary autograd code; its gradient goes to the main grad."""
         return _ToMainGrad.apply(self.weight(), self)
 
 
@@ -105,12 +100,12 @@ class _ToMainGrad(torch.autograd.Function):
 
 
 class WeightGradQueue:
-    """Weight-gradient GEMMs that wait for a later moment.
+    """Weight-gradient GEMMs that may run later.
 
-    While `deferring`, `run` keeps the work; `flush` does it, in the order in which it came. Otherwise `run` does it now.
+    While `deferring`, `run` queues the work, and `take` hands it to the executor; otherwise `run` executes it.
 
     Args:
-        kernel: what computes them.
+        kernel: computes them.
     """
 
     def __init__(self, kernel: WeightGradKernel = "separate") -> None:
@@ -125,48 +120,46 @@ class WeightGradQueue:
             work()
 
     def add_matmul(self, main_grad: torch.Tensor, grad: torch.Tensor, inputs: torch.Tensor, *, overwrite: bool) -> None:
-        """main_grad [rows, in] += grad^T [rows, tokens] x inputs [tokens, in] (`overwrite`: =), by the queue's kernel."""
+        """Compute main_grad [rows, in] += grad^T [rows, tokens] x inputs [tokens, in] (`overwrite`: =)."""
         add_matmul(main_grad, grad, inputs, overwrite=overwrite, kernel=self.kernel)
 
     def take(self) -> list[Callable[[], None]]:
-        """Hand over the kept work, in order, leaving the queue empty."""
+        """Return the queued work in order, leaving the queue empty."""
         work, self._work = self._work, []
         return work
 
 
 class FusedWeights:
-    """Weights that read the same input, cut along their rows: one matrix where they are adjacent in the flat tensor.
+    """Weights of one input, stacked by rows; one matrix where they are adjacent in the flat tensor.
 
-    W = [W_1; W_2; ..] with W_i [rows_i, in]. Query and key/value weights are such a pair: adjacent unless the key/value
-    heads are replicated, whose gradients live in another buffer. `rows` are the local rows of each member. Members are used
-    together: each gets its gradients when the others do.
+    W = [W_1; W_2; ..] with W_i [rows_i, in]. Query and key/value weights are adjacent unless the key/value heads are replicated,
+    whose gradients are in another buffer. Members are used together: each gets its gradients when the others do.
     """
 
     def __init__(self, members: Sequence[ShardedParameter], in_features: int | None) -> None:
-        """`in_features` is the width of the matrices; None for vectors (biases)."""
+        """Take the members and the width of their matrices; None for vectors (biases)."""
         self.members = tuple(members)
         self._values = _MergedViews(in_features)
         self._main_grads = _MergedViews(in_features)
 
     def matrices(self) -> list[torch.Tensor]:
-        """The weights as few matrices [rows, in] (or vectors [rows]) as adjacency allows."""
+        """Return the weights as few matrices [rows, in] (or vectors [rows]), as adjacency allows."""
         return self._values.of([member.weight() for member in self.members])
 
-    def add_grads(self, grads: Callable[[torch.Tensor, int, int, bool], object]) -> None:
-        """Call `grads(main_grad_matrix, first_row, stop_row, overwrite)` for each run of adjacent members, then tell the sinks."""
+    def main_grads(self) -> Iterator[tuple[torch.Tensor, slice, bool]]:
+        """Yield (main-grad matrix, its rows of W, overwrite) per run of adjacent members; then notify their sinks."""
         overwrite = self.members[0].is_first_grad()
         assert all(member.is_first_grad() == overwrite for member in self.members[1:])
         first = 0
         for matrix in self._main_grads.of([member.bound_main_grad() for member in self.members]):
-            stop = first + matrix.shape[0]
-            grads(matrix, first, stop, overwrite)
-            first = stop
+            yield matrix, slice(first, first + matrix.shape[0]), overwrite
+            first += matrix.shape[0]
         for member in self.members:
             member.grad_was_added()
 
 
 class _MergedViews:
-    """Tensors as matrices of one width (None: as vectors), neighbours in memory joined; made anew only for other tensors."""
+    """Views of tensors as matrices of one width (None: vectors), memory neighbours joined; cached for the same tensors."""
 
     def __init__(self, width: int | None) -> None:
         self._width = width
@@ -183,7 +176,7 @@ class _MergedViews:
         merged = views[:1]
         for view in views[1:]:
             last = merged[-1]
-            # Offsets and not addresses: tensors without memory (footprints) are adjacent in the same way.
+            # Offsets instead of addresses: tensors without memory (footprints) are adjacent in the same way.
             is_one_storage = last.untyped_storage()._cdata == view.untyped_storage()._cdata
             if is_one_storage and last.storage_offset() + last.numel() == view.storage_offset():
                 merged[-1] = torch.as_strided(last, (last.shape[0] + view.shape[0], *last.shape[1:]), last.stride())
