@@ -1,8 +1,7 @@
 """The errors of Triaxis (no torch here).
 
-Each message says four things: what was given, the rule, what would have broken, what to do. `exit_code` tells a user's
-mistake (2), a machine that broke (5) and numbers that went wrong (6) from a run that broke (1), so that a batch script can decide
-whether trying again makes sense.
+Each message has four parts: the given value, the rule, what would have broken, what to do. `exit_code` separates a user's mistake
+(2), a broken machine (5) and wrong numbers (6) from a broken run (1), so that a batch script can decide whether to try again.
 """
 
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ _SHOWN_CHARACTERS = 60
 def shown(value: object) -> str:
     """Return a value from a foreign file in at most about 80 characters, for a message.
 
-    `repr` alone would not do: it fails for an integer of 10,000 digits, and a list may contain itself a million times over.
+    `repr` alone would fail for an integer of 10,000 digits, and a list may contain itself a million times over.
     """
     if isinstance(value, str):
         return (
@@ -35,16 +34,13 @@ def shown(value: object) -> str:
 
 
 class TriaxisError(Exception):
-    """Base of all errors that are meant to be read by a user; printed without a traceback."""
+    """The base of all errors meant for users; printed without a traceback."""
 
     exit_code = 2
 
 
 class ConfigError(TriaxisError):
-    """One or more problems in a configuration, all reported at once.
-
-    `problems` holds one readable line (or a short paragraph) per problem.
-    """
+    """Problems of a configuration, one or more at once: `problems` holds a readable line or paragraph for each."""
 
     def __init__(self, problems: Sequence[str], source: str = "the configuration") -> None:
         self.problems = tuple(problems)
@@ -54,11 +50,11 @@ class ConfigError(TriaxisError):
 
 
 class TopologyError(TriaxisError):
-    """The ranks, nodes or groups that were asked for do not exist or do not fit."""
+    """Ranks, nodes or groups that do not exist or do not fit."""
 
 
 class PortTakenError(TopologyError):
-    """Somebody else listens where the ranks were to meet; later, or at another port, they can."""
+    """A rendezvous port in use; later, or at another port, the ranks can meet."""
 
     exit_code = 1
 
@@ -76,17 +72,17 @@ class CheckpointError(TriaxisError):
 
 
 class SaveError(CheckpointError):
-    """The last checkpoint of a run could not be written; with room on the disk the same command goes on from the one before."""
+    """A failed last checkpoint; with room on the disk the same command resumes from the one before."""
 
     exit_code = 1
 
 
 class StorageError(TriaxisError):
-    """A folder of the run that cannot be used: it is of another user, read-only, or below a file.
+    """A folder of the run that cannot be used: owned by another user, read-only, or below a file.
 
     Args:
         text: the message.
-        is_passing: the next start may go better: the disk is full, or its server does not answer. Then the exit code is 1.
+        is_passing: a later start may succeed (a full disk, a server that does not answer); then the exit code is 1.
     """
 
     def __init__(self, text: str, *, is_passing: bool = False) -> None:
@@ -95,29 +91,29 @@ class StorageError(TriaxisError):
 
 
 class OutputError(TriaxisError):
-    """Standard output cannot be written; with room on its disk the same command succeeds."""
+    """Standard output that cannot be written; with room on its disk the same command succeeds."""
 
     exit_code = 1
 
 
 class OutOfMemoryError(TriaxisError):
-    """A rank asked for more memory than there is; the same configuration would do so again."""
+    """A rank out of memory; the same configuration would fail again."""
 
 
 class NoRoomError(TriaxisError):
-    """A node has no room for a small file that a rank needs; with room, or on another node, the same command runs."""
+    """A node without room for a small file of a rank; with room, or on another node, the same command runs."""
 
     exit_code = 1
 
 
 class ReplicaError(TriaxisError):
-    """Ranks that must hold the same weights do not: memory, a link or a kernel has failed."""
+    """Replicated weights that differ between ranks: memory, a link or a kernel has failed."""
 
     exit_code = 5
 
 
 class DivergenceError(TriaxisError):
-    """Loss or gradients are not finite, or the loss jumps, and no policy is left: the same steps would give the same numbers.
+    """A loss or gradients that are not finite, or a loss that jumps, with no policy left: a repetition would give the same.
 
     Raised on every rank after the same step.
     """

@@ -1,1 +1,1 @@
-"""Pure functions of tensors, and the choices among them: no communication, no state, nothing that writes a main grad."""
+"""Pure functions of tensors and the choice among their implementations: no communication, no state, no main grads."""

@@ -1,10 +1,10 @@
-"""Fused attention by the kernel that the configuration names (torch's scaled_dot_product_attention).
+"""Fused attention by the kernel named in the configuration (torch's scaled_dot_product_attention).
 
-    sdpa                       torch chooses among its kernels for the shapes at hand; `chosen` says which
+    sdpa                       torch chooses a kernel for the shapes; `chosen` names it
     flash, cudnn, efficient    this one, or an error before anything is built
     math                       torch's own formula, operator by operator: for decoding where no fused kernel runs
 
-None of them keeps the probabilities; `explicit` attention, which does, is the model's own (`models/gpt/attention.py`).
+None of them keeps the probabilities; `explicit` attention, which does, is in the model (`models/gpt/attention.py`).
 """
 
 from collections.abc import Callable, Mapping
@@ -30,7 +30,7 @@ _TRIED_LENGTH = 128
 
 
 def attention(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool) -> torch.Tensor:
-    """Scaled dot-product attention: q [b, n, s, d], k, v [b, n_kv, s_k, d] -> [b, n, s, d]."""
+    """Compute scaled dot-product attention: q [b, n, s, d], k, v [b, n_kv, s_k, d] -> [b, n, s, d]."""
     has_groups = k.shape[1] != q.shape[1]
     if kernel not in BACKENDS:
         return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=has_groups)
@@ -40,7 +40,7 @@ def attention(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What decides whether a kernel can run: heads on one rank, their size, dtype and device."""
+    """The facts that decide whether a kernel runs: heads on one rank, their size, dtype and device."""
 
     num_heads: int
     num_kv_heads: int
@@ -94,7 +94,7 @@ def require(kernel: str, shape: AttentionShape) -> None:
 
 
 def chosen(shape: AttentionShape) -> str:
-    """The kernel that torch takes for `sdpa`, in its own word: FlashAttentionForCpu, CudnnAttention, ..., or math."""
+    """Return torch's name of its choice for `sdpa`: FlashAttentionForCpu, CudnnAttention, ..., or math."""
     node = _trial("sdpa", shape).grad_fn
     name = "" if node is None else node.name()
     fused = name.removeprefix("ScaledDotProduct").partition("Backward")[0]

@@ -1,10 +1,10 @@
-"""Norms, activations, rotary embedding, dropout: computed in the accumulation dtype, returned in the input's.
+"""Norms, activations, rotary embedding and dropout: computed in the accumulation dtype, returned in the input's.
 
-Each has its backward written out: what autograd would record keeps copies in the accumulation dtype and products that are cheap to
-make again. All keep their inputs, which somebody else holds anyway or made for them, and little else.
+Each has its backward written out: autograd would record copies in the accumulation dtype and products that are cheap to recompute.
+All save their inputs, which exist anyway, and little else.
 
-`fusion` says how the two functions of each run (`engine/kernels/fusion.py`). LayerNorm, RMSNorm on a GPU and GELU are kernels of
-torch's own where nothing is compiled; GELU always, being one operator.
+`fusion` runs the two functions of each (`engine/kernels/fusion.py`). LayerNorm, RMSNorm on a GPU and GELU use torch's own kernels
+where nothing is compiled; GELU always, being one operator.
 """
 
 import math
@@ -22,7 +22,7 @@ from engine.numerics.precision import accumulate, accumulation_dtype
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, fusion: Fusion) -> torch.Tensor:
-    """LayerNorm over the last dim (1607.06450). x [.., h]; weight, bias [h]."""
+    """Apply LayerNorm over the last dim (1607.06450). x [.., h]; weight, bias [h]."""
     if fusion.is_compiled:
         return _LayerNorm.apply(x, weight, bias, eps, fusion)
     return F.layer_norm(x, weight.shape, weight, bias, eps)
@@ -49,7 +49,7 @@ class _LayerNorm(torch.autograd.Function):
 def _layer_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y, and the mean and r of each token."""
+    """Return y, and the mean and r of each token."""
     wide = accumulate(x)
     mean = wide.mean(-1, keepdim=True)
     centred = wide - mean
@@ -60,7 +60,7 @@ def _layer_norm(
 def _layer_norm_backward(
     x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, r: torch.Tensor, grad: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dx = r (dy w - mean(dy w) - n mean(dy w n)), dw = sum of dy n over the tokens, db = sum of dy."""
+    """Return dx = r (dy w - mean(dy w) - n mean(dy w n)), dw = sum of dy n over the tokens, db = sum of dy."""
     n = (accumulate(x) - mean) * r
     wide = accumulate(grad)
     grad_weight, grad_bias = (each.flatten(0, -2).sum(0) for each in (wide * n, wide))
@@ -70,7 +70,7 @@ def _layer_norm_backward(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, fusion: Fusion) -> torch.Tensor:
-    """RMSNorm over the last dim (1910.07467). x [.., h]; weight [h]. torch has a kernel of it on CUDA alone."""
+    """Apply RMSNorm over the last dim (1910.07467). x [.., h]; weight [h]. torch has a kernel of it only on CUDA."""
     if x.is_cuda and not fusion.is_compiled:
         return F.rms_norm(x, weight.shape, weight, eps)
     return _RMSNorm.apply(x, weight, eps, fusion)
@@ -93,7 +93,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """y, and the r of each token."""
+    """Return y, and the r of each token."""
     wide = accumulate(x)
     r = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     return (wide * r).mul_(weight).to(x.dtype), r
@@ -102,7 +102,7 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.
 def _rms_norm_backward(
     x: torch.Tensor, weight: torch.Tensor, r: torch.Tensor, grad: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """dx = r (dy w - n mean(dy w n)), dw = sum of dy n over the tokens."""
+    """Return dx = r (dy w - n mean(dy w n)), dw = sum of dy n over the tokens."""
     n = accumulate(x) * r
     products = (n * grad).flatten(0, -2)
     grad_weight = products.sum(0)
@@ -125,10 +125,10 @@ def norm(name: str, x: torch.Tensor, weights: Sequence[torch.Tensor], eps: float
 
 @dataclass(frozen=True, slots=True)
 class _Gate:
-    """Functions of one gated activation: x [.., 2f] = [gate | up] -> [.., f], and grad [.., f] -> [.., 2f].
+    """The functions of a gated activation: x [.., 2f] = [gate | up] -> [.., f], and grad [.., f] -> [.., 2f].
 
-    The compiler takes no `out` that is a part of a tensor. Operator by operator, `backward_in_parts` writes each half of
-    the gradient where it belongs: `cat` would be two passes more.
+    The compiler takes no part of a tensor as `out`. Eager code uses `backward_in_parts`, which writes each half of the gradient in
+    its place: `cat` would be two passes more.
     """
 
     forward: Callable[[torch.Tensor], torch.Tensor]
@@ -137,7 +137,7 @@ class _Gate:
 
 
 class _Gated(torch.autograd.Function):
-    """pointwise(gate) * up. Keeps its input alone; pointwise(gate) is computed again."""
+    """pointwise(gate) * up. Saves only its input; pointwise(gate) is recomputed."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, gate: _Gate, fusion: Fusion) -> torch.Tensor:
@@ -158,7 +158,7 @@ def _swiglu(x: torch.Tensor) -> torch.Tensor:
 
 
 def _swiglu_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """[dy up silu'(gate) | dy silu(gate)] with silu'(g) = sigmoid(g) (1 + g (1 - sigmoid(g)))."""
+    """Return [dy up silu'(gate) | dy silu(gate)] with silu'(g) = sigmoid(g) (1 + g (1 - sigmoid(g)))."""
     gate, up = (accumulate(each) for each in x.chunk(2, dim=-1))
     sigmoid = gate.sigmoid()
     slope = sigmoid * (1 + gate * (1 - sigmoid))
@@ -166,7 +166,7 @@ def _swiglu_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
 
 def _swiglu_backward_in_parts(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """The same, each half written where it belongs."""
+    """Compute the same, and write each half in its place."""
     gate, up = x.chunk(2, dim=-1)
     grad_x = torch.empty_like(x)
     grad_gate, grad_up = grad_x.chunk(2, dim=-1)
@@ -181,7 +181,7 @@ def _geglu_tanh(x: torch.Tensor) -> torch.Tensor:
 
 
 def _geglu_tanh_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """[dy up g'(gate) | dy g(gate)] with g(z) = z (1 + t) / 2, t = tanh(u), u = sqrt(2 / pi) (z + 0.044715 z^3).
+    """Return [dy up g'(gate) | dy g(gate)] with g(z) = z (1 + t) / 2, t = tanh(u), u = sqrt(2 / pi) (z + 0.044715 z^3).
 
     Then g'(z) = (1 + t) / 2 + z (1 - t^2) / 2 sqrt(2 / pi) (1 + 0.134145 z^2).
     """
@@ -193,7 +193,7 @@ def _geglu_tanh_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
 
 def _geglu_tanh_backward_in_parts(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Compute the same, and write each half where it belongs."""
+    """Compute the same, and write each half in its place."""
     gate, up = x.chunk(2, dim=-1)
     grad_x = torch.empty_like(x)
     grad_gate, grad_up = grad_x.chunk(2, dim=-1)
@@ -225,7 +225,7 @@ def activation(name: str, x: torch.Tensor, fusion: Fusion) -> torch.Tensor:
 
 
 def rope_tables(position_ids: torch.Tensor, head_dim: int, base: float, dtype: torch.dtype) -> torch.Tensor:
-    """Cosines and sines of RoPE (2104.09864, section 3.4.2) at the given positions.
+    """Return the cosines and sines of RoPE (2104.09864, section 3.4.2) at the given positions.
 
     Args:
         position_ids: int64 [b, s].
@@ -234,8 +234,8 @@ def rope_tables(position_ids: torch.Tensor, head_dim: int, base: float, dtype: t
         dtype: the run's dtype; tables are in its accumulation dtype.
 
     Returns:
-        [2, s, b, 1, d]: cosines, then sines, the angles of dims i and i + d/2 being equal ("rotate half"). The sines of the
-        first half have their sign turned: it belongs to what they multiply, the second half.
+        [2, s, b, 1, d]: cosines, then sines; dims i and i + d/2 have equal angles ("rotate half"). The sines of the first half are
+        negated, as the factors of the second half.
     """
     wide = accumulation_dtype(dtype)
     exponents = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=wide) / head_dim
@@ -270,7 +270,7 @@ def _rope(x: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
 
 
 def _rope_backward(grad: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
-    """dx = dy cos + swap(dy sin): the rotation back."""
+    """Return dx = dy cos + swap(dy sin): the rotation back."""
     wide = accumulate(grad)
     return (wide * tables[0] + _swap(wide * tables[1])).to(grad.dtype)
 
@@ -290,7 +290,7 @@ def keyed_dropout(
 ) -> torch.Tensor:
     """Zero elements of x with probability p, scale the rest by 1 / (1 - p), and add the residual if there is one.
 
-    Whether an element is kept is a hash of its key and its position: keep = hash >= p 2^32.
+    An element is kept by a hash of its key and position: keep = hash >= p 2^32.
 
     Args:
         x: any float tensor.
@@ -303,7 +303,7 @@ def keyed_dropout(
 
 
 class _KeyedDropout(torch.autograd.Function):
-    """y = x f (+ residual) with f = keep / (1 - p). Keeps f in x's dtype: hashing again costs more than memory does."""
+    """y = x f (+ residual) with f = keep / (1 - p). Saves f in x's dtype: hashing again costs more than the memory."""
 
     @staticmethod
     def forward(
@@ -332,7 +332,7 @@ class _KeyedDropout(torch.autograd.Function):
 def _dropped(
     x: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, p: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x f, and f."""
+    """Return x f, and f."""
     keep = keyed_hash(keys, positions) >= int(p * 2**32)
     factor = keep.to(accumulation_dtype(x.dtype)).mul_(1.0 / (1.0 - p)).to(x.dtype)
     return x * factor, factor
@@ -341,11 +341,11 @@ def _dropped(
 def _dropped_on(
     residual: torch.Tensor, x: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, p: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """residual + x f, and f."""
+    """Return residual + x f, and f."""
     dropped, factor = _dropped(x, keys, positions, p)
     return residual + dropped, factor
 
 
 def keyed_hash(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """A number in [0, 2^32) per element: splitmix64's output at counter key + position * golden, upper half."""
+    """Return a number in [0, 2^32) per element: splitmix64 at counter key + position * golden, upper half."""
     return shift_right(mix_words_(keys + (positions + 1) * GOLDEN), 32)

@@ -1,10 +1,10 @@
-"""Elementwise functions operator by operator (`eager`), or each as few kernels that torch.compile makes of it (`compiled`).
+"""Elementwise functions, operator by operator (`eager`) or as few kernels made by torch.compile (`compiled`).
 
     eager      every operator reads its inputs from memory and writes its output there
-    compiled   what one function computes stays in registers, so memory is passed over once or twice, not once per operator
+    compiled   intermediate values stay in registers, so memory is passed over once or twice, not once per operator
 
-Functions that are fused are pure (they may write to temporaries of their own), know nothing of autograd and call nobody else's
-communication: forward and backward of a kernel are two of them. The compiler sees them alone, never a model.
+Fused functions are pure (they may write to temporaries of their own) and contain no autograd and no communication: the forward and
+the backward of a kernel are two functions. The compiler sees only them, never a model.
 """
 
 from collections.abc import Callable
@@ -20,10 +20,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Fusion:
-    """How elementwise functions run.
+    """The way elementwise functions run.
 
     Args:
-        form: see above.
+        form: eager or compiled, as above.
     """
 
     def __init__(self, form: Form) -> None:
@@ -35,9 +35,9 @@ class Fusion:
         return self.form == "compiled"
 
     def __call__(self, function: Function, *, any_length: bool = False) -> Function:
-        """`function` itself, or what the compiler made of it.
+        """Return `function`, or its compiled form.
 
-        A kernel is made for each shape that comes (few: a run's microbatches are alike); with `any_length` one for all.
+        A kernel is compiled for each shape (few: microbatches are alike), or with `any_length` one for all.
         """
         if not self.is_compiled:
             return function
@@ -48,14 +48,14 @@ class Fusion:
 
 
 EAGER = Fusion("eager")
-"""Operator by operator: for shapes that change with every call (a text that grows), which a compiler would not keep up with."""
+"""Operator by operator, for shapes that change with every call (a growing text), which would be compiled each time."""
 
 
 def compiler_failure(device: torch.device) -> str:
     """Compile a small function for `device`; return the reason if that fails, else ""."""
     try:
         result = Fusion("compiled")(_trial)(torch.ones(8, device=device))
-    except Exception as error:  # what a missing compiler raises differs by version and by what is missing
+    except Exception as error:  # a missing compiler raises differently by version
         lines = (line.strip() for line in str(error).splitlines())
         return next((line for line in lines if line), type(error).__name__).rstrip(".")
     assert result.tolist() == [3.0] * 8, "the compiler made something else of x + 2"
@@ -86,11 +86,11 @@ def _trial(x: torch.Tensor) -> torch.Tensor:
 
 
 def _compiled(function: Callable[..., Any], any_length: bool) -> Callable[..., Any]:
-    # With `fullgraph` a part that cannot be compiled, and a shape too many, are errors, not slow paths that nobody sees.
+    # With `fullgraph` a part that cannot be compiled, or a shape too many, is an error instead of a silent slow path.
     made = torch.compile(function, fullgraph=True, dynamic=any_length)
 
     def call(*arguments: Any) -> Any:
-        # A weight and a leaf are compiled for like any other tensor: who needs a gradient is not the compiler's business.
+        # Weights and leaves are compiled for like any other tensor: gradients are not the compiler's business.
         return made(*[value.detach() if isinstance(value, torch.Tensor) else value for value in arguments])
 
     return call

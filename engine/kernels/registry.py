@@ -1,4 +1,4 @@
-"""The kernels of a run: the `kernels` section, with each `auto` resolved for this device, tried before anything is built.
+"""The kernels of a run: the `kernels` section with each `auto` resolved for the device, tried before anything is built.
 
     kernels.      what                                          choices                                   reference, in float64
     attention     scaled dot-product attention                  sdpa, flash, cudnn, efficient, explicit   explicit
@@ -7,11 +7,11 @@
     optimizer     the update of the owned shards                torch, compiled                           torch
     (decoding)    attention of one query to the cached keys     flash, math, sdpa, explicit               explicit
 
-Decoding is not configured: its key length changes with every token, and cuDNN would build a plan for each. The steps:
+Decoding is not configured: its key length changes with every token, and cuDNN would plan each. The steps:
 
     resolve      configuration and facts about the device -> choices; a pure function
-    try_out      each choice runs once; a named one that fails is an error, `auto` falls to the next in `ORDER` with a printed line
-    agree        all ranks take the slowest choice that any of them came to
+    try_out      each choice runs once; a named one that fails is an error, `auto` falls to the next in `ORDER` with a note
+    agree        all ranks take the slowest choice of any of them
 """
 
 import sys
@@ -43,7 +43,7 @@ ORDER: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "optimizer": ("compiled", "torch"),
     }
 )
-"""Choices for `auto`, the fastest first; the last of each needs nothing special."""
+"""Choices for `auto`, fastest first; the last of each runs anywhere."""
 
 CUDNN_FIRST = ((9, 0), (10, 0))
 """Compute capabilities on which torch itself puts cuDNN's attention first, ..."""
@@ -55,14 +55,14 @@ CUDNN_FIRST_ABOVE = 91500
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """The facts that decide about `auto`.
+    """The facts that decide the choices for `auto`.
 
     Attributes:
         capability: compute capability of the GPU, (9, 0) for an H100; None: a CPU.
         torch_version: (major, minor).
-        cudnn_version: as torch counts it, 91900 for 9.19.0; 0: none.
-        element_bytes: of weights and activations.
-        main_grad_bytes: of an element of the main grads.
+        cudnn_version: in torch's form, 91900 for 9.19.0; 0: none.
+        element_bytes: bytes of a weight or activation.
+        main_grad_bytes: bytes of an element of the main grads.
         is_deterministic: `runtime.deterministic`.
     """
 
@@ -91,7 +91,7 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """One name for each kernel; never `auto`."""
+    """The name of each kernel; never `auto`."""
 
     attention: str
     decoding: str
@@ -110,7 +110,7 @@ class Kernels:
 
     Attributes:
         choices: their names.
-        fusion: how elementwise functions run; one object, so that each function is compiled once.
+        fusion: runs elementwise functions; one object, so that each is compiled once.
     """
 
     choices: Choices
@@ -122,7 +122,7 @@ def resolve(config: KernelsConfig, facts: DeviceFacts) -> Choices:
     fastest = asdict(_fastest(facts))
     asked = config.model_dump()
     taken = {name: fastest[name] if choice == "auto" else choice for name, choice in asked.items()}
-    # Explicit attention has no plan per length, and a model that asked for its bits gets them in its text too.
+    # Explicit attention needs no plan per length, and keeps its bits in generated text.
     taken["decoding"] = "explicit" if taken["attention"] == "explicit" else fastest["decoding"]
     return Choices(**taken)
 
@@ -140,9 +140,9 @@ def _fastest(facts: DeviceFacts) -> Choices:
         and facts.cudnn_version > CUDNN_FIRST_ABOVE
         and not facts.is_deterministic
     )
-    # A float64 run is a comparison, which wants the operators of the reference and not speed.
+    # A float64 run is a comparison: it takes the operators of the reference.
     is_float64 = facts.element_bytes == 8
-    # A compiled reduction may pick its block sizes by measuring, and other blocks add in another order; the optimizer has none.
+    # A compiled reduction may pick block sizes by measuring, and so the order of additions; the optimizer has no reduction.
     is_eager = is_float64 or facts.is_deterministic
     return Choices(
         attention="cudnn" if has_cudnn else "flash" if has_flash else "sdpa",
@@ -155,7 +155,7 @@ def _fastest(facts: DeviceFacts) -> Choices:
 
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """The two ways to try a choice on this device.
+    """The trial of a choice on this device.
 
     Attributes:
         failure: the reason why choice `value` of kernel `name` does not run, "" where it does.
@@ -192,7 +192,7 @@ def device_trials(shape: AttentionShape, main_grad: torch.dtype) -> Trials:
 
 
 def try_out(config: KernelsConfig, choices: Choices, trials: Trials) -> tuple[Choices, list[str]]:
-    """Try each choice; what `auto` came to falls to the next in `ORDER` until one runs.
+    """Try each choice; a choice for `auto` falls to the next in `ORDER` until one runs.
 
     Returns:
         The choices that run, and a line for each that did not.
@@ -227,16 +227,16 @@ def agree(
     try_from: Callable[[Choices], tuple[Choices, list[str]]],
     tell: Callable[[str], list[str]],
 ) -> tuple[Choices, list[str]]:
-    """Settle on choices that run on every rank: one slow rank would slow down all, and bits should not differ by rank.
+    """Return choices that run on every rank: one slow rank would slow down all, and bits should not differ by rank.
 
     Args:
-        choices: those of this rank.
-        notes: what did not run on it.
-        try_from: tries slower ones on this rank, as `try_out`.
-        tell: gives every rank's text to all, in rank order; collective.
+        choices: the choices of this rank.
+        notes: choices that did not run on it.
+        try_from: tries slower choices on this rank, as `try_out`.
+        tell: gathers every rank's text, in rank order; collective.
 
     Returns:
-        The choices, and a line for each that some rank could not have; the same on every rank.
+        The choices, and a line for each that some rank lacks; the same on every rank.
     """
     notes = list(notes)
     everybody = alone = _told(choices, tell)
@@ -263,7 +263,7 @@ def _told(choices: Choices, tell: Callable[[str], list[str]]) -> list[Choices]:
 
 
 def slowest(all_choices: Sequence[Choices]) -> Choices:
-    """Take for each kernel the choice that comes last in `ORDER`; one that is named is the same on every rank."""
+    """Return the slowest choice of each kernel by `ORDER`; a named one is the same on every rank."""
     found = all_choices[0]
     for each in fields(Choices):
         names = [getattr(choices, each.name) for choices in all_choices]
@@ -287,12 +287,12 @@ def attention_shape(config: Config, topology: Topology) -> AttentionShape:
 def open_kernels(config: Config, topology: Topology, *, is_alone: bool = False) -> Kernels:
     """Resolve and try the kernels of a run. On GPUs it is collective where the configuration says `auto`.
 
-    What `auto` could not have is printed on stderr, by rank 0.
+    Rank 0 prints on stderr the choices for `auto` that did not run.
 
     Args:
         config: of the run.
-        topology: where it runs.
-        is_alone: the other ranks do not exist (`launch/footprint/real.py`), so nobody is asked.
+        topology: its ranks and device.
+        is_alone: no other ranks exist (`launch/footprint/real.py`), so none are consulted.
 
     Raises:
         ConfigError: kernels that the configuration names do not run here; all of them at once.
@@ -315,7 +315,7 @@ def open_kernels(config: Config, topology: Topology, *, is_alone: bool = False) 
 
 
 def describe(choices: Choices, shape: AttentionShape) -> str:
-    """Name the choices in a line, with what torch takes where the choice is its own."""
+    """Describe the choices in a line, with torch's own choice for `sdpa`."""
     attention = choices.attention
     if attention == "sdpa":
         attention = f"sdpa, of which torch takes {chosen(shape)}"

@@ -1,9 +1,9 @@
-"""How a weight's gradient gets into its main grad, dW += dY^T X.
+"""The accumulation of a weight's gradient in its main grad, dW += dY^T X.
 
-    separate   a GEMM in the run's dtype into a tensor of its own, which is then added: the main grad is read and written once more
-    fused      the GEMM itself adds to the main grad, in the accumulation dtype (cuBLAS can, with 16-bit inputs and a 32-bit output)
+    separate   a GEMM in the run's dtype into its own tensor, then an addition: the main grad is read and written once more
+    fused      a GEMM that adds to the main grad in the accumulation dtype (cuBLAS: 16-bit inputs, 32-bit output)
 
-Where the main grad has the run's dtype, both are the GEMM that adds.
+With the main grad in the run's dtype, both are the GEMM that adds.
 """
 
 from typing import Literal
@@ -16,7 +16,7 @@ WeightGradKernel = Literal["separate", "fused"]
 
 
 def add(main_grad: torch.Tensor, grad: torch.Tensor, *, overwrite: bool) -> None:
-    """main_grad += grad, or main_grad = grad over an old one."""
+    """Add grad to main_grad, or overwrite it."""
     if overwrite:
         main_grad.copy_(grad)
     else:
@@ -31,7 +31,7 @@ def add_matmul(
     overwrite: bool,
     kernel: WeightGradKernel = "separate",
 ) -> None:
-    """main_grad [rows, in] += grad^T [rows, tokens] x inputs [tokens, in] (`overwrite`: =)."""
+    """Compute main_grad [rows, in] += grad^T [rows, tokens] x inputs [tokens, in] (`overwrite`: =)."""
     beta = 0 if overwrite else 1
     if main_grad.dtype == grad.dtype:
         main_grad.addmm_(grad.t(), inputs, beta=beta)

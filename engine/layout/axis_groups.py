@@ -1,4 +1,4 @@
-"""The process groups of a layout: which axes there are, who is in their groups, what NCCL may use for them (no torch here)."""
+"""The process groups of a layout: axes, members, and NCCL's use of a GPU (no torch here)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -9,11 +9,11 @@ AXIS_NAMES = ("world", "tp", "dp", "pp", "pp_forward", "pp_backward", "ends", "k
 """Names that `axis_groups` may yield; the last two only in some layouts."""
 
 CONNECTED_LATER = ("pp",)
-"""Axes that their first user connects and not the start of a run; training does not use them."""
+"""Axes that their first user connects, not the start of a run; training does not use them."""
 
 
 def axis_groups(grid: RankGrid, kv_heads: int | None) -> Iterator[tuple[str, Sequence[tuple[int, ...]], str]]:
-    """(name, groups of ranks, channel) of each axis, in the order of creation; equal ranks and channel are one process group."""
+    """Yield (name, groups of ranks, channel) per axis in order of creation; equal ranks and channel are one process group."""
     yield "world", [tuple(range(grid.world_size))], ""
     yield "tp", grid.groups("tp"), ""
     yield "dp", grid.groups("dp", "cp"), ""
@@ -26,11 +26,11 @@ def axis_groups(grid: RankGrid, kv_heads: int | None) -> Iterator[tuple[str, Seq
 
 
 class StreamUse(NamedTuple):
-    """How NCCL may use a GPU for one group.
+    """NCCL's use of a GPU for one group.
 
     Attributes:
-        is_urgent: its kernels start before those of the computation that were launched earlier.
-        max_ctas: thread blocks, one per SM, that a call may take; None: as many as NCCL likes.
+        is_urgent: its kernels start before earlier ones of the computation.
+        max_ctas: most thread blocks, one per SM, of a call; None: NCCL's choice.
     """
 
     is_urgent: bool
@@ -46,7 +46,7 @@ STREAM_USE: Mapping[str, StreamUse] = {
     # Buckets have the rest of a backward to arrive.
     "dp": StreamUse(is_urgent=False, max_ctas=16),
 }
-"""By axis, first the one whose use wins where axes share a group; all others are left to NCCL. (Not measured on a GPU yet.)"""
+"""Use by axis; where axes share a group, the first one here wins. NCCL decides for all others. (Not measured on a GPU yet.)"""
 
 
 def stream_use(axes: Sequence[str]) -> StreamUse:

@@ -1,17 +1,16 @@
-"""Where every parameter lies in the flat buffers, and which data-parallel rank owns what (no torch here).
+"""The place of every parameter in the flat buffers, and its data-parallel owner (no torch here).
 
-The layout is computed first, frozen, then read by grad buffers, the optimizer, checkpoints and the planner.
+The layout is computed first, then read by grad buffers, the optimizer and checkpoints.
 
     buffer (one per BufferKey)   | bucket 0                  | bucket 1                  | ..
     bucket                       | layers.9.. | layers.8.. pad | layers.7.. | .. pad      |
     owned by dp rank 0 1 2 3     |  0  |  1  |  2  |  3  ..  |  0  |  1  |  2  |  3  ..  |
 
-Parameters stand in the order in which the backward finishes them (last layer first), so that a bucket is complete early
-and its reduce-scatter runs under the rest of the backward. Each dp rank owns an equal, contiguous part of every bucket
-(ZeRO-1): its master weights and moments live only there. A bucket is padded at its end, so that the parts are equal;
-padding belongs to no parameter and is never saved or counted.
+Parameters are in the order in which the backward finishes them (last layer first): a bucket completes early, and its reduce-scatter
+runs under the rest of the backward. Each dp rank owns an equal, contiguous part of every bucket (ZeRO-1) with its master weights
+and moments. Padding at a bucket's end makes the parts equal; it belongs to no parameter and is never saved or counted.
 
-Parameters of one buffer have the same replicas and the same further sum (`BufferKey`), so the part that a rank owns is
+Parameters of one buffer have the same replicas and the same further sum (`BufferKey`), so an owned part is
 summed, counted and clipped as a whole, and all replicas cut it identically.
 """
 
@@ -23,7 +22,7 @@ from engine.layout.shard_spec import ParamRecord, ReplicaAxis
 
 @dataclass(frozen=True, slots=True)
 class BufferKey:
-    """What the parameters of one buffer have in common.
+    """The common properties of a buffer's parameters.
 
     Attributes:
         replicas: the axis over which other ranks hold the same parameters, or None.
@@ -60,23 +59,19 @@ class BucketLayout:
     entries: tuple[Entry, ...]
 
     def owned(self, dp: int, dp_index: int) -> tuple[int, int]:
-        """The part, in the buffer, that this data-parallel rank owns."""
+        """Return the part of the buffer that this data-parallel rank owns."""
         part = (self.stop - self.start) // dp
         return self.start + dp_index * part, self.start + (dp_index + 1) * part
-
-    @property
-    def padding(self) -> int:
-        return self.stop - self.entries[-1].stop
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The overlap of one parameter with one owned part: what the optimizer steps and a checkpoint saves.
+    """The overlap of one parameter with one owned part: the unit of optimizer steps and checkpoints.
 
     Attributes:
         record: the parameter.
-        start, stop: in the row-major local box of the parameter (padding rows excluded).
-        offset: of `start` in the buffer.
+        start, stop: range in the row-major local box of the parameter (padding rows excluded).
+        offset: of `start`, in the buffer.
     """
 
     record: ParamRecord
@@ -94,7 +89,7 @@ class BufferLayout:
     buckets: tuple[BucketLayout, ...]
 
     def segments(self, dp: int, dp_index: int) -> Iterator[Segment]:
-        """The pieces of parameters that this data-parallel rank owns, in buffer order."""
+        """Yield the pieces of parameters that this data-parallel rank owns, in buffer order."""
         for bucket in self.buckets:
             owned_start, owned_stop = bucket.owned(dp, dp_index)
             for entry in bucket.entries:
@@ -115,7 +110,7 @@ def layout_parameters(
         bucket_numel: a bucket is closed once it holds this many elements.
         alignment: every owned part is padded to a multiple of this many elements (256 bytes of fp32).
 
-    The layout depends on local shapes and keys only, so that all tp ranks of a stage, and all replicas, agree on it.
+    The layout depends only on local shapes and keys, so that all tp ranks of a stage, and all replicas, agree on it.
     """
     by_key: dict[BufferKey, list[list[ParamRecord]]] = {}
     for record in records:
@@ -130,7 +125,7 @@ def layout_parameters(
 
 
 def _follows(records: Sequence[ParamRecord], first: ParamRecord, second: ParamRecord) -> bool:
-    """Whether `second` stands right behind `first` in forward order: only then do they share a GEMM."""
+    """Return whether `second` directly follows `first` in forward order: only then do they share a GEMM."""
     index = next(index for index, record in enumerate(records) if record is first)
     return records[index + 1] is second
 

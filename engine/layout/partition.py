@@ -1,9 +1,9 @@
-"""Which layers each pipeline stage holds (no torch here).
+"""The layers of each pipeline stage (no torch here).
 
     10 layers, pp 2, vpp 2        stage 0        stage 1     stage 2     stage 3
                                   embedding 0 1  2 3 4       5 6 7       8 9 head
 
-Stages are numbered along the model; `engine.pipeline.actions.Placement` says which rank holds which.
+Stages are numbered along the model; `engine.pipeline.actions.Placement` maps them to ranks.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StageLayers:
-    """What one stage holds.
+    """The contents of one stage.
 
     Attributes:
         layers: global layer numbers, consecutive.
@@ -30,14 +30,14 @@ def partition(
 ) -> tuple[StageLayers, ...]:
     """Cut the layers into pp x vpp stages; every layer is in exactly one.
 
-    Without `layers_per_stage` the cut is as even as possible. When the layers do not divide, the larger stages are in the
-    middle, since the first stage carries the embedding too and the last one the head, the heaviest part beside the layers:
-    the last stage is the first to get one layer less, then the first, then the stages from the end.
+    Without `layers_per_stage` the cut is as even as possible. Where the layers do not divide, the larger stages are in the middle,
+    since the first stage also carries the embedding and the last one the head, the heaviest part besides the layers: the last stage
+    is the first to get one layer less, then the first, then the stages from the end.
 
     Args:
         num_layers: layers of the model.
         pp, vpp: pipeline ranks, chunks per rank.
-        layers_per_stage: layers of each stage in stage order; 0 is allowed here, and only here.
+        layers_per_stage: layers of each stage in stage order; only here 0 is allowed.
 
     Returns:
         One entry per stage, in stage order.
@@ -54,7 +54,7 @@ def partition(
 
 
 def _even(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Layers per stage, at most one apart; who gets less is told in `partition`."""
+    """Return layers per stage, at most one apart, in the order that `partition` describes."""
     most = -(-num_layers // num_stages)
     counts = [most] * num_stages
     first_to_lose = [num_stages - 1, 0, *range(num_stages - 2, 0, -1)]

@@ -1,4 +1,4 @@
-"""Which rank stands where: sizes, named axes, coordinates and groups, as plain lists of ranks (no torch here).
+"""The grid of ranks: sizes, named axes, coordinates and groups, as plain lists of ranks (no torch here).
 
 The world is an array of ranks with named axes, slow to fast:
 
@@ -11,7 +11,7 @@ farthest apart (across nodes). 16 ranks as tp=2, pp=2, dp=4, eight to a node:
     node 1   pp 1:   dp 0: [8 9]    dp 1: [10 11]  dp 2: [12 13]  dp 3: [14 15]
     tp groups: 0-1, 2-3, ...    dp groups: 0-2-4-6, 1-3-5-7, 8-10-12-14, ...    pp groups: 0-8, 1-9, ...
 
-A group is what is left free when the other coordinates are fixed. Groups come in one global order, so that every rank
+A group is spanned by the free axes while the other coordinates are fixed. Groups come in one global order, so that every rank
 creates its process groups in the same sequence. `ep` (experts) factors the dp x cp x tp block and is 1 for now.
 """
 
@@ -23,15 +23,15 @@ from itertools import product
 from engine.errors import TopologyError
 
 AXES = ("pp", "dp", "cp", "tp")
-"""The mesh axes, slow to fast. The order is stated here and nowhere else."""
+"""The mesh axes, slow to fast. No other place states this order."""
 
 MOST_RANKS = 2**20
-"""Largest number of ranks of a run, far above any real one. Each parallel size has this bound too."""
+"""Largest number of ranks of a run, far above any real one; also the bound of each parallel size."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelSizes:
-    """How many ranks each axis has. `vpp` is chunks per pipeline rank, not an axis of ranks."""
+    """The number of ranks of each axis. `vpp` is chunks per pipeline rank, not an axis of ranks."""
 
     tp: int = 1
     pp: int = 1
@@ -59,7 +59,7 @@ class ParallelSizes:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Sizes in the order of `AXES`."""
+        """Return the sizes in the order of `AXES`."""
         return tuple(self.size(axis) for axis in AXES)
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ class ParallelSizes:
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """Where one rank stands on each axis."""
+    """The position of one rank on each axis."""
 
     pp: int
     dp: int
@@ -84,14 +84,14 @@ class Coordinates:
 
 
 def too_many_ranks(world_size: int) -> str | None:
-    """Return what is wrong with more ranks than can be listed; None: nothing."""
+    """Return the rule that too many ranks break; None: they can be listed."""
     if world_size <= MOST_RANKS:
         return None
     return f"is {world_size:,} ranks, and at most {MOST_RANKS:,} are planned: the groups of so many would not fit in memory"
 
 
 def partial_node(world_size: int, ranks_per_node: int) -> str | None:
-    """Return the rule that a world breaks which does not fill its nodes; None: it does, or one node holds all."""
+    """Return the rule that a world breaks if it leaves a node partly used; None: it fills whole nodes, or fits one."""
     if world_size <= ranks_per_node or world_size % ranks_per_node == 0:
         return None
     return (
@@ -100,7 +100,7 @@ def partial_node(world_size: int, ranks_per_node: int) -> str | None:
 
 
 def tp_across_nodes(tp: int, world_size: int, ranks_per_node: int) -> str | None:
-    """Return the rule that `tp` breaks where a group spans two whole nodes; None: every group is on one node."""
+    """Return the rule that `tp` breaks where a group would span two nodes; None: each group is on one node."""
     if world_size <= ranks_per_node or ranks_per_node % tp == 0:
         return None
     return (
@@ -153,7 +153,7 @@ class RankGrid:
         return Coordinates(**values)
 
     def rank(self, **coordinates: int) -> int:
-        """The rank at these coordinates; axes that are left out are 0."""
+        """Return the rank at these coordinates; axes that are left out are 0."""
         number = 0
         for axis in AXES:
             at = coordinates.get(axis, 0)
@@ -163,7 +163,7 @@ class RankGrid:
         return number
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """Every group that spans `axes`, as tuples of ranks in rank order, in one global order.
+        """Return every group that spans `axes`, as tuples of ranks in rank order, in one global order.
 
         `groups("tp")` are the tensor-parallel groups, `groups("dp", "cp")` those that reduce dense gradients,
         `groups(*AXES)` is the world.
@@ -175,19 +175,12 @@ class RankGrid:
         free = [axis for axis in AXES if axis in axes]
         return tuple(tuple(self.rank(**where, **inner) for inner in self._walk(free)) for where in self._walk(fixed))
 
-    def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The group spanning `axes` that holds `rank`."""
-        coordinates = self.coordinates(rank)
-        where = {axis: getattr(coordinates, axis) for axis in AXES if axis not in axes}
-        free = [axis for axis in AXES if axis in axes]
-        return tuple(self.rank(**where, **inner) for inner in self._walk(free))
-
     def end_stage_groups(self) -> tuple[tuple[int, ...], ...]:
-        """First and last pipeline rank at each (dp, cp, tp): the two holders of a tied embedding (one rank if pp = 1)."""
+        """Return first and last pipeline rank at each (dp, cp, tp): the holders of a tied embedding (one rank if pp = 1)."""
         return tuple(tuple(dict.fromkeys((group[0], group[-1]))) for group in self.groups("pp"))
 
     def tp_blocks(self, block_size: int) -> tuple[tuple[int, ...], ...]:
-        """Each tensor-parallel group cut into runs of `block_size` neighbours.
+        """Return the runs of `block_size` neighbours that each tensor-parallel group is cut into.
 
         With fewer key/value heads than tp ranks, the tp / kv_heads ranks of a run hold replicas of the same head.
         """

@@ -1,16 +1,16 @@
-"""The record about a parameter: what it is, and which part of it one rank holds (no torch here).
+"""The record of a parameter: its identity, and the part of it on one rank (no torch here).
 
-`ParamSpec` says what the model knows: name, logical global shape, initialisation, whether it is decayed, where it is cut.
-`ParamRecord` adds what one rank knows: the one box of the logical tensor that it holds, who holds replicas of that box, and
-over which axis their gradients must still be summed. Initialisation, buffers, the optimizer, clipping, checkpoints and
-the planner read the record; none of them looks at a tensor's shape to guess what it is.
+`ParamSpec` holds the model's facts: name, logical global shape, initialisation, weight decay, the dim that is cut. `ParamRecord`
+adds one rank's facts: its one box of the logical tensor, the holders of replicas of that box, and the axis over which their
+gradients must still be summed. Initialisation, buffers, the optimizer, clipping and checkpoints read the record instead of guessing
+from a tensor's shape.
 
     logical  layers.3.attention.kv.weight  [2, kv_heads, d, h]      tp_dim = 1
     tp = 2, kv_heads = 4    rank 0 holds the box [0:2, 0:2, 0:d, 0:h]      rank 1 holds [0:2, 2:4, 0:d, 0:h]
     tp = 8, kv_heads = 4    ranks 0 and 1 both hold [0:2, 0:1, 0:d, 0:h]: replicas over "kv_replicas"
 
-The physical tensor is the box, row-major. Only the padded vocabulary has more rows than its box: rows past the logical
-shape, which are zero, get a gradient of exactly zero and are never saved or counted.
+The physical tensor is the box, row-major. Only the padded vocabulary has more rows: those past the logical shape are zero, get a
+gradient of exactly zero and are never saved or counted.
 """
 
 import math
@@ -22,12 +22,12 @@ Box = tuple[tuple[int, int], ...]
 """(start, stop) per dim of the logical tensor."""
 
 ReplicaAxis = Literal["tp", "kv_replicas", "ends"]
-"""Axes over which a parameter may stand in replicas; "ends" is the first and the last pipeline stage."""
+"""Axes over which a parameter may be replicated; "ends" is the first and the last pipeline stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Init:
-    """How a parameter starts: zeros, ones, or normal with mean 0 and this standard deviation."""
+    """The initial value of a parameter: zeros, ones, or normal with mean 0 and this standard deviation."""
 
     kind: Literal["normal", "zeros", "ones"]
     std: float = 0.0
@@ -35,18 +35,18 @@ class Init:
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """One parameter of the model, whatever the layout.
+    """One parameter of the model, independent of the layout.
 
     Attributes:
         name: unique, with the global layer number (`layers.3.mlp.down.weight`).
         shape: logical global shape.
-        init: how it starts.
+        init: its initial value.
         decay: whether weight decay applies (matrices: yes; norms and biases: no).
         tp_dim: the dim that tensor parallelism cuts; None if every tp rank holds it whole.
         padded_size: size of `tp_dim` with padding (the vocabulary), or None.
-        grad_is_partial: when each tp replica sees only a part of the gradient: `sequence` if it acts on a sequence
-            shard under sequence parallelism, `heads` if it is applied to this rank's heads only, else `never`.
-        tied_ends: it stands on the first and the last stage (the tied embedding).
+        grad_is_partial: if each tp replica sees only a part of the gradient: `sequence` where it acts on a sequence shard
+            under sequence parallelism, `heads` where it acts on this rank's heads only, else `never`.
+        tied_ends: it is on the first and the last stage (the tied embedding).
         fused_with_previous: it shares a GEMM with the spec before it and must be adjacent in memory where both are cut alike.
     """
 
@@ -62,7 +62,7 @@ class ParamSpec:
 
     @property
     def numel(self) -> int:
-        """Logical elements, padding excluded."""
+        """Return the logical elements, padding excluded."""
         return math.prod(self.shape)
 
 
@@ -74,10 +74,10 @@ class ParamRecord:
         spec: the parameter.
         box: the part of the logical tensor held here (empty in a dim where start == stop: pure padding).
         local_shape: shape of the physical tensor: the box, plus padding rows of the vocabulary.
-        replicas: the axis over which other ranks hold the same box, or None. The data-parallel axes are not named:
-            every parameter has replicas there.
-        sum_over: the axis over which the gradients of the replicas are partial sums, to be added after the
-            data-parallel reduction; None where each replica computes the whole gradient.
+        replicas: the axis over which other ranks hold the same box, or None. Data-parallel axes are not named: every parameter is
+            replicated there.
+        sum_over: the axis over which the replicas' gradients are partial sums, added after the data-parallel reduction; None where
+            each replica computes the whole gradient.
     """
 
     spec: ParamSpec
@@ -92,7 +92,7 @@ class ParamRecord:
 
     @property
     def numel(self) -> int:
-        """Physical elements on this rank, padding included."""
+        """Return the physical elements on this rank, padding included."""
         return math.prod(self.local_shape)
 
     @property
@@ -101,12 +101,12 @@ class ParamRecord:
 
     @property
     def box_numel(self) -> int:
-        """Logical elements on this rank; they come first in the row-major physical tensor."""
+        """Return the logical elements on this rank; they come first in the row-major physical tensor."""
         return math.prod(self.box_shape)
 
 
 def localize(spec: ParamSpec, *, tp: int, tp_index: int, sequence_parallel: bool) -> ParamRecord:
-    """The part of `spec` that the tensor-parallel rank `tp_index` of `tp` holds."""
+    """Return the part of `spec` that the tensor-parallel rank `tp_index` of `tp` holds."""
     box = [(0, size) for size in spec.shape]
     local_shape = list(spec.shape)
     replicas: ReplicaAxis | None = None
@@ -133,9 +133,9 @@ def localize(spec: ParamSpec, *, tp: int, tp_index: int, sequence_parallel: bool
 
 
 def cut(size: int, parts: int, index: int) -> tuple[int, int]:
-    """The range of `size` items that part `index` of `parts` holds; with fewer items than parts, neighbours share one.
+    """Return the range of `size` items in part `index` of `parts`; with fewer items than parts, neighbours share one.
 
-    One of `size` and `parts` divides the other (`engine/config/model.py` sees to it).
+    One of `size` and `parts` divides the other (a rule of `engine/config/model.py`).
     """
     assert size % parts == 0 or parts % size == 0, f"{size} items cannot be cut into {parts} parts"
     if size >= parts:
@@ -146,7 +146,7 @@ def cut(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def box_runs(shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, int]]:
-    """The box as contiguous runs (start, stop) of the row-major logical tensor, in the box's own row-major order."""
+    """Yield the box as contiguous runs (start, stop) of the row-major logical tensor, in the box's row-major order."""
     if any(start == stop for start, stop in box):
         return
     # The longest tail of dims that the box covers whole, plus the dim before it, is one contiguous run.

@@ -53,7 +53,7 @@ def test_every_element_has_one_owner(
             assert first.stop == second.start
         for bucket in layout.buckets:
             assert (bucket.stop - bucket.start) % (64 * dp) == 0
-            assert 0 <= bucket.padding < 64 * dp
+            assert 0 <= bucket.stop - bucket.entries[-1].stop < 64 * dp
             parts = [bucket.owned(dp, index) for index in range(dp)]
             assert [part[0] for part in parts[1:]] == [part[1] for part in parts[:-1]]
         for index in range(dp):
