@@ -30,6 +30,19 @@ class Kind(StrEnum):
     W = "W"
     """The deferred gradient of the weights."""
 
+    @property
+    def words(self) -> str:
+        """Return the kind in words for people."""
+        return {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}[self]
+
+
+class Output(NamedTuple):
+    """The result of an action that another stage takes: an activation (F), or an input gradient (B, also of an `I`)."""
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
 
 class Action(NamedTuple):
     """One computation of one rank; its text is `<chunk><kind><microbatch>`, for example `0F3`."""
@@ -109,13 +122,20 @@ class Schedule:
     forward_only: bool
     actions: tuple[tuple[Action, ...], ...]
 
-    def producer(self, stage: int, action: Action) -> tuple[int, Kind] | None:
-        """The stage and pass (F, or B for either kind of backward) whose output `action` on `stage` takes; None: none.
+    def input_of(self, stage: int, action: Action) -> Output | None:
+        """Return the output of another stage that `action` on `stage` takes; None: it takes none.
 
         The last stage starts its backward from its own forward, and a `W` works on what its `I` left on the rank.
         """
         if action.kind is Kind.F:
-            return (stage - 1, Kind.F) if stage > 0 else None
+            return Output(stage - 1, Kind.F, action.microbatch) if stage > 0 else None
         if action.kind is Kind.W or stage == self.placement.num_stages - 1:
             return None
-        return (stage + 1, Kind.B)
+        return Output(stage + 1, Kind.B, action.microbatch)
+
+    @staticmethod
+    def output_of(stage: int, action: Action) -> Output | None:
+        """Return what `action` on `stage` hands on; None: a `W` hands on nothing."""
+        if action.kind is Kind.W:
+            return None
+        return Output(stage, Kind.F if action.kind is Kind.F else Kind.B, action.microbatch)

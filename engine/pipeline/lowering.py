@@ -125,11 +125,11 @@ def feeding_transfer(schedule: Schedule, rank: int, action: Action) -> Transfer 
     """The transfer that an action of a rank waits for; None: it needs nothing, or what it needs is made on this rank."""
     placement = schedule.placement
     stage = placement.stage_of(rank, action.chunk)
-    source = schedule.producer(stage, action)
-    if source is None or placement.rank_of(source[0]) == rank:
+    source = schedule.input_of(stage, action)
+    if source is None or placement.rank_of(source.stage) == rank:
         return None
     direction: Direction = "forward" if action.kind is Kind.F else "backward"
-    return Transfer(direction, placement.rank_of(source[0]), rank, stage, action.microbatch)
+    return Transfer(direction, placement.rank_of(source.stage), rank, stage, action.microbatch)
 
 
 def lower(schedule: Schedule, receives: Receives = "early") -> Program:
@@ -167,24 +167,21 @@ def lower(schedule: Schedule, receives: Receives = "early") -> Program:
 
 def _timed_transfers(schedule: Schedule, rows: Sequence[Sequence[Interval]], lead: int) -> list[_Timed]:
     """List all transfers of a schedule in the common order; receives stand `lead` actions before their consumer."""
+    stage_of = schedule.placement.stage_of
     place = {
-        (
-            schedule.placement.stage_of(rank, interval.action.chunk),
-            _pass(interval.action),
-            interval.action.microbatch,
-        ): (rank, index)
+        output: (rank, index)
         for rank, row in enumerate(rows)
         for index, interval in enumerate(row)
-        if interval.action.kind is not Kind.W
+        if (output := schedule.output_of(stage_of(rank, interval.action.chunk), interval.action)) is not None
     }
     timed = []
     for rank, row in enumerate(rows):
         for index, interval in enumerate(row):
             transfer = feeding_transfer(schedule, rank, interval.action)
-            source = schedule.producer(schedule.placement.stage_of(rank, interval.action.chunk), interval.action)
+            source = schedule.input_of(stage_of(rank, interval.action.chunk), interval.action)
             if transfer is None or source is None:
                 continue
-            source_rank, producer = place[(*source, transfer.microbatch)]
+            source_rank, producer = place[source]
             receive_from = max(index - lead, 0)
             # A W hands nothing over, and its rank's last send may be met only behind this receive.
             while lead == 0 and receive_from > 0 and row[receive_from - 1].action.kind is Kind.W:
@@ -200,10 +197,6 @@ def _timed_transfers(schedule: Schedule, rows: Sequence[Sequence[Interval]], lea
                 )
             )
     return sorted(timed, key=lambda t: t.order)
-
-
-def _pass(action: Action) -> Kind:
-    return Kind.F if action.kind is Kind.F else Kind.B
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from engine.errors import ScheduleError
-from engine.pipeline.actions import Action, Kind, Schedule
+from engine.pipeline.actions import Action, Kind, Output, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,37 +105,35 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
             )
     placement = schedule.placement
     rows: list[list[Interval]] = [[] for _ in schedule.actions]
-    produced: dict[tuple[int, Kind, int], float] = {}
+    produced: dict[Output, float] = {}
     # A rank runs until it needs what another has not produced yet, and is looked at again when that is there.
-    waiting: dict[tuple[int, Kind, int], int] = {}
+    waiting: dict[Output, int] = {}
     runnable = list(range(placement.pp))
     while runnable:
         rank = runnable.pop()
         row = rows[rank]
         for action in schedule.actions[rank][len(row) :]:
             stage = placement.stage_of(rank, action.chunk)
-            source = schedule.producer(stage, action)
+            source, output = schedule.input_of(stage, action), schedule.output_of(stage, action)
             start = row[-1].end if row else 0
             if source is not None:
-                key = (*source, action.microbatch)
-                if key not in produced:
-                    waiting[key] = rank
+                if source not in produced:
+                    waiting[source] = rank
                     break
-                is_local = placement.rank_of(source[0]) == rank
-                start = max(start, produced[key] + (0 if is_local else costs.transfer))
+                is_local = placement.rank_of(source.stage) == rank
+                start = max(start, produced[source] + (0 if is_local else costs.transfer))
             end = start + costs.of(action.kind, stage)
             row.append(Interval(action, start, end))
-            if action.kind is not Kind.W:
-                key = (stage, Kind.F if action.kind is Kind.F else Kind.B, action.microbatch)
-                produced[key] = end
-                if key in waiting:
-                    runnable.append(waiting.pop(key))
+            if output is not None:
+                produced[output] = end
+                if output in waiting:
+                    runnable.append(waiting.pop(output))
     if waiting:
         raise ScheduleError(_stuck(schedule, rows, waiting))
     return Timeline(schedule, tuple(tuple(row) for row in rows))
 
 
-def _stuck(schedule: Schedule, rows: Sequence[Sequence[Interval]], waiting: Mapping[tuple[int, Kind, int], int]) -> str:
+def _stuck(schedule: Schedule, rows: Sequence[Sequence[Interval]], waiting: Mapping[Output, int]) -> str:
     lines = []
     for (stage, kind, microbatch), rank in sorted(waiting.items(), key=lambda item: item[1]):
         needed = "output" if kind is Kind.F else "input gradient"

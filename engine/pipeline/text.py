@@ -30,7 +30,6 @@ _COLOURS = {
     Kind.W: ("#dcc7ea", "#b795d0", "#8f63b0", "#67428a"),
 }
 _IDLE = "."
-KIND_NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
 
 
 def to_text(schedule: Schedule) -> str:
@@ -183,6 +182,6 @@ def _band(timeline: Timeline, row: Sequence[Interval], columns_per_unit: Fractio
 
 
 def _summary(timeline: Timeline, kinds: set[Kind]) -> str:
-    legend = [f"{kind.value}{_FILL[kind].strip()} {KIND_NAMES[kind]}" for kind in Kind if kind in kinds]
+    legend = [f"{kind.value}{_FILL[kind].strip()} {kind.words}" for kind in Kind if kind in kinds]
     worst = timeline.largest_bubble_fraction
     return f"{'   '.join([*legend, f'{_IDLE} idle'])}\nspan {timeline.span:g}, idle at most {worst:.1%} of it on a rank"

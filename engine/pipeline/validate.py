@@ -128,10 +128,6 @@ def _by_peer(rank: int, transfers: Sequence[Transfer]) -> list[frozenset[Transfe
     return [frozenset(each) for each in peers.values() if len(each) > 1]
 
 
-def _pass(action: Action) -> Kind:
-    return Kind.F if action.kind is Kind.F else Kind.B
-
-
 class _Checker:
     """One check; the methods are called in the order of `check`."""
 
@@ -258,15 +254,11 @@ class _Checker:
         for (stage, kind, microbatch), consumer in self.where.items():
             action = Action(kind, self.placement.chunk_of(stage), microbatch)
             transfer = feeding_transfer(self.schedule, consumer[0], action)
-            source = self.schedule.producer(stage, action)
+            source = self.schedule.input_of(stage, action)
             if transfer is not None and source is not None:
-                needed[transfer] = (self._producer_place(source, microbatch), consumer)
+                producer = self.where.get(source) or self.where[source.stage, Kind.I, source.microbatch]
+                needed[transfer] = (producer, consumer)
         return needed
-
-    def _producer_place(self, source: tuple[int, Kind], microbatch: int) -> Place:
-        stage, kind = source
-        place = self.where.get((stage, kind, microbatch))
-        return place if place is not None else self.where[stage, Kind.I, microbatch]
 
     def _check_transfer(
         self,
@@ -357,13 +349,12 @@ class _Checker:
                 received_by.update((t, position) for t in each.transfers if t.destination == rank)
                 continue
             stage = self.placement.stage_of(rank, each.chunk)
-            makes = None if each.kind is Kind.W else (stage, _pass(each), each.microbatch)
+            makes = self.schedule.output_of(stage, each)
             feeding = feeding_transfer(self.schedule, rank, each) if self.is_lowered else None
-            source = self.schedule.producer(stage, each)
             if feeding is not None:
                 row.append(Step((received_by[feeding],), makes=makes))
             else:
-                row.append(Step((), None if source is None else (*source, each.microbatch), makes))
+                row.append(Step((), self.schedule.input_of(stage, each), makes))
         return row
 
     def _fail_stuck(self, stuck: Stuck, cause: str, remedy: str) -> NoReturn:

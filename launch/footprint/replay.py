@@ -9,8 +9,7 @@ The rules are those of `engine.pipeline.rendezvous`, for every call and not only
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NoReturn
+from dataclasses import dataclass, field
 
 from engine.comm.collectives import Event
 from engine.errors import ScheduleError
@@ -46,28 +45,37 @@ def replay(logs: Mapping[int, Sequence[Event]], grid: RankGrid, kv_heads: int | 
     return _Replay(logs, grid, kv_heads).run()
 
 
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """Facts that all ends of a call must agree on, and the post they were read from; a message has no `op`."""
+
+    op: str
+    dtype: object
+    numel: int
+    event: Event = field(compare=False)
+
+
 class _Replay:
     def __init__(self, logs: Mapping[int, Sequence[Event]], grid: RankGrid, kv_heads: int | None) -> None:
-        self.communicators: dict[tuple[int, str], Communicator] = {}
-        for axis, groups, channel in axis_groups(grid, kv_heads):
-            for ranks in groups:
-                for rank in ranks:
-                    if rank in logs:
-                        self.communicators[rank, axis] = (ranks, channel)
+        self.communicators: dict[tuple[int, str], Communicator] = {
+            (rank, axis): (ranks, channel)
+            for axis, groups, channel in axis_groups(grid, kv_heads)
+            for ranks in groups
+            for rank in ranks
+            if rank in logs
+        }
         self.members = {
             communicator: [rank for rank in communicator[0] if rank in logs]
             for communicator in self.communicators.values()
         }
-        # Of each item of a row, the events that it stands for.
+        # By item of a row: the posts of one call, or a wait.
         self.events: dict[Place, list[Event]] = {}
         self.rows = {rank: self._row(rank, log) for rank, log in logs.items()}
 
     def run(self) -> Replayed:
         failure = execute(self.rows, self.members)
-        if isinstance(failure, Conflict):
-            self._fail_conflict(failure)
         if failure is not None:
-            raise ScheduleError(self._stuck(failure))
+            raise ScheduleError(self._conflict(failure) if isinstance(failure, Conflict) else self._stuck(failure))
         # Everything has met, so each end is counted, and a call once by the first member that has a log.
         collectives: Counter[str] = Counter()
         messages: Counter[str] = Counter()
@@ -83,24 +91,19 @@ class _Replay:
 
     def _row(self, rank: int, log: Sequence[Event]) -> Row:
         """Translate a rank's ledger: posts of one group call into a call, a wait into a step."""
-        row: list[Call | Step] = []
+        items: list[list[Event]] = []
         position_of: dict[int, int] = {}
         for event in log:
-            here = (rank, len(row))
-            if event.phase == "wait":
-                self.events[here] = [event]
-                row.append(Step((position_of[event.call],)))
-            elif event.phase == "post":
-                before = (rank, len(row) - 1)
-                joins = before in self.events and event.group_call == self.events[before][0].call
-                if joins and self.events[before][0].phase == "post":
-                    self.events[before].append(event)
-                    row[-1] = self._call(rank, self.events[before])
-                else:
-                    self.events[here] = [event]
-                    row.append(self._call(rank, [event]))
-                position_of[event.call] = len(row) - 1
-        return row
+            if event.phase == "post" and event.group_call in position_of:
+                items[position_of[event.group_call]].append(event)
+            elif event.phase != "mark":
+                items.append([event])
+            if event.phase == "post":
+                position_of[event.call] = position_of.get(event.group_call, len(items) - 1)
+        self.events.update({(rank, position): item for position, item in enumerate(items)})
+        return [
+            Step((position_of[item[0].call],)) if item[0].phase == "wait" else self._call(rank, item) for item in items
+        ]
 
     def _call(self, rank: int, events: Sequence[Event]) -> Call:
         communicator = self.communicators.get((rank, events[0].axis))
@@ -111,42 +114,39 @@ class _Replay:
             )
         if events[0].peer < 0:
             (event,) = events
-            return Call(communicator, collective=(event.op, event.dtype, event.numel))
+            return Call(communicator, collective=_Content(event.op, event.dtype, event.numel, event))
         messages = []
         for event in events:
             peer = communicator[0][event.peer]
             source, destination = (rank, peer) if event.op == "send" else (peer, rank)
-            messages.append(Message(source, destination, _content(event)))
+            messages.append(Message(source, destination, _Content("", event.dtype, event.numel, event)))
         return Call(communicator, tuple(messages))
 
-    def _fail_conflict(self, conflict: Conflict) -> NoReturn:
+    def _conflict(self, conflict: Conflict) -> str:
         (rank, _), (other, _) = conflict.first, conflict.second
-        events, others = self.events[conflict.first], self.events[conflict.second]
-        ours, theirs = events[0], others[0]
+        assert isinstance(conflict.ours, _Content) and isinstance(conflict.theirs, _Content)
+        ours, theirs = conflict.ours.event, conflict.theirs.event
         if ours.peer < 0:
             size = len(self.communicators[rank, ours.axis][0])
-            raise ScheduleError(
+            return (
                 f"rank {rank} calls {_words(ours)} where rank {other}, in the same group of {size}, calls {_words(theirs)}: a "
                 "collective must be the same everywhere, in one order. The ranks would hang, or mix up two tensors. Make the calls "
                 "of both ranks the same."
             )
-        ranks = self.communicators[rank, ours.axis][0]
-        ours = next(each for each in events if (each.peer, _content(each)) == (ranks.index(other), conflict.ours))
-        theirs = next(each for each in others if (each.peer, _content(each)) == (ranks.index(rank), conflict.theirs))
-        raise ScheduleError(
+        return (
             f"rank {rank} calls {_words(ours)}, and rank {other} at its other end {_words(theirs)}: the next message between them "
             "is not the same to both, and there are no tags. A stage would compute on other data, or hang. Post equal messages in "
             "one order on both ranks."
         )
 
     def _stuck(self, stuck: Stuck) -> str:
-        lines = []
-        for place in stuck.stopped:
-            if place in self.events:
-                lines.append(f"rank {place[0]} waits for its {_words(self.events[place][0])}")
+        lines = [
+            f"rank {place[0]} waits for its {_words(self.events[place][0])}"
+            for place in stuck.stopped
+            if place in self.events
+        ]
         for head in stuck.heads:
-            rank = head.place[0]
-            event = self.events[head.place][0]
+            rank, event = head.place[0], self.events[head.place][0]
             size = len(self.communicators[rank, event.axis][0])
             lines.append(
                 f"rank {rank}: {_words(event)} in the group of {size} is not met, and holds up {head.num_behind} calls"
@@ -156,11 +156,6 @@ class _Replay:
             f"{len(lines)} calls or waits have no end: every rank would hang until the timeout. Each call needs its other ends, in "
             f"one order on all ranks; the first that are stuck:\n  {shown}"
         )
-
-
-def _content(event: Event) -> tuple[object, int]:
-    """Return what both ends of a message must agree on."""
-    return (event.dtype, event.numel)
 
 
 def _words(event: Event) -> str:

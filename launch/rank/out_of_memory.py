@@ -18,7 +18,7 @@ from engine.comm.topology import Topology
 from engine.config.plan import parallel_sizes
 from engine.config.tree import Config
 from engine.errors import OutOfMemoryError
-from engine.pipeline.actions import Action, Kind
+from engine.pipeline.actions import Action
 from engine.pipeline.lowering import Instruction
 from engine.step import Engine
 from engine.telemetry.observer import peak_memory_bytes
@@ -27,7 +27,6 @@ from launch.rank.memory_errors import Place, exhausted
 from launch.rank.memory_snapshot import MemorySnapshot
 from models.predict.rank_memory import Memory, predict, savings
 
-KINDS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward of the input", Kind.W: "backward of the weights"}
 MOST_NAMED = 6
 
 
@@ -102,7 +101,7 @@ def _where(running: Instruction | None) -> str:
     if running is None:
         return "between two steps of the schedule"
     if isinstance(running, Action):
-        return f"at {running}, {KINDS[running.kind]} of microbatch {running.microbatch} on chunk {running.chunk}"
+        return f"at {running}, {running.kind.words} of microbatch {running.microbatch} on chunk {running.chunk}"
     return "while messages were posted"
 
 

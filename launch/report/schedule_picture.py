@@ -6,7 +6,7 @@ from pathlib import Path
 from engine.errors import ScheduleError
 from engine.pipeline.actions import Action, Kind
 from engine.pipeline.simulate import Timeline
-from engine.pipeline.text import KIND_NAMES, ink, shade
+from engine.pipeline.text import ink, shade
 from launch.report.charts import WIDTH, scrolling, tick, ticks
 from launch.report.drawing import element, text, write_picture
 
@@ -110,7 +110,7 @@ def _rows(timeline: Timeline, *, left: float, top: float, width: float, row: flo
 def _name(timeline: Timeline, action: Action, of: str = "") -> str:
     """Name an action's kind, what it is `of`, and its chunk where a rank has several."""
     chunk = f", chunk {action.chunk}" if timeline.schedule.placement.vpp > 1 else ""
-    return f"{KIND_NAMES[action.kind]}{of}{chunk}"
+    return f"{action.kind.words}{of}{chunk}"
 
 
 def _kinds(timeline: Timeline) -> list[Action]:

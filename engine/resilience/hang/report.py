@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from engine.layout.rank_grid import RankGrid
-from engine.pipeline.actions import Action, Kind, Schedule
+from engine.pipeline.actions import Action, Schedule
 from engine.pipeline.lowering import feeding_transfer
 from engine.resilience.hang.heartbeat import NO_PEER, Beat
 from engine.run.phases import Phase
@@ -25,8 +25,6 @@ _SHOWN = 12
 
 _PHASES = ("", Phase.DATA, Phase.FORWARD_BACKWARD, Phase.OPTIMIZER, Phase.VALIDATION, Phase.CHECKPOINT)
 """Of a step, in order."""
-
-_KINDS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +221,7 @@ class Report:
             return f"is reading the data of step {beat.step:,}"
         if beat.phase == Phase.FORWARD_BACKWARD and (action := self._action(beat)) is not None:
             chunk = f", chunk {action.chunk}," if self._scene.grid.sizes.vpp > 1 else ""
-            return f"is in the {_KINDS[action.kind]} of microbatch {action.microbatch}{chunk} of step {beat.step:,}"
+            return f"is in the {action.kind.words} of microbatch {action.microbatch}{chunk} of step {beat.step:,}"
         if beat.phase == Phase.FORWARD_BACKWARD:
             return f"is between forwards and backwards of step {beat.step:,}"
         if beat.phase in (Phase.VALIDATION, Phase.CHECKPOINT):

@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.layout.rank_grid import Coordinates
-from engine.pipeline.actions import Kind, Schedule
+from engine.pipeline.actions import Kind, Output, Schedule
 from engine.pipeline.simulate import Costs, simulate
 from engine.telemetry.timing.time_split import (
     END_WAIT,
@@ -208,12 +208,12 @@ def _order(schedule: Schedule) -> list[tuple[int, int, int | None]]:
         for number, interval in enumerate(row)
     )
     order: list[tuple[int, int, int | None]] = []
-    made: dict[tuple[int, Kind, int], int] = {}
+    made: dict[Output, int] = {}
     for _, rank, number in started:
         action = schedule.actions[rank][number]
         stage = placement.stage_of(rank, action.chunk)
-        source = schedule.producer(stage, action)
-        order.append((rank, number, None if source is None else made[(*source, action.microbatch)]))
-        if action.kind is not Kind.W:
-            made[stage, Kind.F if action.kind is Kind.F else Kind.B, action.microbatch] = len(order) - 1
+        source = schedule.input_of(stage, action)
+        order.append((rank, number, None if source is None else made[source]))
+        if (output := schedule.output_of(stage, action)) is not None:
+            made[output] = len(order) - 1
     return order

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.errors import ScheduleError
 from engine.pipeline import schedules
-from engine.pipeline.actions import Action, Kind, Placement, Schedule
+from engine.pipeline.actions import Action, Kind, Output, Placement, Schedule
 from engine.pipeline.lowering import lower
 from engine.pipeline.text import from_text, program_to_text, to_text
 from engine.pipeline.validate import check
@@ -110,12 +110,24 @@ def test_what_feeds_an_action() -> None:
     schedule = schedules.interleaved(2, 2, 2)
 
     def fed_by(kind: Kind, stage: int) -> tuple[int, Kind] | None:
-        return schedule.producer(stage, Action(kind, schedule.placement.chunk_of(stage), 0))
+        source = schedule.input_of(stage, Action(kind, schedule.placement.chunk_of(stage), 7))
+        assert source is None or source.microbatch == 7
+        return source and (source.stage, source.kind)
 
     assert [fed_by(Kind.F, stage) for stage in range(4)] == [None, (0, Kind.F), (1, Kind.F), (2, Kind.F)]
     assert [fed_by(Kind.B, stage) for stage in range(4)] == [(1, Kind.B), (2, Kind.B), (3, Kind.B), None]
     assert [fed_by(Kind.I, stage) for stage in range(4)] == [(1, Kind.B), (2, Kind.B), (3, Kind.B), None]
     assert [fed_by(Kind.W, stage) for stage in range(4)] == [None] * 4
+
+
+def test_both_kinds_of_backward_hand_on_the_same_gradient() -> None:
+    assert Schedule.output_of(2, Action(Kind.F, 0, 5)) == Output(2, Kind.F, 5)
+    assert (
+        Schedule.output_of(2, Action(Kind.I, 0, 5))
+        == Schedule.output_of(2, Action(Kind.B, 0, 5))
+        == Output(2, Kind.B, 5)
+    )
+    assert Schedule.output_of(2, Action(Kind.W, 0, 5)) is None
 
 
 @pytest.mark.parametrize(

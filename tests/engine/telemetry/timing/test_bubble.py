@@ -84,14 +84,14 @@ class Run:
             for rank, row in enumerate(self.schedule.actions):
                 for action in row[done[rank] :]:
                     stage = placement.stage_of(rank, action.chunk)
-                    source = self.schedule.producer(stage, action)
+                    source = self.schedule.input_of(stage, action)
                     doings, nows = stages[rank]
                     ready = list(nows)
                     if source is not None:
-                        if (*source, action.microbatch) not in made:
+                        if source not in made:
                             break
-                        late = self.delays.get((placement.rank_of(source[0]), rank), [0.0] * self.tp)
-                        arrived = made[*source, action.microbatch]
+                        late = self.delays.get((placement.rank_of(source.stage), rank), [0.0] * self.tp)
+                        arrived = made[source]
                         ready = [max(nows[peer], arrived[peer] + late[peer]) for peer in peers]
                     half = durations[rank][done[rank]] / 2
                     for peer in peers:
