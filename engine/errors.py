@@ -1,13 +1,41 @@
 """The errors of Triaxis (no torch here).
 
-Each message has four parts: the given value, the rule, what would have broken, what to do. `exit_code` separates a user's mistake
-(2), a broken machine (5) and wrong numbers (6) from a broken run (1), so that a batch script can decide whether to try again.
+Each message has four parts: the given value, the rule, what would have broken, what to do. The exit code tells a batch script
+whether trying again makes sense.
 """
 
 from collections.abc import Sequence
+from enum import IntEnum
 from itertools import islice
 
 _SHOWN_CHARACTERS = 60
+
+
+class ExitCode(IntEnum):
+    """The ends of a process of ours. 0: the last step is made, or the run was finished already; 128 + n: ended by signal n."""
+
+    BROKE = 1
+    """Something broke: starting again goes on from the newest checkpoint."""
+    MISTAKE = 2
+    """A mistake in what was typed or configured: starting again would end the same way."""
+    OUT_OF_LINE = 3
+    """`triaxis doctor` found a node that is out of line."""
+    HUNG = 4
+    """The run hung: the report says who waits for whom; starting again goes on from the newest checkpoint."""
+    REPLICAS_DIFFER = 5
+    """Ranks that must hold the same weights do not: a machine is broken; the same nodes may end the same way."""
+    DIVERGED = 6
+    """The numbers went wrong (not finite, a loss that jumps): starting again would end the same way.
+
+    All ranks end with it after the same step, and rank 0 has said why: no rank has failed.
+    """
+    REQUEUE = 75
+    """Preempted and saved, to be started again: `EX_TEMPFAIL` of sysexits.h.
+
+    No rank ends with it before all have agreed and the state is on the disk.
+    """
+    INTERRUPTED = 130
+    """A person's Ctrl-C: saved."""
 
 
 def shown(value: object) -> str:
@@ -36,7 +64,7 @@ def shown(value: object) -> str:
 class TriaxisError(Exception):
     """The base of all errors meant for users; printed without a traceback."""
 
-    exit_code = 2
+    exit_code: ExitCode = ExitCode.MISTAKE
 
 
 class ConfigError(TriaxisError):
@@ -56,7 +84,7 @@ class TopologyError(TriaxisError):
 class PortTakenError(TopologyError):
     """A rendezvous port in use; later, or at another port, the ranks can meet."""
 
-    exit_code = 1
+    exit_code = ExitCode.BROKE
 
 
 class ScheduleError(TriaxisError):
@@ -74,7 +102,7 @@ class CheckpointError(TriaxisError):
 class SaveError(CheckpointError):
     """A failed last checkpoint; with room on the disk the same command resumes from the one before."""
 
-    exit_code = 1
+    exit_code = ExitCode.BROKE
 
 
 class StorageError(TriaxisError):
@@ -86,14 +114,14 @@ class StorageError(TriaxisError):
     """
 
     def __init__(self, text: str, *, is_passing: bool = False) -> None:
-        self.exit_code = 1 if is_passing else 2
+        self.exit_code = ExitCode.BROKE if is_passing else ExitCode.MISTAKE
         super().__init__(text)
 
 
 class OutputError(TriaxisError):
     """Standard output that cannot be written; with room on its disk the same command succeeds."""
 
-    exit_code = 1
+    exit_code = ExitCode.BROKE
 
 
 class OutOfMemoryError(TriaxisError):
@@ -103,13 +131,13 @@ class OutOfMemoryError(TriaxisError):
 class NoRoomError(TriaxisError):
     """A node without room for a small file of a rank; with room, or on another node, the same command runs."""
 
-    exit_code = 1
+    exit_code = ExitCode.BROKE
 
 
 class ReplicaError(TriaxisError):
     """Replicated weights that differ between ranks: memory, a link or a kernel has failed."""
 
-    exit_code = 5
+    exit_code = ExitCode.REPLICAS_DIFFER
 
 
 class DivergenceError(TriaxisError):
@@ -118,4 +146,4 @@ class DivergenceError(TriaxisError):
     Raised on every rank after the same step.
     """
 
-    exit_code = 6
+    exit_code = ExitCode.DIVERGED

@@ -4,7 +4,7 @@
 
 Only the module of the command that was asked for is imported, so `triaxis --help` costs no more than starting Python.
 Exit codes: 0 done; 2 a mistake in what was typed or configured; 1 a run that broke; 75 preempted and saved; 130 interrupted; the
-others stand in launch/start/process/failure.py.
+others stand in engine/errors.py.
 A traceback means a bug of ours.
 """
 
@@ -106,8 +106,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             except Exception as error:
                 return _report(error)
     except KeyboardInterrupt:
+        from engine.errors import ExitCode
+
         print("interrupted", file=sys.stderr)
-        return 130
+        return ExitCode.INTERRUPTED
     except BrokenPipeError:
         # `triaxis ... | head` has read enough.
         return _without_output(0)

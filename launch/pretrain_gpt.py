@@ -13,7 +13,6 @@ telemetry at once:
 import os
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -21,12 +20,11 @@ from pathlib import Path
 from engine.checkpoint.environment import describe_layout
 from engine.checkpoint.resume import TOKENIZER, ResumePoint, resume_or_start
 from engine.checkpoint.saving import CheckpointSaver, RunFacts
-from engine.comm.runtime import RankEnvironment
 from engine.comm.stop import Stop, StopRequest
 from engine.data.corpus.tokenizers import load_tokenizer
 from engine.data.datasets import Datasets, open_datasets
 from engine.data.loader import Batches
-from engine.errors import CheckpointError, TriaxisError
+from engine.errors import CheckpointError
 from engine.resilience.guard import Guard
 from engine.resilience.rollback import Rollback
 from engine.run.directory import RunDirectory
@@ -41,9 +39,9 @@ from engine.telemetry.record.metrics import Meter
 from engine.train import TrainingRun, build, train
 from launch.rank.banner import corpus_entropies, count_parameters, describe, predicted_memory
 from launch.rank.batches import open_batches
-from launch.rank.directory import RefusedError, begin_attempt, open_directory
+from launch.rank.directory import begin_attempt, open_directory
 from launch.rank.hang_watch import open_hang_watch
-from launch.rank.join import Rank, join, read_config
+from launch.rank.join import Rank, join_run
 from launch.rank.memory_snapshot import MemorySnapshot, open_memory_snapshot
 from launch.rank.out_of_memory import explaining_memory
 from launch.rank.sample_text import write_sample
@@ -51,9 +49,8 @@ from launch.rank.step_times import finish_step_times, open_memory_check, open_sl
 from launch.rank.watchers import open_watchers
 from launch.start.launcher import FROM_SCRATCH
 from launch.start.preflight import refuse_without_gpu
-from launch.start.process.ending import WayOut, run_rank
-from launch.start.process.failure import AFTER, INTERRUPTED, code_of
-from launch.start.process.parent_death import end_with_parent
+from launch.start.process.ending import WayOut, print_error, run_rank
+from launch.start.process.failure import AFTER, ExplainedError, code_of
 from models.gpt.chunk import build_chunks
 from models.predict.rank_memory import settled
 from models.specs import model_specs
@@ -62,61 +59,31 @@ from models.specs import model_specs
 def main(argv: Sequence[str]) -> int:
     """Run one rank of `[config.yaml, section.key=value ..., --from-scratch]`.
 
-    What the exit code means stands in `launch/start/process/failure.py`.
+    `engine.errors.ExitCode` explains the exit codes.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent()
-    environment = RankEnvironment.from_variables(os.environ)
     words = [word for word in argv if word != FROM_SCRATCH]
-    is_first_start = not (environment.restart_count or int(os.environ.get("SLURM_RESTART_COUNT") or 0))
-    try:
-        config = read_config(words, environment, trains=True)
-        with WayOut() as way_out, join(config, environment) as rank:
-            refuse_without_gpu(config, has_gpu=rank.topology.device.type == "cuda")
-            from_scratch = FROM_SCRATCH in argv
-            stem = Path(words[0]).stem
-            directory = open_directory(rank, stem, from_scratch=from_scratch, is_first_start=is_first_start)
-            if directory.finished is not None:
-                if rank.number == 0:
-                    print(directory.finished_message())
-                return 0
-            with rank_log(directory.rank_log(rank.number), show=rank.number == 0) as streams, _printing_errors():
-                return _train(rank, directory, streams, way_out)
-    except (PrintedError, RefusedError) as error:
-        return error.code
-    except TriaxisError as error:
-        if environment.rank == 0:
-            print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return INTERRUPTED
-
-
-class PrintedError(Exception):
-    """A failure of this rank that has been printed; `code` is the exit code.
-
-    It leaves `join` as an exception, so that no group is closed after it.
-    """
-
-    def __init__(self, code: int) -> None:
-        super().__init__(f"exit code {code}")
-        self.code = code
+    with WayOut() as way_out, join_run(words, trains=True) as rank:
+        refuse_without_gpu(rank.config, has_gpu=rank.topology.device.type == "cuda")
+        restarts = rank.runtime.environment.restart_count or int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        directory = open_directory(
+            rank, Path(words[0]).stem, from_scratch=FROM_SCRATCH in argv, is_first_start=not restarts
+        )
+        if directory.finished is not None:
+            if rank.number == 0:
+                print(directory.finished_message())
+            return 0
+        with rank_log(directory.rank_log(rank.number), show=rank.number == 0) as streams, _printing_errors():
+            return _train(rank, directory, streams, way_out)
 
 
 @contextmanager
 def _printing_errors() -> Iterator[None]:
-    """Print an exception while this rank's log still takes what is printed, and raise `PrintedError` in its place."""
+    """Print an exception while this rank's log still takes what is printed, and raise `ExplainedError` in its place."""
     try:
         yield
-    except TriaxisError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise PrintedError(code_of(error)) from error
-    except KeyboardInterrupt as error:
-        print("interrupted", file=sys.stderr)
-        raise PrintedError(code_of(error)) from error
-    except Exception as error:
-        traceback.print_exc()
-        raise PrintedError(code_of(error)) from error
+    except (Exception, KeyboardInterrupt) as error:
+        print_error(error)
+        raise ExplainedError(code_of(error)) from error
 
 
 def _train(rank: Rank, directory: RunDirectory, streams: Streams, way_out: WayOut) -> int:

@@ -13,6 +13,7 @@ from benchmarks.gpu_contenders.records import Job, Run
 from benchmarks.gpu_contenders.shapes import resolve, write_config
 from benchmarks.gpu_contenders.timed_loop import read_lines, write_corpus
 from launch import pretrain_gpt
+from launch.start.process.ending import exit_code
 
 OUT_OF_MEMORY = "is out of memory"
 """What a rank says that a smaller microbatch would help (`launch.rank.out_of_memory`)."""
@@ -43,7 +44,7 @@ def run(job: Job, folder: Path) -> Run:
     )
     config = resolve(path, job.words)
     trace = [f"telemetry.profile.start={timed + 1}", f"telemetry.profile.steps={job.traced}"] if job.traced else []
-    code = pretrain_gpt.main([str(path), *job.words, *trace])
+    code = exit_code(pretrain_gpt.main, [str(path), *job.words, *trace])
     directory = Path(config.runtime.runs_dir) / "ours"
     if code != 0:
         said = last_error(directory / "logs" / "attempt_00" / "rank_00000.log")

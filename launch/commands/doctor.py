@@ -5,12 +5,11 @@ import importlib
 import os
 from pathlib import Path
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, ExitCode
 from launch.commands.train import request
 from launch.start.command_line import CONFIG, CommandParser
 from launch.start.launcher import DEFAULT_CONFIG, Request, launch
 from launch.start.process.ending import run_rank
-from launch.start.process.failure import OUT_OF_LINE
 from launch.start.srun_task import is_rank
 
 NAME = "doctor"
@@ -23,8 +22,8 @@ EXAMPLES = f"""examples:
   torchrun --nnodes 2 --nproc-per-node 8 ... --module launch.cli doctor configs/llama3_8b.yaml
 
 Without a config: this node alone, in one process. With one: the ranks that training would start, on the nodes that it would
-take, under the same launchers and variables. Exit code 0: nothing is out of line (there may be warnings); {OUT_OF_LINE}: a node
-is; 2: the configuration is wrong; 1: a rank broke.
+take, under the same launchers and variables. Exit code 0: nothing is out of line (there may be warnings);
+{ExitCode.OUT_OF_LINE}: a node is; {ExitCode.MISTAKE}: the configuration is wrong; {ExitCode.BROKE}: a rank broke.
 """
 
 ONE_PROCESS = (
@@ -69,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     flags = () if args.json is None else (f"--json={args.json}",)
     if "RANK" in os.environ:
         run_rank(importlib.import_module(WORKER).main, [str(asked.config_path), *asked.overrides, *flags])
-    explained = (OUT_OF_LINE,)
+    explained = (ExitCode.OUT_OF_LINE,)
     return launch(
         Request(
             asked.config_path,

@@ -5,11 +5,11 @@ import os
 from dataclasses import replace
 from functools import partial
 
+from engine.errors import ExitCode
 from launch.start import hostfile
 from launch.start.command_line import CONFIG, CommandParser
 from launch.start.launcher import DEFAULT_CONFIG, FROM_SCRATCH, Request, launch
 from launch.start.preflight import look_before_training
-from launch.start.process.failure import DIVERGED
 
 NAME = "train"
 HELP = "Start a training run: on this machine, on this node of several, or as a task of srun."
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     if hostfile.is_asked_for(os.environ):
         flags = [FROM_SCRATCH] if args.from_scratch else []
         return hostfile.start(asked.config_path or DEFAULT_CONFIG, asked.overrides, flags, dry_run=args.dry_run)
-    asked = replace(asked, explained_codes=(DIVERGED,), trains=True)
+    asked = replace(asked, explained_codes=(ExitCode.DIVERGED,), trains=True)
     if args.from_scratch:
         asked = replace(asked, worker_flags=(FROM_SCRATCH,))
     asked = replace(asked, preflight=partial(look_before_training, from_scratch=args.from_scratch))

@@ -1,6 +1,5 @@
 """The rank of `triaxis doctor`: joins as for training, collects facts, measures; rank 0 reports."""
 
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,12 +9,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from engine.comm.runtime import RankEnvironment
 from engine.comm.topology import Topology
 from engine.config.load import to_yaml
 from engine.config.tree import Config
 from engine.device.gpus import GLOO, NCCL
-from engine.errors import TriaxisError
+from engine.errors import ExitCode
 from engine.numerics.precision import DTYPES
 from launch.doctor.facts import collect
 from launch.doctor.judge import judge, worst
@@ -33,10 +31,7 @@ from launch.doctor.plan import NODE_PATH_BYTES, data_files, folders, message_siz
 from launch.doctor.rates import are_equal, best
 from launch.doctor.records import Examination, Finding, Level, RankFacts, Size
 from launch.doctor.report import WIDTH, show, write_json
-from launch.rank.join import join, read_config
-from launch.start.process.ending import run_rank
-from launch.start.process.failure import INTERRUPTED, OUT_OF_LINE
-from launch.start.process.parent_death import end_with_parent
+from launch.rank.join import join_run
 
 JSON_FLAG = "--json="
 
@@ -46,26 +41,14 @@ MOST_MEASUREMENTS = 3
 
 def main(argv: Sequence[str]) -> int:
     """Run one rank of `[config.yaml, section.key=value ..., --json=FILE]`; every rank ends with the same exit code."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent()
-    environment = RankEnvironment.from_variables(os.environ)
-    try:
-        words = [word for word in argv if not word.startswith(JSON_FLAG)]
-        config = read_config(words, environment)
-        with join(config, environment) as rank:
-            seen = examine(rank.topology, config)
-            findings = judge(seen)
-            if rank.number == 0:
-                report(argv, rank.topology, seen, findings)
-            # Nobody leaves before rank 0 has said it: a launcher ends all ranks with the first one that ends with a code.
-            rank.topology.axis("world").agree([0.0], rank.topology.device, "doctor")
-    except TriaxisError as error:
-        if environment.rank == 0:
-            print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    return OUT_OF_LINE if worst(findings) is Level.FAIL else 0
+    with join_run([word for word in argv if not word.startswith(JSON_FLAG)]) as rank:
+        seen = examine(rank.topology, rank.config)
+        findings = judge(seen)
+        if rank.number == 0:
+            report(argv, rank.topology, seen, findings)
+        # No rank leaves before rank 0 has printed: a launcher ends all ranks with the first one that ends with a code.
+        rank.topology.axis("world").agree([0.0], rank.topology.device, "doctor")
+    return ExitCode.OUT_OF_LINE if worst(findings) is Level.FAIL else 0
 
 
 def report(argv: Sequence[str], topology: Topology, seen: Examination, findings: Sequence[Finding]) -> None:
@@ -132,7 +115,3 @@ def examine(
             break
     topology.ledger.reset()
     return seen
-
-
-if __name__ == "__main__":
-    run_rank(main, sys.argv[1:])

@@ -1,19 +1,15 @@
 """The rank of `triaxis traffic`: two training steps on random tokens; the second one's ledger beside the formulas."""
 
-import os
-import sys
 from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from engine.comm.runtime import RankEnvironment
 from engine.data.loader import Batches
 from engine.data.synthetic import SyntheticDataset
 from engine.train import build
-from launch.rank.join import Rank, join, read_config
-from launch.start.process.ending import run_rank
+from launch.rank.join import Rank, join_run
 from models.gpt.chunk import build_chunks
 from models.predict.traffic import Flow, Volume, expected_traffic, measured_traffic
 
@@ -22,9 +18,7 @@ Traffic = dict[Flow, Volume]
 
 def main(argv: Sequence[str]) -> int:
     """Run one rank; exit code 1 on every rank if any rank's ledger differs from what its config predicts."""
-    environment = RankEnvironment.from_variables(os.environ)
-    config = read_config(argv, environment)
-    with join(config, environment) as rank:
+    with join_run(argv) as rank:
         measured, expected = one_step(rank)
         world = rank.topology.axis("world")
         (num_differing,) = world.agree([float(measured != expected)], rank.topology.device, "traffic")
@@ -89,7 +83,3 @@ def show(console: Console, rank: Rank, measured: Traffic, expected: Traffic, num
     else:
         console.print(f"All {world_size} ranks called exactly what their formulas say.")
         console.print("Wire bytes are ring theory; a receive is counted by its sender.")
-
-
-if __name__ == "__main__":
-    run_rank(main, sys.argv[1:])

@@ -19,7 +19,6 @@ from engine.data.corpus.tokenizers import BytesTokenizer, Tokenizer, load_tokeni
 from engine.data.loader import Batches, MicroBatch
 from launch.inference.rank import run
 from launch.rank.join import Rank
-from launch.start.process.ending import run_rank
 from models.inference.evaluate import CorpusTokens, ListedTokens, Text, Windows, loss_of
 from models.inference.load import LoadedModel
 
@@ -163,7 +162,3 @@ def _steps(batches: Batches, num_steps: int, *, show: bool) -> Iterator[Sequence
     )
     for _ in numbers:
         yield batches.next_step()
-
-
-if __name__ == "__main__":
-    run_rank(main, sys.argv[1:])

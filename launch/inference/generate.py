@@ -14,7 +14,6 @@ from engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
 from launch.inference.rank import run
 from launch.inference.text_stream import UNKNOWN, TextStream
 from launch.rank.join import Rank
-from launch.start.process.ending import run_rank
 from models.inference.generate import Sampling, stream
 from models.inference.load import LoadedModel
 
@@ -133,7 +132,3 @@ def _record(
         "tokens_per_second": clock.tokens_per_second,
         **sampling,
     }
-
-
-if __name__ == "__main__":
-    run_rank(main, sys.argv[1:])

@@ -2,19 +2,11 @@
 
 import os
 
-from engine.errors import StorageError, TriaxisError
+from engine.errors import ExitCode, StorageError, TriaxisError
 from engine.run.directory import RunDirectory, run_name
 from engine.storage.state_files import explaining_storage
 from launch.rank.join import Rank
-from launch.start.process.failure import BROKE
-
-
-class RefusedError(Exception):
-    """The run directory cannot be used, and rank 0 says why; `code` is the exit code of all ranks."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(f"exit code {code}")
-        self.code = code
+from launch.start.process.failure import ExplainedError, code_of
 
 
 def open_directory(rank: Rank, stem: str, *, from_scratch: bool, is_first_start: bool) -> RunDirectory:
@@ -29,7 +21,7 @@ def open_directory(rank: Rank, stem: str, *, from_scratch: bool, is_first_start:
 
     Raises:
         TriaxisError: why rank 0 could not, on rank 0; on every rank, which of them cannot write their logs.
-        RefusedError: rank 0 could not, on the others.
+        ExplainedError: rank 0 could not, on the others.
     """
     config, world = rank.config, rank.topology.axis("world")
     name = run_name(config, stem, os.environ)
@@ -43,12 +35,12 @@ def open_directory(rank: Rank, stem: str, *, from_scratch: bool, is_first_start:
             directory = RunDirectory.create(config, config.runtime.runs_dir, name, from_scratch=starts_over)
             attempt, finished = float(directory.attempt), float(directory.finished is not None)
         except Exception as refused:  # also a bug of ours: the others must not wait for it
-            error, code = refused, float(refused.exit_code if isinstance(refused, TriaxisError) else BROKE)
+            error, code = refused, float(code_of(refused))
     attempt, finished, code = world.agree([attempt, finished, code], rank.topology.device, "run directory")
     if error is not None:
         raise error
     if code:
-        raise RefusedError(int(code))
+        raise ExplainedError(int(code))
     if directory is None:
         directory = RunDirectory.join(config.runtime.runs_dir, name, int(attempt))
         directory.finished = {} if finished else None
@@ -68,7 +60,7 @@ def begin_attempt(rank: Rank, directory: RunDirectory) -> None:
         try:
             directory.begin(rank.config)
         except StorageError as error:
-            problem, is_passing = str(error), error.exit_code == BROKE
+            problem, is_passing = str(error), error.exit_code == ExitCode.BROKE
     world = rank.topology.axis("world")
     text = world.announce(f"{'passing' if is_passing else 'lasting'} {problem}", rank.topology.device, "run directory")
     kind, _, problem = text.partition(" ")

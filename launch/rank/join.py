@@ -1,4 +1,4 @@
-"""One rank joins a run: config, process group, topology. Shared by everything that a launcher starts."""
+"""One rank joins a run: config, process group, topology. Shared by all workers that a launcher starts."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -13,6 +13,7 @@ from engine.config.plan import parallel_sizes
 from engine.config.tree import Config
 from engine.layout.rank_grid import RankGrid
 from launch.start.gpu_memory import read_devices
+from launch.start.process.parent_death import end_with_parent
 from models.predict.fit import memory_rule
 from models.predict.rank_memory import settled
 
@@ -54,6 +55,19 @@ def read_config(argv: Sequence[str], environment: RankEnvironment, *, trains: bo
     # What cannot fit is refused here, before anybody connects.
     settled(config, parallel_sizes(config, environment.world_size))
     return config
+
+
+@contextmanager
+def join_run(words: Sequence[str], *, trains: bool = False) -> Iterator[Rank]:
+    """Read the configuration of a worker from its words, and join its run; arguments and errors are those of `read_config`.
+
+    A rank that torchrun has started ends with its launcher.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
+    environment = RankEnvironment.from_variables(os.environ)
+    with join(read_config(words, environment, trains=trains), environment) as rank:
+        yield rank
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from typing import TextIO
 
 from engine.config.load import load_config
 from engine.config.tree import Config, problems
-from engine.errors import ConfigError, TopologyError, TriaxisError
+from engine.errors import ConfigError, ExitCode, TopologyError, TriaxisError
 from engine.run.directory import RunDirectory, run_name
 from launch.cli import command_module, command_parser
 from launch.commands.train import request
@@ -38,7 +38,7 @@ from launch.slurm.srun_report import StepReport
 from launch.start.gpu_memory import read_devices
 from launch.start.launcher import DEFAULT_CONFIG, FROM_SCRATCH
 from launch.start.preflight import look_before_training
-from launch.start.process.failure import BROKE, DIVERGED, INTERRUPTED, MISTAKE, OTHERS_END_SECONDS
+from launch.start.process.failure import OTHERS_END_SECONDS
 from launch.start.process.front import standard_streams
 from launch.start.process.lasting_output import lasting_output
 from launch.start.srun_task import LOOPBACK, tasks_per_node
@@ -46,7 +46,11 @@ from models.predict.fit import memory_rule
 
 DRY_RUN = "--dry-run"
 
-FINAL = {Outcome.MISTAKE: MISTAKE, Outcome.DIVERGED: DIVERGED, Outcome.INTERRUPTED: INTERRUPTED}
+FINAL = {
+    Outcome.MISTAKE: ExitCode.MISTAKE,
+    Outcome.DIVERGED: ExitCode.DIVERGED,
+    Outcome.INTERRUPTED: ExitCode.INTERRUPTED,
+}
 """Ends after which nobody starts the job again, and its exit codes."""
 
 LONGEST_END_SECONDS = 90.0
@@ -430,11 +434,11 @@ def _run(root: Path, script: str, words: Sequence[str]) -> int:
             f"again would end the same way. What went wrong stands above and in {directory.path}/logs/; is checkpoint.interval "
             "longer than a run lives?"
         )
-        return BROKE
+        return ExitCode.BROKE
     return (
         0
         if Again(job, script, words, name, starts_over=directory.is_starting_over).start(history.excluded)
-        else max(exit_code, BROKE)
+        else max(exit_code, ExitCode.BROKE)
     )
 
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from launch.start.process.failure import DIVERGED, INTERRUPTED, MISTAKE, REQUEUE
+from engine.errors import ExitCode
 
 _TASKS = re.compile(r"srun: error: (?P<nodes>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.+)")
 _EXITED = re.compile(r"Exited with exit code (\d+)")
@@ -50,20 +50,20 @@ class StepReport:
     @property
     def was_preempted(self) -> bool:
         """No rank ends with the requeue code before all have agreed and saved: one is enough."""
-        return REQUEUE in self.exit_codes.values()
+        return ExitCode.REQUEUE in self.exit_codes.values()
 
     @property
     def was_interrupted(self) -> bool:
-        return INTERRUPTED in self.exit_codes.values()
+        return ExitCode.INTERRUPTED in self.exit_codes.values()
 
     @property
     def was_mistaken(self) -> bool:
-        return MISTAKE in self.exit_codes.values()
+        return ExitCode.MISTAKE in self.exit_codes.values()
 
     @property
     def has_diverged(self) -> bool:
         """All ranks come to it after the same step: one is enough."""
-        return DIVERGED in self.exit_codes.values()
+        return ExitCode.DIVERGED in self.exit_codes.values()
 
     def read(self, line: str) -> None:
         """One line of srun's standard error; most of them say nothing about tasks."""

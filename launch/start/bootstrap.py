@@ -33,6 +33,7 @@ if str(Path(__file__).resolve().parents[2]) not in sys.path:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, before anything is installed
 
 from engine.device.nvidia_driver import FIRST_DRIVERS, Driver, is_hidden, read_driver
+from engine.errors import ExitCode
 
 MISSING = 3
 """Exit code of `--check` where requirements are missing; they are printed, one per line."""
@@ -342,7 +343,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(choose(checkout, args.extra, os.environ))
     except BootstrapError as error:
         _say(str(error))
-        return 2
+        return ExitCode.MISTAKE
     return 0
 
 

@@ -31,9 +31,8 @@ from engine.config.plan import BatchPlan, batch_plan, parallel_sizes
 from engine.config.tree import Config, problems
 from engine.data.corpus.indexed import bin_path, idx_path
 from engine.device.gpus import BACKEND_VARIABLE, DEVICE_VARIABLE, NCCL, find_gpus
-from engine.errors import ConfigError, TopologyError
+from engine.errors import ConfigError, ExitCode, TopologyError
 from engine.layout.rank_grid import ParallelSizes
-from engine.resilience.hang.watch import HUNG
 from engine.run.directory import run_name
 from launch.start.gpu_memory import read_devices
 from launch.start.import_path import import_variables
@@ -42,7 +41,6 @@ from launch.start.preflight import refuse_without_gpu
 from launch.start.process.ending import run_rank
 from launch.start.process.failure import (
     AFTER,
-    MISTAKE,
     OTHERS_END_SECONDS,
     RankFailure,
     describe,
@@ -281,17 +279,17 @@ def _run_torchrun(plan: Plan, arguments: Sequence[str], environment: Mapping[str
         if agreed:
             _show_cursor()
             return agreed[0]
-        if any(failure.exit_code == HUNG for failure in failures):
+        if any(failure.exit_code == ExitCode.HUNG for failure in failures):
             _show_cursor()
             print(describe_hang(failures, logs, started_seconds), file=sys.stderr)
-            return HUNG
+            return ExitCode.HUNG
         cause = first_cause(failures, logs, started_seconds)
         has_begun = rank_log(logs, cause.rank, started_seconds) is not None
         if signals.first is not None and (not has_begun or cause.exit_code in (-signals.first, -signal.SIGKILL)):
             return _stopped_by(signals.first)
         _show_cursor()
         # A user's mistake has been explained by rank 0; that a rank ended with it is no news.
-        if (cause.rank, cause.exit_code) != (0, MISTAKE):
+        if (cause.rank, cause.exit_code) != (0, ExitCode.MISTAKE):
             print(describe(cause, logs, started_seconds), file=sys.stderr)
         return cause.exit_code if cause.exit_code > 0 else 128 - cause.exit_code
     return 0

@@ -23,14 +23,14 @@ import yaml
 
 from engine.config.load import load_config
 from engine.config.tree import Config
-from engine.errors import ConfigError, TriaxisError
+from engine.errors import ConfigError, ExitCode, TriaxisError
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.run.directory import RunDirectory
 from engine.telemetry.record.events import read_events
 from engine.telemetry.record.jsonl import read_records
 from engine.telemetry.timing.time_split import PARTS
 from launch.start.launcher import Plan, Request, launch, make_plan
-from launch.start.process.failure import AFTER, DIVERGED, INTERRUPTED
+from launch.start.process.failure import AFTER
 from launch.verify.run import without_layout_variables
 from models.predict.rank_memory import predicted_memory
 
@@ -40,7 +40,7 @@ LEAST_STEPS = 3
 WARM_UP_SHARE = 4
 """One step in so many, from the first on, is left out of the speeds."""
 
-STOPPED = frozenset({INTERRUPTED, *AFTER.values(), 128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP})
+STOPPED = frozenset({*AFTER.values(), 128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP})
 """Exit codes of a run that somebody stopped: no further layout is tried."""
 
 _ERROR = re.compile(r"^\s*(?:\| )?\s*(?:error: |torch\.\w*OutOfMemoryError: )(.+)$", re.MULTILINE)
@@ -164,7 +164,7 @@ def try_layout(config_path: Path, label: str, log: Path) -> Measured | Failed:
         label: of the layout, should it fail.
         log: file that the run's output goes to.
     """
-    request = Request(config_path, (), explained_codes=(DIVERGED,))
+    request = Request(config_path, (), explained_codes=(ExitCode.DIVERGED,))
     with without_layout_variables():
         try:
             plan = make_plan(request, os.environ)

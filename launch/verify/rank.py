@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import sys
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,16 +11,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from engine.comm.runtime import RankEnvironment
 from engine.comm.topology import Topology
 from engine.config.tree import Config
 from engine.data.loader import Batches, MicroBatch
-from engine.errors import TriaxisError
 from engine.numerics.precision import DTYPES
 from engine.train import build
 from launch.inference.request import read_job
-from launch.rank.join import join, read_config
-from launch.start.process.ending import run_rank
+from launch.rank.join import join_run
 from launch.verify.measure import (
     Comparing,
     Writing,
@@ -51,24 +46,16 @@ REFERENCE_SITES = "reference.sites.safetensors"
 
 def main(argv: Sequence[str]) -> int:
     """Run one rank of what `launch/verify/run.py` asks for."""
-    environment = RankEnvironment.from_variables(os.environ)
-    try:
-        config = read_config(argv, environment)
-        job = read_job(argv)
-        with join(config, environment) as rank:
-            folder, sites = Path(job["folder"]), job["sites"]
-            observe(
-                rank.topology,
-                config,
-                folder,
-                is_reference=job["is_reference"],
-                sites=sites,
-                noise_of=job.get("noise_of"),
-            )
-    except TriaxisError as error:
-        if environment.rank == 0:
-            print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    job = read_job(argv)
+    with join_run(argv) as rank:
+        observe(
+            rank.topology,
+            rank.config,
+            Path(job["folder"]),
+            is_reference=job["is_reference"],
+            sites=job["sites"],
+            noise_of=job.get("noise_of"),
+        )
     return 0
 
 
@@ -173,7 +160,3 @@ def _sites(
                 parts.append(deviation(wanted, got))
             reports.append(SiteReport(site_order(site, config.model.num_layers), site, together(parts)))
     return reports
-
-
-if __name__ == "__main__":
-    run_rank(main, sys.argv[1:])

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from engine.comm.runtime import Runtime
 from engine.config.load import ENVIRONMENT
 from launch.start.launcher import Request, make_plan
+from launch.start.process.ending import exit_code
 from tests.harness import run_ranks
 
 
@@ -47,5 +48,5 @@ def work(rank: int, module: str, words: list[str]) -> tuple[int, str, str]:
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
     launch.rank.join.start = lambda environment, config: Runtime(environment, torch.device("cpu"))
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
-        code = importlib.import_module(module).main(words)
+        code = exit_code(importlib.import_module(module).main, words)
     return code, out.getvalue(), err.getvalue()

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from engine.checkpoint.writer import RETRY_PAUSES_SECONDS
 from engine.data.skipped import SkippedRanges
-from engine.resilience.hang.watch import HUNG, SLOWER
+from engine.errors import ExitCode
+from engine.resilience.hang.watch import SLOWER
 from engine.telemetry.timing.slow_ranks import IN_A_ROW
 from tests.soak.faults import Fault, Kind
 from tests.soak.scene import (
@@ -30,7 +31,7 @@ from tests.soak.scene import (
 )
 
 BROKE, REPLICAS_DIFFER, PREEMPTED, KILLED_RANK, KILLED = 1, 5, 75, 128 + 9, -9
-"""How a launcher ends (docs/resilience.md, launch/start/process/failure.py); the last is that of one that was killed."""
+"""How a launcher ends (docs/resilience.md, engine/errors.py); the last is that of one that was killed."""
 
 _WAITS = re.compile(r"rank (\d+) \([^)]*\) waits .*?\branks? (\d+(?:, \d+)*)")
 _BETWEEN = re.compile(r"is between node 0 \(ranks 0, 1\) and node 1 \(ranks 2, 3\)")
@@ -131,9 +132,9 @@ def expected_of(fault: Fault, settings: Settings, *, in_background: bool, slowes
         case Kind.KILL_NODE:
             return Expected(None, (f"[{address(host)}]",), on_host(KILLED, BROKE), hang, lost)
         case Kind.STOP_RANK:
-            return Expected(rank, ("does not answer",), (HUNG,) * NUM_HOSTS, hang, lost)
+            return Expected(rank, ("does not answer",), (ExitCode.HUNG,) * NUM_HOSTS, hang, lost)
         case Kind.CUT_LINK:
-            return Expected(None, ("the run hangs",), (HUNG,) * NUM_HOSTS, hang, lost)
+            return Expected(None, ("the run hangs",), (ExitCode.HUNG,) * NUM_HOSTS, hang, lost)
         case Kind.PREEMPT:
             bound = Bound(KILL_WAIT_SECONDS, "s", "SLURM's KillWait")
             words = (f"rank {fault.rank}: {fault.signal.name}", "preempted")

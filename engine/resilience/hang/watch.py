@@ -7,7 +7,7 @@
                   them
     reporter      the lowest rank that wrote: puts all of it in words (`report.py`): report.json, events, its own output
     end           deputies kill the silent ranks of their nodes (a stopped process hears no other signal), all others leave with
-                  HUNG
+                  `ExitCode.HUNG`
 
 A rank that goes on meanwhile takes its words back: it was slow and no more. All of it is done by threads that need nothing from
 torch or the other ranks but the run directory, so it works while the main thread stands in a collective.
@@ -30,15 +30,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.errors import ExitCode
 from engine.resilience.hang.heartbeat import Beat, Heartbeat, started_at
 from engine.resilience.hang.report import LastWords, Report, Scene
 from engine.run.phases import Phase
 from engine.storage.files import write_atomically
 from engine.storage.redaction import without_secrets
 from engine.storage.state_files import read_object
-
-HUNG = 4
-"""Exit code of a rank that ends because the job hangs."""
 
 REPORT = "report.json"
 ANSWERS, SILENT = "answers", "silent"
@@ -192,7 +190,7 @@ class HangWatch:
                     print(
                         f"rank {self._rank}: the run hangs, and nothing can be written down: {error}", file=sys.stderr
                     )
-                    self._leave(HUNG)
+                    self._leave(ExitCode.HUNG)
                 # It went on after all.
                 still_limit.went_on(beat.begun, still_seconds)
                 last, still_seconds = self._heartbeat.read(), 0.0
@@ -234,7 +232,7 @@ class HangWatch:
         self._heartbeat.close()
         sys.stdout.flush()
         sys.stderr.flush()
-        self._leave(HUNG)
+        self._leave(ExitCode.HUNG)
 
     def _report(self) -> None:
         num_ranks = self._scene.grid.world_size

@@ -1,6 +1,6 @@
 """The end of a rank's process: its output is flushed and it leaves with its own exit code, within seconds (no torch here).
 
-    run_rank      runs the rank's `main`, then ends the process
+    run_rank      runs the `main` of any worker, prints its error, and ends the process with its exit code
     WayOut        bounds what is closed after a failure: GRACE_SECONDS in all
     end           flushes and leaves
 
@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from typing import NoReturn, Self
 
 from engine.errors import TriaxisError
-from launch.start.process.failure import code_of
+from launch.start.process.failure import ExplainedError, code_of
 from launch.start.process.front import standard_streams
 from launch.start.process.lasting_output import lasting_output
 
@@ -27,18 +27,38 @@ GRACE_SECONDS = 20.0
 """What closing may take after a failure: a profiler and a checkpoint's copies wait for the device, which may never finish."""
 
 
-def run_rank(main: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> NoReturn:
-    """End this process with the exit code of `main(arguments)`; an exception is printed and ends it with `code_of` it."""
+Main = Callable[[Sequence[str]], int]
+"""The `main` of a worker, which is the module that each rank runs: from words to an exit code."""
+
+
+def run_rank(main: Main, arguments: Sequence[str]) -> NoReturn:
+    """End this process with the exit code of `main(arguments)`."""
     with standard_streams(), lasting_output():
-        try:
-            code = main(arguments)
-        except TriaxisError as error:
-            print(f"error: {error}", file=sys.stderr)
-            code = code_of(error)
-        except (Exception, KeyboardInterrupt) as error:
-            traceback.print_exc()
-            code = code_of(error)
-        end(code)
+        end(exit_code(main, arguments))
+
+
+def exit_code(main: Main, arguments: Sequence[str]) -> int:
+    """Run `main(arguments)` and return its exit code; print the exception that ends it.
+
+    A user's mistake is the same on all ranks, so that rank 0 prints it for all; Ctrl-C is explained by the launcher.
+    """
+    try:
+        return main(arguments)
+    except (Exception, KeyboardInterrupt) as error:
+        speaks = not isinstance(error, TriaxisError) or os.environ.get("RANK", "0") == "0"
+        if speaks and not isinstance(error, ExplainedError | KeyboardInterrupt):
+            print_error(error)
+        return code_of(error)
+
+
+def print_error(error: BaseException) -> None:
+    """Print an error made for users in its own words, Ctrl-C as one, and a bug of ours with its traceback."""
+    if isinstance(error, TriaxisError):
+        print(f"error: {error}", file=sys.stderr)
+    elif isinstance(error, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
 
 
 class WayOut:

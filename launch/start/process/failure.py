@@ -1,15 +1,4 @@
-"""How a run may end (exit codes), which rank ended it, and what that one wrote last (no torch here).
-
-    0      the last step is made, or the run was finished already
-    1      something broke: starting again goes on from the newest checkpoint
-    2      a mistake in what was typed or configured: starting again would end the same way
-    3      `triaxis doctor` found a node that is out of line
-    4      the run hung: the report says who waits for whom; starting again goes on from the newest checkpoint
-    5      ranks that must hold the same weights do not: a machine is broken; starting again on the same nodes may end the same way
-    6      the numbers went wrong on all ranks (not finite, a loss that jumps): starting again would end the same way
-    75     the requeue code: preempted, saved, to be started again
-    130    a person's Ctrl-C: saved
-    128+n  ended by signal n before or after training, or killed
+"""The rank that ended a run, and the end of its log (no torch here).
 
 When one rank dies, torchrun ends the others, and those that were talking to it fail by themselves a moment later. The
 first cause is a rank that torchrun did not end, that was seen dead first (whole seconds), and whose log stopped first.
@@ -21,20 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.comm.stop import Stop
-from engine.errors import DivergenceError, TriaxisError
+from engine.errors import ExitCode, TriaxisError
 from engine.resilience.hang.watch import hang_report
 from launch.start.process.named_causes import named_causes
 
-BROKE = 1
-MISTAKE = TriaxisError.exit_code
-OUT_OF_LINE = 3
-DIVERGED = DivergenceError.exit_code
-"""All ranks end with it after the same step, and rank 0 has said why: no rank has failed."""
-REQUEUE = 75
-"""`EX_TEMPFAIL` of sysexits.h: try again later. No rank ends with it before all have agreed and the state is on the disk."""
-INTERRUPTED = 130
-
-AFTER = {Stop.PREEMPTED: REQUEUE, Stop.INTERRUPTED: INTERRUPTED}
+AFTER = {Stop.PREEMPTED: ExitCode.REQUEUE, Stop.INTERRUPTED: ExitCode.INTERRUPTED}
 """How a run ends that all ranks have agreed to stop."""
 
 OTHERS_END_SECONDS = 10
@@ -45,11 +25,22 @@ LAST_BYTES = 64 * 1024
 """As much of a log is read; a long run's log is large."""
 
 
+class ExplainedError(Exception):
+    """A failure that has been printed, here or by another rank; `exit_code` is left to end with.
+
+    It leaves `join` as an exception, so that no group is closed after it.
+    """
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(f"exit code {exit_code}")
+        self.exit_code = exit_code
+
+
 def code_of(error: BaseException) -> int:
-    """Exit code of a rank that an exception ends."""
-    if isinstance(error, TriaxisError):
+    """Return the exit code of a rank that an exception ends."""
+    if isinstance(error, TriaxisError | ExplainedError):
         return error.exit_code
-    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else BROKE
+    return ExitCode.INTERRUPTED if isinstance(error, KeyboardInterrupt) else ExitCode.BROKE
 
 
 @dataclass(frozen=True, slots=True)

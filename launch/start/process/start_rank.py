@@ -22,7 +22,9 @@ def main(arguments: Sequence[str]) -> NoReturn:
         # Threads of a library that is half imported may wait for ever in an ordinary exit.
         import os
 
-        os._exit(130)
+        from engine.errors import ExitCode
+
+        os._exit(ExitCode.INTERRUPTED)
     run_rank(worker, arguments[1:])
 
 

@@ -21,7 +21,6 @@ from engine.config.load import load_config
 from engine.config.optimizer_kinds import OPTIMIZERS
 from engine.config.tree import Config
 from engine.data.loader import MicroBatch
-from engine.errors import TriaxisError
 from engine.layout.shard_spec import ParamRecord, ParamSpec, localize
 from engine.numerics.precision import DTYPES
 from launch.inference.request import read_job
@@ -40,13 +39,8 @@ from models.specs import model_specs
 def main(argv: Sequence[str]) -> int:
     """Run what `launch/verify/oracle.py` asks for."""
     end_with_parent()
-    try:
-        config = load_config(argv[0])
-        job = read_job(argv)
-        run(job["oracle"], config, Path(job["folder"]))
-    except TriaxisError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    job = read_job(argv)
+    run(job["oracle"], load_config(argv[0]), Path(job["folder"]))
     return 0
 
 

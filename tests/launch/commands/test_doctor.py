@@ -13,7 +13,7 @@ from rich.console import Console
 
 from engine.config.load import load_config
 from engine.config.tree import Config
-from engine.errors import ConfigError
+from engine.errors import ConfigError, ExitCode
 from engine.layout.partition import partition
 from engine.layout.rank_grid import Coordinates, ParallelSizes, RankGrid
 from launch.cli import command_module, command_parser
@@ -22,7 +22,6 @@ from launch.doctor.judge import judge
 from launch.doctor.plan import AXES, data_files, folders, message_sizes, needs
 from launch.doctor.records import Clock, Examination, GroupRate, Needs, NetworkFacts, RankFacts, RootFacts
 from launch.doctor.report import show, write_json
-from launch.start.process.failure import OUT_OF_LINE
 from models.predict.traffic import expected_traffic, wire_bytes
 from models.specs import model_specs
 from tests import netns
@@ -163,7 +162,7 @@ def findings_in(path: Path) -> dict[str, dict[str, str]]:
 def test_what_is_out_of_line_is_the_exit_code_and_no_failure_of_a_rank(tmp_path: Path) -> None:
     """The corpus of the config is not there."""
     ended = run(tmp_path, *TRIAXIS, "doctor", *SMALL, "--json", "doctor.json")
-    assert ended.exit_code == OUT_OF_LINE, ended
+    assert ended.exit_code == ExitCode.OUT_OF_LINE, ended
     assert "FAIL data" in ended.out
     assert "ended with exit code" not in ended.err
     found = findings_in(tmp_path / "doctor.json")
@@ -221,7 +220,7 @@ def test_under_srun_the_node_that_is_out_of_line_is_named(tmp_path: Path) -> Non
             text=True,
             timeout=300,
         )
-        assert ended.returncode == OUT_OF_LINE, (ended.stdout, ended.stderr, slurm.logs())
+        assert ended.returncode == ExitCode.OUT_OF_LINE, (ended.stdout, ended.stderr, slurm.logs())
     tree = json.loads((tmp_path / "doctor.json").read_text())
     assert [one["host"] for one in tree["ranks"]] == ["node1", "node1", "node2", "node2"]
     found = {one["check"]: one for one in tree["findings"]}

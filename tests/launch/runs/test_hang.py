@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from engine.errors import ExitCode
 from engine.resilience.hang.heartbeat import folders_of
-from engine.resilience.hang.watch import HUNG, HangLimits, hang_report
+from engine.resilience.hang.watch import HangLimits, hang_report
 from tests.launch.command_line import PRETRAIN, ROOT, ended, events, ranks_of, started, wait_for_steps, wait_until_gone
 
 pytestmark = pytest.mark.distributed
@@ -37,7 +38,7 @@ def test_a_stopped_rank_is_named_and_the_job_ends(tmp_path: Path) -> None:
         said = ended(launcher, within_seconds=60.0)
         took_seconds = time.monotonic() - stopped_seconds
         assert wait_until_gone(list(ranks.values()), within_seconds=5.0) == [], "a stopped process hears SIGKILL alone"
-    assert said.exit_code == HUNG
+    assert said.exit_code == ExitCode.HUNG
     assert took_seconds < HangLimits.after(HANG_SECONDS, 600.0).end_seconds + 20.0, "torchrun's own end is in it"
 
     report = hang_report(run / "hangs" / "attempt_00")

@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import TopologyError, TriaxisError
-from engine.resilience.hang.watch import HUNG
+from engine.errors import ExitCode, TopologyError, TriaxisError
 from launch.slurm.history import History, Outcome
 from launch.slurm.job import Again, Job, Step, is_out_of_time, judge, main, step_variables, step_words, submit_words
 from launch.slurm.srun_report import StepReport
-from launch.start.process.failure import DIVERGED, MISTAKE
 from tests.launch.command_line import OTHER_LAUNCHERS, OTHER_RUNS
 
 TINY = Path(__file__).resolve().parents[3] / "configs" / "gpt_tiny.yaml"
@@ -322,9 +320,9 @@ def handlers() -> Iterator[None]:
     ("code", "outcome", "exit_code", "is_requeued"),
     [
         (1, Outcome.FAILED, 0, True),
-        (MISTAKE, Outcome.MISTAKE, MISTAKE, False),
-        (HUNG, Outcome.FAILED, 0, True),
-        (DIVERGED, Outcome.DIVERGED, DIVERGED, False),
+        (ExitCode.MISTAKE, Outcome.MISTAKE, ExitCode.MISTAKE, False),
+        (ExitCode.HUNG, Outcome.FAILED, 0, True),
+        (ExitCode.DIVERGED, Outcome.DIVERGED, ExitCode.DIVERGED, False),
     ],
 )
 @pytest.mark.usefixtures("handlers")

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from engine.comm import runtime
 from engine.comm.collectives import Event, Ledger
-from engine.errors import NoRoomError, TriaxisError
+from engine.errors import ExitCode, NoRoomError, TriaxisError
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.pipeline import schedules
 from engine.pipeline.actions import Action
@@ -26,7 +26,6 @@ from engine.pipeline.lowering import Post
 from engine.resilience.hang.heartbeat import NO_PEER, SIZE, Heartbeat, file_of, folders_of, read_beat
 from engine.resilience.hang.report import Scene
 from engine.resilience.hang.watch import (
-    HUNG,
     REPORT,
     HangLimits,
     HangWatch,
@@ -285,7 +284,7 @@ def test_a_lone_rank_that_stands_still_says_so_and_leaves(heartbeat: Heartbeat, 
     watch.start()
     assert left.wait(30.0)
     text, code = told
-    assert code == HUNG and text.startswith("the run hangs in step 1: nothing has moved for 0 seconds.")
+    assert code == ExitCode.HUNG and text.startswith("the run hangs in step 1: nothing has moved for 0 seconds.")
     assert "rank 0 (pp 0, dp 0, tp 0) is reading the data of step 1" in text
     report = hang_report(tmp_path / "hang")
     assert report is not None and (report["reporter"], report["text"]) == (0, text)
@@ -367,7 +366,7 @@ def test_one_rank_of_a_node_lists_the_words_of_all(tmp_path: Path, monkeypatch: 
     ranks = watch._ranks
     monkeypatch.setattr(watch, "_ranks", lambda kind: (listings.append(kind), ranks(kind))[1])
     watch._hangs(heartbeat.read(), 1.0)
-    assert listings == ["answers"] and left == [HUNG]
+    assert listings == ["answers"] and left == [ExitCode.HUNG]
     assert not (folder / "rank_00002.silent.json").exists(), "its deputy is rank 0"
 
 

@@ -4,12 +4,13 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 
 import pytest
 
-from engine.errors import CheckpointError, ConfigError, DivergenceError
-from launch.start.process.ending import WayOut
-from launch.start.process.failure import code_of
+from engine.errors import CheckpointError, ConfigError, DivergenceError, ExitCode, TopologyError
+from launch.start.process.ending import Main, WayOut, exit_code
+from launch.start.process.failure import ExplainedError, code_of
 
 STUCK_RANK = """
 import sys, threading
@@ -31,14 +32,14 @@ run_rank(main, sys.argv[1:])
         ("return 3", 3, ""),
         ("raise OutOfMemoryError('rank 3 is out of memory')", 2, "error: rank 3 is out of memory\n"),
         ("raise RuntimeError('a bug')", 1, "RuntimeError: a bug\n"),
-        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt\n"),
+        ("raise KeyboardInterrupt", 130, ""),
     ],
 )
 def test_a_rank_ends_with_its_own_code_although_a_thread_never_ends(ending: str, code: int, words: str) -> None:
     command = [sys.executable, "-c", STUCK_RANK.format(ending=ending)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert (ended.returncode, ended.stdout) == (code, "half a line")
-    assert ended.stderr.endswith(words) and ("Traceback" in ended.stderr) == (code in (1, 130))
+    assert ended.stderr.endswith(words) and ("Traceback" in ended.stderr) == (code == 1)
 
 
 def test_output_that_nobody_reads_changes_no_exit_code() -> None:
@@ -53,6 +54,25 @@ def test_output_that_nobody_reads_changes_no_exit_code() -> None:
 def test_each_error_has_the_code_that_its_class_says() -> None:
     errors = [ConfigError(["a"]), DivergenceError("b"), ValueError("c"), KeyboardInterrupt()]
     assert [code_of(error) for error in errors] == [2, 6, 1, 130]
+
+
+def test_a_mistake_is_printed_once_and_a_failure_that_was_explained_not_at_all(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raising(error: BaseException) -> Main:
+        def main(words: Sequence[str]) -> int:
+            raise error
+
+        return main
+
+    for rank, printed in ((0, "error: a rank too many\n"), (1, "")):
+        monkeypatch.setenv("RANK", str(rank))
+        assert exit_code(raising(TopologyError("a rank too many")), []) == ExitCode.MISTAKE
+        assert capsys.readouterr().err == printed
+        assert exit_code(raising(ExplainedError(ExitCode.DIVERGED)), []) == ExitCode.DIVERGED
+        assert capsys.readouterr().err == ""
+        assert exit_code(raising(ValueError("a bug")), []) == ExitCode.BROKE
+        assert capsys.readouterr().err.endswith("ValueError: a bug\n")
 
 
 def ends_with(error: BaseException, closing_seconds: float, agreed: tuple[type[BaseException], ...] = ()) -> list[int]:

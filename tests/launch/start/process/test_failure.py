@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.resilience.hang.watch import HUNG, REPORT
+from engine.errors import ExitCode
+from engine.resilience.hang.watch import REPORT
 from launch.start.process.failure import LAST_LINES, RankFailure, describe, describe_hang, first_cause, rank_log
 
 START_SECONDS = 1_000_000.0
@@ -77,7 +78,7 @@ def test_every_launcher_says_why_the_run_hangs_once(reporter, ranks_here, is_sai
     report = tmp_path / "hangs" / "attempt_00" / REPORT
     report.parent.mkdir(parents=True)
     report.write_text(json.dumps({"reporter": reporter, "text": "rank 2 waits for rank 0"}))
-    failures = [failure(rank, HUNG) for rank in ranks_here]
+    failures = [failure(rank, ExitCode.HUNG) for rank in ranks_here]
     said = describe_hang(failures, tmp_path / "logs", START_SECONDS)
     assert said == ("rank 2 waits for rank 0" if is_said else "")
 
