@@ -13,8 +13,9 @@ telemetry at once:
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 from engine.checkpoint.environment import describe_layout
@@ -42,7 +43,7 @@ from launch.rank.batches import open_batches
 from launch.rank.directory import begin_attempt, open_directory
 from launch.rank.hang_watch import open_hang_watch
 from launch.rank.join import Rank, join_run
-from launch.rank.memory_snapshot import MemorySnapshot, open_memory_snapshot
+from launch.rank.memory_snapshot import open_memory_snapshot
 from launch.rank.out_of_memory import explaining_memory
 from launch.rank.sample_text import write_sample
 from launch.rank.step_times import finish_step_times, open_memory_check, open_slow_ranks, open_step_times
@@ -52,7 +53,6 @@ from launch.start.preflight import refuse_without_gpu
 from launch.start.process.ending import WayOut, print_error, run_rank
 from launch.start.process.failure import AFTER, ExplainedError, code_of
 from models.gpt.chunk import build_chunks
-from models.predict.rank_memory import settled
 from models.specs import model_specs
 
 
@@ -93,13 +93,12 @@ def _train(rank: Rank, directory: RunDirectory, streams: Streams, way_out: WayOu
     datasets = open_datasets(
         config.data, config.model.seq_length, config.train.seed, vocab_size=config.model.vocab_size
     )
-    snapshot = open_memory_snapshot(rank, directory)
-    with way_out.bounded(), explaining_memory(config, topology, snapshot=snapshot):
-        engine = build(config, topology, build_chunks)
+    explaining = partial(explaining_memory, config, topology, open_memory_snapshot(rank, directory))
+    with way_out.bounded(), explaining():
+        engine = build(rank.resolved, topology, build_chunks)
     described = describe(engine)
-    chosen = settled(config, topology.sizes)
     meter = Meter(
-        chosen,
+        rank.resolved,
         engine.plan,
         layers_per_chunk=described.layers_per_chunk,
         world_size=topology.grid.world_size,
@@ -126,7 +125,7 @@ def _train(rank: Rank, directory: RunDirectory, streams: Streams, way_out: WayOu
                 described.kernels,
                 predicted_memory(engine),
                 counted,
-                recompute=chosen.recompute,
+                recompute=rank.resolved.recompute,
             )
             show_start(telemetry.report, directory, meter, start)
         data = {"samples": datasets.fingerprint}
@@ -154,7 +153,7 @@ def _train(rank: Rank, directory: RunDirectory, streams: Streams, way_out: WayOu
         with closing(CheckpointSaver(engine, directory.checkpoints(config), facts, notices)) as checkpoints:
             stop.listen()
             stopped = _train_and_report(
-                engine, datasets, beginning, facts, checkpoints, directory, telemetry, meter, stop, snapshot, way_out
+                engine, datasets, beginning, facts, checkpoints, directory, telemetry, meter, stop, explaining, way_out
             )
     except CheckpointError as error:
         telemetry.event("failed", error=f"CheckpointError: {error}")
@@ -186,7 +185,7 @@ def _train_and_report(
     telemetry: Telemetry,
     meter: Meter,
     stop: StopRequest,
-    snapshot: MemorySnapshot | None,
+    explaining: Callable[[Engine], AbstractContextManager[None]],
     way_out: WayOut,
 ) -> Stop | None:
     config, history = engine.config, facts.history
@@ -219,7 +218,7 @@ def _train_and_report(
     started_seconds = time.monotonic()
     hang_watch.start()
     try:
-        with way_out.bounded(agreed=(CheckpointError,)), explaining_memory(config, engine.topology, engine, snapshot):
+        with way_out.bounded(agreed=(CheckpointError,)), explaining(engine):
             validation = None if valid is None else lambda: open_batches(engine, valid)
             run = TrainingRun(engine, open_training, validation, observer, checkpoints, stop, guard, rollback)
             state = beginning.state

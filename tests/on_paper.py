@@ -1,7 +1,7 @@
 """A training run in which one process is one rank of thousands: torch's fake backend, everything else as it is.
 
     launch.pretrain_gpt.main     config, run directory, engine, telemetry, heartbeat, hang watch, steps, end
-      join                       a fake default group over a store that counts; a real `Topology`
+      start                      a fake default group over a store that counts; a real `Topology`
       what rank 0 would say      there is no checkpoint: begin with initial weights
 
 Collectives return at once and leave this rank's own values, so numbers are wrong and calls, files and requests are right.
@@ -23,12 +23,9 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers
 from engine.checkpoint import resume
 from engine.comm.collectives import Axis, Event, Ledger, Message
 from engine.comm.runtime import RankEnvironment, Runtime
-from engine.comm.topology import Topology
-from engine.config.plan import parallel_sizes
-from engine.config.tree import Config
-from engine.layout.rank_grid import RankGrid
+from engine.config.run import RuntimeConfig
 from launch import pretrain_gpt
-from launch.rank.join import Rank
+from launch.rank import join
 from tests.counting_store import CountingStore
 
 RANKS_PER_NODE = 8
@@ -74,18 +71,11 @@ def run_on_paper(config: Path, overrides: Sequence[str], rank: int, world_size: 
     """Run all of a training run as one rank; its log goes where a rank's log goes."""
     seen = Seen()
 
-    @contextmanager
-    def join(config: Config, environment: RankEnvironment) -> Iterator[Rank]:
+    def start(environment: RankEnvironment, config: RuntimeConfig) -> Runtime:
         dist.init_process_group(
             "fake", rank=rank, world_size=world_size, store=CountingStore(dist.HashStore(), seen.requests)
         )
-        grid = RankGrid(parallel_sizes(config, world_size), RANKS_PER_NODE)
-        topology = Topology(grid, rank, torch.device("cpu"), kv_heads=config.model.kv_heads)
-        try:
-            yield Rank(config, Runtime(environment, topology.device), topology)
-        finally:
-            topology.close()
-            dist.destroy_process_group()
+        return Runtime(environment, torch.device("cpu"))
 
     post, new_group = Ledger.post, dist.new_group
 
@@ -115,7 +105,7 @@ def run_on_paper(config: Path, overrides: Sequence[str], rank: int, world_size: 
     }
     with (
         patch.dict("os.environ", {name: str(value) for name, value in variables.items()}),
-        patch.object(pretrain_gpt, "join", join),
+        patch.object(join, "start", start),
         patch.object(resume, "_rank_0_decides", lambda engine, decide: None),
         patch.object(Axis, "exchange", exchange_zeros),
         patch.object(Ledger, "post", post_and_note),

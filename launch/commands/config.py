@@ -24,7 +24,7 @@ from engine.storage.json_text import parse_json
 from launch.start.command_line import CONFIG, CommandParser, add_ignore, add_world_size, check_counts
 from models.interop.huggingface.config import FAMILIES, from_hugging_face, passed_over_notes
 from models.predict.fit import Devices, memory_line, memory_rule, uses_gpu, uses_nccl
-from models.predict.rank_memory import GB, predict, settled
+from models.predict.rank_memory import GB, predict, resolve_recompute
 from models.specs import model_specs
 
 NAME = "config"
@@ -151,13 +151,14 @@ def _derived(
     lines.append(("layout", f"{sizes}: {ranks}{nodes}"))
     lines.append(("batch", str(batch_plan(config, sizes.dp))))
     _check_programs(config, sizes)
-    chosen = settled(config, sizes).recompute
+    resolved = resolve_recompute(config, sizes)
+    chosen = resolved.recompute
     if config.recompute.is_any:
         lines.append(("recompute", str(chosen)))
     if parallel.cuts_sequence and chosen.gathered_inputs == "keep":
         lines.append(("gathered", "inputs of column-parallel layers are kept for the backward"))
     most = devices.memory_bytes if devices is not None and uses_gpu(config) else None
-    lines.append(("memory", memory_line(predict(config, sizes, nccl=uses_nccl(config)), most)))
+    lines.append(("memory", memory_line(predict(resolved, sizes, nccl=uses_nccl(config)), most)))
     return lines
 
 

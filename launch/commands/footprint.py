@@ -94,11 +94,11 @@ def run(args: argparse.Namespace) -> int:
     # torch is imported where it is needed: `--help` and mistakes are answered at once.
     from launch.footprint.run import Footprints
     from models.gpt.chunk import build_chunks
-    from models.predict.rank_memory import settled
+    from models.predict.rank_memory import resolve_recompute
 
     begin = time.monotonic()
     footprints = Footprints(config, build_chunks, full=args.full)
-    config = settled(config, footprints.sizes)
+    config = resolve_recompute(config, footprints.sizes)
     console = Console(highlight=False, soft_wrap=True)
     tree: dict[str, object] = {"layout": str(footprints.sizes)}
     if args.replay:

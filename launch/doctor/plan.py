@@ -10,7 +10,7 @@ from engine.data.corpus.indexed import bin_path, idx_path
 from engine.layout.rank_grid import Coordinates, ParallelSizes
 from launch.doctor.records import Needs, Size
 from models.predict.activation_memory import accumulation_bytes
-from models.predict.rank_memory import settled
+from models.predict.rank_memory import resolve_recompute
 from models.predict.traffic import BYTES_PER_ELEMENT, expected_traffic
 from models.specs import model_specs
 
@@ -29,7 +29,7 @@ def message_sizes(config: Config, sizes: ParallelSizes) -> list[Size]:
 
     All ranks get the same list.
     """
-    config = settled(config, sizes)
+    config = resolve_recompute(config, sizes)
     stages = stages_of(config)
     largest: dict[tuple[str, str], Size] = {}
     most: dict[tuple[str, str], int] = {}

@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
 
 def one_step(rank: Rank) -> tuple[Traffic, Traffic]:
     """(measured, expected) traffic of this rank in a training step."""
-    config, topology = rank.config, rank.topology
+    config, topology = rank.resolved, rank.topology
     engine = build(config, topology, build_chunks)
     batches = Batches(
         SyntheticDataset(config.train.seed, config.model.vocab_size, config.model.seq_length),

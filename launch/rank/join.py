@@ -15,14 +15,20 @@ from engine.layout.rank_grid import RankGrid
 from launch.start.gpu_memory import read_devices
 from launch.start.process.parent_death import end_with_parent
 from models.predict.fit import memory_rule
-from models.predict.rank_memory import settled
+from models.predict.rank_memory import resolve_recompute
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One rank of a run, connected."""
+    """One rank of a run, connected.
+
+    Attributes:
+        config: as it was read.
+        resolved: `config` without an `auto` of recomputation; engines are built from it.
+    """
 
     config: Config
+    resolved: Config
     runtime: Runtime
     topology: Topology
 
@@ -44,7 +50,7 @@ def read_config(argv: Sequence[str], environment: RankEnvironment, *, trains: bo
         ConfigError: all problems at once, before any process group exists.
     """
     devices = read_devices(os.environ) if trains and "TORCHELASTIC_RUN_ID" not in os.environ else None
-    config = load_config(
+    return load_config(
         argv[0],
         argv[1:],
         os.environ,
@@ -52,9 +58,6 @@ def read_config(argv: Sequence[str], environment: RankEnvironment, *, trains: bo
         ranks_per_node=environment.local_world_size,
         more_rules=[] if devices is None else [memory_rule(devices)],
     )
-    # What cannot fit is refused here, before anybody connects.
-    settled(config, parallel_sizes(config, environment.world_size))
-    return config
 
 
 @contextmanager
@@ -74,12 +77,16 @@ def join_run(words: Sequence[str], *, trains: bool = False) -> Iterator[Rank]:
 def join(config: Config, environment: RankEnvironment) -> Iterator[Rank]:
     """Join the process group and build the topology; leave both after success.
 
+    A recomputation that cannot fit is refused before any rank connects.
+
     After an exception nothing is left in order, because destroying a NCCL communicator waits for sends and receives that no peer
     will meet any more: the process has to end (`launch.start.process.ending.run_rank`).
     """
+    sizes = parallel_sizes(config, environment.world_size)
+    resolved = resolve_recompute(config, sizes)
     runtime = start(environment, config.runtime)
     grid = RankGrid(
-        parallel_sizes(config, environment.world_size),
+        sizes,
         config.runtime.ranks_per_node or environment.local_world_size,
         allow_tp_across_nodes=config.parallel.allow_tp_across_nodes,
     )
@@ -90,6 +97,6 @@ def join(config: Config, environment: RankEnvironment) -> Iterator[Rank]:
         kv_heads=config.model.kv_heads,
         timeout=timedelta(seconds=config.runtime.timeout_seconds),
     )
-    yield Rank(config, runtime, topology)
+    yield Rank(config, resolved, runtime, topology)
     topology.close()
     runtime.close()

@@ -32,7 +32,7 @@ MOST_NAMED = 6
 
 @contextmanager
 def explaining_memory(
-    config: Config, topology: Topology, engine: Engine | None = None, snapshot: MemorySnapshot | None = None
+    config: Config, topology: Topology, snapshot: MemorySnapshot | None = None, engine: Engine | None = None
 ) -> Iterator[None]:
     """What is asked of memory in here and cannot be had becomes an error for people, and a snapshot where one can be made.
 

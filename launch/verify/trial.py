@@ -16,7 +16,7 @@ from engine.config.tree import Config
 from engine.errors import ConfigError
 from launch.verify.shrink import shrink
 from launch.verify.verdict.bounds import TOLERANCES
-from models.predict.rank_memory import settled
+from models.predict.rank_memory import resolve_recompute
 
 CLIP = 0.5
 """Below any gradient norm off the initial point, so that clipping is at work."""
@@ -76,7 +76,7 @@ def trial(path: Path, overrides: tuple[str, ...], *, small: bool, num_steps: int
     asked = load_config(path, overrides, os.environ)
     asked = with_value(asked, "parallel.dp", asked.parallel.dp or 1)
     # What is chosen by memory is chosen for the sizes that were asked for.
-    asked = settled(asked, parallel_sizes(asked))
+    asked = resolve_recompute(asked, parallel_sizes(asked))
     tree = asked.model_dump(mode="json")
     for section, values in (shrink(asked) if small else {}).items():
         tree[section] |= values
@@ -104,7 +104,7 @@ def trial(path: Path, overrides: tuple[str, ...], *, small: bool, num_steps: int
     }
     reference = checked(one)
     # Settled like the layout, so that a layout of one process is equal to it.
-    return Trial(checked(tree), settled(reference, parallel_sizes(reference)), _noise(one))
+    return Trial(checked(tree), resolve_recompute(reference, parallel_sizes(reference)), _noise(one))
 
 
 def _noise(one: Mapping[str, Any]) -> Config | None:
@@ -114,7 +114,7 @@ def _noise(one: Mapping[str, Any]) -> Config | None:
         return None
     attention = "explicit" if one["kernels"]["attention"] == "explicit" else "auto"
     config = checked(dict(one) | {"precision": {"dtype": dtype}, "kernels": {"attention": attention}})
-    return settled(config, parallel_sizes(config))
+    return resolve_recompute(config, parallel_sizes(config))
 
 
 def checked(tree: Mapping[str, Any]) -> Config:

@@ -38,7 +38,7 @@ from models.gpt.context import BuildContext, Norm, hidden_dropout
 from models.gpt.embedding import Embedding
 from models.gpt.kv_cache import KVCache, LayerCache
 from models.gpt.mlp import MLP
-from models.predict.rank_memory import settled
+from models.predict.rank_memory import resolve_recompute
 from models.specs import StageContents, stage_specs
 
 
@@ -237,7 +237,7 @@ def build_chunks(
     one parameter with two uses.
     """
     tp = topology.axis("tp")
-    choice = settled(config, topology.sizes).recompute
+    choice = resolve_recompute(config, topology.sizes).recompute
     region = TensorParallelRegion(tp, config.parallel.sequence_parallel, choice.gathered_inputs == "keep")
     dtype = DTYPES[config.precision.dtype]
     held: dict[str, ShardedParameter] = {}

@@ -295,7 +295,7 @@ _NOTHING = _Group(0, 0)
 def _groups(config: Config, sizes: ParallelSizes, stage: StageContents) -> list[_Group]:
     """The layers of a stage in order, as `GPTChunk` groups them."""
     at, recompute, num_layers = Sizes.of(config, sizes), config.recompute, len(stage.layers)
-    assert recompute.granularity != "auto", "models.predict.rank_memory.settled says what it comes to"
+    assert recompute.granularity != "auto", "models.predict.rank_memory.resolve_recompute comes first"
     terms = block_terms(config, sizes)
     # A layer that is recomputed whole keeps all that it can while its own backward runs.
     whole = _bytes(config, _all_terms(config, sizes, is_core_again=False))

@@ -98,9 +98,9 @@ def predict(config: Config, sizes: ParallelSizes, *, nccl: bool = True) -> Predi
         nccl: NCCL connects the ranks; gloo has no buffers on a device.
 
     Raises:
-        ConfigError: as `settled`.
+        ConfigError: as `resolve_recompute`.
     """
-    return Prediction(_Pipeline.of(config, sizes).memory(settled(config, sizes), nccl=nccl))
+    return Prediction(_Pipeline.of(config, sizes).memory(resolve_recompute(config, sizes), nccl=nccl))
 
 
 def predicted_memory(config: Config, sizes: ParallelSizes, pp: int, *, nccl: bool = True) -> Memory:
@@ -108,7 +108,7 @@ def predicted_memory(config: Config, sizes: ParallelSizes, pp: int, *, nccl: boo
     return predict(config, sizes, nccl=nccl).ranks[pp]
 
 
-def settled(config: Config, sizes: ParallelSizes) -> Config:
+def resolve_recompute(config: Config, sizes: ParallelSizes) -> Config:
     """Replace each `auto` of `recompute` by what it comes to: the same on every rank.
 
     The granularity is the first of `models.predict.recompute_choice.candidates` with which no pipeline rank is predicted to hold
@@ -383,7 +383,7 @@ def single_changes(config: Config, sizes: ParallelSizes) -> Iterator[tuple[str, 
     recompute = config.recompute
     if config.kernels.attention == "explicit":
         yield "kernels.attention", "sdpa"
-    if config.parallel.cuts_sequence and settled(config, sizes).recompute.gathered_inputs == "keep":
+    if config.parallel.cuts_sequence and resolve_recompute(config, sizes).recompute.gathered_inputs == "keep":
         yield "recompute.gathered_inputs", "regather"
     yield "precision.masters", "split"
     if recompute.granularity in ("none", "selective"):

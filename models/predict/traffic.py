@@ -19,7 +19,7 @@ from engine.config.plan import batch_plan, local_seq_length
 from engine.config.tree import Config
 from engine.layout.rank_grid import Coordinates, ParallelSizes
 from engine.layout.shard_spec import ParamRecord, localize
-from models.predict.rank_memory import settled
+from models.predict.rank_memory import resolve_recompute
 from models.specs import StageContents, stage_specs
 
 BYTES_PER_ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4, "float64": 8}
@@ -76,7 +76,7 @@ def expected_traffic(
 
     `stages` are the contents of all pipeline stages in order (loop placement: stage = chunk * pp + rank).
     """
-    config = settled(config, sizes)
+    config = resolve_recompute(config, sizes)
     tally = _Tally()
     num_stages = len(stages)
     mine = range(at.pp, num_stages, sizes.pp)

@@ -52,7 +52,7 @@ def hardware_flops_per_token(model: ModelConfig, recompute: RecomputeConfig, lay
     """
     padding = 3 * 2 * (model.padded_vocab_size - model.vocab_size) * model.hidden_size
     core = _core_forward(model, causal=True)
-    assert recompute.granularity != "auto", "models.predict.rank_memory.settled says what it comes to"
+    assert recompute.granularity != "auto", "models.predict.rank_memory.resolve_recompute comes first"
     whole = 0
     if recompute.granularity == "full":
         limit = recompute.num_layers if recompute.method == "block" else model.num_layers

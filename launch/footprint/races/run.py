@@ -13,7 +13,7 @@ from launch.footprint.races.report import Race
 from launch.verify.run import checked
 from launch.verify.shrink import shrink
 from models.gpt.chunk import build_chunks
-from models.predict.rank_memory import settled
+from models.predict.rank_memory import resolve_recompute
 
 MOST_SHOWN = 8
 """Races of one rank that are printed; one missing wait is often found at many lines."""
@@ -30,7 +30,7 @@ def config_to_check(config: Config, *, small: bool) -> Config:
         ConfigError: the small configuration breaks a rule.
     """
     # What is chosen by memory is chosen for the sizes that were asked for.
-    config = settled(config, parallel_sizes(config))
+    config = resolve_recompute(config, parallel_sizes(config))
     tree = config.model_dump(mode="json")
     for section, values in (shrink(config) if small else {}).items():
         tree[section] |= values

@@ -75,7 +75,7 @@ def out_of_memory_in_a_backward(rank: int, case: Case, error: str, folder: str |
         path = Path(folder) / "memory" / "rank.pickle"
         snapshot = MemorySnapshot(path, has_history=False, dump=lambda where: Path(where).write_text("blocks"))
     try:
-        with explaining_memory(engine.config, engine.topology, engine, snapshot):
+        with explaining_memory(engine.config, engine.topology, snapshot, engine):
             engine.train_step(batches.next_step(), 1e-3)
     except (OutOfMemoryError, RuntimeError) as raised:
         return f"{type(raised).__name__}: {raised}"

@@ -17,7 +17,7 @@ from engine.pipeline import schedules
 from engine.pipeline.actions import Kind
 from engine.pipeline.lowering import Post, Program, lower
 from launch.footprint.run import Footprint
-from models.predict.rank_memory import predict, predicted_memory, savings, settled
+from models.predict.rank_memory import predict, predicted_memory, resolve_recompute, savings
 from tests.documented import ROOT
 from tests.harness import run_ranks
 from tests.models.predict.test_activation_memory import CI, GPT, KEPT, LLAMA, SLOW, config_of, ends_of_all, parts
@@ -276,7 +276,10 @@ def test_a_head_in_pieces_is_offered_where_the_head_is_and_stays_what_it_was() -
     others = [saving for saving in savings(pieces, 1) if saving.key == "recompute"]
     assert others and all("head_tokens: 100" in str(saving) for saving in others)
     auto = deeper(pieces, recompute={"granularity": "auto", "memory_gb": 1000.0})
-    assert settled(auto, parallel_sizes(auto)).recompute == settled(pieces, parallel_sizes(pieces)).recompute
+    assert (
+        resolve_recompute(auto, parallel_sizes(auto)).recompute
+        == resolve_recompute(pieces, parallel_sizes(pieces)).recompute
+    )
 
 
 def test_gathering_again_is_offered_where_gathered_inputs_are_kept() -> None:

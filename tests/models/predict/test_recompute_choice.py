@@ -13,7 +13,7 @@ from engine.config.section import with_value
 from engine.config.tree import Config, problems
 from engine.errors import ConfigError
 from models.predict.activation_memory import block_terms, per_token
-from models.predict.rank_memory import GB, predicted_memory, settled
+from models.predict.rank_memory import GB, predicted_memory, resolve_recompute
 from models.predict.recompute_choice import FLOPS_PER_BYTE, candidates, prices, worthwhile_parts
 from tests.documented import ROOT
 from tests.models.predict.test_activation_memory import GPT, LLAMA, config_of, parts
@@ -89,7 +89,7 @@ def test_candidates_are_legal_and_each_keeps_less(config: Config) -> None:
 )
 def test_auto_takes_the_first_that_fits(memory_gb: float, expected: str) -> None:
     config = auto(llama_8b("precision.masters=split", "precision.moments=bf16"), memory_gb)
-    chosen = settled(config, parallel_sizes(config))
+    chosen = resolve_recompute(config, parallel_sizes(config))
     assert str(chosen.recompute) == expected
     assert most(config) == most(chosen) <= memory_gb
     assert config.recompute.granularity == "auto", "a config is data"
@@ -97,7 +97,7 @@ def test_auto_takes_the_first_that_fits(memory_gb: float, expected: str) -> None
 
 def test_whole_layers_are_the_last_resort() -> None:
     config = llama_8b("precision.masters=split", "precision.moments=bf16")
-    chosen = settled(auto(config, 105), parallel_sizes(config)).recompute
+    chosen = resolve_recompute(auto(config, 105), parallel_sizes(config)).recompute
     assert (chosen.granularity, chosen.method) == ("full", "block") and 1 <= chosen.num_layers < 32
     fewer = chosen.model_copy(update={"num_layers": chosen.num_layers - 1})
     if fewer.num_layers:
@@ -112,7 +112,7 @@ def test_every_pipeline_rank_comes_to_the_same_choice() -> None:
     sizes = parallel_sizes(config)
     totals = [predicted_memory(config, sizes, pp).tensors for pp in range(2)]
     assert totals[0] > totals[1]
-    chosen = settled(auto(config, (totals[1] + 1) / GB), sizes)
+    chosen = resolve_recompute(auto(config, (totals[1] + 1) / GB), sizes)
     assert chosen.recompute.granularity != "none"
     assert [predicted_memory(auto(config, (totals[1] + 1) / GB), sizes, pp) for pp in range(2)] == [
         predicted_memory(chosen, sizes, pp) for pp in range(2)
@@ -122,7 +122,7 @@ def test_every_pipeline_rank_comes_to_the_same_choice() -> None:
 def test_what_cannot_fit_is_refused_with_the_predictions() -> None:
     config = auto(llama_8b(), 80)
     with pytest.raises(ConfigError) as refused:
-        settled(config, parallel_sizes(config))
+        resolve_recompute(config, parallel_sizes(config))
     text = str(refused.value)
     assert "recompute.memory_gb = 80" in text and "186 GB with none" in text
     least = float(re.findall(r"([\d.]+) GB with full", text)[-1])
@@ -133,7 +133,7 @@ def test_what_cannot_fit_is_refused_with_the_predictions() -> None:
 @pytest.mark.parametrize("recompute", [{}, {"granularity": "selective"}, {"granularity": "full"}])
 def test_a_choice_that_is_made_stays(recompute: dict[str, Any]) -> None:
     config = config_of(LLAMA, tp=2, recompute={**recompute, "gathered_inputs": "keep"})
-    assert settled(config, parallel_sizes(config)) is config
+    assert resolve_recompute(config, parallel_sizes(config)) is config
 
 
 # Gathered inputs --------------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def gathered(choice: str, *, tp: int = 4, sp: bool = True, **recompute: Any) -> 
 
 
 def chosen(config: Config) -> RecomputeConfig:
-    return settled(config, parallel_sizes(config)).recompute
+    return resolve_recompute(config, parallel_sizes(config)).recompute
 
 
 def test_what_is_gathered_takes_its_bytes_in_every_layer() -> None:

@@ -6,7 +6,7 @@ from engine.config.plan import parallel_sizes
 from engine.config.tree import Config
 from engine.layout.partition import partition
 from engine.layout.rank_grid import Coordinates
-from models.predict.rank_memory import settled
+from models.predict.rank_memory import resolve_recompute
 from models.predict.traffic import Flow, Volume, expected_traffic
 from tests.models.predict.test_activation_memory import LLAMA, config_of
 from tests.models.predict.test_rank_memory import deeper
@@ -39,7 +39,7 @@ def test_keeping_gathered_inputs_saves_a_fifth_of_what_layers_send() -> None:
 def test_what_auto_comes_to_is_counted() -> None:
     recompute = {"granularity": "auto", "memory_gb": 0.0568}
     config = config_of({**LLAMA, "seq_length": 256}, tp=2, sp=True, recompute=recompute)
-    chosen = settled(config, parallel_sizes(config))
+    chosen = resolve_recompute(config, parallel_sizes(config))
     assert chosen.recompute.granularity == "full", "or the step sends what it would send anyway"
     for pp in range(2):
         assert traffic(config, pp) == traffic(chosen, pp)
