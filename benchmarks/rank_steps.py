@@ -66,7 +66,8 @@ def ready(words: Sequence[str]) -> Iterator[Stepping]:
     with join(config, environment) as rank:
         engine = build(config, rank.topology, build_chunks)
         model = config.model
-        batches = open_batches(engine, SyntheticDataset(config.train.seed, model.vocab_size, model.seq_length))
+        dataset = SyntheticDataset(config.train.seed, model.vocab_size, model.seq_length)
+        batches = open_batches(config, rank.topology, dataset)
         try:
             yield Stepping(rank, engine, batches)
         finally:

@@ -195,7 +195,7 @@ def _train_and_report(
     heartbeat, hang_watch = open_hang_watch(engine, directory, telemetry)
 
     def reread(consumed_samples: int) -> Batches:
-        return open_batches(engine, datasets.train, consumed_samples, history.skipped)
+        return open_batches(config, engine.topology, datasets.train, consumed_samples, history.skipped)
 
     def open_training(consumed_samples: int) -> Batches:
         heartbeat.begin(consumed_samples // engine.plan.samples_per_step)
@@ -219,7 +219,7 @@ def _train_and_report(
     hang_watch.start()
     try:
         with way_out.bounded(agreed=(CheckpointError,)), explaining(engine):
-            validation = None if valid is None else lambda: open_batches(engine, valid)
+            validation = None if valid is None else lambda: open_batches(config, engine.topology, valid)
             run = TrainingRun(engine, open_training, validation, observer, checkpoints, stop, guard, rollback)
             state = beginning.state
             stopped, consumed_samples = train(run, state.consumed_samples, validation_is_due=state.validation_is_due)

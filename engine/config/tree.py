@@ -28,6 +28,7 @@ from engine.config.run import RUN_RULES, CheckpointConfig, ResilienceConfig, Run
 from engine.config.section import OnResume, Problem, Rule, Section, Subject, Verdict, with_value
 from engine.config.telemetry import TELEMETRY_RULES, TelemetryConfig
 from engine.config.training import TRAINING_RULES, OptimizerConfig, PrecisionConfig, TrainConfig
+from engine.errors import ConfigError
 
 FORMAT_VERSION = 1
 """Version of the configuration file, raised when a key changes its meaning. `RENAMED` lists keys that changed only their name."""
@@ -85,6 +86,14 @@ def problems(
         more_rules: further rules, checked last.
     """
     return [str(problem) for problem in broken_rules(config, world_size, ranks_per_node, more_rules)]
+
+
+def require_legal(
+    config: Config, source: str, world_size: int | None, ranks_per_node: int | None, more_rules: Sequence[Rule] = ()
+) -> None:
+    """Raise ConfigError with all `problems` of the config that was read from `source`, if there are any."""
+    if found := problems(config, world_size, ranks_per_node, more_rules):
+        raise ConfigError(found, source)
 
 
 def broken_rules(

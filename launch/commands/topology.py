@@ -10,7 +10,7 @@ from pathlib import Path
 
 from engine.config.load import load_config
 from engine.config.plan import parallel_sizes
-from engine.config.tree import Config, problems
+from engine.config.tree import Config, require_legal
 from engine.errors import ConfigError, TopologyError
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from launch.report.drawing import check_path
@@ -91,6 +91,5 @@ def _sizes(args: argparse.Namespace) -> tuple[Config | None, ParallelSizes]:
     if args.allow_tp_across_nodes:
         parallel = config.parallel.model_copy(update={"allow_tp_across_nodes": True})
         config = config.model_copy(update={"parallel": parallel})
-    if found := problems(config, args.world_size, args.ranks_per_node):
-        raise ConfigError(found, str(args.config))
+    require_legal(config, str(args.config), args.world_size, args.ranks_per_node)
     return config, parallel_sizes(config, args.world_size)

@@ -1,14 +1,15 @@
 """The rank of `triaxis traffic`: two training steps on random tokens; the second one's ledger beside the formulas."""
 
 from collections.abc import Sequence
+from contextlib import closing
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from engine.data.loader import Batches
 from engine.data.synthetic import SyntheticDataset
 from engine.train import build
+from launch.rank.batches import open_batches
 from launch.rank.join import Rank, join_run
 from models.gpt.chunk import build_chunks
 from models.predict.traffic import Flow, Volume, expected_traffic, measured_traffic
@@ -31,18 +32,10 @@ def one_step(rank: Rank) -> tuple[Traffic, Traffic]:
     """(measured, expected) traffic of this rank in a training step."""
     config, topology = rank.resolved, rank.topology
     engine = build(config, topology, build_chunks)
-    batches = Batches(
-        SyntheticDataset(config.train.seed, config.model.vocab_size, config.model.seq_length),
-        global_batch_size=config.train.global_batch_size,
-        micro_batch_size=config.train.micro_batch_size,
-        dp=topology.axis("dp").size,
-        dp_rank=topology.axis("dp").index,
-        consumed_samples=0,
-        device=topology.device,
-    )
-    for _ in range(2):
-        engine.train_step(batches.next_step(), config.optimizer.lr)
-    batches.close()
+    dataset = SyntheticDataset(config.train.seed, config.model.vocab_size, config.model.seq_length)
+    with closing(open_batches(config, topology, dataset)) as batches:
+        for _ in range(2):
+            engine.train_step(batches.next_step(), config.optimizer.lr)
     expected = expected_traffic(config, topology.sizes, topology.coordinates, engine.stages)
     return measured_traffic(topology.ledger.posted), expected
 

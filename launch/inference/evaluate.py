@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from engine.config.plan import batch_plan
 from engine.data.corpus.indexed import IndexedTokens
 from engine.data.corpus.tokenizers import BytesTokenizer, Tokenizer, load_tokenizer
 from engine.data.loader import Batches, MicroBatch
 from launch.inference.rank import run
+from launch.rank.batches import open_batches
 from launch.rank.join import Rank
 from models.inference.evaluate import CorpusTokens, ListedTokens, Text, Windows, loss_of
 from models.inference.load import LoadedModel
@@ -44,18 +44,8 @@ def _evaluate(rank: Rank, model: LoadedModel, job: dict[str, Any]) -> None:
         vocab_size=config.model.vocab_size,
     )
     started = time.monotonic()
-    plan = batch_plan(config, topology.sizes.dp)
-    batches = Batches(
-        windows,
-        global_batch_size=plan.global_batch_size,
-        micro_batch_size=plan.micro_batch_size,
-        dp=topology.axis("dp").size,
-        dp_rank=topology.axis("dp").index,
-        consumed_samples=0,
-        device=topology.device,
-    )
-    num_steps = -(-windows.num_windows // plan.global_batch_size)
-    with closing(batches):
+    num_steps = -(-windows.num_windows // config.train.global_batch_size)
+    with closing(open_batches(config, topology, windows)) as batches:
         loss_sum, num_tokens = loss_of(model, _steps(batches, num_steps, show=rank.number == 0))
     assert num_tokens == text.num_tokens, f"{num_tokens} tokens counted of {text.num_tokens}"
     if rank.number == 0:

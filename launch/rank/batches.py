@@ -1,24 +1,29 @@
-"""A rank's batches: what the config and the rank's place make of a dataset."""
+"""The batches of a rank, from the config, the rank's place and a dataset."""
 
+from engine.comm.topology import Topology
+from engine.config.tree import Config
 from engine.data.loader import Batches
 from engine.data.sampler import NOTHING_SKIPPED
 from engine.data.samples import SampleSource
 from engine.data.skipped import SkippedRanges
-from engine.step import Engine
 
 
 def open_batches(
-    engine: Engine, dataset: SampleSource, consumed_samples: int = 0, skipped: SkippedRanges = NOTHING_SKIPPED
+    config: Config,
+    topology: Topology,
+    dataset: SampleSource,
+    consumed_samples: int = 0,
+    skipped: SkippedRanges = NOTHING_SKIPPED,
 ) -> Batches:
-    """This rank's batches of a dataset, from the first sample that is not consumed on."""
-    train_config, dp = engine.config.train, engine.topology.axis("dp")
+    """Open this rank's batches of a dataset at the first sample that is not consumed."""
+    dp = topology.axis("dp")
     return Batches(
         dataset,
-        global_batch_size=train_config.global_batch_size,
-        micro_batch_size=train_config.micro_batch_size,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
         dp=dp.size,
         dp_rank=dp.index,
         consumed_samples=consumed_samples,
-        device=engine.topology.device,
+        device=topology.device,
         skipped=skipped,
     )

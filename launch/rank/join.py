@@ -12,9 +12,8 @@ from engine.config.load import load_config
 from engine.config.plan import parallel_sizes
 from engine.config.tree import Config
 from engine.layout.rank_grid import RankGrid
-from launch.start.gpu_memory import read_devices
+from launch.start.gpu_memory import memory_rules
 from launch.start.process.parent_death import end_with_parent
-from models.predict.fit import memory_rule
 from models.predict.rank_memory import resolve_recompute
 
 
@@ -49,14 +48,13 @@ def read_config(argv: Sequence[str], environment: RankEnvironment, *, trains: bo
     Raises:
         ConfigError: all problems at once, before any process group exists.
     """
-    devices = read_devices(os.environ) if trains and "TORCHELASTIC_RUN_ID" not in os.environ else None
     return load_config(
         argv[0],
         argv[1:],
         os.environ,
         world_size=environment.world_size,
         ranks_per_node=environment.local_world_size,
-        more_rules=[] if devices is None else [memory_rule(devices)],
+        more_rules=memory_rules(os.environ) if trains and "TORCHELASTIC_RUN_ID" not in os.environ else [],
     )
 
 

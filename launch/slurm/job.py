@@ -28,21 +28,20 @@ from types import FrameType
 from typing import TextIO
 
 from engine.config.load import load_config
-from engine.config.tree import Config, problems
-from engine.errors import ConfigError, ExitCode, TopologyError, TriaxisError
+from engine.config.tree import Config, require_legal
+from engine.errors import ExitCode, TopologyError, TriaxisError
 from engine.run.directory import RunDirectory, run_name
 from launch.cli import command_module, command_parser
 from launch.commands.train import request
 from launch.slurm.history import ATTEMPTS_WITHOUT_PROGRESS, FAILURES_TO_EXCLUDE, History, Outcome
 from launch.slurm.srun_report import StepReport
-from launch.start.gpu_memory import read_devices
+from launch.start.gpu_memory import memory_rules
 from launch.start.launcher import DEFAULT_CONFIG, FROM_SCRATCH
 from launch.start.preflight import look_before_training
 from launch.start.process.failure import OTHERS_END_SECONDS
 from launch.start.process.front import standard_streams
 from launch.start.process.lasting_output import lasting_output
 from launch.start.srun_task import LOOPBACK, tasks_per_node
-from models.predict.fit import memory_rule
 
 DRY_RUN = "--dry-run"
 
@@ -455,13 +454,11 @@ def _config(words: Sequence[str], job: Job | None) -> tuple[Config, Path]:
     """
     asked = request(command_parser(command_module("train")).parse(words))
     path = asked.config_path or DEFAULT_CONFIG
-    devices = None if job is None else read_devices(os.environ)
-    rules = [] if devices is None else [memory_rule(devices)]
+    rules = [] if job is None else memory_rules(os.environ)
     config = load_config(path, asked.overrides, os.environ, more_rules=rules)
     if job is not None:
         ranks_per_node = config.runtime.ranks_per_node or job.tasks_per_node[0]
-        if found := problems(config, job.world_size, ranks_per_node, rules):
-            raise ConfigError(found, str(path))
+        require_legal(config, str(path), job.world_size, ranks_per_node, rules)
     return config, path
 
 

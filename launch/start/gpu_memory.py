@@ -3,7 +3,8 @@
 import subprocess
 from collections.abc import Mapping
 
-from models.predict.fit import Devices
+from engine.config.section import Rule
+from models.predict.fit import Devices, memory_rule
 
 QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 MIB = 2**20
@@ -26,3 +27,9 @@ def read_devices(variables: Mapping[str, str]) -> Devices | None:
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
     return Devices(min(mebibytes) * MIB, len(mebibytes)) if mebibytes else None
+
+
+def memory_rules(variables: Mapping[str, str]) -> list[Rule]:
+    """Return the rule that a run's predicted memory fits the GPUs of `read_devices`; none where their memory is unknown."""
+    devices = read_devices(variables)
+    return [] if devices is None else [memory_rule(devices)]

@@ -26,8 +26,8 @@ from typing import TextIO
 
 from engine.comm.stop import asking
 from engine.config.load import load_config
-from engine.config.tree import problems
-from engine.errors import ConfigError, TopologyError
+from engine.config.tree import require_legal
+from engine.errors import TopologyError
 from launch.start.process.failure import AFTER, OTHERS_END_SECONDS
 from launch.start.process.forward_signals import END_RANKS
 from launch.start.process.lasting_output import lasting_output
@@ -266,8 +266,8 @@ def start(config_path: Path, overrides: Sequence[str], flags: Sequence[str], *, 
     hosts = read_hosts(Path(os.environ[VARIABLE]).expanduser())
     config = load_config(config_path, overrides, os.environ)
     world_size = sum(host.slots for host in hosts)
-    if found := problems(config, world_size, config.runtime.ranks_per_node or hosts[0].slots):
-        raise ConfigError(found, f"{config_path} on {world_size} ranks of {VARIABLE}")
+    ranks_per_node = config.runtime.ranks_per_node or hosts[0].slots
+    require_legal(config, f"{config_path} on {world_size} ranks of {VARIABLE}", world_size, ranks_per_node)
     root = Path(__file__).resolve().parents[2]
     run = OverSsh(hosts, root, [str(config_path), *overrides, *flags], os.environ)
     if dry_run:

@@ -28,10 +28,10 @@ from rich.console import Console
 
 from engine.config.load import load_config
 from engine.config.plan import BatchPlan, batch_plan, parallel_sizes
-from engine.config.tree import Config, problems
+from engine.config.tree import Config, require_legal
 from engine.data.corpus.indexed import bin_path, idx_path
 from engine.device.gpus import BACKEND_VARIABLE, DEVICE_VARIABLE, NCCL, find_gpus
-from engine.errors import ConfigError, ExitCode, TopologyError
+from engine.errors import ExitCode, TopologyError
 from engine.layout.rank_grid import ParallelSizes
 from engine.run.directory import run_name
 from launch.start.gpu_memory import read_devices
@@ -155,8 +155,7 @@ def make_plan(request: Request, variables: Mapping[str, str]) -> Plan:
         config = load_config(path, overrides, variables, more_rules=rules)
     world = decide(config, gpus, variables, rules)
     ranks_per_node = config.runtime.ranks_per_node or world.ranks_per_node
-    if found := problems(config, world.size, ranks_per_node, rules):
-        raise ConfigError(found, str(path))
+    require_legal(config, str(path), world.size, ranks_per_node, rules)
     sizes = parallel_sizes(config, world.size)
     refuse_without_gpu(config, has_gpu=config.runtime.device != "cpu" and gpus.count > 0, note=gpus.note)
     return Plan(

@@ -4,19 +4,20 @@ import json
 import math
 import zlib
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from engine.comm.topology import Topology
 from engine.config.tree import Config
-from engine.data.loader import Batches, MicroBatch
+from engine.data.loader import MicroBatch
 from engine.numerics.precision import DTYPES
 from engine.train import build
 from launch.inference.request import read_job
+from launch.rank.batches import open_batches
 from launch.rank.join import join_run
 from launch.verify.measure import (
     Comparing,
@@ -85,8 +86,7 @@ def observe(
         start_from_rounded(engine, config.train.seed, DTYPES[noise_of])
     probes = Probes(engine.chunks)
     notebook = Writing(folder) if is_reference else Comparing(folder)
-    dp = topology.axis("dp")
-    steps = batches_of_steps(config, dp.size, dp.index, topology.device)
+    steps = batches_of_steps(config, topology)
     samples = tuple(tuple(sample for microbatch in step for sample in checksums(microbatch)) for step in steps)
     facts = run_steps(engine, steps, config.optimizer.lr, notebook, probes.open())
     if isinstance(notebook, Writing):
@@ -119,23 +119,10 @@ def checksums(microbatch: MicroBatch) -> list[Sample]:
     return [(number, zlib.crc32(read)) for number, read in zip(microbatch.sample_ids, contents, strict=True)]
 
 
-def batches_of_steps(
-    config: Config, dp: int = 1, dp_rank: int = 0, device: torch.device | str = "cpu"
-) -> list[list[MicroBatch]]:
+def batches_of_steps(config: Config, topology: Topology) -> list[list[MicroBatch]]:
     """Return all steps of a dp rank, with labels masked so that microbatches have unequal counts."""
-    train = config.train
-    batches = Batches(
-        samples_of(config),
-        global_batch_size=train.global_batch_size,
-        micro_batch_size=train.micro_batch_size,
-        dp=dp,
-        dp_rank=dp_rank,
-        consumed_samples=0,
-        device=device,
-    )
-    steps = [batches.next_step() for _ in range(train.steps or 1)]
-    batches.close()
-    return steps
+    with closing(open_batches(config, topology, samples_of(config))) as batches:
+        return [batches.next_step() for _ in range(config.train.steps or 1)]
 
 
 def _sites(

@@ -55,7 +55,7 @@ def _train(rank: int, path: str, world_size: int, ranks_per_node: int, overrides
     datasets = open_datasets(
         config.data, config.model.seq_length, config.train.seed, vocab_size=config.model.vocab_size
     )
-    batches = open_batches(engine, datasets.train)
+    batches = open_batches(config, topology, datasets.train)
     num_steps = engine.plan.num_steps
     for step in range(num_steps):
         engine.train_step(batches.next_step(), learning_rate(step, config.optimizer, num_steps))

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from engine.comm.topology import Topology
 from engine.config.tree import Config
+from engine.layout.rank_grid import ParallelSizes, RankGrid
 from launch.verify.oracles.corpus import CORPUS, HEADER, rows_of_steps, with_corpus, write_corpus
 from launch.verify.rank import batches_of_steps
 from launch.verify.samples import MASKED_FRACTION
@@ -25,7 +28,7 @@ def differences(config: Config) -> set[str]:
     """Return what of the microbatches differs between the oracle's reading and ours."""
     found = set()
     wanted = list(rows_of_steps(config, MASKED_FRACTION))
-    got = batches_of_steps(config)
+    got = batches_of_steps(config, Topology(RankGrid(ParallelSizes()), 0, torch.device("cpu")))
     assert [len(step) for step in got] == [len(step) for step in wanted] and len(got) == config.train.steps
     for ours, rows in zip(chain.from_iterable(got), chain.from_iterable(wanted), strict=True):
         assert ours.sample_ids == rows.sample_ids
