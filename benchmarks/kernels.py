@@ -24,7 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.engine_overhead import Interval, machine, median_interval
-from engine.comm.collectives import Axis, Ledger
+from engine.comm.collectives import Axis
+from engine.comm.ledger import Ledger
 from engine.config.training import OptimizerConfig, PrecisionConfig
 from engine.kernels.elementwise import activation, apply_rope, keyed_dropout, layer_norm, rms_norm, rope_tables
 from engine.kernels.fusion import Fusion

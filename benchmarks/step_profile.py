@@ -33,7 +33,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.rank_steps import LEARNING_RATE, parser_of, ready, timed
-from engine.comm.collectives import Ledger, Pending
+from engine.comm.collectives import Pending
+from engine.comm.ledger import Ledger
 from engine.data.loader import MicroBatch
 from engine.step import Engine
 from launch.rank.join import Rank

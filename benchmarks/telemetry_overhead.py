@@ -31,7 +31,7 @@ from rich.table import Table
 
 from benchmarks.engine_overhead import Interval, median_interval
 from benchmarks.rank_steps import LEARNING_RATE, Stepping, parser_of, ready, timed
-from engine.comm.collectives import Ledger
+from engine.comm.ledger import Ledger
 from engine.config.telemetry import TelemetryConfig
 from engine.layout.rank_grid import RankGrid
 from engine.pipeline.actions import Action, Kind, Schedule

@@ -21,7 +21,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the fake backend
 
 from engine.checkpoint import resume
-from engine.comm.collectives import Axis, Event, Ledger, Message
+from engine.comm.backends import Message
+from engine.comm.collectives import Axis
+from engine.comm.ledger import Event, Ledger
 from engine.comm.runtime import RankEnvironment, Runtime
 from engine.config.run import RuntimeConfig
 from launch import pretrain_gpt

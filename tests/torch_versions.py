@@ -125,8 +125,8 @@ _TORCHRUNS_WORDS = (
 )
 
 WORDS = (
-    Word(("all_gather_single", "all_gather_into_tensor"), _C10D, "engine/comm/collectives.py"),
-    Word(("reduce_scatter_single", "reduce_scatter_tensor"), _C10D, "engine/comm/collectives.py"),
+    Word(("all_gather_single", "all_gather_into_tensor"), _C10D, "engine/comm/backends.py"),
+    Word(("reduce_scatter_single", "reduce_scatter_tensor"), _C10D, "engine/comm/backends.py"),
     Word(("_dump_nccl_trace_json", "_dump_fr_trace_json"), _PYTHON_LIBRARY, "engine/comm/runtime.py"),
     Word(
         ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"), "torch/include/*/c10d/*.hpp", "engine/comm/runtime.py"

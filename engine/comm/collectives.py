@@ -2,139 +2,27 @@
 
 An `Axis` is one group of ranks as one member sees it. Its verbs return a `Pending`, whose `wait()` gives the result; what
 lies between posting and waiting is overlapped. A one-rank axis is the identity and issues no op: this file is the only
-place that knows it. Each call is labelled with its purpose, and the `Ledger` writes down what was called, nothing derived:
-
-    post   op, axis, purpose, dtype, numel of the tensor handed in, group size; of a send or receive the peer and the group call
-    wait   the same number, when the result was asked for
-    mark   a named point of the computation (a weight-gradient GEMM, say), so that order in the ledger proves overlap
-
-Backends differ in six things, and this file is where that is known:
-- gloo's tensor reduce-scatter is an all-reduce inside (twice the wire bytes). On gloo the rank chunks are exchanged by
-  all-to-all and summed here in rank order, in the accumulation dtype; the order does not depend on how buckets are cut.
-- torch 2.13 renamed `reduce_scatter_tensor` and `all_gather_into_tensor` to `*_single`.
-- the first p2p call of an NCCL group must involve the whole group, so `Axis.connect` reduces one element beforehand.
-- NCCL opens the connection of a pair in the first group call that names it, and holds the host until the peer is in the mirrored
-  call; so `Axis.connect_ring` exchanges one element with both ring neighbours, each way.
-- gloo cannot say whether a send has completed without waiting for it, so a thread of the axis waits; NCCL can be asked.
-- torch's fake backend (a footprint's) has nobody to send to, and its handles say for ever that they are under way.
-- gloo reads host memory alone: tensors of a GPU are carried there and back (`engine.comm.staging`).
+place that knows it. Each call is labelled with its purpose and written to the `Ledger`; what backends do differently is in
+`engine.comm.backends`.
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from engine.comm.staging import CPU, Carrier, Seen, TensorUse, Work
-from engine.numerics.precision import AGREEMENT_DTYPE, accumulate
+from engine.comm.backends import ALL_GATHER, Backend, Message
+from engine.comm.ledger import Event, Ledger
+from engine.comm.staging import Carrier, TensorUse, Work
+from engine.numerics.precision import AGREEMENT_DTYPE
 
-Op = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send", "recv"]
 ReduceOp = Literal["sum", "max"]
 
-_ALL_GATHER: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_REDUCE_SCATTER: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 TEXT_BYTES = 4096
 """The most that `Axis.tell` carries per member, and `Axis.announce` in all: a path of a file, or some lines of an error."""
-
-
-class Event(NamedTuple):
-    """One line of the ledger.
-
-    Attributes:
-        call: numbers the posted calls of the step; marks carry -1.
-        numel: of the tensor handed in.
-        peer: the other member of a send or receive (an index on the axis); -1 for a collective.
-        group_call: the number of the first call that was posted in the same group call; its own for a collective.
-    """
-
-    phase: Literal["post", "wait", "mark"]
-    call: int
-    op: str
-    axis: str
-    purpose: str
-    dtype: torch.dtype | None
-    numel: int
-    group_size: int
-    peer: int = -1
-    group_call: int = -1
-
-
-class WaitClock(Protocol):
-    """Who measures how long a rank stands still for its calls (`engine.telemetry.timing.marks`)."""
-
-    def wait_begins(self, posted: Event) -> None: ...
-    def wait_ends(self) -> None: ...
-
-
-class Ledger:
-    """What one rank called since the last reset, in order.
-
-    Attributes:
-        clock: told when the rank begins to wait for a call and when it goes on; None: nobody measures.
-    """
-
-    def __init__(self) -> None:
-        self.clock: WaitClock | None = None
-        self.events: list[Event] = []
-        self._num_calls = 0
-
-    def reset(self) -> None:
-        self.events = []
-        self._num_calls = 0
-
-    def post(
-        self, op: Op, axis: str, purpose: str, tensor: torch.Tensor, group_size: int, peer: int = -1, place: int = 0
-    ) -> Event:
-        """Write down a call; `place` is its place in its group call."""
-        call = self._num_calls
-        event = Event("post", call, op, axis, purpose, tensor.dtype, tensor.numel(), group_size, peer, call - place)
-        self._num_calls += 1
-        self.events.append(event)
-        return event
-
-    def wait_begins(self, posted: Event) -> None:
-        if self.clock is not None:
-            self.clock.wait_begins(posted)
-
-    def wait_ends(self, posted: Event) -> None:
-        self.events.append(posted._replace(phase="wait"))
-        if self.clock is not None:
-            self.clock.wait_ends()
-
-    def mark(self, op: str, purpose: str) -> None:
-        self.events.append(Event("mark", -1, op, "", purpose, None, 0, 0))
-
-    @property
-    def posted(self) -> list[Event]:
-        return [event for event in self.events if event.phase == "post"]
-
-
-class _WatchedSend:
-    """A gloo send that a thread waits for, so that its completion can be seen without blocking."""
-
-    def __init__(self, watcher: ThreadPoolExecutor, work: Work) -> None:
-        self._done: Future[Any] = watcher.submit(work.wait)
-
-    def wait(self) -> None:
-        self._done.result()
-
-    def is_completed(self) -> bool:
-        return self._done.done()
-
-
-class _TakenSend:
-    """A send of the fake backend: nobody takes it, so it counts as taken at once."""
-
-    def wait(self) -> None:
-        pass
-
-    def is_completed(self) -> bool:
-        return True
 
 
 class Pending:
@@ -143,7 +31,7 @@ class Pending:
     def __init__(
         self,
         result: torch.Tensor,
-        work: Sequence["Work"] = (),
+        work: Sequence[Work] = (),
         finish: Callable[[], torch.Tensor] | None = None,
         written: tuple[Ledger, Event] | None = None,
         keep: Sequence[torch.Tensor] = (),
@@ -177,15 +65,6 @@ class Pending:
         return self._done or all(work.is_completed() for work in self._work)
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One tensor to send to, or receive from, the member `peer` (an index on the axis)."""
-
-    kind: Literal["send", "recv"]
-    tensor: torch.Tensor
-    peer: int
-
-
 class Axis:
     """One group of ranks, as this member sees it.
 
@@ -198,8 +77,8 @@ class Axis:
     Args:
         rank: this rank.
         group: of the ranks; None for a group of one.
-        ledger: what is called is written down there.
-        carrier: of the group, where somebody else makes its calls (`engine.comm.staging`).
+        ledger: records the calls.
+        carrier: makes the calls of the group (`engine.comm.staging`); None: the axis does.
     """
 
     def __init__(
@@ -217,60 +96,26 @@ class Axis:
         self.size = len(self.ranks)
         self.ledger = ledger
         assert (group is None) == (self.size == 1), "a group of one rank needs no process group, any other does"
-        self._group = group
-        self._carrier = carrier
-        self._is_gloo = group is not None and dist.get_backend(group) == "gloo"
-        self._is_fake = group is not None and dist.get_backend(group) == "fake"
-        self._is_nccl = group is not None and dist.get_backend(group) == "nccl"
-        self._watcher: ThreadPoolExecutor | None = None
+        self._backend = None if group is None else Backend(name, group, self.ranks, carrier)
 
     def connect(self, device: torch.device) -> None:
         """Open the connections now, so that a missing peer shows at start and not in the first step."""
-        if self._group is not None:
-            dist.all_reduce(torch.zeros(1, device=CPU if self._is_gloo else device), group=self._group)
-            self._synchronize(device)
+        if self._backend is not None:
+            self._backend.connect(device)
 
     def connect_ring(self, device: torch.device) -> None:
-        """Open the point-to-point connections to both ring neighbours, each way, in one group call.
-
-        All members call it, with no message under way. The call is mirrored: each pair opens the same connections at both ends.
-        With two members the neighbours are one peer, which is named twice, in the same order on both.
-        """
-        if self._group is None:
-            return
-        following, preceding = ((self.index + step) % self.size for step in (1, -1))
-        ends = [("send", following), ("recv", preceding), ("send", preceding), ("recv", following)]
-        elements = torch.zeros(len(ends), 1, device=CPU if self._is_gloo else device)
-        functions = {"send": dist.isend, "recv": dist.irecv}
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(functions[kind], element, self.ranks[peer], self._group)
-                for (kind, peer), element in zip(ends, elements.unbind(), strict=True)
-            ]
-        )
-        # A send of the fake backend never ends, because nobody takes it.
-        for work in () if self._is_fake else works:
-            work.wait()
-        self._synchronize(device)
-
-    def _synchronize(self, device: torch.device) -> None:
-        """Wait until the device has done what was posted; other backends have, when their calls return."""
-        if self._is_nccl:
-            torch.cuda.synchronize(device)
-
-    def _call(self, call: Callable[[Seen], Sequence[Any]], *uses: TensorUse) -> list[Work]:
-        """Make a call of the backend; `call` is given what the backend sees of a tensor, and returns a handle for each use."""
-        if self._carrier is not None:
-            return self._carrier.post(call, uses)
-        return [_work(work) for work in call(lambda tensor: tensor)]
+        """Open the point-to-point connections to both ring neighbours, each way; all members call it."""
+        if self._backend is not None:
+            self._backend.connect_ring(device, self.index)
 
     def all_reduce(self, tensor: torch.Tensor, purpose: str, op: ReduceOp = "sum") -> Pending:
         """Reduce `tensor` over the axis, in place."""
-        if self._group is None:
+        backend = self._backend
+        if backend is None:
             return Pending(tensor)
         posted = self.ledger.post("all_reduce", self.name, purpose, tensor, self.size)
-        work = self._call(
-            lambda seen: [dist.all_reduce(seen(tensor), _REDUCE_OPS[op], group=self._group, async_op=True)],
+        work = backend.call(
+            lambda seen: [dist.all_reduce(seen(tensor), _REDUCE_OPS[op], group=backend.group, async_op=True)],
             TensorUse([tensor], [tensor]),
         )
         return Pending(tensor, work, written=(self.ledger, posted))
@@ -280,15 +125,16 @@ class Axis:
 
         With `out`, the result is written there; `shard` may be this member's slice of it.
         """
-        if self._group is None:
+        backend = self._backend
+        if backend is None:
             return Pending(shard if out is None else out)
         if out is None:
             out = shard.new_empty((self.size * shard.shape[0], *shard.shape[1:]))
         shard = shard.contiguous()
         posted = self.ledger.post("all_gather", self.name, purpose, shard, self.size)
         whole, part = out, shard
-        work = self._call(
-            lambda seen: [_ALL_GATHER(seen(whole), seen(part), group=self._group, async_op=True)],
+        work = backend.call(
+            lambda seen: [ALL_GATHER(seen(whole), seen(part), group=backend.group, async_op=True)],
             TensorUse([part], [whole]),
         )
         return Pending(whole, work, written=(self.ledger, posted), keep=[part])
@@ -299,91 +145,44 @@ class Axis:
         With `out`, the result is written there; it may be this member's slice of `full`, which then holds the sum while
         the other slices keep this member's own values. Sums are kept in the accumulation dtype on gloo.
         """
-        if self._group is None:
+        backend = self._backend
+        if backend is None:
             return Pending(full if out is None else out)
         assert full.shape[0] % self.size == 0, f"{full.shape[0]} rows cannot be scattered over {self.size} ranks"
         full = full.contiguous()
-        shape = (full.shape[0] // self.size, *full.shape[1:])
         posted = self.ledger.post("reduce_scatter", self.name, purpose, full, self.size)
-        if not self._is_gloo:
-            shard = full.new_empty(shape) if out is None else out
-            work = self._call(
-                lambda seen: [_REDUCE_SCATTER(seen(shard), seen(full), group=self._group, async_op=True)],
-                TensorUse([full], [shard]),
-            )
-            return Pending(shard, work, written=(self.ledger, posted), keep=[full])
-
-        chunks = torch.empty_like(full)
-        work = self._call(
-            lambda seen: [dist.all_to_all_single(seen(chunks), seen(full), group=self._group, async_op=True)],
-            TensorUse([full], [chunks]),
-        )
-
-        def sum_in_rank_order() -> torch.Tensor:
-            first, second, *rest = chunks.view(self.size, *shape).unbind()
-            total = torch.add(accumulate(first), second, out=out)
-            for part in rest:
-                total += part
-            return total.to(full.dtype)
-
-        return Pending(full, work, sum_in_rank_order, (self.ledger, posted), keep=[full])
+        result, work, finish = backend.reduce_scatter(full, out)
+        return Pending(result, work, finish, (self.ledger, posted), keep=[full])
 
     def broadcast(self, tensor: torch.Tensor, source: int, purpose: str) -> Pending:
         """Copy `tensor` from the member `source` into every member's `tensor`."""
-        if self._group is None:
+        backend = self._backend
+        if backend is None:
             return Pending(tensor)
         posted = self.ledger.post("broadcast", self.name, purpose, tensor, self.size)
-        work = self._call(
-            lambda seen: [dist.broadcast(seen(tensor), self.ranks[source], group=self._group, async_op=True)],
+        work = backend.call(
+            lambda seen: [dist.broadcast(seen(tensor), self.ranks[source], group=backend.group, async_op=True)],
             TensorUse([tensor] if source == self.index else [], [] if source == self.index else [tensor]),
         )
         return Pending(tensor, work, written=(self.ledger, posted))
 
     def exchange(self, messages: Sequence[Message], purpose: str) -> list[Pending]:
         """Post point-to-point messages as one group call; one `Pending` per message, in order."""
-        assert self._group is not None, "a one-rank pipeline hands over locally"
-        functions = {"send": dist.isend, "recv": dist.irecv}
-
-        def post_the_group(seen: Seen) -> Sequence[Any]:
-            return dist.batch_isend_irecv(
-                [
-                    dist.P2POp(functions[message.kind], seen(message.tensor), self.ranks[message.peer], self._group)
-                    for message in messages
-                ]
-            )
-
+        assert self._backend is not None, "a one-rank pipeline hands over locally"
         events = [
             self.ledger.post(message.kind, self.name, purpose, message.tensor, self.size, message.peer, place)
             for place, message in enumerate(messages)
         ]
-        uses = [TensorUse([one.tensor]) if one.kind == "send" else TensorUse((), [one.tensor]) for one in messages]
-        works = self._call(post_the_group, *uses)
-        if self._is_fake and self._carrier is None:
-            works = [
-                _TakenSend() if message.kind == "send" else work for message, work in zip(messages, works, strict=True)
-            ]
-        if self._is_gloo:
-            works = [
-                _WatchedSend(self._send_watcher(), work) if message.kind == "send" else work
-                for message, work in zip(messages, works, strict=True)
-            ]
-        # A backend that coalesces returns one handle for the whole group call, another returns one per message.
-        per_message = [works] * len(messages) if len(works) != len(messages) else [[work] for work in works]
+        works = self._backend.exchange(messages)
         return [
             Pending(message.tensor, work, written=(self.ledger, event))
-            for message, work, event in zip(messages, per_message, events, strict=True)
+            for message, work, event in zip(messages, works, events, strict=True)
         ]
 
-    def _send_watcher(self) -> ThreadPoolExecutor:
-        if self._watcher is None:
-            self._watcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{self.name}-sends")
-        return self._watcher
-
     def close(self) -> None:
-        """Let go of the thread that watches sends, if there is one."""
-        if self._watcher is not None:
-            self._watcher.shutdown(wait=False, cancel_futures=True)
-            self._watcher = None
+        """End the backend's thread, if there is one."""
+        if self._backend is not None:
+            self._backend.close()
 
     def agree(self, values: Sequence[float], device: torch.device, purpose: str) -> list[float]:
         """Sum a short vector over the axis and return it on the host: the step's one small all-reduce."""
@@ -422,8 +221,3 @@ def _bytes_to(content: bytes, device: torch.device) -> torch.Tensor:
 def _text(content: bytes) -> str:
     """Decode what `tell` and `announce` have padded with zeros."""
     return content.rstrip(b"\0").decode(errors="ignore")
-
-
-def _work(work: Any) -> dist.Work:
-    assert work is not None, "an asynchronous call on a group of this rank returns a handle"
-    return work

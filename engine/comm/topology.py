@@ -25,7 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine.comm.collectives import Axis, Ledger
+from engine.comm.collectives import Axis
+from engine.comm.ledger import Ledger
 from engine.comm.staging import Carrier, Staging
 from engine.comm.store_agreement import compare_group_counts
 from engine.errors import TopologyError

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.comm.collectives import Axis, Message, Pending
+from engine.comm.backends import Message
+from engine.comm.collectives import Axis, Pending
 from engine.pipeline.lowering import Direction, Post
 
 

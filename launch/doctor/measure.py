@@ -22,7 +22,8 @@ from pathlib import Path
 
 import torch
 
-from engine.comm.collectives import Axis, Message
+from engine.comm.backends import Message
+from engine.comm.collectives import Axis
 from engine.comm.topology import Topology
 from engine.numerics.precision import AGREEMENT_DTYPE
 from launch.doctor.records import Clock, GroupRate, RootFacts, Size

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from engine.comm.collectives import Event, Ledger
+from engine.comm.ledger import Event, Ledger
 from engine.errors import ScheduleError
 from engine.pipeline.actions import Schedule
 from engine.pipeline.lowering import Instruction, Post, Program, Transfer, feeding_transfer

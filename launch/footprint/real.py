@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.comm.collectives import Event
+from engine.comm.ledger import Event
 from engine.comm.topology import Topology
 from engine.config.plan import parallel_sizes
 from engine.config.tree import Config

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engine.comm.collectives import Event
+from engine.comm.ledger import Event
 from engine.errors import ScheduleError
 from engine.layout.axis_groups import axis_groups
 from engine.layout.rank_grid import RankGrid

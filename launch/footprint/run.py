@@ -19,7 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from engine.comm.collectives import Event
+from engine.comm.ledger import Event
 from engine.comm.topology import Topology
 from engine.config.plan import batch_plan, parallel_sizes, stages_of
 from engine.config.section import with_value

@@ -13,8 +13,8 @@ whole tensor, n ranks: all-reduce 2 (n-1)/n N, all-gather and reduce-scatter (n-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
+from engine.comm.ledger import Event
 from engine.config.plan import batch_plan, local_seq_length
 from engine.config.tree import Config
 from engine.layout.rank_grid import Coordinates, ParallelSizes
@@ -180,24 +180,7 @@ def _bucket_numels(records: Iterable[ParamRecord], bucket_numel: int, multiple: 
     return [-(-numel // multiple) * multiple for numel in numels]
 
 
-class LedgerEvent(Protocol):
-    """A posted call as `engine.comm.collectives.Event` records it."""
-
-    @property
-    def op(self) -> str: ...
-    @property
-    def axis(self) -> str: ...
-    @property
-    def purpose(self) -> str: ...
-    @property
-    def dtype(self) -> Any: ...
-    @property
-    def numel(self) -> int: ...
-    @property
-    def group_size(self) -> int: ...
-
-
-def measured_traffic(posted: Iterable[LedgerEvent]) -> dict[Flow, Volume]:
+def measured_traffic(posted: Iterable[Event]) -> dict[Flow, Volume]:
     """The posted calls of a ledger, summed into the same flows."""
     tally = _Tally()
     for event in posted:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from engine.comm.collectives import Event
+from engine.comm.ledger import Event
 from models.gpt.chunk import Block
 from models.predict.traffic import Flow, Volume, expected_traffic, measured_traffic
 from tests.engine.comm.test_collectives import CountCalls

@@ -26,10 +26,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import psutil
 
+from engine.comm.ledger import NO_PEER, Event, Ledger, WaitClock
 from engine.errors import NoRoomError, TriaxisError
 from engine.pipeline.actions import Action
 from engine.pipeline.lowering import Instruction
@@ -44,34 +44,6 @@ _BEATS, _STEP, _POSITION, _PEER, _BEGUN = 4, 5, 6, 7, 8
 _NUM_WORDS = 10
 _TEXTS = {"phase": 128, "op": 160, "axis": 192, "purpose": 224}
 _TEXT_BYTES = {"phase": 32, "op": 32, "axis": 32, "purpose": 96}
-
-NO_PEER = -1
-
-
-class Call(Protocol):
-    """A call that is waited for (`engine.comm.collectives.Event`)."""
-
-    @property
-    def op(self) -> str: ...
-    @property
-    def axis(self) -> str: ...
-    @property
-    def purpose(self) -> str: ...
-    @property
-    def peer(self) -> int: ...
-
-
-class Clock(Protocol):
-    """Another one who is told of waits (`engine.comm.collectives.WaitClock`)."""
-
-    def wait_begins(self, posted: Call) -> None: ...
-    def wait_ends(self) -> None: ...
-
-
-class Ledger(Protocol):
-    """Who tells of waits (`engine.comm.collectives.Ledger`)."""
-
-    clock: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +154,7 @@ class Heartbeat:
         for place, value in enumerate((LAYOUT, rank, pid, attempt, 0, 0, 0, NO_PEER, 0, started_at(pid))):
             self._words[place] = value
         self._texts: dict[tuple[str, str], bytes] = {}
-        self._other: Clock | None = None
+        self._other: WaitClock | None = None
         self._num_actions = 0
 
     def listen(self, ledger: Ledger) -> None:
@@ -211,7 +183,7 @@ class Heartbeat:
         self._words[_POSITION] = self._num_actions if isinstance(instruction, Action) else 0
         self._words[_BEATS] += 1
 
-    def wait_begins(self, posted: Call) -> None:
+    def wait_begins(self, posted: Event) -> None:
         """The rank stands still until this call has ended."""
         self._words[_PEER] = posted.peer
         self._write("axis", posted.axis)

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from engine.comm.ledger import NO_PEER
 from engine.layout.rank_grid import RankGrid
 from engine.pipeline.actions import Action, Schedule
 from engine.pipeline.lowering import feeding_transfer
-from engine.resilience.hang.heartbeat import NO_PEER, Beat
+from engine.resilience.hang.heartbeat import Beat
 from engine.run.phases import Phase
 
 _SHOWN = 12

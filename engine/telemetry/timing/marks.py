@@ -17,19 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from engine.comm.ledger import Event
 from engine.pipeline.lowering import Instruction
 from engine.run.phases import Phase
-
-
-class Waited(Protocol):
-    """A call that is waited for (`engine.comm.collectives.Event`)."""
-
-    @property
-    def op(self) -> str: ...
-    @property
-    def axis(self) -> str: ...
-    @property
-    def purpose(self) -> str: ...
 
 
 class Doing(NamedTuple):
@@ -37,7 +27,7 @@ class Doing(NamedTuple):
 
     phase: Phase
     instruction: Instruction | None = None
-    wait: Waited | None = None
+    wait: Event | None = None
 
 
 class Clock(Protocol):
@@ -96,7 +86,7 @@ class Marks:
         self._instruction = instruction
         self._go_on(None)
 
-    def wait_begins(self, posted: Waited) -> None:
+    def wait_begins(self, posted: Event) -> None:
         """The rank needs the result of a call now."""
         self._go_on(posted)
 
@@ -137,7 +127,7 @@ class Marks:
         self._running = MarkedStep(step) if self._wants(step) else None
         self._go_on(None, mark)
 
-    def _go_on(self, wait: Waited | None, mark: Any = None) -> None:
+    def _go_on(self, wait: Event | None, mark: Any = None) -> None:
         """Begin to do something else, at a mark that is there or at a new one."""
         running = self._running
         if running is not None:

@@ -20,10 +20,11 @@ from functools import cached_property
 from statistics import fmean, median
 from typing import Any, Literal, get_args
 
+from engine.comm.ledger import Event
 from engine.pipeline.actions import Action
 from engine.pipeline.lowering import Post
 from engine.run.phases import Phase
-from engine.telemetry.timing.marks import Doing, Waited
+from engine.telemetry.timing.marks import Doing
 
 Part = Literal[
     "compute",
@@ -64,7 +65,7 @@ def span_of(doing: Doing) -> str | None:
     return "exposed_pp" if isinstance(instruction, Post) else "compute"
 
 
-def _span_of_wait(wait: Waited) -> str:
+def _span_of_wait(wait: Event) -> str:
     if wait.axis in ("pp_forward", "pp_backward"):
         return INPUT_WAIT if wait.op == "recv" else "exposed_pp"
     if wait.axis == "ends":

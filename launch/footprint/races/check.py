@@ -16,7 +16,7 @@ from pathlib import Path
 
 from engine.activations.offload import SideStream
 from engine.checkpoint.writer import RankWriter
-from engine.comm.collectives import Ledger
+from engine.comm.ledger import Ledger
 from engine.comm.staging import Carrier
 from engine.comm.topology import Topology
 from engine.config.plan import parallel_sizes

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from engine.comm.collectives import Event, Ledger
+from engine.comm.ledger import Event, Ledger
 from engine.comm.staging import CPU, Seen, Staging, TensorUse, Work
 from engine.device.host_copy import FromCuda
 from launch.footprint.races.clocks import Stream, VectorClock

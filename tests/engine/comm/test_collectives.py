@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.comm.collectives import TEXT_BYTES, Axis, Ledger, Message
+from engine.comm.backends import Message
+from engine.comm.collectives import TEXT_BYTES, Axis
+from engine.comm.ledger import Ledger
 from engine.comm.topology import Topology
 from engine.errors import TopologyError
 from engine.layout.rank_grid import ParallelSizes, RankGrid
@@ -220,7 +222,7 @@ def test_a_world_of_another_size_is_refused() -> None:
 
 def pipeline_groups(rank: int) -> bool:
     topology = Topology(RankGrid(ParallelSizes(pp=2)), rank, CPU)
-    return topology.axis("pp_forward")._group is not topology.axis("pp_backward")._group
+    return topology.axis("pp_forward")._backend.group is not topology.axis("pp_backward")._backend.group
 
 
 def test_the_two_directions_of_a_pipeline_have_groups_of_their_own() -> None:

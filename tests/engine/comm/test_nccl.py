@@ -10,14 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.comm.collectives import Axis, Ledger, Pending
+from engine.comm.backends import Backend
+from engine.comm.collectives import Axis, Pending
+from engine.comm.ledger import Ledger
 
 pytestmark = pytest.mark.gpu
 
 
 def axis_of_one() -> Axis:
     axis = Axis("dp", [0], 0, None, Ledger())
-    axis._group = dist.group.WORLD
+    axis._backend = Backend("dp", dist.group.WORLD, [0])
     axis.connect(torch.device("cuda", 0))
     return axis
 

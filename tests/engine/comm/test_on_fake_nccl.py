@@ -32,7 +32,7 @@ def timeouts(rank: int, config: Config) -> list[timedelta]:
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
     launch.rank.join.start = lambda environment, config: Runtime(environment, torch.device("cpu"))
     with launch.rank.join.join(config, RankEnvironment(rank, 4, rank, 4)) as joined:
-        groups = [joined.topology.axis(name)._group for name in ("tp", "pp_forward", "pp_backward", "world")]
+        groups = [joined.topology.axis(name)._backend.group for name in ("tp", "pp_forward", "pp_backward", "world")]
         return [
             group.timeout if isinstance(group, FakeNccl) else group._get_backend(torch.device("cpu")).options._timeout
             for group in groups

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.comm.collectives import Axis, Message
+from engine.comm.backends import Message
+from engine.comm.collectives import Axis
 from engine.comm.staging import CPU, Seen, Staging, TensorUse
 from engine.comm.topology import Topology
 from engine.device.pinned_memory import Pageable
@@ -232,7 +233,7 @@ def shared_group(rank: int) -> tuple[bool, list[float]]:
     dp, world = topology.axis("dp"), topology.axis("world")
     pending = [axis.all_reduce(torch.tensor([float(place)]), "test") for place, axis in enumerate((dp, world) * 5)]
     values = [float(each.wait()) for each in reversed(pending)]
-    is_one = dp._carrier is world._carrier is not None
+    is_one = dp._backend.carrier is world._backend.carrier is not None
     topology.close()
     return is_one, values
 

@@ -2,7 +2,7 @@
 
 Ranks stand on hosts of their own (tests/netns.py). Each verb of an `Axis` runs between two readings of what every host
 has sent; the ledger's lines, priced by the ring costs of models/predict/traffic.py, must give the same number. Ring costs are
-what ideal algorithms send. gloo's all-reduce and all-gather are rings, and the reduce-scatter of engine/comm/collectives.py
+what ideal algorithms send. gloo's all-reduce and all-gather are rings, and the reduce-scatter of engine/comm/backends.py
 is an exchange of chunks: all three send just that, which is shown here and not assumed.
 """
 
@@ -13,7 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.comm.collectives import Axis, Event, Message
+from engine.comm.backends import Message
+from engine.comm.collectives import Axis
+from engine.comm.ledger import Event
 from engine.comm.topology import Topology
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from models.predict.traffic import wire_bytes
@@ -57,13 +59,13 @@ def hand_over(axis: Axis) -> None:
 
 def planted_all_reduce(axis: Axis) -> None:
     all_reduce(axis)
-    dist.all_reduce(torch.ones(PLANTED_BYTES // 4), group=axis._group)
+    dist.all_reduce(torch.ones(PLANTED_BYTES // 4), group=axis._backend.group)
 
 
 def gloos_own_reduce_scatter(axis: Axis) -> None:
-    axis._is_gloo = False
+    axis._backend.kind = "other"
     reduce_scatter(axis)
-    axis._is_gloo = True
+    axis._backend.kind = "gloo"
 
 
 Verb = Callable[[Axis], None]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.checkpoint.history import RunHistory
-from engine.comm.collectives import Event
+from engine.comm.ledger import Event
 from engine.resilience.replicas import PURPOSE, ReplicaCheck
 from engine.step import Engine
 from tests.engine.resilience.runs import Trace, config_of, engine_of, open_batches, run

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.comm.collectives import Axis, Ledger
+from engine.comm.collectives import Axis
+from engine.comm.ledger import Ledger
 from engine.kernels.fusion import EAGER, Fusion
 from engine.layout.shard_spec import Init, ParamSpec, localize
 from engine.tensor_parallel.chunked_head import chunked_head_losses

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine.tensor_parallel.cross_entropy as subject
-from engine.comm.collectives import Axis, Ledger
+from engine.comm.collectives import Axis
+from engine.comm.ledger import Ledger
 from engine.kernels.fusion import EAGER, Fusion
 from engine.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from tests.harness import compiler, run_ranks

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.comm.collectives import Event
+from engine.comm.ledger import Event
 from engine.comm.topology import Topology
 from engine.config.plan import parallel_sizes
 from engine.config.tree import Config

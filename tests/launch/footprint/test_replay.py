@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from engine.comm.collectives import Event
+from engine.comm.ledger import Event
 from engine.config.plan import parallel_sizes
 from engine.errors import ScheduleError
 from engine.layout.rank_grid import ParallelSizes, RankGrid

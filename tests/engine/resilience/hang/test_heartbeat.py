@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.comm import runtime
-from engine.comm.collectives import Event, Ledger
+from engine.comm.ledger import NO_PEER, Event, Ledger
 from engine.errors import ExitCode, NoRoomError, TriaxisError
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.pipeline import schedules
 from engine.pipeline.actions import Action
 from engine.pipeline.lowering import Post
-from engine.resilience.hang.heartbeat import NO_PEER, SIZE, Heartbeat, file_of, folders_of, read_beat
+from engine.resilience.hang.heartbeat import SIZE, Heartbeat, file_of, folders_of, read_beat
 from engine.resilience.hang.report import Scene
 from engine.resilience.hang.watch import (
     REPORT,

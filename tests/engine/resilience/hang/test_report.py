@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from engine.comm.ledger import NO_PEER
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.pipeline import schedules
 from engine.pipeline.actions import Action, Schedule
-from engine.resilience.hang.heartbeat import NO_PEER, Beat
+from engine.resilience.hang.heartbeat import Beat
 from engine.resilience.hang.report import LastWords, Report, Scene
 
 NUM_MICROBATCHES = 8

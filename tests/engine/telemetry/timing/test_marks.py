@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.comm.collectives import Ledger, Pending
+from engine.comm.collectives import Pending
+from engine.comm.ledger import Ledger
 from engine.pipeline.actions import Action, Kind
 from engine.run.phases import Phase
 from engine.telemetry.timing.clocks import HostClock, StreamClock, clock_of

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.comm.collectives import Event
+from engine.comm.ledger import Event
 from engine.comm.topology import Topology
 from engine.config.telemetry import TelemetryConfig
 from engine.layout.rank_grid import ParallelSizes, RankGrid

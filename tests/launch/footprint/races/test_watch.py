@@ -9,7 +9,8 @@ import torch
 
 from engine.activations.offload import HostMemory, SideStream
 from engine.checkpoint.writer import RankWriter
-from engine.comm.collectives import Axis, Message, Pending
+from engine.comm.backends import Message
+from engine.comm.collectives import Axis, Pending
 from engine.comm.staging import Staging
 from engine.config.plan import parallel_sizes
 from engine.config.section import with_value

@@ -1,0 +1,187 @@
+"""What torch's backends do differently: gloo, NCCL and the fake one behind the verbs of an `Axis`.
+
+- gloo's tensor reduce-scatter is an all-reduce inside (twice the wire bytes). On gloo the rank chunks are exchanged by
+  all-to-all and summed here in rank order, in the accumulation dtype; the order does not depend on how buckets are cut.
+- torch 2.13 renamed `reduce_scatter_tensor` and `all_gather_into_tensor` to `*_single`.
+- The first p2p call of an NCCL group must involve the whole group, so `connect` reduces one element beforehand.
+- NCCL opens the connection of a pair in the first group call that names it, and holds the host until the peer is in the mirrored
+  call; so `connect_ring` exchanges one element with both ring neighbours, each way.
+- gloo cannot say whether a send has completed without waiting for it, so a thread of the axis waits; NCCL can be asked.
+- The fake backend (a footprint's) has no peer to send to, and its handles are under way for ever.
+- gloo reads host memory alone: tensors of a GPU are carried there and back (`engine.comm.staging`).
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from engine.comm.staging import CPU, Carrier, Seen, TensorUse, Work
+from engine.numerics.precision import accumulate
+
+ALL_GATHER: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_REDUCE_SCATTER: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_P2P = {"send": dist.isend, "recv": dist.irecv}
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One tensor to send to, or receive from, the member `peer` (an index on the axis)."""
+
+    kind: Literal["send", "recv"]
+    tensor: torch.Tensor
+    peer: int
+
+
+class _WatchedSend:
+    """A gloo send that a thread waits for, so that its completion can be seen without blocking."""
+
+    def __init__(self, watcher: ThreadPoolExecutor, work: Work) -> None:
+        self._done: Future[Any] = watcher.submit(work.wait)
+
+    def wait(self) -> None:
+        self._done.result()
+
+    def is_completed(self) -> bool:
+        return self._done.done()
+
+
+class _TakenSend:
+    """A send of the fake backend, which counts as received at once."""
+
+    def wait(self) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class Backend:
+    """The process group of one axis.
+
+    Args:
+        name: of the axis.
+        group: of more than one rank.
+        ranks: global ranks of the members, in order.
+        carrier: makes the calls of the group in place of the axis (`engine.comm.staging`); None: the axis makes them.
+    """
+
+    def __init__(
+        self, name: str, group: dist.ProcessGroup, ranks: Sequence[int], carrier: Carrier | None = None
+    ) -> None:
+        self.group = group
+        self.carrier = carrier
+        self.kind = dist.get_backend(group)
+        self._name = name
+        self._ranks = ranks
+        self._watcher: ThreadPoolExecutor | None = None
+
+    def call(self, call: Callable[[Seen], Sequence[Any]], *uses: TensorUse) -> list[Work]:
+        """Make a call; `call` is given what the backend sees of a tensor, and returns a handle for each use."""
+        if self.carrier is not None:
+            return self.carrier.post(call, uses)
+        works = list(call(lambda tensor: tensor))
+        assert None not in works, "an asynchronous call on a group of this rank returns a handle"
+        return works
+
+    def connect(self, device: torch.device) -> None:
+        """Open the connections of the group's collectives."""
+        dist.all_reduce(torch.zeros(1, device=self._device(device)), group=self.group)
+        self._synchronize(device)
+
+    def connect_ring(self, device: torch.device, index: int) -> None:
+        """Open the connections of member `index` to both ring neighbours, each way, in one group call.
+
+        All members call it, with no message under way. The call is mirrored: each pair opens the same connections at both ends.
+        With two members the neighbours are one peer, which is named twice, in the same order on both.
+        """
+        following, preceding = ((index + step) % len(self._ranks) for step in (1, -1))
+        ends = [("send", following), ("recv", preceding), ("send", preceding), ("recv", following)]
+        elements = torch.zeros(len(ends), 1, device=self._device(device))
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(_P2P[kind], element, self._ranks[peer], self.group)
+                for (kind, peer), element in zip(ends, elements.unbind(), strict=True)
+            ]
+        )
+        # A send of the fake backend never ends, because no peer receives it.
+        for work in () if self.kind == "fake" else works:
+            work.wait()
+        self._synchronize(device)
+
+    def reduce_scatter(
+        self, full: torch.Tensor, out: torch.Tensor | None
+    ) -> tuple[torch.Tensor, list[Work], Callable[[], torch.Tensor] | None]:
+        """Post the sum of `full` over the group, cut along dim 0.
+
+        Returns:
+            The result as far as it has memory, handles, and what makes the result once these have ended; None: it is made.
+        """
+        shape = (full.shape[0] // len(self._ranks), *full.shape[1:])
+        if self.kind != "gloo":
+            shard = full.new_empty(shape) if out is None else out
+            works = self.call(
+                lambda seen: [_REDUCE_SCATTER(seen(shard), seen(full), group=self.group, async_op=True)],
+                TensorUse([full], [shard]),
+            )
+            return shard, works, None
+
+        chunks = torch.empty_like(full)
+        works = self.call(
+            lambda seen: [dist.all_to_all_single(seen(chunks), seen(full), group=self.group, async_op=True)],
+            TensorUse([full], [chunks]),
+        )
+
+        def sum_in_rank_order() -> torch.Tensor:
+            first, second, *rest = chunks.view(len(self._ranks), *shape).unbind()
+            total = torch.add(accumulate(first), second, out=out)
+            for part in rest:
+                total += part
+            return total.to(full.dtype)
+
+        return full, works, sum_in_rank_order
+
+    def exchange(self, messages: Sequence[Message]) -> list[Sequence[Work]]:
+        """Post messages as one group call and return the handles of each."""
+
+        def post_the_group(seen: Seen) -> Sequence[Any]:
+            return dist.batch_isend_irecv(
+                [
+                    dist.P2POp(_P2P[message.kind], seen(message.tensor), self._ranks[message.peer], self.group)
+                    for message in messages
+                ]
+            )
+
+        uses = [TensorUse([one.tensor]) if one.kind == "send" else TensorUse((), [one.tensor]) for one in messages]
+        works = self.call(post_the_group, *uses)
+        # A backend that coalesces returns one handle for the whole group call, another returns one per message.
+        if len(works) != len(messages):
+            return [works] * len(messages)
+        if self.kind == "fake" and self.carrier is None:
+            works = [_TakenSend() if one.kind == "send" else work for one, work in zip(messages, works, strict=True)]
+        elif self.kind == "gloo":
+            if self._watcher is None:
+                self._watcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{self._name}-sends")
+            watcher = self._watcher
+            works = [
+                _WatchedSend(watcher, work) if one.kind == "send" else work
+                for one, work in zip(messages, works, strict=True)
+            ]
+        return [[work] for work in works]
+
+    def close(self) -> None:
+        """End the thread that watches sends, if there is one."""
+        if self._watcher is not None:
+            self._watcher.shutdown(wait=False, cancel_futures=True)
+            self._watcher = None
+
+    def _device(self, device: torch.device) -> torch.device:
+        return CPU if self.kind == "gloo" else device
+
+    def _synchronize(self, device: torch.device) -> None:
+        """Wait until the device has done what was posted; other backends have, when their calls return."""
+        if self.kind == "nccl":
+            torch.cuda.synchronize(device)

@@ -1,0 +1,93 @@
+"""The ledger: what one rank called since its last reset, in order (no torch here).
+
+    post   op, axis, purpose, dtype, numel of the tensor handed in, group size; of a send or receive the peer and the group call
+    wait   the same number, when the result was asked for
+    mark   a named point of the computation (a weight-gradient GEMM, say), so that order in the ledger proves overlap
+
+A call is written down as it was made, with nothing derived from it.
+"""
+
+from typing import Any, Literal, NamedTuple, Protocol
+
+Op = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send", "recv"]
+
+NO_PEER = -1
+"""In place of the peer of a collective."""
+
+
+class Event(NamedTuple):
+    """One line of the ledger.
+
+    Attributes:
+        call: numbers the posted calls of the step; marks carry -1.
+        dtype: torch's, of the tensor handed in; None for a mark.
+        numel: of the tensor handed in.
+        peer: the other member of a send or receive (an index on the axis); NO_PEER for a collective.
+        group_call: the number of the first call that was posted in the same group call; its own for a collective.
+    """
+
+    phase: Literal["post", "wait", "mark"]
+    call: int
+    op: str
+    axis: str
+    purpose: str
+    dtype: Any
+    numel: int
+    group_size: int
+    peer: int = NO_PEER
+    group_call: int = -1
+
+
+class WaitClock(Protocol):
+    """A measure of how long a rank waits for its calls (`engine.telemetry.timing.marks`)."""
+
+    def wait_begins(self, posted: Event) -> None: ...
+    def wait_ends(self) -> None: ...
+
+
+class Ledger:
+    """The calls of one rank.
+
+    Attributes:
+        clock: told when the rank begins to wait for a call and when it goes on; None: nobody measures.
+    """
+
+    def __init__(self) -> None:
+        self.clock: WaitClock | None = None
+        self.events: list[Event] = []
+        self._num_calls = 0
+
+    def reset(self) -> None:
+        """Begin a new step."""
+        self.events = []
+        self._num_calls = 0
+
+    def post(
+        self, op: Op, axis: str, purpose: str, tensor: Any, group_size: int, peer: int = NO_PEER, place: int = 0
+    ) -> Event:
+        """Write down a call with a tensor; `place` is its place in its group call."""
+        call = self._num_calls
+        event = Event("post", call, op, axis, purpose, tensor.dtype, tensor.numel(), group_size, peer, call - place)
+        self._num_calls += 1
+        self.events.append(event)
+        return event
+
+    def wait_begins(self, posted: Event) -> None:
+        """Note that the rank needs the result of a call now."""
+        if self.clock is not None:
+            self.clock.wait_begins(posted)
+
+    def wait_ends(self, posted: Event) -> None:
+        """Write down that the rank has the result of a call."""
+        self.events.append(posted._replace(phase="wait"))
+        if self.clock is not None:
+            self.clock.wait_ends()
+
+    def mark(self, op: str, purpose: str) -> None:
+        """Write down a point of the computation."""
+        self.events.append(Event("mark", -1, op, "", purpose, None, 0, 0))
+
+    @property
+    def posted(self) -> list[Event]:
+        """Return the calls in the order of their posts."""
+        return [event for event in self.events if event.phase == "post"]
