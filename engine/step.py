@@ -26,7 +26,8 @@ import torch
 from torch import nn
 
 from engine.activations.saved_tensors import SavedTensors
-from engine.comm.stop import NO_STOP, StopRequest
+from engine.comm.agreement import NO_FLAGS, NUM_SUMS, StepFlags, StopFlags
+from engine.comm.stop import StopRequest
 from engine.comm.topology import Topology
 from engine.config.activations import RecomputeConfig
 from engine.config.plan import BatchPlan
@@ -59,11 +60,6 @@ class Chunk(Protocol):
     def train(self, mode: bool = True) -> nn.Module: ...
 
 
-NO_FLAGS = (0.0, 0.0, 0.0, 0.0)
-"""What a rank adds to the step's agreement beside its sums: whether its part of a checkpoint is written, whether it could not be;
-whether the checkpoint is committed, whether it could not be."""
-
-
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What all ranks agree on after a step.
@@ -72,18 +68,14 @@ class StepResult:
         loss: per token, in nats.
         grad_norm: global, before clipping.
         num_tokens: counted tokens of the global batch.
-        flags: how many ranks raised each flag of a save.
-        stop: how many ranks were asked to stop, by kind (`engine/comm/stop.py`).
-        num_retried: ranks whose allocator had to free memory and ask again since the step before.
+        flags: how many ranks raised each flag.
         flaw: why the step has updated nothing; "": it has.
     """
 
     loss: float
     grad_norm: float
     num_tokens: int
-    flags: tuple[float, ...]
-    stop: tuple[float, ...] = NO_STOP
-    num_retried: int = 0
+    flags: StepFlags = NO_FLAGS
     flaw: str = ""
 
 
@@ -91,8 +83,7 @@ class PendingResult:
     """A step that is posted, its numbers on their way to the host.
 
     Args:
-        numbers: [loss, gradient norm, tokens, loss sum, sum of squares, whether the update was left out, *flags, *stop, ranks
-            whose allocator retried].
+        numbers: [loss, gradient norm, tokens, loss sum, sum of squares, whether the update was left out, *`StepFlags.values`].
         loss_limit: what the loss may be at most.
         to_host: copies the numbers; None: the device's way.
     """
@@ -113,9 +104,7 @@ class PendingResult:
                 flaw = f"loss {loss:.4f} over {int(num_tokens)} tokens is above the limit of {self._loss_limit:.4f}"
             else:
                 flaw += "are finite, but those of a step before were not"
-        *raised, num_retried = flags
-        of_save, of_stop = raised[: len(NO_FLAGS)], raised[len(NO_FLAGS) :]
-        return StepResult(loss, grad_norm, int(num_tokens), tuple(of_save), tuple(of_stop), int(num_retried), flaw)
+        return StepResult(loss, grad_norm, int(num_tokens), StepFlags.of(flags), flaw)
 
     def wait(self) -> StepResult:
         """`read`, for those who cannot go on without the update.
@@ -163,7 +152,7 @@ class StepsInFlight:
         while len(self._posted) > 1 or (self._posted and (newest or stop.agreed is not None)):
             step, lr, pending = self._posted.popleft()
             result = pending.read()
-            stop.hear(result.stop)
+            stop.hear(result.flags.stop)
             finished.append(FinishedStep(step, lr, result))
         return finished
 
@@ -259,29 +248,25 @@ class Engine:
         self,
         counts: torch.Tensor,
         lr: float,
-        flags: Sequence[float] = NO_FLAGS,
-        stop: Sequence[float] = NO_STOP,
+        flags: StepFlags = NO_FLAGS,
         loss_limit: float = math.inf,
     ) -> PendingResult:
         """Post one update of the weights with the reduced gradients; `counts` are this rank's.
 
         A loss above `loss_limit` is treated as one that is not finite: nothing is updated.
-        `flags` (as many as `NO_FLAGS`) and `stop` (as `NO_STOP`) are summed over the ranks in the same small all-reduce, and so
-        is the number of ranks whose allocator has retried.
+        `flags` of a save and of a stop are summed over the ranks in the same small all-reduce (`engine.comm.agreement`), and so is
+        whether this rank's allocator has retried.
         """
         before, self._retries = self._retries, self.count_retries()
-        raised = (*flags, *stop, float(self._retries > before))
-        assert len(raised) == len(NO_FLAGS) + len(NO_STOP) + 1, (
-            f"{len(raised)} flags: the traffic of a step is a constant"
-        )
+        raised = flags._replace(retried=float(self._retries > before)).values()
         mine = [self.optimizer.grad_square_sum().to(AGREEMENT_DTYPE).view(1), counts]
         vector = torch.cat((*mine, counts.new_zeros(len(raised))))
-        for place, flag in enumerate(raised, start=3):
+        for place, flag in enumerate(raised, start=NUM_SUMS):
             if flag:
                 vector[place].fill_(flag)
         agreed = self.topology.axis("world").all_reduce(vector, "step").wait()
 
-        square_sum, loss_sum, num_tokens = agreed[:3].unbind()
+        square_sum, loss_sum, num_tokens = agreed[:NUM_SUMS].unbind()
         # A global batch without a single counted token has no gradient; its loss is reported as zero.
         tokens = num_tokens.clamp(min=1.0)
         scale = self.nominal_tokens / tokens
@@ -291,7 +276,7 @@ class Engine:
         clipped = clip_factor(grad_norm, self.config.optimizer.clip_grad)
         self.optimizer.step(lr, scale if clipped is None else scale * clipped, skip=self.diverged)
         sums = torch.stack((loss_sum / tokens, grad_norm, num_tokens, loss_sum, square_sum, self.diverged))
-        return PendingResult(torch.cat((sums, agreed[3:])), loss_limit, self.to_host)
+        return PendingResult(torch.cat((sums, agreed[NUM_SUMS:])), loss_limit, self.to_host)
 
     def receive_late(self) -> bool:
         """Use late receives in the next runs; whether the runs before had early ones. Every rank calls it after the same step."""
@@ -311,8 +296,8 @@ class Engine:
         loss_sum, total = self.topology.axis("world").all_reduce(counts, "validation").wait().tolist()
         return float(loss_sum) / max(float(total), 1.0)
 
-    def post_stop(self, flags: Sequence[float]) -> Callable[[], list[float]]:
-        """Post the sum of this rank's stop flags (as `NO_STOP`) over the world, outside a step; every rank calls it.
+    def post_stop(self, flags: StopFlags) -> Callable[[], list[float]]:
+        """Post the sum of this rank's stop flags over the world, outside a step; every rank calls it.
 
         Returns:
             A function that waits for the sums and returns them. It is called once, in the order of the posts.

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from engine.checkpoint.format.manifest import TrainingState
 from engine.checkpoint.saving import CheckpointSaver
+from engine.comm.agreement import StepFlags
 from engine.comm.runtime import allocator_retries
 from engine.comm.stop import Stop, StopRequest
 from engine.comm.topology import Topology
@@ -205,8 +206,11 @@ def train_steps(run: TrainingRun, batches: StepSource, *, validation_is_due: boo
 
             observer.phase(Phase.OPTIMIZER)
             run.guard.before_update(step)
-            lr, limit = learning_rate(step, engine.config.optimizer, num_steps), run.guard.loss_limit(step)
-            in_flight.post(step, lr, engine.update(counts, lr, checkpoints.flags(), stop.flags(), limit))
+            lr, flags = (
+                learning_rate(step, engine.config.optimizer, num_steps),
+                StepFlags(checkpoints.flags(), stop.flags()),
+            )
+            in_flight.post(step, lr, engine.update(counts, lr, flags, run.guard.loss_limit(step)))
             reads_all = is_last or validates or checkpoints.is_due(step + 1, is_last=is_last)
             finished = in_flight.read(stop, newest=reads_all)
             observer.end_step()
@@ -232,6 +236,7 @@ def _after_update(run: TrainingRun, finished: FinishedStep) -> None:
     result = finished.result
     run.guard.judge(finished.step, result)
     run.observer.on_step(finished.step, result, finished.lr)
-    run.checkpoints.agreed(result.flags)
-    if result.num_retried and run.engine.receive_late():
-        run.observer.on_allocator_retry(finished.step, result.num_retried)
+    run.checkpoints.agreed(result.flags.save)
+    num_retried = int(result.flags.retried)
+    if num_retried and run.engine.receive_late():
+        run.observer.on_allocator_retry(finished.step, num_retried)

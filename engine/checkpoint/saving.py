@@ -40,11 +40,9 @@ from engine.checkpoint.format.store import fingerprints
 from engine.checkpoint.history import RunHistory
 from engine.checkpoint.shards import fingerprint
 from engine.checkpoint.writer import RankWriter, Written
+from engine.comm.agreement import SaveFlags
 from engine.errors import CheckpointError, SaveError
-from engine.step import NO_FLAGS, Engine
-
-WRITTEN, NOT_WRITTEN = (1.0, 0.0, 0.0, 0.0), (0.0, 1.0, 0.0, 0.0)
-COMMITTED, NOT_COMMITTED = (0.0, 0.0, 1.0, 0.0), (0.0, 0.0, 0.0, 1.0)
+from engine.step import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,17 +123,17 @@ class CheckpointSaver:
             else None
         )
 
-    def flags(self) -> tuple[float, ...]:
+    def flags(self) -> SaveFlags:
         """This rank's flags for the next step's agreement: how far its work in the present phase is. Never blocks."""
         future = self._pending()
         if future is None or not future.done():
-            return NO_FLAGS
+            return SaveFlags()
         is_done = future.exception() is None
         if self._phase is _Phase.WRITING:
-            return WRITTEN if is_done else NOT_WRITTEN
-        return COMMITTED if is_done else NOT_COMMITTED
+            return SaveFlags(written=1.0) if is_done else SaveFlags(not_written=1.0)
+        return SaveFlags(committed=1.0) if is_done else SaveFlags(not_committed=1.0)
 
-    def agreed(self, flags: tuple[float, ...]) -> None:
+    def agreed(self, flags: SaveFlags) -> None:
         """Go on with the save under way as the flags of a step say (the agreed sums of `flags()`); steps come in order."""
         self._advance(flags)
 
@@ -230,20 +228,19 @@ class CheckpointSaver:
             return self._writing
         return self._committing if self._phase is _Phase.COMMITTING else None
 
-    def _advance(self, flags: tuple[float, ...]) -> None:
+    def _advance(self, flags: SaveFlags) -> None:
         """Move to the next phase if the agreed flags say so; the same on every rank."""
-        num_written, num_not_written, is_committed, is_not_committed = flags
-        if self._phase is _Phase.WRITING and num_written + num_not_written == self._world.size:
-            if num_not_written:
+        if self._phase is _Phase.WRITING and flags.written + flags.not_written == self._world.size:
+            if flags.not_written:
                 self._fail()
                 return
             self._phase = _Phase.COMMITTING
             if self._world.index == 0:
                 assert self._saving is not None and self._writing is not None
                 self._committing = self._committer.submit(self._commit, self._saving)
-        elif self._phase is _Phase.COMMITTING and is_not_committed:
+        elif self._phase is _Phase.COMMITTING and flags.not_committed:
             self._fail()
-        elif self._phase is _Phase.COMMITTING and is_committed:
+        elif self._phase is _Phase.COMMITTING and flags.committed:
             self._saved()
 
     def _drain(self) -> None:
@@ -252,7 +249,7 @@ class CheckpointSaver:
             future = self._pending()
             if future is not None:
                 future.exception()
-            self._advance(tuple(self._world.agree(self.flags(), self._engine.topology.device, "checkpoint")))
+            self._advance(SaveFlags(*self._world.agree(self.flags(), self._engine.topology.device, "checkpoint")))
 
     def _saved(self) -> None:
         assert self._saving is not None

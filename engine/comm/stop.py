@@ -21,8 +21,7 @@ from contextlib import suppress
 from enum import Enum
 from types import FrameType
 
-NO_STOP = (0.0, 0.0)
-"""What a rank that nobody asked to stop adds to the step's agreement: preempted, interrupted."""
+from engine.comm.agreement import StopFlags
 
 
 class Stop(Enum):
@@ -77,9 +76,9 @@ class StopRequest:
         """Ask this rank; the others learn of it with the next step's agreement."""
         self._asked.add(stop)
 
-    def flags(self) -> tuple[float, float]:
+    def flags(self) -> StopFlags:
         """This rank's flags for the next step's agreement."""
-        return float(Stop.PREEMPTED in self._asked), float(Stop.INTERRUPTED in self._asked)
+        return StopFlags(float(Stop.PREEMPTED in self._asked), float(Stop.INTERRUPTED in self._asked))
 
     def hear(self, flags: Sequence[float]) -> None:
         """The sums of `flags()` over all ranks, of the next step in order. A person's Ctrl-C counts more than a scheduler."""

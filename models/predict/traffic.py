@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from engine.comm.agreement import NUM_NUMBERS
 from engine.comm.ledger import Event
 from engine.config.plan import batch_plan, local_seq_length
 from engine.config.tree import Config
@@ -84,8 +85,7 @@ def expected_traffic(
         _tensor_parallel(tally, config, sizes, stages[stage])
         _pipeline(tally, config, sizes, stage, num_stages)
     _data_parallel(tally, config, sizes, at, [stages[stage] for stage in mine])
-    # Ten float64: squared gradient norm, loss sum, tokens, four flags of a checkpoint, two of a stop, one of the allocator.
-    tally.add("world", "step", "all_reduce", sizes.world_size, 10 * 8)
+    tally.add("world", "step", "all_reduce", sizes.world_size, NUM_NUMBERS * BYTES_PER_ELEMENT["float64"])
     return tally.volumes()
 
 

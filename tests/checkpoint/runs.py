@@ -13,6 +13,7 @@ from engine.checkpoint.format.manifest import Ancestor, Kind
 from engine.checkpoint.resume import resume_or_start
 from engine.checkpoint.saving import CheckpointSaver, RunFacts
 from engine.checkpoint.shards import fingerprint
+from engine.comm.agreement import StepFlags
 from engine.comm.topology import Topology
 from engine.config.tree import Config
 from engine.data.loader import Batches
@@ -112,8 +113,8 @@ def run(
     for step in range(beginning.state.step, until):
         microbatches = batches.next_step()
         lr = learning_rate(step, engine.config.optimizer, 50)
-        result = engine.update(engine.forward_backward(microbatches), lr, checkpoints.flags()).wait()
-        checkpoints.agreed(result.flags)
+        result = engine.update(engine.forward_backward(microbatches), lr, StepFlags(checkpoints.flags())).wait()
+        checkpoints.agreed(result.flags.save)
         trace.losses.append(result.loss)
         trace.sample_ids.append([sample for microbatch in microbatches for sample in microbatch.sample_ids])
         checkpoints.after_step(step + 1, batches.consumed_samples, lr, is_last=step + 1 == until)

@@ -14,6 +14,7 @@ from engine.checkpoint.directory import CheckpointDirectory, find
 from engine.checkpoint.format.manifest import read_manifest
 from engine.checkpoint.resume import ResumePoint, resume_or_start
 from engine.checkpoint.saving import CheckpointSaver
+from engine.comm.agreement import StepFlags
 from engine.data.loader import Batches
 from engine.errors import CheckpointError
 from tests.checkpoint.runs import Silent, engine_of, facts_of, fingerprint_of, run
@@ -51,8 +52,10 @@ def train(
     )
     for step in range(1, steps + 1):
         before_step(rank, step, Path(folder))
-        result = engine.update(engine.forward_backward(batches.next_step()), 1e-2, checkpoints.flags()).wait()
-        checkpoints.agreed(result.flags)
+        result = engine.update(
+            engine.forward_backward(batches.next_step()), 1e-2, StepFlags(checkpoints.flags())
+        ).wait()
+        checkpoints.agreed(result.flags.save)
         checkpoints.after_step(step, batches.consumed_samples, 1e-2, is_last=step == steps)
     error = ""
     try:

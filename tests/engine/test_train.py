@@ -7,11 +7,12 @@ import pytest
 
 from engine.checkpoint.format.manifest import TrainingState
 from engine.checkpoint.saving import CheckpointSaver
-from engine.comm.stop import NO_STOP, Stop, StopRequest
+from engine.comm.agreement import SaveFlags, StepFlags, StopFlags
+from engine.comm.stop import Stop, StopRequest
 from engine.config.plan import batch_plan
 from engine.config.tree import Config
 from engine.errors import DivergenceError
-from engine.step import NO_FLAGS, Engine, RollbackRequested, StepResult
+from engine.step import Engine, RollbackRequested, StepResult
 from engine.train import TrainingRun, train_steps
 
 Log = list[tuple[str, int]]
@@ -23,16 +24,13 @@ CONFIG: dict[str, Any] = {
 
 
 class Result:
-    def __init__(self, log: Log, step: int, diverges: bool, stop: tuple[float, ...], num_retried: int) -> None:
-        self.log, self.step, self.diverges, self.stop = log, step, diverges, stop
-        self.num_retried = num_retried
+    def __init__(self, log: Log, step: int, diverges: bool, flags: StepFlags) -> None:
+        self.log, self.step, self.diverges, self.flags = log, step, diverges, flags
 
     def read(self) -> StepResult:
         self.log.append(("read", self.step))
         flaw = "not finite" if self.diverges else ""
-        return StepResult(
-            float(self.step), 1.0, num_tokens=8, flags=NO_FLAGS, stop=self.stop, num_retried=self.num_retried, flaw=flaw
-        )
+        return StepResult(float(self.step), 1.0, num_tokens=8, flags=self.flags, flaw=flaw)
 
 
 class Endless:
@@ -98,13 +96,12 @@ class Loop:
         if self.step == self.asked_at:
             self.request.ask(Stop.PREEMPTED)
 
-    def update(
-        self, counts: None, lr: float, flags: tuple[float, ...], stop: tuple[float, ...], limit: float
-    ) -> Result:
+    def update(self, counts: None, lr: float, flags: StepFlags, limit: float) -> Result:
         assert limit == 100.0 + self.step and self.log[-1] == ("check", self.step)
-        assert (stop == NO_STOP) == (self.asked_at is None or self.step < self.asked_at)
+        assert (flags.stop == StopFlags()) == (self.asked_at is None or self.step < self.asked_at)
         self.log.append(("post", self.step))
-        return Result(self.log, self.step, self.step == self.diverges_at, stop, 3 * (self.step in self.retries_at))
+        flags = flags._replace(retried=3.0 * (self.step in self.retries_at))
+        return Result(self.log, self.step, self.step == self.diverges_at, flags)
 
     def evaluate(self, steps: Any) -> float:
         self.log.append(("validate", self.step))
@@ -113,7 +110,7 @@ class Loop:
                 self.request.ask(Stop.PREEMPTED)
         return 1.0
 
-    def post_stop(self, flags: tuple[float, ...]) -> Callable[[], list[float]]:
+    def post_stop(self, flags: StopFlags) -> Callable[[], list[float]]:
         return lambda: list(flags)
 
     def receive_late(self) -> bool:
@@ -167,10 +164,10 @@ class Loop:
 
     # CheckpointSaver
 
-    def flags(self) -> tuple[float, ...]:
-        return NO_FLAGS
+    def flags(self) -> SaveFlags:
+        return SaveFlags()
 
-    def agreed(self, flags: tuple[float, ...]) -> None: ...
+    def agreed(self, flags: SaveFlags) -> None: ...
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
         return self.saves_every is not None and (is_last or step % self.saves_every == 0)

@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.comm.stop import ASKS_FOR, NO_STOP, Stop, StopRequest
+from engine.comm.agreement import StopFlags
+from engine.comm.stop import ASKS_FOR, Stop, StopRequest
 
 
 def test_nobody_asked() -> None:
     request = StopRequest()
-    assert request.flags() == NO_STOP
-    request.hear(NO_STOP)
+    assert request.flags() == StopFlags()
+    request.hear(StopFlags())
     assert request.agreed is None
 
 
@@ -49,7 +50,7 @@ def test_a_hangup_that_nohup_ignores_asks_nothing() -> None:
     request.listen()
     try:
         os.kill(os.getpid(), signal.SIGHUP)
-        assert request.flags() == NO_STOP
+        assert request.flags() == StopFlags()
     finally:
         request.close()
         signal.signal(signal.SIGHUP, before)
@@ -59,7 +60,7 @@ def test_a_signal_asks_though_nothing_can_be_said() -> None:
     program = (
         "import os, signal, sys; from engine.comm.stop import StopRequest\n"
         "request = StopRequest(); request.listen(); os.dup2(os.open('/dev/full', os.O_WRONLY), 2)\n"
-        "os.kill(os.getpid(), signal.SIGTERM); print(request.flags())\n"
+        "os.kill(os.getpid(), signal.SIGTERM); print(tuple(request.flags()))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
     assert (done.returncode, done.stdout) == (0, "(1.0, 0.0)\n")

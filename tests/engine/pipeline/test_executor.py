@@ -76,8 +76,8 @@ def steps_with_a_retry(rank: int, case: Case) -> list[tuple[int, str]]:
         if (rank, step) == (1, 1):
             engine.count_retries = lambda: 1
         result = engine.train_step(batches.next_step(), 1e-3)
-        found.append((result.num_retried, forms[tuple(each for each in seen if each is not None)]))
-        if result.num_retried:
+        found.append((result.flags.retried, forms[tuple(each for each in seen if each is not None)]))
+        if result.flags.retried:
             assert engine.receive_late()
     batches.close()
     return found

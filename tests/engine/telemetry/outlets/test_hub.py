@@ -18,7 +18,7 @@ from engine.config.tree import Config
 from engine.errors import TriaxisError
 from engine.run.directory import RunDirectory
 from engine.run.phases import Phase
-from engine.step import NO_FLAGS, StepResult
+from engine.step import StepResult
 from engine.telemetry.observer import TrainingObserver, peak_memory_bytes
 from engine.telemetry.outlets import sink as sink_module
 from engine.telemetry.outlets.console import Report
@@ -406,7 +406,7 @@ def test_the_observer_counts_from_1_and_keeps_validation_out_of_the_step_time(ma
         observer.phase(Phase.FORWARD_BACKWARD)
         clock.seconds += 1.5
         observer.end_step()
-        observer.on_step(step, StepResult(loss=3.0 - step, grad_norm=0.5, num_tokens=100, flags=NO_FLAGS), lr=0.1)
+        observer.on_step(step, StepResult(loss=3.0 - step, grad_norm=0.5, num_tokens=100), lr=0.1)
         if step == 1:
             observer.phase(Phase.VALIDATION)
             clock.seconds += 60.0

@@ -13,7 +13,7 @@ from engine.config.plan import batch_plan
 from engine.config.tree import Config
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.run.phases import Phase
-from engine.step import NO_FLAGS, StepResult
+from engine.step import StepResult
 from engine.telemetry.observer import TrainingObserver
 from engine.telemetry.outlets.console import Report
 from engine.telemetry.outlets.hub import Telemetry
@@ -52,7 +52,7 @@ def test_the_log_has_one_line_and_one_event(make_config: Callable[..., Config], 
     for step in range(4):
         observer.phase(Phase.DATA)
         observer.end_step()
-        observer.on_step(step, StepResult(loss=3.0, grad_norm=0.5, num_tokens=100, flags=NO_FLAGS), lr=0.1)
+        observer.on_step(step, StepResult(loss=3.0, grad_norm=0.5, num_tokens=100), lr=0.1)
     (line,) = [line for line in screen.getvalue().splitlines() if line.startswith("memory")]
     assert "rank 0 (pp 0) has held 48.0 GB of tensors at most, 50.0 GB predicted" in line
     assert "reserved 52.0 GB; outside of it 8.0 GB" in line and "1.0 GB predicted for communicators" in line

@@ -1,0 +1,55 @@
+"""The numbers that all ranks sum in a step's one small all-reduce, and their order (no torch here).
+
+sums     squared gradient norm, loss sum, tokens                    made on the device
+flags    of a save, of a stop, of the allocator (`StepFlags`)       known to the host; 0.0 or 1.0 before the sum
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+NUM_SUMS = 3
+
+
+class SaveFlags(NamedTuple):
+    """The state of the save under way: flags of one rank, or how many ranks raised each of them."""
+
+    written: float = 0.0
+    not_written: float = 0.0
+    committed: float = 0.0
+    not_committed: float = 0.0
+
+
+class StopFlags(NamedTuple):
+    """The requests to stop: flags of one rank, or how many ranks raised each of them (`engine/comm/stop.py`)."""
+
+    preempted: float = 0.0
+    interrupted: float = 0.0
+
+
+class StepFlags(NamedTuple):
+    """The flags of one rank in a step, or their sums over all ranks.
+
+    Attributes:
+        retried: the rank's allocator had to free memory and ask again since the step before.
+    """
+
+    save: SaveFlags = SaveFlags()
+    stop: StopFlags = StopFlags()
+    retried: float = 0.0
+
+    def values(self) -> tuple[float, ...]:
+        """Return the flags in the order of the vector."""
+        return (*self.save, *self.stop, self.retried)
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "StepFlags":
+        """Read what `values` wrote."""
+        num_save, num_stop = len(SaveFlags._fields), len(StopFlags._fields)
+        assert len(values) == num_save + num_stop + 1, f"{len(values)} flags: the traffic of a step is a constant"
+        return cls(SaveFlags(*values[:num_save]), StopFlags(*values[num_save:-1]), values[-1])
+
+
+NO_FLAGS = StepFlags()
+
+NUM_NUMBERS = NUM_SUMS + len(NO_FLAGS.values())
+"""Length of the vector."""
