@@ -1,7 +1,8 @@
 """The `parallel` and `schedule` sections and their rules: how the model and a step are cut over ranks (no torch here)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
+from types import MappingProxyType
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -34,14 +35,18 @@ class ParallelConfig(Section):
         return self.sequence_parallel and self.tp > 1
 
 
+ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
+
+IS_INTERLEAVED: Mapping[str, bool] = MappingProxyType({"gpipe": False, "1f1b": False, "interleaved": True})
+"""The training schedules; True: of several model chunks per rank, False: of one."""
+
+
 class ScheduleConfig(Section):
     """The order of forwards and backwards on a pipeline rank."""
 
     on_resume: ClassVar[OnResume | None] = LAYOUT
 
-    name: Literal["auto", "gpipe", "1f1b", "interleaved"] = Field(
-        "auto", description="auto: 1f1b, or interleaved when vpp > 1"
-    )
+    name: Literal["auto"] | ScheduleName = Field("auto", description="auto: 1f1b, or interleaved when vpp > 1")
 
 
 def layers_fill_stages(subject: Subject) -> Iterator[Problem]:
@@ -98,20 +103,20 @@ def schedule_matches_chunks(subject: Subject) -> Iterator[Problem]:
 
 def schedule_problems(name: str, vpp: int) -> Iterator[Problem]:
     """Yield a problem where a schedule cannot run with `vpp` model chunks per rank."""
-    if name in ("gpipe", "1f1b") and vpp > 1:
-        yield Problem(
-            "schedule.name",
-            name,
-            f"runs one model chunk per rank, but parallel.vpp = {vpp}: the other chunks would never run",
-            {"schedule.name": ["interleaved", "auto"], "parallel.vpp": [1]},
-        )
-    if name == "interleaved" and vpp == 1:
-        yield Problem(
-            "schedule.name",
-            name,
-            "interleaves the model chunks of a rank, but parallel.vpp = 1: there is nothing to interleave",
-            {"schedule.name": ["1f1b", "auto"], "parallel.vpp": [2]},
-        )
+    is_interleaved = IS_INTERLEAVED.get(name)
+    if is_interleaved is None or is_interleaved == (vpp > 1):
+        return
+    other = next(name for name, is_other in reversed(IS_INTERLEAVED.items()) if is_other != is_interleaved)
+    if is_interleaved:
+        rule = "interleaves the model chunks of a rank, but parallel.vpp = 1: there is nothing to interleave"
+    else:
+        rule = f"runs one model chunk per rank, but parallel.vpp = {vpp}: the other chunks would never run"
+    yield Problem(
+        "schedule.name",
+        name,
+        rule,
+        {"schedule.name": [other, "auto"], "parallel.vpp": [2 if is_interleaved else 1]},
+    )
 
 
 def axes_are_built(subject: Subject) -> Iterator[Problem]:

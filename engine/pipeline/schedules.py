@@ -9,12 +9,12 @@ A rank runs its forwards in one fixed order and its backwards in another; a sche
 of forwards before the first backward (the warm-up). All schedules here are that one function with other numbers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
+from engine.config.layout import IS_INTERLEAVED
 from engine.errors import ScheduleError
 from engine.pipeline.actions import Action, Kind, Placement, Schedule
-
-NAMES = ("gpipe", "1f1b", "interleaved", "forward_only")
 
 
 def gpipe(pp: int, num_microbatches: int) -> Schedule:
@@ -49,11 +49,22 @@ def forward_only(pp: int, vpp: int, num_microbatches: int) -> Schedule:
     return Schedule("forward_only", Placement(pp, vpp), num_microbatches, True, (row,) * pp)
 
 
+BUILDERS: Mapping[str, Callable[[int, int, int], Schedule]] = MappingProxyType(
+    {
+        "gpipe": lambda pp, vpp, num_microbatches: gpipe(pp, num_microbatches),
+        "1f1b": lambda pp, vpp, num_microbatches: one_f_one_b(pp, num_microbatches),
+        "interleaved": interleaved,
+        "forward_only": forward_only,
+    }
+)
+"""By name: the schedule of (pp, vpp, microbatches)."""
+
+
 def build(name: str, pp: int, vpp: int, num_microbatches: int) -> Schedule:
-    """The schedule of a given name.
+    """Return the schedule of a given name.
 
     Args:
-        name: one of `NAMES`; a user's `auto` goes through `resolve` first.
+        name: a key of `BUILDERS`; a user's `auto` goes through `resolve` first.
         pp: pipeline ranks.
         vpp: model chunks per rank.
         num_microbatches: microbatches per step of one pipeline.
@@ -61,13 +72,9 @@ def build(name: str, pp: int, vpp: int, num_microbatches: int) -> Schedule:
     Raises:
         ScheduleError: a size is below 1.
     """
-    if name == "forward_only":
-        return forward_only(pp, vpp, num_microbatches)
-    if name == "interleaved":
-        return interleaved(pp, vpp, num_microbatches)
     _require_positive(vpp=vpp)
-    assert name in ("gpipe", "1f1b") and vpp == 1, f"{name} with vpp {vpp}"
-    return (gpipe if name == "gpipe" else one_f_one_b)(pp, num_microbatches)
+    assert name in BUILDERS and (IS_INTERLEAVED.get(name, True) or vpp == 1), f"{name} with vpp {vpp}"
+    return BUILDERS[name](pp, vpp, num_microbatches)
 
 
 def resolve(name: str, vpp: int) -> str:

@@ -90,7 +90,9 @@ def _add_sizes(parser: CommandParser) -> None:
     parser.add_argument("--vpp", type=int, metavar="V", help="model chunks per rank (default: 1)")
     parser.add_argument("--microbatches", type=int, metavar="M", help="microbatches per step of one pipeline")
     parser.add_argument(
-        "--name", metavar="NAME", help=f"auto (default: 1f1b, interleaved when vpp > 1), {', '.join(schedules.NAMES)}"
+        "--name",
+        metavar="NAME",
+        help=f"auto (default: 1f1b, interleaved when vpp > 1), {', '.join(schedules.BUILDERS)}",
     )
 
 
@@ -123,10 +125,10 @@ def _asked_for(args: argparse.Namespace) -> list[Schedule]:
     vpp = 1 if args.vpp is None else args.vpp
     _check_size(args.pp, vpp, args.microbatches)
     name = args.name or "auto"
-    if name not in ("auto", *schedules.NAMES):
+    if name not in ("auto", *schedules.BUILDERS):
         raise ScheduleError(
             f"--name {name}: there is no such schedule, so no rank knows what to compute. The names are auto, "
-            f"{', '.join(schedules.NAMES)}."
+            f"{', '.join(schedules.BUILDERS)}."
         )
     if found := [str(problem) for problem in schedule_problems(name, vpp)]:
         raise ConfigError(found, "the command line")

@@ -145,7 +145,7 @@ def test_a_schedule_that_the_rules_refuse_is_never_built(name: str, vpp: int) ->
 
 
 @pytest.mark.parametrize("size", [(0, 1, 1), (1, 1, 0), (1, 0, 1)])
-@pytest.mark.parametrize("name", schedules.NAMES)
+@pytest.mark.parametrize("name", schedules.BUILDERS)
 def test_sizes_below_one_are_refused(name: str, size: tuple[int, int, int]) -> None:
     with pytest.raises(ScheduleError, match="at least 1"):
         schedules.build(name, *size)
