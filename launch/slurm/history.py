@@ -1,10 +1,10 @@
-"""What happened to a job over its attempts, and what follows from it: which nodes to leave out, when to give up (no torch here).
+"""The attempts of a job, and what follows from them: which nodes to leave out, when to give up (no torch here).
 
     runs/<name>/slurm.json      per attempt: when, on which nodes, from which step to which, how it ended, who is to blame
 
 A node that failed twice is left out of the next attempt. Attempts that end without a newer checkpoint are no progress: after
 three in a row the job is not started again. An attempt without an end was ended from outside (a dead node, SIGKILL after a
-preemption): nobody is blamed for it, and it does not count.
+preemption): it blames no node and does not count.
 """
 
 import json
@@ -26,13 +26,13 @@ FAILURES_TO_EXCLUDE = 2
 """A node may fail once by accident."""
 
 ATTEMPTS_WITHOUT_PROGRESS = 3
-"""In a row, after which it would only burn hours."""
+"""Attempts in a row after which another would only burn hours."""
 
 HISTORY = "slurm.json"
 
 
 class Outcome(Enum):
-    """How an attempt ended."""
+    """The end of an attempt."""
 
     FINISHED = "finished"
     PREEMPTED = "preempted"  # all ranks agreed, saved, and ended with the requeue code
@@ -49,9 +49,9 @@ class Attempt:
 
     Attributes:
         job: SLURM's number of the job.
-        restart: how often SLURM had requeued it.
-        nodes: that it ran on.
-        began_unix_seconds: when.
+        restart: number of SLURM's requeues before it.
+        nodes: those that it ran on.
+        began_unix_seconds: time of its start.
         from_step: of the newest checkpoint at its start; 0: there was none.
         to_step: of the newest checkpoint at its end.
         outcome: value of an `Outcome`; None while it runs, or if it was ended from outside.
@@ -100,12 +100,12 @@ class History:
             ) from None
 
     def begin(self, job: str, restart: int, nodes: Sequence[str], from_step: int) -> None:
-        """A new attempt starts now."""
+        """Record the start of an attempt."""
         self.attempts.append(Attempt(job, restart, tuple(nodes), time.time(), from_step))
         self._write()
 
     def end(self, outcome: Outcome, to_step: int, blamed: Sequence[str] = ()) -> None:
-        """The attempt that began last has ended."""
+        """Record the end of the last attempt."""
         self.attempts[-1] = replace(
             self.attempts[-1], outcome=outcome.value, to_step=to_step, blamed=tuple(sorted(blamed))
         )
@@ -113,13 +113,13 @@ class History:
 
     @property
     def excluded(self) -> list[str]:
-        """Nodes that failed too often."""
+        """Return the nodes that failed too often."""
         failures = Counter(node for attempt in self.attempts for node in attempt.blamed)
         return sorted(node for node, count in failures.items() if count >= FAILURES_TO_EXCLUDE)
 
     @property
     def without_progress(self) -> int:
-        """How many of the last attempts in a row ended without a newer checkpoint."""
+        """Count the last attempts in a row that ended without a newer checkpoint."""
         count = 0
         for attempt in reversed(self.attempts):
             if attempt.outcome in (None, Outcome.STOPPED.value):

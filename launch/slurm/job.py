@@ -8,8 +8,8 @@
         v
     scontrol requeue     or, where the site refuses that, sbatch --dependency=afterany of the same script
 
-SLURM says what it is doing with the job in two ways that look alike, a requeued and a cancelled job are both COMPLETING; but a
-requeued one has a higher restart count, and a cancelled job must never come back (`scontrol requeue` would do it).
+For SLURM a requeued and a cancelled job are both COMPLETING. A requeued one has a higher restart count; a cancelled one must never
+come back, as it would with `scontrol requeue`.
 """
 
 import contextlib
@@ -50,22 +50,22 @@ FINAL = {
     Outcome.DIVERGED: ExitCode.DIVERGED,
     Outcome.INTERRUPTED: ExitCode.INTERRUPTED,
 }
-"""Ends after which nobody starts the job again, and its exit codes."""
+"""Exit codes of the job after ends that no new attempt follows."""
 
 LONGEST_END_SECONDS = 90.0
-"""How long srun may take to end the other tasks after a bad end; it waits in vain for a node that is dead."""
+"""Time in which srun may end the other tasks after a bad end; it waits in vain for a node that is dead."""
 
 CALL_SECONDS = 120.0
-"""How long a command of SLURM may take; a busy controller answers late."""
+"""Limit for a command of SLURM; a busy controller answers late."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What SLURM's variables say about this allocation.
+    """An allocation, from SLURM's variables.
 
     Attributes:
-        number: the job's; an array's task has its own.
-        restart: how often it was requeued.
+        number: of the job; a task of an array has its own.
+        restart: number of requeues so far.
         nodes: in the order of the tasks; the first runs this program.
         tasks_per_node: in the same order.
     """
@@ -89,10 +89,10 @@ class Job:
             )
         try:
             listed = call("scontrol", "show", "hostnames", variables["SLURM_JOB_NODELIST"])
-            nodes = tuple(listed.out.split())
+            nodes = tuple(listed.stdout.split())
             sizes = tuple(tasks_per_node(variables["SLURM_TASKS_PER_NODE"]))
-            if listed.refused or len(nodes) != len(sizes):
-                raise ValueError(f"{listed.said or nodes} for {len(sizes)} counts of tasks")
+            if listed.failed or len(nodes) != len(sizes):
+                raise ValueError(f"{listed.stderr or nodes} for {len(sizes)} counts of tasks")
         except (KeyError, ValueError) as error:
             raise TopologyError(
                 f"SLURM's variables do not say which tasks run where: {error!r}. Ranks could not be counted, nor a bad node be "
@@ -106,16 +106,16 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Called:
-    """What a command of SLURM answered."""
+class CommandResult:
+    """Result of a command of SLURM."""
 
-    refused: bool
-    out: str
-    said: str
+    failed: bool
+    stdout: str
+    stderr: str
 
 
-def call(*words: str, variables: Mapping[str, str] | None = None) -> Called:
-    """Run a command of SLURM; one that is missing or does not answer has refused."""
+def call(*words: str, variables: Mapping[str, str] | None = None) -> CommandResult:
+    """Run a command of SLURM; one that is missing or does not answer in time has failed."""
     try:
         ended = subprocess.run(
             words,
@@ -127,12 +127,12 @@ def call(*words: str, variables: Mapping[str, str] | None = None) -> Called:
             stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Called(True, "", str(error))
-    return Called(ended.returncode != 0, ended.stdout, ended.stderr.strip())
+        return CommandResult(True, "", str(error))
+    return CommandResult(ended.returncode != 0, ended.stdout, ended.stderr.strip())
 
 
 def say(text: str) -> None:
-    """One line in the job's output."""
+    """Print a line into the job's output."""
     print(f"triaxis: {text}", flush=True)
 
 
@@ -140,17 +140,15 @@ def say(text: str) -> None:
 
 
 def step_words(root: Path, words: Sequence[str], variables: Mapping[str, str]) -> list[str]:
-    """The srun line that starts one rank per task.
+    """Return the srun line that starts one rank per task.
 
     Args:
         root: of the checkout.
         words: config, overrides and flags.
         variables: SLURM_CPUS_PER_TASK, and what a site sets: TRIAXIS_SRUN, TRIAXIS_CONTAINER, TRIAXIS_CONTAINER_MOUNTS.
     """
-    srun = [
-        "srun",
-        "--kill-on-bad-exit=1",
-    ]  # a rank that dies ends the step: the others would wait for it until their timeout
+    # A rank that dies ends the step: the others would wait for it until their timeout.
+    srun = ["srun", "--kill-on-bad-exit=1"]
     if cpus := variables.get("SLURM_CPUS_PER_TASK"):
         srun.append(f"--cpus-per-task={cpus}")  # srun does not take it over from sbatch
     if image := variables.get("TRIAXIS_CONTAINER"):
@@ -163,7 +161,7 @@ def step_words(root: Path, words: Sequence[str], variables: Mapping[str, str]) -
 
 
 def step_variables(job: Job, variables: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the ranks: where they meet, and which Python a container has."""
+    """Return the environment of the ranks: their meeting place, and the Python of a container."""
     environment = dict(variables)
     if not variables.get("MASTER_ADDR") and len(job.nodes) > 1 and (address := _node_address(job.nodes[0])):
         environment["MASTER_ADDR"] = address
@@ -173,29 +171,33 @@ def step_variables(job: Job, variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _node_address(node: str) -> str | None:
-    """The address at which SLURM itself reaches a node; None: not known, its name has to do."""
-    match = re.search(r"\bNodeAddr=(\S+)", call("scontrol", "show", "node", "--oneliner", node).out)
+    """Return the address at which SLURM itself reaches a node; None: unknown, so that its name is used."""
+    match = re.search(r"\bNodeAddr=(\S+)", call("scontrol", "show", "node", "--oneliner", node).stdout)
     return match[1] if match and match[1] not in LOOPBACK else None
 
 
 class Step:
-    """The ranks under srun, and the signals that come for them."""
+    """The ranks under srun, and the signals for them.
+
+    Attributes:
+        received: the last signal before a bad end; None: none came.
+    """
 
     def __init__(self, job: Job) -> None:
         self.report = StepReport(job.nodes, job.tasks_per_node)
-        self.told: signal.Signals | None = None
+        self.received: signal.Signals | None = None
         self._srun: subprocess.Popen[str] | None = None
         self._bad_since_seconds: float | None = None
         self._others_are_killed = False
 
     def run(self, words: Sequence[str], variables: Mapping[str, str]) -> int:
-        """Start srun and wait for it; its exit code."""
+        """Start srun, wait for it, and return its exit code."""
         self._srun = subprocess.Popen(
             words, env=variables, stderr=subprocess.PIPE, text=True, errors="backslashreplace"
         )
-        if self.told is not None:
+        if self.received is not None:
             self._srun.send_signal(signal.SIGUSR1)
-        assert self._srun.stderr is not None, "it was asked for a pipe"
+        assert self._srun.stderr is not None, "a pipe"
         reader = threading.Thread(target=self._relay, args=(self._srun.stderr,), daemon=True)
         reader.start()
         while True:
@@ -220,18 +222,18 @@ class Step:
             say(f"tasks that have not ended {OTHERS_END_SECONDS} seconds after a bad end are killed")
             call("scancel", "--signal=KILL", self.report.step)
 
-    def heard(self, number: int, frame: FrameType | None) -> None:
-        """A signal for the batch job: SIGUSR1 is handed to the ranks; SIGTERM SLURM sends to them itself.
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Hand SIGUSR1 to the ranks; SLURM itself sends them SIGTERM.
 
-        After a bad end it explains nothing: SLURM ends a job that lost a node.
+        After a bad end a signal explains nothing: SLURM ends a job that lost a node.
         """
         if not self.report.is_bad:
-            self.told = signal.Signals(number)
+            self.received = signal.Signals(number)
         if number == signal.SIGUSR1 and self._srun is not None:
             self._srun.send_signal(signal.SIGUSR1)
 
     def _relay(self, stream: TextIO) -> None:
-        """srun's words go where ours go, and are read on the way."""
+        """Copy srun's standard error to ours, and read it on the way."""
         for line in stream:
             sys.stderr.write(line)
             sys.stderr.flush()
@@ -240,33 +242,33 @@ class Step:
                 self._bad_since_seconds = time.monotonic()
 
 
-def judge(exit_code: int, report: StepReport, told: signal.Signals | None) -> Outcome:
-    """How an attempt ended. One rank's word counts for all where ranks end with it only together."""
-    if report.was_preempted:
+def judge(exit_code: int, report: StepReport, received: signal.Signals | None) -> Outcome:
+    """Return how an attempt ended. One rank's exit code decides where ranks end with it only together."""
+    if report.has_code(ExitCode.REQUEUE):
         return Outcome.PREEMPTED
-    if report.was_interrupted:
+    if report.has_code(ExitCode.INTERRUPTED):
         return Outcome.INTERRUPTED
     if exit_code == 0:
         return Outcome.FINISHED
-    if report.was_mistaken:
+    if report.has_code(ExitCode.MISTAKE):
         return Outcome.MISTAKE
-    if report.has_diverged:
+    if report.has_code(ExitCode.DIVERGED):
         return Outcome.DIVERGED
-    return Outcome.FAILED if told is None else Outcome.STOPPED
+    return Outcome.FAILED if received is None else Outcome.STOPPED
 
 
 # The next attempt ---------------------------------------------------------------------------------------------------------
 
 
-class Again:
-    """How this job gets its next attempt.
+class NextAttempt:
+    """The next attempt of a job: the same job, requeued, or a new one that takes its place.
 
     Args:
         job: this one.
         script: the batch script, as SLURM keeps it for this job.
-        words: of the command line, for a job that takes this one's place.
-        starts_over: whether that one is to start from scratch still.
-        name: of the run, which a new job has to keep.
+        words: of the command line, for a new job.
+        starts_over: a new job still starts from scratch.
+        name: of the run, which a new job keeps.
     """
 
     def __init__(self, job: Job, script: str, words: Sequence[str], name: str, *, starts_over: bool = False) -> None:
@@ -276,9 +278,9 @@ class Again:
         self._name = name
 
     def start(self, excluded: Sequence[str]) -> bool:
-        """Requeue the job, without these nodes; False: it was cancelled, or nothing could be arranged."""
+        """Requeue the job without these nodes, or submit another; False: the job was cancelled, or SLURM refused both."""
         shown = call("scontrol", "show", "job", "--oneliner", self._job.number)
-        fields = dict(re.findall(r"(\w+)=(\S*)", shown.out))
+        fields = dict(re.findall(r"(\w+)=(\S*)", shown.stdout))
         if int(fields.get("Restarts") or 0) > self._job.restart:
             say("SLURM requeues this job itself")
             self._exclude(fields, excluded)
@@ -288,12 +290,12 @@ class Again:
             return False
         # A requeue ends everything that runs in the job, and so the command that would exclude a node: it must survive SIGTERM.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        asked = call("scontrol", "requeue", self._job.number)
-        if not asked.refused:
+        requeued = call("scontrol", "requeue", self._job.number)
+        if not requeued.failed:
             say(f"requeued with `scontrol requeue {self._job.number}`")
             self._exclude(fields, excluded)
             return True
-        say(f"`scontrol requeue {self._job.number}` was refused: {asked.said}")
+        say(f"`scontrol requeue {self._job.number}` was refused: {requeued.stderr}")
         return self._submit(fields, excluded)
 
     def _exclude(self, fields: Mapping[str, str], excluded: Sequence[str]) -> None:
@@ -301,9 +303,9 @@ class Again:
         if not excluded:
             return
         names = ",".join([*others, *excluded])
-        done = call("scontrol", "update", f"JobId={self._job.number}", f"ExcNodeList={names}")
-        if done.refused:
-            say(f"{', '.join(excluded)} failed {FAILURES_TO_EXCLUDE} times but cannot be excluded: {done.said}")
+        updated = call("scontrol", "update", f"JobId={self._job.number}", f"ExcNodeList={names}")
+        if updated.failed:
+            say(f"{', '.join(excluded)} failed {FAILURES_TO_EXCLUDE} times but cannot be excluded: {updated.stderr}")
             return
         say(
             f"{', '.join(excluded)} failed {FAILURES_TO_EXCLUDE} times and is excluded. If too few other nodes are left the job "
@@ -316,12 +318,12 @@ class Again:
         kept |= {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}
         words = submit_words(self._job, self._script, self._words, fields, os.environ, excluded)
         submitted = call(*words, variables=kept | {"RUN_NAME": self._name})
-        if submitted.refused:
+        if submitted.failed:
             say(
-                f"a dependent job could not be submitted either: {submitted.said}. Submit again with RUN_NAME={self._name}"
+                f"a dependent job could not be submitted either: {submitted.stderr}. Submit again with RUN_NAME={self._name}"
             )
             return False
-        say(f"instead, a job that starts when this one has ended: {submitted.out.strip()} (run {self._name})")
+        say(f"instead, a job that starts when this one has ended: {submitted.stdout.strip()} (run {self._name})")
         return True
 
 
@@ -333,7 +335,7 @@ def submit_words(
     variables: Mapping[str, str],
     excluded: Sequence[str],
 ) -> list[str]:
-    """The sbatch line of a job that takes this one's place: what the header of its script says, and what this one was given.
+    """Return the sbatch line of a job that takes this one's place, with the resources that this one was given.
 
     Args:
         job: this one.
@@ -363,13 +365,13 @@ def submit_words(
 
 
 def is_out_of_time(fields: Mapping[str, str]) -> bool:
-    """Whether a job ends because its time is over (then it goes on) and not because somebody cancelled it."""
+    """Return whether a job ends because its time is over (then it goes on), and not because it was cancelled."""
     limit, ran = (_seconds(fields.get(name, "")) for name in ("TimeLimit", "RunTime"))
     return limit is not None and ran is not None and ran >= limit
 
 
 def _seconds(text: str) -> int | None:
-    """`"1-02:03:04"` -> seconds; None: not a time ("UNLIMITED")."""
+    """Convert `"1-02:03:04"` to seconds; None: not a time ("UNLIMITED")."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
     if match is None:
         return None
@@ -381,7 +383,7 @@ def _seconds(text: str) -> int | None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one allocation of `[script, config.yaml, section.key=value ..., --from-scratch, --dry-run]`; its exit code."""
+    """Run one allocation of `[script, config.yaml, section.key=value ..., --from-scratch, --dry-run]`; return its exit code."""
     script, *words = argv
     root = Path(__file__).resolve().parents[2]
     try:
@@ -399,7 +401,7 @@ def _run(root: Path, script: str, words: Sequence[str]) -> int:
     job = Job.from_variables(os.environ)
     step = Step(job)
     for number in (signal.SIGUSR1, signal.SIGTERM):
-        signal.signal(number, step.heard)
+        signal.signal(number, step.on_signal)
     config, path = _config(words, job)
     name = run_name(config, path.stem, os.environ)
     directory = RunDirectory.join(config.runtime.runs_dir, name, 0)
@@ -411,7 +413,7 @@ def _run(root: Path, script: str, words: Sequence[str]) -> int:
     history.begin(job.number, job.restart, job.nodes, newest_step(directory, config))
     exit_code = step.run(step_words(root, words, os.environ), step_variables(job, os.environ))
 
-    outcome = judge(exit_code, step.report, step.told)
+    outcome = judge(exit_code, step.report, step.received)
     blamed = step.report.suspects() if outcome is Outcome.FAILED else []
     history.end(outcome, newest_step(directory, config), blamed)
     if outcome is Outcome.FINISHED:
@@ -436,18 +438,18 @@ def _run(root: Path, script: str, words: Sequence[str]) -> int:
         return ExitCode.BROKE
     return (
         0
-        if Again(job, script, words, name, starts_over=directory.is_starting_over).start(history.excluded)
+        if NextAttempt(job, script, words, name, starts_over=directory.is_starting_over).start(history.excluded)
         else max(exit_code, ExitCode.BROKE)
     )
 
 
 def newest_step(directory: RunDirectory, config: Config) -> int:
-    """Steps that the run's newest checkpoint has made; 0: there is none."""
+    """Return the step of the run's newest checkpoint; 0: there is none."""
     return max(directory.checkpoints(config).steps(), default=0)
 
 
 def _config(words: Sequence[str], job: Job | None) -> tuple[Config, Path]:
-    """The checked config and its path.
+    """Read and check the config; return it with its path.
 
     Raises:
         ConfigError: all problems at once, before any task starts.
@@ -463,7 +465,7 @@ def _config(words: Sequence[str], job: Job | None) -> tuple[Config, Path]:
 
 
 def _show(root: Path, words: Sequence[str]) -> None:
-    """What the job would do, on any machine."""
+    """Print what the job would do; any machine will do."""
     config, path = _config(words, None)
     here = Job("$SLURM_JOB_ID", 0, ("$SLURM_JOB_NODELIST",), (0,))
     name = run_name(config, path.stem, {"SLURM_JOB_ID": here.number})
@@ -472,7 +474,8 @@ def _show(root: Path, words: Sequence[str]) -> None:
         ("step", shlex.join(step_words(root, words, os.environ))),
         (
             "stop",
-            "SIGUSR1 before the time limit or SIGTERM at a preemption: all ranks finish the step, save and end with 75",
+            "SIGUSR1 before the time limit or SIGTERM at a preemption: all ranks finish the step, save and end with "
+            f"{ExitCode.REQUEUE}",
         ),
         ("again", f"scontrol requeue {here.number}, until the last step is made"),
         (

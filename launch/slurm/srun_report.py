@@ -1,11 +1,11 @@
-"""What srun says about its tasks, read from its messages: who ended how, who first, who never (no torch here).
+"""The ends of tasks, read from srun's messages: how each ended, and which was first (no torch here).
 
-    srun: error: node2: task 5: Killed                          the first word about a bad end: its node is the suspect
-    srun: error: node1: tasks 0-3: Exited with exit code 1      those that were talking to it, a moment later
-    srun: Terminating StepId=7.0                                from here on the others die by srun's own hand
-    (no word about tasks 4-7)                                   their node is lost: it is the suspect, whatever came first
+    srun: error: node2: task 5: Killed                          the first bad end: its node is the suspect
+    srun: error: node1: tasks 0-3: Exited with exit code 1      tasks that communicated with it, a moment later
+    srun: Terminating StepId=7.0                                from here on srun itself ends the others
+    (no message about tasks 4-7)                                their node is lost: it is the suspect, whatever came first
 
-SLURM's accounting would know the same, where a site has it and a compute node may ask it.
+SLURM's accounting has the same facts, but not every site runs it or lets a compute node query it.
 """
 
 import re
@@ -23,13 +23,13 @@ _NODE_FAILED = re.compile(r"srun: error: Node failure on (\S+)", re.IGNORECASE)
 
 @dataclass
 class StepReport:
-    """What is known of the tasks of one step, line by line.
+    """The tasks of one step as far as srun has reported them, line by line.
 
     Attributes:
         nodes: names in the order of the tasks.
         tasks_per_node: in the same order; tasks are numbered node by node.
         exit_codes: of tasks that ended by themselves with a code that is not 0.
-        ended: tasks that srun has spoken of.
+        ended: tasks that srun has named.
         first: tasks of the first bad end.
         step: number of the step that srun ends, for `scancel`; "" before it does.
     """
@@ -44,29 +44,15 @@ class StepReport:
 
     @property
     def is_bad(self) -> bool:
-        """Whether a task ended badly, or could not be started."""
+        """Return whether a task ended badly, or could not be started."""
         return bool(self.ended or self._lost)
 
-    @property
-    def was_preempted(self) -> bool:
-        """No rank ends with the requeue code before all have agreed and saved: one is enough."""
-        return ExitCode.REQUEUE in self.exit_codes.values()
-
-    @property
-    def was_interrupted(self) -> bool:
-        return ExitCode.INTERRUPTED in self.exit_codes.values()
-
-    @property
-    def was_mistaken(self) -> bool:
-        return ExitCode.MISTAKE in self.exit_codes.values()
-
-    @property
-    def has_diverged(self) -> bool:
-        """All ranks come to it after the same step: one is enough."""
-        return ExitCode.DIVERGED in self.exit_codes.values()
+    def has_code(self, code: ExitCode) -> bool:
+        """Return whether a task ended with this exit code."""
+        return code in self.exit_codes.values()
 
     def read(self, line: str) -> None:
-        """One line of srun's standard error; most of them say nothing about tasks."""
+        """Read one line of srun's standard error; most are not about tasks."""
         if match := _TASKS.match(line):
             tasks = _numbers(match["tasks"])
             self.first = self.first or tuple(tasks)
@@ -79,10 +65,10 @@ class StepReport:
             self._lost.add(match[1].rstrip(".,:"))
 
     def suspects(self) -> list[str]:
-        """Nodes to blame for a bad end, once the step is over: those that are lost, else the node of the first bad end.
+        """Return the nodes to blame for a bad end, once the step is over: those that are lost, else that of the first bad end.
 
-        A node of whose tasks no word was heard, though srun has ended all of them, does not answer. Where the first word is about
-        several nodes at once, none of them is to blame.
+        A node is lost if srun has ended its tasks without a message about them. Where the first message names several nodes, none
+        of them is to blame.
         """
         lost = self._lost or set(self.nodes) - {self.node_of(task) for task in self.ended}
         if lost and lost != set(self.nodes):
@@ -91,7 +77,7 @@ class StepReport:
         return sorted(nodes) if len(nodes) == 1 else []
 
     def node_of(self, task: int) -> str:
-        """The node that ran a task."""
+        """Return the node that ran a task."""
         for node, count in zip(self.nodes, self.tasks_per_node, strict=True):
             if task < count:
                 return node
@@ -100,7 +86,7 @@ class StepReport:
 
 
 def _numbers(text: str) -> list[int]:
-    """`"0-2,5"` -> `[0, 1, 2, 5]`."""
+    """Parse `"0-2,5"` into `[0, 1, 2, 5]`."""
     numbers: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")

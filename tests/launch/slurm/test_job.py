@@ -9,7 +9,17 @@ import pytest
 
 from engine.errors import ExitCode, TopologyError, TriaxisError
 from launch.slurm.history import History, Outcome
-from launch.slurm.job import Again, Job, Step, is_out_of_time, judge, main, step_variables, step_words, submit_words
+from launch.slurm.job import (
+    Job,
+    NextAttempt,
+    Step,
+    is_out_of_time,
+    judge,
+    main,
+    step_variables,
+    step_words,
+    submit_words,
+)
 from launch.slurm.srun_report import StepReport
 from tests.launch.command_line import OTHER_LAUNCHERS, OTHER_RUNS
 
@@ -178,7 +188,7 @@ def again(slurm: Path, shown: str, excluded: list[str]) -> bool:
     (slurm / "scontrol_show").write_text(shown)
     before = signal.getsignal(signal.SIGTERM)
     try:
-        return Again(JOB, "/spool/script", ["a.yaml", "b=c d", "--from-scratch"], "my-run").start(excluded)
+        return NextAttempt(JOB, "/spool/script", ["a.yaml", "b=c d", "--from-scratch"], "my-run").start(excluded)
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -356,7 +366,7 @@ def test_the_signal_before_the_time_limit_is_handed_to_srun(slurm: Path) -> None
     step = Step(JOB)
 
     def hand_over(number: int, frame: object) -> None:
-        step.heard(signal.SIGUSR1, None)
+        step.on_signal(signal.SIGUSR1, None)
 
     before = signal.signal(signal.SIGALRM, hand_over)
     signal.setitimer(signal.ITIMER_REAL, 1.0)
@@ -364,4 +374,4 @@ def test_the_signal_before_the_time_limit_is_handed_to_srun(slurm: Path) -> None
         exit_code = step.run([str(srun)], dict(os.environ))
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert judge(exit_code, step.report, step.told) is Outcome.PREEMPTED
+    assert judge(exit_code, step.report, step.received) is Outcome.PREEMPTED
