@@ -27,7 +27,7 @@ class Programs:
     Attributes:
         early: receives are posted before the action that precedes their consumer.
         late: receives are posted right before their consumer.
-        report: facts about the early form, which nearly all runs use.
+        facts: of the early form, which nearly all runs use.
 
     Raises:
         ScheduleError: the schedule is incomplete, out of order, or one of its programs would deadlock.
@@ -36,7 +36,7 @@ class Programs:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.early, self.late = lower(schedule), lower(schedule, "late")
-        self.report = check(self.early)
+        self.facts = check(self.early)
         check(self.late)
         self._late_runs = 1
 

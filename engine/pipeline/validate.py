@@ -32,7 +32,7 @@ from engine.pipeline.text import instruction_tokens, pointed_rows, post_token
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ScheduleFacts:
     """What `check` found out about a schedule that is right; one entry per rank.
 
     Attributes:
@@ -47,7 +47,7 @@ class Report:
     num_transfers: tuple[int, ...]
 
 
-def check(subject: Schedule | Program, opened: Collection[Connection] | None = None) -> Report:
+def check(subject: Schedule | Program, opened: Collection[Connection] | None = None) -> ScheduleFacts:
     """Prove a schedule or a program right.
 
     Args:
@@ -68,7 +68,7 @@ def check(subject: Schedule | Program, opened: Collection[Connection] | None = N
     if checker.is_lowered:
         checker.check_grouping()
     ranks = range(len(program.instructions))
-    return Report(
+    return ScheduleFacts(
         tuple(checker.peak_in_flight(rank) for rank in ranks),
         tuple(checker.peak_early_receives(rank) for rank in ranks),
         tuple(sum(len(each.transfers) for each in row if isinstance(each, Post)) for row in program.instructions),

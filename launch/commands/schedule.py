@@ -214,7 +214,7 @@ def _print(console: Console, schedule: Schedule, form: str, out: Path | None) ->
 
 def _check(console: Console, to_check: list[Schedule]) -> None:
     for schedule in to_check:
-        report = Programs(schedule).report
+        facts = Programs(schedule).facts
         placement = schedule.placement
         console.print(
             f"{schedule.name}, pp {placement.pp}, vpp {placement.vpp}, {schedule.num_microbatches} microbatches: complete, "
@@ -225,7 +225,7 @@ def _check(console: Console, to_check: list[Schedule]) -> None:
         for column in ("rank", "most in flight", "early receives", "sends + receives", "idle"):
             table.add_column(column, justify="right")
         for rank, values in enumerate(
-            zip(report.peak_in_flight, report.peak_early_receives, report.num_transfers, strict=True)
+            zip(facts.peak_in_flight, facts.peak_early_receives, facts.num_transfers, strict=True)
         ):
             table.add_row(str(rank), *map(str, values), f"{timeline.bubble_fraction(rank):.1%}")
         console.print(table)

@@ -214,7 +214,7 @@ def measure_clock(topology: Topology, clock: Callable[[], float] = time.time) ->
     return found
 
 
-def look_at_folders(
+def check_folders(
     topology: Topology, roots: Mapping[str, Path], patience_seconds: float = PATIENCE_SECONDS
 ) -> tuple[RootFacts, ...]:
     """Write into each folder on every node, and see whether what one wrote can be read on the others.
@@ -284,7 +284,7 @@ def _reads(path: Path, content: str, deadline: float) -> bool:
         time.sleep(0.1)
 
 
-def everybodys_rates(world: Axis, mine: Sequence[GroupRate], device: torch.device) -> list[GroupRate]:
+def gather_rates(world: Axis, mine: Sequence[GroupRate], device: torch.device) -> list[GroupRate]:
     """Each group's rate once: as its first rank saw it; of a path, as its sender did."""
     texts = exchange_texts(world, json.dumps([asdict(one) for one in mine]), device)
     found = []

@@ -19,16 +19,16 @@ from launch.doctor.facts import collect
 from launch.doctor.judge import judge, worst
 from launch.doctor.measure import (
     PATIENCE_SECONDS,
-    everybodys_rates,
+    check_folders,
     exchange_texts,
+    gather_rates,
     group_rates,
-    look_at_folders,
     measure_clock,
     path_rates,
 )
 from launch.doctor.phases import node_paths
 from launch.doctor.plan import NODE_PATH_BYTES, data_files, folders, message_sizes, needs
-from launch.doctor.rates import are_equal, best
+from launch.doctor.rates import all_equal, best
 from launch.doctor.records import Examination, Finding, Level, RankFacts, Size
 from launch.doctor.report import WIDTH, show, write_json
 from launch.rank.join import join_run
@@ -86,7 +86,7 @@ def examine(
     """
     grid, rank, device = topology.grid, topology.rank, topology.device
     world = topology.axis("world")
-    seen_roots = look_at_folders(topology, folders(config) if roots is None else roots, patience_seconds)
+    seen_roots = check_folders(topology, folders(config) if roots is None else roots, patience_seconds)
     mine = collect(
         rank,
         grid.node(rank),
@@ -108,10 +108,10 @@ def examine(
         between = path_rates(world, node_paths(grid.ranks_per_node, grid.world_size), path, device)
         seen = replace(
             seen,
-            groups=best(seen.groups, everybodys_rates(world, rates, device)),
-            paths=best(seen.paths, everybodys_rates(world, between, device)),
+            groups=best(seen.groups, gather_rates(world, rates, device)),
+            paths=best(seen.paths, gather_rates(world, between, device)),
         )
-        if are_equal(seen):
+        if all_equal(seen):
             break
     topology.ledger.reset()
     return seen

@@ -115,7 +115,7 @@ class _Ends:
         ]
 
 
-def are_equal(seen: Examination) -> bool:
+def all_equal(seen: Examination) -> bool:
     """No group or path is slow beside its equals."""
     return all(finding.level is Level.OK for finding in judge_groups(seen)) and not (
         seen.paths and _Ends(seen.paths).any_slow

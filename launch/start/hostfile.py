@@ -144,7 +144,7 @@ def ssh_words(host: Host, variables: Mapping[str, str]) -> list[str]:
     return [*(shlex.split(given) if given else ["ssh", "-o", "BatchMode=yes"]), host.name, "bash", "-s"]
 
 
-class OverSsh:
+class SshLaunch:
     """One run on several hosts.
 
     Args:
@@ -269,7 +269,7 @@ def start(config_path: Path, overrides: Sequence[str], flags: Sequence[str], *, 
     ranks_per_node = config.runtime.ranks_per_node or hosts[0].slots
     require_legal(config, f"{config_path} on {world_size} ranks of {VARIABLE}", world_size, ranks_per_node)
     root = Path(__file__).resolve().parents[2]
-    run = OverSsh(hosts, root, [str(config_path), *overrides, *flags], os.environ)
+    run = SshLaunch(hosts, root, [str(config_path), *overrides, *flags], os.environ)
     if dry_run:
         run.show()
         return 0

@@ -57,7 +57,7 @@ class ForwardedSignals:
         Raises:
             NoRanksError: inside the block, when a signal comes before the first rank was started.
         """
-        before = {number: signal.signal(number, self._heard) for number in asking()}
+        before = {number: signal.signal(number, self._on_signal) for number in asking()}
         before[END_RANKS] = signal.signal(END_RANKS, _end_ranks)
         try:
             with self._instead_of_torchruns(words):
@@ -82,7 +82,7 @@ class ForwardedSignals:
         def handle(number: int, frame: FrameType | None) -> None:
             if number in ASKS_FOR:
                 if number in heard:
-                    self._heard(number, frame)
+                    self._on_signal(number, frame)
             else:
                 torchruns(number, frame)
 
@@ -92,7 +92,7 @@ class ForwardedSignals:
         finally:
             installed["_terminate_process_handler"] = torchruns
 
-    def _heard(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         again = self.first is signal.SIGINT and number == signal.SIGINT
         if self.first is None:
             self.first = signal.Signals(number)

@@ -8,7 +8,7 @@ import pytest
 from engine.config.load import load_config
 from engine.errors import ConfigError
 from engine.pipeline.lowering import Program
-from engine.pipeline.validate import Report, check
+from engine.pipeline.validate import ScheduleFacts, check
 from launch.cli import command_module, command_parser, main
 from models.specs import model_specs
 
@@ -216,7 +216,7 @@ def test_check_executes_the_programs_of_a_step_and_of_a_validation(
     """A lowering that opens no connection beforehand: the first receive of a pipeline would hold its host for ever."""
     checked = []
 
-    def without_connections(program: Program) -> Report:
+    def without_connections(program: Program) -> ScheduleFacts:
         checked.append((program.schedule.name, program.receives))
         return check(program, opened=())
 

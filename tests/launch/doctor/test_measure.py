@@ -12,10 +12,10 @@ from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.numerics.precision import DTYPES
 from launch.doctor.facts import collect, driver
 from launch.doctor.measure import (
-    everybodys_rates,
+    check_folders,
     exchange_texts,
+    gather_rates,
     group_rates,
-    look_at_folders,
     measure_clock,
     path_rates,
 )
@@ -58,15 +58,15 @@ def look(rank: int, folder: Path) -> Found:
         return time.time() + (AHEAD_SECONDS if node == 1 else 0.0)
 
     roots = {"shared": folder / "shared" / "not yet there", "file": folder / "file"}
-    seen = look_at_folders(topology, roots, patience_seconds=0.2)
+    seen = check_folders(topology, roots, patience_seconds=0.2)
     rates = group_rates(topology, SIZES, DTYPES["fp32"])
     between = path_rates(world, node_paths(2, grid.world_size), Size("world", "send", 4096, 0), CPU)
     return Found(
         texts,
         measure_clock(topology, clock),
         seen,
-        everybodys_rates(world, rates, CPU),
-        everybodys_rates(world, between, CPU),
+        gather_rates(world, rates, CPU),
+        gather_rates(world, between, CPU),
         len([event for event in topology.ledger.posted if event.purpose != "doctor"]),
     )
 
@@ -132,7 +132,7 @@ def apart(rank: int, folder: Path, read_only: bool) -> tuple[RootFacts, ...]:
     topology = Topology(RankGrid(ParallelSizes(dp=2), 1), rank, CPU)
     if rank == 1:
         netns.mount_another_disk(folder, read_only=read_only)
-    return look_at_folders(topology, {"runs": folder}, patience_seconds=0.2)
+    return check_folders(topology, {"runs": folder}, patience_seconds=0.2)
 
 
 def test_a_folder_on_another_disk_is_not_the_same(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import TopologyError
-from launch.start.hostfile import Host, OverSsh, is_asked_for, node_variables, passed_on, read_hosts, ssh_words
+from launch.start.hostfile import Host, SshLaunch, is_asked_for, node_variables, passed_on, read_hosts, ssh_words
 from tests.launch.command_line import PRETRAIN, ROOT, ended, records, started, wait_for_steps
 
 SECRET = "a-key-that-no-process-list-may-show"
@@ -84,8 +84,8 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def two_hosts(checkout: Path, *words: str) -> OverSsh:
-    return OverSsh([Host("node0", 4), Host("node1", 4)], checkout, words, os.environ)
+def two_hosts(checkout: Path, *words: str) -> SshLaunch:
+    return SshLaunch([Host("node0", 4), Host("node1", 4)], checkout, words, os.environ)
 
 
 def test_every_host_gets_its_launcher_and_no_secret_is_on_a_command_line(checkout: Path, capfd) -> None:
@@ -123,8 +123,8 @@ def test_a_host_that_cannot_be_reached_is_named(checkout: Path, capfd, monkeypat
 WAITING = """\
 import os, sys
 from pathlib import Path
-from launch.start.hostfile import Host, OverSsh
-sys.exit(OverSsh([Host("node0", 4), Host("node1", 4)], Path.cwd(), ["wait"], os.environ).run())
+from launch.start.hostfile import Host, SshLaunch
+sys.exit(SshLaunch([Host("node0", 4), Host("node1", 4)], Path.cwd(), ["wait"], os.environ).run())
 """
 
 
