@@ -1,4 +1,4 @@
-"""The words of a pipeline schedule: actions, the placement of stages, the schedule (no torch here).
+"""The vocabulary of a pipeline schedule: actions, the placement of stages, the schedule (no torch here).
 
     1F1B, pp 2, 3 microbatches            a row per pp rank, its compute actions in order
 
@@ -19,7 +19,7 @@ _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 class Kind(StrEnum):
-    """What a stage does with a microbatch. `B` is `I` and `W` in one."""
+    """The work of a stage on a microbatch. `B` is `I` and `W` in one."""
 
     F = "F"
     """Forward."""
@@ -56,7 +56,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """The action that `str` wrote.
+        """Read the action that `str` wrote.
 
         Raises:
             ScheduleError: the text is no action.
@@ -73,13 +73,13 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which rank holds which stage: the loop placement of interleaved schedules, stage = chunk x pp + rank.
+    """The rank of each stage: the loop placement of interleaved schedules, stage = chunk x pp + rank.
 
         pp 4, vpp 2     rank    0  1  2  3
                      chunk 0    0  1  2  3     the last rank of a chunk is followed by the first rank of the next
                      chunk 1    4  5  6  7
 
-    The rest of the engine asks these methods and never computes a stage itself, so another placement (the V of
+    The rest of the engine calls these methods and never computes a stage itself, so another placement (the V of
     zero-bubble schedules, where chunk 1 runs back from the last rank to the first) is a change of this class alone.
     """
 
@@ -91,7 +91,7 @@ class Placement:
         return self.pp * self.vpp
 
     def stage_of(self, rank: int, chunk: int) -> int:
-        """Stage number of a rank's chunk."""
+        """Return the stage number of a rank's chunk."""
         return chunk * self.pp + rank
 
     def stages_on(self, rank: int) -> tuple[int, ...]:
@@ -99,11 +99,11 @@ class Placement:
         return tuple(self.stage_of(rank, chunk) for chunk in range(self.vpp))
 
     def rank_of(self, stage: int) -> int:
-        """The pp rank that holds a stage."""
+        """Return the pp rank that holds a stage."""
         return stage % self.pp
 
     def chunk_of(self, stage: int) -> int:
-        """The chunk number of a stage on its rank."""
+        """Return the chunk number of a stage on its rank."""
         return stage // self.pp
 
 

@@ -22,7 +22,7 @@ from engine.activations.backward import run_backward
 from engine.comm.topology import Topology
 from engine.pipeline.actions import Action, Kind
 from engine.pipeline.lowering import Instruction, Post, Program
-from engine.pipeline.p2p import HandOver, Transport
+from engine.pipeline.p2p import StageTensor, Transport
 from engine.tensor_parallel.parameter import WeightGradQueue
 
 
@@ -139,7 +139,7 @@ class _Run:
         stage = self.placement.stage_of(self.rank, chunk)
         x = None
         if stage > 0:
-            x = self.transport.take(HandOver("forward", stage, microbatch)).requires_grad_(not self.forward_only)
+            x = self.transport.take(StageTensor("forward", stage, microbatch)).requires_grad_(not self.forward_only)
         output = self.function(chunk, x, self.microbatches[microbatch])
         if not self.forward_only:
             self.kept[chunk, microbatch] = _Kept(x, get_gradient_edge(output))
@@ -155,7 +155,7 @@ class _Run:
         if stage == self.placement.num_stages - 1:
             grad = torch.full_like(self.outputs[microbatch], self.loss_scale)
         else:
-            grad = self.transport.take(HandOver("backward", stage, microbatch))
+            grad = self.transport.take(StageTensor("backward", stage, microbatch))
         queue = self.queues[chunk]
         queue.deferring = action.kind is Kind.I
         run_backward(kept.edge, grad)
@@ -174,4 +174,4 @@ class _Run:
 
     def _hand_over(self, direction: Any, stage: int, microbatch: int, tensor: torch.Tensor) -> None:
         local = self.placement.rank_of(stage) == self.rank
-        self.transport.hand_over(HandOver(direction, stage, microbatch), tensor, local=local)
+        self.transport.hand_over(StageTensor(direction, stage, microbatch), tensor, local=local)

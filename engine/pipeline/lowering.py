@@ -24,7 +24,7 @@ A group call is therefore split until the transfers of each pair are grouped ali
 
 **Why no deadlock.** A rank reaches the post of a transfer by `time` at the latest, since all actions before it end by then;
 all transfers before it in the order are done by `time`; and its consumer starts at `time` or later. So the timeline itself
-is an execution of the program under NCCL's rules. (`engine.pipeline.validate` does not believe this: it runs the program.)
+is an execution of the program under NCCL's rules. (`engine.pipeline.validate` does not rely on this: it runs the program.)
 """
 
 from collections.abc import Mapping, Sequence
@@ -86,7 +86,7 @@ class Program:
     waits for sends.
 
     Attributes:
-        receives: when they are posted.
+        receives: the moment at which they are posted.
     """
 
     schedule: Schedule
@@ -96,13 +96,13 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class _Timed:
-    """A transfer with its place in the common order, and where its two ends fit into their ranks' lists of actions.
+    """A transfer with its place in the common order, and the places of its two ends in their ranks' lists of actions.
 
     Attributes:
         time: see the module's docstring.
         after_producer: the number of actions of the source that must stand before the send.
         receive_from: the number of actions of the destination that stand before the earliest receive.
-        consumer_start: when its data is needed.
+        consumer_start: the time at which its data is needed.
     """
 
     transfer: Transfer
@@ -113,7 +113,7 @@ class _Timed:
 
     @property
     def order(self) -> tuple[float, int, int]:
-        """Between transfers of the same moment, the one nearer to the start of its pass goes first.
+        """Return the sorting key: of transfers of the same moment, the one nearer to the start of its pass goes first.
 
         A rank in its warm-up then receives the next microbatch while it computes, before it sends this one.
         """
@@ -122,7 +122,7 @@ class _Timed:
 
 
 def feeding_transfer(schedule: Schedule, rank: int, action: Action) -> Transfer | None:
-    """The transfer that an action of a rank waits for; None: it needs nothing, or what it needs is made on this rank."""
+    """Return the transfer that an action of a rank waits for; None: its input is made on this rank, or it has none."""
     placement = schedule.placement
     stage = placement.stage_of(rank, action.chunk)
     source = schedule.input_of(stage, action)
@@ -137,7 +137,7 @@ def lower(schedule: Schedule, receives: Receives = "early") -> Program:
 
     Args:
         schedule: complete compute actions of every rank.
-        receives: when receives are posted; late ones are for the first run after a start.
+        receives: the moment at which they are posted; late ones are for the first run after a start.
 
     Raises:
         ScheduleError: the actions wait for each other in a circle, or for actions that are not there.

@@ -1,7 +1,7 @@
-"""Point-to-point traffic of one pipeline rank: what arrives, what leaves, what stays on the rank.
+"""Point-to-point traffic of one pipeline rank: tensors that arrive, that leave, and that stay on the rank.
 
-Two axes with the same ranks carry it: activations go over `pp_forward`, gradients of activations over `pp_backward`. What
-one `Post` names goes out as one group call. A hand-over to a stage on the same rank never touches an axis.
+Two axes with the same ranks carry it: activations go over `pp_forward`, gradients of activations over `pp_backward`. Each `Post`
+is one group call. A tensor for a stage on the same rank never touches an axis.
 """
 
 from collections.abc import Mapping
@@ -15,8 +15,8 @@ from engine.pipeline.lowering import Direction, Post
 
 
 @dataclass(frozen=True, slots=True)
-class HandOver:
-    """What identifies a tensor between two stages: its direction, the stage that receives it, the microbatch."""
+class StageTensor:
+    """The identity of a tensor between two stages: its direction, the stage that receives it, the microbatch."""
 
     direction: Direction
     stage: int
@@ -24,7 +24,7 @@ class HandOver:
 
 
 class Transport:
-    """The mail of one rank during one run of a program.
+    """The tensors between stages that one rank sends and receives during one run of a program.
 
     Args:
         axes: the two pipeline axes by direction.
@@ -38,8 +38,8 @@ class Transport:
         self._shape = shape
         self._dtype = dtype
         self._device = device
-        self._arriving: dict[HandOver, Pending] = {}
-        self._leaving: dict[HandOver, torch.Tensor] = {}
+        self._arriving: dict[StageTensor, Pending] = {}
+        self._leaving: dict[StageTensor, torch.Tensor] = {}
         self._sent: list[Pending] = []
 
     def post(self, post: Post) -> None:
@@ -49,7 +49,7 @@ class Transport:
         messages = []
         keys = []
         for transfer in post.transfers:
-            key = HandOver(transfer.direction, transfer.stage, transfer.microbatch)
+            key = StageTensor(transfer.direction, transfer.stage, transfer.microbatch)
             keys.append(key)
             if transfer.source == axis.index:
                 messages.append(Message("send", self._leaving.pop(key), transfer.destination))
@@ -63,15 +63,15 @@ class Transport:
             else:
                 self._sent.append(pending)
 
-    def hand_over(self, key: HandOver, tensor: torch.Tensor, *, local: bool) -> None:
-        """Give a tensor to the stage that `key` names: kept here if that stage is on this rank, else for its post."""
+    def hand_over(self, key: StageTensor, tensor: torch.Tensor, *, local: bool) -> None:
+        """Give a tensor to the stage that `key` names: keep it if that stage is on this rank, else leave it to its post."""
         if local:
             self._arriving[key] = Pending(tensor)
         else:
             self._leaving[key] = tensor.contiguous()
 
-    def take(self, key: HandOver) -> torch.Tensor:
-        """The tensor that was handed over, once it is here."""
+    def take(self, key: StageTensor) -> torch.Tensor:
+        """Return the tensor that was handed over, once it is here."""
         return self._arriving.pop(key).wait()
 
     def finish(self) -> None:

@@ -4,8 +4,8 @@
     form     late   early           (retry)    late                            early
 
 Kernels are loaded, and memory is taken, in the first run after a start. Both may make the host wait for all work of its GPU. A
-receive that was posted early spins there until its peer sends, and the peer may wait in the same way: nobody goes on. The same
-holds where the allocator frees memory and asks again. Late receives cannot deadlock then (`engine.pipeline.validate`).
+receive that was posted early spins there until its peer sends, and the peer may wait in the same way: both are stuck. The same
+holds where the allocator frees memory and tries again. Late receives cannot deadlock then (`engine.pipeline.validate`).
 """
 
 from engine.pipeline.actions import Schedule
@@ -19,7 +19,7 @@ STEPS_AFTER_RETRY = 10
 class Programs:
     """Both programs of one schedule.
 
-    Every rank asks for the same runs in the same order, and calls `receive_late` between the same two of them.
+    Every rank takes the same runs in the same order, and calls `receive_late` between the same two of them.
 
     Args:
         schedule: complete compute actions of every rank.

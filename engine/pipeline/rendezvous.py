@@ -1,4 +1,4 @@
-"""Executes the calls of many ranks without devices, under rules stricter than NCCL's and much stricter than gloo's (no torch here).
+"""Execution of the calls of many ranks without devices, under rules stricter than NCCL's and gloo's (no torch here).
 
 A rank is a row of calls and steps. A step is a computation, or a wait, that needs some earlier calls of its rank. These rules
 always hold:
@@ -92,7 +92,7 @@ class Rules:
     Attributes:
         opened: the connections that are open before the first call; None: all of them, so that no first use waits.
         steps_synchronize: a step waits for every earlier call of its rank.
-        one_queue: each call starts before what stands behind it is launched.
+        one_queue: each call starts before anything behind it is launched.
     """
 
     opened: Collection[Connection] | None = None
@@ -107,7 +107,7 @@ class Conflict:
     Attributes:
         reason: `content`: the ends are different messages or collectives; `connections`: a first use would open other
             connections at one end than at the other.
-        first, second: where the ends stand.
+        first, second: places of the ends.
         ours, theirs: the two contents, or the two lists of connections.
     """
 
@@ -132,7 +132,7 @@ class Stuck:
     """Ranks that wait for ever.
 
     Attributes:
-        stopped: where ranks stand that have not come to the end of their rows.
+        stopped: places of ranks that have not come to the end of their rows.
         heads: calls that have not completed and hold up their channels.
     """
 
@@ -178,7 +178,7 @@ class _Execution:
         self.rules = rules
         self.position = dict.fromkeys(rows, 0)
         self.channels: dict[tuple[Hashable, int], deque[_Posted]] = {}
-        # Of each rank, the position of its last call that was posted, and of those that have not completed.
+        # By rank: the position of the last call that was posted, and those of calls that have not completed.
         self.last_posted = dict.fromkeys(rows, -1)
         self.outstanding: dict[int, set[int]] = {rank: set() for rank in rows}
         self.facts: set[Hashable] = set()
@@ -213,7 +213,7 @@ class _Execution:
             self.position[rank] = at + 1
 
     def _call(self, rank: int, at: int, call: Call) -> bool:
-        """Post a call, if it is not posted yet; whether the rank goes on behind it."""
+        """Post a call, if it is not posted yet; return whether the rank goes on behind it."""
         channel = self.channels.setdefault((call.communicator, rank), deque())
         if self.last_posted[rank] < at:
             if self.opened is not None and not self._connect(rank, at, call):
@@ -226,7 +226,7 @@ class _Execution:
         return not self.rules.one_queue or at not in self.outstanding[rank] or channel[0].place == (rank, at)
 
     def _connect(self, rank: int, at: int, call: Call) -> bool:
-        """Open the connections that a call uses for the first time; whether all of them are open."""
+        """Open the connections that a call uses for the first time; return whether all of them are open."""
         assert self.opened is not None
         missing = self._missing(call)
         if not missing:
@@ -253,7 +253,7 @@ class _Execution:
         return [each for each in dict.fromkeys(used) if each not in self.opened]
 
     def _step(self, rank: int, step: Step) -> bool:
-        """Run a step if it can begin; whether it has."""
+        """Run a step if it can begin; return whether it has."""
         outstanding = self.outstanding[rank]
         if outstanding and (self.rules.steps_synchronize or any(at in outstanding for at in step.after)):
             return False
@@ -279,7 +279,7 @@ class _Execution:
                 agenda += self._meet_collective(communicator, at)
 
     def _meet_messages(self, communicator: Hashable, rank: int) -> list[int]:
-        """Match the messages of a head with those of its peers' heads, by order; the ranks whose head has completed."""
+        """Match the messages of a head with those of its peers' heads, by order; return the ranks whose head has completed."""
         head = self.channels[communicator, rank][0]
         completed = []
         for message in tuple(head.open):
@@ -304,7 +304,7 @@ class _Execution:
         return completed
 
     def _meet_collective(self, communicator: Hashable, rank: int) -> list[int]:
-        """Match a collective with the heads of all members; the ranks whose head has completed."""
+        """Match a collective with the heads of all members; return the ranks whose head has completed."""
         mine = self.channels[communicator, rank][0]
         members = self.members[communicator]
         is_whole = True

@@ -2,7 +2,7 @@
 
     gpipe         FFFFBBBB        all forwards, then all backwards: m microbatches in flight
     1f1b          FFF FB FB BBB   warm-up, one forward and one backward in turn, cool-down: p - r in flight
-    interleaved   the same with vpp chunks per rank: bubble / vpp, for more transfers and some more in flight
+    interleaved   1f1b with vpp chunks per rank: bubble / vpp, for more transfers and some more in flight
     forward_only  FFFF            validation and generation
 
 A rank runs its forwards in one fixed order and its backwards in another; a schedule is those two orders and the number
@@ -18,18 +18,18 @@ from engine.pipeline.actions import Action, Kind, Placement, Schedule
 
 
 def gpipe(pp: int, num_microbatches: int) -> Schedule:
-    """All forwards, then all backwards (1811.06965). In flight: m. Bubble: (p - 1)/m of the ideal time."""
+    """Run all forwards, then all backwards (1811.06965). In flight: m. Bubble: (p - 1)/m of the ideal time."""
     return _warm_up_then_alternate("gpipe", pp, 1, num_microbatches, lambda rank: num_microbatches)
 
 
 def one_f_one_b(pp: int, num_microbatches: int) -> Schedule:
-    """1F1B (PipeDream-flush, 2006.09503). In flight on rank r: min(p - r, m). Bubble: (p - 1)/m of the ideal time."""
+    """Run 1F1B (PipeDream-flush, 2006.09503). In flight on rank r: min(p - r, m). Bubble: (p - 1)/m of the ideal time."""
     # Before rank r sees its first gradient, microbatch 0 passes the p - r - 1 ranks below and one more forward runs here.
     return _warm_up_then_alternate("1f1b", pp, 1, num_microbatches, lambda rank: pp - rank - 1)
 
 
 def interleaved(pp: int, vpp: int, num_microbatches: int) -> Schedule:
-    """Interleaved 1F1B (2104.04473, section 2.2), for any number of microbatches.
+    """Run interleaved 1F1B (2104.04473, section 2.2), for any number of microbatches.
 
     Microbatches go through a rank's chunks in groups of pp; the last group may have fewer. In flight on rank r:
     min(m v, 2(p - r - 1) + (v - 1)p + 1) when m is a multiple of p, never more otherwise. Bubble: (p - 1)/(v m) of the
@@ -43,7 +43,7 @@ def interleaved(pp: int, vpp: int, num_microbatches: int) -> Schedule:
 
 
 def forward_only(pp: int, vpp: int, num_microbatches: int) -> Schedule:
-    """Forwards only, in the order of the training schedule: validation and generation."""
+    """Run forwards only, in the order of the training schedule: validation and generation."""
     _require_positive(pp=pp, vpp=vpp, microbatches=num_microbatches)
     row = _existing(_order(Kind.F, pp, range(vpp), num_microbatches), num_microbatches)
     return Schedule("forward_only", Placement(pp, vpp), num_microbatches, True, (row,) * pp)
@@ -61,7 +61,7 @@ BUILDERS: Mapping[str, Callable[[int, int, int], Schedule]] = MappingProxyType(
 
 
 def build(name: str, pp: int, vpp: int, num_microbatches: int) -> Schedule:
-    """Return the schedule of a given name.
+    """Build the schedule of a given name.
 
     Args:
         name: a key of `BUILDERS`; a user's `auto` goes through `resolve` first.
@@ -93,7 +93,7 @@ def _require_positive(**sizes: int) -> None:
 
 
 def _order(kind: Kind, pp: int, chunks: Sequence[int], num_microbatches: int) -> list[Action]:
-    """One pass of all microbatches: groups of pp microbatches, each whole group through all chunks in the order given.
+    """List one pass of all microbatches: groups of pp, each whole group through all chunks in the order given.
 
     The last group is whole too: up to pp - 1 microbatches in it do not exist.
     """
@@ -108,7 +108,7 @@ def _order(kind: Kind, pp: int, chunks: Sequence[int], num_microbatches: int) ->
 def _warm_up_then_alternate(
     name: str, pp: int, vpp: int, num_microbatches: int, warm_up: Callable[[int], int]
 ) -> Schedule:
-    """Rank r runs `warm_up(r)` forwards, then a forward and a backward in turn, then the backwards that are left.
+    """Let rank r run `warm_up(r)` forwards, then a forward and a backward in turn, then the backwards that are left.
 
     The order is made for whole groups of pp microbatches and the actions of those that do not exist are left out: what
     cannot deadlock still cannot with actions taken away. (Alternating over a shorter last group does deadlock: with

@@ -37,11 +37,11 @@ class Costs:
     def uniform(
         cls, num_stages: int, forward: float = 1, input_grad: float = 1, weight_grad: float = 1, transfer: float = 0
     ) -> "Costs":
-        """The same for every stage; by default a backward of twice a forward, as for matrix products."""
+        """Give every stage the same costs; by default a backward of twice a forward, as for matrix products."""
         return cls((forward,) * num_stages, (input_grad,) * num_stages, (weight_grad,) * num_stages, transfer)
 
     def of(self, kind: Kind, stage: int) -> float:
-        """Duration of an action of this kind on this stage."""
+        """Return the duration of an action of this kind on this stage."""
         if kind is Kind.F:
             return self.forward[stage]
         if kind is Kind.I:
@@ -53,7 +53,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """When an action runs, in the unit of the costs."""
+    """The time in which an action runs, in the unit of the costs."""
 
     action: Action
     start: float
@@ -62,27 +62,27 @@ class Interval:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When every action of a schedule runs; `intervals` has a row per pp rank, in order."""
+    """The intervals of all actions of a schedule, a row per pp rank, in order."""
 
     schedule: Schedule
     intervals: tuple[tuple[Interval, ...], ...]
 
     @cached_property
     def span(self) -> float:
-        """From the first start (time 0) to the last end."""
+        """Return the time from the first start (0) to the last end."""
         return max(row[-1].end for row in self.intervals)
 
     def busy(self, rank: int) -> float:
-        """Time in which the rank computes."""
+        """Return the time in which the rank computes."""
         return sum(interval.end - interval.start for interval in self.intervals[rank])
 
     def bubble_fraction(self, rank: int) -> float:
-        """The part of the span in which the rank waits: (span - busy) / span (2401.10241, section 5.1)."""
+        """Return the part of the span in which the rank waits: (span - busy) / span (2401.10241, section 5.1)."""
         return 1 - self.busy(rank) / self.span
 
     @property
     def largest_bubble_fraction(self) -> float:
-        """Of the rank that waits most."""
+        """Return the bubble fraction of the rank that waits most."""
         return max(self.bubble_fraction(rank) for rank in range(len(self.intervals)))
 
 
@@ -106,7 +106,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     placement = schedule.placement
     rows: list[list[Interval]] = [[] for _ in schedule.actions]
     produced: dict[Output, float] = {}
-    # A rank runs until it needs what another has not produced yet, and is looked at again when that is there.
+    # A rank runs until it needs an output that is not produced yet, and runs on once it is.
     waiting: dict[Output, int] = {}
     runnable = list(range(placement.pp))
     while runnable:

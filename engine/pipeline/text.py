@@ -33,12 +33,12 @@ _IDLE = "."
 
 
 def to_text(schedule: Schedule) -> str:
-    """The text form; `from_text` reads it back."""
+    """Return the text form; `from_text` reads it back."""
     return _text(schedule, [[str(action) for action in row] for row in schedule.actions])
 
 
 def program_to_text(program: Program) -> str:
-    """The text form of a lowered schedule, to read and diff."""
+    """Return the text form of a lowered schedule, to read and diff."""
     return _text(program.schedule, [instruction_tokens(rank, row) for rank, row in enumerate(program.instructions)])
 
 
@@ -52,10 +52,10 @@ def _text(schedule: Schedule, rows: Sequence[Sequence[str]]) -> str:
 
 
 def from_text(text: str) -> Schedule:
-    """The schedule that `to_text` wrote; empty lines and lines that begin with `#` are skipped.
+    """Read the schedule that `to_text` wrote; empty lines and lines that begin with `#` are skipped.
 
     Raises:
-        ScheduleError: a line that cannot be read. Whether the schedule makes sense is for `check` to say.
+        ScheduleError: a line that cannot be read. (`check` decides whether the schedule makes sense.)
     """
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     header = _HEADER.fullmatch(lines[0]) if lines else None
@@ -78,12 +78,12 @@ def from_text(text: str) -> Schedule:
 
 
 def instruction_tokens(rank: int, instructions: Sequence[Instruction]) -> list[str]:
-    """One token per instruction of a rank's row."""
+    """Return one token per instruction of a rank's row."""
     return [post_token(rank, each) if isinstance(each, Post) else str(each) for each in instructions]
 
 
 def post_token(rank: int, post: Post) -> str:
-    """A group call as its rank sees it, such as `[>F1@2 <F2@1]`."""
+    """Return a group call as its rank sees it, such as `[>F1@2 <F2@1]`."""
     transfers = (
         f"{'>' if t.source == rank else '<'}{'F' if t.direction == 'forward' else 'B'}{t.microbatch}@{t.stage}"
         for t in post.transfers
@@ -92,7 +92,7 @@ def post_token(rank: int, post: Post) -> str:
 
 
 def pointed_rows(rows: Sequence[Sequence[str]], marks: Mapping[tuple[int, int], str], context: int = 6) -> str:
-    """Rows of tokens with an arrow and a note under the marked ones; long rows are cut to `context` tokens around them.
+    """Format rows of tokens with an arrow and a note under the marked ones; long rows are cut to `context` tokens around them.
 
     Args:
         marks: notes by (rank, position in its row); a position past the end points behind the row.
@@ -115,7 +115,7 @@ def pointed_rows(rows: Sequence[Sequence[str]], marks: Mapping[tuple[int, int], 
 
 
 def render_timeline(timeline: Timeline, width: int | None = None) -> Text:
-    """A picture of a timeline: a row per rank, time to the right, idle time dotted.
+    """Draw a timeline: a row per rank, time to the right, idle time dotted.
 
     Args:
         width: columns of the screen; a longer picture continues below. None: one long picture.
@@ -148,13 +148,13 @@ def render_timeline(timeline: Timeline, width: int | None = None) -> Text:
 
 
 def shade(action: Action) -> str:
-    """The colour of an action in pictures, as #rrggbb: a hue per kind, darker with the chunk."""
+    """Return the colour of an action in pictures, as #rrggbb: a hue per kind, darker with the chunk."""
     shades = _COLOURS[action.kind]
     return shades[action.chunk % len(shades)]
 
 
 def ink(action: Action) -> str:
-    """The colour of letters on `shade(action)`."""
+    """Return the colour of letters on `shade(action)`."""
     return "white" if action.chunk % len(_COLOURS[action.kind]) >= 2 else "black"
 
 
@@ -164,7 +164,7 @@ def _label(timeline: Timeline, interval: Interval) -> str:
 
 
 def _band(timeline: Timeline, row: Sequence[Interval], columns_per_unit: Fraction) -> Text:
-    """One rank's line, as wide as the span."""
+    """Draw one rank's line, as wide as the span."""
 
     def column(time: float) -> int:
         return round(Fraction(time) * columns_per_unit)

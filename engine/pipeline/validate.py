@@ -1,4 +1,4 @@
-"""Proves that a schedule, or a lowered program, runs to its end (no torch here).
+"""A proof that a schedule, or a lowered program, runs to its end (no torch here).
 
 **A schedule** is complete: per stage and microbatch one F, then one B, or one I and later one W; nothing else. And it can
 be ordered: run rank by rank, no action waits for ever for the one that feeds it.
@@ -33,7 +33,7 @@ from engine.pipeline.text import instruction_tokens, pointed_rows, post_token
 
 @dataclass(frozen=True, slots=True)
 class ScheduleFacts:
-    """What `check` found out about a schedule that is right; one entry per rank.
+    """Facts about a schedule that is right; one entry per rank.
 
     Attributes:
         peak_in_flight: most microbatch-chunks whose F has started and whose B (or I) has not ended; 0 where no backward comes.
@@ -151,7 +151,7 @@ class _Checker:
     # --- the actions -----------------------------------------------------------------------------------------------
 
     def check_actions(self) -> None:
-        """Every action belongs here, stands after what it continues, and none is missing."""
+        """Check that every action belongs here and follows what it continues, and that none is missing."""
         if len(self.rows) != self.placement.pp:
             raise ScheduleError(
                 f"schedule {self.schedule.name} has {len(self.rows)} rows for pp {self.placement.pp}: a row per rank. "
@@ -227,7 +227,7 @@ class _Checker:
     # --- the transfers ---------------------------------------------------------------------------------------------
 
     def check_transfers(self) -> None:
-        """Every needed tensor is sent once, after it exists, and received once, before it is needed; nothing else is."""
+        """Check that every needed tensor, and no other, is sent once it exists and received before it is needed, once each."""
         needed = self._needed_transfers()
         posted: dict[tuple[int, Transfer], Place] = {}
         for rank, row in enumerate(self.rows):
@@ -249,7 +249,7 @@ class _Checker:
                     )
 
     def _needed_transfers(self) -> dict[Transfer, tuple[Place, Place]]:
-        """What must go between ranks, with the places of its producer and its consumer."""
+        """Return the transfers between ranks that are needed, with the places of their producer and consumer."""
         needed = {}
         for (stage, kind, microbatch), consumer in self.where.items():
             action = Action(kind, self.placement.chunk_of(stage), microbatch)
@@ -300,7 +300,7 @@ class _Checker:
     # --- the grouping ----------------------------------------------------------------------------------------------
 
     def check_grouping(self) -> None:
-        """Both ends of a pair group its transfers alike; NCCL does not define what happens otherwise."""
+        """Check that both ends of a pair group its transfers alike; NCCL does not define what happens otherwise."""
         # Only calls with several transfers of one pair can be grouped otherwise at the other end.
         grouped: dict[tuple[int, frozenset[Transfer]], Place] = {}
         for rank, row in enumerate(self.rows):
