@@ -1,4 +1,4 @@
-"""What one rank can say about its node by itself: versions, GPUs, sockets, data files."""
+"""Facts that one rank finds out about its node by itself: versions, GPUs, sockets, data files."""
 
 import hashlib
 import os
@@ -19,24 +19,24 @@ from launch.doctor.limits import read_limits
 from launch.doctor.records import NetworkFacts, RankFacts
 
 PACKAGE = Path(__file__).resolve().parents[2]
-"""Where engine/, models/ and launch/ are."""
+"""The folder of engine/, models/ and launch/."""
 
 VARIABLES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "OMP_NUM_THREADS")
 NODES_OWN = ("CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA")
-"""Variables that may differ from node to node: what they name is named differently there."""
+"""Variables that may differ from node to node: each node has names of its own for GPUs and interfaces."""
 
 
 def collect(
     rank: int, node: int, device: torch.device, *, config_text: str, data_files: Iterable[Path], first_of_node: bool
 ) -> RankFacts:
-    """The facts of this rank, without what needs other ranks (folders, clock).
+    """Collect the facts of this rank, without those that take other ranks (folders, clock).
 
     Args:
         rank, node: its numbers in the layout.
-        device: where it computes.
+        device: of the rank.
         config_text: the resolved configuration, which must be equal everywhere.
         data_files: of the corpora.
-        first_of_node: it asks nvidia-smi for all.
+        first_of_node: this rank calls nvidia-smi for all of the node.
     """
     equal = {
         "python": platform.python_version(),
@@ -69,7 +69,7 @@ def collect(
 
 
 def network() -> NetworkFacts:
-    """The sockets of this process and of its launcher. Groups must be connected already."""
+    """Read the sockets of this process and of its launcher. Groups must be connected already."""
     name = os.environ.get(GLOO_VARIABLE, "")
     states = {one: state for one, state in psutil.net_if_stats().items() if state.isup}
     addresses = [
@@ -124,7 +124,7 @@ def _with_gpu(facts: RankFacts, device: torch.device, *, first_of_node: bool) ->
 
 
 def driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
-    """The version of NVIDIA's kernel driver."""
+    """Read the version of NVIDIA's kernel driver."""
     if not path.exists():
         return "unknown"
     words = path.read_text().partition("\n")[0].split()

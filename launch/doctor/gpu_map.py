@@ -1,7 +1,7 @@
-"""What NVIDIA's tools print, as tables (no torch here).
+"""The output of NVIDIA's tools as tables (no torch here).
 
-TOPOLOGY's answer  ->  links(text): GPU number -> GPU number -> NV18, PIX, SYS, ...
-QUERY's answer     ->  uuids(text): GPU number -> UUID
+TOPOLOGY's output  ->  links(text): GPU number -> GPU number -> NV18, PIX, SYS, ...
+QUERY's output     ->  uuids(text): GPU number -> UUID
 """
 
 import re
@@ -16,7 +16,7 @@ _GPU = re.compile(r"GPU(\d+)")
 
 
 def uuids(text: str) -> dict[int, str]:
-    """The node's GPUs, their UUIDs without the prefix `GPU-`, as torch has them; lines of another form are none."""
+    """Parse the UUIDs of the node's GPUs, without the prefix `GPU-`, as torch has them; skip lines of another form."""
     found = {}
     for line in text.splitlines():
         number, _, uuid = (word.strip() for word in line.partition(","))
@@ -26,7 +26,7 @@ def uuids(text: str) -> dict[int, str]:
 
 
 def links(text: str) -> dict[int, dict[int, str]]:
-    """How each pair of GPUs is joined; empty where the text has no matrix."""
+    """Parse the link of each pair of GPUs; empty where the text has no matrix."""
     columns: list[int] | None = None
     found: dict[int, dict[int, str]] = {}
     for line in _ESCAPES.sub("", text).splitlines():
@@ -44,7 +44,7 @@ def links(text: str) -> dict[int, dict[int, str]]:
 
 
 def by_uuid(matrix: Mapping[int, Mapping[int, str]], uuid: Mapping[int, str]) -> dict[str, dict[str, str]]:
-    """The matrix with UUIDs in the place of numbers, which CUDA_VISIBLE_DEVICES changes."""
+    """Return the matrix by UUIDs instead of numbers, which CUDA_VISIBLE_DEVICES changes."""
     return {
         uuid[row]: {uuid[column]: link for column, link in cells.items() if column in uuid}
         for row, cells in matrix.items()
@@ -53,6 +53,6 @@ def by_uuid(matrix: Mapping[int, Mapping[int, str]], uuid: Mapping[int, str]) ->
 
 
 def summary(matrix: Mapping[int, Mapping[int, str]]) -> str:
-    """`28 x NV18`: what a node has, so that it can be compared with other nodes."""
+    """Return the links of a node in words that can be compared with other nodes, such as `28 x NV18`."""
     counted = Counter(link for row, cells in matrix.items() for column, link in cells.items() if row < column)
     return ", ".join(f"{count} x {link}" for link, count in sorted(counted.items())) or "none"

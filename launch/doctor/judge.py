@@ -1,4 +1,4 @@
-"""Who is out of line: the facts and rates of all ranks in, findings out (no torch here).
+"""Nodes that are out of line: the facts and rates of all ranks in, findings out (no torch here).
 
 Nodes are compared with each other, never with a table of what hardware should do: a value is out of line if most nodes have
 another, a rate if it is less than half of the median of equal groups (`SLOW`). Every rank comes to the same findings.
@@ -16,13 +16,13 @@ CLOCK_WARN_SECONDS = 0.5
 """Logs and failures of several nodes are put in order by their clocks."""
 
 CLOCK_FAIL_SECONDS = 30.0
-"""With as much, files of one node are from another's future: SLURM's munge, make and object stores begin to refuse."""
+"""Files written on one node are then in the future of another: SLURM's munge, make and object stores begin to fail."""
 
 MOST_NAMED = 6
 
 
 def judge(seen: Examination) -> list[Finding]:
-    """All findings, in the order of the checks; a check that finds nothing wrong says so with one OK."""
+    """Return all findings, in the order of the checks; a check that finds nothing wrong gives one OK."""
     checks: tuple[Callable[[Examination], Iterable[Finding]], ...] = (
         judge_places,
         judge_versions,
@@ -46,7 +46,7 @@ def worst(findings: Iterable[Finding]) -> Level:
 
 
 def judge_places(seen: Examination) -> Iterator[Finding]:
-    """Does a node of the layout stand on one machine, and on one that no other node stands on?"""
+    """Check that each node of the layout is one machine, and no machine is two nodes."""
     hosts = _by(seen.facts, lambda one: one.node, lambda one: one.host)
     split = {node: names for node, names in hosts.items() if len(names) > 1}
     for node, names in split.items():
@@ -75,7 +75,7 @@ def judge_places(seen: Examination) -> Iterator[Finding]:
 
 
 def judge_versions(seen: Examination) -> Iterator[Finding]:
-    """What must be equal, and what seldom should differ."""
+    """Compare values that must be equal, and those that seldom should differ."""
     differs = False
     for level, facts in (
         (Level.FAIL, {one.rank: one.equal for one in seen.facts}),
@@ -83,7 +83,7 @@ def judge_versions(seen: Examination) -> Iterator[Finding]:
     ):
         names = dict.fromkeys(name for values in facts.values() for name in values)
         for name in names:
-            # Of what must be equal, some is said by the first rank of a node only; a variable that is not there is unset.
+            # Some equal values come from the first rank of a node only; a variable that is missing is unset.
             values = {rank: own.get(name, "unset") for rank, own in facts.items() if level is Level.WARN or name in own}
             usual = _usual(values)
             odd = [one for one in seen.facts if values.get(one.rank, usual) != usual]
@@ -105,7 +105,7 @@ def judge_versions(seen: Examination) -> Iterator[Finding]:
 
 
 def judge_gpus(seen: Examination) -> Iterator[Finding]:
-    """Are the GPUs of a tensor-parallel group joined as well as any on their node?"""
+    """Check that the GPUs of a tensor-parallel group are joined as well as any on their node."""
     by_rank = {one.rank: one for one in seen.facts}
     links = {one.node: one.links for one in seen.facts if one.links}
     wrong = False
@@ -141,7 +141,7 @@ def judge_gpus(seen: Examination) -> Iterator[Finding]:
 
 
 def judge_interfaces(seen: Examination) -> Iterator[Finding]:
-    """Do the groups use an interface that leads to other nodes, and the fastest one?"""
+    """Check that the groups use an interface that leads to other nodes, and the fastest one."""
     used = [one for one in seen.facts if one.network.interface]
     if len({one.node for one in used}) < 2:
         return
@@ -172,7 +172,7 @@ def judge_interfaces(seen: Examination) -> Iterator[Finding]:
 
 
 def judge_listeners(seen: Examination) -> Iterator[Finding]:
-    """Does anything of the run listen beside the cluster's interface? (The loopback leads to no other machine.)"""
+    """Check that the run listens on the cluster's interface only. (The loopback leads to no other machine.)"""
     outside = {
         one.rank: [
             address for address in one.network.listening if address != one.network.address and not _is_inside(address)
@@ -185,7 +185,7 @@ def judge_listeners(seen: Examination) -> Iterator[Finding]:
             "listeners",
             f"something of the run listens at {_listed(sorted({one for addresses in outside.values() for one in addresses}))}",
             _hosts(one for one in seen.facts if outside[one.rank]),
-            "Nobody is asked for a password there. Start with `triaxis`, bash launch/pretrain_gpt.sh or srun, whose rendezvous "
+            "No password protects these ports. Start with `triaxis`, bash launch/pretrain_gpt.sh or srun, whose rendezvous "
             "listens on the cluster's interface only; a torchrun that is started by hand listens on all. Or close the ports.",
         )
     elif any(one.network.listening for one in seen.facts):
@@ -193,7 +193,7 @@ def judge_listeners(seen: Examination) -> Iterator[Finding]:
 
 
 def judge_folders(seen: Examination) -> Iterator[Finding]:
-    """Can every node write to the run's folders, and do all see the same files?"""
+    """Check that every node can write to the run's folders, and that all see the same files."""
     bad = False
     for key in dict.fromkeys(root.key for one in seen.facts for root in one.roots):
         held = [(one, root) for one in seen.facts for root in one.roots if root.key == key]
@@ -222,7 +222,7 @@ def judge_folders(seen: Examination) -> Iterator[Finding]:
 
 
 def judge_disk(seen: Examination) -> Iterator[Finding]:
-    """Is there room for the checkpoints that will be kept, and the one that is being written?"""
+    """Check that there is room for the checkpoints that will be kept, and the one that is being written."""
     needs = seen.needs
     if not needs.save_bytes:
         return
@@ -250,7 +250,7 @@ def judge_disk(seen: Examination) -> Iterator[Finding]:
 
 
 def judge_corpora(seen: Examination) -> Iterator[Finding]:
-    """Has every node the data, and the same?"""
+    """Check that every node has the data files, with equal sizes."""
     bad = False
     absent: dict[tuple[str, ...], list[str]] = {}
     for path in dict.fromkeys(path for one in seen.facts for path in one.corpora):
@@ -271,7 +271,7 @@ def judge_corpora(seen: Examination) -> Iterator[Finding]:
 
 
 def judge_clocks(seen: Examination) -> Iterator[Finding]:
-    """Do the nodes agree what time it is?"""
+    """Compare the clocks of the nodes."""
     clocks = [(one, one.clock) for one in seen.facts if one.clock is not None]
     if len(clocks) < 2:
         return
@@ -291,7 +291,7 @@ def judge_clocks(seen: Examination) -> Iterator[Finding]:
                 "clocks",
                 f"against {seen.facts[0].host}: {_listed(listed)}",
                 _hosts(one for one, _ in off),
-                "Synchronise them (chrony, ntpd): logs would tell the wrong first cause of a failure.",
+                "Synchronise them (chrony, ntpd): logs would show the wrong first cause of a failure.",
             )
     if all(abs(clock.offset_seconds) - clock.precision_seconds <= CLOCK_WARN_SECONDS for _, clock in clocks):
         far = max((clock for _, clock in clocks), key=lambda clock: abs(clock.offset_seconds))
@@ -301,7 +301,7 @@ def judge_clocks(seen: Examination) -> Iterator[Finding]:
 
 
 def _usual(values: Mapping[int, str]) -> str:
-    """What most have; of equally many, what the first rank has."""
+    """Return the most common value; of equally common ones, that of the first rank."""
     counted = Counter(values.values())
     first = values[min(values)]
     return max(counted, key=lambda value: (counted[value], value == first, value))

@@ -32,7 +32,7 @@ def read_limits(
 
     Args:
         shared: folder of shared memory.
-        status: what the kernel says of this process.
+        status: the kernel's account of this process.
         infiniband: has an entry per adapter.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -52,7 +52,7 @@ def _may_lock(status: Path) -> bool:
 
 
 def judge_limits(seen: Examination) -> Iterator[Finding]:
-    """Compare each node's limits with what NCCL is known to fail with. Rates that were measured show that it got this far."""
+    """Compare each node's limits with those at which NCCL is known to fail. (Measured rates show that it got this far.)"""
     facts = [(one, one.limits) for one in seen.facts if one.limits is not None]
     if not facts:
         return

@@ -1,4 +1,4 @@
-"""Bandwidth of groups and paths, clocks, folders: what takes two ranks to find out.
+"""Measurements that take two ranks: bandwidth of groups and paths, clocks, folders.
 
 Bus bandwidth is that of nccl-tests, the bytes that a ring moves over each link in a second, so that numbers of different
 operations and group sizes can be compared with each other and with the hardware. t is the time of a call, n the ranks:
@@ -8,7 +8,7 @@ operations and group sizes can be compared with each other and with the hardware
     reduce-scatter     (n-1)/n x bytes of the whole / t
     send               bytes / t
 
-Each number is the best of at most `ROUNDS`: what disturbs a machine only makes it slower.
+Each number is the best of at most `ROUNDS`: a disturbance only makes a machine slower.
 """
 
 import json
@@ -32,16 +32,16 @@ ROUNDS = 5
 ROUND_SECONDS = 0.02
 MOST_CALLS = 50
 MOST_SECONDS = 0.3
-"""For the rounds of one group or path together, where a single call does not take longer."""
+"""Limit for the rounds of one group or path together, unless a single call takes longer."""
 
 PINGS = 8
 PURPOSE = "doctor"
 PATIENCE_SECONDS = 10.0
-"""A network file system may show what another node wrote that much later."""
+"""A network file system may show the files of another node that much later."""
 
 
 def exchange_texts(axis: Axis, text: str, device: torch.device) -> list[str]:
-    """Every member's text of any length, in rank order. No pickle is involved."""
+    """Gather every member's text of any length, in rank order. No pickle is involved."""
     content = text.encode()
     length = torch.tensor([len(content)], dtype=AGREEMENT_DTYPE, device=device)
     longest = int(axis.all_reduce(length, PURPOSE, op="max").wait().item())
@@ -51,7 +51,7 @@ def exchange_texts(axis: Axis, text: str, device: torch.device) -> list[str]:
 
 
 def group_rates(topology: Topology, sizes: Iterable[Size], dtype: torch.dtype) -> list[GroupRate]:
-    """The rates of this rank's groups; all groups of an axis are at work together, each takes its own time.
+    """Measure the rates of this rank's groups; all groups of an axis run together, and each is timed for itself.
 
     Args:
         topology: of this rank.
@@ -80,13 +80,13 @@ def group_rates(topology: Topology, sizes: Iterable[Size], dtype: torch.dtype) -
 
 
 def _ring_bytes(op: str, size: int, num_bytes: int) -> float:
-    """What a rank sends; `num_bytes` is the shard's for an all-gather."""
+    """Return the bytes that a rank sends; `num_bytes` is the shard's for an all-gather."""
     shares = {"all_reduce": 2 * (size - 1) / size, "reduce_scatter": (size - 1) / size, "all_gather": size - 1}
     return shares[op] * num_bytes
 
 
 def _seconds_of_a_call(axis: Axis, op: str, tensor: torch.Tensor) -> float:
-    """The slowest member's time, in the best round."""
+    """Time a call: the slowest member's time, in the best round."""
     call: Callable[[], torch.Tensor] = {
         "all_reduce": lambda: axis.all_reduce(tensor, PURPOSE).wait(),
         "all_gather": lambda: axis.all_gather(tensor, PURPOSE).wait(),
@@ -111,12 +111,12 @@ def _seconds_of_a_call(axis: Axis, op: str, tensor: torch.Tensor) -> float:
 def path_rates(
     axis: Axis, phases: Sequence[Sequence[tuple[int, int]]], size: Size, device: torch.device
 ) -> list[GroupRate]:
-    """The paths on which this rank sends, one direction at a time.
+    """Measure the paths on which this rank sends, one direction at a time.
 
     Args:
-        axis: whose members they are.
+        axis: of their members.
         phases: (sender, receiver) by index on the axis; no member is in two pairs of a phase.
-        size: how much, and how it is labelled.
+        size: of a message, with its labels.
         device: of this rank.
     """
     found = []
@@ -135,7 +135,7 @@ def path_rates(
 
 
 def _send_and_time(axis: Axis, peer: int, tensor: torch.Tensor) -> float:
-    """The clock runs from the receiver's word that it is ready until its word that it has all."""
+    """Time calls from the receiver's message that it is ready to its message that it has all."""
 
     def round_of(num_calls: int) -> float:
         _number(axis, peer, tensor.device, float(num_calls))
@@ -175,7 +175,7 @@ def _one(axis: Axis, kind: str, tensor: torch.Tensor, peer: int) -> None:
 
 
 def _calls_and_rounds(seconds: float) -> tuple[int, int]:
-    """How often, if a call takes so long."""
+    """Return how many calls a round has, and how many rounds there are, for calls of so many seconds."""
     num_calls = max(1, min(MOST_CALLS, int(ROUND_SECONDS / max(seconds, 1e-9))))
     return num_calls, max(1, min(ROUNDS, int(MOST_SECONDS / max(num_calls * seconds, 1e-9))))
 
@@ -186,10 +186,10 @@ def _settle(device: torch.device) -> None:
 
 
 def measure_clock(topology: Topology, clock: Callable[[], float] = time.time) -> Clock | None:
-    """The clock of this rank's node against rank 0's; None where this rank is not its node's first.
+    """Compare the clock of this rank's node with rank 0's; None where this rank is not its node's first.
 
-    Rank 0 asks and notes when; the answer is taken for the middle of its way. Of some rounds the quickest counts, and half of
-    its duration is how far off the middle can be.
+    Rank 0 notes the times of its request and of the answer, and takes the answer's time for the middle of both. The quickest
+    of some rounds counts, and half of its duration is the largest error.
     """
     grid, world, device = topology.grid, topology.axis("world"), topology.device
     firsts = range(0, grid.world_size, grid.ranks_per_node)
@@ -217,15 +217,15 @@ def measure_clock(topology: Topology, clock: Callable[[], float] = time.time) ->
 def check_folders(
     topology: Topology, roots: Mapping[str, Path], patience_seconds: float = PATIENCE_SECONDS
 ) -> tuple[RootFacts, ...]:
-    """Write into each folder on every node, and see whether what one wrote can be read on the others.
+    """Write into each folder on every node, and check that the others can read it.
 
-    A folder that is not there yet is looked for one level higher, as rank 0 finds it: nothing is created but the test files,
-    and those are removed.
+    For a folder that does not exist yet, the test files go to its nearest parent on rank 0. They are removed; nothing else is
+    created.
 
     Args:
         topology: of this rank.
         roots: key of the configuration -> folder; the same on all ranks.
-        patience_seconds: how long to look for what another node wrote.
+        patience_seconds: limit for a file of another node to appear.
     """
     world, device, grid = topology.axis("world"), topology.device, topology.grid
     is_first = topology.rank % grid.ranks_per_node == 0
@@ -241,11 +241,11 @@ def check_folders(
         seen = {
             rank: _reads(path / f".triaxis-doctor-{nonce}-{rank}", nonce, deadline)
             for rank in wrote
-            if rank == 0 or topology.rank == 0  # rank 0 reads what all have written, the others what rank 0 has
+            if rank == 0 or topology.rank == 0  # rank 0 reads the files of all, the others that of rank 0
         }
         answers = json.loads(exchange_texts(world, json.dumps(sorted(rank for rank in seen if seen[rank])), device)[0])
         node_first = topology.rank // grid.ranks_per_node * grid.ranks_per_node
-        # Everybody has read: nobody removes before.
+        # All ranks have read by now.
         if is_first and not problem:
             mine.unlink(missing_ok=True)
         free = shutil.disk_usage(path).free if path.exists() else 0
@@ -259,7 +259,7 @@ def _nearest(path: Path) -> Path:
 
 
 def _write(path: Path, content: str) -> str:
-    """Why it could not be written; empty: it could."""
+    """Write a file; return why it could not be written, or an empty text."""
     try:
         with path.open("w") as file:
             file.write(content)
@@ -273,7 +273,7 @@ def _write(path: Path, content: str) -> str:
 def _reads(path: Path, content: str, deadline: float) -> bool:
     while True:
         try:
-            # A listing makes a network file system ask its server anew.
+            # A listing makes a network file system read from its server again.
             if path in path.parent.iterdir() and path.read_text() == content:
                 return True
         except OSError:
@@ -285,7 +285,7 @@ def _reads(path: Path, content: str, deadline: float) -> bool:
 
 
 def gather_rates(world: Axis, mine: Sequence[GroupRate], device: torch.device) -> list[GroupRate]:
-    """Each group's rate once: as its first rank saw it; of a path, as its sender did."""
+    """Gather each group's rate once, as its first rank measured it; of a path, as its sender did."""
     texts = exchange_texts(world, json.dumps([asdict(one) for one in mine]), device)
     found = []
     for rank, text in enumerate(texts):

@@ -1,8 +1,8 @@
-"""Who sends to whom, and when, so that each path is measured by itself (no torch here)."""
+"""An order of sends between nodes in which each path is measured by itself (no torch here)."""
 
 
 def node_paths(ranks_per_node: int, world_size: int) -> list[list[tuple[int, int]]]:
-    """Phases in which each rank sends to, and receives from, its counterpart on the next node and the one before."""
+    """List phases in which each rank sends to, and receives from, its counterpart on the next node and the one before."""
     num_nodes = world_size // ranks_per_node
     steps = [1, -1] if num_nodes > 2 else [1]
     phases = []

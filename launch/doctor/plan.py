@@ -1,4 +1,4 @@
-"""What `triaxis doctor` measures of a configuration: the messages, folders and files of its run (no torch here)."""
+"""The messages, folders and files of a run that `triaxis doctor` looks at, from its configuration (no torch here)."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ from models.predict.traffic import BYTES_PER_ELEMENT, expected_traffic
 from models.specs import model_specs
 
 AXES = ("tp", "kv_replicas", "dp", "ends", "pp_forward", "pp_backward")
-"""In the order of measuring; `world` carries a few bytes a step only."""
+"""Axes in the order of measuring; `world` carries a few bytes a step only."""
 
 NODE_PATH_BYTES = 4 * 2**20
 """From node to node a message of this size is sent, whatever the layout."""
@@ -25,7 +25,7 @@ CHECKPOINT_DIR = "checkpoint.dir"
 
 
 def message_sizes(config: Config, sizes: ParallelSizes) -> list[Size]:
-    """For each axis and operation, the traffic with most bytes in a step: its mean message, on the stage where that is largest.
+    """Return, for each axis and operation, the mean message of the purpose with most bytes, on the stage with the most.
 
     All ranks get the same list.
     """
@@ -51,7 +51,7 @@ def _ranks(axis: str, config: Config, sizes: ParallelSizes) -> int:
 
 
 def _called_bytes(op: str, size: int, wire: int) -> int:
-    """The inverse of `models.predict.traffic.wire_bytes`."""
+    """Invert `models.predict.traffic.wire_bytes`."""
     if op == "all_reduce":
         return wire * size // (2 * (size - 1))
     if op == "reduce_scatter":
@@ -60,7 +60,7 @@ def _called_bytes(op: str, size: int, wire: int) -> int:
 
 
 def folders(config: Config) -> Mapping[str, Path]:
-    """The folders that the run writes to, by the key that names them."""
+    """Return the folders that the run writes to, by the key that names them."""
     found = {RUNS_DIR: Path(config.runtime.runs_dir)}
     if config.checkpoint.interval is not None and config.checkpoint.dir is not None:
         found[CHECKPOINT_DIR] = Path(config.checkpoint.dir)
@@ -70,7 +70,7 @@ def folders(config: Config) -> Mapping[str, Path]:
 
 
 def data_files(config: Config) -> list[Path]:
-    """Of all corpora; none of a run on random tokens."""
+    """Return the files of all corpora; none for a run on random tokens."""
     if config.data.synthetic:
         return []
     prefixes = dict.fromkeys(prefix for _, prefix in [*config.data.train, *(config.data.valid or [])])
@@ -78,7 +78,7 @@ def data_files(config: Config) -> list[Path]:
 
 
 def needs(config: Config, backend: str) -> Needs:
-    """What the run asks of its nodes. An index cache is built by each node for itself, so it need not be shared."""
+    """Return the needs of the run. Each node builds an index cache for itself, so it need not be shared."""
     saves = config.checkpoint.interval is not None
     saved_to = CHECKPOINT_DIR if config.checkpoint.dir is not None else RUNS_DIR
     # A checkpoint holds the master weight and the moments of each parameter in the accumulation dtype.

@@ -36,7 +36,7 @@ from launch.rank.join import join_run
 JSON_FLAG = "--json="
 
 MOST_MEASUREMENTS = 3
-"""What is slow is measured again: what is broken stays slow, what was disturbed does not."""
+"""A slow rate is measured again: a broken link stays slow, a disturbed one does not."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -73,15 +73,15 @@ def examine(
     most_measurements: int = MOST_MEASUREMENTS,
     path_bytes: int = NODE_PATH_BYTES,
 ) -> Examination:
-    """Everything that there is to know, the same on every rank. All ranks call it.
+    """Collect and measure everything, the same on every rank. All ranks call it.
 
     Args:
         topology: of this rank.
         config: of the run.
-        roots: folders to look at; None: the config's.
+        roots: folders to check; None: the config's.
         clock: of this node, in seconds.
-        patience_seconds: how long to look for a file of another node.
-        most_measurements: how often at most the rates are measured while some are slow.
+        patience_seconds: limit for a file of another node to appear.
+        most_measurements: limit of measurements while some rates are slow.
         path_bytes: of a message from node to node.
     """
     grid, rank, device = topology.grid, topology.rank, topology.device

@@ -1,4 +1,4 @@
-"""Which group, path or host is slow, judged by its equals (no torch here)."""
+"""Slow groups, paths and hosts, each compared with its equals (no torch here)."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -8,16 +8,16 @@ SLOW = 0.5
 """Below this part of the median of its equals, a group or path is out of line."""
 
 BELOW_INTERFACE = 0.1
-"""Below this part of what its interface says it can do, a path of gloo's is worth a look."""
+"""Below this part of its interface's stated rate, a path of gloo's is worth a look."""
 
 MOST_NAMED = 6
 
 
 def judge_groups(seen: Examination) -> Iterator[Finding]:
-    """Groups of one axis that do the same over the same kind of path take equally long; those that do not are named.
+    """Compare groups of one axis that do the same over the same kind of path, and name those that are slow.
 
     A host is to blame for slow groups that meet in it, unless another group in it is as fast as its equals. Inside one node,
-    gloo's ranks share its processors with each other and with whoever else works there: that is worth a warning only.
+    gloo's ranks share its processors with each other and with other programs: that is worth a warning only.
     """
     by_rank = {one.rank: one for one in seen.facts}
     found = False
@@ -43,9 +43,10 @@ def judge_groups(seen: Examination) -> Iterator[Finding]:
 
 
 def judge_paths(seen: Examination) -> Iterator[Finding]:
-    """Between nodes, one direction at a time. A host is to blame for what it sends (receives) if all of it is slow.
+    """Compare paths between nodes, one direction at a time.
 
-    And if one of those that it sends to receives fast from another: between two hosts it cannot be known which end is slow.
+    A host is to blame for its sends (receives) if all of them are slow, and one of the other ends is fast with another host:
+    between two hosts the slow end cannot be known.
     """
     if not seen.paths:
         return
@@ -74,7 +75,7 @@ def judge_paths(seen: Examination) -> Iterator[Finding]:
             f"{sender} -> {receiver} (rank {path.ranks[0]} to {path.ranks[1]}): {_rate(path.bytes_per_second)}; the median "
             f"between nodes is {_rate(ends.usual)}",
             (sender, receiver),
-            f"Either what {sender} sends is slow, or what {receiver} receives, or what lies between: other pairs do not tell.",
+            f"Either what {sender} sends is slow, or what {receiver} receives, or what lies between: other pairs do not show it.",
         )
     if not blamed and not unclear:
         yield _against_interface(seen, by_rank, ends.usual)
@@ -105,7 +106,7 @@ class _Ends:
         return bool(self.blamed_senders or self.blamed_receivers or self.unclear())
 
     def unclear(self) -> list[GroupRate]:
-        """Slow paths of which neither end is to blame."""
+        """List slow paths of which neither end is to blame."""
         return [
             path
             for path in self.paths
@@ -116,14 +117,14 @@ class _Ends:
 
 
 def all_equal(seen: Examination) -> bool:
-    """No group or path is slow beside its equals."""
+    """Return whether no group or path is slow beside its equals."""
     return all(finding.level is Level.OK for finding in judge_groups(seen)) and not (
         seen.paths and _Ends(seen.paths).any_slow
     )
 
 
 def _against_interface(seen: Examination, by_rank: Mapping[int, RankFacts], usual: float) -> Finding:
-    """All are equal; are they what the interface says? Only gloo's bytes surely go over it."""
+    """Compare equal paths with the stated rate of their interface. Only gloo's bytes surely go over it."""
     stated = min(by_rank[one.ranks[0]].network.mbits for one in seen.paths) * 1e6 / 8
     per_node = max(1, len(seen.facts) // len({one.node for one in seen.facts}))
     if seen.needs.backend == "gloo" and stated and usual * per_node < BELOW_INTERFACE * stated:
@@ -138,7 +139,7 @@ def _against_interface(seen: Examination, by_rank: Mapping[int, RankFacts], usua
 
 
 def equal_groups(groups: Iterable[GroupRate], by_rank: Mapping[int, RankFacts]) -> list[list[GroupRate]]:
-    """Groups that do the same, over as many nodes, with as many ranks: at least two."""
+    """List sets of at least two groups that do the same, over as many nodes, with as many ranks."""
     found: dict[tuple[object, ...], list[GroupRate]] = {}
     for one in groups:
         num_nodes = len({by_rank[rank].node for rank in one.ranks})
@@ -147,7 +148,7 @@ def equal_groups(groups: Iterable[GroupRate], by_rank: Mapping[int, RankFacts]) 
 
 
 def best(first: Sequence[GroupRate], second: Sequence[GroupRate]) -> tuple[GroupRate, ...]:
-    """The faster of two measurements of each group or path."""
+    """Return the faster of two measurements of each group or path."""
     found: dict[tuple[object, ...], GroupRate] = {}
     for one in (*first, *second):
         key = (one.axis, one.op, one.num_bytes, one.ranks)
@@ -157,7 +158,7 @@ def best(first: Sequence[GroupRate], second: Sequence[GroupRate]) -> tuple[Group
 
 
 def middle(values: Sequence[float]) -> float:
-    """The median; of an even number the larger of both middle values, so that of two the slower one can be told."""
+    """Return the median; of an even number the larger of both middle values, so that the slower of two is below it."""
     return sorted(values)[len(values) // 2]
 
 

@@ -1,4 +1,4 @@
-"""What the ranks tell each other, and what follows from it (no torch here). All of it is JSON on its way."""
+"""Records that the ranks exchange as JSON, and the findings that follow from them (no torch here)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Level(Enum):
-    """How bad a finding is; only FAIL changes the exit code."""
+    """The severity of a finding; only FAIL changes the exit code."""
 
     OK = "OK"
     WARN = "WARN"
@@ -20,7 +20,7 @@ class Finding:
 
     Attributes:
         check: the question ("versions", "clocks", ...).
-        text: what was found.
+        text: the finding in words.
         hosts: those that are out of line; empty where no host can be named.
         advice: what to do; empty for OK.
     """
@@ -38,10 +38,10 @@ class RootFacts:
 
     Attributes:
         key: of the configuration ("runtime.runs_dir").
-        path: where the test file was: the folder, or what there is of it.
+        path: of the test file: the folder, or its nearest parent that exists.
         sees_rank_0: whether the file that rank 0 wrote could be read here, with its content.
         seen_by_rank_0: whether rank 0 could read what this node wrote.
-        problem: why nothing could be written here; empty: it could.
+        problem: the reason why a write failed here; empty: it succeeded.
         free_bytes: on the file system.
     """
 
@@ -63,12 +63,12 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class NetworkFacts:
-    """What a rank's sockets use.
+    """The network that a rank's sockets use.
 
     Attributes:
-        interface: over which this node reaches the others ("" for a lone process).
+        interface: the one over which this node reaches the others ("" for a lone process).
         address: of that interface.
-        mbits: megabits per second that the interface says it can do; 0: it says nothing.
+        mbits: stated megabits per second of the interface; 0: unknown.
         fastest: name and megabits of this node's fastest interface that is up.
         listening: addresses at which this rank, or its launcher, listens.
     """
@@ -85,7 +85,7 @@ class LimitFacts:
     """Limits of a rank's process.
 
     Attributes:
-        locked_bytes: that it may lock in memory; None: no limit.
+        locked_bytes: the most that it may lock in memory; None: no limit.
         shared_bytes: size of /dev/shm; 0: there is none.
         has_infiniband: whether the node has an InfiniBand adapter.
     """
@@ -97,14 +97,14 @@ class LimitFacts:
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """One rank and what it stands on.
+    """One rank, its node and its machine.
 
     Attributes:
         rank: global.
         node: the layout's number of its node.
         host: the machine's name.
-        equal: versions, drivers and whatever else must not differ, by name.
-        alike: what may differ, and seldom should.
+        equal: values that must not differ, such as versions and drivers, by name.
+        alike: values that may differ, and seldom should.
         network: its sockets.
         roots: folders of the run.
         corpora: bytes of each data file; None: it is not there.
@@ -131,11 +131,9 @@ class RankFacts:
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> "RankFacts":
-        values = dict(tree)
-        network = values["network"]
-        clock, limits = values["clock"], values["limits"]
+        network, clock, limits = tree["network"], tree["clock"], tree["limits"]
         return cls(
-            **values
+            **dict(tree)
             | {
                 "network": NetworkFacts(
                     **network | {"fastest": tuple(network["fastest"]), "listening": tuple(network["listening"])}
@@ -153,7 +151,7 @@ class Size:
     """A message that the run will send.
 
     Attributes:
-        axis, op: whose, and what with.
+        axis, op: its group, and its operation.
         num_bytes: as the ledger counts: the whole tensor, but the shard for an all-gather.
         calls: in a step, per rank.
     """
@@ -166,7 +164,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class GroupRate:
-    """One group doing one operation, by itself.
+    """The rate of one group in one operation.
 
     Attributes:
         axis: the group's.
@@ -188,18 +186,17 @@ class GroupRate:
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> "GroupRate":
-        values = dict(tree)
-        return cls(**values | {"ranks": tuple(tree["ranks"])})
+        return cls(**dict(tree) | {"ranks": tuple(tree["ranks"])})
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What the run asks of its nodes.
+    """The needs of the run, which its nodes must meet.
 
     Attributes:
         backend: of its collectives.
         save_bytes: of one checkpoint; 0: it saves none.
-        kept_saves: as many lie on the disk in the end; None: all that are made.
+        kept_saves: number that stays on the disk; None: all that are made.
         shared: keys of the folders that all nodes must share.
         saved_to: key of the folder that checkpoints go to.
     """
@@ -213,7 +210,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """All that was found out. `paths` are between nodes: rank to rank, one direction at a time."""
+    """All facts and rates. `paths` are between nodes: rank to rank, one direction at a time."""
 
     needs: Needs
     facts: tuple[RankFacts, ...]

@@ -1,4 +1,4 @@
-"""What `triaxis doctor` found, for people and as JSON (no torch here)."""
+"""The findings of `triaxis doctor`, for people and as JSON (no torch here)."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -17,14 +17,14 @@ from launch.doctor.records import Clock, Examination, Finding, GroupRate, Level,
 
 STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
 WIDTH = 132
-"""Columns where the report does not go to a terminal."""
+"""Columns of a report that does not go to a terminal."""
 
 MOST_NODES = 64
 """Lines in the table of nodes; a node that is out of line is named below it in any case."""
 
 
 def show(console: Console, grid: RankGrid, seen: Examination, findings: Sequence[Finding]) -> None:
-    """Tables of nodes and rates, then the findings, worst last."""
+    """Print tables of nodes and rates, then the findings, worst last."""
     console.print(_nodes(seen))
     if seen.groups or seen.paths:
         console.print(_rates(seen))
@@ -113,7 +113,7 @@ def _rates(seen: Examination) -> Table:
 
 
 def write_json(path: Path, grid: RankGrid, seen: Examination, findings: Sequence[Finding]) -> None:
-    """All facts, rates (bytes per second) and findings."""
+    """Write all facts, rates (bytes per second) and findings."""
     content = {
         "verdict": worst(findings).value,
         "layout": str(grid.sizes),
