@@ -1,12 +1,12 @@
-"""A step in parts, one per instruction of the pipeline's program, and how parts of a short step make up a long one.
+"""A step in parts, one per instruction of the pipeline's program, and a long step added up from the parts of a short one.
 
     start | 0F0 | send | 0F1 | send, receive | 0B0 | ... | finish | update          a part: its calls, operators, live bytes
 
-What an instruction does depends on a few things about it (`Likeness`): its kind and chunk, whether its microbatch is the chunk's
-first or last (the last gradient of a bucket posts its reduction), and for a group call its sends and receives and how many
-sends were under way before it. So a long row of instructions is put together from the parts of a short one: calls and operators
-by adding, peaks by carrying the live bytes from part to part. Two parts that are alike and did not do the same are an error.
-(All that microbatches leave is gone when the update begins, so that part goes on from its own live bytes.)
+The work of an instruction depends on a few facts about it (`Likeness`): its kind and chunk, whether its microbatch is the chunk's
+first or last (the last gradient of a bucket posts its reduction), and for a group call its sends and receives and the number of
+sends under way before it. So a long row of instructions is added up from the parts of a short one: calls and operators by adding,
+peaks by carrying the live bytes from part to part. Two parts that are alike and differ in their work are an error. (No tensor of
+the microbatches is left when the update begins, so that part goes on from its own live bytes.)
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ from engine.pipeline.lowering import Instruction, Post, Program, Transfer, feedi
 from launch.footprint.memory import Extremes, MemoryKind, MemoryWatch, Peak
 
 Likeness = tuple[Any, ...]
-"""Instructions of one rank (or of ranks with equal stages) that agree in it do the same."""
+"""Facts about an instruction; instructions of one rank (or of equal stages) with equal facts do equal work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,14 @@ class Wait:
 
 @dataclass(frozen=True)
 class Part:
-    """What one instruction did.
+    """The work of one instruction.
 
     Attributes:
         calls: posts (numbered from 0 in this part) and waits, in order.
         ops: operators dispatched, by (place, name).
         change: bytes by kind at its end, less those at its beginning.
-        most: the most of each kind that grew in it, less what was live of it at its beginning.
-        peak: the largest moment at which a storage was new, less what was live at its beginning; None where none was.
+        most: the most of each kind that grew in it, less the live bytes of the kind at its beginning.
+        peak: the largest moment at which a storage was new, less the live bytes at its beginning; None: no storage was new.
     """
 
     calls: tuple[Event | Wait, ...]
@@ -55,19 +55,19 @@ class Part:
 
 @dataclass
 class Total:
-    """A whole step, added up from parts; as `MemoryWatch.step` and the ledger would have it."""
+    """A whole step, added up from parts: equal to `MemoryWatch.step` and the ledger of the step."""
 
     log: list[Event] = field(default_factory=list)
     extremes: Extremes = field(default_factory=Extremes)
 
 
 class Recorder:
-    """Cuts a step into parts: the `observer` of an executor.
+    """An observer of an executor that cuts a step into parts.
 
     Args:
         watch: entered, and its `forget_peak` just called.
         ledger: of the rank.
-        program, rank: whose row will run on which pp rank.
+        program, rank: the program, and the pp rank whose row runs.
     """
 
     def __init__(self, watch: MemoryWatch, ledger: Ledger, program: Program, rank: int) -> None:
@@ -84,17 +84,17 @@ class Recorder:
         self._where: dict[int, tuple[int, int]] = {}
 
     def __call__(self, instruction: Instruction | None) -> None:
-        """An instruction is about to run (None: all have), so what happened until now belongs to the one before."""
+        """End the part of the instruction before the one that is about to run (None: all have run)."""
         self._end_part()
         self.watch.phase = "gradients" if instruction is None else "pipeline"
 
     def begin_update(self) -> None:
-        """The gradients are whole, and nothing of the microbatches is left."""
+        """End the part before the update: the gradients are whole, and no tensor of the microbatches is left."""
         self._end_part()
         self.update_start = Counter(self.watch.live)
 
     def end(self) -> None:
-        """The step is over."""
+        """End the part of the update."""
         self._end_part()
 
     def _end_part(self) -> None:
@@ -143,12 +143,12 @@ class Recorder:
 
 
 def feeding_transfer_of(schedule: Schedule, rank: int, instruction: Instruction) -> Transfer | None:
-    """The transfer that an instruction waits for, if it is an action that needs one."""
+    """Return the transfer that an instruction waits for, if it is an action that needs one."""
     return None if isinstance(instruction, Post) else feeding_transfer(schedule, rank, instruction)
 
 
 def likenesses(program: Program, rank: int) -> list[Likeness]:
-    """What decides on the doing of each instruction in the row of pp rank `rank`."""
+    """Return the likeness of each instruction in the row of pp rank `rank`."""
     last = program.schedule.num_microbatches - 1
     found: list[Likeness] = []
     sends_before = 0
@@ -163,7 +163,7 @@ def likenesses(program: Program, rank: int) -> list[Likeness]:
 
 
 def covers(short: Iterable[Likeness], long: Iterable[Likeness]) -> bool:
-    """Whether the short row has each likeness of the long one: twice, so that it can be compared, where the long one does."""
+    """Return whether the short row has each likeness of the long one, and twice (to compare) where the long one does."""
     have = Counter(short)
     return all(have[likeness] >= min(count, 2) for likeness, count in Counter(long).items())
 
@@ -205,11 +205,11 @@ class PartBook:
         return cls(recorder.start, recorder.update_start, start, finish, update, by_likeness)
 
     def covers(self, program: Program, rank: int) -> bool:
-        """Whether it has a part for each instruction of the row of pp rank `rank`."""
+        """Return whether there is a part for each instruction of the row of pp rank `rank`."""
         return all(likeness in self.by_likeness for likeness in likenesses(program, rank))
 
     def add_up(self, program: Program, rank: int) -> Total:
-        """The step of pp rank `rank`, whose stages are those of the rank that was recorded (or equal to them)."""
+        """Add up the step of pp rank `rank`, whose stages are those of the recorded rank, or equal to them."""
         return _Sum(self, program, rank).total()
 
 
@@ -273,7 +273,7 @@ class _Sum:
             live[kind] += change
 
     def _call(self, wait: Wait, instruction: Instruction | None, first: int) -> int:
-        """The number of the call that is waited for."""
+        """Return the number of the call that a wait is for."""
         if wait.of == "own":
             return first + wait.call
         if wait.of == "end":
@@ -285,6 +285,6 @@ class _Sum:
 
 
 def _difference(after: Any, before: Any) -> dict[MemoryKind, int]:
-    """after - before, where they differ."""
+    """Return after - before, where they differ."""
     changed = {kind: after.get(kind, 0) - before.get(kind, 0) for kind in after.keys() | before.keys()}
     return {kind: change for kind, change in changed.items() if change}

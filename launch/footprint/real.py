@@ -1,7 +1,7 @@
 """Training steps of one rank of any layout on the device that is here: true kernels, streams and allocator, in a fake world.
 
-The other ranks do not exist. What they would have sent is whatever stood in the buffer, so loss and gradients mean nothing, and may
-not be finite (then the optimizer's kernels run and change nothing). True are the kernels, their shapes and their order, what the
+The other ranks do not exist. A receive leaves its buffer as it is, so loss and gradients mean nothing, and may not be finite (then
+the optimizer's kernels run and change nothing). True are the kernels, their shapes and their order, what the
 allocator needs for them, and the time that the rank computes, as if its network took none.
 """
 
@@ -29,7 +29,7 @@ WARM_UP = 1
 
 @dataclass(frozen=True, slots=True)
 class RealSteps:
-    """What was measured on one rank.
+    """Measurements of one rank.
 
     Attributes:
         coordinates: of the rank.
@@ -53,10 +53,10 @@ def real_steps(
 
     Args:
         config: of the run; `parallel.dp` is given.
-        rank: which one.
+        rank: of the layout.
         build_model: as for training.
-        device: where it computes.
-        num_steps: how many are measured.
+        device: of the rank.
+        num_steps: number of measured steps.
 
     Raises:
         TopologyError: there is no such rank, or this process already belongs to a process group.
@@ -92,7 +92,7 @@ def real_steps(
 
 @torch.no_grad()
 def draw_weights(parameters: Iterable[ShardedParameter], seed: int) -> None:
-    """Weights of an ordinary size, drawn where they are: nothing here depends on their values."""
+    """Draw weights of an ordinary size in place: nothing here depends on their values."""
     for parameter in parameters:
         parameter.value.normal_(std=WEIGHT_STD)
 

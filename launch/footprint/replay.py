@@ -1,4 +1,4 @@
-"""The ledgers of many ranks, executed together under NCCL's rules: would these ranks have met?
+"""The ledgers of many ranks, executed together under NCCL's rules to find calls that would not meet.
 
 The rules are those of `engine.pipeline.rendezvous`, for every call and not only for the pipeline's:
 
@@ -109,8 +109,8 @@ class _Replay:
         communicator = self.communicators.get((rank, events[0].axis))
         if communicator is None:
             raise ScheduleError(
-                f"rank {rank} called {_words(events[0])} on an axis that it has no group of. Nobody would meet it; the ledger is "
-                "of another layout, or the call is wrong."
+                f"rank {rank} called {_words(events[0])} on an axis that it has no group of. No rank would meet it; the ledger "
+                "is of another layout, or the call is wrong."
             )
         if events[0].peer < 0:
             (event,) = events

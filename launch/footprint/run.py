@@ -1,10 +1,10 @@
 """One training step of one rank of any layout, in one process: fake tensors, a fake process group, the engine's own code.
 
-Tensors have shapes and no memory, collectives return at once, so a rank of thousands fits on a laptop. What is counted is what the
-same code would do: calls and bytes of the ledger, live storages by kind, operators dispatched.
+Tensors have shapes and no memory, collectives return at once, so a rank of thousands fits on a laptop. Counted are calls and bytes
+of the ledger, live storages by kind, and operators dispatched.
 
-A step of many microbatches is not run through: as many run as show every kind of instruction of the rank's program twice, and the
-rest is added up over the program of the whole step (`launch.footprint.parts`). The tests prove it equal to the whole run.
+Of many microbatches only as many run as have every kind of instruction of the rank's program twice. The rest is added up over the
+program of the whole step (`launch.footprint.parts`). The tests prove it equal to the whole run.
 """
 
 from collections import Counter
@@ -45,29 +45,29 @@ PLACES = {
     "head": "loss",
     "losses": "loss",
 }
-"""Place of an operator by the chunk's child that needs it; "" is what a chunk does before any of them (RoPE tables)."""
+"""Place of an operator by the chunk's child that needs it; "" is the work of a chunk before any of them (RoPE tables)."""
 
 FEWEST_MICROBATCHES = 4
 
 AS_WRITTEN = {"kernels.elementwise": "eager", "kernels.weight_grad": "separate", "kernels.optimizer": "torch"}
-"""Operators are counted as they are written: what a compiler makes of them exists for a device, and here is none."""
+"""Operators are counted as they are written: compiled kernels exist for a device, and here is none."""
 
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What one rank does in a step.
+    """The work and memory of one rank in a step.
 
     Attributes:
         coordinates: of the rank.
         stages: numbers of the pipeline stages that it holds.
         num_microbatches: of the step.
-        run_microbatches: how many of them were run; the others were added up.
+        run_microbatches: number of them that were run; the others were added up.
         state: bytes between steps: parameters, gradients, optimizer.
         peak: the moment with the most bytes.
         most: the most bytes of each kind, each at a moment of its own.
-        saved: what the first forward of each chunk keeps for its backward, in order.
+        saved: tensors that the first forward of each chunk keeps for its backward, in order.
         log: the posts and waits of the ledger.
         ops: operators dispatched, by name, for each place: `PLACES`, and `pipeline`, `gradients` and `optimizer` outside of the
             model.
@@ -86,7 +86,7 @@ class Footprint:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """The posts."""
+        """Return the posts."""
         return tuple(event for event in self.log if event.phase == "post")
 
 
@@ -116,7 +116,7 @@ class Footprints:
         self._steps: dict[tuple[object, ...], list[tuple[Footprint, PartBook]]] = {}
 
     def of(self, rank: int) -> Footprint:
-        """The footprint of one rank.
+        """Return the footprint of one rank.
 
         Raises:
             TopologyError: there is no such rank, or this process already belongs to a process group.
@@ -131,7 +131,7 @@ class Footprints:
         return self._added_up(found, PartBook.of(recorder), at)
 
     def of_stages(self) -> list[Footprint]:
-        """The footprints of the ranks with tp and dp index 0, by pp index.
+        """Return the footprints of the ranks with tp and dp index 0, by pp index.
 
         Ranks whose chunks have equal contents do the same, so one of them runs and the others are added up from its parts, each
         over its own program. (More than one runs where the program of another has a kind of group call that the first lacks.)
@@ -139,7 +139,7 @@ class Footprints:
         return [self._like(pp) for pp in range(self.sizes.pp)]
 
     def enough_microbatches(self, pp: int) -> int:
-        """The fewest microbatches, out of a growing list, whose program shows all that the whole step's program does."""
+        """Return the fewest microbatches, out of a growing list, whose program has all likenesses of the whole step's."""
         whole = likenesses(self.program, pp)
         # A partial last group of an interleaved schedule has the same size in the short step.
         group = self.sizes.pp if self.sizes.vpp > 1 else 1
@@ -203,7 +203,7 @@ class Footprints:
 
 
 def footprint(config: Config, rank: int, build_model: ModelBuilder, *, full: bool = False) -> Footprint:
-    """The step of one rank; see `Footprints`."""
+    """Return the footprint of one rank; see `Footprints`."""
     return Footprints(config, build_model, full=full).of(rank)
 
 
@@ -217,7 +217,7 @@ def require_rank(rank: int, sizes: ParallelSizes) -> None:
 
 @contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """A default process group whose other ranks do not exist."""
+    """Open a default process group whose other ranks do not exist."""
     if dist.is_initialized():
         raise TopologyError(
             "this process belongs to a process group already; a footprint makes one of its own. Use a new process."
@@ -230,7 +230,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 
 def microbatches(engine: Engine) -> list[MicroBatch]:
-    """As many as a step has; all are the same."""
+    """Make the microbatches of a step, all the same."""
     shape, device = (engine.plan.micro_batch_size, engine.config.model.seq_length), engine.topology.device
     ids = torch.zeros(shape, dtype=torch.int64, device=device)
     counted = torch.ones(shape, dtype=torch.bool, device=device)
@@ -239,9 +239,9 @@ def microbatches(engine: Engine) -> list[MicroBatch]:
 
 
 def watch_step(engine: Engine, batches: Sequence[MicroBatch], watch: MemoryWatch) -> tuple[Footprint, Recorder]:
-    """A whole step under an entered watch, of real or fake tensors, and its parts.
+    """Run a whole step under an entered watch, of real or fake tensors; return its footprint and its parts.
 
-    (Real sends are under way for as long as the network likes, so parts of a real step need not be alike.)
+    (Real sends end when the network is done, so parts of a real step need not be alike.)
     """
     for buffer in engine.buffers.buffers:
         watch.label(buffer.parameters, "parameters")

@@ -1,4 +1,4 @@
-"""The rank of `triaxis traffic`: two training steps on random tokens; the second one's ledger beside the formulas."""
+"""The rank of `triaxis traffic`: two training steps on random tokens; the ledger of the second is compared with the formulas."""
 
 from collections.abc import Sequence
 from contextlib import closing
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def one_step(rank: Rank) -> tuple[Traffic, Traffic]:
-    """(measured, expected) traffic of this rank in a training step."""
+    """Return the measured and the expected traffic of this rank in a training step."""
     config, topology = rank.resolved, rank.topology
     engine = build(config, topology, build_chunks)
     dataset = SyntheticDataset(config.train.seed, config.model.vocab_size, config.model.seq_length)
@@ -41,7 +41,7 @@ def one_step(rank: Rank) -> tuple[Traffic, Traffic]:
 
 
 def show(console: Console, rank: Rank, measured: Traffic, expected: Traffic, num_differing: int) -> None:
-    """Rank 0's table, and whether all ranks agree with their formulas."""
+    """Print rank 0's table, and whether all ranks agree with their formulas."""
     table = Table(
         title=f"One training step, rank {rank.number} ({rank.topology.coordinates}), {rank.topology.sizes}",
         title_justify="left",
