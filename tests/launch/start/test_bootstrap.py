@@ -73,7 +73,7 @@ def checkout(tmp_path_factory):
     root = tmp_path_factory.mktemp("a checkout")  # with a space, as in real life
     for folder in ("launch/start", "engine/device"):
         (root / folder).mkdir(parents=True)
-    modules = ("engine/__init__.py", "engine/device/__init__.py", "engine/device/nvidia_driver.py")
+    modules = ("engine/__init__.py", "engine/errors.py", "engine/device/__init__.py", "engine/device/nvidia_driver.py")
     for name in ("launch/bootstrap.sh", "launch/start/bootstrap.py", *modules):
         shutil.copy(ROOT / name, root / name)
     (root / "launch" / "constraints.txt").write_text("# tested\ntriaxis-toy-engine==1.5\ntriaxis-toy-tests==1.0\n")
