@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from engine.errors import ConfigError
-
 BACKENDS: Mapping[str, SDPBackend] = MappingProxyType(
     {
         "flash": SDPBackend.FLASH_ATTENTION,
@@ -49,7 +47,7 @@ class AttentionShape:
     device: torch.device
 
 
-def failure(kernel: str, shape: AttentionShape) -> str:
+def attention_failure(kernel: str, shape: AttentionShape) -> str:
     """Try a named kernel, forward and backward, on a short sequence; return torch's reason if it does not run, else ""."""
     return _failure(kernel, lambda: _trial(kernel, shape).sum().backward())
 
@@ -74,23 +72,15 @@ def _failure(kernel: str, run: Callable[[], None]) -> str:
     return ""
 
 
-def require(kernel: str, shape: AttentionShape) -> None:
-    """Try a named kernel.
-
-    Raises:
-        ConfigError: it does not run here.
-    """
-    reason = failure(kernel, shape)
-    if reason:
-        dtype = str(shape.dtype).removeprefix("torch.")
-        raise ConfigError(
-            [
-                f"kernels.attention = {kernel} does not run here, with {shape.num_heads} query and {shape.num_kv_heads} key/value "
-                f"heads of size {shape.head_dim} in {dtype} on {shape.device.type} (torch says: {reason}). Another kernel would "
-                "have other speed and other bits than what was asked for. Let torch choose with kernels.attention=sdpa, or "
-                "install a torch that has it."
-            ]
-        )
+def attention_refusal(kernel: str, shape: AttentionShape, reason: str) -> str:
+    """Return the problem of a named kernel that does not run here."""
+    dtype = str(shape.dtype).removeprefix("torch.")
+    return (
+        f"kernels.attention = {kernel} does not run here, with {shape.num_heads} query and {shape.num_kv_heads} key/value "
+        f"heads of size {shape.head_dim} in {dtype} on {shape.device.type} (torch says: {reason}). Another kernel would "
+        "have other speed and other bits than what was asked for. Let torch choose with kernels.attention=sdpa, or "
+        "install a torch that has it."
+    )
 
 
 def chosen(shape: AttentionShape) -> str:

@@ -12,8 +12,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from engine.errors import ConfigError
-
 Form = Literal["eager", "compiled"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -62,23 +60,15 @@ def compiler_failure(device: torch.device) -> str:
     return ""
 
 
-def require_compiler(device: torch.device) -> None:
-    """Compile a small function for `device`.
-
-    Raises:
-        ConfigError: there is no compiler for it here.
-    """
-    reason = compiler_failure(device)
-    if reason:
-        needed = "" if device.type == "cpu" else "triton (pip install triton), "
-        raise ConfigError(
-            [
-                f"kernels.elementwise or kernels.optimizer is `compiled`, and torch.compile makes no kernel for {device.type} "
-                f"here (torch says: {reason}). It needs {needed}a C++ compiler and Python's headers "
-                "(apt-get install g++ python3-dev). kernels.elementwise=eager and kernels.optimizer=torch run anywhere, more "
-                "slowly on a GPU."
-            ]
-        )
+def compiler_refusal(device: torch.device, reason: str) -> str:
+    """Return the problem of a named kernel where no compiler works for `device`."""
+    needed = "" if device.type == "cpu" else "triton (pip install triton), "
+    return (
+        f"kernels.elementwise or kernels.optimizer is `compiled`, and torch.compile makes no kernel for {device.type} "
+        f"here (torch says: {reason}). It needs {needed}a C++ compiler and Python's headers "
+        "(apt-get install g++ python3-dev). kernels.elementwise=eager and kernels.optimizer=torch run anywhere, more "
+        "slowly on a GPU."
+    )
 
 
 def _trial(x: torch.Tensor) -> torch.Tensor:

@@ -27,9 +27,9 @@ from engine.comm.topology import Topology
 from engine.config.activations import KernelsConfig
 from engine.config.tree import Config
 from engine.errors import ConfigError
-from engine.kernels.attention import AttentionShape, chosen, decoding_failure, failure, require
-from engine.kernels.fusion import Form, Fusion, compiler_failure, require_compiler
-from engine.kernels.weight_grad import WeightGradKernel, require_weight_grad, weight_grad_failure
+from engine.kernels.attention import AttentionShape, attention_failure, attention_refusal, chosen, decoding_failure
+from engine.kernels.fusion import Form, Fusion, compiler_failure, compiler_refusal
+from engine.kernels.weight_grad import WeightGradKernel, weight_grad_failure, weight_grad_refusal
 from engine.numerics.precision import DTYPES, main_grad_dtype
 
 OptimizerKernel = Literal["torch", "compiled"]
@@ -159,11 +159,11 @@ class Trials:
 
     Attributes:
         failure: the reason why choice `value` of kernel `name` does not run, "" where it does.
-        require: raises ConfigError where it does not.
+        refusal: the problem of a named choice that does not run, from its name, value and reason.
     """
 
     failure: Callable[[str, str], str]
-    require: Callable[[str, str], None]
+    refusal: Callable[[str, str, str], str]
 
 
 def device_trials(shape: AttentionShape, main_grad: torch.dtype) -> Trials:
@@ -171,24 +171,23 @@ def device_trials(shape: AttentionShape, main_grad: torch.dtype) -> Trials:
     device = shape.device
     of_compiler = cache(lambda: compiler_failure(device))
 
-    def reason(name: str, choice: str) -> str:
+    def failure(name: str, choice: str) -> str:
         if name == "attention":
-            return failure(choice, shape)
+            return attention_failure(choice, shape)
         if name == "decoding":
             return decoding_failure(choice, shape)
         if choice == "fused":
             return weight_grad_failure("fused", shape.dtype, main_grad, device)
         return of_compiler() if choice == "compiled" else ""
 
-    def demand(name: str, choice: str) -> None:
+    def refusal(name: str, choice: str, reason: str) -> str:
         if name == "attention":
-            require(choice, shape)
-        elif choice == "fused":
-            require_weight_grad("fused", shape.dtype, main_grad, device)
-        elif choice == "compiled":
-            require_compiler(device)
+            return attention_refusal(choice, shape, reason)
+        if choice == "fused":
+            return weight_grad_refusal("fused", shape.dtype, main_grad, device, reason)
+        return compiler_refusal(device, reason)
 
-    return Trials(reason, demand)
+    return Trials(failure, refusal)
 
 
 def try_out(config: KernelsConfig, choices: Choices, trials: Trials) -> tuple[Choices, list[str]]:
@@ -205,11 +204,8 @@ def try_out(config: KernelsConfig, choices: Choices, trials: Trials) -> tuple[Ch
     taken = asdict(choices)
     for name, choice in asdict(choices).items():
         if getattr(config, name, "auto") != "auto":
-            try:
-                trials.require(name, choice)
-            except ConfigError as error:
-                # A missing compiler is one problem of two fields.
-                problems += [problem for problem in error.problems if problem not in problems]
+            if reason := trials.failure(name, choice):
+                problems.append(trials.refusal(name, choice, reason))
             continue
         while choice in ORDER[name] and (reason := trials.failure(name, choice)):
             slower = ORDER[name][ORDER[name].index(choice) + 1]
@@ -217,7 +213,7 @@ def try_out(config: KernelsConfig, choices: Choices, trials: Trials) -> tuple[Ch
             choice = slower
         taken[name] = choice
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(list(dict.fromkeys(problems)))  # a missing compiler is one problem of two fields
     return Choices(**taken), notes
 
 

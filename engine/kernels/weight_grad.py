@@ -10,8 +10,6 @@ from typing import Literal
 
 import torch
 
-from engine.errors import ConfigError
-
 WeightGradKernel = Literal["separate", "fused"]
 
 
@@ -54,21 +52,13 @@ def weight_grad_failure(
     return ""
 
 
-def require_weight_grad(
-    kernel: WeightGradKernel, dtype: torch.dtype, main_grad_dtype: torch.dtype, device: torch.device
-) -> None:
-    """Try the kernel on a small matrix.
-
-    Raises:
-        ConfigError: it does not run here.
-    """
-    reason = weight_grad_failure(kernel, dtype, main_grad_dtype, device)
-    if reason:
-        names = [str(each).removeprefix("torch.") for each in (dtype, main_grad_dtype)]
-        raise ConfigError(
-            [
-                f"kernels.weight_grad = {kernel} does not run here, with a GEMM of {names[0]} that adds to {names[1]} on "
-                f"{device.type} (torch says: {reason}). Another kernel would have other speed and other bits than what was "
-                "asked for. kernels.weight_grad=separate runs anywhere."
-            ]
-        )
+def weight_grad_refusal(
+    kernel: WeightGradKernel, dtype: torch.dtype, main_grad_dtype: torch.dtype, device: torch.device, reason: str
+) -> str:
+    """Return the problem of a named kernel that does not run here."""
+    names = [str(each).removeprefix("torch.") for each in (dtype, main_grad_dtype)]
+    return (
+        f"kernels.weight_grad = {kernel} does not run here, with a GEMM of {names[0]} that adds to {names[1]} on "
+        f"{device.type} (torch says: {reason}). Another kernel would have other speed and other bits than what was "
+        "asked for. kernels.weight_grad=separate runs anywhere."
+    )

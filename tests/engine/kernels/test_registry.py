@@ -100,12 +100,10 @@ def test_this_machine_has_facts() -> None:
 
 def trials(*broken: str) -> Trials:
     """A device on which `broken` do not run."""
-
-    def require(name: str, choice: str) -> None:
-        if choice in broken:
-            raise ConfigError([f"kernels.{name} = {choice} does not run here"])
-
-    return Trials(lambda name, choice: "no such kernel" if choice in broken else "", require)
+    return Trials(
+        lambda name, choice: "no such kernel" if choice in broken else "",
+        lambda name, choice, reason: f"kernels.{name} = {choice} does not run here: {reason}",
+    )
 
 
 def test_auto_falls_to_the_next_choice_with_a_line() -> None:
@@ -126,8 +124,8 @@ def test_a_named_kernel_is_never_replaced() -> None:
     with pytest.raises(ConfigError) as caught:
         try_out(asked, resolve(asked, H100), trials("flash", "compiled"))
     assert list(caught.value.problems) == [
-        "kernels.attention = flash does not run here",
-        "kernels.elementwise = compiled does not run here",
+        "kernels.attention = flash does not run here: no such kernel",
+        "kernels.elementwise = compiled does not run here: no such kernel",
     ]
 
 
@@ -265,9 +263,9 @@ def test_a_function_is_compiled_once_and_as_a_whole(monkeypatch: pytest.MonkeyPa
 @pytest.mark.slow
 def test_without_a_compiler_the_choice_is_refused(tmp_path: Path) -> None:
     program = (
-        "import torch; from engine.kernels.fusion import require_compiler; from engine.errors import ConfigError\n"
-        "try: require_compiler(torch.device('cpu'))\n"
-        "except ConfigError as error: print(error)\n"
+        "import torch; from engine.kernels.fusion import compiler_failure, compiler_refusal\n"
+        "cpu = torch.device('cpu'); reason = compiler_failure(cpu)\n"
+        "print(compiler_refusal(cpu, reason) if reason else '')\n"
     )
     environment = os.environ | {"CXX": "/nowhere/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
