@@ -1,18 +1,18 @@
-"""The folder of a run's checkpoints: which are complete, which is newest, what is swept and what is kept (no torch here).
+"""The folder of a run's checkpoints: complete, newest, half-written and retained ones (no torch here).
 
     checkpoints/
-        step_00000900/                  complete: it was renamed to this name when every byte of it was on the disk
+        step_00000900/                  complete: renamed to this name when every byte was on the disk
         step_00001000/
         latest                          a text file: step_00001000
-        skipped.json                    samples that the run leaves out since it went back (`engine/checkpoint/history.py`)
-        step_00001100.attempt_02/       being written, or left by an attempt that died: swept by the next one
-        step_00000900.replaced/         its successor of the same step is being put in its place
+        skipped.json                    samples skipped since a rollback (`engine/checkpoint/history.py`)
+        step_00001100.attempt_02/       being written, or left by a dead attempt: swept by the next one
+        step_00000900.replaced/         being replaced by another of the same step
         step_00000800.retired/          being removed
-        lock                            held by the one process that may write here
+        lock                            held by the only process that may write here
 
-Order of a save: all files are written and fsynced under the name with the attempt; manifest.json, then its hash; the
-folder is renamed; `latest` is replaced. A kill at any point leaves the older checkpoints and `latest` as they were. Two
-renames put a checkpoint in the place of another of its step; between them, the `.replaced` one still counts.
+Order of a save: all files are written and fsynced under the name with the attempt; manifest.json, then its hash; the folder is
+renamed; `latest` is replaced. A kill at any point leaves the older checkpoints and `latest` intact. A checkpoint that replaces one
+of the same step takes two renames; between them, the `.replaced` one still counts.
 """
 
 import re
@@ -41,27 +41,27 @@ def step_name(step: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A checkpoint that may be loaded: its folder and its manifest, which names files of the right sizes."""
+    """A loadable checkpoint: its folder, and its manifest, which names files of the right sizes."""
 
     folder: Path
     manifest: Manifest
 
 
 class CheckpointDirectory:
-    """One folder of checkpoints. Only the holder of the run's lock may call what changes it."""
+    """One folder of checkpoints. Only the holder of the run's lock may call the methods that change it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def steps(self) -> dict[int, Path]:
-        """Folders that bear a finished name, by step, ascending; a replaced one where its successor is not there yet."""
+        """Return finished folders by step, ascending; a replaced one counts until its successor is in place."""
         entries = self._entries()
         found = {int(match[1]): entry for entry in entries if (match := _REPLACED.fullmatch(entry.name))}
         found |= {int(match[1]): entry for entry in entries if (match := _STEP.fullmatch(entry.name))}
         return dict(sorted(found.items()))
 
     def latest(self) -> Path | None:
-        """The folder that `latest` names; None where there is no such file or it names nothing of this folder."""
+        """Return the folder that `latest` names; None where the file is missing or names no checkpoint."""
         try:
             name = read_regular(self.path / LATEST).decode(errors="replace").strip()
         except OSError:
@@ -70,9 +70,9 @@ class CheckpointDirectory:
         return self.steps().get(int(match[1]), self.path / name) if match else None
 
     def candidates(self, damaged: list[str]) -> Iterator[Candidate]:
-        """Complete checkpoints, the one to load first: what `latest` names, then the others, newest first.
+        """Yield complete checkpoints, best first: the one that `latest` names, then the others, newest first.
 
-        A folder that is not complete is described in `damaged` and passed over.
+        Problems of incomplete folders, which are passed over, are appended to `damaged`.
         """
         first = self.latest()
         if first is not None and (candidate := _look(first, damaged)) is not None:
@@ -82,23 +82,22 @@ class CheckpointDirectory:
             for folder in self.steps().values()
             if folder != first and (candidate := _look(folder, damaged)) is not None
         ]
-        # Newer is what a later attempt wrote: an attempt that went back to an older checkpoint has lower steps.
+        # A later attempt is newer: after a return to an older checkpoint its steps are lower.
         others.sort(key=lambda candidate: (candidate.manifest.attempt, candidate.manifest.state.step), reverse=True)
         yield from others
 
     def step_folder(self, step: int) -> Path:
-        """Where the complete checkpoint of `step` is, or will be."""
+        """Return the path of the complete checkpoint of `step`."""
         return self.path / step_name(step)
 
     def partial(self, step: int, attempt: int) -> Path:
-        """Where the checkpoint of `step` is written before it is complete."""
+        """Return the path of the checkpoint of `step` while it is written."""
         return self.path / f"{step_name(step)}.attempt_{attempt:02d}"
 
     def commit(self, partial: Path, step: int) -> Path:
         """Give a complete checkpoint its name, then point `latest` at it.
 
-        A checkpoint of the same step (an attempt that came this way before, or one that was found damaged) is moved away
-        first and removed afterwards.
+        An existing checkpoint of the same step (from an earlier attempt, or damaged) is moved away first and removed afterwards.
 
         Raises:
             OSError: the folder cannot be written.
@@ -118,7 +117,7 @@ class CheckpointDirectory:
         return final
 
     def sweep(self) -> list[str]:
-        """Remove what attempts that died left half-written; returns the names."""
+        """Remove half-written checkpoints of dead attempts; return their names."""
         for step, folder in self.steps().items():
             if _REPLACED.fullmatch(folder.name):
                 folder.rename(self.step_folder(step))
@@ -128,12 +127,12 @@ class CheckpointDirectory:
         return sorted(entry.name for entry in dead)
 
     def retire(self, newest: int, keep_last: int | None, keep_every: int | None) -> list[str]:
-        """Remove checkpoints that the retention does not keep; returns their names.
+        """Remove checkpoints that the retention does not keep; return their names.
 
         Args:
-            newest: the step that was just saved: complete for certain, and always kept.
-            keep_last: of the steps up to `newest`, how many to keep; None keeps all.
-            keep_every: steps that are multiples of it are kept as well.
+            newest: the step that was just saved, which is complete and always kept.
+            keep_last: number of steps up to `newest` to keep; None keeps all.
+            keep_every: multiples of it are kept as well.
         """
         if keep_last is None:
             return []
@@ -145,13 +144,13 @@ class CheckpointDirectory:
             folder = self.step_folder(step)
             doomed = folder.with_name(f"{folder.name}.retired")
             _remove(doomed)
-            # Under a name that is swept: a kill half-way must not leave a folder that looks whole.
+            # Under a name that is swept, so that a kill half-way leaves no folder that looks whole.
             folder.rename(doomed)
             _remove(doomed)
         return [step_name(step) for step in gone]
 
     def set_aside(self) -> Path | None:
-        """Move all checkpoints into a folder of their own, for a start from zero; returns it (None: there were none)."""
+        """Move all checkpoints into a new folder, for a start from zero; return it (None: there were none)."""
         names = [entry.name for entry in self._entries()]
         entries = [self.path / name for name in names if _STEP.fullmatch(name) or name in (LATEST, SKIPPED)]
         if not entries:
@@ -159,7 +158,7 @@ class CheckpointDirectory:
         numbers = [int(match[1]) for name in names if (match := _SET_ASIDE.fullmatch(name))]
         folder = self.path / f"set_aside_{max(numbers, default=-1) + 1:02d}"
         folder.mkdir()
-        # `latest` first: without it and with half of the steps moved, a kill here still leaves complete checkpoints.
+        # `latest` first: a kill half-way still leaves complete checkpoints.
         for entry in sorted(entries, key=lambda entry: entry.name != LATEST):
             entry.rename(folder / entry.name)
         return folder
@@ -169,7 +168,7 @@ class CheckpointDirectory:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file, a folder with what is in it, or a link and never what it points to; nothing is there: nothing to do."""
+    """Remove a file, a folder with its content, or a link but not its target; a missing path is no error."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -177,10 +176,10 @@ def _remove(path: Path) -> None:
 
 
 def find(path: Path) -> Candidate:
-    """The checkpoint that a user's path means: a checkpoint, a folder of checkpoints (its latest), or a run directory.
+    """Return the checkpoint of a user's path: a checkpoint, a folder of checkpoints (its latest), or a run directory.
 
     Raises:
-        CheckpointError: there is none, or it is damaged; complete ones beside it are named.
+        CheckpointError: there is none, or it is damaged; the message names complete ones beside it.
     """
     if _is_one(path):
         try:
@@ -206,7 +205,7 @@ def find(path: Path) -> Candidate:
 
 
 def folders_at(path: Path) -> list[Path]:
-    """Every checkpoint that a user's path means, complete or not: itself, or those of a folder or run directory, by step.
+    """Return every checkpoint of a user's path, complete or not: itself, or those of a folder or run directory, by step.
 
     Raises:
         CheckpointError: there is none.

@@ -1,11 +1,10 @@
-"""What a run remembers of what went wrong: saved in every checkpoint, so that a resumed run goes on the same way (no torch here).
+"""The faults that a run remembers: part of every checkpoint, so that a resumed run continues alike (no torch here).
 
-    skipped, num_rollbacks    also in checkpoints/skipped.json, written before the run goes back: a kill before the next save loses
-                              neither
+    skipped, num_rollbacks    also in checkpoints/skipped.json, written before a rollback: a kill before the next save loses none
     recent losses             of the last steps that were made, for the limit of the next ones
 
-The limit of step s is a multiple of the median of the losses up to step s - 2: what every rank knows when step s is posted, however
-early the host reads (`engine/train.py`), so it does not depend on when a run saves, validates or was resumed.
+The limit of step s is a multiple of the median loss up to step s - 2, which every rank knows when step s is posted, however early
+the host reads (`engine/train.py`). So it does not depend on saves, validations or resumes.
 """
 
 import json
@@ -21,22 +20,22 @@ from engine.storage.files import write_atomically
 from engine.storage.state_files import read_object
 
 SKIPPED = "skipped.json"
-"""In the folder of a run's checkpoints."""
+"""A file in the folder of a run's checkpoints."""
 
 MEDIAN_OVER = 64
-"""Losses that the median is of."""
+"""Number of losses in the median."""
 MEDIAN_FROM = 8
-"""With fewer there is no limit: the first steps of a run tell nothing of the next."""
+"""Least number of losses for a limit: the first steps of a run predict nothing."""
 
 
 @dataclass(slots=True)
 class RunHistory:
-    """Of one run, the same on every rank.
+    """The history of one run, the same on every rank.
 
     Attributes:
         skipped: sample ids that are left out.
-        num_rollbacks: over all attempts.
-        losses: (step from 0, loss) of the last steps that were made, ascending.
+        num_rollbacks: rollbacks over all attempts.
+        losses: (step from 0, loss) of the last steps, ascending.
     """
 
     skipped: SkippedRanges = field(default_factory=SkippedRanges)
@@ -44,18 +43,18 @@ class RunHistory:
     losses: list[tuple[int, float]] = field(default_factory=list)
 
     def remember(self, step: int, loss: float) -> None:
-        """Step `step` (from 0) was made."""
+        """Append the loss of step `step` (from 0)."""
         self.losses = [*self.losses[-MEDIAN_OVER:], (step, loss)]
 
     def loss_limit(self, step: int, factor: float | None) -> float:
-        """What the loss of a step may be at most; infinite without a factor or with too few losses."""
+        """Return the largest allowed loss of a step; infinite without a factor or with too few losses."""
         known = [loss for at, loss in self.losses if at <= step - 2][-MEDIAN_OVER:]
         if factor is None or len(known) < MEDIAN_FROM:
             return math.inf
         return factor * statistics.median(known)
 
     def write(self, folder: Path) -> None:
-        """Remember skipped ranges and rollbacks beside the checkpoints; complete or not there (rank 0).
+        """Write skipped ranges and rollbacks beside the checkpoints, atomically (rank 0).
 
         Raises:
             OSError: the folder cannot be written.
@@ -65,10 +64,10 @@ class RunHistory:
 
 
 def read_history(folder: Path, saved: Sequence[tuple[int, int]] = (), num_rollbacks: int = 0) -> RunHistory:
-    """What a checkpoint says (`saved`, `num_rollbacks`) together with what was written beside it since then.
+    """Return the history of a checkpoint (`saved`, `num_rollbacks`) merged with what was written beside it since.
 
     Raises:
-        CheckpointError: the file is damaged: samples that were left out would be trained on.
+        CheckpointError: the file is damaged, so skipped samples would be trained on.
     """
     path = folder / SKIPPED
     try:

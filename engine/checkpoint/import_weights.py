@@ -1,6 +1,6 @@
-"""Checkpoints without a run: one process writes or reads them tensor by tensor (imports, exports, inspection).
+"""Checkpoints without a run, written or read by one process tensor by tensor (imports, exports, inspection).
 
-Memory stays bounded by `FILE_BYTES` or the largest single tensor, whichever is more. No process group is involved.
+Memory is bounded by `FILE_BYTES` or the largest tensor, whichever is more. No process group is involved.
 """
 
 import shutil
@@ -29,11 +29,11 @@ from engine.errors import CheckpointError
 from engine.layout.shard_spec import Box
 
 FILE_BYTES = 2**30
-"""Shards are collected up to this size before they are written as one file."""
+"""Size at which collected shards are written as one file."""
 
 
 def whole(name: str, values: torch.Tensor, kind: Kind = "master") -> Shard:
-    """A whole tensor as one shard. `values`: the logical global tensor."""
+    """Return a whole tensor, the logical global one, as one shard."""
     return Shard(
         name, kind, tuple(values.shape), tuple((0, size) for size in values.shape), 0, values.contiguous().view(-1)
     )
@@ -49,21 +49,21 @@ def write_checkpoint(
     lineage: Iterable[Ancestor] = (),
     has_moments: bool = False,
 ) -> Path:
-    """Write `directory`/step_<number>/ from shards that may be produced one after another; returns that folder.
+    """Write `directory`/step_<number>/ from a stream of shards; return that folder.
 
     Args:
-        directory: a folder of checkpoints, made if missing; a checkpoint of the same step in it is replaced.
-        shards: together every element of every tensor once per kind; consumed as a stream.
-        state: where the run stood; `TrainingState.at_start()` for plain weights.
-        config: the resolved configuration as far as it is known: at least its `model` section.
-        source: what the checkpoint was made from, for the reader.
-        lineage: what it descends from.
-        has_moments: whether the optimizer's moments are among the shards, so that a run can be resumed from it.
+        directory: a folder of checkpoints, made if missing; an existing checkpoint of the same step is replaced.
+        shards: every element of every tensor, once per kind.
+        state: counters of the run; `TrainingState.at_start()` for plain weights.
+        config: the known part of the resolved configuration, at least its `model` section.
+        source: origin of the checkpoint, for the reader.
+        lineage: its ancestors.
+        has_moments: the shards include the optimizer's moments, so that a run can resume from it.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written; nothing half-written is left.
-        CheckpointError: the shards are not every element of their tensors exactly once; nothing is left either.
-        TriaxisError: a run that is alive writes in the folder.
+        CheckpointError: the shards are not every element exactly once; nothing is left either.
+        TriaxisError: a live run writes in the folder.
     """
     with holding(directory, "write into another folder"):
         return _write(CheckpointDirectory(directory), shards, state, config, source, lineage, has_moments=has_moments)
@@ -80,7 +80,7 @@ def _write(
     has_moments: bool,
 ) -> Path:
     partial = checkpoints.partial(state.step, 0)
-    # Only this one is ours: a run may have left others, and it sweeps them itself.
+    # Only this one is ours: a run sweeps its own.
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
@@ -114,10 +114,10 @@ def _write(
 def read_tensor(
     folder: Path, manifest: Manifest, name: str, kind: Kind = "master", box: Box | None = None
 ) -> torch.Tensor:
-    """One tensor, or a box of it, in the dtype in which it was saved and the box's shape, on the CPU.
+    """Read one tensor, or a box of it, in the dtype in which it was saved, on the CPU.
 
     Raises:
-        CheckpointError: it is not there, or damaged.
+        CheckpointError: it is missing or damaged.
     """
     info = manifest.tensors.get(name)
     dtypes = {piece.dtype for _, piece in manifest.pieces_by_tensor.get((name, kind), ())}

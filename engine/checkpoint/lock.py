@@ -3,8 +3,8 @@
     runs/demo/lock                 held by rank 0 of the run while it lives
     runs/demo/checkpoints/lock     held by the run that saves there, whatever its name, or by a conversion that writes there
 
-The kernel lets go of a lock when its holder dies. A lock belongs to the file, not to its name: after the folder was removed or
-moved, another process may lock a new file of that name, which `is_in_place` shows.
+The kernel releases a lock when its holder dies. A lock belongs to the file, not to its name: after the folder was removed or moved,
+another process may lock a new file of that name, which `is_in_place` detects.
 """
 
 import errno
@@ -25,8 +25,8 @@ class FolderLock:
     """The lock of one folder, held until `close`.
 
     Args:
-        folder: that exists.
-        advice: what a user can do where another process holds it; a clause.
+        folder: an existing folder.
+        advice: a clause for the user, where another process holds the lock.
 
     Raises:
         TriaxisError: another process holds it, or `lock` in the folder is no regular file.
@@ -39,7 +39,7 @@ class FolderLock:
         self._descriptor: int | None = _lock(folder, advice)
 
     def is_in_place(self) -> bool:
-        """Return True while the folder holds the file that is locked; false after the folder was removed or moved."""
+        """Return whether the folder still holds the locked file; False after the folder was removed or moved."""
         if self._descriptor is None:
             return False
         try:
@@ -51,10 +51,10 @@ class FolderLock:
         return os.path.samestat(there, os.fstat(self._descriptor))
 
     def take_again(self) -> None:
-        """Make the folder and lock it again after it was removed or moved; the file that was locked before is let go.
+        """Make and lock the folder again after it was removed or moved; the old lock is released.
 
         Raises:
-            TriaxisError: another process has locked the folder meanwhile.
+            TriaxisError: another process has locked the folder in between.
             OSError: the folder or the lock cannot be made.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ class FolderLock:
         self._descriptor = descriptor
 
     def close(self) -> None:
-        """Let another process have the folder."""
+        """Release the lock."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -71,7 +71,7 @@ class FolderLock:
 
 @contextmanager
 def holding(folder: Path, advice: str) -> Iterator[None]:
-    """Hold the lock of a folder if a run has made one there; another folder is no run's, and nothing is left in it.
+    """Hold the lock of a folder if a run has made one there; in any other folder do nothing.
 
     Raises:
         TriaxisError: another process holds it.
@@ -88,7 +88,7 @@ def holding(folder: Path, advice: str) -> Iterator[None]:
 
 
 def _lock(folder: Path, advice: str) -> int:
-    """Lock a folder; returns the descriptor that holds the lock."""
+    """Lock a folder and return the descriptor that holds the lock."""
     descriptor = _open(folder / LOCK)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -101,12 +101,12 @@ def _lock(folder: Path, advice: str) -> int:
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
             os.close(descriptor)
             raise
-        # A file system without locks: nothing tells two runs apart there, and that is no reason not to train.
+        # Without locks in the file system two runs cannot be told apart, which is no reason not to train.
     return descriptor
 
 
 def _open(path: Path) -> int:
-    """Open the lock's file without waiting: a FIFO of this name would make an ordinary open wait for ever."""
+    """Open the lock's file without waiting: an ordinary open of a FIFO would wait for ever."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     except IsADirectoryError:

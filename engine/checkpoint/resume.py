@@ -1,13 +1,13 @@
-"""How a run begins: from its own newest checkpoint, from one that it was told to load, or from nothing.
+"""The start of a run: from its own newest checkpoint, from one named in the config, or from initial weights.
 
-    --from-scratch: its own are left out, and moved aside once the run begins
-    the run has checkpoints of its own     go on from the newest complete one (what `latest` names first)
+    --from-scratch                         its own checkpoints are ignored, and moved aside once the run has begun
+    the run has checkpoints of its own     resume from the newest complete one (what `latest` names first)
       .. none of them is complete          stop; --from-scratch starts again
-    else checkpoint.load names one         go on from it, or take its weights (checkpoint.load_what)
-      .. it is not there, or damaged       stop
+    else checkpoint.load names one         resume from it, or take its weights (checkpoint.load_what)
+      .. it is missing or damaged          stop
     else                                   initial weights
 
-Rank 0 looks and decides, all ranks load, all agree that everybody has what it needs. Nothing ever falls back to random weights.
+Rank 0 decides, all ranks load, and all agree that everything was loaded. Nothing ever falls back to random weights.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,21 +27,21 @@ from engine.errors import CheckpointError
 from engine.step import Engine
 
 TOKENIZER = "tokenizer"
-"""The part of the data's fingerprints that can never change under a run."""
+"""The fingerprint of the data that may never change under a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where a run begins.
+    """The state from which a run continues.
 
     Attributes:
-        state: where it stands; step 0 for a fresh start.
-        source: the checkpoint that was loaded; None: initial weights.
-        loaded: what was taken from it.
-        lineage: what the run descends from, for its own checkpoints.
-        differences: of the layout and of accepted fields, to be printed.
-        passed_over: what is wrong with newer checkpoints that could not be used.
-        history: what went wrong in the run before, and which samples it leaves out.
+        state: its step and counters; step 0 for a fresh start.
+        source: the loaded checkpoint; None: initial weights.
+        loaded: the loaded part of it.
+        lineage: its ancestors, for its own checkpoints.
+        differences: differing layout and accepted fields, to be printed.
+        passed_over: problems of newer checkpoints that could not be used.
+        history: earlier faults of the run, and the samples that it skips.
     """
 
     state: TrainingState
@@ -61,80 +61,80 @@ def resume_or_start(
     data: dict[str, str],
     from_scratch: bool = False,
 ) -> ResumePoint:
-    """Load what the run is to begin from into the engine; every rank calls it.
+    """Load the state that the run continues from into the engine; every rank calls it.
 
     Args:
         engine: freshly built.
-        directory: of the run's own checkpoints.
-        has_saved: whether this run is known to have saved (rank 0's word counts).
-        data: fingerprints of the data of this run, as checkpoints record them.
-        from_scratch: whether the run's own checkpoints are left out (rank 0's word counts); they are moved aside afterwards.
+        directory: the run's own checkpoints.
+        has_saved: whether this run has saved before (read on rank 0).
+        data: fingerprints of the run's data, as checkpoints record them.
+        from_scratch: ignore the run's own checkpoints (read on rank 0); they are moved aside afterwards.
 
     Raises:
-        CheckpointError: on every rank, with the reasons of all: nothing can be loaded where something should be, it is damaged,
-            of another model, or differs in a field that may not change.
+        CheckpointError: on every rank, with the reasons of all: nothing can be loaded, it is damaged or of another model, or a
+        field differs that may not change.
     """
     passed_over: list[str] = []
     own = None if from_scratch else directory
-    offers = _offers(engine, own, has_saved and not from_scratch, passed_over)
-    beginning = _first_that_loads(engine, offers, data, passed_over)
-    if beginning is not None:
-        return beginning
+    candidates = _candidates(engine, own, has_saved and not from_scratch, passed_over)
+    point = _first_that_loads(engine, candidates, data, passed_over)
+    if point is not None:
+        return point
     return ResumePoint(TrainingState.at_start(), history=RunHistory(SkippedRanges.of(engine.config.data.skip_samples)))
 
 
 def go_back(engine: Engine, directory: CheckpointDirectory, step: int, data: dict[str, str]) -> ResumePoint:
-    """Load the run's newest complete checkpoint that was made before step number `step` (from 0); every rank calls it.
+    """Load the run's newest complete checkpoint from before step number `step` (from 0); every rank calls it.
 
     Raises:
-        CheckpointError: on every rank: there is none, or none that can be loaded.
+        CheckpointError: on every rank: none exists, or none can be loaded.
     """
     passed_over: list[str] = []
-    offers = (
+    candidates = (
         ResumeCandidate(candidate.folder, "all", True)
         for candidate in directory.candidates(passed_over)
         if candidate.manifest.state.step <= step
     )
-    beginning = _first_that_loads(engine, offers, data, passed_over)
-    if beginning is None:
+    point = _first_that_loads(engine, candidates, data, passed_over)
+    if point is None:
         raise CheckpointError(
             "\n".join(
                 [f"{directory.path} holds no checkpoint of this run from before step {step + 1:,}.", *passed_over]
             )
         )
-    return beginning
+    return point
 
 
 def _first_that_loads(
-    engine: Engine, offers: Iterator["ResumeCandidate"], data: dict[str, str], passed_over: list[str]
+    engine: Engine, candidates: Iterator["ResumeCandidate"], data: dict[str, str], passed_over: list[str]
 ) -> ResumePoint | None:
-    """The first of the offers (rank 0's) that is whole; None where there are none."""
+    """Load the first whole one of rank 0's candidates; None where there are none."""
     while True:
-        offer = _rank_0_decides(engine, lambda: next(offers, None))
-        if offer is None:
+        chosen = _rank_0_decides(engine, lambda: next(candidates, None))
+        if chosen is None:
             return None
-        reasons, beginning = _load(engine, offer, data)
-        if beginning is not None:
-            return replace(beginning, passed_over=tuple(passed_over))
-        if not offer.is_own:
+        reasons, point = _load(engine, chosen, data)
+        if point is not None:
+            return replace(point, passed_over=tuple(passed_over))
+        if not chosen.is_own:
             raise CheckpointError(reasons)
-        # Another one of this run's may be whole: the first rank offers it, or says that there is none.
+        # Another checkpoint of this run may be whole: rank 0 yields it, or raises.
         passed_over.append(reasons)
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeCandidate:
-    """A checkpoint to try: its folder, what to take, and whether it is the run's own (an older one may stand in for it)."""
+    """A checkpoint to try: its folder, the part to load, and whether it is the run's own (then an older one may replace it)."""
 
     folder: Path
     what: LoadWhat
     is_own: bool
 
 
-def _offers(
+def _candidates(
     engine: Engine, directory: CheckpointDirectory | None, has_saved: bool, passed_over: list[str]
 ) -> Iterator[ResumeCandidate]:
-    """Checkpoints to try, the one to prefer first; ends where initial weights are right (used on rank 0)."""
+    """Yield checkpoints to try, best first; none where initial weights are right (runs on rank 0)."""
     config = engine.config
     for candidate in directory.candidates(passed_over) if directory is not None else ():
         refuse(
@@ -155,25 +155,25 @@ def _offers(
     if config.checkpoint.load_what == "weights":
         found = [change for change in found if change.key.startswith("model.")]
     else:
-        # Only where both have a field if no run of ours wrote it (then it has a layout): an import may know its model alone, and
-        # `restore` says when it has no moments.
+        # Without a layout no run of ours wrote it: an import may know only its model, so absent fields count as equal. `restore`
+        # reports missing moments.
         found = [change for change in found if candidate.manifest.layout or change.there != ABSENT]
     refuse(found, config.checkpoint.accept, str(candidate.folder))
     yield ResumeCandidate(candidate.folder, config.checkpoint.load_what, False)
 
 
 def _rank_0_decides(engine: Engine, decide: Callable[[], ResumeCandidate | None]) -> ResumeCandidate | None:
-    """What rank 0 decides, on every rank.
+    """Return rank 0's decision on every rank.
 
     Raises:
-        CheckpointError: rank 0 cannot go on; on every rank.
+        CheckpointError: rank 0 cannot decide; on every rank.
     """
     world, device = engine.topology.axis("world"), engine.topology.device
     text = ""
     if world.index == 0:
         try:
-            offer = decide()
-            text = "none" if offer is None else f"{'own' if offer.is_own else 'other'}\n{offer.what}\n{offer.folder}"
+            one = decide()
+            text = "none" if one is None else f"{'own' if one.is_own else 'other'}\n{one.what}\n{one.folder}"
         except CheckpointError as error:
             text = f"error\n{error}"
     verdict, _, rest = world.announce(text, device, "begin").partition("\n")
@@ -185,60 +185,60 @@ def _rank_0_decides(engine: Engine, decide: Callable[[], ResumeCandidate | None]
     return ResumeCandidate(Path(folder), "weights" if what == "weights" else "all", verdict == "own")
 
 
-def _load(engine: Engine, offer: ResumeCandidate, data: dict[str, str]) -> tuple[str, ResumePoint | None]:
-    """Load on every rank and agree: (reasons, None) where a rank could not."""
+def _load(engine: Engine, chosen: ResumeCandidate, data: dict[str, str]) -> tuple[str, ResumePoint | None]:
+    """Load on every rank and agree; return (reasons, None) where a rank failed."""
     world, device = engine.topology.axis("world"), engine.topology.device
-    reason, beginning = "", None
+    reason, point = "", None
     candidate = None
     try:
-        # Rank 0 has looked at every file that the manifest names; all ranks at once would keep a file system busy with it.
-        candidate = Candidate(offer.folder, parse_manifest(offer.folder))
-        state = restore(engine, candidate, offer.what)
-        beginning = _beginning(engine, candidate, offer, state, data)
+        # Rank 0 has checked every file of the manifest; if all ranks did, they would keep the file system busy.
+        candidate = Candidate(chosen.folder, parse_manifest(chosen.folder))
+        state = restore(engine, candidate, chosen.what)
+        point = _resume_point(engine, candidate, chosen, state, data)
     except CheckpointError as error:
         reason = str(error)
     reasons = [f"rank {rank}: {text}" for rank, text in enumerate(world.tell(reason, device, "begin")) if text]
     if reasons:
         return "\n".join(reasons[:3]), None
-    assert candidate is not None and beginning is not None
-    _check_whole(engine, candidate, offer.what)
-    return "", beginning
+    assert candidate is not None and point is not None
+    _check_whole(engine, candidate, chosen.what)
+    return "", point
 
 
-def _beginning(
-    engine: Engine, candidate: Candidate, offer: ResumeCandidate, state: TrainingState, data: dict[str, str]
+def _resume_point(
+    engine: Engine, candidate: Candidate, chosen: ResumeCandidate, state: TrainingState, data: dict[str, str]
 ) -> ResumePoint:
     manifest = candidate.manifest
     lineage = manifest.lineage
-    if not offer.is_own:
+    if not chosen.is_own:
         path, step = str(candidate.folder.resolve()), manifest.state.step
-        lineage += (Ancestor(path=path, step=step, loaded=offer.what, fingerprint=manifest.fingerprint),)
+        lineage += (Ancestor(path=path, step=step, loaded=chosen.what, fingerprint=manifest.fingerprint),)
     differences: list[str] = []
-    if offer.what == "all":
+    if chosen.what == "all":
         differences += layout_differences(manifest.layout, describe_layout(engine))
         differences += [str(change) for change in changes(manifest.config, engine.config) if change.verdict == "meant"]
         differences += _data_differences(candidate, data, engine.config.checkpoint.accept)
     return ResumePoint(
-        state, candidate.folder, offer.what, lineage, tuple(differences), history=_history(engine, offer, state)
+        state, candidate.folder, chosen.what, lineage, tuple(differences), history=_history(engine, chosen, state)
     )
 
 
-def _history(engine: Engine, offer: ResumeCandidate, state: TrainingState) -> RunHistory:
-    """What went wrong before, with the samples that the configuration leaves out besides.
+def _history(engine: Engine, chosen: ResumeCandidate, state: TrainingState) -> RunHistory:
+    """Return the history of the run, with the samples that the configuration skips in addition.
 
     Raises:
-        CheckpointError: what is known of it is damaged, or samples are to be left out that were trained on already.
+        CheckpointError: it is damaged, or samples are to be skipped that were already trained on.
     """
     history = RunHistory(SkippedRanges.of(state.skipped), state.num_rollbacks)
-    if offer.is_own:
-        history = read_history(offer.folder.parent, state.skipped, state.num_rollbacks)
+    if chosen.is_own:
+        history = read_history(chosen.folder.parent, state.skipped, state.num_rollbacks)
     history.losses = list(state.recent_losses)
     asked = history.skipped.with_(engine.config.data.skip_samples)
     if not asked.keeps_past_of(history.skipped, state.consumed_samples):
         trained = history.skipped.id_at(state.consumed_samples - 1) + 1
         raise CheckpointError(
             f"data.skip_samples = {[list(pair) for pair in engine.config.data.skip_samples]} leaves out samples before "
-            f"{trained:,}, and {offer.folder} was trained on those already: all later samples would move. Leave out samples from "
+            f"{trained:,}, and {chosen.folder} was trained on those already: all later samples would move. Leave out samples from "
             f"{trained:,} on, or start from an older checkpoint."
         )
     history.skipped = asked
@@ -246,10 +246,10 @@ def _history(engine: Engine, offer: ResumeCandidate, state: TrainingState) -> Ru
 
 
 def _data_differences(candidate: Candidate, data: dict[str, str], accept: Sequence[str]) -> list[str]:
-    """Parts of the data that are not what they were, if that was meant.
+    """Return the accepted differences of the data.
 
     Raises:
-        CheckpointError: it was not meant, or cannot be.
+        CheckpointError: a difference was not accepted, or cannot be.
     """
     saved = candidate.manifest.state.data
     differed = [part for part, value in data.items() if part in saved and saved[part] != value]
@@ -268,7 +268,7 @@ def _data_differences(candidate: Candidate, data: dict[str, str], accept: Sequen
 
 
 def _check_whole(engine: Engine, candidate: Candidate, what: LoadWhat) -> None:
-    """What was loaded is what was saved: as many elements, and (for a resume in the same dtype) the same fingerprint."""
+    """Check that all elements were loaded, and (for a resume in the same dtype) that the fingerprint is the saved one."""
     topology, manifest = engine.topology, candidate.manifest
     (numel,) = topology.axis("world").agree([saved_numel(engine.optimizer)], topology.device, "begin")
     if int(numel) != manifest.num_parameters:

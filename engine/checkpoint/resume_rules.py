@@ -1,11 +1,11 @@
-"""What may differ between a saved run and the one that goes on from it (no torch here).
+"""The rules for differences between a saved run and the one that continues it (no torch here).
 
-    layout    tp, pp, dp, schedule, recompute, kernels, telemetry, ...    only a matter of speed: always allowed, and printed
-    meant     learning rate, data, dtype, length of the run, ...          another run, but a sane one: `checkpoint.accept` names it
-    never     shape of the model, samples per step                        the weights or the place in the data would mean nothing
+    layout    tp, pp, dp, schedule, recompute, kernels, telemetry, ...    only speed: always allowed, and printed
+    meant     learning rate, data, dtype, length of the run, ...          another run, but a sane one: named in `checkpoint.accept`
+    never     shape of the model, samples per step                        the weights or the place in the data would be meaningless
 
-A run that goes on under other settings without a word is how losses jump; so every difference is in one of the three. The
-sections of the configuration say which (`engine.config.section.OnResume`).
+Silent changes of settings make losses jump, so every difference is one of the three, as the sections of the configuration declare
+(`engine.config.section.OnResume`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,12 +24,12 @@ _OPTIMIZER = "optimizer.name"
 _SHOWN = 12
 
 ABSENT = "absent"
-"""Shown for a field that one of two configurations does not have."""
+"""The value shown for a field that one of two configurations lacks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One field that differs: its dotted name, what was saved, what is asked for now."""
+    """A differing field: its dotted name, the saved value, the new value."""
 
     key: str
     there: Any
@@ -41,13 +41,12 @@ class Change:
 
 
 def changes(there: Mapping[str, Any], config: Config) -> list[Change]:
-    """Every field that differs between a saved configuration (as JSON) and `config`, in the order of the fields.
+    """Return every field that differs between a saved configuration (as JSON) and `config`, in the order of the fields.
 
-    A field that is missing in a saved section, or a section that is a matter of speed, had its default: an older version wrote it,
-    and what is new does nothing by default. Any other field that one of the two does not have counts as "absent" there: an import
-    may know no data.
+    A field missing in a saved section, or in a section that only affects speed, had its default: an older version wrote it, and new
+    fields do nothing by default. Other missing fields count as "absent": an import may know no data.
     """
-    # Recorded values have no secrets; a secret that was renewed since is no other configuration.
+    # Recorded values have no secrets; a renewed secret is no difference.
     saved = dict(flat(tree_without_secrets({key: value for key, value in there.items() if key != "format_version"})))
     asked = dict(flat(tree_without_secrets(config.model_dump(mode="json"))))
     sections = {key.rpartition(".")[0] for key in saved}
@@ -63,15 +62,15 @@ def changes(there: Mapping[str, Any], config: Config) -> list[Change]:
 
 
 def refuse(found: Sequence[Change], accept: Sequence[str], source: str) -> None:
-    """Refuse what may not differ, all of it at once.
+    """Refuse all differences that are not allowed, at once.
 
     Args:
         found: from `changes`.
-        accept: `checkpoint.accept`: fields or sections whose differences are meant.
-        source: what the saved configuration is of, for the message.
+        accept: `checkpoint.accept`, fields or sections whose differences are meant.
+        source: owner of the saved configuration, for the message.
 
     Raises:
-        CheckpointError: a field differs that never may, or one that nobody said was meant.
+        CheckpointError: a field differs that never may, or one that is not accepted.
     """
     never = [change for change in found if change.verdict == "never"]
     unmeant = [change for change in found if change.verdict == "meant" and not _covered(change.key, accept)]
@@ -94,7 +93,7 @@ def refuse(found: Sequence[Change], accept: Sequence[str], source: str) -> None:
 
 
 def _default(key: str) -> Any:
-    """The default of a field, as JSON; `ABSENT` where it has none, or is in a section that need not be there."""
+    """Return the default of a field as JSON; `ABSENT` where it has none, or its section is optional."""
     *sections, name = key.split(".")
     section: type[Section] = Config
     for inner in sections:
@@ -117,7 +116,7 @@ def _listed(found: Sequence[Change]) -> Iterator[str]:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of every leaf; a section that is none is a leaf."""
+    """Yield (dotted key, value) of every leaf of a tree."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{key}.")

@@ -1,15 +1,14 @@
-"""Saving while training: when, what all ranks agree on, and what happens when it fails.
+"""Saving during training: its phases, their agreement over ranks, and failures.
 
     phase       every rank                                              ends when
     IDLE        -                                                       a save is due: all ranks copy their state
-    WRITING     its thread writes rank_<n>.safetensors                  the flags say that all have written, or one has failed
-    COMMITTING  rank 0's thread writes the manifest and renames         the flag says that rank 0 has
+    WRITING     its thread writes rank_<n>.safetensors                  the flags show that all have written, or one has failed
+    COMMITTING  rank 0's thread writes the manifest and renames         the flag shows that rank 0 has
 
-The phase is the same on all ranks, because it moves only by the flags that travel in the step's small all-reduce: no rank ever
-waits for another's disk, and no thread talks to another rank. Flags are read a step after they were sent, when the phase may have
-moved on, so each says of which phase it is. At most one save is under way; one that is due earlier
-waits for it. A save that fails is reported with its rank and reason, its files are removed, older checkpoints are untouched,
-and training goes on to the next interval; only the last one of a run must succeed.
+All ranks are in the same phase, because it moves only by the flags in the step's small all-reduce: no rank waits for another's
+disk, and no thread communicates. Flags are read a step after they were sent, so each names its phase. At most one save runs; the
+next one waits for it. A failed save is reported with its rank and reason and its files are removed; older checkpoints stay, and
+training continues to the next interval. Only the last save of a run must succeed.
 """
 
 import shutil
@@ -47,16 +46,16 @@ from engine.step import Engine
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What a checkpoint says of its run beside the engine's state.
+    """The facts of a run that its checkpoints record besides the engine's state.
 
     Attributes:
         run: name of the run directory.
-        attempt: of it.
+        attempt: number of the attempt.
         data: fingerprints of the data, by part.
-        lineage: what the run started from.
-        wandb_id: of the run's page, once it is known.
-        shapes: logical global shape of every parameter of the model (a rank's engine knows its own alone).
-        history: what went wrong in the run so far; it is changed while the run goes on.
+        lineage: ancestors of the run.
+        wandb_id: returns the id of the wandb run, once it is known.
+        shapes: logical global shape of every parameter of the model (a rank's engine holds only its own).
+        history: faults of the run so far; it changes during the run.
     """
 
     run: str
@@ -69,7 +68,7 @@ class RunFacts:
 
 
 class Notices(Protocol):
-    """Who is told; called on every rank, with the same words on all."""
+    """Receiver of the events of saves; called on every rank, with the same arguments."""
 
     def on_save_started(self, step: int, stall_seconds: float, waited_seconds: float) -> None: ...
     def on_saved(self, step: int, folder: Path, num_bytes: int, seconds: float) -> None: ...
@@ -86,7 +85,7 @@ class _Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Committed:
-    """What rank 0's thread came to."""
+    """The result of rank 0's commit."""
 
     num_bytes: int
     retired: list[str]
@@ -96,10 +95,10 @@ class CheckpointSaver:
     """The saves of one run, on every rank.
 
     Args:
-        engine: whose state is saved.
-        directory: where; changed by rank 0 alone.
-        facts: of the run.
-        notices: who is told.
+        engine: its state is saved.
+        directory: target folder; only rank 0 changes it.
+        facts: facts of the run.
+        notices: receives the events.
     """
 
     def __init__(self, engine: Engine, directory: CheckpointDirectory, facts: RunFacts, notices: Notices) -> None:
@@ -124,7 +123,7 @@ class CheckpointSaver:
         )
 
     def flags(self) -> SaveFlags:
-        """This rank's flags for the next step's agreement: how far its work in the present phase is. Never blocks."""
+        """Return this rank's flags for the next step's agreement: its progress in the present phase. Never blocks."""
         future = self._pending()
         if future is None or not future.done():
             return SaveFlags()
@@ -133,24 +132,20 @@ class CheckpointSaver:
             return SaveFlags(written=1.0) if is_done else SaveFlags(not_written=1.0)
         return SaveFlags(committed=1.0) if is_done else SaveFlags(not_committed=1.0)
 
-    def agreed(self, flags: SaveFlags) -> None:
-        """Go on with the save under way as the flags of a step say (the agreed sums of `flags()`); steps come in order."""
-        self._advance(flags)
-
     def is_due(self, step: int, *, is_last: bool) -> bool:
-        """Whether `after_step` has something to do after `step` steps; then the flags of all of them must be in."""
+        """Return whether `after_step` saves or fingerprints after `step` steps; then all their flags must have been read."""
         return self._fingerprint_is_due(step) or self._save_is_due(step, is_last)
 
     def after_step(
         self, step: int, consumed_samples: int, lr: float, *, is_last: bool, validation_is_due: bool = False
     ) -> None:
-        """Step number `step` (from 1) is made: start the save that is due.
+        """Start the save that is due after step number `step` (from 1).
 
         Args:
             step: optimizer steps made.
-            consumed_samples: of the training data.
-            lr: with which the step was made.
-            is_last: of the run: it is saved whatever the interval.
+            consumed_samples: training samples consumed.
+            lr: learning rate of the step.
+            is_last: the run ends here, so it is saved whatever the interval.
             validation_is_due: the validation after this step has no loss, because the run stops.
         """
         if self._fingerprint_is_due(step):
@@ -167,17 +162,13 @@ class CheckpointSaver:
         every = self._config.interval
         return every is not None and (is_last or step % every == 0)
 
-    def settle(self) -> None:
-        """Wait for the save under way, if there is one; every rank calls it after the same step."""
-        self._drain()
-
     def finish(self) -> None:
-        """Wait for the save under way: the run is over.
+        """Wait for a running save at the end of the run.
 
         Raises:
             SaveError: on every rank: the last save failed, so the end of the run would be lost.
         """
-        self._drain()
+        self.settle()
         if self._failure is not None:
             raise SaveError(
                 f"the last checkpoint could not be written: {self._failure}. The last steps exist in memory only and "
@@ -186,7 +177,7 @@ class CheckpointSaver:
             )
 
     def close(self) -> None:
-        """Let go of the threads; what is being written is written to its end, but not committed."""
+        """Stop the threads; a running write ends, but is not committed."""
         if self._writer is not None:
             self._writer.close()
         self._committer.shutdown(wait=True)
@@ -194,7 +185,7 @@ class CheckpointSaver:
     def _save(self, step: int, consumed_samples: int, lr: float, validation_is_due: bool) -> None:
         assert self._writer is not None, "a save without an interval"
         started = time.monotonic()
-        self._drain()
+        self.settle()
         waited_seconds = time.monotonic() - started
         plan = self._engine.plan
         self._saving = TrainingState(
@@ -220,16 +211,16 @@ class CheckpointSaver:
         self._phase = _Phase.WRITING
         self._notices.on_save_started(step, time.monotonic() - self._started_seconds, waited_seconds)
         if not self._config.in_background:
-            self._drain()
+            self.settle()
 
     def _pending(self) -> "Future[Written] | Future[_Committed] | None":
-        """What this rank's thread works on in the present phase."""
+        """Return the work of this rank's thread in the present phase."""
         if self._phase is _Phase.WRITING:
             return self._writing
         return self._committing if self._phase is _Phase.COMMITTING else None
 
-    def _advance(self, flags: SaveFlags) -> None:
-        """Move to the next phase if the agreed flags say so; the same on every rank."""
+    def agreed(self, flags: SaveFlags) -> None:
+        """Move to the next phase if the flags of a step allow it (the sums of `flags()` over all ranks); steps come in order."""
         if self._phase is _Phase.WRITING and flags.written + flags.not_written == self._world.size:
             if flags.not_written:
                 self._fail()
@@ -243,13 +234,13 @@ class CheckpointSaver:
         elif self._phase is _Phase.COMMITTING and flags.committed:
             self._saved()
 
-    def _drain(self) -> None:
-        """Bring the save under way to its end, waiting for the disk."""
+    def settle(self) -> None:
+        """Wait for a running save and the disk; every rank calls it after the same step."""
         while self._phase is not _Phase.IDLE:
             future = self._pending()
             if future is not None:
                 future.exception()
-            self._advance(SaveFlags(*self._world.agree(self.flags(), self._engine.topology.device, "checkpoint")))
+            self.agreed(SaveFlags(*self._world.agree(self.flags(), self._engine.topology.device, "checkpoint")))
 
     def _saved(self) -> None:
         assert self._saving is not None
@@ -261,7 +252,7 @@ class CheckpointSaver:
             self._notices.on_retired(committed.retired)
 
     def _fail(self) -> None:
-        """Every rank is here at once: tell each other why, remove what was written, go on."""
+        """Exchange the reasons on all ranks, remove the written files, and return to IDLE."""
         assert self._saving is not None
         future = self._pending()
         error = future.exception() if future is not None else None
@@ -281,7 +272,7 @@ class CheckpointSaver:
         return self._directory.partial(state.step, self._facts.attempt)
 
     def _commit(self, state: TrainingState) -> _Committed:
-        """Rank 0's thread: the files of all ranks are on the disk; make them a checkpoint."""
+        """Make the files of all ranks, which are on the disk, a checkpoint; runs in rank 0's thread."""
         partial = self._partial(state)
         parts = [partial / f"rank_{rank:05d}.json" for rank in range(self._world.size)]
         missing = [part.stem for part in parts if not part.exists()]

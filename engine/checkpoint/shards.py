@@ -1,9 +1,9 @@
-"""Between a live engine and a checkpoint: what this rank saves, and where it puts what it loads.
+"""The mapping between a live engine and a checkpoint: what a rank saves, and where it puts what it loads.
 
     rank (tp, pp, dp)  owns  flat parts of its buckets  ->  segments of parameters  ->  shards, per kind
 
-What is saved is each element once over the world: by its data-parallel owner in the first of its replicas. What is loaded is
-every owned element of every rank; the other data-parallel ranks then get the weights by the step's usual all-gather.
+Each element is saved once over the world: by its data-parallel owner in the first of its replicas. Every rank loads every element
+that it owns; the other data-parallel ranks then get the weights by the step's usual all-gather.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ Flat = TypeVar("Flat", bound=Values)
 
 
 def shards(owned: OwnedBucket, flat: Flat, kind: Kind) -> Iterator[Shard[Flat]]:
-    """Cut `flat`, which holds the owned part of the bucket (live, or a copy of it), into the parts of parameters."""
+    """Cut `flat`, which holds the owned part of the bucket (live or copied), into shards of parameters."""
     origin = owned.bucket.owned[0]
     for segment in owned.segments:
         record, at = segment.record, segment.offset - origin
@@ -36,22 +36,22 @@ def shards(owned: OwnedBucket, flat: Flat, kind: Kind) -> Iterator[Shard[Flat]]:
 
 
 def saved_buckets(optimizer: DistributedOptimizer) -> list[OwnedBucket]:
-    """The owned buckets that this rank saves: replicas are saved by the first of them."""
+    """Return the owned buckets that this rank saves: of replicas, only the first saves."""
     return [owned for owned in optimizer.owned if owned.buffer.replica_index == 0]
 
 
 def restore(engine: Engine, candidate: Candidate, what: LoadWhat) -> TrainingState:
-    """Fill weights (and moments, with `all`) of this rank from a checkpoint of any layout; every rank calls it.
+    """Load weights (and moments, with `all`) of this rank from a checkpoint of any layout; every rank calls it.
 
-    Memory: one piece at a time beside the state itself, and one kind of it in the accumulation dtype where it is kept otherwise.
-    On an error the engine is left in part: build or load again.
+    Memory: one piece at a time besides the state, and one kind in the accumulation dtype where it is stored otherwise.
+    After an error the engine is partly filled: build or load again.
 
     Returns:
-        The state that the run goes on from: the checkpoint's own, or that of a fresh start with `weights`.
+        The state to continue from: the checkpoint's own, or that of a fresh start with `weights`.
 
     Raises:
-        CheckpointError: on the rank that sees it: of another model, damaged, or without moments where they are needed. The
-            callers of all ranks must agree before anyone goes on (`resume.py` does).
+        CheckpointError: on the rank that finds it: another model, damage, or no moments where they are needed. All ranks must agree
+            before any continues (`resume.py` does).
     """
     manifest = candidate.manifest
     if what == "all" and manifest.content == "weights":
@@ -74,12 +74,12 @@ def restore(engine: Engine, candidate: Candidate, what: LoadWhat) -> TrainingSta
 
 
 def saved_numel(optimizer: DistributedOptimizer) -> int:
-    """Elements of one kind that this rank saves; over all ranks they are the model's parameters, each once."""
+    """Return the elements of one kind that this rank saves; over all ranks they sum to the model's parameters."""
     return sum(segment.stop - segment.start for owned in saved_buckets(optimizer) for segment in owned.segments)
 
 
 def fingerprint(engine: Engine) -> dict[Kind, int]:
-    """The fingerprint of the live state, agreed over all ranks (see `fingerprint.py`); every rank calls it."""
+    """Compute the fingerprint of the live state over all ranks (see `fingerprint.py`); every rank calls it."""
     kinds = engine.optimizer.state_kinds
     sums = torch.zeros(len(kinds), dtype=torch.int64, device=engine.topology.device)
     for owned in saved_buckets(engine.optimizer):

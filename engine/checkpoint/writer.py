@@ -1,13 +1,13 @@
-"""One rank's writer: a copy of the state in host memory, and a thread that brings it to the disk.
+"""The writer of one rank: a copy of the state in host memory, and a thread that writes it to disk.
 
-    training      | step | copy | step | step | step ...            the copy is all that training waits for
+    training      | step | copy | step | step | step ...            training waits only for the copy
     this thread            `--- widen, write, hash, fsync ---> result, asked for with the step's flags
 
-The copy has the form in which the state is kept (`engine/optimizer/state.py`), so narrow state takes fewer bytes of the host and of
-its link to the GPU. The thread widens one piece at a time; files hold the accumulation dtype in any case.
+The copy has the stored form of the state (`engine/optimizer/state.py`), so narrow state takes fewer bytes of host memory and of the
+link to the GPU. The thread widens one piece at a time; files always hold the accumulation dtype.
 
-The thread issues no collective and touches no tensor that training uses. A failed write is tried again a few times, each time
-from the beginning, and every failure is told.
+The thread issues no collective and touches no tensor of training. A failed write is retried a few times from the beginning, and
+each failure is reported.
 """
 
 import time
@@ -33,12 +33,12 @@ PURPOSE = Purpose(
 )
 
 RETRY_PAUSES_SECONDS = (1.0, 4.0)
-"""Pauses before the second and third attempt to write: a full disk or a file system that hiccups may recover."""
+"""Pauses before the second and third attempt: a full disk or a failing file system may recover."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What one rank's thread came to."""
+    """The result of one rank's write."""
 
     file: DataFile
     seconds: float
@@ -48,14 +48,14 @@ class RankWriter:
     """Copies and writes this rank's part of checkpoints, one at a time.
 
     Args:
-        optimizer: whose state is saved.
-        rank: names the file.
-        in_background: keep a copy in host memory to write from (bytes of the state again); else training must not go on
-            until `result` is there, and the file is written from the live state.
-        on_retry: called in the thread with the error of an attempt that is tried again.
-        page_lock: locks the host memory; None: the device's.
-        to_host: makes the copy; None: the device's way.
-        thread: writes the copy; None: a new thread.
+        optimizer: its state is saved.
+        rank: part of the file's name.
+        in_background: keep a copy in host memory to write from (the bytes of the state again); else the file is written from the
+            live state, and training must wait for the result.
+        on_retry: called in the thread with the error of an attempt that is retried.
+        page_lock: locks the host memory; None: the default of the device.
+        to_host: makes the copy; None: the default of the device.
+        thread: runs the write; None: a new thread.
 
     Raises:
         OutOfMemoryError: there is no host memory for the copy.
@@ -84,7 +84,7 @@ class RankWriter:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         if in_background:
             tensors = [tensor for by_kind in live for stored in by_kind.values() for tensor in stored.tensors]
-            # Never closed, for `close` of this object is called after errors too.
+            # Never closed: `close` of this object is called after errors too.
             memory = PinnedBuffer(
                 [(tensor.numel(), tensor.dtype) for tensor in tensors], page_lock or page_lock_of(device), PURPOSE
             )
@@ -96,13 +96,13 @@ class RankWriter:
             ]
 
     def save(self, folder: Path) -> Future[Written]:
-        """Copy the state and start to write it as `folder`/rank_<n>.safetensors; returns when the copy is made."""
+        """Copy the state and start to write `folder`/rank_<n>.safetensors; return when the copy is made."""
         if self._copies:
             self._to_host.finish(self._to_host.post(self._copies))
         return self._thread.submit(self._write, folder)
 
     def close(self) -> None:
-        """Let go of the thread when what it writes is written."""
+        """Stop the thread after its running write."""
         self._thread.shutdown(wait=True)
 
     def _write(self, folder: Path) -> Written:
@@ -112,7 +112,7 @@ class RankWriter:
                 file = self._write_once(folder)
                 return Written(file, time.monotonic() - started)
             except OSError as error:
-                # What is there of the file is of no use, and on a full disk it is in the way.
+                # The partial file is useless, and on a full disk in the way.
                 (folder / f"{self._name}.safetensors").unlink(missing_ok=True)
                 if pause_seconds is None:
                     raise
@@ -123,7 +123,7 @@ class RankWriter:
     def _write_once(self, folder: Path) -> DataFile:
         folder.mkdir(parents=True, exist_ok=True)
         file = write_file(folder / f"{self._name}.safetensors", list(self._shards()))
-        # What rank 0 needs to write the manifest; it is removed when the manifest is there.
+        # Input of rank 0's manifest, which removes it.
         write_atomically(folder / f"{self._name}.json", [file.model_dump_json().encode()])
         return file
 

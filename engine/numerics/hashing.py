@@ -5,6 +5,8 @@ Torch has no unsigned 64-bit arithmetic, so words are int64 with the same bits; 
 """
 
 import hashlib
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 
@@ -27,6 +29,10 @@ GOLDEN = signed(0x9E3779B97F4A7C15)
 
 _MIX_1 = signed(0xBF58476D1CE4E5B9)
 _MIX_2 = signed(0x94D049BB133111EB)
+
+
+SAME_SIZE_INTEGERS: Mapping[int, torch.dtype] = MappingProxyType({2: torch.int16, 4: torch.int32, 8: torch.int64})
+"""Integer dtypes in which the bits of floating-point elements are read, by bytes."""
 
 
 def key64(text: str) -> int:

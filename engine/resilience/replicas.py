@@ -25,11 +25,10 @@ import torch
 
 from engine.comm.collectives import Axis
 from engine.device.host_copy import HostCopy, to_device
+from engine.numerics.hashing import SAME_SIZE_INTEGERS
 from engine.step import Engine
 
 PURPOSE = "replicas"
-
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _SHOWN = 8
 """Weights named of one group of ranks; a text between ranks is short."""
@@ -110,7 +109,7 @@ def _sum_of_bits(weight: torch.Tensor) -> torch.Tensor:
     per_word = 8 // flat.element_size()
     if flat.numel() % per_word == 0 and flat.storage_offset() % per_word == 0:
         return flat.view(torch.int64).sum()
-    return flat.view(_BITS[flat.element_size()]).sum(dtype=torch.int64)
+    return flat.view(SAME_SIZE_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
 
 
 def _differences(group: Group, sums: torch.Tensor) -> list[str]:

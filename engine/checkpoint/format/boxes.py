@@ -1,4 +1,4 @@
-"""Pieces of tensors as boxes, so that what one layout saved can be cut again for another (no torch here).
+"""Pieces of tensors as boxes, so that the pieces of one layout can be cut again for another (no torch here).
 
 A rank owns a flat range of the row-major local box of a parameter (`optimizer/param_layout.Segment`). Such a range is at most
 2n - 1 boxes of the global tensor, each of them contiguous in the range:
@@ -8,7 +8,7 @@ A rank owns a flat range of the row-major local box of a parameter (`optimizer/p
                                                                          x x x x
                                                                          x . . .    tail   [3:4,  8:9 ]   range 12..13
 
-Two layouts meet where their boxes intersect, and an intersection is one strided copy whatever the two layouts are.
+Two layouts meet where their boxes intersect; any intersection is one strided copy.
 """
 
 import math
@@ -18,9 +18,9 @@ from engine.layout.shard_spec import Box
 
 
 def flat_boxes(box: Box, start: int, stop: int) -> Iterator[tuple[Box, int]]:
-    """The flat range [start, stop) of the row-major `box` as boxes of the global tensor.
+    """Yield the boxes of the global tensor that make up the flat range [start, stop) of the row-major `box`.
 
-    Yields, in order, (part, where the part begins in the row-major order of `box`); a part is contiguous there.
+    In order, as (part, start of the part in the row-major order of `box`); a part is contiguous there.
     """
     assert 0 <= start <= stop <= math.prod(box_shape(box)), f"the range [{start}, {stop}) leaves the box {box}"
     if start == stop:
@@ -52,11 +52,11 @@ def box_shape(box: Box) -> tuple[int, ...]:
 
 
 def intersect(one: Box, other: Box) -> Box | None:
-    """What two boxes of one tensor have in common; None if nothing."""
+    """Return the common part of two boxes of one tensor; None if there is none."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return common if all(start < stop for start, stop in common) else None
 
 
 def within(inner: Box, outer: Box) -> tuple[slice, ...]:
-    """Slices that select `inner` from an array that holds `outer`."""
+    """Return the slices that select `inner` from an array that holds `outer`."""
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(inner, outer, strict=True))

@@ -1,8 +1,8 @@
-"""Files past the page cache (O_DIRECT), in whole blocks from and to aligned memory, with a thread one step ahead of the disk.
+"""Direct access to files past the page cache (O_DIRECT), in whole aligned blocks, one step ahead of the disk.
 
-A checkpoint is written once and read once, so caching it only evicts what training reads, and the copy into the cache takes the
-time of a core: `dd` of a GiB used 1.8 s of it with fsync and 0.25 s direct, on one machine. Where a file system has no direct
-access, or wants another alignment, the same blocks go through the cache.
+A checkpoint is written once and read once. Caching it would evict what training reads, and the copy into the cache takes CPU time:
+`dd` of a GiB used 1.8 s of a core with fsync and 0.25 s direct, on one machine. Where a file system has no direct access, or wants
+another alignment, the same blocks go through the cache.
 """
 
 import errno
@@ -21,24 +21,24 @@ from engine.device.pinned_memory import aligned_buffer
 from engine.storage.files import sync
 
 BLOCK_BYTES = 4096
-"""Offsets, lengths and addresses are multiples of this: the largest sector of today's disks, and a page (`PAGE_BYTES`)."""
+"""Unit of offsets, lengths and addresses: the largest sector of today's disks, and a page (`PAGE_BYTES`)."""
 
 STAGING_BYTES = 32 * 2**20
-"""As long as a piece: smaller ones would be full before the disk has taken the one before, and hashing would wait."""
+"""Length of a piece: shorter buffers would be full before the disk took the last one, and hashing would wait."""
 
 T = TypeVar("T")
 
 
 def write_direct(path: Path, contents: Iterable[torch.Tensor], staging_bytes: int = STAGING_BYTES) -> int:
-    """Write a new file and bring it to the disk; returns its length in bytes.
+    """Write a new file, sync it to disk, and return its length in bytes.
 
     Args:
-        path: of a file that does not exist yet.
-        contents: 1-D uint8 in host memory, one after another in the file; taken from a thread while blocks are written.
-        staging_bytes: length of each of the two buffers, a multiple of the block.
+        path: a new file.
+        contents: 1-D uint8 in host memory, consecutive in the file; iterated in a thread while blocks are written.
+        staging_bytes: length of each of two buffers, a multiple of the block.
 
     Raises:
-        OSError: the disk is full, the folder cannot be written, ...; the file is left as far as it got.
+        OSError: the disk is full, the folder cannot be written, ...; a partial file is left.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -46,7 +46,7 @@ def write_direct(path: Path, contents: Iterable[torch.Tensor], staging_bytes: in
         length = 0
         with closing(one_ahead(_packed(contents, staging_bytes))) as packed:
             for buffer, filled in packed:
-                # The last block is written whole; what is too much is cut off below.
+                # The last block is written whole and truncated below.
                 left = buffer[: _up(filled)].numpy().data
                 while left:
                     left = left[_retried(descriptor, partial(os.write, descriptor, left)) :]
@@ -59,7 +59,7 @@ def write_direct(path: Path, contents: Iterable[torch.Tensor], staging_bytes: in
 
 
 def _packed(contents: Iterable[torch.Tensor], staging_bytes: int) -> Iterator[tuple[torch.Tensor, int]]:
-    """(a buffer, how much of it is filled): all full but the last. There are two, used in turn."""
+    """Yield (buffer, filled bytes), all full but the last; two buffers take turns."""
     buffers = [aligned_buffer(staging_bytes), aligned_buffer(staging_bytes)]
     filled = 0
     for content in contents:
@@ -78,7 +78,7 @@ def _packed(contents: Iterable[torch.Tensor], staging_bytes: int) -> Iterator[tu
 
 
 def read_range(descriptor: int, buffer: torch.Tensor, offset: int, num_bytes: int) -> torch.Tensor:
-    """Read bytes [offset, offset + num_bytes) of a file through `buffer`; returns them as a part of it.
+    """Read bytes [offset, offset + num_bytes) of a file through `buffer`; return them as a part of it.
 
     Args:
         descriptor: open for reading, direct or not.
@@ -88,7 +88,7 @@ def read_range(descriptor: int, buffer: torch.Tensor, offset: int, num_bytes: in
         1-D uint8, shorter than `num_bytes` where the file ends.
 
     Raises:
-        OSError: the disk says so.
+        OSError: the read failed.
     """
     lead = offset % BLOCK_BYTES
     whole = buffer[: _up(lead + num_bytes)].numpy().data
@@ -102,7 +102,7 @@ def read_range(descriptor: int, buffer: torch.Tensor, offset: int, num_bytes: in
 
 
 def set_direct(descriptor: int, direct: bool) -> None:
-    """Switch an open file to direct access or back. A file system that has none (EINVAL) keeps its cache."""
+    """Switch direct access of an open file; a file system without it (EINVAL) keeps its cache."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
@@ -112,7 +112,7 @@ def set_direct(descriptor: int, direct: bool) -> None:
 
 
 def _retried(descriptor: int, call: Callable[[], int]) -> int:
-    """`call`, once more through the cache if the file system refuses these blocks (EINVAL)."""
+    """Run `call`, and once more through the cache if the file system refuses these blocks (EINVAL)."""
     try:
         return call()
     except OSError as error:
@@ -123,7 +123,7 @@ def _retried(descriptor: int, call: Callable[[], int]) -> int:
 
 
 def one_ahead(items: Iterator[T]) -> Generator[T, None, None]:
-    """The same items, made in a thread that is at work on the next while the caller uses the one before."""
+    """Yield the items, each made in a thread while the caller uses the one before."""
     end = object()
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-ahead") as thread:
         following = thread.submit(next, items, end)

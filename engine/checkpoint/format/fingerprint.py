@@ -1,4 +1,4 @@
-"""A number that says what the weights and moments are, whatever the layout.
+"""A number that identifies weights and moments, whatever the layout.
 
     fingerprint(kind) = sum over its tensors, rows r and columns c of (word[r, c] + golden) R(r) C(c)   mod 2^64
 
@@ -8,12 +8,11 @@ pseudo-random odd numbers, mix64(key(kind, name) + (index + 1) golden) | 1. This
 (Lemire, Kaser, "Strongly universal string hashing is fast", 2014), with coefficients that factorise because tensors are cut
 into boxes.
 
-A sum of integers does not depend on order or on who holds what, so every layout gives the same number. Factors are odd, so a
-change of one element changes the sum for certain; elements, rows or tensors that swap contents change it but for one case in
-billions. Each element counts once: by the data-parallel owner of the first replica; golden is added so that zeros count too.
+A sum of integers depends neither on order nor on layout. Factors are odd, so a change of one element changes the sum for certain;
+swapped elements, rows or tensors change it but for one case in billions. Each element counts once, by the data-parallel owner of
+the first replica; golden is added so that zeros count too.
 
-Its speed matters: a save or a load on a fast disk takes as long as its hashes. One product and one addition per element
-is as little as there can be.
+Hashing takes as long as a save or a load on a fast disk, so it is kept to one product and one addition per element.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,25 +22,23 @@ import torch
 from engine.checkpoint.format.boxes import flat_boxes
 from engine.checkpoint.format.manifest import Kind
 from engine.layout.shard_spec import Box
-from engine.numerics.hashing import GOLDEN, key64, mix_words_, shift_right, unsigned
+from engine.numerics.hashing import GOLDEN, SAME_SIZE_INTEGERS, key64, mix_words_, shift_right, unsigned
 
 _CPU_CHUNK_NUMEL = 2**15
-"""Elements that are multiplied at a time: their 64-bit words stay in a CPU core's cache."""
+"""Elements per multiplication on a CPU, whose 64-bit words fit a core's cache."""
 _DEVICE_CHUNK_NUMEL = 2**24
-"""On an accelerator: enough to keep it busy."""
-
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Elements per multiplication on an accelerator, enough to keep it busy."""
 
 
 def range_fingerprint(values: torch.Tensor, name: str, kind: Kind, shape: tuple[int, ...], box: Box, start: int) -> int:
-    """The part of the sum that one flat range contributes, as a number in [0, 2^64).
+    """Return the part of the sum from one flat range, in [0, 2^64).
 
     Args:
         values: 1-D, any float dtype: elements [start, start + numel) of the row-major `box`.
-        name, kind: of the tensor.
+        name, kind: name and kind of the tensor.
         shape: its logical global shape.
-        box: the part of it that the range is cut from.
-        start: where the range begins in the box.
+        box: the part of it that contains the range.
+        start: start of the range in the box.
     """
     chunk_numel = _CPU_CHUNK_NUMEL if values.device.type == "cpu" else _DEVICE_CHUNK_NUMEL
     parts = [part for part, _ in flat_boxes(box, start, start + len(values))]
@@ -49,7 +46,7 @@ def range_fingerprint(values: torch.Tensor, name: str, kind: Kind, shape: tuple[
 
 
 def combine(parts: Iterable[int]) -> int:
-    """The fingerprint of disjoint parts together."""
+    """Return the fingerprint of disjoint parts together."""
     return sum(parts) % (1 << 64)
 
 
@@ -58,15 +55,15 @@ def to_text(fingerprint: int) -> str:
 
 
 def describe(fingerprints: Mapping[Kind, str]) -> str:
-    """`master 0123456789abcdef, exp_avg ..`, for a log line."""
+    """Return a text for a log line: `master 0123456789abcdef, exp_avg ..`."""
     return ", ".join(f"{kind} {value}" for kind, value in fingerprints.items())
 
 
 def _weighted_sum(
     values: torch.Tensor, key: str, shape: tuple[int, ...], parts: Sequence[Box], chunk_numel: int
 ) -> int:
-    """Of the boxes that `values` consist of, one after another, on their device; in [0, 2^64)."""
-    bits = values.detach().view(_BITS[values.element_size()])
+    """Return the sum over the boxes that `values` consist of, in order, on their device; in [0, 2^64)."""
+    bits = values.detach().view(SAME_SIZE_INTEGERS[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     words = torch.empty(min(chunk_numel, len(bits)), dtype=torch.int64, device=bits.device)
     at = 0
@@ -80,9 +77,7 @@ def _weighted_sum(
         height = min(len(rows), chunk_numel // width)
         for strip, column in zip(block.split(width, dim=1), columns.split(width), strict=True):
             products = words[: height * len(column)].view(height, len(column))
-            sums = []
-            for chunk in strip.split(height):
-                sums.append(_products(chunk, column, products[: len(chunk)]).sum(dim=1))
+            sums = [_products(chunk, column, products[: len(chunk)]).sum(dim=1) for chunk in strip.split(height)]
             total += (torch.cat(sums) * rows).sum()
         total += GOLDEN * rows.sum() * columns.sum()
         at += numel
@@ -90,7 +85,7 @@ def _weighted_sum(
 
 
 def _products(bits: torch.Tensor, column: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """word[r, c] C(c) of [rows, columns] raw bits, written to `out`."""
+    """Write word[r, c] C(c) of [rows, columns] raw bits to `out` and return it."""
     out.copy_(bits)
     if bits.element_size() == 8:
         out ^= shift_right(bits, 32)
@@ -99,12 +94,12 @@ def _products(bits: torch.Tensor, column: torch.Tensor, out: torch.Tensor) -> to
 
 
 def _coefficients(key: str, indices: torch.Tensor) -> torch.Tensor:
-    """Odd pseudo-random int64 of indices."""
+    """Return odd pseudo-random int64 numbers, one per index."""
     return mix_words_((indices + 1).mul_(GOLDEN).add_(key64(key))).bitwise_or_(1)
 
 
 def _row_indices(shape: tuple[int, ...], box: Box, device: torch.device) -> torch.Tensor:
-    """Row-major indices of a box in a tensor, in the box's order; int64 [numel]."""
+    """Return the row-major indices of a box in a tensor, in the box's order; int64 [numel]."""
     indices = torch.zeros(1, dtype=torch.int64, device=device)
     for size, (low, high) in zip(shape, box, strict=True):
         indices = (indices.view(-1, 1) * size + torch.arange(low, high, device=device)).view(-1)

@@ -1,14 +1,14 @@
-"""The manifest: what a checkpoint holds, as JSON that a person can read (no torch here).
+"""The manifest: a description of a checkpoint as JSON for people too (no torch here).
 
     step_00001000/
-        manifest.json            this file: the run's state, and every piece of every tensor with its place and hash
-        manifest.sha256          of manifest.json; `sha256sum -c manifest.sha256` checks it
-        rank_00000.safetensors   what rank 0 owned: one 1-D tensor per piece, named kind:name@index of its first element
+        manifest.json            this file: the run's state, and place and hash of every piece of every tensor
+        manifest.sha256          its hash; `sha256sum -c manifest.sha256` checks it
+        rank_00000.safetensors   the part of rank 0: one 1-D tensor per piece, named kind:name@index of its first element
         rank_00001.safetensors   ..
 
-A piece is a flat range of the row-major local box of one parameter (see `boxes.py`), at most `PIECE_BYTES` long, so that
-whoever reads it needs no more memory than that. Nothing here is ever executed: JSON is parsed and validated field by
-field, tensors are raw bytes at stated offsets, and file names cannot leave the folder.
+A piece is a flat range of the row-major local box of one parameter (see `boxes.py`), at most `PIECE_BYTES` long, which bounds the
+memory of its reader. Nothing here is ever executed: JSON is parsed and validated field by field, tensors are raw bytes at stated
+offsets, and file names cannot leave the folder.
 """
 
 import hashlib
@@ -41,16 +41,16 @@ MANIFEST = "manifest.json"
 MANIFEST_HASH = "manifest.sha256"
 
 MOST_SAMPLES = 2**50
-"""Training samples that a run consumes."""
+"""Largest number of training samples of a run."""
 
 MOST_TOKENS = 2**60
-"""Training tokens that a run consumes."""
+"""Largest number of training tokens of a run."""
 
 MOST_MANIFEST_BYTES = 2**30
 """Largest manifest that is read. About 200 bytes describe a piece of up to `PIECE_BYTES`: 600 MB for 100 TB."""
 
 PIECE_BYTES = 32 * 2**20
-"""Largest piece: what a reader holds in memory at a time."""
+"""Largest piece: the memory of a reader."""
 
 Kind = Annotated[StateKind, Field(pattern=f"^({'|'.join(STATE_KINDS)})$")]
 """Exact weights (the parameters themselves in fp32 and float64), or a moment of one of our optimizers."""
@@ -69,7 +69,7 @@ class _Record(BaseModel):
 class Piece(_Record):
     """A flat range [start, stop) of the local box `box` of one tensor, at byte `offset` of its file.
 
-    `xxh3` is of its bytes; `fingerprint` is its part of the sum that `fingerprint.py` defines.
+    `xxh3` is the hash of its bytes; `fingerprint` is its part of the sum that `fingerprint.py` defines.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Piece(_Record):
 
 
 class DataFile(_Record):
-    """One file of tensors and the pieces in it, by offset."""
+    """One file of tensors with its pieces, by offset."""
 
     name: FileName
     num_bytes: int = Field(ge=0)
@@ -106,7 +106,7 @@ class TensorInfo(_Record):
 
 
 class Ancestor(_Record):
-    """A checkpoint that this run started from."""
+    """A checkpoint that a run started from."""
 
     path: str
     step: int
@@ -115,21 +115,21 @@ class Ancestor(_Record):
 
 
 class TrainingState(_Record):
-    """Where a run stands, beside its tensors.
+    """The state of a run besides its tensors.
 
     Attributes:
         step: optimizer steps made.
-        consumed_samples, consumed_tokens: of the training data; what comes next is a function of the first alone.
-        num_updates: updates that the moments have seen (Adam's bias correction).
-        lr: of the last step, for the reader: the schedule is a function of step and config.
-        rng: which seed; masks, weights and sample order are functions of (seed, name, sample), so there is no further state.
+        consumed_samples, consumed_tokens: training data so far; the next sample is a function of the first alone.
+        num_updates: updates in the moments (Adam's bias correction).
+        lr: learning rate of the last step, for the reader; the schedule is a function of step and config.
+        rng: the seed; masks, weights and sample order are functions of (seed, name, sample), so there is no further state.
         loss_scale: None where the dtype needs none.
-        data: what the training data were: token counts and hashes by corpus.
-        wandb_id: of the run's page.
-        skipped: ranges [first, stop) of sample ids that the run leaves out (`engine/data/skipped.py`).
-        num_rollbacks: how often it went back to a checkpoint by itself.
-        recent_losses: (step, from 0, and its loss) as far as the limit of the next ones depends on them; empty without one.
-        validation_is_due: the run stopped before the validation after `step` had its loss, so who goes on makes it first.
+        data: token counts and hashes of the training data, by corpus.
+        wandb_id: id of the wandb run.
+        skipped: ranges [first, stop) of skipped sample ids (`engine/data/skipped.py`).
+        num_rollbacks: automatic returns to a checkpoint.
+        recent_losses: (step from 0, loss) as far as the limit of the next losses needs them; empty without a limit.
+        validation_is_due: the run stopped before the validation after `step` had its loss; the next attempt makes it first.
     """
 
     step: int = Field(ge=0, le=MOST_STEPS)
@@ -148,20 +148,20 @@ class TrainingState(_Record):
 
     @classmethod
     def at_start(cls) -> "TrainingState":
-        """Before the first step, with nothing known of data or seed: what an import of plain weights says."""
+        """Return the state before the first step, with data and seed unknown: that of an import of plain weights."""
         return cls(step=0, consumed_samples=0, consumed_tokens=0, num_updates=0, lr=0.0, rng={}, data={})
 
 
 class Manifest(_Record):
-    """All of a checkpoint but the tensors.
+    """A checkpoint without its tensors.
 
     Attributes:
-        content: `training` (weights and moments, can be resumed) or `weights` (an import, to start from).
-        attempt: of the run directory that wrote it: with the step, which checkpoint is newer.
-        layout: sizes, bucket bytes, threads, kernels, versions, device: what must agree for a bit-identical resume.
-        fingerprint: per kind, see `fingerprint.py`.
+        content: `training` (weights and moments, resumable) or `weights` (an import, to start from).
+        attempt: attempt that wrote it; with the step it orders checkpoints by age.
+        layout: sizes, bucket bytes, threads, kernels, versions, device: equal in a bit-identical resume.
+        fingerprint: by kind, see `fingerprint.py`.
         config: the resolved configuration; of an import, its `model` section and tokenizer.
-        lineage: what the run was started from, oldest first.
+        lineage: checkpoints that the run started from, oldest first.
     """
 
     format_version: int = Field(ge=1, le=FORMAT_VERSION)
@@ -185,13 +185,13 @@ class Manifest(_Record):
 
     @property
     def optimizer(self) -> OptimizerName:
-        """The optimizer whose state it holds; AdamW where the configuration does not say (it was the only one)."""
+        """Return the optimizer of its state; AdamW where the configuration has none (it was the only one)."""
         name: OptimizerName = self.config.get("optimizer", {}).get("name", "adamw")
         return name
 
     @property
     def kinds(self) -> tuple[StateKind, ...]:
-        """The kinds of every tensor in it."""
+        """Return the state kinds of every tensor in it."""
         return OPTIMIZERS[self.optimizer].state_kinds if self.content == "training" else (MASTER,)
 
     @property
@@ -200,7 +200,7 @@ class Manifest(_Record):
 
     @cached_property
     def pieces_by_tensor(self) -> dict[tuple[str, Kind], list[tuple[int, Piece]]]:
-        """(number of the file, piece) of every tensor and kind."""
+        """Return (number of the file, piece) of every tensor and kind."""
         index: dict[tuple[str, Kind], list[tuple[int, Piece]]] = {}
         for number, file in enumerate(self.files):
             for piece in file.pieces:
@@ -209,12 +209,12 @@ class Manifest(_Record):
 
     @property
     def num_parameters(self) -> int:
-        """Logical elements: padding is never saved."""
+        """Return the logical elements: padding is never saved."""
         return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write manifest.json, then its hash; each complete or not there. Secrets of the environment are blotted out.
+    """Write manifest.json, then its hash, each atomically and without secrets of the environment.
 
     Raises:
         OSError: the folder cannot be written, or the disk is full.
@@ -250,7 +250,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def parse_manifest(folder: Path) -> Manifest:
-    """Read a manifest and check its hash, its version and every field, without a look at the files that it names.
+    """Read a manifest and check its hash, its version and every field, but not the files that it names.
 
     Raises:
         CheckpointError: naming the file and what is wrong with it.
@@ -286,12 +286,12 @@ def parse_manifest(folder: Path) -> Manifest:
 
 
 def _hash_line(content: bytes) -> bytes:
-    """What manifest.sha256 holds, in the form of `sha256sum`."""
+    """Return the content of manifest.sha256, in the form of `sha256sum`."""
     return f"{hashlib.sha256(content).hexdigest()}  {MANIFEST}\n".encode()
 
 
 def _format_version(content: bytes) -> int | None:
-    """The version, found before anything else of the file is understood: every format has it near the beginning."""
+    """Find the version before anything else is parsed: every format has it near the beginning."""
     found = re.search(rb'"format_version"\s*:\s*(\d{1,9})\b', content[:4096])
     return int(found[1]) if found else None
 
@@ -302,7 +302,7 @@ def _first(error: ValidationError) -> str:
 
 
 def manifest_problems(folder: Path, manifest: Manifest) -> list[str]:
-    """What does not fit together: sizes on disk, pieces outside of their file or tensor, elements that are not there once."""
+    """Return all contradictions: sizes on disk, pieces outside their file or tensor, elements not saved exactly once."""
     problems = []
     pieces: dict[tuple[str, Kind], list[Piece]] = {}
     misplaced: set[tuple[str, Kind]] = set()
@@ -352,7 +352,7 @@ def _fits(piece: Piece, tensor: TensorInfo | None, file: DataFile) -> bool:
 
 
 def _some_twice(pieces: Sequence[Piece]) -> bool:
-    """Whether two pieces of one tensor have an element in common."""
+    """Return whether two pieces of one tensor share an element."""
     ranges: dict[Box, list[tuple[int, int]]] = {}
     for piece in pieces:
         ranges.setdefault(piece.box, []).append((piece.start, piece.stop))
@@ -368,15 +368,15 @@ def _some_twice(pieces: Sequence[Piece]) -> bool:
 
 
 def _some_meet(boxes: Sequence[Box]) -> bool:
-    """Whether two of the boxes have an element in common."""
+    """Return whether two of the boxes share an element."""
     cut = [dim for dim in range(len(boxes[0])) if len({box[dim] for box in boxes}) > 1]
-    if len(cut) == 1:  # as tensor parallelism cuts: neighbours tell, which is quick for many ranks
+    if len(cut) == 1:  # a cut as by tensor parallelism: comparing neighbours is quick for many ranks
         return any(stop > start for (_, stop), (start, _) in pairwise(sorted(box[cut[0]] for box in boxes)))
     return any(intersect(one, other) is not None for one, other in combinations(boxes, 2))
 
 
 def _to_json(manifest: Manifest) -> str:
-    """JSON with one line per tensor and piece, so that it can be read, searched and diffed."""
+    """Return JSON with one line per tensor and piece, so that it can be read, searched and diffed."""
     tree = manifest.model_dump(mode="json")
     files, tensors = tree.pop("files"), tree.pop("tensors")
     head = json.dumps(tree, indent=2, allow_nan=False).removesuffix("\n}")

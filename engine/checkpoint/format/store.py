@@ -1,15 +1,15 @@
-"""Files of tensors: written front to back while they are hashed, read back piece by piece into any layout's shards.
+"""Files of tensors: written front to back and hashed on the way, read back piece by piece for any layout.
 
-A file is a safetensors file (an 8-byte length, a JSON header, raw bytes), so that other tools open it too. It is written here
-rather than by the safetensors library because that serialises from whole tensors in one call: no hashing on the way,
-a second copy in memory, and no say over how it gets to the disk.
+A file is a safetensors file (an 8-byte length, a JSON header, raw bytes), so other tools open it. The safetensors library
+serialises whole tensors in one call, which would mean no hashing on the way, a second copy in memory, and no control over disk
+access.
 
-    write_file   pieces -> rank_00003.safetensors, and what the manifest says of it
+    write_file   pieces -> rank_00003.safetensors, and its entry in the manifest
     load         manifest + targets of this layout -> each target filled from the pieces that intersect it
 
-A loader reads each piece that it needs once, whole, into one of two reused buffers, checks its hash and copies the
-intersections: memory is bounded by two pieces, whatever the two layouts are. Pieces in a row are read at once, as much as a piece
-may have: disks take long requests faster than short ones.
+A loader reads each piece that it needs once, whole, into one of two reused buffers, checks its hash and copies the intersections:
+memory is bounded by two pieces in any layout. Consecutive pieces are read together, up to the size of a piece: disks take long
+requests faster than short ones.
 """
 
 import json
@@ -39,7 +39,7 @@ DTYPE_NAMES: dict[torch.dtype, DType] = {dtype: name for name, dtype in TORCH_DT
 SAFETENSORS_NAMES: dict[DType, str] = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
 
 _ALIGNMENT = 8
-"""The header is padded so that the data begin at a multiple of this, as the safetensors format asks."""
+"""Alignment of the data after the header, by the safetensors format."""
 
 
 class Values(Protocol):
@@ -47,7 +47,7 @@ class Values(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the elements in the file."""
+        """Return the dtype of the elements in the file."""
         ...
 
     def __len__(self) -> int: ...
@@ -62,14 +62,14 @@ V = TypeVar("V", bound=Values, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Shard(Generic[V]):
-    """A flat range of a tensor as this rank holds it: what is saved, or a place to be filled.
+    """A flat range of a tensor on this rank, to be saved or to be filled.
 
     Attributes:
-        name, kind: of the tensor.
+        name, kind: name and kind of the tensor.
         shape: its logical global shape.
-        box: the local box that the range is cut from.
-        start: where the range begins in the row-major box.
-        values: the elements from there on; a tensor that is saved or filled is 1-D and contiguous, on any device.
+        box: the local box that contains the range.
+        start: start of the range in the row-major box.
+        values: the elements from there on; a tensor is 1-D and contiguous, on any device.
     """
 
     name: str
@@ -85,15 +85,15 @@ class Shard(Generic[V]):
 
 
 def write_file(path: Path, shards: Sequence[Shard[Values]], piece_bytes: int = PIECE_BYTES) -> DataFile:
-    """Write shards as one safetensors file and bring it to the disk; returns its entry in the manifest.
+    """Write shards as one safetensors file, sync it to disk, and return its entry in the manifest.
 
     Args:
-        path: of a file that does not exist yet, in an existing folder.
-        shards: what to save, in this order.
+        path: a new file in an existing folder.
+        shards: saved in this order.
         piece_bytes: a longer shard becomes several pieces.
 
     Raises:
-        OSError: the disk is full, the folder cannot be written, ...; the file is left as far as it got.
+        OSError: the disk is full, the folder cannot be written, ...; a partial file is left.
     """
     parts = [part for shard in shards for part in _cut(shard, piece_bytes)]
     header: dict[str, object] = {}
@@ -112,13 +112,13 @@ def write_file(path: Path, shards: Sequence[Shard[Values]], piece_bytes: int = P
     try:
         num_bytes = write_direct(path, _stream(struct.pack("<Q", len(text)) + text, parts, pieces))
     except OSError as error:
-        # A write that fails does not say of which file.
+        # A failed write does not name its file.
         raise OSError(error.errno, error.strerror, str(path)) from error
     return DataFile(name=path.name, num_bytes=num_bytes, pieces=tuple(pieces))
 
 
 def _stream(header: bytes, parts: Sequence[Shard[Values]], pieces: list[Piece]) -> Iterator[torch.Tensor]:
-    """The bytes of a file in its order; hashes each part on the way and appends what the manifest says of it."""
+    """Yield the bytes of a file in order, hash each part and append its piece for the manifest."""
     yield torch.frombuffer(bytearray(header), dtype=torch.uint8)
     at = len(header)
     for part in parts:
@@ -143,7 +143,7 @@ def _stream(header: bytes, parts: Sequence[Shard[Values]], pieces: list[Piece]) 
 
 
 def entry_name(kind: Kind, name: str, shape: tuple[int, ...], box: Box, start: int) -> str:
-    """What a piece is called in its safetensors file: `kind:name@index`, unique among disjoint pieces.
+    """Return the name of a piece in its safetensors file: `kind:name@index`, unique among disjoint pieces.
 
     The index is that of its first element in the row-major global tensor.
     """
@@ -155,7 +155,7 @@ def entry_name(kind: Kind, name: str, shape: tuple[int, ...], box: Box, start: i
 
 
 def fingerprints(pieces: Iterable[Piece]) -> dict[Kind, str]:
-    """The fingerprint of each kind, from those of its pieces."""
+    """Return the fingerprint of each kind from those of its pieces."""
     sums: dict[Kind, list[int]] = {}
     for piece in pieces:
         sums.setdefault(piece.kind, []).append(int(piece.fingerprint, 16))
@@ -163,11 +163,11 @@ def fingerprints(pieces: Iterable[Piece]) -> dict[Kind, str]:
 
 
 class PieceReader:
-    """Reads pieces of one checkpoint, checked, into two buffers in turn. Use as a context manager: it holds open files.
+    """A reader of one checkpoint's pieces, checked, into two buffers in turn; a context manager that holds open files.
 
     Args:
-        folder: of the checkpoint.
-        direct: past the page cache, for what nobody else on this host will read.
+        folder: the checkpoint.
+        direct: bypass the page cache, for bytes that no other process on this host reads.
     """
 
     def __init__(self, folder: Path, direct: bool = True) -> None:
@@ -184,7 +184,7 @@ class PieceReader:
         self._descriptors = {}
 
     def read(self, file: DataFile, piece: Piece) -> torch.Tensor:
-        """The piece's elements, 1-D; valid until the call after the next.
+        """Read the elements of a piece, 1-D; valid until the call after the next.
 
         Raises:
             CheckpointError: the file cannot be read, ends early, or its bytes are not those that were written.
@@ -192,7 +192,7 @@ class PieceReader:
         return self.check(file, piece, self.fetch(file, piece.offset, piece.num_bytes))
 
     def fetch(self, file: DataFile, offset: int, num_bytes: int) -> torch.Tensor:
-        """The first half of `read`, the disk's: bytes of the file, uint8, fewer where it ends; of one piece or several in a row.
+        """Read bytes of the file, of one or several consecutive pieces, as uint8; fewer where the file ends.
 
         Raises:
             CheckpointError: the file cannot be read.
@@ -209,10 +209,10 @@ class PieceReader:
             ) from None
 
     def check(self, file: DataFile, piece: Piece, raw: torch.Tensor) -> torch.Tensor:
-        """The other half: the elements, if these are the bytes that were written.
+        """Return the elements of a piece if `raw` holds the bytes that were written.
 
         Raises:
-            CheckpointError: they are not, or not all of them.
+            CheckpointError: it holds other bytes, or too few.
         """
         if len(raw) < piece.num_bytes or xxhash.xxh3_64_hexdigest(raw.numpy().data) != piece.xxh3:
             found = (
@@ -239,10 +239,10 @@ class PieceReader:
 
 
 def load(folder: Path, manifest: Manifest, targets: Sequence[Shard[torch.Tensor]]) -> None:
-    """Fill every target from the checkpoint, whatever layout wrote it. Dtypes are converted where they differ.
+    """Fill every target from the checkpoint, whatever layout wrote it; convert dtypes where they differ.
 
     Raises:
-        CheckpointError: a tensor is not in the checkpoint, has another shape, is not wholly there, or is damaged.
+        CheckpointError: a tensor is missing, incomplete, damaged or of another shape.
     """
     by_tensor: dict[tuple[str, Kind], list[Shard[torch.Tensor]]] = {}
     for target in targets:
@@ -256,10 +256,10 @@ def load(folder: Path, manifest: Manifest, targets: Sequence[Shard[torch.Tensor]
         by_tensor.setdefault((target.name, target.kind), []).append(target)
     wanted = list(_wanted(manifest, by_tensor))
     filled: Counter[int] = Counter()
-    # A piece of which this rank wants a part is one that another rank, perhaps of this host, wants too: the page cache is for that.
+    # Another rank, perhaps on this host, wants the rest of a piece that is needed in part: then the page cache helps.
     with (
         PieceReader(folder, direct=all(one.is_whole for one in wanted)) as reader,
-        # The disk is at work on the next piece while this one is hashed and put in place.
+        # The disk reads the next piece while this one is hashed and copied.
         closing(one_ahead(_fetched(reader, manifest, wanted))) as pieces,
     ):
         for one, raw in ((one, raw) for fetched in pieces for one, raw in fetched):
@@ -279,7 +279,7 @@ def load(folder: Path, manifest: Manifest, targets: Sequence[Shard[torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A piece to be read, the number of its file, and where it goes."""
+    """A piece to be read, the number of its file, and its destinations."""
 
     file: int
     piece: Piece
@@ -287,14 +287,14 @@ class _Wanted:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of the piece goes to this rank (as it does in the layout that wrote it)."""
+        """Return whether this rank needs the whole piece (as in the layout that wrote it)."""
         return sum(math.prod(box_shape(common)) for _, (_, _, common) in self.overlaps) == self.piece.numel
 
 
 def _wanted(
     manifest: Manifest, by_tensor: Mapping[tuple[str, Kind], Sequence[Shard[torch.Tensor]]]
 ) -> Iterator[_Wanted]:
-    """The pieces that meet a target, in the order of the files: front to back is how disks read."""
+    """Yield the pieces that meet a target in the order of the files: disks read best front to back."""
     candidates = sorted(
         (found for key in by_tensor for found in manifest.pieces_by_tensor.get(key, ())),
         key=lambda found: (found[0], found[1].offset),
@@ -309,7 +309,7 @@ def _wanted(
 def _fetched(
     reader: PieceReader, manifest: Manifest, wanted: Sequence[_Wanted]
 ) -> Iterator[list[tuple[_Wanted, torch.Tensor]]]:
-    """Each run of wanted pieces that stand in a row in a file, with the bytes in the place of each."""
+    """Yield each run of consecutive pieces of a file, with the bytes of each piece."""
     for run in _runs(wanted):
         first, last = run[0].piece, run[-1].piece
         raw = reader.fetch(manifest.files[run[0].file], first.offset, last.offset + last.num_bytes - first.offset)
@@ -333,7 +333,7 @@ def _runs(wanted: Sequence[_Wanted]) -> Iterator[list[_Wanted]]:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One box of a range, and where its elements stand in the range's values."""
+    """One box of a range, and the place of its elements in the range's values."""
 
     box: Box
     start: int
@@ -341,7 +341,7 @@ class _Part:
 
 
 def _overlaps(piece: Piece, target: Shard[torch.Tensor]) -> Iterator[tuple[_Part, _Part, Box]]:
-    """(part of the piece, part of the target, their intersection) for every pair that meets."""
+    """Yield (part of the piece, part of the target, intersection) for every pair that meets."""
     if intersect(piece.box, target.box) is None:
         return
     wanted = _parts(target.box, target.start, target.stop)

@@ -1,9 +1,9 @@
-"""Two checkpoints beside each other: which tensors differ, and where the first of them does, whatever layouts wrote them.
+"""The comparison of two checkpoints: which tensors differ and where, whatever layouts wrote them.
 
-    manifests     the pieces' fingerprints add up to one number per tensor, in any layout: which tensors differ is known at once
-    the bytes     only of the first tensor that differs, and of tensors whose dtypes differ (their numbers say nothing then)
+    manifests     pieces' fingerprints add up to one number per tensor, in any layout: they show which tensors differ
+    the bytes     read only for the first tensor that differs, and for tensors of different dtypes (whose numbers cannot compare)
 
-Tensors are read by flat ranges of a piece's size: memory does not grow with the model.
+Tensors are read in flat ranges of a piece's size, so memory does not grow with the model.
 """
 
 import math
@@ -17,10 +17,11 @@ import torch
 from engine.checkpoint.directory import Candidate
 from engine.checkpoint.format.manifest import PIECE_BYTES, DType, Kind, Manifest, Piece
 from engine.checkpoint.format.store import TORCH_DTYPES, Shard, load
+from engine.checkpoint.resume_rules import flat
 from engine.config.optimizer_kinds import MASTER
+from engine.numerics.hashing import SAME_SIZE_INTEGERS
 
 _WIDEST_BYTES = 8
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Verdict = Literal["only in A", "only in B", "other shape", "other dtype", "other values"]
 
@@ -36,7 +37,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A tensor that may not be the same in A and B. `other dtype`: only its bytes can tell."""
+    """A tensor that may differ between A and B; with `other dtype` only its bytes can tell."""
 
     name: str
     kind: Kind
@@ -47,12 +48,12 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Where and how much one tensor differs.
+    """The place and size of one tensor's differences.
 
     Attributes:
         numel: elements compared.
-        num_different: of them; of equal dtypes by their bits, of others by value.
-        first: global index of the first, and the values there in A and B; None where none differs.
+        num_different: differing elements; of equal dtypes by their bits, of others by value.
+        first: global index of the first one, and its values in A and B; None where none differs.
         largest_absolute, largest_relative: |a - b|, and that over max(|a|, |b|), over elements where both are finite.
     """
 
@@ -64,7 +65,7 @@ class Values:
 
 
 def tensors_of(manifest: Manifest) -> dict[tuple[str, Kind], Tensor]:
-    """What the manifest says of each (name, kind), in the order of the manifest's tensors."""
+    """Return the description of each (name, kind), in the order of the manifest's tensors."""
     pieces: dict[tuple[str, Kind], list[Piece]] = {}
     for file in manifest.files:
         for piece in file.pieces:
@@ -82,12 +83,12 @@ def tensors_of(manifest: Manifest) -> dict[tuple[str, Kind], Tensor]:
 
 
 def compared_kinds(one: Manifest, other: Manifest) -> tuple[Kind, ...]:
-    """Return the kinds that both have: weights alone where one has nothing else, or the optimizers differ."""
+    """Return the kinds to compare: only weights if one has nothing else or the optimizers differ."""
     return one.kinds if one.kinds == other.kinds else (MASTER,)
 
 
 def differences(one: Manifest, other: Manifest) -> list[Difference]:
-    """Tensors that differ or may differ, by the manifests alone: weights first, each kind in the order of A's model."""
+    """Return tensors that differ or may differ, by the manifests alone: weights first, in the order of A's model."""
     ours, theirs = tensors_of(one), tensors_of(other)
     found = []
     for kind in compared_kinds(one, other):
@@ -101,10 +102,10 @@ def differences(one: Manifest, other: Manifest) -> list[Difference]:
 
 
 def compare_values(one: Candidate, other: Candidate, name: str, kind: Kind) -> Values:
-    """Read one tensor, of the same shape in both, and say where it differs.
+    """Read one tensor, of the same shape in both, and return its differences.
 
     Raises:
-        CheckpointError: it is damaged in one of them.
+        CheckpointError: one of them is damaged.
     """
     shape = one.manifest.tensors[name].shape
     numel = math.prod(shape)
@@ -117,7 +118,7 @@ def compare_values(one: Candidate, other: Candidate, name: str, kind: Kind) -> V
         a, b = (reader.read(start, min(start + step, numel)) for reader in readers)
         wide_a, wide_b = a.to(torch.float64), b.to(torch.float64)
         if same_dtype:
-            integers = _INTEGERS[a.element_size()]
+            integers = SAME_SIZE_INTEGERS[a.element_size()]
             differs = a.view(integers) != b.view(integers)
         else:
             differs = (wide_a != wide_b) & ~(wide_a.isnan() & wide_b.isnan())
@@ -139,8 +140,8 @@ def compare_values(one: Candidate, other: Candidate, name: str, kind: Kind) -> V
 
 
 def other_fields(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, in A, in B) of every leaf that differs between two JSON trees; `absent` where one lacks it."""
-    ours, theirs = dict(_leaves(one)), dict(_leaves(other))
+    """Yield (dotted key, in A, in B) of every leaf that differs between two JSON trees; `absent` where one lacks it."""
+    ours, theirs = dict(flat(one)), dict(flat(other))
     for key in dict.fromkeys([*ours, *theirs]):
         a, b = ours.get(key, "absent"), theirs.get(key, "absent")
         if a != b:
@@ -148,7 +149,7 @@ def other_fields(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[t
 
 
 class _FlatReader:
-    """Flat ranges of one tensor of a checkpoint, in the widest dtype that it was saved in."""
+    """A reader of flat ranges of one tensor, in the widest dtype of its pieces."""
 
     def __init__(self, candidate: Candidate, name: str, kind: Kind) -> None:
         self._folder, self._name, self._kind = candidate.folder, name, kind
@@ -182,11 +183,3 @@ def _unravel(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         index, at = divmod(index, size)
         where.append(at)
     return tuple(reversed(where))
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

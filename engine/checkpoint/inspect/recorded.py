@@ -1,7 +1,7 @@
-"""Files that a checkpoint names, found again wherever the command is typed and wherever the checkpoint was moved (no torch here).
+"""Files that a checkpoint names, found from any folder and after the checkpoint was moved (no torch here).
 
-import    ../tokenizer.json        relative to the folder of the checkpoint that records it
-run       tok/tokenizer.json       as it was typed: relative to the folder where the run was started, or absolute
+import    ../tokenizer.json        relative to the folder of the checkpoint
+run       tok/tokenizer.json       as typed: relative to the folder of the run's start, or absolute
 """
 
 from collections.abc import Iterator
@@ -17,11 +17,11 @@ TOKENIZER = "tokenizer"
 
 
 def recorded_tokenizer(candidate: Candidate) -> str | None:
-    """Return what `load_tokenizer` takes for a checkpoint's own tokenizer: `bytes`, a path, or None where none is recorded.
+    """Return the argument of `load_tokenizer` for a checkpoint's own tokenizer: `bytes`, a path, or None without a record.
 
-    A path that was typed is tried below the current folder, then below each folder above the checkpoint, for a run lies below the
-    folder where it was started. There a file must have the identity that the run recorded. A path that leads nowhere is returned
-    as it was recorded, so that the reader of the file names it.
+    A typed path is tried below the current folder, then below each folder above the checkpoint, since a run is below the folder of
+    its start; there the file must have the recorded identity. A path that leads nowhere is returned as recorded, so that the error
+    names it.
     """
     data = candidate.manifest.config.get("data", {})
     name = data.get("tokenizer")

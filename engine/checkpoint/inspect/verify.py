@@ -1,11 +1,11 @@
-"""Every byte of a checkpoint against what its manifest says; and its fingerprint from the bytes. One process, no process group.
+"""The check of every byte of a checkpoint against its manifest, in one process without a process group.
 
     manifest.sha256   ->  manifest.json               each field, each file's size, every element of every tensor exactly once
-    safetensors head  ->  names, dtypes, places       what other tools would read is what we read
+    safetensors head  ->  names, dtypes, places       other tools would read what we read
     xxh3              ->  the bytes of every piece
     fingerprint       ->  of every piece, and their sum per kind
 
-One piece is in memory at a time. Nothing stops at the first fault: whoever restores files wants to know all of them.
+One piece is in memory at a time. All faults are reported, not just the first: they are needed to restore files.
 """
 
 import json
@@ -15,23 +15,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from engine.checkpoint.format.fingerprint import combine, range_fingerprint, to_text
-from engine.checkpoint.format.manifest import DataFile, Kind, Manifest, manifest_problems, parse_manifest
+from engine.checkpoint.format.manifest import DataFile, Kind, Manifest, Piece, manifest_problems, parse_manifest
 from engine.checkpoint.format.store import SAFETENSORS_NAMES, PieceReader, entry_name
 from engine.errors import CheckpointError
 
 _MOST_HEADER_BYTES = 100 * 2**20
-"""A longer safetensors header is none: the format's own limit."""
+"""Longest safetensors header: the format's own limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What became of one checkpoint.
+    """The result for one checkpoint.
 
     Attributes:
-        folder: of it.
+        folder: the checkpoint.
         manifest: None where it could not be read.
-        problems: everything that is wrong, each with the file that it is about; none: every byte is as it was written.
+        problems: all faults, each with its file; none: every byte is as it was written.
     """
 
     folder: Path
@@ -40,11 +42,11 @@ class Verified:
 
 
 def verify(folder: Path, progress: Callable[[int], None]) -> Verified:
-    """Read all of a checkpoint and say everything that is wrong with it.
+    """Read all of a checkpoint and return everything that is wrong with it.
 
     Args:
-        folder: of the checkpoint.
-        progress: told the bytes of each piece that was read.
+        folder: the checkpoint.
+        progress: called with the bytes of each piece that was read.
     """
     try:
         manifest = parse_manifest(folder)
@@ -52,7 +54,7 @@ def verify(folder: Path, progress: Callable[[int], None]) -> Verified:
         return Verified(folder, None, (str(error),))
     problems = manifest_problems(folder, manifest)
     if problems:
-        # What is in the wrong place would be read as something else; the files of right size are still worth reading.
+        # A misplaced piece would be read as something else; files of the right size are still worth reading.
         sound = [file for file in manifest.files if not any(text.startswith(f"{file.name}: ") for text in problems)]
     else:
         sound = list(manifest.files)
@@ -67,9 +69,7 @@ def verify(folder: Path, progress: Callable[[int], None]) -> Verified:
                     problems.append(str(error))
                     progress(piece.num_bytes)
                     continue
-                number = range_fingerprint(
-                    values, piece.name, piece.kind, manifest.tensors[piece.name].shape, piece.box, piece.start
-                )
+                number = _fingerprint(values, piece, manifest)
                 sums.setdefault(piece.kind, []).append(number)
                 if to_text(number) != piece.fingerprint:
                     problems.append(
@@ -85,7 +85,7 @@ def verify(folder: Path, progress: Callable[[int], None]) -> Verified:
 
 
 def recompute(folder: Path, manifest: Manifest, progress: Callable[[int], None]) -> dict[Kind, str]:
-    """The fingerprint of each kind from the bytes on the disk.
+    """Return the fingerprint of each kind from the bytes on the disk.
 
     Raises:
         CheckpointError: a file is damaged.
@@ -94,16 +94,18 @@ def recompute(folder: Path, manifest: Manifest, progress: Callable[[int], None])
     with PieceReader(folder) as reader:
         for file in manifest.files:
             for piece in file.pieces:
-                shape = manifest.tensors[piece.name].shape
-                values = reader.read(file, piece)
-                number = range_fingerprint(values, piece.name, piece.kind, shape, piece.box, piece.start)
+                number = _fingerprint(reader.read(file, piece), piece, manifest)
                 sums.setdefault(piece.kind, []).append(number)
                 progress(piece.num_bytes)
     return {kind: to_text(combine(parts)) for kind, parts in sums.items()}
 
 
+def _fingerprint(values: torch.Tensor, piece: Piece, manifest: Manifest) -> int:
+    return range_fingerprint(values, piece.name, piece.kind, manifest.tensors[piece.name].shape, piece.box, piece.start)
+
+
 def header_problems(path: Path, file: DataFile, manifest: Manifest) -> list[str]:
-    """Where the safetensors header of a file and the manifest disagree about what is where."""
+    """Return the contradictions between a file's safetensors header and the manifest."""
     try:
         header, begin = _read_header(path)
     except (OSError, ValueError, RecursionError, struct.error) as error:
@@ -112,7 +114,7 @@ def header_problems(path: Path, file: DataFile, manifest: Manifest) -> list[str]
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """(the header, where the data begin)."""
+    """Return (the header, the start of the data)."""
     with path.open("rb") as handle:
         (length,) = struct.unpack("<Q", handle.read(8))
         if length > _MOST_HEADER_BYTES:
