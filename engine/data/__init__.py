@@ -1,1 +1,1 @@
-"""The data room: from text on disk to the microbatches of a step. Only `loader` imports torch."""
+"""Data: from text on disk to the microbatches of a step. Only `loader` imports torch."""

@@ -1,14 +1,14 @@
-"""A weighted blend of corpora: which corpus sample n comes from, and which of its samples (no torch here).
+"""A weighted blend of corpora: the corpus and the inner sample id of each sample n (no torch here).
 
     weights 3 : 1        n        0 1 2 3 | 4 5 6 7 | ...      the table of one period repeats for ever
                          corpus   a b a a | a b a a |
                          sample   0 0 1 2 | 3 1 4 5 |          n -> (table[n % P], n // P * share + rank[n % P])
 
-At every n each corpus has given floor(w n) or ceil(w n) samples: the error is below one sample, always. Taking the
-corpus with the largest deficit, the usual rule, does not keep that (weights 5:3:1:5:30:30:1 reach 1.2). Earliest
-deadline first does: sample j of a corpus may be taken from step floor(j / w) on and must be by step ceil((j + 1) / w) - 1,
-and for unit tasks on one machine that order meets every deadline that can be met (the "Pfair" windows of Baruah, Cohen,
-Plaxton and Varvel, Algorithmica 15, 1996). Whole numbers throughout, so no rounding ever moves a sample.
+After any n samples each corpus has given floor(w n) or ceil(w n): the error stays below one sample. The usual rule, the corpus with
+the largest deficit, does not keep that (weights 5:3:1:5:30:30:1 reach 1.2). Earliest deadline first does: sample j of a corpus may
+be taken from step floor(j / w) on and must be by step ceil((j + 1) / w) - 1, and for unit tasks on one machine that order meets
+every deadline that can be met (the "Pfair" windows of Baruah, Cohen, Plaxton and Varvel, Algorithmica 15, 1996). All numbers are
+whole, so no rounding moves a sample.
 """
 
 import heapq
@@ -23,15 +23,14 @@ from engine.data.samples import Sample, SampleSource
 from engine.errors import DataError
 
 MAX_PERIOD = 100_000
-"""Weights that do not repeat within so many samples are rounded to parts of it: to one in a hundred thousand."""
+"""Longest period. Weights that need a longer one are rounded to parts of it: to one in a hundred thousand."""
 
 
 def shares(weights: Sequence[float]) -> list[int]:
-    """Samples of each corpus in one period, whole numbers in the ratio of the weights; their sum is the period.
+    """Return the samples of each corpus in one period, whole numbers in the ratio of the weights; their sum is the period.
 
-    Decimal weights are taken at their word (0.1 is one tenth, not the nearest binary number). Where the exact ratio
-    needs a period above `MAX_PERIOD`, each share is rounded down to a part of it, at least 1, and the largest
-    remainders get the rest.
+    Decimal weights are exact (0.1 is one tenth, not the nearest binary number). Where the exact ratio needs a period above
+    `MAX_PERIOD`, each share is rounded down to a part of it, at least 1, and the largest remainders get the rest.
     """
     assert weights and all(0 < weight < float("inf") for weight in weights), weights
     exact = [Fraction(str(weight)) for weight in weights]
@@ -50,7 +49,7 @@ def shares(weights: Sequence[float]) -> list[int]:
 
 
 def one_period(share: Sequence[int]) -> NDArray[np.int64]:
-    """The corpus of each sample of one period, int64 [sum(share)], by earliest deadline first; ties to the first."""
+    """Return the corpus of each sample of a period, int64 [sum(share)], by earliest deadline first; ties to the first."""
     period = sum(share)
     released: list[tuple[int, int]] = []
     waiting = [(0, corpus) for corpus in range(len(share))]
@@ -73,8 +72,8 @@ class Blend:
     """Samples of several sources in a fixed ratio, as one source.
 
     Args:
-        sources: one per weight; each must know every sample id >= 0.
-        weights: relative to their sum; see `shares` for how they are honoured.
+        sources: one per weight; each has every sample id >= 0.
+        weights: relative to their sum, as in `shares`.
     """
 
     def __init__(self, sources: Sequence[SampleSource], weights: Sequence[float]) -> None:
@@ -90,7 +89,7 @@ class Blend:
             self._rank[self._table == source] = np.arange(share)
 
     def locate(self, sample_id: int) -> tuple[int, int]:
-        """(source, sample id within it) of a sample of the blend."""
+        """Return (source, sample id within it) of a sample of the blend."""
         periods, place = divmod(sample_id, len(self._table))
         source = int(self._table[place])
         return source, periods * self.shares[source] + int(self._rank[place])

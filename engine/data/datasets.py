@@ -1,10 +1,10 @@
-"""From the configuration to the samples of train, valid and test: the one entry of training into the data room (no torch here).
+"""The samples of train, valid and test, from the configuration: training's entry into this room (no torch here).
 
     data.train [[0.7, web], [0.3, code]]   data.valid none      split each corpus by documents, blend each part
                                            data.valid [[..]]    train: all documents of data.train; valid: all of data.valid
     data.synthetic true                                         random tokens, no corpus
 
-Every process of every node calls it with the same arguments and gets the same samples; caches are built by the first.
+Every process of every node gets the same samples from the same arguments; the first one builds the caches.
 """
 
 import hashlib
@@ -27,13 +27,13 @@ WeightedCorpora = Sequence[tuple[float, str]]
 
 @dataclass(frozen=True, slots=True)
 class Datasets:
-    """The three parts, each knowing every sample id >= 0; None where the configuration asks for none."""
+    """The three parts, each with every sample id >= 0; None where the configuration has none."""
 
     train: SampleSource
     valid: SampleSource | None
     test: SampleSource | None
     fingerprint: str
-    """Hexadecimal: equal where every sample of every part is equal (see `IndexedTokens.fingerprint` for its reach)."""
+    """Hexadecimal: equal where every sample of every part is equal (within the reach of `IndexedTokens.fingerprint`)."""
 
 
 def open_datasets(
@@ -42,10 +42,10 @@ def open_datasets(
     """Open the corpora, split and blend them.
 
     Args:
-        data_config: what to read.
+        data_config: the corpora and their split.
         seq_length: labels per sample.
-        seed: decides all orders.
-        cache_dir: where index caches go, in place of `data.cache_dir`; if neither is given, PREFIX.cache beside each.
+        seed: of all orders.
+        cache_dir: folder of index caches, instead of `data.cache_dir`; without both, PREFIX.cache beside each corpus.
         vocab_size: of the model, without padding; a corpus with larger ids is refused.
 
     Raises:

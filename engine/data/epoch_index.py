@@ -1,14 +1,13 @@
 """The order of one epoch, built once per node and kept in a hashed cache file (no torch here).
 
-    document_order  int64 [D]      the documents of the split in this epoch's order
-    token_offsets   int64 [D + 1]  where each of them begins in the epoch's stream of tokens
-    sample_order    int64 [n]      the samples of the stream in the order in which they are trained on
+    document_order  int64 [D]      documents of the split in this epoch's order
+    token_offsets   int64 [D + 1]  their starts in the epoch's stream of tokens
+    sample_order    int64 [n]      samples of the stream in the order of training
 
     file:  magic (8 bytes) | sha256 of key and arrays (32) | document_order | token_offsets | sample_order
 
-Both orders are functions of (seed, epoch) and of the counts alone, never of how many samples a run will take: a longer
-run extends a shorter one. The file is an mmap that all processes of a node share. A file that is truncated, damaged or
-of another key does not match its hash and is built again.
+Both orders are functions of (seed, epoch) and of the counts, never of the length of the run: a longer run extends a shorter one.
+All processes of a node share the file by mmap. A truncated, damaged or foreign file does not match its hash and is built again.
 """
 
 import hashlib
@@ -31,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EpochKey:
-    """What an epoch's order depends on."""
+    """The inputs of an epoch's order."""
 
     corpus: str
     """Fingerprint of the corpus."""
@@ -58,7 +57,7 @@ class EpochIndex:
 
 
 def build_epoch(key: EpochKey, document_lengths: NDArray[np.int64], num_samples: int) -> EpochIndex:
-    """The order of one epoch, from its key and the lengths of the split's documents, int64 [D]."""
+    """Return the order of one epoch from its key and the lengths of the split's documents, int64 [D]."""
     order = permutation(len(document_lengths), "documents", key.seed, key.epoch)
     offsets = np.zeros(len(order) + 1, np.int64)
     np.cumsum(document_lengths[order], out=offsets[1:])
@@ -66,7 +65,7 @@ def build_epoch(key: EpochKey, document_lengths: NDArray[np.int64], num_samples:
 
 
 def open_epoch(cache_dir: Path, key: EpochKey, document_lengths: NDArray[np.int64], num_samples: int) -> EpochIndex:
-    """The epoch's order from its cache file, which the first process of a node builds while the others wait.
+    """Return the epoch's order from its cache file, which the first process of a node builds while the others wait.
 
     Raises:
         DataError: the cache folder cannot be read or written.
@@ -110,7 +109,7 @@ def _digest(key: EpochKey, payload: list[memoryview]) -> bytes:
 
 
 def _load(path: Path, key: EpochKey, counts: tuple[int, int, int]) -> EpochIndex | None:
-    """The arrays of a cache file, or None where there is no file or it is not what the key says."""
+    """Return the arrays of a cache file, or None if it is missing or does not match its key."""
     start = len(MAGIC) + DIGEST_BYTES
     try:
         if path.stat().st_size != start + 8 * sum(counts):

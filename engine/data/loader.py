@@ -4,8 +4,8 @@
 
     tokens  t_0 t_1 ... t_{s-1}       labels  t_1 t_2 ... t_s       of the s + 1 tokens of a sample
 
-Every rank of a pipeline reads its own samples from the mmap, since every stage needs the positions; nothing is
-broadcast. One thread and a queue in step order: what arrives never depends on timing.
+Every rank of a pipeline reads its own samples from the mmap, since every stage needs the positions; nothing is broadcast. One
+thread and a queue in step order make the result independent of timing.
 """
 
 from collections import deque
@@ -24,30 +24,30 @@ from engine.errors import DataError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """What one forward reads; b = micro_batch_size, s = seq_length."""
+    """The input of one forward; b = micro_batch_size, s = seq_length."""
 
     tokens: torch.Tensor
     """int64 [b, s]"""
     labels: torch.Tensor
-    """int64 [b, s]: the tokens, one further"""
+    """int64 [b, s]: the next tokens"""
     loss_mask: torch.Tensor
-    """bool [b, s]: False where the label is not counted in the loss"""
+    """bool [b, s]: False where the label is left out of the loss"""
     position_ids: torch.Tensor
     """int64 [b, s]: 0 .. s - 1 in each row"""
     sample_ids: list[int]
     """The sample id of each row."""
     num_tokens: int
-    """How many labels count, known on the host."""
+    """Number of counted labels, known on the host."""
 
 
 class Batches:
-    """The steps of one dp rank, in order, from `consumed_samples` on, without end.
+    """The steps of one dp rank in order, from `consumed_samples` on, without end.
 
     Args:
-        dataset: knows every sample id >= 0.
+        dataset: has every sample id >= 0.
         global_batch_size, micro_batch_size, dp, dp_rank: see `engine/data/sampler.py`.
-        consumed_samples: samples of the steps that are already done.
-        device: where the tensors of `next_step` are.
+        consumed_samples: samples of the steps already made.
+        device: holds the tensors of `next_step`.
         skipped: sample ids that are left out.
         prefetch_steps: steps read ahead, at least 1; host memory grows with it.
 
@@ -77,7 +77,7 @@ class Batches:
         self.skipped = skipped
         self.device = torch.device(device)
         self.consumed_samples = consumed_samples
-        """Samples of the global batch consumed before the step that `next_step` gives next."""
+        """Samples consumed before the next step."""
         self._next_to_read = consumed_samples
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
         self._ahead: deque[Future[list[MicroBatch]]] = deque()
@@ -86,9 +86,9 @@ class Batches:
             self._read_one_more()
 
     def next_step(self) -> list[MicroBatch]:
-        """The microbatches of the next step, on the device.
+        """Return the microbatches of the next step, on the device.
 
-        An error in the reading thread is raised here, and again by every later call: no step is ever skipped.
+        An error of the reading thread is raised here, and again by every later call: no step is skipped.
         """
         if self._closed:
             raise DataError("these batches are closed; open new ones from the number of consumed samples.")
@@ -127,7 +127,7 @@ class Batches:
             sample_ids=sample_ids,
             num_tokens=int(loss_mask.sum()),
         )
-        # Only from pinned memory does the copy to a GPU overlap with what runs there.
+        # Only a copy from pinned memory overlaps with work of the GPU.
         return self._map(microbatch, torch.Tensor.pin_memory) if self.device.type == "cuda" else microbatch
 
     def _to_device(self, microbatch: MicroBatch) -> MicroBatch:
@@ -135,10 +135,5 @@ class Batches:
 
     @staticmethod
     def _map(microbatch: MicroBatch, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
-        return replace(
-            microbatch,
-            tokens=change(microbatch.tokens),
-            labels=change(microbatch.labels),
-            loss_mask=change(microbatch.loss_mask),
-            position_ids=change(microbatch.position_ids),
-        )
+        names = ("tokens", "labels", "loss_mask", "position_ids")
+        return replace(microbatch, **{name: change(getattr(microbatch, name)) for name in names})

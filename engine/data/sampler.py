@@ -1,4 +1,4 @@
-"""Which samples a rank reads in a step: pure arithmetic on consumed samples and skipped ranges (no torch here).
+"""The samples of a rank in a step: pure arithmetic on consumed samples and skipped ranges (no torch here).
 
     global batch 8, micro batch 2, dp 2, 24 samples consumed:      ids 24 .. 31 are the step, in every layout
 
@@ -6,9 +6,9 @@
     microbatch 0      24 25        26 27          id = consumed + (j * dp + r) * micro + k
     microbatch 1      28 29        30 31               for row k of microbatch j of dp rank r
 
-Where ranges of ids are left out, the picture is one of positions, each with its id (`engine/data/skipped.py`). Tensor- and
-pipeline-parallel ranks of one dp rank read the same ids. Nothing else decides what is in a step: dp, the micro batch and restarts
-only deal the same ids out differently.
+Where ranges of ids are skipped, the numbers are positions, each with its id (`engine/data/skipped.py`). Tensor- and
+pipeline-parallel ranks of one dp rank read the same ids. The dp size, the micro batch and restarts only distribute the ids of a
+step differently.
 """
 
 from engine.data.skipped import SkippedRanges
@@ -24,10 +24,10 @@ def step_sample_ids(
     dp_rank: int,
     skipped: SkippedRanges = NOTHING_SKIPPED,
 ) -> list[list[int]]:
-    """The sample ids of one dp rank in the step that begins after `consumed_samples`.
+    """Return the sample ids of one dp rank in the step after `consumed_samples`.
 
     Returns:
-        num_microbatches lists of micro_batch_size ids, in the order in which they are trained on.
+        num_microbatches lists of micro_batch_size ids, in the order of training.
     """
     num_microbatches, rest = divmod(global_batch_size, micro_batch_size * dp)
     assert num_microbatches > 0 and rest == 0, "some samples of a step would be read by no rank"

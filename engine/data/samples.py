@@ -6,9 +6,9 @@
 
     sample id i  ->  epoch i // n, place i % n, k = sample_order[place],    n = (T - 1) // s samples per epoch
 
-Documents follow each other without padding, the end-of-document token between them. The fewer than s tokens that are
-left at the end of an epoch are not used in it; the next epoch has another order and leaves others. The stream has no
-end, and sample i is the same whatever the length of the run.
+Documents follow each other without padding, the end-of-document token between them. The fewer than s tokens at the end of an epoch
+are not used in it; the next epoch has another order. The stream is endless, and sample i is the same whatever the length of the
+run.
 """
 
 from collections import OrderedDict
@@ -23,7 +23,7 @@ from engine.data.epoch_index import EpochIndex, EpochKey, open_epoch
 from engine.errors import DataError
 
 EPOCHS_KEPT_OPEN = 2
-"""At a boundary between epochs samples of both are asked for in turn."""
+"""Open epochs: at a boundary, samples of two alternate."""
 
 
 class Sample(NamedTuple):
@@ -34,7 +34,7 @@ class Sample(NamedTuple):
 
 
 class SampleSource(Protocol):
-    """Anything that knows sample i for every i >= 0, always the same."""
+    """A source of sample i for every i >= 0, always the same."""
 
     def __getitem__(self, sample_id: int) -> Sample: ...
 
@@ -45,10 +45,10 @@ class SampleStream:
     Args:
         corpus: the indexed tokens.
         documents: the documents of this split, a range with step 1.
-        seq_length: s, the number of labels in a sample.
+        seq_length: s, labels of a sample.
         seed: with the epoch, decides both orders.
-        cache_dir: where the orders of the epochs are kept.
-        vocab_size: tokens must be below it.
+        cache_dir: folder of the epochs' orders.
+        vocab_size: upper bound of the tokens.
 
     Raises:
         DataError: the documents have fewer than s + 1 tokens.
@@ -72,7 +72,7 @@ class SampleStream:
         self._epochs: OrderedDict[int, EpochIndex] = OrderedDict()
 
     def __getitem__(self, sample_id: int) -> Sample:
-        """Sample `sample_id` >= 0.
+        """Return sample `sample_id` >= 0.
 
         Raises:
             DataError: a token is not in the model's vocabulary, or the index cache cannot be written.
@@ -99,7 +99,7 @@ class SampleStream:
         return self._epochs[epoch]
 
     def _read(self, index: EpochIndex, start: int) -> NDArray[np.int64]:
-        """s + 1 tokens of the epoch's stream from `start` on, int64."""
+        """Return s + 1 tokens of the epoch's stream from `start` on, int64."""
         tokens = np.empty(self.seq_length + 1, np.int64)
         place = int(np.searchsorted(index.token_offsets, start, side="right")) - 1
         filled = 0

@@ -1,9 +1,9 @@
-"""Random bits and permutations that are a function of a key and of nothing else (no torch here).
+"""Random bits and permutations as functions of a key alone (no torch here).
 
     key ("documents", seed, epoch) --sha256--> 128-bit Philox key --> high bits | index --> sorted --> indices
 
-numpy promises the raw bits of its bit generators for ever, but not what `Generator.permutation` or `integers` make of
-them: a run resumed under another numpy would see its data in another order. So only raw bits are used here.
+numpy guarantees the raw bits of its bit generators across versions, but not `Generator.permutation` or `integers`: a run resumed
+under another numpy would see its data in another order. So only raw bits are used.
 """
 
 import hashlib
@@ -14,16 +14,16 @@ from numpy.typing import NDArray
 
 
 def random_bits(count: int, *key: int | str) -> NDArray[np.uint64]:
-    """`count` uniform 64-bit numbers, uint64 [count]. A longer call with the same key begins with the same numbers."""
+    """Return `count` uniform 64-bit numbers, uint64 [count]; a longer call with the same key begins with the same numbers."""
     digest = hashlib.sha256(json.dumps(key).encode()).digest()
     return np.random.Philox(key=int.from_bytes(digest[:16], "little")).random_raw(count)
 
 
 def permutation(count: int, *key: int | str) -> NDArray[np.int64]:
-    """A uniformly random order of 0 .. count - 1, int64 [count].
+    """Return a uniformly random order of 0 .. count - 1, int64 [count].
 
-    Each index replaces the low bits of its random number: all numbers differ, so that any sorting algorithm gives the
-    same order, and a plain sort, several times as fast as an argsort, is enough.
+    Each index replaces the low bits of its random number. So all numbers differ, any sorting algorithm gives the same order, and a
+    plain sort does, several times as fast as an argsort.
     """
     index_bits = np.uint64(max(count - 1, 0).bit_length())
     numbers = (random_bits(count, *key) >> index_bits << index_bits) | np.arange(count, dtype=np.uint64)

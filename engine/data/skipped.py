@@ -1,14 +1,13 @@
-"""Samples that a run leaves out: ranges of sample ids, part of the run's state (no torch here).
+"""Samples that a run skips: ranges of sample ids, part of the run's state (no torch here).
 
     skipped [8, 12) [20, 24)
 
     position      0 .. 7    8  9  ..  15    16 17 ..        the run's n-th sample; what `consumed_samples` counts
-    sample id     0 .. 7   12 13  ..  19    24 25 ..        what the data set is asked for
+    sample id     0 .. 7   12 13  ..  19    24 25 ..        the id in the data set
 
-The samples that are not left out follow each other without gaps, so a step is a function of (consumed samples, skipped ranges), in
-every layout, and a run makes as many steps of as many samples as it would without. Ids that lie ahead of all consumed positions may
-be left out at any time: what was trained on before does not change. A sample id is one visit to a sample: another epoch visits it
-under another id.
+The remaining samples follow each other without gaps. So a step is a function of (consumed samples, skipped ranges) in every layout,
+and a run makes as many steps as without skipped ranges. Ids ahead of all consumed positions may be skipped at any time: earlier
+steps do not change. A sample id is one visit to a sample; another epoch visits it under another id.
 """
 
 from collections.abc import Iterable
@@ -21,17 +20,17 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class SkippedRanges:
-    """Sample ids that are left out.
+    """Skipped sample ids.
 
     Attributes:
-        ranges: (first id, id after the last), ascending, neither empty nor touching each other.
+        ranges: (first id, id after the last), ascending, not empty and not touching each other.
     """
 
     ranges: Ranges = ()
 
     @classmethod
     def of(cls, ranges: Iterable[tuple[int, int]]) -> "SkippedRanges":
-        """Any ranges, in any order; those that meet become one.
+        """Build from ranges in any order; those that meet are merged.
 
         Raises:
             DataError: a range is empty or begins below zero.
@@ -50,11 +49,11 @@ class SkippedRanges:
         return cls(tuple(merged))
 
     def with_(self, ranges: Iterable[tuple[int, int]]) -> "SkippedRanges":
-        """These and others."""
+        """Return the union with other ranges."""
         return SkippedRanges.of((*self.ranges, *ranges))
 
     def id_at(self, position: int) -> int:
-        """The id of the run's sample number `position`, from 0."""
+        """Return the id of the run's sample number `position`, from 0."""
         sample_id = position
         for start, stop in self.ranges:
             if sample_id < start:
@@ -63,17 +62,17 @@ class SkippedRanges:
         return sample_id
 
     def ids(self, position: int, count: int) -> list[int]:
-        """The ids of `count` samples from `position` on."""
+        """Return the ids of `count` samples from `position` on."""
         return [self.id_at(place) for place in range(position, position + count)]
 
     def span(self, position: int, count: int) -> tuple[int, int]:
-        """The range of ids from that of `position` to that of the last of `count` samples: what to add to leave these out."""
+        """Return the range of ids from that of `position` to the last of `count` samples: the range to add to skip these."""
         return self.id_at(position), self.id_at(position + count - 1) + 1
 
     def keeps_past_of(self, earlier: "SkippedRanges", consumed_samples: int) -> bool:
-        """Whether the first `consumed_samples` are the same samples under both."""
+        """Return whether the first `consumed_samples` are the same samples under both."""
         if consumed_samples == 0:
             return True
-        # Both are strictly ascending in the position, and this one leaves out no less: equal at the end is equal before.
+        # Both ascend strictly, and this one skips no less: equal at the end means equal before.
         is_more = self.with_(earlier.ranges) == self
         return is_more and self.id_at(consumed_samples - 1) == earlier.id_at(consumed_samples - 1)

@@ -1,10 +1,10 @@
-"""Cut a corpus into train, valid and test by documents (no torch here).
+"""The cut of a corpus into train, valid and test by documents (no torch here).
 
     documents   0 ............................. 97 | 98 99 |        split 98, 2, 0 of 100 documents
                              train                  valid   test: none
 
-The parts are contiguous ranges in the order of the file, bounds rounded to the nearest document, as Megatron cuts
-them: the same split of the same file holds back the same documents there and here.
+The parts are contiguous ranges in the order of the file, bounds rounded to the nearest document, as in Megatron: the same split of
+the same file holds back the same documents.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ PARTS = ("train", "valid", "test")
 
 
 def split_documents(num_documents: int, split: Sequence[float], corpus: str) -> dict[str, range]:
-    """The documents of each part of `PARTS`.
+    """Return the documents of each part of `PARTS`.
 
     Args:
         num_documents: documents in the corpus.
@@ -23,7 +23,7 @@ def split_documents(num_documents: int, split: Sequence[float], corpus: str) -> 
         corpus: its name, for messages.
 
     Raises:
-        DataError: a part that was asked for would get no document.
+        DataError: a part with a weight would get no document.
     """
     assert len(split) == len(PARTS) and min(split) >= 0 and split[0] > 0, split
     bounds = [0]

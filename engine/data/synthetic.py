@@ -8,13 +8,13 @@ from engine.errors import DataError
 
 
 class SyntheticDataset:
-    """Sample i is a function of (seed, i): uniform tokens, and a mask that leaves out a fraction of the labels.
+    """Samples as a function of (seed, i): uniform tokens, and a mask that leaves out a fraction of the labels.
 
     Args:
         seed: of the data.
         vocab_size: tokens are in 0 .. vocab_size - 1.
         seq_length: labels per sample.
-        mask_fraction: probability that a label is not counted, 0 <= mask_fraction < 1.
+        mask_fraction: probability that a label is masked, 0 <= mask_fraction < 1.
     """
 
     def __init__(self, seed: int, vocab_size: int, seq_length: int, mask_fraction: float = 0.0) -> None:
@@ -23,7 +23,7 @@ class SyntheticDataset:
         self.seed, self.vocab_size, self.seq_length, self.mask_fraction = seed, vocab_size, seq_length, mask_fraction
 
     def __getitem__(self, sample_id: int) -> Sample:
-        """Sample `sample_id`: tokens int64 [seq_length + 1], loss_mask bool [seq_length]."""
+        """Return sample `sample_id`: tokens int64 [seq_length + 1], loss_mask bool [seq_length]."""
         tokens = random_bits(self.seq_length + 1, "synthetic tokens", self.seed, sample_id) % np.uint64(self.vocab_size)
         # The top 53 bits of a draw are a double in [0, 1).
         draws = random_bits(self.seq_length, "synthetic mask", self.seed, sample_id) >> np.uint64(11)

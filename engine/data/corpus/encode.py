@@ -1,9 +1,8 @@
-"""What one worker of `triaxis prepare` does: read a unit of text and encode it (no torch here).
+"""The work of one worker of `triaxis prepare`: read a unit of text and encode it (no torch here).
 
     unit = pieces of files  -->  document . eod | document . eod | ...   as bytes of the corpus's dtype, and their lengths
 
-A piece of a .jsonl is a range of bytes that may begin and end inside a line: the line belongs to the piece that holds its
-first byte.
+A piece of a .jsonl is a range of bytes that may begin and end inside a line; a line belongs to the piece with its first byte.
 """
 
 import multiprocessing
@@ -56,9 +55,9 @@ class EncodedUnit:
 
 
 def start_worker() -> None:
-    """Called once in each worker: it ends when its parent is gone, however that ended, and leaves Ctrl-C to the parent.
+    """Prepare a new worker: it ends when its parent ends, however that happened, and leaves Ctrl-C to the parent.
 
-    A worker waits for work on a pipe that its siblings hold open too, so a killed parent alone would not wake it.
+    A worker waits for work on a pipe that its siblings hold open too, so a killed parent would not wake it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
@@ -104,7 +103,7 @@ def _whole(piece: Piece) -> str:
 
 
 def _lines(piece: Piece, json_key: str) -> Iterator[str]:
-    """The documents of the lines that begin in the piece; lines of blanks are none."""
+    """Yield the documents of the lines that begin in the piece; blank lines are none."""
     with piece.path.open("rb") as handle:
         if piece.start:
             handle.seek(piece.start - 1)
@@ -122,7 +121,7 @@ def _lines(piece: Piece, json_key: str) -> Iterator[str]:
 
 
 def _text(line: bytes, json_key: str) -> str:
-    """Raises ValueError (of which undecodable bytes and broken JSON are kinds) saying what is wrong."""
+    """Return the document of a line; raise ValueError (or a kind of it, for undecodable bytes and broken JSON)."""
     value = parse_json(line.decode())
     if not isinstance(value, dict) or json_key not in value:
         names = ", ".join(map(repr, value)) if isinstance(value, dict) else f"a {type(value).__name__}"
@@ -133,7 +132,7 @@ def _text(line: bytes, json_key: str) -> str:
 
 
 def _line_number(handle: BinaryIO, at: int) -> int:
-    """The number, from 1, of the line that begins at byte `at`."""
+    """Return the number, from 1, of the line that begins at byte `at`."""
     handle.seek(0)
     number = 1
     while handle.tell() < at:

@@ -6,9 +6,9 @@
                  | sequence_pointers  int64 [S]      byte offset of each sequence in PREFIX.bin
                  | document_indices   int64 [D + 1]  document d is the sequences document_indices[d] .. [d + 1] - 1
 
-The `.idx` is renamed into place after the `.bin`: where there is an `.idx`, the pair is whole. Files of Megatron-LM,
-NeMo and gpt-neox are read unchanged, and they read ours (tests/engine/data/corpus/test_indexed.py holds both against
-megatron-core). Every claim of the index is checked when it is opened, because a wrong pointer would train on noise.
+The `.idx` is renamed into place after the `.bin`, so a pair with an `.idx` is whole. Files of Megatron-LM, NeMo and gpt-neox are
+read unchanged, and they read ours (tests/engine/data/corpus/test_indexed.py compares both with megatron-core). Every claim of the
+index is checked at opening, because a wrong pointer would train on noise.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 DTYPE_CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
-"""Megatron's numbers for numpy's dtypes. 6 and 7 (floats) are never tokens."""
+"""Megatron's numbers for numpy's dtypes; 6 and 7 (floats) are never tokens."""
 CHECK_BLOCK_SEQUENCES = 2**20
 FINGERPRINT_SAMPLES = 64
 FINGERPRINT_SAMPLE_BYTES = 4096
@@ -46,12 +46,12 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The dtype that Megatron's tools choose: uint16 where the ids fit, with its margin, else int32."""
+    """Return the dtype that Megatron's tools choose: uint16 where the ids fit, with its margin, else int32."""
     return np.dtype("<u2" if vocab_size < 65500 else "<i4")
 
 
 class IndexedTokens:
-    """The documents of one `.bin/.idx` pair, mapped into memory, not read.
+    """The documents of one `.bin/.idx` pair, memory-mapped.
 
     Args:
         prefix: the common path of the pair, without the ending.
@@ -111,14 +111,14 @@ class IndexedTokens:
         self._documents = index[pointers_end:].view("<i8")
 
     def _check_pointers(self) -> None:
-        """Each sequence lies inside the `.bin`, the last one ends where it ends, and documents are runs of sequences."""
+        """Check that sequences lie inside the `.bin`, the last one ends with it, and documents are runs of sequences."""
         size = self._bin_path.stat().st_size
         end = 0
         for start in range(0, len(self._lengths), CHECK_BLOCK_SEQUENCES):
             lengths = self._lengths[start : start + CHECK_BLOCK_SEQUENCES].astype(np.int64)
             pointers = self._pointers[start : start + CHECK_BLOCK_SEQUENCES]
             ends = pointers + lengths * self.dtype.itemsize
-            # A pointer near 2^63 makes its end wrap below 0, so it is compared by itself too.
+            # The end of a pointer near 2^63 wraps below 0, so the pointer itself is compared too.
             wrong = (lengths < 0) | (pointers < 0) | (pointers > size) | (ends > size)
             wrong |= pointers % self.dtype.itemsize != 0
             if wrong.any():
@@ -159,12 +159,12 @@ class IndexedTokens:
         return int(self._lengths.sum(dtype=np.int64))
 
     def sequence(self, index: int) -> Tokens:
-        """The tokens of sequence `index`, `dtype` [length], a view of the file."""
+        """Return the tokens of sequence `index`, `dtype` [length], a view of the file."""
         start = int(self._pointers[index]) // self.dtype.itemsize
         return self._tokens[start : start + int(self._lengths[index])]
 
     def tokens(self, document: int, start: int = 0, stop: int | None = None) -> Tokens:
-        """Tokens `start` to `stop` - 1 of a document, `dtype` [stop - start]; fewer where the document ends."""
+        """Return tokens `start` to `stop` - 1 of a document, `dtype` [stop - start]; fewer where the document ends."""
         parts = []
         at = 0
         for index in range(int(self._documents[document]), int(self._documents[document + 1])):
@@ -178,17 +178,17 @@ class IndexedTokens:
         return np.concatenate(parts) if parts else np.empty(0, self.dtype)
 
     def document_lengths(self, documents: range) -> NDArray[np.int64]:
-        """Tokens of each document of a contiguous range, int64 [len(documents)]."""
+        """Return the tokens of each document of a contiguous range, int64 [len(documents)]."""
         bounds = self._documents[documents.start : documents.stop + 1]
         ends = np.concatenate([[0], np.cumsum(self._lengths[bounds[0] : bounds[-1]], dtype=np.int64)])
         return np.diff(ends[bounds - bounds[0]])
 
     @cached_property
     def fingerprint(self) -> str:
-        """An identity of the corpus, hexadecimal: the whole index, and of the tokens their size and samples.
+        """Return an identity of the corpus, hexadecimal: of the whole index, and of size and samples of the tokens.
 
-        Terabytes of tokens are not read for it; two corpora with equal lengths of all documents and equal tokens at all
-        sampled places have the same fingerprint (the sidecar of `triaxis prepare` has the full sha256).
+        Terabytes of tokens are not read. Corpora with equal lengths of all documents and equal tokens at all sampled places have
+        the same fingerprint (the sidecar of `triaxis prepare` has the full sha256).
         """
         digest = hashlib.sha256()
         with self._idx_path.open("rb") as handle:
@@ -204,13 +204,13 @@ class IndexedTokens:
 
 
 class IndexedWriter:
-    """Writes one `.bin/.idx` pair, one sequence per document; a context manager that leaves a whole pair or none.
+    """A writer of one `.bin/.idx` pair, one sequence per document; a context manager that leaves a whole pair or none.
 
-    An exception inside the `with` block removes what was written. An older pair of the same name stays in place until
-    the new one is complete; its `.idx` then goes first, so that no old index ever describes a new `.bin`.
+    An exception inside the `with` block removes the partial files. An older pair stays in place until the new one is complete; its
+    `.idx` is removed first, so that no old index ever describes a new `.bin`.
 
     Args:
-        prefix: the common path of the pair, without the ending; the folder must exist.
+        prefix: the common path of the pair, without the ending, in an existing folder.
         dtype: an integer dtype of `DTYPE_CODES`; see `smallest_dtype`.
     """
 
@@ -261,7 +261,7 @@ class IndexedWriter:
 
     @property
     def bin_sha256(self) -> str:
-        """Hexadecimal sha256 of the `.bin` as written so far."""
+        """Return the hexadecimal sha256 of the `.bin` as written so far."""
         return self._sha256.hexdigest()
 
     def _write_index(self) -> None:

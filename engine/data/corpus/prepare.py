@@ -1,12 +1,12 @@
-"""From text files to one corpus: tokenized by several processes, the same bytes for any number of them (no torch here).
+"""The preparation of a corpus from text files, by processes whose number does not change a byte (no torch here).
 
     files --plan--> pieces of about 1 MB --units--> worker 0: encode  \\
       .txt (any name): one document             worker 1: encode   >--in the order of the plan--> PREFIX.bin, .idx, .json
       .jsonl: a document per line               worker 2: encode  /
 
-The plan depends on the files alone, and results are written in the order of the plan: 1 and 32 workers give the same
-corpus. Everything that can be refused is refused before the first token; PREFIX.json, written last, says that the corpus
-is complete, what it was made of and what its hashes are, and decides whether a second start has anything to do.
+The plan depends only on the files, and results are written in its order: 1 and 32 workers give the same corpus. Everything that can
+be refused is refused before the first token. PREFIX.json, written last, marks the corpus as complete, records its inputs and
+hashes, and decides whether a second start has anything to do.
 """
 
 import glob
@@ -28,28 +28,28 @@ from engine.errors import DataError, shown
 from engine.storage.files import locked, sha256_of_file, write_atomically
 
 UNIT_BYTES = 2**20
-"""Input bytes per unit of work: large against the cost of handing it over, small against a worker's memory."""
+"""Input bytes per unit of work: large against the cost of passing it on, small against a worker's memory."""
 MOST_WORKERS = 1024
-"""Processes that encode; no node has more cores by far."""
+"""Most processes that encode, far above the cores of any node."""
 
 UNITS_AHEAD = 3
-"""Units per worker that are encoded before their turn to be written."""
+"""Units per worker that are encoded ahead of writing."""
 NAMES_SHOWN = 5
 
 Progress = Callable[[int, int], None]
-"""progress(bytes of input done, documents written)"""
+"""Called as progress(bytes of input done, documents written)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareRequest:
-    """What to make of what."""
+    """Inputs, tokenizer and output of a preparation."""
 
     files: tuple[Path, ...]
     tokenizer: str
     output: str
     """Prefix of the corpus."""
     json_key: str = "text"
-    """The field of a .jsonl line that holds the document."""
+    """Field of a .jsonl line that holds the document."""
     eod_token: str | None = None
 
     @property
@@ -59,21 +59,21 @@ class PrepareRequest:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The corpus, and whether it was made now or found complete."""
+    """The corpus, and whether it was complete already."""
 
     record: CorpusRecord
     already_there: bool
 
 
 def find_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
-    """The files that some paths or globs name: in the order of the patterns, sorted within one, each file once.
+    """Return the files of some paths or globs: in the order of the patterns, sorted within one, each file once.
 
     Raises:
-        DataError: a pattern that names no file, a folder, or files that are empty or unreadable (all are named).
+        DataError: a pattern names no file or a folder, or files are empty or unreadable (all are named).
     """
     found: dict[Path, None] = {}
     for pattern in patterns:
-        # Path.glob knows no absolute patterns.
+        # Path.glob accepts no absolute patterns.
         names = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
         matches = [Path(name) for name in names] or [Path(pattern)]
         files = [path for path in matches if path.is_file()]
@@ -99,7 +99,7 @@ def find_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
 
 
 def plan(files: Sequence[Path]) -> list[Unit]:
-    """Units of about UNIT_BYTES, a function of the files alone. A text file is never cut; a .jsonl is, at any byte."""
+    """Return units of about UNIT_BYTES, a function of the files alone. Text files are never cut; a .jsonl is, at any byte."""
     units: list[Unit] = []
     pieces: list[Piece] = []
     num_bytes = 0
@@ -117,15 +117,14 @@ def plan(files: Sequence[Path]) -> list[Unit]:
 
 
 def prepare(request: PrepareRequest, *, num_workers: int, force: bool = False, progress: Progress) -> Prepared:
-    """Write the corpus PREFIX.bin, PREFIX.idx and PREFIX.json, or find that it is already complete.
+    """Write the corpus PREFIX.bin, PREFIX.idx and PREFIX.json, or find it complete.
 
-    A second process that prepares the same output waits for the first. After an error or a kill there is no corpus, or
-    the older one.
+    A second process with the same output waits for the first. After an error or a kill there is no corpus, or the older one.
 
     Args:
         request: inputs, tokenizer and output.
         num_workers: processes that encode.
-        force: replace a corpus that was made of something else.
+        force: replace a corpus of other inputs.
         progress: called after every unit.
 
     Raises:
@@ -206,7 +205,7 @@ def _write(request: PrepareRequest, digest: str, num_workers: int, progress: Pro
 
 
 def _encode_all(request: PrepareRequest, dtype: str, num_workers: int) -> Iterator[EncodedUnit]:
-    """The encoded units in the order of the plan, a bounded number of them ahead of the one that is asked for."""
+    """Yield the encoded units in the order of the plan, a bounded number of them encoded ahead."""
     units = iter(plan(request.files))
     # spawn: the caller may have threads or torch loaded, and a fork of that can hang.
     pool = ProcessPoolExecutor(num_workers, mp_context=get_context("spawn"), initializer=start_worker)

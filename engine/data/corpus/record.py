@@ -1,4 +1,4 @@
-"""PREFIX.json, the record beside a corpus: what it was made of, and the hashes that say it is whole (no torch here)."""
+"""PREFIX.json, the record beside a corpus: its inputs, and the hashes that prove it whole (no torch here)."""
 
 import hashlib
 import json
@@ -31,13 +31,13 @@ class CorpusRecord:
     bin_sha256: str
     idx_sha256: str
     request: str
-    """Digest of inputs, tokenizer and key: an equal one asks for the same corpus."""
+    """Digest of inputs, tokenizer and key; equal for equal corpora."""
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
 
     def problem(self, prefix: str) -> str | None:
-        """Reads the whole corpus: what is wrong with it, or None where it is as it was written."""
+        """Read the whole corpus and return its damage, or None where it is as written."""
         for path, expected in ((bin_path(prefix), self.bin_sha256), (idx_path(prefix), self.idx_sha256)):
             if not path.is_file():
                 return f"{path} is missing"
@@ -51,10 +51,10 @@ def record_path(prefix: str) -> Path:
 
 
 def read_record(prefix: str) -> CorpusRecord | None:
-    """The record of a corpus, or None where it has none (a corpus prepared for Megatron, or one not finished).
+    """Return the record of a corpus, or None where it has none (prepared for Megatron, or unfinished).
 
     Raises:
-        DataError: a PREFIX.json that is something else; it is not ours to replace.
+        DataError: PREFIX.json is something else, which must not be replaced.
     """
     path = record_path(prefix)
     if not path.exists():
@@ -72,9 +72,9 @@ def read_record(prefix: str) -> CorpusRecord | None:
 
 
 def request_digest(files: Sequence[Path], tokenizer_identity: str, json_key: str) -> str:
-    """Hexadecimal sha256 of all that decides a corpus: files in order (path, size, time of change), tokenizer, key.
+    """Return the hexadecimal sha256 of all inputs of a corpus: files in order (path, size, time of change), tokenizer, key.
 
-    Contents are not read: inputs may be terabytes. A file that was touched counts as another one.
+    Contents are not read, since inputs may be terabytes; a touched file counts as another one.
     """
     inputs = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return hashlib.sha256(json.dumps([FORMAT, inputs, tokenizer_identity, json_key]).encode()).hexdigest()

@@ -1,9 +1,9 @@
-"""The real text that is on every machine: the sources of Python's standard library; and how hard a text is (no torch here).
+"""A real text on every machine, the sources of Python's standard library; and the entropies of a text (no torch here).
 
     <stdlib>/**/*.py, sorted, up to `max_bytes`  -->  files in an order that their names' hashes give  -->  prepare
 
-Sorted first, so that a machine with the same Python takes the same files; then shuffled, because a split by documents
-holds back the last ones, and the last names of the alphabet are not like the others (encodings, idlelib, tests).
+Sorted first, so that the same Python gives the same files; then shuffled, because a split by documents holds back the last ones,
+and the last names of the alphabet are not like the others (encodings, idlelib, tests).
 """
 
 import hashlib
@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.data.corpus.indexed import IndexedTokens
-from engine.data.corpus.prepare import Prepared, PrepareRequest, Progress, prepare
 from engine.errors import DataError
 
 STDLIB_BYTES = 12_000_000
@@ -29,13 +28,13 @@ NOT_STDLIB = {"site-packages", "dist-packages"}
 
 
 def stdlib_files(max_bytes: int = STDLIB_BYTES) -> tuple[Path, ...]:
-    """Sources of the running Python's standard library, at most `max_bytes` together, in the order of a hash.
+    """Return sources of the running Python's standard library, at most `max_bytes` together, in the order of a hash.
 
-    In a virtual environment these are the sources of the Python that it was made from. Empty files, and the few that
-    are meant not to be UTF-8 (test data), are left out.
+    In a virtual environment these are the sources of its base Python. Empty files, and the few that are deliberately not UTF-8
+    (test data), are left out.
 
     Raises:
-        DataError: this Python has no sources (some minimal or frozen builds), or `max_bytes` admits none.
+        DataError: this Python has no sources (a minimal or frozen build), or `max_bytes` admits none.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     names = sorted(path.relative_to(root).as_posix() for path in _sources(root))
@@ -58,7 +57,7 @@ def stdlib_files(max_bytes: int = STDLIB_BYTES) -> tuple[Path, ...]:
 
 def _sources(root: Path) -> Iterator[Path]:
     for folder, below, names in os.walk(root):
-        # Installed packages lie below the library, and may be far larger: not even entered.
+        # Installed packages are below the library and may be far larger, so they are not even entered.
         below[:] = [name for name in below if name not in NOT_STDLIB]
         yield from (Path(folder, name) for name in names if name.endswith(".py"))
 
@@ -71,30 +70,12 @@ def _is_utf8(content: bytes) -> bool:
     return True
 
 
-def _no_progress(done_bytes: int, num_documents: int) -> None:
-    """For callers that show nothing."""
-
-
-def prepare_stdlib(
-    prefix: str,
-    tokenizer: str = "bytes",
-    max_bytes: int = STDLIB_BYTES,
-    *,
-    num_workers: int = 1,
-    force: bool = False,
-    progress: Progress = _no_progress,
-) -> Prepared:
-    """Prepare the standard library's sources as the corpus `prefix`; see `stdlib_files` and `prepare`."""
-    request = PrepareRequest(stdlib_files(max_bytes), tokenizer, prefix)
-    return prepare(request, num_workers=num_workers, force=force, progress=progress)
-
-
 @dataclass(frozen=True, slots=True)
 class Entropies:
-    """What a model without, with no and with one token of context can reach, in nats per token."""
+    """The losses that models without, with no and with one token of context can reach, in nats per token."""
 
     uniform: float
-    """ln(vocab_size): the loss of a model that knows nothing, where training begins."""
+    """ln(vocab_size): the loss of an untrained model, where training begins."""
     unigram: float
     """Entropy of the token frequencies: the best loss without any context."""
     bigram: float
@@ -102,15 +83,14 @@ class Entropies:
 
 
 def entropies(tokens: str | NDArray[np.integer[Any]], vocab_size: int, max_tokens: int = ENTROPY_TOKENS) -> Entropies:
-    """Entropies of the empirical frequencies of a corpus (Shannon 1948, H(X) and H(X_t | X_{t-1})), in nats per token.
+    """Compute entropies of the frequencies of a corpus (Shannon 1948, H(X) and H(X_t | X_{t-1})), in nats per token.
 
-    They are those of the very text that was counted, and so a little low for text that was not: the more, the larger
-    the vocabulary.
+    They are exact for the counted text, and a little low for other text: the more, the larger the vocabulary.
 
     Args:
-        tokens: a prefix, or the tokens themselves, integers [n].
+        tokens: a prefix, or the tokens, integers [n].
         vocab_size: of the tokenizer, without padding.
-        max_tokens: only the first so many tokens of the corpus are counted.
+        max_tokens: only this many tokens are counted, from the first on.
 
     Raises:
         DataError: fewer than two tokens, or one outside the vocabulary.
@@ -125,7 +105,7 @@ def entropies(tokens: str | NDArray[np.integer[Any]], vocab_size: int, max_token
         )
     first = _entropy(np.bincount(ids[:-1]))
     pairs = ids[:-1] * vocab_size + ids[1:]
-    # A table of all pairs is several times as fast as sorting them, while it is not much larger than the text.
+    # A table of all pairs is several times as fast as sorting, while not much larger than the text.
     small = vocab_size**2 <= LARGEST_PAIR_TABLE
     both = _entropy(np.bincount(pairs) if small else np.unique(pairs, return_counts=True)[1])
     return Entropies(uniform=math.log(vocab_size), unigram=_entropy(np.bincount(ids)), bigram=both - first)
@@ -143,6 +123,6 @@ def _first_tokens(corpus: IndexedTokens, max_tokens: int) -> NDArray[np.integer[
 
 
 def _entropy(counts: NDArray[np.int64]) -> float:
-    """Entropy of frequencies in nats."""
+    """Return the entropy of frequencies in nats."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())

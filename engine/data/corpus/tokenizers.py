@@ -1,10 +1,10 @@
 """Text to token ids and back: bytes, or a Hugging Face `tokenizers` .json (no torch here).
 
     load_tokenizer("bytes")            ids 0 .. 255 are the bytes of UTF-8, 256 ends a document; vocab_size 257
-    load_tokenizer("tokenizer.json")   ids of the file; one of END_OF_DOCUMENT_NAMES, or the token named, ends a document
+    load_tokenizer("tokenizer.json")   ids of the file; one of END_OF_DOCUMENT_NAMES, or a named token, ends a document
 
-Text is data: a document that spells the name of a special token gets the ids of its characters, never that token, so
-that no text can end its own document.
+Text is data: a document that spells the name of a special token gets the ids of its characters, never that token. So no text can
+end its own document.
 """
 
 import hashlib
@@ -15,25 +15,25 @@ from engine.errors import DataError
 from engine.storage.files import sha256_of_file
 
 END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
-"""Tried in this order where none is given."""
+"""Names of the token, tried in this order where none is given."""
 
 
 class Tokenizer(Protocol):
-    """What the data room and generation need of a tokenizer."""
+    """A tokenizer, as the data room and generation use it."""
 
     vocab_size: int
     """Largest id + 1."""
     eod_id: int
-    """The id that ends a document."""
+    """Id that ends a document."""
     identity: str
-    """Hexadecimal sha256 of what decides the ids; equal where two tokenizers encode alike."""
+    """Hexadecimal sha256 of everything that decides the ids; equal where two tokenizers encode alike."""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without an end-of-document id."""
+        """Return the ids of a text, without an end-of-document id."""
         ...
 
     def decode(self, ids: list[int]) -> str:
-        """The text of some ids; the end-of-document id and ids of the padded vocabulary give no text."""
+        """Return the text of some ids; the end-of-document id and ids of the padded vocabulary give none."""
         ...
 
 
@@ -49,19 +49,19 @@ class BytesTokenizer:
         return list(text.encode())
 
     def decode(self, ids: list[int]) -> str:
-        """Bytes that are no UTF-8 (a model may write any) become the replacement character."""
+        """Return the text; bytes that are no UTF-8 (a model may write any) become the replacement character."""
         return bytes(token for token in ids if token < 256).decode(errors="replace")
 
 
 class JsonTokenizer:
-    """A tokenizer of the Hugging Face `tokenizers` library, from its .json file.
+    """A tokenizer of the Hugging Face `tokenizers` library from its .json file.
 
     Args:
         path: the file.
-        eod_token: the token that ends a document; none: the first of END_OF_DOCUMENT_NAMES that it has.
+        eod_token: the token that ends a document; None: the first of END_OF_DOCUMENT_NAMES that it has.
 
     Raises:
-        DataError: no such file, not a tokenizer, or no token that ends a document.
+        DataError: no such file, no tokenizer, or no token that ends a document.
     """
 
     def __init__(self, path: Path, eod_token: str | None = None) -> None:
@@ -92,7 +92,7 @@ class JsonTokenizer:
 
 
 def check_tokenizer(path: Path, vocab_size: int) -> None:
-    """Check that a tokenizer.json of another model can be read and that the model has an embedding for each of its ids.
+    """Check that another model's tokenizer.json is readable and that the model has an embedding for each of its ids.
 
     Raises:
         DataError: the file is no tokenizer, or has ids of `vocab_size` or above.
@@ -107,7 +107,7 @@ def check_tokenizer(path: Path, vocab_size: int) -> None:
 
 def _open(path: Path) -> Any:
     """Read a tokenizer of the `tokenizers` library; DataError where there is none."""
-    import tokenizers  # 10 MB of native code: only for those who have a .json
+    import tokenizers  # 10 MB of native code, only needed for a .json
 
     if not path.is_file():
         raise DataError(
@@ -130,7 +130,7 @@ def _vocab_size(tokenizer: Any) -> int:
 
 
 def load_tokenizer(name: str, eod_token: str | None = None) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` or `--tokenizer` names: `bytes`, or the path of a tokenizers .json.
+    """Return the tokenizer that `data.tokenizer` or `--tokenizer` names: `bytes`, or the path of a tokenizers .json.
 
     Raises:
         DataError: see `JsonTokenizer`; or an end-of-document token for bytes, which have their own.

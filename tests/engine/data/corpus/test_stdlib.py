@@ -9,7 +9,8 @@ import pytest
 
 from engine.data.corpus import stdlib as corpus
 from engine.data.corpus.indexed import IndexedTokens
-from engine.data.corpus.stdlib import entropies, prepare_stdlib, stdlib_files
+from engine.data.corpus.prepare import PrepareRequest, prepare
+from engine.data.corpus.stdlib import entropies, stdlib_files
 from engine.errors import DataError
 
 
@@ -28,7 +29,8 @@ def test_stdlib_files_are_sources_up_to_a_size() -> None:
 
 def test_a_split_of_the_stdlib_holds_back_text_like_the_rest(tmp_path: Path) -> None:
     prefix = str(tmp_path / "stdlib")
-    record = prepare_stdlib(prefix, max_bytes=2_000_000).record
+    request = PrepareRequest(stdlib_files(2_000_000), "bytes", prefix)
+    record = prepare(request, num_workers=1, progress=lambda done_bytes, num_documents: None).record
     assert record.num_tokens == record.input_bytes + record.num_documents
     whole = entropies(prefix, 257)
     assert whole.uniform == math.log(257)
