@@ -39,7 +39,7 @@ from engine.run.garbage import GarbageCollection
 from engine.run.phases import Phase
 from engine.telemetry.timing.bubble import Attribution, num_actions
 from engine.telemetry.timing.clocks import HostClock
-from engine.telemetry.timing.marks import Marks
+from engine.telemetry.timing.marks import TimeMarks
 from engine.telemetry.timing.step_times import StepTimes
 from engine.telemetry.timing.time_split import STEP_NUMBERS, USUAL, Tally
 from launch.start.process.ending import run_rank
@@ -86,15 +86,9 @@ def compare(stepping: Stepping, most_rounds: int, seconds: float, log_interval: 
     """Make rounds of three steps, for so many seconds or so many rounds; every rank calls it."""
     engine, batches = stepping.engine, stepping.batches
     topology, clock = engine.topology, CountingClock()
-    times = StepTimes(
-        TelemetryConfig(log_interval=log_interval),
-        topology,
-        engine.schedule,
-        num_steps=NEVER,
-        steps_made=0,
-        clock=clock,
-    )
-    listening = topology.ledger.clock
+    marks = TimeMarks(clock)
+    times = StepTimes(TelemetryConfig(log_interval=log_interval), topology, engine.schedule, marks, num_steps=NEVER)
+    times.begin(0)
     steps_made = 0
 
     def plain_step() -> None:
@@ -103,7 +97,8 @@ def compare(stepping: Stepping, most_rounds: int, seconds: float, log_interval: 
 
     def measured_step() -> None:
         nonlocal steps_made
-        topology.ledger.clock, engine.executor.observer = listening, times.instruction
+        # One engine makes both kinds of steps.
+        topology.ledger._observers, engine.executor.observers = (marks,), (marks.instruction,)
         times.phase(Phase.DATA)
         microbatches = batches.next_step()
         times.phase(Phase.FORWARD_BACKWARD)
@@ -113,7 +108,7 @@ def compare(stepping: Stepping, most_rounds: int, seconds: float, log_interval: 
         times.end_step()
         steps_made += 1
         times.on_step(steps_made)
-        topology.ledger.clock, engine.executor.observer = None, None
+        topology.ledger._observers, engine.executor.observers = (), ()
 
     sides = (measured_step, plain_step, plain_step)
     wall: list[list[float]] = [[], [], []]
@@ -160,14 +155,15 @@ def seconds_per_mark(num_marks: int = 5_000) -> float:
     posted = ledger.post("all_reduce", "tp", "mlp forward", torch.zeros(1), 2)
     best = float("inf")
     for _ in range(5):
-        marks, tally = Marks(clock, lambda step: True, 0), Tally()
+        marks, tally = TimeMarks(clock), Tally()
+        marks.begin(0, is_marked=True)
         marks.phase(Phase.FORWARD_BACKWARD)
         marks.instruction(Action(Kind.F, 0, 0))
         start = time.thread_time()
         for _ in range(num_marks // 2):
             marks.wait_begins(posted)
             marks.wait_ends()
-        marks.end_step()
+        marks.end_step(next_is_marked=False)
         marked = marks.take(1)
         assert marked is not None
         tally.add(1, marked.doings, clock.elapsed(marked.marks))

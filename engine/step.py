@@ -41,7 +41,7 @@ from engine.optimizer.clip import clip_factor
 from engine.optimizer.distributed import DistributedOptimizer
 from engine.optimizer.grad_buffer import GradBuffers
 from engine.pipeline.actions import Schedule
-from engine.pipeline.executor import Executor
+from engine.pipeline.executor import Executor, InstructionObserver
 from engine.pipeline.programs import Programs
 from engine.tensor_parallel.parameter import ShardedParameter, WeightGradQueue
 
@@ -228,14 +228,28 @@ class Engine:
     def nominal_tokens(self) -> int:
         return self.plan.tokens_per_step
 
-    def forward_backward(self, microbatches: Sequence[Any]) -> torch.Tensor:
-        """Gradients of one global batch, reduced; returns this rank's [loss sum, tokens], zeros off the last stage."""
+    def forward_backward(
+        self,
+        microbatches: Sequence[Any],
+        observers: Sequence[InstructionObserver] = (),
+        on_grad: Callable[[ShardedParameter], None] | None = None,
+    ) -> torch.Tensor:
+        """Compute and reduce the gradients of one global batch.
+
+        Args:
+            microbatches: this rank's.
+            observers: of the instructions of this step alone (`engine.pipeline.executor.Executor`).
+            on_grad: called with each parameter whose gradient was added (`engine.optimizer.grad_buffer.GradBuffers.start`).
+
+        Returns:
+            This rank's [loss sum, tokens]; zeros off the last stage.
+        """
         self.topology.ledger.reset()
         for chunk in self.chunks:
             chunk.train(True)
-        self.buffers.start(self.plan.num_microbatches)
+        self.buffers.start(self.plan.num_microbatches, on_grad)
         program = self.train_programs.next()
-        losses = self.executor.run(program, microbatches, self._loss, loss_scale=1.0 / self.nominal_tokens)
+        losses = self.executor.run(program, microbatches, self._loss, 1.0 / self.nominal_tokens, observers)
         counts = self._count(losses, microbatches)
         self.buffers.finish()
         return counts

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+import torch
+
 from engine.checkpoint.format.manifest import TrainingState
 from engine.checkpoint.saving import CheckpointSaver
 from engine.comm.agreement import StepFlags
@@ -28,7 +30,7 @@ from engine.optimizer.distributed import DistributedOptimizer
 from engine.optimizer.grad_buffer import GradBuffers
 from engine.optimizer.lr import learning_rate
 from engine.pipeline import schedules
-from engine.pipeline.executor import Executor
+from engine.pipeline.executor import Executor, InstructionObserver
 from engine.pipeline.programs import Programs
 from engine.run.garbage import GarbageCollection
 from engine.run.phases import Phase
@@ -37,25 +39,29 @@ from engine.step import Chunk, Engine, FinishedStep, RollbackRequested, StepResu
 from engine.tensor_parallel.initial_weights import initialize
 from engine.tensor_parallel.parameter import ShardedParameter
 
+TensorObserver = Callable[[torch.Tensor], None]
+
 ModelBuilder = Callable[
-    [Config, Topology, Kernels, Sequence[StageLayers]], tuple[Sequence[Chunk], dict[str, ShardedParameter]]
+    [Config, Topology, Kernels, Sequence[StageLayers], TensorObserver],
+    tuple[Sequence[Chunk], dict[str, ShardedParameter]],
 ]
-"""Builds this rank's chunks (on the meta device) and its parameters by name; `models.gpt.chunk.build_chunks`."""
+"""A builder of this rank's chunks (on the meta device) and its parameters by name; `models.gpt.chunk.build_chunks`."""
 
 
 class Observer(Protocol):
     """A follower of the loop (`engine.telemetry`), called on every rank; steps count from 0.
 
-    `end_step` closes the time of a step. `on_step` has its numbers, later where they were still on the device.
+    `begin` has the number of steps that are made: when the run begins, and again after each rollback. `end_step` closes the time of
+    a step. `on_step` has its numbers, later where they were still on the device.
     """
 
+    def begin(self, steps_made: int) -> None: ...
     def phase(self, phase: Phase) -> None: ...
     def end_step(self) -> None: ...
     def on_step(self, step: int, result: StepResult, lr: float) -> None: ...
     def on_validation(self, step: int, loss: float) -> None: ...
     def on_validation_left_out(self, step: int) -> None: ...
     def on_allocator_retry(self, step: int, num_ranks: int) -> None: ...
-    def on_rollback(self, step: int) -> None: ...
 
 
 class StepGuard(Protocol):
@@ -97,11 +103,19 @@ def build(
     build_model: ModelBuilder,
     fill: Callable[[Iterable[ShardedParameter], int], None] = initialize,
     kernels: Kernels | None = None,
+    observers: Sequence[InstructionObserver] = (),
+    on_saved: TensorObserver = lambda tensor: None,
 ) -> Engine:
     """Assemble the engine of one rank: model chunks with initial weights, buffers, optimizer, schedules.
 
-    `fill` gives the parameters their first values, from a seed (a footprint has none to give). `kernels` are those of the run;
-    None: what `open_kernels` resolves.
+    Args:
+        config: of the run.
+        topology: this rank's groups; its observers follow the waits (`Topology.observed`).
+        build_model: builds the chunks.
+        fill: gives the parameters their first values, from a seed (a footprint has none to give).
+        kernels: of the run; None: what `open_kernels` resolves.
+        observers: follow the instructions of every program that the engine runs.
+        on_saved: called with each tensor that holds device memory for a backward.
 
     Raises:
         ConfigError: a kernel that the configuration names does not run here.
@@ -112,13 +126,12 @@ def build(
     grad_dtype = main_grad_dtype(dtype, config.precision.gradients)
 
     stages = stages_of(config)
-    name = schedules.resolve(config.schedule.name, sizes.vpp)
-    train_schedule = schedules.build(name, sizes.pp, sizes.vpp, plan.num_microbatches)
+    train_schedule = schedules.of_step(config, sizes)
     forward_schedule = schedules.build("forward_only", sizes.pp, sizes.vpp, plan.num_microbatches)
 
     mine = [stages[stage] for stage in train_schedule.placement.stages_on(topology.coordinates.pp)]
     kernels = open_kernels(config, topology) if kernels is None else kernels
-    chunks, parameters = build_model(config, topology, kernels, mine)
+    chunks, parameters = build_model(config, topology, kernels, mine, on_saved)
 
     layouts = layout_parameters(
         [parameter.record for parameter in parameters.values()],
@@ -140,7 +153,7 @@ def build(
         parameters=parameters,
         buffers=buffers,
         optimizer=DistributedOptimizer(buffers, config.optimizer, config.precision, kernels.choices.optimizer),
-        executor=Executor(topology, [chunk.queue for chunk in chunks], activation_shape, dtype),
+        executor=Executor(topology, [chunk.queue for chunk in chunks], activation_shape, dtype, observers),
         train_programs=Programs(train_schedule),
         forward_programs=Programs(forward_schedule),
         count_retries=partial(allocator_retries, topology.device),
@@ -165,6 +178,7 @@ def train(run: TrainingRun, consumed_samples: int, *, validation_is_due: bool = 
         SaveError: the last checkpoint could not be written; on every rank.
     """
     while True:
+        run.observer.begin(consumed_samples // run.engine.plan.samples_per_step)
         with closing(run.open_batches(consumed_samples)) as batches:
             try:
                 stopped = train_steps(run, batches, validation_is_due=validation_is_due)
@@ -172,7 +186,6 @@ def train(run: TrainingRun, consumed_samples: int, *, validation_is_due: bool = 
             except RollbackRequested as request:
                 run.checkpoints.settle()
                 state = run.rollback(request)
-                run.observer.on_rollback(state.step)
                 consumed_samples, validation_is_due = state.consumed_samples, state.validation_is_due
 
 

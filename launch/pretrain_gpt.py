@@ -46,8 +46,8 @@ from launch.rank.join import Rank, join_run
 from launch.rank.memory_snapshot import open_memory_snapshot
 from launch.rank.out_of_memory import explaining_memory
 from launch.rank.sample_text import write_sample
-from launch.rank.step_times import finish_step_times, open_memory_check, open_slow_ranks, open_step_times
-from launch.rank.watchers import open_watchers
+from launch.rank.step_times import finish_step_times, open_memory_check, open_slow_ranks
+from launch.rank.watchers import Watchers
 from launch.start.launcher import FROM_SCRATCH
 from launch.start.preflight import refuse_without_gpu
 from launch.start.process.ending import WayOut, print_error, run_rank
@@ -72,8 +72,9 @@ def main(argv: Sequence[str]) -> int:
             if rank.number == 0:
                 print(directory.finished_message())
             return 0
-        with rank_log(directory.rank_log(rank.number), show=rank.number == 0) as streams, _printing_errors():
-            return _train(rank, directory, streams, way_out)
+        log = rank_log(directory.rank_log(rank.number), show=rank.number == 0)
+        with log as streams, _printing_errors(), closing(Watchers(rank, directory)) as watchers:
+            return _train(rank, directory, watchers, streams, way_out)
 
 
 @contextmanager
@@ -86,7 +87,7 @@ def _printing_errors() -> Iterator[None]:
         raise ExplainedError(code_of(error)) from error
 
 
-def _train(rank: Rank, directory: RunDirectory, streams: Streams, way_out: WayOut) -> int:
+def _train(rank: Rank, directory: RunDirectory, watchers: Watchers, streams: Streams, way_out: WayOut) -> int:
     """Build, begin, train; returns the exit code."""
     config, topology = rank.config, rank.topology
     stop, stopped = StopRequest(rank.number), None
@@ -95,7 +96,7 @@ def _train(rank: Rank, directory: RunDirectory, streams: Streams, way_out: WayOu
     )
     explaining = partial(explaining_memory, config, topology, open_memory_snapshot(rank, directory))
     with way_out.bounded(), explaining():
-        engine = build(rank.resolved, topology, build_chunks)
+        engine = build(rank.resolved, watchers.topology, build_chunks, observers=watchers.observers)
     described = describe(engine)
     meter = Meter(
         rank.resolved,
@@ -153,7 +154,18 @@ def _train(rank: Rank, directory: RunDirectory, streams: Streams, way_out: WayOu
         with closing(CheckpointSaver(engine, directory.checkpoints(config), facts, notices)) as checkpoints:
             stop.listen()
             stopped = _train_and_report(
-                engine, datasets, beginning, facts, checkpoints, directory, telemetry, meter, stop, explaining, way_out
+                engine,
+                datasets,
+                beginning,
+                facts,
+                checkpoints,
+                directory,
+                telemetry,
+                meter,
+                watchers,
+                stop,
+                explaining,
+                way_out,
             )
     except CheckpointError as error:
         telemetry.event("failed", error=f"CheckpointError: {error}")
@@ -184,6 +196,7 @@ def _train_and_report(
     directory: RunDirectory,
     telemetry: Telemetry,
     meter: Meter,
+    watchers: Watchers,
     stop: StopRequest,
     explaining: Callable[[Engine], AbstractContextManager[None]],
     way_out: WayOut,
@@ -192,25 +205,19 @@ def _train_and_report(
     valid = datasets.valid
     trouble = TroubleNotices(telemetry)
 
-    heartbeat, hang_watch = open_hang_watch(engine, directory, telemetry)
-
-    def reread(consumed_samples: int) -> Batches:
-        return open_batches(config, engine.topology, datasets.train, consumed_samples, history.skipped)
+    hang_watch = open_hang_watch(engine, watchers.heartbeat, directory, telemetry)
 
     def open_training(consumed_samples: int) -> Batches:
-        heartbeat.begin(consumed_samples // engine.plan.samples_per_step)
-        return reread(consumed_samples)
+        return open_batches(config, engine.topology, datasets.train, consumed_samples, history.skipped)
 
-    guard = Guard(engine, history, reread, trouble)
+    guard = Guard(engine, history, open_training, trouble)
     rollback = Rollback(engine, directory.checkpoints(config), facts.data, history, trouble)
-    times = open_step_times(engine, directory, beginning.state.step)
-    heartbeat.listen(engine.topology.ledger)
-    watchers = open_watchers(engine, directory, telemetry, beginning.state.step, times, heartbeat)
+    times, notices = watchers.times, watchers.notices(telemetry)
     observer = TrainingObserver(
         telemetry,
         meter,
         engine.topology.device,
-        watchers=watchers,
+        watchers=(*watchers.steps, *notices),
         times=times,
         slow_ranks=open_slow_ranks(engine, times),
         memory=open_memory_check(engine),
@@ -226,8 +233,9 @@ def _train_and_report(
             finish_step_times(times, directory, telemetry)
     finally:
         hang_watch.close()
-        for watcher in watchers:
-            watcher.close()
+        watchers.close()
+        for notice in notices:
+            notice.close()
     seconds = time.monotonic() - started_seconds
     telemetry.flush()
     held = peak_memory_of_ranks(engine.topology)

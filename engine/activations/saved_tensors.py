@@ -40,9 +40,7 @@ class SavedTensors:
         host: takes the moved tensors; None: none is moved.
         min_bytes: smaller tensors are not moved.
         weights: returns this rank's weights, which are never moved; called when the first layer moves its tensors.
-
-    Attributes:
-        observer: called with each tensor that holds device memory for a backward; memory accounting sets it.
+        on_saved: called with each tensor that holds device memory for a backward.
     """
 
     def __init__(
@@ -51,11 +49,12 @@ class SavedTensors:
         host: HostMemory | None = None,
         min_bytes: int = 1,
         weights: Callable[[], Iterable[torch.Tensor]] = tuple,
+        on_saved: Callable[[torch.Tensor], None] = lambda tensor: None,
     ) -> None:
         self.parts = frozenset(parts)
         self.host = host
         self.min_bytes = min_bytes
-        self.observer: Callable[[torch.Tensor], None] = lambda tensor: None
+        self._on_saved = on_saved
         self._weights = weights
         self._weight_storages: frozenset[int] | None = None
         self._has_hooks = bool(self.parts - {ATTENTION})
@@ -77,7 +76,7 @@ class SavedTensors:
         """
         if not torch.is_grad_enabled():
             return function(x)
-        layer = _Layer(self.host if moves else None, self.observer)
+        layer = _Layer(self.host if moves else None, self._on_saved)
         if moves:
             layer.stays = set(self._storages_of_weights())
             # A leaf came from another stage: the executor holds it for its gradient.
@@ -141,7 +140,7 @@ class SavedTensors:
             return _View.of(tensor, source)
         # Autograd may pass a node's own output, whose history would keep the node alive for ever.
         tensor = tensor.detach()
-        self.observer(tensor)
+        self._on_saved(tensor)
         layer = self._open
         assert layer is not None, "a layer's hooks are active in its forward alone"
         if layer.host is None or storage.nbytes() < self.min_bytes or storage._cdata in layer.stays:
@@ -241,12 +240,12 @@ class _Layer:
 
     Attributes:
         host: takes them; None where the layer moves nothing.
-        observer: called with each tensor that has come back.
+        on_saved: called with each tensor that has come back.
         stays: identities of storages that are not moved.
     """
 
     host: HostMemory | None
-    observer: Callable[[torch.Tensor], None]
+    on_saved: Callable[[torch.Tensor], None]
     stays: set[int] = field(default_factory=set)
     _moved: dict[int, OffloadedStorage] = field(default_factory=dict)
     _mark: Mark = None
@@ -277,7 +276,7 @@ class _Layer:
             self._is_fetched = True
             for each in self._moved.values():
                 assert each.tensor is not None
-                self.observer(each.tensor)
+                self.on_saved(each.tensor)
 
     def need(self) -> None:
         """Wait for the copies at the start of the layer's backward, and drop them: autograd's users hold what they need."""

@@ -7,6 +7,7 @@ place that knows it. Each call is labelled with its purpose and written to the `
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Literal
 
 import torch
@@ -97,6 +98,12 @@ class Axis:
         self.ledger = ledger
         assert (group is None) == (self.size == 1), "a group of one rank needs no process group, any other does"
         self._backend = None if group is None else Backend(name, group, self.ranks, carrier)
+
+    def with_ledger(self, ledger: Ledger) -> "Axis":
+        """Return this axis, same process group included, with another ledger."""
+        axis = copy(self)
+        axis.ledger = ledger
+        return axis
 
     def connect(self, device: torch.device) -> None:
         """Open the connections now, so that a missing peer shows at start and not in the first step."""

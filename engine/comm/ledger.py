@@ -7,6 +7,7 @@
 A call is written down as it was made, with nothing derived from it.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 Op = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send", "recv"]
@@ -38,22 +39,18 @@ class Event(NamedTuple):
     group_call: int = -1
 
 
-class WaitClock(Protocol):
-    """A measure of how long a rank waits for its calls (`engine.telemetry.timing.marks`)."""
+class WaitObserver(Protocol):
+    """A follower of the calls that a rank waits for."""
 
     def wait_begins(self, posted: Event) -> None: ...
     def wait_ends(self) -> None: ...
 
 
 class Ledger:
-    """The calls of one rank.
+    """The calls of one rank; `observers` follow its waits, each in turn."""
 
-    Attributes:
-        clock: told when the rank begins to wait for a call and when it goes on; None: nobody measures.
-    """
-
-    def __init__(self) -> None:
-        self.clock: WaitClock | None = None
+    def __init__(self, observers: Sequence[WaitObserver] = ()) -> None:
+        self._observers = tuple(observers)
         self.events: list[Event] = []
         self._num_calls = 0
 
@@ -74,14 +71,14 @@ class Ledger:
 
     def wait_begins(self, posted: Event) -> None:
         """Note that the rank needs the result of a call now."""
-        if self.clock is not None:
-            self.clock.wait_begins(posted)
+        for observer in self._observers:
+            observer.wait_begins(posted)
 
     def wait_ends(self, posted: Event) -> None:
         """Write down that the rank has the result of a call."""
         self.events.append(posted._replace(phase="wait"))
-        if self.clock is not None:
-            self.clock.wait_ends()
+        for observer in self._observers:
+            observer.wait_ends()
 
     def mark(self, op: str, purpose: str) -> None:
         """Write down a point of the computation."""

@@ -19,6 +19,7 @@ All connections that a step uses are opened here, so that no call of a step hold
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from engine.comm.collectives import Axis
-from engine.comm.ledger import Ledger
+from engine.comm.ledger import Ledger, WaitObserver
 from engine.comm.staging import Carrier, Staging
 from engine.comm.store_agreement import compare_group_counts
 from engine.errors import TopologyError
@@ -158,6 +159,14 @@ class Topology:
         if name not in AXIS_NAMES:
             raise TopologyError(f"there is no axis {name!r} in any layout; the axes are {', '.join(AXIS_NAMES)}.")
         return self._axes.get(name)
+
+    def observed(self, observers: Sequence[WaitObserver]) -> "Topology":
+        """Return the same place and groups with a ledger of its own, whose waits `observers` follow; this one closes the groups."""
+        topology = copy(self)
+        topology.ledger = Ledger(observers)
+        topology._axes = {name: axis.with_ledger(topology.ledger) for name, axis in self._axes.items()}
+        topology._groups, topology._carriers = {}, {}
+        return topology
 
     def close(self) -> None:
         """Destroy the groups of this topology (not torch's default group)."""

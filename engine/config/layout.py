@@ -106,7 +106,7 @@ def schedule_problems(name: str, vpp: int) -> Iterator[Problem]:
     is_interleaved = IS_INTERLEAVED.get(name)
     if is_interleaved is None or is_interleaved == (vpp > 1):
         return
-    other = next(name for name, is_other in reversed(IS_INTERLEAVED.items()) if is_other != is_interleaved)
+    other = next(other for other in ("1f1b", "interleaved") if IS_INTERLEAVED[other] != is_interleaved)
     if is_interleaved:
         rule = "interleaves the model chunks of a rank, but parallel.vpp = 1: there is nothing to interleave"
     else:

@@ -135,5 +135,10 @@ class Batches:
 
     @staticmethod
     def _map(microbatch: MicroBatch, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
-        names = ("tokens", "labels", "loss_mask", "position_ids")
-        return replace(microbatch, **{name: change(getattr(microbatch, name)) for name in names})
+        return replace(
+            microbatch,
+            tokens=change(microbatch.tokens),
+            labels=change(microbatch.labels),
+            loss_mask=change(microbatch.loss_mask),
+            position_ids=change(microbatch.position_ids),
+        )

@@ -77,7 +77,6 @@ class GradBuffers:
 
     Attributes:
         dtype: of the weights.
-        observer: told of each gradient that was added, before anybody reduces it.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class GradBuffers:
         self.dp = dp
         self.dtype = dtype
         self.device = device
-        self.observer: Callable[[ShardedParameter], None] | None = None
+        self._on_grad: Callable[[ShardedParameter], None] | None = None
         self.buffers: list[FlatBuffer] = []
         self._places: dict[str, _Place] = {}
         for layout in layouts:
@@ -117,8 +116,12 @@ class GradBuffers:
                         self,
                     )
 
-    def start(self, num_microbatches: int) -> None:
-        """Begin a step: main grads are old, and `num_microbatches` gradients are expected per use of each parameter."""
+    def start(self, num_microbatches: int, on_grad: Callable[[ShardedParameter], None] | None = None) -> None:
+        """Begin a step: main grads are old, and `num_microbatches` gradients are expected per use of each parameter.
+
+        `on_grad` is called in this step with each parameter whose gradient was added, before its bucket is reduced.
+        """
+        self._on_grad = on_grad
         for buffer in self.buffers:
             for bucket in buffer.buckets:
                 bucket.missing = 0
@@ -133,8 +136,8 @@ class GradBuffers:
 
     def grad_added(self, parameter: ShardedParameter) -> None:
         """One use of the parameter has added its gradient of one microbatch."""
-        if self.observer is not None:
-            self.observer(parameter)
+        if self._on_grad is not None:
+            self._on_grad(parameter)
         place = self._places[parameter.record.name]
         place.missing -= 1
         assert place.missing >= 0, f"{parameter.record.name}: a gradient more than microbatches x uses was added"

@@ -25,6 +25,8 @@ from engine.pipeline.lowering import Instruction, Post, Program
 from engine.pipeline.p2p import StageTensor, Transport
 from engine.tensor_parallel.parameter import WeightGradQueue
 
+InstructionObserver = Callable[[Instruction | None], None]
+
 
 class ChunkFunction(Protocol):
     """Runs chunk number `chunk` of this rank on one microbatch; `x` is None on the first stage."""
@@ -48,24 +50,34 @@ class Executor:
         queues: the weight-gradient queue of each chunk of this rank.
         shape: of an activation between stages, [s(/t), b, h].
         dtype: of activations.
+        observers: called with each instruction before it runs, and with None after the last.
 
     Attributes:
-        observer: told of each instruction before it runs, and of None when the last one has run.
-        running: the instruction that runs, for who asks what went wrong; None between two programs.
+        running: the instruction that runs, for reports of errors; None between two programs.
     """
 
     def __init__(
-        self, topology: Topology, queues: Sequence[WeightGradQueue], shape: tuple[int, ...], dtype: torch.dtype
+        self,
+        topology: Topology,
+        queues: Sequence[WeightGradQueue],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        observers: Sequence[InstructionObserver] = (),
     ) -> None:
         self.topology = topology
         self.queues = queues
         self.shape = shape
         self.dtype = dtype
-        self.observer: Callable[[Instruction | None], None] | None = None
+        self.observers = tuple(observers)
         self.running: Instruction | None = None
 
     def run(
-        self, program: Program, microbatches: Sequence[Any], function: ChunkFunction, loss_scale: float = 1.0
+        self,
+        program: Program,
+        microbatches: Sequence[Any],
+        function: ChunkFunction,
+        loss_scale: float = 1.0,
+        observers: Sequence[InstructionObserver] = (),
     ) -> list[torch.Tensor]:
         """Run the program; gradients go to the main grads.
 
@@ -74,11 +86,12 @@ class Executor:
             microbatches: one batch per microbatch; every stage gets it.
             function: runs a chunk.
             loss_scale: the gradient of each output of the last stage.
+            observers: of this run alone, beside those of the executor.
 
         Returns:
             The last stage's outputs in microbatch order, detached; empty on ranks that do not hold it.
         """
-        return _Run(self, program, microbatches, function, loss_scale).run()
+        return _Run(self, program, microbatches, function, loss_scale, observers).run()
 
 
 class _Run:
@@ -91,6 +104,7 @@ class _Run:
         microbatches: Sequence[Any],
         function: ChunkFunction,
         loss_scale: float,
+        observers: Sequence[InstructionObserver],
     ) -> None:
         self.executor = executor
         topology = executor.topology
@@ -104,7 +118,7 @@ class _Run:
         self.function = function
         self.loss_scale = loss_scale
         self.queues = executor.queues
-        self.observe = executor.observer or (lambda instruction: None)
+        self.observers = (*executor.observers, *observers)
         self.transport = Transport(
             {"forward": topology.axis("pp_forward"), "backward": topology.axis("pp_backward")},
             executor.shape,
@@ -119,7 +133,8 @@ class _Run:
         with torch.set_grad_enabled(not self.forward_only):
             for instruction in self.instructions:
                 self.executor.running = instruction
-                self.observe(instruction)
+                for observe in self.observers:
+                    observe(instruction)
                 if isinstance(instruction, Post):
                     self.transport.post(instruction)
                 elif instruction.kind is Kind.F:
@@ -129,7 +144,8 @@ class _Run:
                 else:
                     self.backward(instruction)
             self.executor.running = None
-            self.observe(None)
+            for observe in self.observers:
+                observe(None)
         self.transport.finish()
         assert not self.kept and not self.deferred, "a forward without backward, or deferred work without a W"
         return [self.outputs[microbatch] for microbatch in sorted(self.outputs)]

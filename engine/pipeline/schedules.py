@@ -13,7 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from engine.config.layout import IS_INTERLEAVED
+from engine.config.plan import batch_plan
+from engine.config.tree import Config
 from engine.errors import ScheduleError
+from engine.layout.rank_grid import ParallelSizes
 from engine.pipeline.actions import Action, Kind, Placement, Schedule
 
 
@@ -58,6 +61,12 @@ BUILDERS: Mapping[str, Callable[[int, int, int], Schedule]] = MappingProxyType(
     }
 )
 """By name: the schedule of (pp, vpp, microbatches)."""
+
+
+def of_step(config: Config, sizes: ParallelSizes) -> Schedule:
+    """Build the schedule of a training step."""
+    num_microbatches = batch_plan(config, sizes.dp).num_microbatches
+    return build(resolve(config.schedule.name, sizes.vpp), sizes.pp, sizes.vpp, num_microbatches)
 
 
 def build(name: str, pp: int, vpp: int, num_microbatches: int) -> Schedule:

@@ -74,7 +74,7 @@ def locate(engine: Engine, microbatches: Sequence[Any]) -> Finding:
     """
     watch = _Watch(engine, microbatches)
     with watch.open():
-        engine.forward_backward(microbatches)
+        engine.forward_backward(microbatches, on_grad=watch.grad_added)
     first = watch.first()
     world = engine.topology.axis("world")
     mine = "" if first is None else json.dumps([first.order, first.what, list(first.sample_ids)])
@@ -119,11 +119,9 @@ class _Watch:
             for path, module in cast(nn.Module, chunk).named_modules():
                 title = module_title(cast(nn.Module, chunk), path)
                 hooks.append(module.register_forward_hook(self._after_forward(number, title)))
-        engine.buffers.observer = self._grad_added
         try:
             yield
         finally:
-            engine.buffers.observer = None
             for hook in hooks:
                 hook.remove()
 
@@ -150,7 +148,8 @@ class _Watch:
             words = f"the gradient of {where} (stage {stage}) in the backward of microbatch {action.microbatch}"
             self._look(grad, self._backward_order(action, stage), words, self._sample_ids(action))
 
-    def _grad_added(self, parameter: ShardedParameter) -> None:
+    def grad_added(self, parameter: ShardedParameter) -> None:
+        """Look at the main grad that a gradient was added to."""
         action = self._action()
         if action is not None:
             words = f"the gradient of {parameter.record.name} in the backward of microbatch {action.microbatch}"

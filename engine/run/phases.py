@@ -1,6 +1,8 @@
-"""The phases of the training loop (no torch here)."""
+"""The phases of the training loop, and what follows them (no torch here)."""
 
 from enum import StrEnum
+
+from engine.pipeline.lowering import Instruction
 
 
 class Phase(StrEnum):
@@ -18,3 +20,19 @@ class Phase(StrEnum):
 
 FIRST = Phase.DATA
 """The phase with which a step begins."""
+
+
+class StepWatcher:
+    """A follower of a rank's steps; each of its methods does nothing unless a watcher says otherwise."""
+
+    def begin(self, steps_made: int) -> None:
+        """Follow the run from where it has made `steps_made` steps: at its start, and after a rollback."""
+
+    def phase(self, phase: Phase) -> None:
+        """Follow the loop to its next phase."""
+
+    def instruction(self, instruction: Instruction | None) -> None:
+        """Follow the executor to its next instruction; None: it has run the last."""
+
+    def close(self) -> None:
+        """End what is open; the run is over, perhaps by an error."""

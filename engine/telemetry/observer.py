@@ -19,7 +19,7 @@ from engine.comm.gather import Gathering
 from engine.comm.topology import Topology
 from engine.device.host_copy import to_device
 from engine.numerics.precision import AGREEMENT_DTYPE
-from engine.run.phases import Phase
+from engine.run.phases import Phase, StepWatcher
 from engine.step import StepResult
 from engine.telemetry.outlets.hub import Telemetry
 from engine.telemetry.outlets.memory_check import MemoryCheck
@@ -27,7 +27,6 @@ from engine.telemetry.record.metrics import Meter
 from engine.telemetry.timing.phases import Timers
 from engine.telemetry.timing.slow_ranks import SlowRanks
 from engine.telemetry.timing.step_times import StepTimes
-from engine.telemetry.trace.profile import StepWatcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +45,9 @@ class TrainingObserver:
         telemetry: of this rank.
         meter: what a step's time means for this model.
         device: whose memory is reported.
-        timers: the clock; it runs from now on, so build the observer just before training.
-        watchers: told of the phases, where this rank's steps are traced or named; `times` among them.
-        times: where the time of the steps goes, on all ranks; None: nobody asks.
+        timers: the clock of the phases.
+        watchers: follow the phases; `times` among them.
+        times: measure where the time of the steps goes, on all ranks; None: the configuration has no use for it.
         slow_ranks: compares the ranks, on the logging rank.
         memory: compares the ranks' memory with a prediction, once; None: there is nothing to compare.
 
@@ -79,6 +78,13 @@ class TrainingObserver:
         self._slow_ranks = slow_ranks
         self._memory = memory
         self._ended: deque[_Ended] = deque()
+
+    def begin(self, steps_made: int) -> None:
+        """Begin after `steps_made` steps; after a rollback, discard the posted steps that were not reported yet."""
+        self._timers.end_step()
+        self._ended.clear()
+        for watcher in self._watchers:
+            watcher.begin(steps_made)
 
     def phase(self, phase: Phase) -> None:
         """Follow the loop to its next phase."""
@@ -130,14 +136,6 @@ class TrainingObserver:
                     compute_seconds=slow.seconds,
                     usual_seconds=slow.usual_seconds,
                 )
-
-    def on_rollback(self, step: int) -> None:
-        """The run goes on from a checkpoint with `step` steps: of those that were posted since the last one that was told of,
-        nobody will hear."""
-        self._timers.end_step()
-        self._ended.clear()
-        if self._times is not None:
-            self._times.on_rollback(step)
 
     def on_allocator_retry(self, step: int, num_ranks: int) -> None:
         """Record that memory ran short in step `step`, counted from 0: the next steps run with late receives."""

@@ -96,6 +96,7 @@ class MemoryWatch(TorchDispatchMode):
         self._sites: list[tuple[str, str]] = []
         self._places: Mapping[str, str] = {}
         self._last_child = ""
+        self._logits: Sequence[str] | None = None
         self._first_nodes: list[int] = []
         self._node_places: list[str] = []
         self._forwards: Counter[str] = Counter()
@@ -180,7 +181,7 @@ class MemoryWatch(TorchDispatchMode):
     ) -> Iterator[None]:
         """Name what is saved by the module that was at work, and call it `logits` where the name is one of these.
 
-        What autograd saves is seen by hooks of our own, or told by those whose hooks come before them (`saving`).
+        What autograd saves is seen by hooks of our own, or passed to `on_saved` by those whose hooks come before them (`saving`).
 
         `places` groups operators: the name of a chunk's child -> its place. What a chunk does itself counts to the place of
         the child that ran last, or to that of the name "" before all of them.
@@ -194,20 +195,19 @@ class MemoryWatch(TorchDispatchMode):
                 hooks.append(module.register_forward_hook(self._leave))
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            self._save(tensor, logits)
+            self.on_saved(tensor)
             return tensor
 
-        told = [(each, each.observer) for each in saving]
+        self._logits = logits
         try:
             for each in saving:
-                each.observer = lambda tensor: self._save(tensor, logits)
                 if each.host is not None:
                     each.host.making = self.outside
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 yield
         finally:
-            for each, observer in told:
-                each.observer = observer
+            self._logits = None
+            for each in saving:
                 if each.host is not None:
                     each.host.making = nullcontext
             for hook in hooks:
@@ -268,7 +268,10 @@ class MemoryWatch(TorchDispatchMode):
             if extremes.peak is None or total > extremes.peak.total:
                 extremes.peak = Peak(dict(self.live), "".join(self._site))
 
-    def _save(self, tensor: torch.Tensor, logits: Sequence[str]) -> None:
+    def on_saved(self, tensor: torch.Tensor) -> None:
+        """Name a tensor that holds memory for a backward; outside of `looking_at`, nothing is saved that counts."""
+        if self._logits is None:
+            return
         self._see(tensor)
         storage = self._storages[id(tensor.untyped_storage())]
         if storage.kind not in ("temporaries", "p2p"):
@@ -276,4 +279,4 @@ class MemoryWatch(TorchDispatchMode):
         chunk, module = self._site
         if self._is_first:
             self.saved.append(SavedTensor(chunk + module, tuple(tensor.shape), tensor.dtype, storage.num_bytes))
-        self.label(tensor, "logits" if module.split(".")[0] in logits else "activations")
+        self.label(tensor, "logits" if module.split(".")[0] in self._logits else "activations")

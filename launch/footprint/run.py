@@ -174,7 +174,9 @@ class Footprints:
         with fake_world(rank, self.sizes.world_size), FakeTensorMode(allow_non_fake_inputs=True):
             topology = Topology(self.grid, rank, CPU, kv_heads=config.model.kv_heads)
             with MemoryWatch() as watch:
-                engine = build(config, topology, self.build_model, fill=lambda parameters, seed: None)
+                engine = build(
+                    config, topology, self.build_model, fill=lambda parameters, seed: None, on_saved=watch.on_saved
+                )
                 measured = watch_step(engine, microbatches(engine), watch)
             topology.close()
         return measured
@@ -239,7 +241,7 @@ def microbatches(engine: Engine) -> list[MicroBatch]:
 
 
 def watch_step(engine: Engine, batches: Sequence[MicroBatch], watch: MemoryWatch) -> tuple[Footprint, Recorder]:
-    """Run a whole step under an entered watch, of real or fake tensors; return its footprint and its parts.
+    """Run a whole step under the entered watch that the engine was built with, of real or fake tensors; return it and its parts.
 
     (Real sends end when the network is done, so parts of a real step need not be alike.)
     """
@@ -257,12 +259,10 @@ def watch_step(engine: Engine, batches: Sequence[MicroBatch], watch: MemoryWatch
     at = topology.coordinates
     watch.forget_peak()
     recorder = Recorder(watch, topology.ledger, program, at.pp)
-    engine.executor.observer = recorder
     watch.phase = "gradients"
     modules, saving = [cast(nn.Module, chunk) for chunk in engine.chunks], {chunk.saved for chunk in engine.chunks}
     with watch.looking_at(modules, list(saving), HEAD_MODULES, PLACES):
-        counts = engine.forward_backward(batches)
-    engine.executor.observer = None
+        counts = engine.forward_backward(batches, observers=[recorder])
     recorder.begin_update()
     watch.phase = "optimizer"
     engine.update(counts, lr=1e-3)

@@ -11,17 +11,16 @@ shares no folder with rank 0 do not. Another run that has taken the place meanwh
 import time
 from collections.abc import Callable
 
-from engine.pipeline.lowering import Instruction
 from engine.run.directory import RunDirectory
-from engine.run.phases import Phase
+from engine.run.phases import Phase, StepWatcher
 from engine.telemetry.outlets.hub import Telemetry
 
 LOOK_SECONDS = 1.0
 """Time between two looks, each of two calls of stat."""
 
 
-class DirectoryWatch:
-    """A watcher of steps that looks after the run directory (`engine.telemetry.trace.profile.StepWatcher`).
+class DirectoryWatch(StepWatcher):
+    """A watcher of steps that looks after the run directory.
 
     Args:
         directory: of the run, in which this attempt has begun.
@@ -66,12 +65,6 @@ class DirectoryWatch:
         )
         self._telemetry.event("directory_put_back", message=message)
         self._say(message)
-
-    def instruction(self, instruction: Instruction | None) -> None:
-        """Pass over an instruction; the directory does not depend on it."""
-
-    def close(self) -> None:
-        """Close nothing; the directory's locks are the run's."""
 
     def _say(self, message: str) -> None:
         if self._telemetry.report is not None:

@@ -13,12 +13,17 @@ from engine.telemetry.outlets.hub import Telemetry
 from engine.telemetry.record.events import EventLog
 
 
-def open_hang_watch(engine: Engine, directory: RunDirectory, telemetry: Telemetry) -> tuple[Heartbeat, HangWatch]:
-    """The heartbeat of this rank, and the watch over it, which is to be started."""
-    topology, rank = engine.topology, engine.topology.rank
+def open_heartbeat(rank: int, directory: RunDirectory) -> Heartbeat:
+    """Open the heartbeat of this rank."""
     heartbeat = Heartbeat(folders_of(directory.path), rank, directory.attempt)
     for reason in heartbeat.passed_over:
         print(f"rank {rank}: the heartbeat is in {heartbeat.path.parent} instead of {reason}", file=sys.stderr)
+    return heartbeat
+
+
+def open_hang_watch(engine: Engine, heartbeat: Heartbeat, directory: RunDirectory, telemetry: Telemetry) -> HangWatch:
+    """Make the watch over this rank's heartbeat; it is to be started."""
+    topology, rank = engine.topology, engine.topology.rank
     scene = Scene(
         topology.grid,
         {name: groups for name, groups, _ in axis_groups(topology.grid, engine.config.model.kv_heads)},
@@ -35,4 +40,4 @@ def open_hang_watch(engine: Engine, directory: RunDirectory, telemetry: Telemetr
 
     runtime = engine.config.runtime
     limits = HangLimits.after(runtime.hangs_after_seconds, runtime.timeout_seconds)
-    return heartbeat, HangWatch(heartbeat, scene, directory.hang(), limits, tell, write_flight_record)
+    return HangWatch(heartbeat, scene, directory.hang(), limits, tell, write_flight_record)

@@ -9,12 +9,16 @@ import socket
 import torch
 
 from engine.comm.gather import Gathering
+from engine.comm.topology import Topology
+from engine.config.plan import batch_plan
+from engine.config.tree import Config
 from engine.errors import TriaxisError
+from engine.pipeline import schedules
 from engine.run.directory import RunDirectory
 from engine.step import Engine
 from engine.telemetry.outlets.hub import Telemetry
 from engine.telemetry.outlets.memory_check import MemoryCheck
-from engine.telemetry.timing.clocks import clock_of
+from engine.telemetry.timing.marks import TimeMarks
 from engine.telemetry.timing.slow_ranks import SlowRanks
 from engine.telemetry.timing.step_times import StepTimes
 from engine.telemetry.timing.timeline import Row, Timeline, merge
@@ -24,13 +28,11 @@ HOST_BYTES = 64
 """Linux cuts the name of a host there (HOST_NAME_MAX)."""
 
 
-def open_step_times(engine: Engine, directory: RunDirectory, steps_made: int) -> StepTimes | None:
-    """What times this rank's steps; None where nobody asks for it. Every rank calls it."""
-    config, topology = engine.config.telemetry, engine.topology
-    if not config.time_split and config.timeline is None:
-        return None
-    schedule, timeline = engine.schedule, None
-    if config.timeline is not None:
+def open_step_times(config: Config, topology: Topology, marks: TimeMarks, directory: RunDirectory) -> StepTimes:
+    """Make what times this rank's steps by its marks, which follow the waits of `topology`."""
+    schedule, timeline = schedules.of_step(config, topology.sizes), None
+    steps = config.telemetry.timeline
+    if steps is not None:
         row = Row(
             topology.rank,
             topology.grid.world_size,
@@ -38,17 +40,9 @@ def open_step_times(engine: Engine, directory: RunDirectory, steps_made: int) ->
             topology.coordinates.pp,
             schedule.placement,
         )
-        steps = range(config.timeline.start, config.timeline.start + config.timeline.steps)
-        timeline = Timeline(steps, row, directory.timeline_row(topology.rank))
-    return StepTimes(
-        config,
-        topology,
-        schedule,
-        num_steps=engine.plan.num_steps,
-        steps_made=steps_made,
-        clock=clock_of(topology.device),
-        timeline=timeline,
-    )
+        timeline = Timeline(range(steps.start, steps.start + steps.steps), row, directory.timeline_row(topology.rank))
+    num_steps = batch_plan(config, topology.sizes.dp).num_steps
+    return StepTimes(config.telemetry, topology, schedule, marks, num_steps=num_steps, timeline=timeline)
 
 
 def open_slow_ranks(engine: Engine, times: StepTimes | None) -> SlowRanks | None:

@@ -1,62 +1,96 @@
-"""Watchers of a rank's steps and instructions: heartbeat, times, NVTX ranges, the run directory, torch's profiler."""
+"""Watchers of a rank's steps, instructions and waits: heartbeat, times, NVTX ranges, the run directory, torch's profiler.
 
-from pathlib import Path
+Watchers    before the engine, which is built with their `observers` and with a topology whose waits they follow
+notices     once there is telemetry: the run directory, and a line for a trace that is written
+"""
 
-from engine.config.telemetry import ProfileConfig
-from engine.pipeline.lowering import Instruction
-from engine.resilience.hang.heartbeat import Heartbeat
+from collections.abc import Sequence
+
+from engine.pipeline.executor import InstructionObserver
 from engine.run.directory import RunDirectory
-from engine.step import Engine
+from engine.run.phases import Phase, StepWatcher
 from engine.telemetry.outlets.hub import Telemetry
-from engine.telemetry.timing.step_times import StepTimes
+from engine.telemetry.timing.clocks import clock_of
+from engine.telemetry.timing.marks import TimeMarks
 from engine.telemetry.trace.nvtx import NvtxRanges
-from engine.telemetry.trace.profile import StepProfiler, StepWatcher
+from engine.telemetry.trace.profile import StepProfiler
 from launch.rank.directory_watch import DirectoryWatch
+from launch.rank.hang_watch import open_heartbeat
+from launch.rank.join import Rank
+from launch.rank.step_times import open_step_times
 
 
-def open_watchers(
-    engine: Engine,
-    directory: RunDirectory,
-    telemetry: Telemetry,
-    steps_made: int,
-    times: StepTimes | None,
-    heartbeat: Heartbeat,
-) -> list[StepWatcher]:
-    """Who follows this rank through its steps, listening to its executor too.
+class Watchers:
+    """The watchers of one rank.
 
     Args:
-        engine: whose executor they listen to from now on.
-        directory: where a trace is written.
-        telemetry: where it is told.
-        steps_made: before this attempt.
-        times: of this rank's steps, where somebody asks for them.
-        heartbeat: of this rank; the first to hear of each instruction.
+        rank: as it has joined.
+        directory: of the run, in which this attempt writes.
+
+    Attributes:
+        topology: this rank's, whose waits are followed.
+        heartbeat: the first to follow each instruction.
+        times: of the steps; None where the configuration has no use for them.
+        observers: of the instructions of the engine.
+        steps: all that follow the steps.
     """
-    watchers: list[StepWatcher] = [heartbeat] if times is None else [heartbeat, times]
-    if engine.config.telemetry.nvtx:
-        watchers.append(NvtxRanges(steps_made))
-    if telemetry.report is not None:
-        watchers.append(DirectoryWatch(directory, telemetry))
-    wanted = engine.config.telemetry.profile
-    if wanted is not None and engine.topology.rank in wanted.ranks:
-        watchers.append(_profiler(engine, directory, telemetry, steps_made, wanted))
 
-    def tell_all(instruction: Instruction | None) -> None:
-        for watcher in watchers:
-            watcher.instruction(instruction)
+    def __init__(self, rank: Rank, directory: RunDirectory) -> None:
+        wanted, device = rank.config.telemetry, rank.topology.device
+        self._directory = directory
+        self._profiler: StepProfiler | None = None
+        self.observers: list[InstructionObserver] = []
+        self.steps: list[StepWatcher] = []
+        self.heartbeat = open_heartbeat(rank.number, directory)
+        self._add(self.heartbeat)
+        marks = TimeMarks(clock_of(device)) if wanted.time_split or wanted.timeline is not None else None
+        self.topology = rank.topology.observed([self.heartbeat] if marks is None else [self.heartbeat, marks])
+        self.times = None if marks is None else open_step_times(rank.config, self.topology, marks, directory)
+        if marks is not None and self.times is not None:
+            self.observers.append(marks.instruction)
+            self.steps.append(self.times)
+        if wanted.nvtx:
+            self._add(NvtxRanges())
+        if wanted.profile is not None and rank.number in wanted.profile.ranks:
+            self._profiler = StepProfiler(wanted.profile, directory.profile(rank.number, wanted.profile), device)
+            self._add(self._profiler)
 
-    engine.executor.observer = tell_all
-    return watchers
+    def _add(self, watcher: StepWatcher) -> None:
+        self.steps.append(watcher)
+        self.observers.append(watcher.instruction)
+
+    def notices(self, telemetry: Telemetry) -> Sequence[StepWatcher]:
+        """Make the watchers that report on the logging rank; [] on the others."""
+        if telemetry.report is None:
+            return []
+        watch: list[StepWatcher] = [DirectoryWatch(self._directory, telemetry)]
+        return watch if self._profiler is None else [*watch, TraceNotice(self._profiler, self._directory, telemetry)]
+
+    def close(self) -> None:
+        """Close each watcher, once."""
+        while self.steps:
+            self.steps.pop(0).close()
 
 
-def _profiler(
-    engine: Engine, directory: RunDirectory, telemetry: Telemetry, steps_made: int, wanted: ProfileConfig
-) -> StepProfiler:
-    rank = engine.topology.rank
+class TraceNotice(StepWatcher):
+    """The event and the line of a trace, once it is written."""
 
-    def written(path: Path) -> None:
-        telemetry.event("profiled", path=str(path.relative_to(directory.path)))
-        if telemetry.report is not None:
-            telemetry.report.say(f"trace of rank {rank}: {path}")
+    def __init__(self, profiler: StepProfiler, directory: RunDirectory, telemetry: Telemetry) -> None:
+        self._profiler = profiler
+        self._directory = directory
+        self._telemetry = telemetry
+        self._is_reported = False
 
-    return StepProfiler(wanted, directory.profile(rank, wanted), engine.topology.device, steps_made, written)
+    def phase(self, phase: Phase) -> None:
+        """Report the trace if it was written since the phase before."""
+        self.close()
+
+    def close(self) -> None:
+        """Report the trace if it was written at last."""
+        path = self._profiler.written
+        if path is None or self._is_reported:
+            return
+        self._is_reported = True
+        self._telemetry.event("profiled", path=str(path.relative_to(self._directory.path)))
+        if self._telemetry.report is not None:
+            self._telemetry.report.say(f"trace of rank 0: {path}")

@@ -8,7 +8,7 @@ Hidden states between stages are [s, b, h], or [s/t, b, h] with sequence paralle
 stage with the microbatch; nothing is broadcast.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -229,7 +229,11 @@ def _run(
 
 
 def build_chunks(
-    config: Config, topology: Topology, kernels: Kernels, stages: Sequence[StageContents]
+    config: Config,
+    topology: Topology,
+    kernels: Kernels,
+    stages: Sequence[StageContents],
+    on_saved: Callable[[torch.Tensor], None] = lambda tensor: None,
 ) -> tuple[list[GPTChunk], dict[str, ShardedParameter]]:
     """This rank's chunks, on the meta device, and its parameters by name in forward order.
 
@@ -246,6 +250,7 @@ def build_chunks(
         HostMemory(topology.device) if config.offload.num_layers else None,
         config.offload.min_bytes,
         weights=lambda: [parameter.value for parameter in held.values()],
+        on_saved=on_saved,
     )
     chunks = []
     for stage in stages:

@@ -156,7 +156,7 @@ class Loop:
     def on_validation_left_out(self, step: int) -> None:
         self.log.append(("left out", step))
 
-    def on_rollback(self, step: int) -> None: ...
+    def begin(self, steps_made: int) -> None: ...
 
     def on_allocator_retry(self, step: int, num_ranks: int) -> None:
         assert num_ranks == 3

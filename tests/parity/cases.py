@@ -17,6 +17,7 @@ from engine.data.synthetic import SyntheticDataset
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.layout.shard_spec import Box
 from engine.step import Engine
+from engine.telemetry.timing.marks import TimeMarks
 from engine.train import build
 from models.gpt.chunk import build_chunks
 from models.specs import model_specs
@@ -273,12 +274,12 @@ class RankResult:
     masters: list[Piece]
 
 
-def build_rank(rank: int, case: Case) -> tuple[Engine, Batches]:
-    """One rank of a layout, with the weights that its seed gives, and its part of the batches."""
+def build_rank(rank: int, case: Case, marks: Sequence[TimeMarks] = ()) -> tuple[Engine, Batches]:
+    """One rank of a layout, with the weights that its seed gives, and its part of the batches; `marks` follow it."""
     config = case.config()
     grid = RankGrid(ParallelSizes(tp=case.tp, pp=case.pp, dp=case.dp, vpp=case.vpp))
     topology = Topology(grid, rank, case.device_of(rank), kv_heads=config.model.kv_heads, staged=case.staged)
-    engine = build(config, topology, build_chunks)
+    engine = build(config, topology.observed(marks), build_chunks, observers=[each.instruction for each in marks])
     batches = Batches(
         dataset(config),
         global_batch_size=case.global_batch_size,

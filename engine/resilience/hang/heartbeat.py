@@ -29,11 +29,11 @@ from pathlib import Path
 
 import psutil
 
-from engine.comm.ledger import NO_PEER, Event, Ledger, WaitClock
+from engine.comm.ledger import NO_PEER, Event
 from engine.errors import NoRoomError, TriaxisError
 from engine.pipeline.actions import Action
 from engine.pipeline.lowering import Instruction
-from engine.run.phases import FIRST, Phase
+from engine.run.phases import FIRST, Phase, StepWatcher
 from engine.storage.state_files import read_regular
 
 LAYOUT = 0x0154_5249_4158_0001
@@ -113,8 +113,8 @@ def _must_be_ours(folder: Path) -> None:
     )
 
 
-class Heartbeat:
-    """This rank's own; follows its steps (a `StepWatcher`) and its waits (a `WaitClock`).
+class Heartbeat(StepWatcher):
+    """The heartbeat of this rank; follows its steps and its waits (`engine.comm.ledger.WaitObserver`).
 
     Args:
         folders: from `folders_of`; the file is in the first that has room for it. Files that an earlier attempt has left of this
@@ -154,12 +154,7 @@ class Heartbeat:
         for place, value in enumerate((LAYOUT, rank, pid, attempt, 0, 0, 0, NO_PEER, 0, started_at(pid))):
             self._words[place] = value
         self._texts: dict[tuple[str, str], bytes] = {}
-        self._other: WaitClock | None = None
         self._num_actions = 0
-
-    def listen(self, ledger: Ledger) -> None:
-        """Hear of a ledger's waits, before the one who heard of them until now."""
-        self._other, ledger.clock = ledger.clock, self
 
     def phase(self, phase: Phase) -> None:
         """Follow the loop to its next phase; a step begins with its first one."""
@@ -170,12 +165,12 @@ class Heartbeat:
         self._write("phase", phase)
         self._words[_BEATS] += 1
 
-    def begin(self, step: int) -> None:
-        """The run begins after `step` steps, or goes back there."""
-        self._words[_STEP] = step
+    def begin(self, steps_made: int) -> None:
+        """Count steps from here."""
+        self._words[_STEP] = steps_made
 
     def instruction(self, instruction: Instruction | None) -> None:
-        """An observer of an executor: the rank begins an instruction of its program, or has ended the last."""
+        """Follow the executor to its next instruction, and count its actions."""
         if isinstance(instruction, Action):
             self._num_actions += 1
         elif instruction is None:
@@ -184,21 +179,17 @@ class Heartbeat:
         self._words[_BEATS] += 1
 
     def wait_begins(self, posted: Event) -> None:
-        """The rank stands still until this call has ended."""
+        """Write down the call that the rank waits for."""
         self._words[_PEER] = posted.peer
         self._write("axis", posted.axis)
         self._write("purpose", posted.purpose)
         self._write("op", posted.op)
         self._words[_BEATS] += 1
-        if self._other is not None:
-            self._other.wait_begins(posted)
 
     def wait_ends(self) -> None:
-        """It goes on."""
+        """Write down that the wait is over."""
         self._write("op", "")
         self._words[_BEATS] += 1
-        if self._other is not None:
-            self._other.wait_ends()
 
     def read(self) -> Beat:
         """This rank's own, as another process would read it."""

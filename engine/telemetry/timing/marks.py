@@ -1,4 +1,4 @@
-"""What a rank does, and when: a mark wherever it goes on to something else (no torch here).
+"""The activities of a rank in time: a mark wherever one ends and the next begins (no torch here).
 
     phase         data | forward_backward                             | optimizer          | other
     instruction        | 0F0               | post | 0F1     | 0B0 ... |                    |
@@ -6,14 +6,13 @@
     marks         ^    ^     ^    ^        ^      ^  ^    ^ ^         ^         ^       ^  ^
 
 Between two marks the rank does one thing, so a step is cut without gaps, by construction. Phases come from the training loop,
-instructions from the executor, waits from the ledger of calls (`Marks` is its clock). What a mark is, is the matter of a clock:
-a reading of the host's clock where waits stop the host, a CUDA event where they stop a stream (`engine.telemetry.timing.clocks`).
-An event has no time until the device has come to it, so marks are looked at when the numbers of their step are read, and never
-waited for.
+instructions from the executor, waits from the ledger of calls. A mark is a reading of the host's clock where waits stop the host,
+and a CUDA event where they stop a stream (`engine.telemetry.timing.clocks`). An event has no time until the device has reached it,
+so marks are read when the numbers of their step are, and never waited for.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -31,7 +30,10 @@ class Doing(NamedTuple):
 
 
 class Clock(Protocol):
-    """Makes marks, and knows how far they are apart."""
+    """A maker of marks that can measure the time between them; `samples`: a mark is too dear for every step."""
+
+    @property
+    def samples(self) -> bool: ...
 
     def mark(self) -> Any:
         """Now, in the order of what this rank computes."""
@@ -58,78 +60,77 @@ class MarkedStep:
     doings: list[Doing] = field(default_factory=list)
 
 
-class Marks:
-    """The marks of one rank; a `engine.telemetry.trace.profile.StepWatcher`, and the clock of a ledger.
+class TimeMarks:
+    """The marks of one rank, which follow its phases, instructions and waits (`engine.comm.ledger.WaitObserver`).
+
+    No step is marked before `begin`. In a step that is not marked, nothing is done.
 
     Args:
         clock: makes the marks.
-        wants: whether a step, counted from 1, is marked. In one that is not, nothing is done.
-        steps_made: before this attempt.
     """
 
-    def __init__(self, clock: Clock, wants: Callable[[int], bool], steps_made: int) -> None:
-        self._clock = clock
-        self._wants = wants
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self._step = 0
         self._phase = Phase.OTHER
         self._instruction: Instruction | None = None
         self._running: MarkedStep | None = None
         self._ended: deque[MarkedStep] = deque()
-        self._start(steps_made + 1)
+
+    def begin(self, steps_made: int, *, is_marked: bool) -> None:
+        """Begin after `steps_made` steps, where a run begins or goes back to; forget what was marked and not taken."""
+        self._ended.clear()
+        self._phase, self._instruction = Phase.OTHER, None
+        self._start(steps_made + 1, is_marked)
 
     def phase(self, phase: Phase) -> None:
         """Follow the loop to its next phase."""
         self._phase, self._instruction = phase, None
-        self._go_on(None)
+        self._switch(None)
 
     def instruction(self, instruction: Instruction | None) -> None:
-        """The executor goes on to an instruction, or has come to the end of its program."""
+        """Follow the executor to its next instruction; None: it has run the last."""
         self._instruction = instruction
-        self._go_on(None)
+        self._switch(None)
 
     def wait_begins(self, posted: Event) -> None:
-        """The rank needs the result of a call now."""
-        self._go_on(posted)
+        """Mark the beginning of a wait for a call."""
+        self._switch(posted)
 
     def wait_ends(self) -> None:
-        """It has it."""
-        self._go_on(None)
+        """Mark the end of a wait."""
+        self._switch(None)
 
-    def end_step(self) -> None:
+    def end_step(self, *, next_is_marked: bool) -> None:
         """End the running step and begin the next one; both share one mark, so that no time between them is lost."""
         self._phase, self._instruction = Phase.OTHER, None
         mark = None
         if self._running is not None:
-            mark = self._clock.mark()
+            mark = self.clock.mark()
             self._running.marks.append(mark)
             self._ended.append(self._running)
-        self._start(self._step + 1, mark)
+        self._start(self._step + 1, next_is_marked, mark)
 
     def take(self, step: int) -> MarkedStep | None:
-        """The marks of a step that has ended, once; None: it was not marked. Earlier steps are forgotten."""
+        """Return the marks of a step that has ended, once; None: it was not marked. Earlier steps are forgotten."""
         while self._ended and self._ended[0].step <= step:
             ended = self._ended.popleft()
             if ended.step == step:
                 return ended
         return None
 
-    def restart(self, steps_made: int) -> None:
-        """The run goes back: what was marked and not taken is forgotten."""
-        self._ended.clear()
-        self._phase, self._instruction = Phase.OTHER, None
-        self._start(steps_made + 1)
-
     def close(self) -> None:
-        """No more marks: what comes now is no step of the loop."""
-        self._running, self._wants = None, lambda step: False
+        """Stop marking: the loop has ended."""
+        self._running = None
 
-    def _start(self, step: int, mark: Any = None) -> None:
+    def _start(self, step: int, is_marked: bool, mark: Any = None) -> None:
         self._step = step
-        self._running = MarkedStep(step) if self._wants(step) else None
-        self._go_on(None, mark)
+        self._running = MarkedStep(step) if is_marked else None
+        self._switch(None, mark)
 
-    def _go_on(self, wait: Event | None, mark: Any = None) -> None:
-        """Begin to do something else, at a mark that is there or at a new one."""
+    def _switch(self, wait: Event | None, mark: Any = None) -> None:
+        """Begin another activity, at a mark that exists or at a new one."""
         running = self._running
         if running is not None:
-            running.marks.append(self._clock.mark() if mark is None else mark)
+            running.marks.append(self.clock.mark() if mark is None else mark)
             running.doings.append(Doing(self._phase, self._instruction, wait))

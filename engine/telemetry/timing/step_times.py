@@ -25,12 +25,10 @@ from engine.config.telemetry import TelemetryConfig
 from engine.device.host_copy import HostCopy, to_device
 from engine.numerics.precision import AGREEMENT_DTYPE
 from engine.pipeline.actions import Schedule
-from engine.pipeline.lowering import Instruction
-from engine.run.phases import Phase
+from engine.run.phases import Phase, StepWatcher
 from engine.telemetry.timing.bubble import Attribution, num_actions
 from engine.telemetry.timing.clock_offsets import measure_offset
-from engine.telemetry.timing.clocks import HostClock, StreamClock
-from engine.telemetry.timing.marks import MarkedStep, Marks
+from engine.telemetry.timing.marks import MarkedStep, TimeMarks
 from engine.telemetry.timing.phases import has_line
 from engine.telemetry.timing.time_split import Tally, TimeSplit
 from engine.telemetry.timing.timeline import Timeline
@@ -39,17 +37,16 @@ PURPOSE = "telemetry"
 """How the ledger labels what the ranks tell each other of their times."""
 
 
-class StepTimes:
-    """A `engine.telemetry.trace.profile.StepWatcher` that also hears of waits and ends of steps. All ranks make the same calls.
+class StepTimes(StepWatcher):
+    """The times of this rank's steps and, on rank 0, of all ranks'. All ranks make the same calls.
 
     Args:
         config: how often there is a line, and whether times are split.
-        topology: of this rank. Its ledger tells this object of every wait from now on.
+        topology: of this rank; `marks` follow its waits.
         schedule: of a training step.
+        marks: of this rank; they follow its instructions too.
         num_steps: of the whole run.
-        steps_made: before this attempt.
-        clock: of the rank's device (`engine.telemetry.timing.clocks.clock_of`).
-        timeline: this rank's row, of the same steps on all ranks; None: none is asked for.
+        timeline: this rank's row, of the same steps on all ranks; None: the run has no timeline.
     """
 
     def __init__(
@@ -57,10 +54,9 @@ class StepTimes:
         config: TelemetryConfig,
         topology: Topology,
         schedule: Schedule,
+        marks: TimeMarks,
         *,
         num_steps: int,
-        steps_made: int,
-        clock: HostClock | StreamClock,
         timeline: Timeline | None = None,
     ) -> None:
         self._config = config
@@ -68,36 +64,40 @@ class StepTimes:
         self._world: Axis = topology.axis("world")
         self._num_actions = num_actions(schedule)
         self._num_steps = num_steps
-        self._first_step = steps_made + 1
-        self._clock = clock
+        self._first_step: int | None = None
+        self._marks = marks
+        self._clock = marks.clock
         self._timeline = timeline
         self._traced = range(0) if timeline is None else timeline.steps
         self._anchor: tuple[Any, float] | None = None
-        self._step = steps_made
+        self._step = 0
         self._tally = Tally()
         self._told: tuple[Callable[[], torch.Tensor | None], Tally] | None = None
         self._attribution: Attribution | None = None
         if topology.rank == 0:
             places = [topology.grid.coordinates(rank) for rank in range(topology.grid.world_size)]
             self._attribution = Attribution(schedule, places)
+
+    def begin(self, steps_made: int) -> None:
+        """Begin the first measurement; after a rollback, forget the one under way."""
+        self._hear()
+        self._tally = Tally()
+        self._step = steps_made
+        if self._first_step is None:
+            self._first_step = steps_made + 1
         self._compare_clocks()
-        self._marks = Marks(clock, self._wants, steps_made)
-        topology.ledger.clock = self._marks
+        self._marks.begin(steps_made, is_marked=self._is_marked(steps_made + 1))
 
     def phase(self, phase: Phase) -> None:
         """Follow the loop to its next phase."""
         self._marks.phase(phase)
 
-    def instruction(self, instruction: Instruction | None) -> None:
-        """An observer of an executor (`engine.pipeline.executor.Executor`)."""
-        self._marks.instruction(instruction)
-
     def end_step(self) -> None:
-        """The host is through with a step."""
+        """End a step, whose work the host has posted."""
         self._step += 1
         self._marks.phase(Phase.OTHER)
         self._compare_clocks()
-        self._marks.end_step()
+        self._marks.end_step(next_is_marked=self._is_marked(self._step + 1))
 
     def on_step(self, step: int) -> TimeSplit | None:
         """The numbers of a step, counted from 1, have been read; the split that belongs into its line, on the logging rank."""
@@ -109,13 +109,6 @@ class StepTimes:
             self._tell()
         return split
 
-    def on_rollback(self, step: int) -> None:
-        """The run goes back to where it had made `step` steps."""
-        self._hear()
-        self._tally = Tally()
-        self._step = step
-        self._marks.restart(step)
-
     def finish(self) -> None:
         """The loop has ended on all ranks: afterwards every rank's row of the timeline is written."""
         self._hear()
@@ -124,13 +117,11 @@ class StepTimes:
             self._world.agree([0.0], self._topology.device, PURPOSE)
 
     def close(self) -> None:
-        """The run is over, perhaps by an error: write what there is."""
-        if self._topology.ledger.clock is self._marks:  # else another listens, and tells the marks, which are closed
-            self._topology.ledger.clock = None
+        """Stop marking, and write the row of the timeline as far as it is known."""
         self._marks.close()
         self._write_row()
 
-    def _wants(self, step: int) -> bool:
+    def _is_marked(self, step: int) -> bool:
         if step in self._traced and self._anchor is not None:
             return True
         if not self._config.time_split or step == self._first_step:
@@ -139,6 +130,7 @@ class StepTimes:
 
     def _compare_clocks(self) -> None:
         """Once, before the first step of the timeline."""
+        assert self._first_step is not None, "a run begins with `begin`"
         first = max(self._traced.start, self._first_step)
         is_due = self._step + 1 == first and first in self._traced and self._anchor is None
         if self._timeline is not None and is_due:

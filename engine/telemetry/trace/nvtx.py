@@ -15,29 +15,31 @@ from collections.abc import Callable
 import torch
 
 from engine.pipeline.lowering import Instruction
-from engine.run.phases import FIRST, Phase
+from engine.run.phases import FIRST, Phase, StepWatcher
 from engine.telemetry.trace.profile import instruction_name
 
 
-class NvtxRanges:
+class NvtxRanges(StepWatcher):
     """The ranges of one rank, all steps long.
 
     Args:
-        steps_made: before this attempt; steps are counted from 1.
         push: begins a range of this name inside of those that are open.
         pop: ends the innermost one.
     """
 
     def __init__(
         self,
-        steps_made: int,
         push: Callable[[str], object] = torch.cuda.nvtx.range_push,
         pop: Callable[[], object] = torch.cuda.nvtx.range_pop,
     ) -> None:
-        self._step = steps_made
+        self._step = 0
         self._push = push
         self._pop = pop
         self._depth = 0
+
+    def begin(self, steps_made: int) -> None:
+        """Count steps from here."""
+        self._step = steps_made
 
     def phase(self, phase: Phase) -> None:
         """Follow the loop to its next phase; a step begins with its first one."""
@@ -49,7 +51,7 @@ class NvtxRanges:
         self._enter(phase)
 
     def instruction(self, instruction: Instruction | None) -> None:
-        """An observer of an executor (`engine.pipeline.executor.Executor`)."""
+        """End the range of the instruction before, and begin that of this one."""
         if self._depth < 2:
             return  # outside of the loop's steps: text that is written at the end
         self._go_out_to(2)
@@ -57,7 +59,7 @@ class NvtxRanges:
             self._enter(instruction_name(instruction))
 
     def close(self) -> None:
-        """End what is open: the run is over, or a step broke."""
+        """End the ranges that are open."""
         self._go_out_to(0)
 
     def _enter(self, name: str) -> None:

@@ -8,16 +8,14 @@ looking at one beside the other, not for reporting.
 """
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from engine.config.telemetry import ProfileConfig
 from engine.pipeline.lowering import Instruction, Post
-from engine.run.phases import FIRST, Phase
+from engine.run.phases import FIRST, Phase, StepWatcher
 
 POST = "post"
 """Range of a group call; sends and receives of its messages are in it."""
@@ -28,41 +26,31 @@ def instruction_name(instruction: Instruction) -> str:
     return POST if isinstance(instruction, Post) else str(instruction)
 
 
-class StepWatcher(Protocol):
-    """Who follows a rank through its steps: told of the loop's phases, and of the instructions of its executor."""
-
-    def phase(self, phase: Phase) -> None: ...
-    def instruction(self, instruction: Instruction | None) -> None: ...
-    def close(self) -> None: ...
-
-
-class StepProfiler:
+class StepProfiler(StepWatcher):
     """Traces the steps that the configuration names, on one rank.
 
     Args:
         config: which steps; they are counted from 1.
         path: where the trace goes, a `.json.gz`; its folder is made.
         device: of the rank; a GPU's kernels are in its trace.
-        steps_made: before this attempt. Steps that were made then are not traced.
-        on_written: called with the path once the trace is there.
+
+    Attributes:
+        written: the path, once the trace is there.
     """
 
-    def __init__(
-        self,
-        config: ProfileConfig,
-        path: Path,
-        device: torch.device,
-        steps_made: int,
-        on_written: Callable[[Path], None] = lambda path: None,
-    ) -> None:
+    def __init__(self, config: ProfileConfig, path: Path, device: torch.device) -> None:
         self._steps = range(config.start, config.start + config.steps)
         self._path = path
         self._activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-        self._step = steps_made
-        self._on_written = on_written
+        self._step = 0
+        self.written: Path | None = None
         self._profile: profile | None = None
         self._phase: record_function | None = None
         self._instruction: record_function | None = None
+
+    def begin(self, steps_made: int) -> None:
+        """Count steps from here; those that are traced already are not traced again."""
+        self._step = steps_made
 
     def phase(self, phase: Phase) -> None:
         """Follow the loop to its next phase; traced steps begin and end here."""
@@ -78,7 +66,7 @@ class StepProfiler:
             self._phase = _entered(phase)
 
     def instruction(self, instruction: Instruction | None) -> None:
-        """The observer of an executor (`engine.pipeline.executor.Executor`)."""
+        """End the range of the instruction before, and begin that of this one."""
         if self._profile is None:
             return
         if self._instruction is not None:
@@ -94,13 +82,14 @@ class StepProfiler:
         self._leave()
         done, self._profile = self._profile, None
         done.stop()
+        self._steps = range(0)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             done.export_chrome_trace(str(self._path))
         except OSError as error:
             print(f"the trace could not be written, training goes on: {error}", file=sys.stderr)
         else:
-            self._on_written(self._path)
+            self.written = self._path
 
     def _leave(self) -> None:
         """End the ranges that are open; after an error in a step there may be two."""

@@ -83,7 +83,12 @@ def check_rank(config: Config, rank: int, build_model: ModelBuilder) -> CheckedR
             kv_heads=config.model.kv_heads,
             carrier=_staging(watch) if config.runtime.collectives == "gloo" else partial(CommunicatorStream, watch),
         )
-        engine = build(config, topology, build_model, draw_weights, open_kernels(config, topology, is_alone=True))
+        kernels, pp = open_kernels(config, topology, is_alone=True), topology.coordinates.pp
+
+        def observe(instruction: Instruction | None) -> None:
+            watch.during = "" if instruction is None else instruction_tokens(pp, [instruction])[0]
+
+        engine = build(config, topology, build_model, draw_weights, kernels, [observe])
         with watch:
             _name_memory(engine, watch)
             _put_on_streams(engine, watch)
@@ -130,15 +135,10 @@ def _put_on_streams(engine: Engine, watch: RaceWatch) -> None:
 def _run(engine: Engine, watch: RaceWatch) -> None:
     """Run a step, a save, a step and a validation; the numbers of the first step are read after the second is posted."""
     batches = microbatches(engine)
-    pp = engine.topology.coordinates.pp
-
-    def observe(instruction: Instruction | None) -> None:
-        watch.during = "" if instruction is None else instruction_tokens(pp, [instruction])[0]
 
     def step() -> PendingResult:
         return engine.update(engine.forward_backward(batches), engine.config.optimizer.lr)
 
-    engine.executor.observer = observe
     copies = WatchedFromCuda(watch)
     with watch.host_memory():
         writer = RankWriter(

@@ -72,7 +72,7 @@ def steps_with_a_retry(rank: int, case: Case) -> list[tuple[int, str]]:
     found = []
     for step in range(4):
         seen: list[Instruction | None] = []
-        engine.executor.observer = seen.append
+        engine.executor.observers = (seen.append,)
         if (rank, step) == (1, 1):
             engine.count_retries = lambda: 1
         result = engine.train_step(batches.next_step(), 1e-3)

@@ -41,7 +41,7 @@ def real(rank: int, config: Config) -> Footprint:
     grid = RankGrid(parallel_sizes(config))
     topology = Topology(grid, rank, torch.device("cpu"), kv_heads=config.model.kv_heads)
     with MemoryWatch() as watch:
-        engine = build(config, topology, build_chunks)
+        engine = build(config, topology, build_chunks, on_saved=watch.on_saved)
         return watch_step(engine, microbatches(engine), watch)[0]
 
 

@@ -69,7 +69,7 @@ def out_of_memory_in_a_backward(rank: int, case: Case, error: str, folder: str |
                 "Tried to allocate 2.50 GiB. GPU 0 has ..."
             )
 
-    observed.observer = fail
+    observed.observers = (fail,)
     snapshot = None
     if folder is not None:
         path = Path(folder) / "memory" / "rank.pickle"

@@ -10,13 +10,15 @@ import torch
 import torch.distributed as dist
 
 import launch.pretrain_gpt as worker
+from engine.run.phases import StepWatcher
+from launch.rank.watchers import Watchers
 from launch.start.process.ending import run_rank
 from tests import fake_nccl
 
 CULPRIT = 3
 
 
-class Failing:
+class Failing(StepWatcher):
     """A watcher of a rank's steps that runs out of memory in its second one; then closing it takes `closing_seconds`."""
 
     def __init__(self, closing_seconds: float) -> None:
@@ -36,15 +38,16 @@ class Failing:
 
 def fail_on_the_last_rank(rank: int, closing_seconds: float = 0.0) -> None:
     """Put a failing watcher beside those of the worker of this process."""
-    open_watchers = worker.open_watchers
+    if rank != CULPRIT:
+        return
 
-    def with_one_more(*args: Any) -> list[Any]:
-        watchers: list[Any] = open_watchers(*args)
-        if rank == CULPRIT:
-            watchers.append(Failing(closing_seconds))
+    def with_one_more(*args: Any) -> Watchers:
+        watchers, failing = Watchers(*args), Failing(closing_seconds)
+        watchers.steps.append(failing)
+        watchers.observers.append(failing.instruction)
         return watchers
 
-    worker.open_watchers = with_one_more
+    worker.Watchers = with_one_more
 
 
 def main(argv: Sequence[str]) -> int:

@@ -23,6 +23,7 @@ from engine.layout.partition import partition
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.run.phases import Phase
 from engine.telemetry.timing.clocks import HostClock
+from engine.telemetry.timing.marks import TimeMarks
 from engine.telemetry.timing.step_times import StepTimes
 from engine.telemetry.timing.time_split import PARTS, Part, TimeSplit
 from engine.train import build
@@ -183,13 +184,13 @@ def split_steps(rank: int, hosts: Sequence[str], sizes: ParallelSizes) -> list[T
     """Run on a rank: where the time of each step but the first and the last went; rank 0 hears of it."""
     grid, config = RankGrid(sizes, RANKS_PER_HOST), config_of(sizes)
     netns.enter(hosts[grid.node(rank)])
-    topology = Topology(grid, rank, CPU, kv_heads=config.model.kv_heads)
-    engine = build(config, topology, build_chunks)
+    marks = TimeMarks(HostClock())
+    topology = Topology(grid, rank, CPU, kv_heads=config.model.kv_heads).observed([marks])
+    engine = build(config, topology, build_chunks, observers=[marks.instruction])
     batches = batches_of(config, topology)
-    schedule = engine.schedule
     every_step = TelemetryConfig(log_interval=1)
-    times = StepTimes(every_step, topology, schedule, num_steps=NUM_SPLIT_STEPS, steps_made=0, clock=HostClock())
-    engine.executor.observer = times.instruction
+    times = StepTimes(every_step, topology, engine.schedule, marks, num_steps=NUM_SPLIT_STEPS)
+    times.begin(0)
     splits = []
     for step in range(1, NUM_SPLIT_STEPS + 1):
         times.phase(Phase.DATA)

@@ -56,8 +56,7 @@ def test_another_process_reads_what_the_rank_does(heartbeat: Heartbeat) -> None:
     heartbeat.instruction(Post("forward", ()))
     assert heartbeat.read().position == 0, "a post is no action of the schedule"
     heartbeat.instruction(Action.parse("0F1"))
-    ledger = Ledger()
-    heartbeat.listen(ledger)
+    ledger = Ledger([heartbeat])
     ledger.wait_begins(CALL)
     beat = read_beat(heartbeat.path)
     assert beat is not None and beat == heartbeat.read()
@@ -72,22 +71,20 @@ def test_another_process_reads_what_the_rank_does(heartbeat: Heartbeat) -> None:
     assert read_beat(heartbeat.path) is None
 
 
-def test_a_ledger_keeps_the_clock_that_it_had(heartbeat: Heartbeat) -> None:
+def test_a_ledger_has_several_observers(heartbeat: Heartbeat) -> None:
     told: list[object] = []
 
-    class Clock:
+    class Other:
         def wait_begins(self, posted: object) -> None:
-            told.append(posted)
+            told.append((posted, heartbeat.read().op))
 
         def wait_ends(self) -> None:
-            told.append(None)
+            told.append(heartbeat.read().op)
 
-    ledger = Ledger()
-    ledger.clock = Clock()
-    heartbeat.listen(ledger)
+    ledger = Ledger([heartbeat, Other()])
     ledger.wait_begins(CALL)
     ledger.wait_ends(CALL)
-    assert told == [CALL, None]
+    assert told == [(CALL, "recv"), ""], "each wait, in the order of the observers"
 
 
 def test_a_file_of_somebody_else_is_none_of_ours(tmp_path: Path) -> None:

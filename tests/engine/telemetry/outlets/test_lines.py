@@ -13,7 +13,7 @@ from engine.pipeline import schedules
 from engine.pipeline.actions import Action, Kind
 from engine.run.phases import Phase
 from engine.telemetry.timing.clocks import HostClock, StreamClock
-from engine.telemetry.timing.marks import Marks
+from engine.telemetry.timing.marks import TimeMarks
 from engine.telemetry.timing.phases import has_line
 from engine.telemetry.timing.step_times import StepTimes
 from engine.telemetry.timing.timeline import Row, Timeline, merge
@@ -36,16 +36,16 @@ class Run:
         timeline: Timeline | None = None,
         time_split: bool = True,
     ) -> None:
-        self.topology = Topology(RankGrid(ParallelSizes()), 0, CPU)
+        self.marks = TimeMarks(clock or HostClock())
         self.times = StepTimes(
             TelemetryConfig(log_interval=log_interval, time_split=time_split),
-            self.topology,
+            Topology(RankGrid(ParallelSizes()), 0, CPU).observed([self.marks]),
             SCHEDULE,
+            self.marks,
             num_steps=NUM_STEPS,
-            steps_made=steps_made,
-            clock=clock or HostClock(),
             timeline=timeline,
         )
+        self.times.begin(steps_made)
         self.lines: Lines = {}
         self.posted = steps_made
 
@@ -55,8 +55,8 @@ class Run:
         while self.posted < until:
             for phase in (Phase.DATA, Phase.FORWARD_BACKWARD):
                 self.times.phase(phase)
-            self.times.instruction(Action(Kind.F, 0, 0))
-            self.times.instruction(None)
+            self.marks.instruction(Action(Kind.F, 0, 0))
+            self.marks.instruction(None)
             self.times.phase(Phase.OPTIMIZER)
             self.times.end_step()
             self.posted += 1
@@ -102,7 +102,7 @@ def test_on_a_stream_the_step_before_a_line_is_measured() -> None:
 def test_a_run_that_goes_back_measures_anew() -> None:
     run = Run()
     run.train(until=8)
-    run.times.on_rollback(3)
+    run.times.begin(3)
     run.posted = 3
     assert run.train() == {5: (4, 4), 10: (5, 9), 12: (10, 11)}
 
@@ -111,7 +111,6 @@ def test_without_split_and_timeline_nothing_is_told(tmp_path: Path) -> None:
     run = Run(time_split=False)
     assert run.train() == {}
     run.times.finish()
-    assert run.topology.ledger.clock is None
 
 
 @pytest.mark.parametrize(("steps_made", "traced"), [(0, [4, 5]), (4, [5]), (5, [])], ids=str)
@@ -147,16 +146,6 @@ def test_a_row_that_cannot_be_written_does_not_stop_the_run(tmp_path: Path, caps
     assert run.train() == {5: (2, 4), 10: (5, 9), 12: (10, 11)}
     run.times.finish()
     assert "rank 0: its row of the timeline is not written" in capsys.readouterr().err
-
-
-def test_another_listener_of_the_ledger_is_left_in_place() -> None:
-    """Who listens after `StepTimes` passes on what it hears (`engine.resilience.hang.heartbeat`), and stays."""
-    run = Run()
-    other = Marks(HostClock(), lambda step: False, 0)
-    run.topology.ledger.clock = other
-    run.train(until=2)
-    run.times.close()
-    assert run.topology.ledger.clock is other
 
 
 def test_lines_stand_at_the_ends_and_every_interval() -> None:

@@ -13,7 +13,7 @@ from engine.comm.ledger import Ledger
 from engine.pipeline.actions import Action, Kind
 from engine.run.phases import Phase
 from engine.telemetry.timing.clocks import HostClock, StreamClock, clock_of
-from engine.telemetry.timing.marks import Doing, Marks
+from engine.telemetry.timing.marks import Doing, TimeMarks
 
 CPU = torch.device("cpu")
 F0, B0 = Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)
@@ -62,10 +62,11 @@ class Call:
 
 
 def test_phases_instructions_and_waits_become_what_a_rank_did() -> None:
-    device, ledger = Device(), Ledger()
+    device = Device()
     clock = device.clock()
-    marks = Marks(clock, lambda step: step == 3, steps_made=2)
-    ledger.clock = marks
+    marks = TimeMarks(clock)
+    ledger = Ledger([marks])
+    marks.begin(2, is_marked=True)
     device.work(0.5)
     marks.phase(Phase.DATA)
     device.work(1.0)
@@ -79,7 +80,7 @@ def test_phases_instructions_and_waits_become_what_a_rank_did() -> None:
     device.work(8.0)
     marks.instruction(None)
     device.work(16.0)
-    marks.end_step()
+    marks.end_step(next_is_marked=False)
     assert [event.phase for event in ledger.events] == ["post", "wait"]
 
     assert marks.take(2) is None
@@ -101,14 +102,15 @@ def test_phases_instructions_and_waits_become_what_a_rank_did() -> None:
 
 def test_a_step_that_nobody_wants_costs_no_event() -> None:
     device = Device()
-    marks = Marks(device.clock(), lambda step: step in (2, 4), steps_made=0)
+    marks = TimeMarks(device.clock())
+    marks.begin(0, is_marked=False)
     per_step = []
-    for _ in range(5):
+    for step in range(1, 6):
         before = device.num_events
         marks.phase(Phase.FORWARD_BACKWARD)
         marks.instruction(B0)
         marks.instruction(None)
-        marks.end_step()
+        marks.end_step(next_is_marked=step + 1 in (2, 4))
         per_step.append(device.num_events - before)
     # The mark at the beginning of step 2 and 4 is made where step 1 and 3 end.
     assert per_step == [1, 4, 1, 4, 0]
@@ -119,19 +121,20 @@ def test_a_step_that_nobody_wants_costs_no_event() -> None:
 
 
 def test_going_back_forgets_what_was_not_taken_and_counts_anew() -> None:
-    marks = Marks(HostClock(), lambda step: True, steps_made=10)
+    marks = TimeMarks(HostClock())
+    marks.begin(10, is_marked=True)
     marks.phase(Phase.DATA)
-    marks.end_step()
+    marks.end_step(next_is_marked=True)
     marks.phase(Phase.DATA)
-    marks.restart(4)
+    marks.begin(4, is_marked=True)
     marks.phase(Phase.DATA)
-    marks.end_step()
+    marks.end_step(next_is_marked=True)
     assert marks.take(4) is None
     again = marks.take(5)
     assert again is not None and again.doings == [Doing(Phase.OTHER), Doing(Phase.DATA)]
     marks.close()
     marks.phase(Phase.DATA)
-    marks.end_step()
+    marks.end_step(next_is_marked=False)
     assert marks.take(6) is None
 
 
@@ -139,11 +142,12 @@ def test_going_back_forgets_what_was_not_taken_and_counts_anew() -> None:
 @given(st.lists(st.sampled_from(["data", "forward_backward", F0, B0, "wait", "end"]), max_size=30))
 def test_steps_follow_each_other_without_a_gap(calls: list[Any]) -> None:
     clock = HostClock()
-    marks = Marks(clock, lambda step: True, steps_made=0)
+    marks = TimeMarks(clock)
+    marks.begin(0, is_marked=True)
     ledger = Ledger()
     for call in [*calls, "end"]:
         if call == "end":
-            marks.end_step()
+            marks.end_step(next_is_marked=True)
         elif call == "wait":
             marks.wait_begins(ledger.post("all_reduce", "dp", "gradients", torch.zeros(1), 2))
             marks.wait_ends()

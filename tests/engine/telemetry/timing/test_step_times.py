@@ -28,6 +28,7 @@ from engine.run.phases import Phase
 from engine.step import PendingResult
 from engine.telemetry.timing.clock_offsets import NUM_ROUNDS, measure_offset
 from engine.telemetry.timing.clocks import HostClock
+from engine.telemetry.timing.marks import TimeMarks
 from engine.telemetry.timing.slow_ranks import SlowRanks
 from engine.telemetry.timing.step_times import PURPOSE, StepTimes
 from engine.telemetry.timing.time_split import TimeSplit
@@ -73,11 +74,12 @@ class Sleepers:
 
 def sleep_through_steps(rank: int, sleepers: Sleepers) -> list[TimeSplit]:
     """The splits that the logging rank hears of; the first and the last step do not sleep."""
-    topology = Topology(RankGrid(ParallelSizes(tp=1, pp=sleepers.pp, dp=sleepers.dp)), rank, CPU)
+    marks = TimeMarks(HostClock())
+    topology = Topology(RankGrid(ParallelSizes(tp=1, pp=sleepers.pp, dp=sleepers.dp)), rank, CPU).observed([marks])
     program = lower(schedules.build("1f1b", sleepers.pp, 1, sleepers.num_microbatches))
-    executor = Executor(topology, [WeightGradQueue()], (1, 1, 4), torch.float64)
-    times = StepTimes(EVERY_STEP, topology, program.schedule, num_steps=NUM_STEPS, steps_made=0, clock=HostClock())
-    executor.observer = times.instruction
+    executor = Executor(topology, [WeightGradQueue()], (1, 1, 4), torch.float64, [marks.instruction])
+    times = StepTimes(EVERY_STEP, topology, program.schedule, marks, num_steps=NUM_STEPS)
+    times.begin(0)
     weight = torch.ones(1, 1, 4, dtype=torch.float64, requires_grad=True)
     seconds = 0.0
 
@@ -97,7 +99,6 @@ def sleep_through_steps(rank: int, sleepers: Sleepers) -> list[TimeSplit]:
         split = times.on_step(step)
         splits += [] if split is None else [split]
     times.finish()
-    assert topology.ledger.clock is None
     return splits
 
 
@@ -166,7 +167,9 @@ class Measured:
 
 def train_a_gpt(rank: int, run: str) -> Measured:
     """Steps in the order of `engine.train.train`: a step's numbers are read when the next one is posted."""
-    engine, batches = build_rank(rank, GPT)
+    clock = RememberingClock()
+    marks = TimeMarks(clock)
+    engine, batches = build_rank(rank, GPT, [marks])
     topology, world = engine.topology, engine.topology.axis("world")
     skew = 1000.0 * rank
     offset = measure_offset(world, CPU, clock=lambda: time.perf_counter() + skew)
@@ -174,17 +177,8 @@ def train_a_gpt(rank: int, run: str) -> Measured:
     schedule = engine.schedule
     row = Row(rank, GPT.world_size, str(topology.coordinates), topology.coordinates.pp, schedule.placement)
     timeline = Timeline(TRACED, row, Path(run) / "timeline" / "attempt_00" / f"rank_{rank:05d}.json")
-    clock = RememberingClock()
-    times = StepTimes(
-        EVERY_STEP,
-        topology,
-        schedule,
-        num_steps=NUM_STEPS,
-        steps_made=0,
-        clock=clock,
-        timeline=timeline,
-    )
-    engine.executor.observer = times.instruction
+    times = StepTimes(EVERY_STEP, topology, schedule, marks, num_steps=NUM_STEPS, timeline=timeline)
+    times.begin(0)
     unread: list[tuple[int, PendingResult]] = []
     ends, splits, calls = [clock.mark()], [], []
 

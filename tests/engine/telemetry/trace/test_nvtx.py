@@ -37,7 +37,8 @@ def run_steps(
 
 def test_steps_are_counted_from_one_and_hold_their_phases() -> None:
     ranges = Ranges()
-    nvtx = NvtxRanges(11, ranges.push, ranges.pop)
+    nvtx = NvtxRanges(ranges.push, ranges.pop)
+    nvtx.begin(11)
     run_steps(nvtx, 2, ("data", "validation"))
     assert ranges.open == ["step 13", "validation"]
     nvtx.close()
@@ -50,8 +51,8 @@ def follow_a_step(rank: int, case: Case) -> tuple[list[tuple[int, str]], list[st
     """(ranges of the second step, names of the rank's instructions, what is open at the end)."""
     engine, batches = build_rank(rank, case)
     ranges = Ranges()
-    nvtx = NvtxRanges(0, ranges.push, ranges.pop)
-    engine.executor.observer = nvtx.instruction
+    nvtx = NvtxRanges(ranges.push, ranges.pop)
+    engine.executor.observers = (nvtx.instruction,)
     for _ in range(2):
         ranges.seen.clear()
         nvtx.phase(Phase.DATA)
@@ -76,6 +77,6 @@ def test_actions_are_named_as_the_schedule_names_them_inside_their_phase() -> No
 @pytest.mark.gpu
 def test_a_build_for_gpus_takes_them() -> None:
     """A CPU build of torch raises at the first push."""
-    nvtx = NvtxRanges(0)
+    nvtx = NvtxRanges()
     run_steps(nvtx, 2)
     nvtx.close()

@@ -44,14 +44,15 @@ def operators_of(path: Path) -> list[Range]:
     ids=["a new run", "resumed in the middle", "resumed after"],
 )
 def test_the_named_steps_are_traced_and_no_other(tmp_path: Path, steps_made: int, traced: list[int]) -> None:
-    path, written = tmp_path / "profile" / "trace.json.gz", []
-    profiler = StepProfiler(ProfileConfig(start=3, steps=2), path, CPU, steps_made, written.append)
+    path = tmp_path / "profile" / "trace.json.gz"
+    profiler = StepProfiler(ProfileConfig(start=3, steps=2), path, CPU)
+    profiler.begin(steps_made)
     for step in range(steps_made + 1, 7):
         for phase in PHASES:
             profiler.phase(phase)
             torch.ones(step).add_(step)
     profiler.close()
-    assert written == ([path] if traced else []) and path.exists() == bool(traced)
+    assert profiler.written == (path if traced else None) and path.exists() == bool(traced)
     if traced:
         assert [name for name, _, _ in ranges_of(path)] == list(PHASES) * len(traced)
         assert Counter(name for name, _, _ in operators_of(path))["aten::add_"] == len(PHASES) * len(traced)
@@ -59,7 +60,7 @@ def test_the_named_steps_are_traced_and_no_other(tmp_path: Path, steps_made: int
 
 def test_a_run_that_ends_early_leaves_what_it_traced(tmp_path: Path) -> None:
     path = tmp_path / "trace.json.gz"
-    profiler = StepProfiler(ProfileConfig(start=1, steps=100), path, CPU, 0)
+    profiler = StepProfiler(ProfileConfig(start=1, steps=100), path, CPU)
     profiler.phase(Phase.DATA)
     profiler.close()
     profiler.close()
@@ -67,19 +68,18 @@ def test_a_run_that_ends_early_leaves_what_it_traced(tmp_path: Path) -> None:
 
 
 def test_a_trace_without_room_is_a_line_and_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    written: list[Path] = []
-    profiler = StepProfiler(ProfileConfig(start=1, steps=1), tmp_path / "trace.json.gz", CPU, 0, written.append)
+    profiler = StepProfiler(ProfileConfig(start=1, steps=1), tmp_path / "trace.json.gz", CPU)
     profiler.phase(Phase.DATA)
     with room_for(0):
         profiler.close()
-    assert "the trace could not be written, training goes on" in capsys.readouterr().err and not written
+    assert "the trace could not be written, training goes on" in capsys.readouterr().err and profiler.written is None
 
 
 def trace_a_step(rank: int, case: Case, folder: str) -> list[str]:
     """Trace the second of three steps; the names of the instructions of this rank's program."""
     engine, batches = build_rank(rank, case)
-    profiler = StepProfiler(ProfileConfig(start=2, steps=1), Path(folder) / f"{rank}.json.gz", CPU, 0)
-    engine.executor.observer = profiler.instruction
+    profiler = StepProfiler(ProfileConfig(start=2, steps=1), Path(folder) / f"{rank}.json.gz", CPU)
+    engine.executor.observers = (profiler.instruction,)
     for _ in range(3):
         profiler.phase(Phase.DATA)
         microbatches = batches.next_step()
