@@ -1,4 +1,4 @@
-"""Finds a Python that can run Triaxis, and makes `.venv` where there is none (standard library only; nothing is installed yet).
+"""The search for a Python that can run Triaxis; makes `.venv` where there is none (standard library only).
 
     TRIAXIS_PYTHON  ->  it, or an error               (never changed by us)
     .venv           ->  if it is complete
@@ -6,12 +6,12 @@
     otherwise       ->  make or finish .venv, under a lock, with `pip install -e .` and launch/constraints.txt: the versions that
                         were tested, and of torch one that this machine's driver runs
 
-`launch/bootstrap.sh` runs this file with any Python >= 3.11; the chosen interpreter is the only thing printed on stdout,
-what is being done goes to stderr. What has to be there is read from `pyproject.toml` and compared with the installed
-metadata, so nothing is imported and the usual answer takes a fifth of a second.
+`launch/bootstrap.sh` runs this file with any Python >= 3.11. Standard output has the chosen interpreter alone; progress goes to
+standard error. The requirements of `pyproject.toml` are compared with the installed metadata, so nothing is imported and the usual
+answer takes a fifth of a second.
 
-An installation that was interrupted leaves no `.venv/installed`, and is finished by the next start. Installing is left
-to a person inside a SLURM job and under torchrun: every rank would wait for one, on a machine that may have no network.
+An installation that was interrupted leaves no `.venv/installed`, and is finished by the next start. Nothing is installed inside a
+SLURM job or under torchrun: every rank would wait for one, on a machine that may have no network.
 """
 
 import argparse
@@ -50,7 +50,7 @@ TORCH_OF_CUDA = {12: "2.10.0"}
 
 
 class BootstrapError(Exception):
-    """No usable Python, and none may or can be made; the message says what to type."""
+    """A failure to find or make a usable Python; the message says what to type."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Checkout:
 
     @property
     def installed(self) -> Path:
-        """Written after pip has finished, removed before it starts."""
+        """Return the file that is written after pip has finished, and removed before it starts."""
         return self.venv / "installed"
 
     @property
@@ -86,7 +86,7 @@ class Checkout:
 
 
 def missing_requirements(pyproject: Path, extras: Sequence[str]) -> dict[str, str]:
-    """What `pyproject.toml` asks for and this Python does not have: name -> `name>=1.0 (found 0.9)`."""
+    """Return the requirements of `pyproject.toml` that this Python lacks: name -> `name>=1.0 (found 0.9)`."""
     project = tomllib.loads(pyproject.read_text())["project"]
     wanted: list[str] = list(project["dependencies"])
     for extra in extras:
@@ -105,7 +105,7 @@ def missing_requirements(pyproject: Path, extras: Sequence[str]) -> dict[str, st
 
 
 def _requirement_class() -> Any:
-    """`packaging.requirements.Requirement`, also where only pip carries it. None: neither is there, so our packages are not."""
+    """Import `packaging.requirements.Requirement`, or pip's copy. None: there is neither, and so none of our packages."""
     for module in ("packaging.requirements", "pip._vendor.packaging.requirements"):
         try:
             return importlib.import_module(module).Requirement
@@ -122,7 +122,7 @@ def _installed_version(name: str) -> str | None:
 
 
 def _check(python: str, extras: Sequence[str]) -> list[str]:
-    """The same question put to another interpreter.
+    """Run `--check` in another interpreter; return the missing requirements.
 
     Raises:
         BootstrapError: it does not run, or is older than Python 3.11.
@@ -138,7 +138,7 @@ def _check(python: str, extras: Sequence[str]) -> list[str]:
 
 
 def choose(checkout: Checkout, extras: Sequence[str], variables: Mapping[str, str]) -> str:
-    """The interpreter to use; makes or finishes `.venv` where nothing else serves.
+    """Return the interpreter to use; make or finish `.venv` where no other will do.
 
     Raises:
         BootstrapError: TRIAXIS_PYTHON lacks something, or `.venv` is needed and may not or cannot be made here.
@@ -173,7 +173,6 @@ def _complete(checkout: Checkout, extras: Sequence[str]) -> bool:
 
 
 def _target(checkout: Checkout, extras: Sequence[str]) -> str:
-    """What pip is told to install."""
     return f"{checkout.root}[{','.join(extras)}]" if extras else str(checkout.root)
 
 
@@ -229,11 +228,11 @@ def _make(checkout: Checkout, extras: Sequence[str], missing: Mapping[str, str])
 
 
 def _constraints(checkout: Checkout, extras: Sequence[str], torch: "OwnTorch | None") -> str:
-    """Write the tested versions of what `.venv` lacks; what it has, or shares with the active Python, stays as it is."""
+    """Format the tested versions of packages that `.venv` lacks; those that it has, or shares, stay as they are."""
     tested = {_name(line): line for line in checkout.constraints.read_text().splitlines() if re.match(r"\w", line)}
     lacking = {_name(description) for description in _check(str(checkout.python), extras)}
     if torch:
-        # It was built for this machine: whatever would replace it is an error instead.
+        # It was built for this machine: a requirement that would replace it is an error instead.
         tested["torch"] = f"torch=={torch.version}"
     elif "torch" in lacking:
         tested["torch"] = f"torch=={torch_for(read_driver(), tested['torch'].partition('==')[2], os.environ)}"
@@ -278,7 +277,7 @@ class OwnTorch:
 
 
 def own_torch() -> OwnTorch | None:
-    """None where this Python has none."""
+    """Return the torch of this Python; None: it has none."""
     try:
         distribution = importlib.metadata.distribution("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -287,7 +286,7 @@ def own_torch() -> OwnTorch | None:
 
 
 def _create(checkout: Checkout, torch: OwnTorch | None) -> None:
-    """A virtual environment that also sees the active Python's packages where its torch is to be kept."""
+    """Make a virtual environment; it also sees the active Python's packages where their torch is kept."""
     share = ["--system-site-packages"] if torch else []
     made = subprocess.run(
         [sys.executable, "-P", "-m", "venv", *share, str(checkout.venv)], stdout=sys.stderr, check=False
@@ -299,7 +298,7 @@ def _create(checkout: Checkout, torch: OwnTorch | None) -> None:
         inside = subprocess.run([str(checkout.python), "-P", "-c", report], capture_output=True, text=True, check=True)
         own_packages, *seen = inside.stdout.splitlines()
         if str(torch.folder) not in seen:
-            # The active Python is a virtual environment itself: what venv shares are its base's packages, not its own.
+            # The active Python is a virtual environment itself: venv shares the packages of its base, not its own.
             (Path(own_packages) / "active_python.pth").write_text(f"{torch.folder}\n")
 
 

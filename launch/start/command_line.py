@@ -22,7 +22,7 @@ from engine.layout.rank_grid import MOST_RANKS
 
 OVERRIDES = "section.key=value"
 HELP_COLUMN = 30
-"""Where the meanings of options begin in `--help`."""
+"""Column of the meanings of options in `--help`."""
 HELP_WIDTH = 110
 """Columns of `--help`: the examples below the options are about as wide."""
 
@@ -38,8 +38,8 @@ class Subject:
     Attributes:
         name: of the thing, and of the attribute of the parsed arguments that holds its path.
         exists: returns true for a path that is one.
-        endings: of file names that can only mean one, so that a missing file is reported by whoever opens it.
-        example: shown where none was given.
+        endings: of file names that can only mean one; a missing file is then reported when it is opened.
+        example: for the error message where none was given.
     """
 
     name: str
@@ -72,7 +72,7 @@ class CommandParser(argparse.ArgumentParser):
         """Take a path of `subject` and overrides as words.
 
         Args:
-            subject: what the path is of. A config may be given with `--config` as well.
+            subject: the kind of path. A config may be given with `--config` as well.
             meaning: of the subject for this command, for `--help`.
             required: refuse a command line without it.
         """
@@ -90,7 +90,7 @@ class CommandParser(argparse.ArgumentParser):
 
     @property
     def verbs(self) -> tuple[str, ...]:
-        """Names of the verbs; none for a command without any."""
+        """Return the names of the verbs; none for a command without any."""
         return () if self._verbs is None else tuple(self._verbs.choices)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
@@ -154,7 +154,7 @@ def add_world_size(parser: argparse.ArgumentParser, meaning: str) -> None:
 
 
 def add_ignore(parser: argparse.ArgumentParser) -> None:
-    """Add `--ignore KEY`: a key of a Hugging Face config.json that nobody here knows and that is let through."""
+    """Add `--ignore KEY`: an unknown key of a Hugging Face config.json that is let through."""
     parser.add_argument(
         "--ignore",
         action="append",
@@ -229,7 +229,7 @@ def layout_overrides(text: str, *, dp_is_open: bool = False) -> list[str]:
 
 
 def near(word: str, names: Iterable[str]) -> str | None:
-    """The name that `word` is a misspelling of, or None."""
+    """Return the name that `word` is a misspelling of, or None."""
     by_letters = {name.lstrip("-"): name for name in names}
     found = difflib.get_close_matches(word.lstrip("-").partition("=")[0], by_letters, n=1)
     return by_letters[found[0]] if found else None
@@ -251,7 +251,7 @@ def _stray(word: str, subject: Subject, options: Iterable[str]) -> str:
 
 
 def _configs(subject: Subject) -> Iterator[Path]:
-    """Configs that a bare word such as `gpt_tiny` may mean."""
+    """Yield the configs that a bare word such as `gpt_tiny` may mean."""
     if subject is CONFIG:
         yield from sorted(Path("configs").glob("*.yaml"))
 

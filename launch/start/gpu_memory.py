@@ -1,4 +1,4 @@
-"""The memory of this node's GPUs, asked of nvidia-smi: no CUDA context is made, and torch is not imported."""
+"""The memory of this node's GPUs, from nvidia-smi: no CUDA context is made, and torch is not imported."""
 
 import subprocess
 from collections.abc import Mapping

@@ -4,9 +4,9 @@
     host0 slots=8            ssh host1  ->  bash: NNODES=2 NODE_RANK=1 MASTER_ADDR=host0 ... launch/pretrain_gpt.sh words
     host1 slots=8
 
-What a host runs is sent to its bash through standard input, never on a command line: the environment travels with it, and a key
-in it would stand in every host's list of processes. Afterwards the same stream carries the names of signals; when it
-ends, because this process or the connection is gone, the remote launcher is told to stop, and its ranks save.
+The script of a host is sent to its bash through standard input, never on a command line: it holds the environment, and a key in it
+would show in every host's list of processes. Afterwards the same stream carries the names of signals. When it ends, because this
+process or the connection is gone, the remote launcher gets SIGTERM, and its ranks save.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ class Host:
 
 
 def read_hosts(path: Path) -> list[Host]:
-    """The hosts of a file: one per line, `name slots=8`; `#` begins a comment.
+    """Read the hosts of a file: one per line, `name slots=8`; `#` begins a comment.
 
     Raises:
         TopologyError: the file cannot be read, or the hosts do not fit together.
@@ -105,7 +105,7 @@ def read_hosts(path: Path) -> list[Host]:
 
 
 def node_variables(hosts: Sequence[Host], index: int, variables: Mapping[str, str]) -> dict[str, str]:
-    """What the launcher on one host is told beside this host's environment."""
+    """Return the variables of one host's launcher that are added to this host's environment."""
     address = variables.get("MASTER_ADDR") or hosts[0].name
     world = {"NNODES": str(len(hosts)), "NODE_RANK": str(index), "NPROC_PER_NODE": str(hosts[index].slots)}
     if len(hosts) == 1:
@@ -114,7 +114,7 @@ def node_variables(hosts: Sequence[Host], index: int, variables: Mapping[str, st
 
 
 def script(root: Path, folder: Path, words: Sequence[str], variables: Mapping[str, str]) -> str:
-    """What the remote bash reads: environment, launcher, then names of signals until the stream ends.
+    """Return the input of the remote bash: environment, launcher, then names of signals until the stream ends.
 
     In braces, so that bash has read all of it before the names of signals are read from the same stream.
     """
@@ -132,14 +132,14 @@ def script(root: Path, folder: Path, words: Sequence[str], variables: Mapping[st
 
 
 def passed_on(variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables that go with the run to other hosts."""
+    """Select the variables that go with the run to other hosts."""
     return {
         name: value for name, value in variables.items() if name in _PASSED_ON or name.startswith(_PASSED_ON_BEGINNINGS)
     }
 
 
 def ssh_words(host: Host, variables: Mapping[str, str]) -> list[str]:
-    """The local command; TRIAXIS_SSH replaces `ssh` and its options. No password is asked for: nobody would answer."""
+    """Return the local command; TRIAXIS_SSH replaces `ssh` and its options. BatchMode: no prompt for a password."""
     given = variables.get("TRIAXIS_SSH")
     return [*(shlex.split(given) if given else ["ssh", "-o", "BatchMode=yes"]), host.name, "bash", "-s"]
 
@@ -162,7 +162,7 @@ class SshLaunch:
         self._connections: list[subprocess.Popen[str]] = []
 
     def show(self) -> None:
-        """What each host would be told; names of variables that are passed on, never their values."""
+        """Print the command of each host, and the names of variables that are passed on, never their values."""
         print(f"environment passed on: {' '.join(sorted(passed_on(self._variables)))}")
         for index, host in enumerate(self._hosts):
             told = " ".join(
@@ -174,7 +174,7 @@ class SshLaunch:
             )
 
     def run(self) -> int:
-        """Start all hosts and wait for all; the exit code of the run. The first host's words are shown, of the others' errors."""
+        """Start all hosts, wait for all, and return the run's exit code. Output is the first host's; errors are of all."""
         before = {number: signal.signal(number, self._hand_on) for number in asking()}
         readers = []
         try:
@@ -188,7 +188,7 @@ class SshLaunch:
                     errors="backslashreplace",
                     start_new_session=True,  # Ctrl-C is for this process, which hands it on
                 )
-                assert connection.stdin is not None and connection.stderr is not None, "they were asked for"
+                assert connection.stdin is not None and connection.stderr is not None, "pipes"
                 self._connections.append(connection)
                 reader = threading.Thread(target=_relay, args=(host.name, connection.stderr), daemon=True)
                 reader.start()
@@ -211,7 +211,7 @@ class SshLaunch:
         return next((code for code in AFTER.values() if code in codes), abs(first_failure))
 
     def _wait(self) -> tuple[list[int], int]:
-        """Wait for all launchers; end those that outlive another's failure too long.
+        """Wait for all launchers; end those that outlive another's failure for too long.
 
         A launcher sees its own ranks only, and a rank that waits in NCCL for a dead one of another host does not end by itself.
         Ranks behind a lost connection are not dead: they and all others save first.
@@ -237,7 +237,7 @@ class SshLaunch:
 
     @staticmethod
     def _write(connection: subprocess.Popen[str], text: str) -> None:
-        assert connection.stdin is not None, "it was asked for"
+        assert connection.stdin is not None, "a pipe"
         try:
             connection.stdin.write(text)
             connection.stdin.flush()
@@ -252,12 +252,12 @@ def _relay(host: str, stream: TextIO) -> None:
 
 
 def is_asked_for(variables: Mapping[str, str]) -> bool:
-    """Whether this process is to start a run on other hosts, and is not itself a launcher of one of several nodes."""
+    """Return whether this process starts a run on other hosts, and is not itself the launcher of one of several nodes."""
     return bool(variables.get(VARIABLE)) and "NODE_RANK" not in variables
 
 
 def start(config_path: Path, overrides: Sequence[str], flags: Sequence[str], *, dry_run: bool) -> int:
-    """Check the config for the hosts' ranks, then run it there, or show what would be run; the exit code.
+    """Check the config for the hosts' ranks, then run it there, or show the commands; return the exit code.
 
     Raises:
         ConfigError: problems in the configuration, all at once.

@@ -9,7 +9,7 @@
     one task of srun per GPU:           launch/pretrain_gpt.py here, now             the same variables, from SLURM's
 
 Each rank reads the config again from the same words and the same environment. When a rank dies, the others are ended
-and the launcher says which it was. Signals are handed on to the ranks (launch/start/process/forward_signals.py).
+and the launcher names it. Signals are handed on to the ranks (launch/start/process/forward_signals.py).
 """
 
 import importlib
@@ -58,7 +58,7 @@ from models.predict.rank_memory import predict
 DEFAULT_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gpt_tiny.yaml"
 
 WORKER = "launch.pretrain_gpt"
-"""The module that each rank runs: `main(argv) -> int`, argv being the config's path and the overrides."""
+"""The module that each rank runs: `main(argv) -> int` with the config's path and the overrides."""
 
 START = "launch.start.process.start_rank"
 """The module that torchrun runs: it imports the worker."""
@@ -71,7 +71,7 @@ DEFAULT_MASTER_PORT = "29500"
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for. `config_path` none: the default command, which also prepares its corpus."""
+    """A run to start. `config_path` None: the default command, which also prepares its corpus."""
 
     config_path: Path | None
     overrides: tuple[str, ...]
@@ -80,16 +80,16 @@ class Request:
     """The worker trains this configuration, so its predicted memory must fit."""
     worker: str = WORKER
     worker_flags: tuple[str, ...] = ()
-    """Words for the worker that are no part of the configuration."""
+    """Words for the worker beside the configuration."""
     preflight: Callable[[Config, Path], str | None] | None = None
-    """Looks before ranks are started; what it returns is said instead of starting."""
+    """A check before ranks are started; a text that it returns is printed, and nothing is started."""
     explained_codes: tuple[int, ...] = ()
     """Exit codes that all ranks agree on and rank 0 has explained: no rank has failed."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A checked run: everything that is printed and started follows from it."""
+    """A checked run; all output and the command line follow from it."""
 
     config: Config
     config_path: Path
@@ -108,7 +108,7 @@ class Plan:
 
 
 def launch(request: Request, variables: Mapping[str, str]) -> int:
-    """Start the run that was asked for, or show it; returns the exit code of the run.
+    """Start a run, or show it; return the exit code of the run.
 
     Raises:
         ConfigError: problems in the configuration, all at once.
@@ -150,7 +150,7 @@ def make_plan(request: Request, variables: Mapping[str, str]) -> Plan:
     config = load_config(path, overrides, variables, more_rules=rules)
     dp_was_asked_for = variables.get("DP") or any(word.startswith("parallel.dp=") for word in overrides)
     if request.config_path is None and gpus.count and config.runtime.device != "cpu" and not dp_was_asked_for:
-        # Nobody chose this config, so its dp, meant for a CPU, does not keep GPUs idle.
+        # The user did not choose this config, so its dp, meant for a CPU, does not keep GPUs idle.
         overrides = (*overrides, "parallel.dp=null")
         config = load_config(path, overrides, variables, more_rules=rules)
     world = decide(config, gpus, variables, rules)
@@ -177,7 +177,7 @@ def _memory_line(config: Config, sizes: ParallelSizes, world: World, devices: De
 
 
 def torchrun_arguments(plan: Plan, worker: str, variables: Mapping[str, str]) -> list[str]:
-    """The words after `python -m torch.distributed.run`.
+    """Return the words after `python -m torch.distributed.run`.
 
     Raises:
         TopologyError: several nodes, and this one's number or the meeting place is missing.
@@ -205,17 +205,17 @@ def torchrun_arguments(plan: Plan, worker: str, variables: Mapping[str, str]) ->
 
 
 def thread_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Variables that are set for the ranks, where the user did not set them."""
+    """Return variables for the ranks that the user did not set."""
     return {} if "OMP_NUM_THREADS" in variables else {"OMP_NUM_THREADS": "1"}
 
 
 def device_variables(world: World) -> dict[str, str]:
-    """Hand the decision about device and backend on to the ranks."""
+    """Return the decision about device and backend as variables for the ranks."""
     return {DEVICE_VARIABLE: world.device, BACKEND_VARIABLE: world.backend}
 
 
 def show(console: Console, plan: Plan, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    """What was chosen and why, and the line that starts it."""
+    """Print the choices with their reasons, and the line that starts the run."""
     world = plan.world
     nodes = "1 node" if world.num_nodes == 1 else f"{world.num_nodes} nodes of {world.ranks_per_node}"
     words = [sys.executable, "-m", "torch.distributed.run", *arguments]
@@ -234,7 +234,7 @@ def show(console: Console, plan: Plan, arguments: Sequence[str], environment: Ma
 
 
 def _prepare_corpus(console: Console, config: Config, variables: Mapping[str, str]) -> int:
-    """The default command trains on text that every machine has; make the corpus if it is not there. An exit code."""
+    """Prepare the corpus of the default command, from text that every machine has, if it is missing; return an exit code."""
     for _, prefix in config.data.train:
         if not (bin_path(prefix).exists() and idx_path(prefix).exists()):
             console.print(f"[bold]{'corpus':<8}[/bold]{prefix} is not there yet, so it is prepared first")
@@ -247,7 +247,7 @@ def _prepare_corpus(console: Console, config: Config, variables: Mapping[str, st
 
 
 def _run_torchrun(plan: Plan, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """torchrun inside this process, which makes its signals ours and its failures readable; returns the exit code."""
+    """Run torchrun inside this process, so that we get its signals and its failures; return the exit code."""
     os.environ.update(environment)
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -256,7 +256,7 @@ def _run_torchrun(plan: Plan, arguments: Sequence[str], environment: Mapping[str
     from launch.start import rendezvous
     from launch.start.process.short_end import short_end
 
-    # It names every process that it ends; the one that matters is described below.
+    # Its logs name every process that it ends; the first cause is described below.
     for noisy in ("multiprocessing.api", "agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic.{noisy}").setLevel(logging.CRITICAL)
     started_seconds = time.time()
@@ -287,7 +287,7 @@ def _run_torchrun(plan: Plan, arguments: Sequence[str], environment: Mapping[str
         if signals.first is not None and (not has_begun or cause.exit_code in (-signals.first, -signal.SIGKILL)):
             return _stopped_by(signals.first)
         _show_cursor()
-        # A user's mistake has been explained by rank 0; that a rank ended with it is no news.
+        # Rank 0 has explained a user's mistake already.
         if (cause.rank, cause.exit_code) != (0, ExitCode.MISTAKE):
             print(describe(cause, logs, started_seconds), file=sys.stderr)
         return cause.exit_code if cause.exit_code > 0 else 128 - cause.exit_code
@@ -295,15 +295,15 @@ def _run_torchrun(plan: Plan, arguments: Sequence[str], environment: Mapping[str
 
 
 def _stopped_by(signal_number: signal.Signals | None) -> int:
-    """Ranks that did not train yet, or were told twice, end without a word of their own."""
-    assert signal_number is not None, "it was a signal that ended them"
+    """Print the signal that ended ranks before they trained, or at once; return the exit code."""
+    assert signal_number is not None, "a signal ended them"
     _show_cursor()
     print(f"stopped by {signal_number.name}; all ranks of this node have ended", file=sys.stderr)
     return 128 + signal_number
 
 
 def _show_cursor() -> None:
-    """Rank 0 hides it under its progress bar, and a rank that was killed cannot bring it back."""
+    """Show the cursor: rank 0 hides it under its progress bar, and a rank that was killed cannot bring it back."""
     Console().show_cursor()
 
 

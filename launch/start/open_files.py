@@ -9,10 +9,10 @@ import resource
 from engine.errors import TriaxisError
 
 LEAST = 256
-"""Open files that one rank may need: gloo's connections to its peers, logs, a corpus, a checkpoint that is written."""
+"""Open files that one rank may need: gloo's connections to its peers, logs, a corpus, a checkpoint."""
 
 MOST = 65_536
-"""Limit that is asked for; some programs walk through all numbers below theirs."""
+"""The limit that is set; some programs walk through all numbers below theirs."""
 
 
 def allow_open_files() -> None:

@@ -1,7 +1,7 @@
-"""What can be known before eight processes import torch: is the run finished, is the directory its own, can it be written,
-is the corpus there? Is there a GPU where something asks for one?
+"""Checks before eight processes import torch: a run that is finished, a directory of another run or without access, a corpus or a
+GPU that is missing.
 
-The ranks check the same again (they may stand on other nodes); here it costs a second instead of ten.
+The ranks check again (they may be on other nodes); here it costs a second instead of ten.
 """
 
 import os
@@ -15,12 +15,12 @@ from engine.run.directory import RunDirectory, run_name
 
 
 def look_before_training(config: Config, config_path: Path, *, from_scratch: bool = False) -> str | None:
-    """What to say instead of starting, if the run is finished; None: start.
+    """Return the message of a finished run, which is printed instead of starting; None: start.
 
     Args:
         config: of the run.
         config_path: its file, after which a run without a name is named.
-        from_scratch: whether the run starts at step 0 again, whatever its directory holds.
+        from_scratch: the run starts at step 0 again, whatever its directory holds.
 
     Raises:
         StorageError: the run directory or the folder of checkpoints cannot be written.
@@ -38,15 +38,15 @@ def look_before_training(config: Config, config_path: Path, *, from_scratch: boo
 
 
 def refuse_without_gpu(config: Config, *, has_gpu: bool, note: str = "") -> None:
-    """Refuse what only a GPU can answer where the run is on the CPU.
+    """Refuse fields that need a GPU where the run is on the CPU.
 
     Args:
         config: of the run.
         has_gpu: whether its ranks are on GPUs.
-        note: why not, if there is more to say.
+        note: the reason why not, if it is known.
 
     Raises:
-        ConfigError: all fields that ask for one.
+        ConfigError: all fields that need one.
     """
     found = gpu_tool_problems(config.telemetry, f"this run is on the CPU ({note or 'torch finds no GPU here'})")
     if not has_gpu and (problems := list(map(str, found))):

@@ -1,7 +1,7 @@
-"""Where the launchers of a run's nodes meet: torchrun's static rendezvous, with a store that listens on one interface.
+"""The meeting place of the launchers of a run's nodes: torchrun's static rendezvous, with a store that listens on one interface.
 
-torchrun's own would listen on every interface of node 0. This one takes its place in our launcher's process; the line that the
-launcher prints starts the same ranks with torchrun's own.
+torchrun's own listens on every interface of node 0. This one replaces it in our launcher's process; the line that the launcher
+prints starts the same ranks with torchrun's own.
 """
 
 import argparse
@@ -24,11 +24,11 @@ from engine.comm.runtime import open_store
 BACKEND = "triaxis"
 
 TIMEOUT = timedelta(minutes=15)
-"""Nodes of one job start apart by so much at most."""
+"""The longest time between the starts of a job's nodes."""
 
 
 def use(words: argparse.Namespace) -> None:
-    """Put this rendezvous in the place of the one that torchrun's parsed arguments ask for."""
+    """Replace the rendezvous in torchrun's parsed arguments by this one."""
     rendezvous_handler_registry.register(BACKEND, _create)
     host, port = (words.local_addr, 0) if words.standalone else (words.master_addr, words.master_port)
     endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -45,7 +45,7 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 class _OneInterface(RendezvousHandler):
-    """Nodes have their numbers already; node 0 has the store, and the ranks use it as well."""
+    """A rendezvous of numbered nodes; node 0 has the store, and the ranks use it as well."""
 
     def __init__(self, interface: Interface, port: int, node: int, num_nodes: int, run_id: str) -> None:
         self._interface = interface
@@ -75,7 +75,7 @@ class _OneInterface(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """A group of fixed nodes does not change."""
+        """Do nothing: a group of fixed nodes does not change."""
 
     def num_nodes_waiting(self) -> int:
         return 0

@@ -1,4 +1,4 @@
-"""A task of `srun` as a rank: what SLURM says in its variables, in torchrun's words (no torch here).
+"""A task of `srun` as a rank: SLURM's variables translated into torchrun's (no torch here).
 
     srun --ntasks=16 --ntasks-per-node=8          SLURM_PROCID 11 of 16, SLURM_LOCALID 3 on node 1
       ->  RANK=11 WORLD_SIZE=16 LOCAL_RANK=3 LOCAL_WORLD_SIZE=8 MASTER_ADDR=<first host> MASTER_PORT=<from job and restart>
@@ -17,13 +17,13 @@ FIRST_PORT = 15_000
 NUM_PORTS = 15_000
 """Below 32768, where Linux hands out ports to outgoing connections."""
 PORTS_APART = 97
-"""From one attempt of a job to the next: a port that somebody has taken ends one attempt, not the job."""
+"""Distance from one attempt of a job to the next: a port in use ends one attempt, not the job."""
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def is_rank(variables: Mapping[str, str]) -> bool:
-    """Is this process one of several tasks that `srun` started, with no other launcher inside?
+    """Return whether this process is one of several tasks that `srun` started, with no other launcher inside.
 
     A batch script has SLURM_PROCID and SLURM_NTASKS too; only a step's tasks have SLURM_STEP_NUM_TASKS.
     """
@@ -35,7 +35,7 @@ def is_rank(variables: Mapping[str, str]) -> bool:
 
 
 def rank_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """torchrun's variables for this task.
+    """Return torchrun's variables for this task.
 
     Raises:
         TopologyError: a SLURM variable is missing or unreadable, or the ranks of several nodes would meet at a loopback
@@ -61,7 +61,7 @@ def rank_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """`"4(x2),3"` -> `[4, 4, 3]`, the form of SLURM_STEP_TASKS_PER_NODE.
+    """Parse SLURM_STEP_TASKS_PER_NODE, such as `"4(x2),3"` into `[4, 4, 3]`.
 
     Raises:
         ValueError: the text has another form.
@@ -81,7 +81,7 @@ def _port(variables: Mapping[str, str]) -> int:
 
 
 def _master_address(variables: Mapping[str, str], num_nodes: int) -> str:
-    """The address at which all ranks meet: MASTER_ADDR if given, else the step's first host."""
+    """Return the address at which all ranks meet: MASTER_ADDR if given, else the step's first host."""
     given = variables.get("MASTER_ADDR")
     if given and not (num_nodes > 1 and given in LOOPBACK):
         return given

@@ -1,4 +1,4 @@
-"""How many ranks to start, where, and why (torch is asked only where the machine shows a GPU).
+"""The number of ranks to start, their place and the reason (torch is imported only where the machine shows a GPU).
 
     NPROC_PER_NODE given            that many on each node
     parallel.dp given               tp pp dp ranks; more than there are GPUs is refused (unless gloo serves them, and ranks share
@@ -21,7 +21,7 @@ from engine.errors import TopologyError
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The ranks of a run. `reason` says in a few words where their number comes from."""
+    """The ranks of a run. `reason` names the source of their number in a few words."""
 
     num_nodes: int
     ranks_per_node: int
@@ -40,7 +40,7 @@ def decide(config: Config, gpus: Gpus, variables: Mapping[str, str], more_rules:
     Args:
         config: the resolved configuration.
         gpus: what this node has; all nodes are taken to be alike.
-        variables: NNODES and NPROC_PER_NODE are read.
+        variables: the environment; NNODES and NPROC_PER_NODE are read.
         more_rules: kept by the layouts that an error proposes, beside the rules of every configuration.
 
     Raises:
@@ -81,7 +81,7 @@ def decide(config: Config, gpus: Gpus, variables: Mapping[str, str], more_rules:
 
 
 def _largest_dp(config: Config, most: int, model_ranks: int, num_nodes: int) -> int:
-    """At most `most`, a divisor of the batch, the same number of ranks on every node; 1 where nothing fits."""
+    """Find the largest dp up to `most` that divides the batch and gives every node as many ranks; 1 where none does."""
     num_microbatches = config.train.global_batch_size // config.train.micro_batch_size
     for dp in range(most, 1, -1):
         if num_microbatches % dp == 0 and (dp * model_ranks) % num_nodes == 0:

@@ -24,7 +24,7 @@ from launch.start.process.front import standard_streams
 from launch.start.process.lasting_output import lasting_output
 
 GRACE_SECONDS = 20.0
-"""What closing may take after a failure: a profiler and a checkpoint's copies wait for the device, which may never finish."""
+"""Limit for closing after a failure: a profiler and a checkpoint's copies wait for the device, which may never finish."""
 
 
 Main = Callable[[Sequence[str]], int]
@@ -62,9 +62,10 @@ def print_error(error: BaseException) -> None:
 
 
 class WayOut:
-    """The time that a failing rank may take to close what it has opened.
+    """A time limit for a failing rank to close its files, threads and groups.
 
-    Entered around everything that is closed; `bounded` blocks inside start the clock, and leaving the outer block stops it.
+    Enter it around everything that is closed. The first failure in a `bounded` block starts the clock; leaving the outer block
+    stops it.
 
     Args:
         grace_seconds: from the failure to the end of the process.
@@ -107,6 +108,6 @@ class WayOut:
 def end(code: int) -> NoReturn:
     """Flush standard output and error, and end the process with `code`."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
+        with suppress(OSError, ValueError):  # its reader is gone, or it is closed
             stream.flush()
     os._exit(code)

@@ -15,14 +15,14 @@ from engine.resilience.hang.watch import hang_report
 from launch.start.process.named_causes import named_causes
 
 AFTER = {Stop.PREEMPTED: ExitCode.REQUEUE, Stop.INTERRUPTED: ExitCode.INTERRUPTED}
-"""How a run ends that all ranks have agreed to stop."""
+"""Exit codes of a run that all ranks have agreed to stop."""
 
 OTHERS_END_SECONDS = 10
-"""How long ranks may take to end once another has failed, before SIGKILL. One that waits in NCCL does not react to SIGTERM."""
+"""Time for ranks to end once another has failed, before SIGKILL. One that waits in NCCL does not react to SIGTERM."""
 
 LAST_LINES = 20
 LAST_BYTES = 64 * 1024
-"""As much of a log is read; a long run's log is large."""
+"""Bytes that are read of a log; a long run's log is large."""
 
 
 class ExplainedError(Exception):
@@ -45,7 +45,7 @@ def code_of(error: BaseException) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """How one rank ended: `exit_code` is negative for a signal, `seen_seconds` since the epoch."""
+    """The end of one rank: `exit_code` is negative for a signal, `seen_seconds` counts from the epoch."""
 
     rank: int
     exit_code: int
@@ -59,9 +59,9 @@ class RankFailure:
 
 
 def describe_hang(failures: Iterable[RankFailure], logs: Path, since_seconds: float) -> str:
-    """The report of the hang that ended the last attempt under `runs/<name>/logs`; "" where it stands on the terminal already.
+    """Return the report of the hang that ended the last attempt under `runs/<name>/logs`; "" if it was printed already.
 
-    `failures` are those of this node's ranks: what rank 0 says is shown by its own launcher only.
+    `failures` are those of this node's ranks: rank 0 prints through its own launcher only.
     """
     attempts = [path for path in logs.parent.glob("hangs/attempt_*") if path.stat().st_mtime >= since_seconds]
     report = hang_report(max(attempts)) if attempts else None
@@ -72,19 +72,19 @@ def describe_hang(failures: Iterable[RankFailure], logs: Path, since_seconds: fl
 
 
 def rank_log(logs: Path, rank: int, since_seconds: float) -> Path | None:
-    """The log that a rank wrote in its last attempt under `runs/<name>/logs`; none if it wrote nothing since then."""
+    """Return the log of a rank's last attempt under `runs/<name>/logs`; None: it has written nothing since the start."""
     found = (path for path in logs.glob(f"attempt_*/rank_{rank:05d}.log") if path.is_file())
     written = [path for path in found if path.stat().st_mtime >= since_seconds]
     return max(written, key=lambda path: path.parent.name, default=None)
 
 
 def first_cause(failures: Iterable[RankFailure], logs: Path, since_seconds: float) -> RankFailure:
-    """The failure to tell the user about.
+    """Return the failure that is the first cause.
 
     Args:
         failures: every rank that did not end with 0; at least one.
         logs: `runs/<name>/logs`.
-        since_seconds: when the run was started, in seconds since the epoch.
+        since_seconds: start of the run, in seconds since the epoch.
     """
 
     def order(failure: RankFailure) -> tuple[bool, int, float, int]:
@@ -97,7 +97,7 @@ def first_cause(failures: Iterable[RankFailure], logs: Path, since_seconds: floa
 
 
 def describe(failure: RankFailure, logs: Path, since_seconds: float) -> str:
-    """The rank, how it ended, the last lines of its log, and causes that they name; rank 0's own words stand on the terminal."""
+    """Describe the end of a rank: exit code, last lines of its log (rank 0 has printed them), and causes that they name."""
     head = f"rank {failure.rank} ended with {failure.how}, so the job was stopped."
     log = rank_log(logs, failure.rank, since_seconds)
     if log is None:

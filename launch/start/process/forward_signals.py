@@ -21,23 +21,23 @@ import psutil
 from engine.comm.stop import ASKS_FOR, asking
 
 LONGEST_SAVE_SECONDS = 1800.0
-"""A rank that has not ended by then never will: its disk or a peer hangs."""
+"""Limit after which a rank never ends: its disk or a peer hangs."""
 
 AT_ONCE_SECONDS = 5.0
 
 END_RANKS = signal.SIGUSR2
-"""A launcher of several hosts sends it to the others once one has failed. SIGQUIT would make every rank dump core."""
+"""Signal of a launcher of several hosts to the others once one has failed. SIGQUIT would make every rank dump core."""
 
 LEFT_TO_TORCHRUN = "SIGQUIT"
 """The signal at which torchrun itself still ends its ranks."""
 
 
 class NoRanksError(Exception):
-    """A signal came before there were ranks: there is nothing to save."""
+    """A signal before there are ranks: there is nothing to save."""
 
 
 class ForwardedSignals:
-    """What the launcher was told while its ranks ran.
+    """The signals of a launcher while its ranks run.
 
     Attributes:
         first: the first signal; None: none came.
@@ -49,10 +49,10 @@ class ForwardedSignals:
 
     @contextmanager
     def listening(self, words: argparse.Namespace) -> Iterator["ForwardedSignals"]:
-        """Hand signals on while the block runs torchrun.
+        """Forward signals to the ranks while the block runs torchrun.
 
         Args:
-            words: torchrun's parsed arguments; its own handlers are kept away from these signals.
+            words: torchrun's parsed arguments; its own handlers leave these signals alone.
 
         Raises:
             NoRanksError: inside the block, when a signal comes before the first rank was started.
@@ -70,7 +70,7 @@ class ForwardedSignals:
 
     @contextmanager
     def _instead_of_torchruns(self, words: argparse.Namespace) -> Iterator[None]:
-        """Leave torchrun the other signals: an argument says so from torch 2.10 on; in 2.9 it installs one handler for all."""
+        """Leave torchrun the other signals: by an argument from torch 2.10 on; 2.9 installs one handler for all."""
         if hasattr(words, "signals_to_handle"):
             words.signals_to_handle = LEFT_TO_TORCHRUN
             yield
@@ -119,7 +119,7 @@ def _end_ranks(number: int, frame: FrameType | None) -> None:
 
 
 def ranks() -> list[psutil.Process]:
-    """The live ranks that this process has started."""
+    """List the live ranks that this process has started."""
     found = []
     for child in psutil.Process().children():
         try:

@@ -20,7 +20,7 @@ from engine.storage.redaction import blotted_streams
 def standard_streams() -> Iterator[None]:
     """Open what is closed of the three standard descriptors, and blot secrets out of what is printed in the block.
 
-    What is left in a buffer is written at the end of the block.
+    Buffers are written at the end of the block.
 
     Raises:
         OutputError: standard output cannot be written, as on a full disk.
@@ -36,7 +36,7 @@ def standard_streams() -> Iterator[None]:
 
 
 def drop_output() -> None:
-    """Send what is left of standard output nowhere; Python would complain once more when it flushes at exit."""
+    """Discard the rest of standard output; else Python would complain once more when it flushes at exit."""
     with suppress(OSError, io.UnsupportedOperation):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

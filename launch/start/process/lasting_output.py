@@ -1,6 +1,6 @@
 """Standard output and error of a launcher or rank whose terminal may end before the run does.
 
-    triaxis train config.yaml | head    the banner fills head; the run goes on, and its last words are lost
+    triaxis train config.yaml | head    the banner fills head; the run goes on, and its later output is lost
     triaxis train config.yaml > file    the disk of the file is full for a while; lost lines are counted there
     Ctrl-S                              a line waits for PATIENCE_SECONDS, then lines are lost and counted; the process goes on
 

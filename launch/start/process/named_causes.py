@@ -1,4 +1,4 @@
-"""Causes of failures that libraries tell in words of their own, and what to do about them (no torch here).
+"""Causes of failures that libraries report in words of their own, and their remedies (no torch here).
 
 NCCL's last warning is part of the error that torch raises; with NCCL_DEBUG=WARN it stands in the log by itself.
 """
@@ -19,7 +19,7 @@ LOCKED_MEMORY_ADVICE = (
 
 @dataclass(frozen=True, slots=True)
 class NamedCause:
-    """A cause, how it is told from the end of a rank's log, and its advice."""
+    """A cause, its pattern in the end of a rank's log, and its advice."""
 
     pattern: re.Pattern[str]
     cause: str
@@ -57,7 +57,7 @@ BUS_ERROR = (
 
 
 def named_causes(log: str, exit_code: int) -> list[str]:
-    """Causes that the end of a rank's log, or the signal that ended it, names; each in one sentence with its advice.
+    """List the causes that the end of a rank's log, or the signal that ended it, names; each with its advice.
 
     Args:
         log: text.

@@ -13,7 +13,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends; where there is no prctl, nothing changes."""
+    """Let the kernel kill this process when its parent ends; where there is no prctl, nothing changes."""
     if not sys.platform.startswith("linux"):
         return
     parent = os.getppid()

@@ -15,7 +15,7 @@ TORCHRUN_SECONDS = 30
 
 @contextmanager
 def short_end(seconds: int) -> Iterator[None]:
-    """While the block runs, ranks of this process that have not ended `seconds` after SIGTERM get SIGKILL."""
+    """Send SIGKILL to ranks that have not ended `seconds` after SIGTERM, while the block runs."""
     close = PContext.close
 
     def close_soon(self: PContext, death_sig: Signals | None = None, timeout: int = TORCHRUN_SECONDS) -> None:

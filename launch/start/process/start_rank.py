@@ -1,8 +1,8 @@
-"""The first seconds of a rank that torchrun starts: its worker takes seconds to import, and Ctrl-C may come meanwhile.
+"""The first seconds of a rank that torchrun starts: its worker takes seconds to import, and Ctrl-C may come before.
 
     python -m launch.start.process.start_rank launch.pretrain_gpt config.yaml train.steps=20
 
-A rank that was interrupted before its worker is there ends with a code and no traceback; its launcher says that all have ended.
+A rank that is interrupted before its worker is imported ends with a code and no traceback; its launcher prints the reason.
 """
 
 import sys
