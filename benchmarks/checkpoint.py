@@ -134,7 +134,7 @@ class Contest:
 
     def together(self, work: Callable[[], float | None]) -> float:
         """Seconds of the slowest rank; `work` may return seconds of its own."""
-        self.world.agree([0.0], self.rank.topology.device, "benchmark")
+        self.world.barrier(self.rank.topology.device, "benchmark")
         started = time.perf_counter()
         own = work()
         seconds = time.perf_counter() - started if own is None else own
@@ -174,12 +174,12 @@ class Contest:
 
     def clear(self) -> None:
         """An empty folder for the next measurement, and nothing left to be written."""
-        self.world.agree([0.0], self.rank.topology.device, "benchmark")
+        self.world.barrier(self.rank.topology.device, "benchmark")
         if self.rank.number == 0:
             shutil.rmtree(self.folder)
             self.folder.mkdir()
             os.sync()
-        self.world.agree([0.0], self.rank.topology.device, "benchmark")
+        self.world.barrier(self.rank.topology.device, "benchmark")
 
     def copy(self) -> None:
         for copy, flat in zip(self.copies, self.flats, strict=True):
@@ -289,7 +289,7 @@ def main(argv: list[str]) -> int:
             if rank.number == 0:
                 print("  ".join(f"{name} {seconds:.2f}" for name, seconds in rounds[-1].items()), flush=True)
         contest.checkpoints.close()
-        (num_bytes,) = contest.world.agree([contest.num_bytes], rank.topology.device, "benchmark")
+        (num_bytes,) = contest.world.sum_values([contest.num_bytes], rank.topology.device, "benchmark")
         if contest.watch.problems:
             print("; ".join(contest.watch.problems), file=sys.stderr)
             return 1

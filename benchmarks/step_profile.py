@@ -91,7 +91,7 @@ def measure(engine: Engine, next_step: Callable[[], list[MicroBatch]], num_steps
     with timed_waits(engine.topology.ledger) as waits:
         steps = [timed(lambda: engine.train_step(next_step(), LEARNING_RATE)) for _ in range(num_steps)]
     main, process = fmean(step.main_thread for step in steps), fmean(step.process for step in steps)
-    (everybody,) = engine.topology.axis("world").agree([process], engine.topology.device, "profile")
+    (everybody,) = engine.topology.axis("world").sum_values([process], engine.topology.device, "profile")
     return StepTimes(fmean(step.wall for step in steps), main, process - main, everybody, waits, num_steps)
 
 

@@ -41,7 +41,7 @@ from engine.telemetry.timing.bubble import Attribution, num_actions
 from engine.telemetry.timing.clocks import HostClock
 from engine.telemetry.timing.marks import TimeMarks
 from engine.telemetry.timing.step_times import StepTimes
-from engine.telemetry.timing.time_split import STEP_NUMBERS, USUAL, Tally
+from engine.telemetry.timing.time_split import STEP_NUMBERS, USUAL, StepTally
 from launch.start.process.ending import run_rank
 
 WARM_UP_ROUNDS = 2
@@ -121,14 +121,14 @@ def compare(stepping: Stepping, most_rounds: int, seconds: float, log_interval: 
         for place in range(len(sides)):
             side = (place + number) % len(sides)
             # Together, so that no rank's step begins with the wait for another's last one.
-            world.agree([0.0], topology.device, "benchmark")
+            world.barrier(topology.device, "benchmark")
             step = timed(sides[side])
-            (all_cpu_seconds,) = world.agree([step.process], topology.device, "benchmark")
+            (all_cpu_seconds,) = world.sum_values([step.process], topology.device, "benchmark")
             if number >= 0:
                 wall[side].append(step.wall)
                 cpu[side].append(all_cpu_seconds)
         number += 1
-        (late_ranks,) = world.agree([float(time.perf_counter() - began > seconds)], topology.device, "benchmark")
+        (late_ranks,) = world.sum_values([float(time.perf_counter() - began > seconds)], topology.device, "benchmark")
     marks_per_step = (clock.num_marks - first_marks) / number
     times.finish()
 
@@ -155,7 +155,7 @@ def seconds_per_mark(num_marks: int = 5_000) -> float:
     posted = ledger.post("all_reduce", "tp", "mlp forward", torch.zeros(1), 2)
     best = float("inf")
     for _ in range(5):
-        marks, tally = TimeMarks(clock), Tally()
+        marks, tally = TimeMarks(clock), StepTally()
         marks.begin(0, is_marked=True)
         marks.phase(Phase.FORWARD_BACKWARD)
         marks.instruction(Action(Kind.F, 0, 0))
@@ -166,7 +166,7 @@ def seconds_per_mark(num_marks: int = 5_000) -> float:
         marks.end_step(next_is_marked=False)
         marked = marks.take(1)
         assert marked is not None
-        tally.add(1, marked.doings, clock.elapsed(marked.marks))
+        tally.add(1, marked.activities, clock.elapsed(marked.marks))
         best = min(best, (time.thread_time() - start) / num_marks)
     return best
 

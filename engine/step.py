@@ -152,7 +152,7 @@ class StepsInFlight:
         while len(self._posted) > 1 or (self._posted and (newest or stop.agreed is not None)):
             step, lr, pending = self._posted.popleft()
             result = pending.read()
-            stop.hear(result.flags.stop)
+            stop.decide(result.flags.stop)
             finished.append(FinishedStep(step, lr, result))
         return finished
 

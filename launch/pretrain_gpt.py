@@ -34,7 +34,7 @@ from engine.telemetry.observer import TrainingObserver, peak_memory_of_ranks
 from engine.telemetry.outlets.banner import End, Start, show_end, show_start
 from engine.telemetry.outlets.checkpoint_notices import CheckpointNotices, say_beginning, say_stopped
 from engine.telemetry.outlets.hub import Telemetry, open_telemetry
-from engine.telemetry.outlets.rank_log import Streams, rank_log
+from engine.telemetry.outlets.rank_log import RankStreams, rank_log
 from engine.telemetry.outlets.resilience_notices import TroubleNotices
 from engine.telemetry.record.metrics import Meter
 from engine.train import TrainingRun, build, train
@@ -87,7 +87,7 @@ def _printing_errors() -> Iterator[None]:
         raise ExplainedError(code_of(error)) from error
 
 
-def _train(rank: Rank, directory: RunDirectory, watchers: Watchers, streams: Streams, way_out: WayOut) -> int:
+def _train(rank: Rank, directory: RunDirectory, watchers: Watchers, streams: RankStreams, way_out: WayOut) -> int:
     """Build, begin, train; returns the exit code."""
     config, topology = rank.config, rank.topology
     stop, stopped = StopRequest(rank.number), None
@@ -183,7 +183,7 @@ def _train(rank: Rank, directory: RunDirectory, watchers: Watchers, streams: Str
     if stopped is None:
         return 0
     # Nobody leaves before rank 0 has closed its files: a launcher ends all ranks with the first one that ends with a code.
-    topology.axis("world").agree([0.0], topology.device, "stop")
+    topology.axis("world").barrier(topology.device, "stop")
     return AFTER[stopped]
 
 

@@ -197,7 +197,7 @@ def _load(engine: Engine, chosen: ResumeCandidate, data: dict[str, str]) -> tupl
         point = _resume_point(engine, candidate, chosen, state, data)
     except CheckpointError as error:
         reason = str(error)
-    reasons = [f"rank {rank}: {text}" for rank, text in enumerate(world.tell(reason, device, "begin")) if text]
+    reasons = [f"rank {rank}: {text}" for rank, text in enumerate(world.gather_text(reason, device, "begin")) if text]
     if reasons:
         return "\n".join(reasons[:3]), None
     assert candidate is not None and point is not None
@@ -270,7 +270,7 @@ def _data_differences(candidate: Candidate, data: dict[str, str], accept: Sequen
 def _check_whole(engine: Engine, candidate: Candidate, what: LoadWhat) -> None:
     """Check that all elements were loaded, and (for a resume in the same dtype) that the fingerprint is the saved one."""
     topology, manifest = engine.topology, candidate.manifest
-    (numel,) = topology.axis("world").agree([saved_numel(engine.optimizer)], topology.device, "begin")
+    (numel,) = topology.axis("world").sum_values([saved_numel(engine.optimizer)], topology.device, "begin")
     if int(numel) != manifest.num_parameters:
         raise CheckpointError(
             f"{candidate.folder} holds {manifest.num_parameters:,} parameters, this model has {int(numel):,}: it is of another "

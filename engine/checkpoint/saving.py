@@ -240,7 +240,7 @@ class CheckpointSaver:
             future = self._pending()
             if future is not None:
                 future.exception()
-            self.agreed(SaveFlags(*self._world.agree(self.flags(), self._engine.topology.device, "checkpoint")))
+            self.agreed(SaveFlags(*self._world.sum_values(self.flags(), self._engine.topology.device, "checkpoint")))
 
     def _saved(self) -> None:
         assert self._saving is not None
@@ -256,7 +256,9 @@ class CheckpointSaver:
         assert self._saving is not None
         future = self._pending()
         error = future.exception() if future is not None else None
-        reasons = self._world.tell("" if error is None else _text(error), self._engine.topology.device, "checkpoint")
+        reasons = self._world.gather_text(
+            "" if error is None else _text(error), self._engine.topology.device, "checkpoint"
+        )
         told = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
         self._failure = "; ".join(told[:3]) + (f"; and {len(told) - 3} more ranks" if len(told) > 3 else "")
         if self._world.index == 0:

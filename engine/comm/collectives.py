@@ -23,7 +23,7 @@ ReduceOp = Literal["sum", "max"]
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 TEXT_BYTES = 4096
-"""The most that `Axis.tell` carries per member, and `Axis.announce` in all: a path of a file, or some lines of an error."""
+"""The most that `Axis.gather_text` carries per member, and `Axis.announce` in all: a path of a file, or some lines of an error."""
 
 
 class Pending:
@@ -191,12 +191,16 @@ class Axis:
         if self._backend is not None:
             self._backend.close()
 
-    def agree(self, values: Sequence[float], device: torch.device, purpose: str) -> list[float]:
-        """Sum a short vector over the axis and return it on the host: the step's one small all-reduce."""
+    def sum_values(self, values: Sequence[float], device: torch.device, purpose: str) -> list[float]:
+        """Sum a short vector over the axis and return it on the host."""
         vector = torch.tensor(values, dtype=AGREEMENT_DTYPE, device=device)
         return [float(value) for value in self.all_reduce(vector, purpose).wait().tolist()]
 
-    def tell(self, text: str, device: torch.device, purpose: str) -> list[str]:
+    def barrier(self, device: torch.device, purpose: str) -> None:
+        """Wait until every member is here."""
+        self.sum_values([0.0], device, purpose)
+
+    def gather_text(self, text: str, device: torch.device, purpose: str) -> list[str]:
         """Gather every member's short text, in rank order: reasons of errors, say. No pickle is involved.
 
         The members agree on the longest text first, so that a round in which all texts are empty costs one number per member.
@@ -207,8 +211,8 @@ class Axis:
         longest = int(self.all_reduce(length, purpose, op="max").wait().item())
         if not longest:
             return [""] * self.size
-        everybody = self.all_gather(_bytes_to(content.ljust(longest, b"\0"), device), purpose).wait()
-        flat = everybody.cpu().numpy().tobytes()
+        gathered = self.all_gather(_bytes_to(content.ljust(longest, b"\0"), device), purpose).wait()
+        flat = gathered.cpu().numpy().tobytes()
         return [_text(flat[start : start + longest]) for start in range(0, len(flat), longest)]
 
     def announce(self, text: str, device: torch.device, purpose: str) -> str:
@@ -226,5 +230,5 @@ def _bytes_to(content: bytes, device: torch.device) -> torch.Tensor:
 
 
 def _text(content: bytes) -> str:
-    """Decode what `tell` and `announce` have padded with zeros."""
+    """Decode what `gather_text` and `announce` have padded with zeros."""
     return content.rstrip(b"\0").decode(errors="ignore")

@@ -12,6 +12,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 Op = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send", "recv"]
 
+REPLICA_GRADIENTS = "replica gradients"
+"""Purpose of the sum of a gradient over the ranks that hold its parameter and each saw a part (`engine.layout.shard_spec`)."""
+
 NO_PEER = -1
 """In place of the peer of a collective."""
 

@@ -31,7 +31,7 @@ class Stop(Enum):
     INTERRUPTED = "interrupted"
 
 
-ASKS_FOR = {
+STOP_OF_SIGNAL = {
     signal.SIGTERM: Stop.PREEMPTED,
     signal.SIGUSR1: Stop.PREEMPTED,
     signal.SIGHUP: Stop.PREEMPTED,
@@ -40,9 +40,9 @@ ASKS_FOR = {
 """What a signal asks a rank that trains for."""
 
 
-def asking() -> list[signal.Signals]:
-    """Return the signals of `ASKS_FOR` that have an effect here: under nohup, SIGHUP is ignored from the start."""
-    return [one for one in ASKS_FOR if one != signal.SIGHUP or signal.getsignal(one) is not signal.SIG_IGN]
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals of `STOP_OF_SIGNAL` that have an effect here: under nohup, SIGHUP is ignored from the start."""
+    return [one for one in STOP_OF_SIGNAL if one != signal.SIGHUP or signal.getsignal(one) is not signal.SIG_IGN]
 
 
 class StopRequest:
@@ -63,8 +63,8 @@ class StopRequest:
 
     def listen(self) -> None:
         """From now on signals ask this rank to stop; only in the main thread (Python's rule)."""
-        for number in asking():
-            self._before[number] = signal.signal(number, self._heard)  # type: ignore[assignment]
+        for number in stop_signals():
+            self._before[number] = signal.signal(number, self._on_signal)  # type: ignore[assignment]
 
     def close(self) -> None:
         """Signals do again what they did before `listen`."""
@@ -80,7 +80,7 @@ class StopRequest:
         """This rank's flags for the next step's agreement."""
         return StopFlags(float(Stop.PREEMPTED in self._asked), float(Stop.INTERRUPTED in self._asked))
 
-    def hear(self, flags: Sequence[float]) -> None:
+    def decide(self, flags: Sequence[float]) -> None:
         """The sums of `flags()` over all ranks, of the next step in order. A person's Ctrl-C counts more than a scheduler."""
         preempted, interrupted = flags
         if interrupted:
@@ -88,8 +88,8 @@ class StopRequest:
         elif preempted and self.agreed is None:
             self.agreed = Stop.PREEMPTED
 
-    def _heard(self, number: int, frame: FrameType | None) -> None:
-        stop = ASKS_FOR[signal.Signals(number)]
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        stop = STOP_OF_SIGNAL[signal.Signals(number)]
         if stop not in self._asked:
             # Past Python's buffers: the handler may have come between two bytes of another print.
             name = signal.Signals(number).name

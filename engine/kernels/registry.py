@@ -302,7 +302,7 @@ def open_kernels(config: Config, topology: Topology, *, is_alone: bool = False) 
             choices,
             notes,
             lambda slower: try_out(asked, slower, trials),
-            lambda text: topology.axis("world").tell(text, device, "kernels"),
+            lambda text: topology.axis("world").gather_text(text, device, "kernels"),
         )
     if topology.rank == 0 or is_alone:
         for note in notes:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.comm.collectives import Axis, Pending
+from engine.comm.ledger import REPLICA_GRADIENTS
 from engine.layout.param_layout import BucketLayout, BufferLayout
 from engine.tensor_parallel.parameter import ShardedParameter
 
@@ -73,7 +74,7 @@ class GradBuffers:
         grad_dtype: of the main grads.
         device: where the buffers live.
         dp: the axis over which dense gradients are reduced.
-        axes: the axes of second sums by name, as far as this rank has them.
+        axes: the axes over which gradients of replicas are summed, by name, as far as this rank has them.
 
     Attributes:
         dtype: of the weights.
@@ -155,7 +156,7 @@ class GradBuffers:
         """Wait for the reductions; afterwards the owned part of each bucket holds the whole gradient."""
         late = [name for name, place in self._places.items() if place.missing]
         assert not late, f"gradients are missing at the end of the step: {', '.join(late[:5])}"
-        second_sums = []
+        sums = []
         for buffer in self.buffers:
             for bucket in buffer.buckets:
                 assert bucket.reducing is not None
@@ -164,8 +165,8 @@ class GradBuffers:
                 if buffer.sum_axis is not None:
                     start, stop = bucket.owned
                     owned = buffer.main_grads[start:stop]
-                    second_sums.append(buffer.sum_axis.all_reduce(owned, "second sum"))
-        for pending in second_sums:
+                    sums.append(buffer.sum_axis.all_reduce(owned, REPLICA_GRADIENTS))
+        for pending in sums:
             pending.wait()
 
     def gather(self) -> None:

@@ -79,7 +79,7 @@ def locate(engine: Engine, microbatches: Sequence[Any]) -> Finding:
     world = engine.topology.axis("world")
     mine = "" if first is None else json.dumps([first.order, first.what, list(first.sample_ids)])
     found = []
-    for rank, text in enumerate(world.tell(mine, engine.topology.device, "non-finite")):
+    for rank, text in enumerate(world.gather_text(mine, engine.topology.device, "non-finite")):
         if text:
             order, what, sample_ids = json.loads(text)
             found.append((tuple(order), rank, Finding(rank, what, tuple(sample_ids))))

@@ -79,7 +79,7 @@ class ReplicaCheck:
             return []
         world, device = self._engine.topology.axis("world"), self._engine.topology.device
         found = [sentence for group in self._groups for sentence in _differences(group, sums)]
-        told = world.tell("\n".join(found), device, PURPOSE)
+        told = world.gather_text("\n".join(found), device, PURPOSE)
         # Where several see the same, the ones that know who is wrong come first.
         return sorted({line for text in told for line in text.splitlines()}, key=lambda line: ("differ" in line, line))
 

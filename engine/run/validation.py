@@ -92,9 +92,9 @@ class Validation:
             yield source.next_step()
             self._num_made += 1
             if sums is not None:
-                self._stop.hear(sums())
+                self._stop.decide(sums())
                 if self._stop.agreed is not None:
                     return
             sums = self._engine.post_stop(self._stop.flags())
         if sums is not None:
-            self._stop.hear(sums())
+            self._stop.decide(sums())

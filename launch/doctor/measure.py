@@ -61,7 +61,7 @@ def group_rates(topology: Topology, sizes: Iterable[Size], dtype: torch.dtype) -
     found = []
     for size in sizes:
         axis = topology.optional_axis(size.axis)
-        topology.axis("world").agree([0.0], topology.device, PURPOSE)
+        topology.axis("world").barrier(topology.device, PURPOSE)
         if axis is None or axis.size == 1:
             continue
         if size.op == "send":
@@ -94,7 +94,7 @@ def _seconds_of_a_call(axis: Axis, op: str, tensor: torch.Tensor) -> float:
     }[op]
 
     def together(num_calls: int) -> float:
-        axis.agree([0.0], tensor.device, PURPOSE)
+        axis.barrier(tensor.device, PURPOSE)
         _settle(tensor.device)
         began = time.perf_counter()
         for _ in range(num_calls):
@@ -235,7 +235,7 @@ def check_folders(
         path = Path(world.announce(str(_nearest(root)), device, PURPOSE))
         mine = path / f".triaxis-doctor-{nonce}-{topology.rank}"
         problem = _write(mine, nonce) if is_first else ""
-        problems = world.tell(problem, device, PURPOSE)
+        problems = world.gather_text(problem, device, PURPOSE)
         wrote = [rank for rank in range(0, grid.world_size, grid.ranks_per_node) if not problems[rank]]
         deadline = time.monotonic() + patience_seconds
         seen = {

@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         if rank.number == 0:
             report(argv, rank.topology, seen, findings)
         # No rank leaves before rank 0 has printed: a launcher ends all ranks with the first one that ends with a code.
-        rank.topology.axis("world").agree([0.0], rank.topology.device, "doctor")
+        rank.topology.axis("world").barrier(rank.topology.device, "doctor")
     return ExitCode.OUT_OF_LINE if worst(findings) is Level.FAIL else 0
 
 

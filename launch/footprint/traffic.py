@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
     with join_run(argv) as rank:
         measured, expected = one_step(rank)
         world = rank.topology.axis("world")
-        (num_differing,) = world.agree([float(measured != expected)], rank.topology.device, "traffic")
+        (num_differing,) = world.sum_values([float(measured != expected)], rank.topology.device, "traffic")
         if rank.number == 0:
             show(Console(soft_wrap=True), rank, measured, expected, int(num_differing))
     return 1 if num_differing else 0

@@ -22,7 +22,7 @@ def count_parameters(engine: Engine) -> dict[str, int]:
         topology.axis("dp").size,
         {name: axis.size for name, axis in axes.items() if axis is not None},
     )
-    sums = topology.axis("world").agree(list(shares.values()), topology.device, "parameter count")
+    sums = topology.axis("world").sum_values(list(shares.values()), topology.device, "parameter count")
     return round_counts(dict(zip(shares, sums, strict=True)))
 
 

@@ -36,7 +36,7 @@ def open_directory(rank: Rank, stem: str, *, from_scratch: bool, is_first_start:
             attempt, finished = float(directory.attempt), float(directory.finished is not None)
         except Exception as refused:  # also a bug of ours: the others must not wait for it
             error, code = refused, float(code_of(refused))
-    attempt, finished, code = world.agree([attempt, finished, code], rank.topology.device, "run directory")
+    attempt, finished, code = world.sum_values([attempt, finished, code], rank.topology.device, "run directory")
     if error is not None:
         raise error
     if code:
@@ -84,7 +84,7 @@ def _try_logs(rank: Rank, directory: RunDirectory) -> None:
             path.touch()
     except StorageError as error:
         problem = str(error)
-    told = rank.topology.axis("world").tell(problem, rank.topology.device, "run directory")
+    told = rank.topology.axis("world").gather_text(problem, rank.topology.device, "run directory")
     problems = [f"rank {number}: {text}" for number, text in enumerate(told) if text]
     if problems:
         raise TriaxisError("\n".join(problems[:3]))

@@ -5,7 +5,7 @@ import sys
 from engine.comm.runtime import write_flight_record
 from engine.layout.axis_groups import axis_groups
 from engine.resilience.hang.heartbeat import Heartbeat, folders_of
-from engine.resilience.hang.report import Scene
+from engine.resilience.hang.report import RunLayout
 from engine.resilience.hang.watch import HangLimits, HangWatch
 from engine.run.directory import RunDirectory
 from engine.step import Engine
@@ -24,20 +24,20 @@ def open_heartbeat(rank: int, directory: RunDirectory) -> Heartbeat:
 def open_hang_watch(engine: Engine, heartbeat: Heartbeat, directory: RunDirectory, telemetry: Telemetry) -> HangWatch:
     """Make the watch over this rank's heartbeat; it is to be started."""
     topology, rank = engine.topology, engine.topology.rank
-    scene = Scene(
+    layout = RunLayout(
         topology.grid,
         {name: groups for name, groups, _ in axis_groups(topology.grid, engine.config.model.kv_heads)},
         engine.schedule,
         engine.forward_programs.schedule,
     )
 
-    def tell(step: int, text: str) -> None:
+    def announce(step: int, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
         log = EventLog(directory.events(topology.grid.node(rank)), directory.attempt, rank=rank)
         log.write("hang", step=step, message=text.splitlines()[1].strip(), report=text)
         log.close()
-        telemetry.last_words()
+        telemetry.close_early()
 
     runtime = engine.config.runtime
     limits = HangLimits.after(runtime.hangs_after_seconds, runtime.timeout_seconds)
-    return HangWatch(heartbeat, scene, directory.hang(), limits, tell, write_flight_record)
+    return HangWatch(heartbeat, layout, directory.hang(), limits, announce, write_flight_record)

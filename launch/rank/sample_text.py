@@ -28,7 +28,7 @@ def write_sample(engine: Engine, valid: SampleSource, stop: StopRequest) -> tupl
     sampling = Sampling(SAMPLE_TEMPERATURE, seed=config.train.seed)
     for token in stream(engine, prompt, config.telemetry.sample_tokens, sampling):
         tokens.append(token)
-        stop.hear(world.agree(stop.flags(), device, "generation"))
+        stop.decide(world.sum_values(stop.flags(), device, "generation"))
         if stop.agreed is not None:
             break
     tokenizer = load_tokenizer(config.data.tokenizer)

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from engine.comm.stop import asking
+from engine.comm.stop import stop_signals
 from engine.config.load import load_config
 from engine.config.tree import require_legal
 from engine.errors import TopologyError
@@ -175,7 +175,7 @@ class SshLaunch:
 
     def run(self) -> int:
         """Start all hosts, wait for all, and return the run's exit code. Output is the first host's; errors are of all."""
-        before = {number: signal.signal(number, self._hand_on) for number in asking()}
+        before = {number: signal.signal(number, self._hand_on) for number in stop_signals()}
         readers = []
         try:
             for index, host in enumerate(self._hosts):

@@ -131,5 +131,5 @@ def loss_of(model: LoadedModel, steps: Iterable[Sequence[MicroBatch]]) -> tuple[
         if losses and topology.coordinates.tp == 0:
             loss_sum += sum(float(loss) for loss in losses)
             num_tokens += sum(microbatch.num_tokens for microbatch in microbatches)
-    loss_sum, total = topology.axis("world").agree([loss_sum, num_tokens], topology.device, "evaluation")
+    loss_sum, total = topology.axis("world").sum_values([loss_sum, num_tokens], topology.device, "evaluation")
     return loss_sum, int(total)

@@ -55,7 +55,7 @@ def load_model(candidate: Candidate, config: Config, topology: Topology) -> Load
     except CheckpointError as error:
         refused = str(error)
     # A rank that cannot load must not leave the others waiting for it in a collective.
-    reasons = [reason for reason in topology.axis("world").tell(refused, topology.device, "loading") if reason]
+    reasons = [reason for reason in topology.axis("world").gather_text(refused, topology.device, "loading") if reason]
     if reasons:
         raise CheckpointError(reasons[0])
     return LoadedModel(config, topology, [chunk.train(False) for chunk in chunks])

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.comm.agreement import NUM_NUMBERS
-from engine.comm.ledger import Event
+from engine.comm.ledger import REPLICA_GRADIENTS, Event
 from engine.config.plan import batch_plan, local_seq_length
 from engine.config.tree import Config
 from engine.layout.rank_grid import Coordinates, ParallelSizes
@@ -157,7 +157,7 @@ def _data_parallel(
             tally.add("dp", "gradients", "reduce_scatter", sizes.dp, numel * main_grad)
             tally.add("dp", "parameters", "all_gather", sizes.dp, numel * element // sizes.dp)
             if key[1] is not None:
-                tally.add(key[1], "second sum", "all_reduce", axis_sizes[key[1]], numel * main_grad // sizes.dp)
+                tally.add(key[1], REPLICA_GRADIENTS, "all_reduce", axis_sizes[key[1]], numel * main_grad // sizes.dp)
 
 
 def _bucket_numels(records: Iterable[ParamRecord], bucket_numel: int, multiple: int) -> list[int]:
@@ -187,7 +187,7 @@ def measured_traffic(posted: Iterable[Event]) -> dict[Flow, Volume]:
         purpose = event.purpose
         if event.axis in ("pp_forward", "pp_backward"):
             purpose = "hand-over"
-        elif event.axis == "tp" and purpose != "second sum":
+        elif event.axis == "tp" and purpose != REPLICA_GRADIENTS:
             purpose = "cross-entropy" if purpose.startswith("cross-entropy") else "activations"
         tally.add(event.axis, purpose, event.op, event.group_size, event.numel * event.dtype.itemsize)
     return tally.volumes()

@@ -1,4 +1,4 @@
-"""Who waits for whom, in words, from what each rank was doing and the schedule that all of them follow (no torch here).
+"""The report of a hang: which rank waits for which, from the activity of each and their schedule (no torch here).
 
     rank 13   F of microbatch 7, waits for a receive over pp_forward  ->  rank 9
     rank 12   the same all-reduce over tp as 13, which is not there   ->  rank 13
@@ -29,7 +29,7 @@ _PHASES = ("", Phase.DATA, Phase.FORWARD_BACKWARD, Phase.OPTIMIZER, Phase.VALIDA
 
 
 @dataclass(frozen=True, slots=True)
-class LastWords:
+class RankStatus:
     """What one rank was doing when it was seen last.
 
     Attributes:
@@ -45,7 +45,7 @@ class LastWords:
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class RunLayout:
     """What everybody knows of the run beforehand.
 
     Attributes:
@@ -60,39 +60,39 @@ class Scene:
     forward_schedule: Schedule
 
 
-class Report:
+class HangReport:
     """The report of a hang.
 
     Args:
-        scene: of the run.
-        words: of every rank, in rank order.
+        layout: of the run.
+        statuses: of every rank, in rank order.
     """
 
-    def __init__(self, scene: Scene, words: Sequence[LastWords]) -> None:
-        self._scene = scene
-        self._words = words
+    def __init__(self, layout: RunLayout, statuses: Sequence[RankStatus]) -> None:
+        self._layout = layout
+        self._statuses = statuses
         self._group_of: dict[str, dict[int, tuple[int, ...]]] = {}
         self._missing: dict[tuple[Any, ...], list[int]] = {}
-        self._targets = [self._waits_for(each) for each in words]
+        self._targets = [self._waits_for(each) for each in statuses]
 
     @cached_property
     def culprits(self) -> list[int]:
         """Ranks that do not answer; else those that are waited for and wait for nobody; else those that are behind the others."""
         waited_for = {target for targets in self._distinct_targets() for target in targets}
-        silent = [each.rank for each in self._words if not each.answers]
+        silent = [each.rank for each in self._statuses if not each.answers]
         return silent or [rank for rank in sorted(waited_for) if not self._targets[rank]] or self._behind()
 
     def _behind(self) -> list[int]:
         """Where no rank waits on its host (GPUs: the devices do): ranks in an earlier phase than others; [] if all are in one."""
         if any(self._targets):
             return []
-        places = [_place(each.beat) for each in self._words]
+        places = [_place(each.beat) for each in self._statuses]
         return [rank for rank, place in enumerate(places) if place == min(places)] if len(set(places)) > 1 else []
 
     @property
     def step(self) -> int:
         """The step, from 1, that the furthest rank is in."""
-        return max((each.beat.step for each in self._words if each.beat is not None), default=0)
+        return max((each.beat.step for each in self._statuses if each.beat is not None), default=0)
 
     def headline(self) -> str:
         """One sentence: who holds everybody up, and where it was seen last."""
@@ -102,14 +102,14 @@ class Report:
         circle = self._circle()
         if circle:
             return "ranks wait for each other in a circle: " + ", ".join(self._waiting(rank) for rank in circle)
-        if any(each.beat is not None and each.beat.op for each in self._words):
+        if any(each.beat is not None and each.beat.op for each in self._statuses):
             broken = "every rank is in the same call as its peers and it does not end: a link or the backend has failed"
             return "; ".join([broken, *self._calls_between_nodes()])
         return "no rank waits for another on its host: the devices do not come to an end (NCCL's flight record knows where)"
 
     def text(self) -> str:
         """All of it, in lines."""
-        still = max((each.still_seconds for each in self._words), default=0.0)
+        still = max((each.still_seconds for each in self._statuses), default=0.0)
         lines = [
             f"the run hangs in step {self.step:,}: nothing has moved for {still:.0f} seconds.",
             f"  {self.headline()}",
@@ -122,30 +122,32 @@ class Report:
         lines += [f"  {self._waiting(rank)}" for rank in waiting[:_SHOWN]]
         if len(waiting) > _SHOWN:
             lines.append(f"  and {len(waiting) - _SHOWN} more ranks wait for these")
-        idle = [each.rank for each in self._words if not self._targets[each.rank] and each.rank not in culprits]
+        idle = [each.rank for each in self._statuses if not self._targets[each.rank] and each.rank not in culprits]
         lines += [
-            f"  {self.name(rank)} {self._where(self._words[rank])}{self._in_call(rank)}" for rank in idle[:_SHOWN]
+            f"  {self.name(rank)} {self._where(self._statuses[rank])}{self._in_call(rank)}" for rank in idle[:_SHOWN]
         ]
         return "\n".join(lines)
 
     def name(self, rank: int) -> str:
         """`rank 13 (pp 3, dp 0, tp 1)`"""
-        at = self._scene.grid.coordinates(rank)
+        at = self._layout.grid.coordinates(rank)
         return f"rank {rank} (pp {at.pp}, dp {at.dp}, tp {at.tp})"
 
     def _about_culprit(self, rank: int) -> str:
-        words = self._words[rank]
-        if words.answers:
-            return f"{self.name(rank)} {self._where(words)} for {words.still_seconds:.0f} seconds, and waits for nobody"
-        if words.beat is None:
+        status = self._statuses[rank]
+        if status.answers:
+            return (
+                f"{self.name(rank)} {self._where(status)} for {status.still_seconds:.0f} seconds, and waits for nobody"
+            )
+        if status.beat is None:
             return f"{self.name(rank)} does not answer, and nobody has seen what it was doing"
-        return f"{self.name(rank)} does not answer; it was last seen {self._where(words).removeprefix('is ')}"
+        return f"{self.name(rank)} does not answer; it was last seen {self._where(status).removeprefix('is ')}"
 
-    def _waits_for(self, words: LastWords) -> list[int]:
-        beat = words.beat
-        if not words.answers or beat is None or not beat.op:
+    def _waits_for(self, status: RankStatus) -> list[int]:
+        beat = status.beat
+        if not status.answers or beat is None or not beat.op:
             return []
-        group = self._group(words.rank, beat.axis)
+        group = self._group(status.rank, beat.axis)
         if beat.peer != NO_PEER:
             return [group[beat.peer]] if beat.peer < len(group) else []
         # The same for all that are in this call: looked up for each, it would take the square of the ranks.
@@ -160,18 +162,18 @@ class Report:
 
     def _is_in(self, rank: int, call: Beat) -> bool:
         """Whether a rank waits in the same call."""
-        words = self._words[rank]
-        beat = words.beat
+        status = self._statuses[rank]
+        beat = status.beat
         return (
-            words.answers
+            status.answers
             and beat is not None
             and (beat.op, beat.axis, beat.purpose, beat.step) == (call.op, call.axis, call.purpose, call.step)
         )
 
     def _calls_between_nodes(self) -> list[str]:
         """`the all_reduce over world (step) is between node 0 (ranks 0, 1) and node 1 (ranks 2, 3)`, of each call once."""
-        grid, told = self._scene.grid, dict[str, None]()
-        for beat in (each.beat for each in self._words if each.beat is not None and each.beat.op):
+        grid, told = self._layout.grid, dict[str, None]()
+        for beat in (each.beat for each in self._statuses if each.beat is not None and each.beat.op):
             nodes: dict[int, list[int]] = {}
             for rank in self._group(beat.rank, beat.axis):
                 nodes.setdefault(grid.node(rank), []).append(rank)
@@ -182,18 +184,18 @@ class Report:
 
     def _group(self, rank: int, axis: str) -> tuple[int, ...]:
         if axis not in self._group_of:
-            groups = self._scene.groups.get(axis, ())
+            groups = self._layout.groups.get(axis, ())
             self._group_of[axis] = {member: group for group in groups for member in group}
         return self._group_of[axis].get(rank, ())
 
     def _waiting(self, rank: int) -> str:
         """`rank 13 (pp 3, dp 0, tp 1) waits for the forward of microbatch 7 from rank 9`"""
-        beat = self._words[rank].beat
+        beat = self._statuses[rank].beat
         assert beat is not None, "who waits was seen"
         targets = self._targets[rank]
         if beat.op == "recv":
             action = self._action(beat)
-            pp = self._scene.grid.coordinates(rank).pp
+            pp = self._layout.grid.coordinates(rank).pp
             transfer = None if action is None else feeding_transfer(self._schedule(beat), pp, action)
             passed = "forward" if beat.axis == "pp_forward" else "backward"
             what = beat.purpose if transfer is None else f"the {passed} of microbatch {transfer.microbatch}"
@@ -201,27 +203,27 @@ class Report:
         if beat.op == "send":
             return f"{self.name(rank)} waits until rank {targets[0]} takes its {beat.purpose}"
         ranks = f"rank {targets[0]}" if len(targets) == 1 else f"ranks {_list(targets)}"
-        where = self._where(self._words[rank]).removeprefix("is ")
+        where = self._where(self._statuses[rank]).removeprefix("is ")
         return f"{self.name(rank)} waits for {ranks} in the {beat.op} over {beat.axis} ({beat.purpose}), {where}"
 
     def _in_call(self, rank: int) -> str:
         """Of a rank that waits for nobody in particular."""
-        beat = self._words[rank].beat
+        beat = self._statuses[rank].beat
         return (
             ""
             if beat is None or not beat.op
             else f", in the {beat.op} over {beat.axis} ({beat.purpose}) with its peers"
         )
 
-    def _where(self, words: LastWords) -> str:
+    def _where(self, status: RankStatus) -> str:
         """`is in the forward of microbatch 7 of step 412`"""
-        beat = words.beat
+        beat = status.beat
         if beat is None:
             return "was not seen"
         if beat.phase == Phase.DATA:
             return f"is reading the data of step {beat.step:,}"
         if beat.phase == Phase.FORWARD_BACKWARD and (action := self._action(beat)) is not None:
-            chunk = f", chunk {action.chunk}," if self._scene.grid.sizes.vpp > 1 else ""
+            chunk = f", chunk {action.chunk}," if self._layout.grid.sizes.vpp > 1 else ""
             return f"is in the {action.kind.words} of microbatch {action.microbatch}{chunk} of step {beat.step:,}"
         if beat.phase == Phase.FORWARD_BACKWARD:
             return f"is between forwards and backwards of step {beat.step:,}"
@@ -230,11 +232,11 @@ class Report:
         return f"is in the {beat.phase} of step {beat.step:,}" if beat.phase else "is not in a step yet"
 
     def _schedule(self, beat: Beat) -> Schedule:
-        return self._scene.forward_schedule if beat.phase == Phase.VALIDATION else self._scene.train_schedule
+        return self._layout.forward_schedule if beat.phase == Phase.VALIDATION else self._layout.train_schedule
 
     def _action(self, beat: Beat) -> Action | None:
         """Return the action of its schedule that a rank is in; None: in none."""
-        actions = self._schedule(beat).actions[self._scene.grid.coordinates(beat.rank).pp]
+        actions = self._schedule(beat).actions[self._layout.grid.coordinates(beat.rank).pp]
         return actions[beat.position - 1] if 0 < beat.position <= len(actions) else None
 
     def _circle(self) -> list[int]:

@@ -32,7 +32,7 @@ from typing import Any
 
 from engine.errors import ExitCode
 from engine.resilience.hang.heartbeat import Beat, Heartbeat, started_at
-from engine.resilience.hang.report import LastWords, Report, Scene
+from engine.resilience.hang.report import HangReport, RankStatus, RunLayout
 from engine.run.phases import Phase
 from engine.storage.files import write_atomically
 from engine.storage.redaction import without_secrets
@@ -130,10 +130,10 @@ class HangWatch:
 
     Args:
         heartbeat: of this rank.
-        scene: of the run.
+        layout: of the run.
         folder: RUN_DIR/hangs/attempt_<n>, the same on all nodes.
         limits: how long what may take.
-        tell: of the reporter: called with the step and the report before the end.
+        announce: of the reporter: called with the step and the report before the end.
         write_flight_record: writes what the backend remembers of this rank's last calls to a file, where it does.
         leave: ends this process with an exit code.
     """
@@ -141,18 +141,18 @@ class HangWatch:
     def __init__(
         self,
         heartbeat: Heartbeat,
-        scene: Scene,
+        layout: RunLayout,
         folder: Path,
         limits: HangLimits,
-        tell: Callable[[int, str], None],
+        announce: Callable[[int, str], None],
         write_flight_record: Callable[[Path], None] = lambda path: None,
         leave: Callable[[int], None] = os._exit,
     ) -> None:
         self._heartbeat = heartbeat
-        self._scene = scene
+        self._layout = layout
         self._folder = folder
         self._limits = limits
-        self._tell = tell
+        self._announce = announce
         self._write_flight_record = write_flight_record
         self._leave = leave
         self._rank = heartbeat.read().rank
@@ -198,11 +198,11 @@ class HangWatch:
     def _hangs(self, beat: Beat, still_seconds: float) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         own = self._path(self._rank, ANSWERS)
-        write_words(own, LastWords(self._rank, beat, True, still_seconds))
+        write_status(own, RankStatus(self._rank, beat, True, still_seconds))
         # On its own: it asks the backend, which is what hangs.
         path = self._folder / f"rank_{self._rank:05d}.nccl.json"
         threading.Thread(target=self._write_flight_record, args=(path,), name="flight-record", daemon=True).start()
-        grid = self._scene.grid
+        grid = self._layout.grid
         node = grid.node(self._rank)
         neighbours = [rank for rank in range(grid.world_size) if grid.node(rank) == node]
 
@@ -221,38 +221,38 @@ class HangWatch:
         is_deputy = self._rank == next(rank for rank in answered if rank in neighbours)
         if is_deputy:
             for rank in silent:
-                write_words(self._path(rank, SILENT), LastWords(rank, self._seen(rank, beat.attempt), False))
+                write_status(self._path(rank, SILENT), RankStatus(rank, self._beat_of(rank, beat.attempt), False))
         if self._rank == answered[0]:
             self._report()
         # The reporter may have waited for other nodes first.
         self._wait_for((self._folder / REPORT).exists, graces=2)
         if is_deputy:
             for rank in silent:
-                self._kill(self._seen(rank, beat.attempt))
+                self._kill(self._beat_of(rank, beat.attempt))
         self._heartbeat.close()
         sys.stdout.flush()
         sys.stderr.flush()
         self._leave(ExitCode.HUNG)
 
     def _report(self) -> None:
-        num_ranks = self._scene.grid.world_size
+        num_ranks = self._layout.grid.world_size
         # Deputies of other nodes write at the same time as this one.
         self._wait_for(lambda: len({*self._ranks(ANSWERS), *self._ranks(SILENT)}) == num_ranks)
-        words = []
+        statuses = []
         for rank in range(num_ranks):
-            found = read_words(self._path(rank, ANSWERS)) or read_words(self._path(rank, SILENT))
-            words.append(found or LastWords(rank, None, False))
-        report = Report(self._scene, words)
+            found = read_status(self._path(rank, ANSWERS)) or read_status(self._path(rank, SILENT))
+            statuses.append(found or RankStatus(rank, None, False))
+        report = HangReport(self._layout, statuses)
         text = f"{report.text()}\n  what each rank was doing: {self._folder}"
         with suppress(OSError):
-            self._tell(report.step, text)
+            self._announce(report.step, text)
         record = {"reporter": self._rank, "step": report.step, "culprits": report.culprits, "text": text}
         write_atomically(self._folder / REPORT, [(without_secrets(json.dumps(record, indent=2)) + "\n").encode()])
 
     def _wait_for(self, is_done: Callable[[], bool], *, graces: int = 1, unless_goes_on: Beat | None = None) -> bool:
         """Wait until it is done, at most for the grace; False where the rank has gone on meanwhile."""
         deadline = time.monotonic() + graces * self._limits.grace_seconds
-        poll_seconds = max(_POLL_SECONDS, _POLL_SECONDS_PER_RANK * self._scene.grid.world_size)
+        poll_seconds = max(_POLL_SECONDS, _POLL_SECONDS_PER_RANK * self._layout.grid.world_size)
         while time.monotonic() < deadline and not is_done():
             if unless_goes_on is not None and self._heartbeat.read().beats != unless_goes_on.beats:
                 return False
@@ -267,7 +267,7 @@ class HangWatch:
     def _path(self, rank: int, kind: str) -> Path:
         return self._folder / f"rank_{rank:05d}.{kind}.json"
 
-    def _seen(self, rank: int, attempt: int) -> Beat | None:
+    def _beat_of(self, rank: int, attempt: int) -> Beat | None:
         """What a silent rank of this node was doing."""
         return self._heartbeat.of_rank(rank, attempt)
 
@@ -286,19 +286,19 @@ def may_hang(beat: Beat) -> bool:
     return bool(beat.phase) and (beat.phase != Phase.CHECKPOINT or bool(beat.op))
 
 
-def write_words(path: Path, words: LastWords) -> None:
+def write_status(path: Path, status: RankStatus) -> None:
     """A rank's words as JSON, complete or not there."""
-    write_atomically(path, [(without_secrets(json.dumps(asdict(words))) + "\n").encode()])
+    write_atomically(path, [(without_secrets(json.dumps(asdict(status))) + "\n").encode()])
 
 
-def read_words(path: Path) -> LastWords | None:
-    """Read what `write_words` wrote; None where it is not there (any more), or something else has its name."""
+def read_status(path: Path) -> RankStatus | None:
+    """Read what `write_status` wrote; None where it is not there (any more), or something else has its name."""
     try:
         record = read_object(path)
         if record is None:
             return None
         beat = record["beat"]
-        return LastWords(
+        return RankStatus(
             record["rank"], None if beat is None else Beat(**beat), record["answers"], record["still_seconds"]
         )
     except (OSError, ValueError, KeyError, TypeError):

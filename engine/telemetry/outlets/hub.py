@@ -25,14 +25,14 @@ from engine.config.tree import Config
 from engine.run.directory import RunDirectory
 from engine.storage.redaction import without_secrets
 from engine.telemetry.outlets.console import Report
-from engine.telemetry.outlets.rank_log import OutputChange, Streams
+from engine.telemetry.outlets.rank_log import OutputChange, RankStreams
 from engine.telemetry.outlets.relay import RESUMED, STOPPED
 from engine.telemetry.outlets.sink import Sink, chosen_sinks
 from engine.telemetry.record.events import EventKind, EventLog
 from engine.telemetry.record.jsonl import JsonLines
 from engine.telemetry.record.metrics import StepMetrics
 
-_LAST_WORDS_SECONDS = 15.0
+_CLOSE_SECONDS = 15.0
 
 _SHORTEST_PAUSE_SECONDS = 30.0
 _LONGEST_PAUSE_SECONDS = 1800.0
@@ -151,13 +151,13 @@ class Telemetry:
             if file.error is not None:
                 self._say(f"{file.path.name}: {file.num_lost} rows could not be written: {_cause(file.error)}")
 
-    def last_words(self) -> None:
+    def close_early(self) -> None:
         """Close what would lose records and alerts: another thread is about to end the process while the loop hangs.
 
         Bounded in time; on ranks that do not log, nothing.
         """
         for sink in tuple(self._sinks):
-            self._guard(sink, partial(sink.close_early, _LAST_WORDS_SECONDS))
+            self._guard(sink, partial(sink.close_early, _CLOSE_SECONDS))
 
     def add_sink(self, name: str, open_sink: Callable[[], Sink], *, opens_again: bool = True) -> Sink | None:
         """Open a sink; return None, and write an event, where that fails.
@@ -280,7 +280,7 @@ def open_telemetry(
     directory: RunDirectory,
     *,
     is_logging_rank: bool,
-    streams: Streams,
+    streams: RankStreams,
     num_steps: int,
     show_mfu: bool,
     layout: Mapping[str, Any],

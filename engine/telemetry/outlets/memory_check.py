@@ -118,7 +118,7 @@ class MemoryCheck:
         topology, width = self._topology, len(Held._fields)
         numbers = [0.0] * (width * topology.grid.world_size)
         numbers[width * topology.rank : width * (topology.rank + 1)] = map(float, self._read())
-        numbers = topology.axis("world").agree(numbers, topology.device, PURPOSE)
+        numbers = topology.axis("world").sum_values(numbers, topology.device, PURPOSE)
         ranks = [
             Held(*(int(number) for number in numbers[width * rank : width * (rank + 1)]))
             for rank in range(topology.grid.world_size)

@@ -53,8 +53,8 @@ class OutputChange:
 
 
 @dataclass(frozen=True, slots=True)
-class Streams:
-    """Streams of a rank while `rank_log` is active. No write to them raises an OSError.
+class RankStreams:
+    """RankStreams of a rank while `rank_log` is active. No write to them raises an OSError.
 
     Attributes:
         log: the log file, line by line.
@@ -68,7 +68,7 @@ class Streams:
 
 
 @contextmanager
-def rank_log(path: Path, *, show: bool) -> Iterator[Streams]:
+def rank_log(path: Path, *, show: bool) -> Iterator[RankStreams]:
     """Send this process's standard output and error to `path` (appended), and with `show` also to where they went before.
 
     Exceptions pass through unprinted: print them inside, or they miss the log.
@@ -89,13 +89,13 @@ def rank_log(path: Path, *, show: bool) -> Iterator[Streams]:
         os.dup2(target, 2)
         if relay is None:
             said = blotted(text_over(LossyFile(1, log=LogPath(absolute, (1, 2)))))
-            streams = Streams(said, None)
+            streams = RankStreams(said, None)
         else:
             os.close(relay.both)
             said = blotted(text_over(LossyFile(1, replace=relay.replace)))
             terminal = blotted(text_over(LossyFile(relay.for_terminal, stands_for=saved[0], replace=relay.replace)))
             log_lines = blotted(text_over(LossyFile(relay.for_log, replace=relay.replace)))
-            streams = Streams(log_lines, terminal, relay.changes)
+            streams = RankStreams(log_lines, terminal, relay.changes)
         sys.stdout = sys.stderr = said
         yield streams
     finally:

@@ -53,7 +53,7 @@ _KINDS = ((Kind.F,), (Kind.B, Kind.I), (Kind.W,))
 
 
 def num_actions(schedule: Schedule) -> int:
-    """How many actions a rank tells of (`Tally.numbers`): of the one that has most; 0 without a pipeline."""
+    """How many actions a rank tells of (`StepTally.numbers`): of the one that has most; 0 without a pipeline."""
     return max(map(len, schedule.actions)) if schedule.placement.pp > 1 else 0
 
 
@@ -105,10 +105,10 @@ class Attribution:
         """The split of some steps.
 
         Args:
-            rows: [ranks, n], `Tally.numbers` of each rank.
+            rows: [ranks, n], `StepTally.numbers` of each rank.
             first_step, last_step: that were measured.
         """
-        waits = self._told_apart(rows[:, USUAL + 1 :])
+        waits = self._causes(rows[:, USUAL + 1 :])
         ranks = []
         for rank, row in enumerate(rows[:, : len(SPANS)].tolist()):
             span = dict(zip(SPANS, row, strict=True))
@@ -123,7 +123,7 @@ class Attribution:
             ranks.append(parts)
         return TimeSplit(first_step, last_step, tuple(ranks), waits.schedule, tuple(rows[:, USUAL].tolist()))
 
-    def _told_apart(self, steps: Seconds) -> _Waits:
+    def _causes(self, steps: Seconds) -> _Waits:
         """Causes of the waits of `steps` [ranks, steps x numbers], `PipelineStep.numbers` one after the other."""
         num_ranks, most = len(self._places), self._num_actions
         if not most:

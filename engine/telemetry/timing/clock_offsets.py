@@ -49,7 +49,7 @@ def measure_offset(
     moments = []
     for _ in range(num_rounds):
         entered = clock()
-        world.agree([0.0], device, PURPOSE)
+        world.barrier(device, PURPOSE)
         moments += [entered, clock()]
     mine = torch.tensor(moments, dtype=AGREEMENT_DTYPE, device=device)
     own = mine.view(num_rounds, 2).tolist()

@@ -21,7 +21,7 @@ from engine.pipeline.lowering import Instruction
 from engine.run.phases import Phase
 
 
-class Doing(NamedTuple):
+class Activity(NamedTuple):
     """What a rank does between two marks: the innermost of the three that are there."""
 
     phase: Phase
@@ -51,13 +51,13 @@ class MarkedStep:
 
     Attributes:
         step: counts from 1.
-        marks: of the clock, one more than `doings`.
-        doings: what was done from each mark to the next.
+        marks: of the clock, one more than `activities`.
+        activities: what was done from each mark to the next.
     """
 
     step: int
     marks: list[Any] = field(default_factory=list)
-    doings: list[Doing] = field(default_factory=list)
+    activities: list[Activity] = field(default_factory=list)
 
 
 class TimeMarks:
@@ -133,4 +133,4 @@ class TimeMarks:
         running = self._running
         if running is not None:
             running.marks.append(self.clock.mark() if mark is None else mark)
-            running.doings.append(Doing(self._phase, self._instruction, wait))
+            running.activities.append(Activity(self._phase, self._instruction, wait))

@@ -30,7 +30,7 @@ from engine.telemetry.timing.bubble import Attribution, num_actions
 from engine.telemetry.timing.clock_offsets import measure_offset
 from engine.telemetry.timing.marks import MarkedStep, TimeMarks
 from engine.telemetry.timing.phases import has_line
-from engine.telemetry.timing.time_split import Tally, TimeSplit
+from engine.telemetry.timing.time_split import StepTally, TimeSplit
 from engine.telemetry.timing.timeline import Timeline
 
 PURPOSE = "telemetry"
@@ -71,8 +71,8 @@ class StepTimes(StepWatcher):
         self._traced = range(0) if timeline is None else timeline.steps
         self._anchor: tuple[Any, float] | None = None
         self._step = 0
-        self._tally = Tally()
-        self._told: tuple[Callable[[], torch.Tensor | None], Tally] | None = None
+        self._tally = StepTally()
+        self._posted: tuple[Callable[[], torch.Tensor | None], StepTally] | None = None
         self._attribution: Attribution | None = None
         if topology.rank == 0:
             places = [topology.grid.coordinates(rank) for rank in range(topology.grid.world_size)]
@@ -80,8 +80,8 @@ class StepTimes(StepWatcher):
 
     def begin(self, steps_made: int) -> None:
         """Begin the first measurement; after a rollback, forget the one under way."""
-        self._hear()
-        self._tally = Tally()
+        self._collect()
+        self._tally = StepTally()
         self._step = steps_made
         if self._first_step is None:
             self._first_step = steps_made + 1
@@ -101,20 +101,20 @@ class StepTimes(StepWatcher):
 
     def on_step(self, step: int) -> TimeSplit | None:
         """The numbers of a step, counted from 1, have been read; the split that belongs into its line, on the logging rank."""
-        split = self._hear()
+        split = self._collect()
         marked = self._marks.take(step)
         if marked is not None:
-            self._look_at(marked)
+            self._measure(marked)
         if self._tally.steps and has_line(step + 1, self._config.log_interval, self._num_steps):
-            self._tell()
+            self._post()
         return split
 
     def finish(self) -> None:
         """The loop has ended on all ranks: afterwards every rank's row of the timeline is written."""
-        self._hear()
+        self._collect()
         self.close()
         if self._timeline is not None:
-            self._world.agree([0.0], self._topology.device, PURPOSE)
+            self._world.barrier(self._topology.device, PURPOSE)
 
     def close(self) -> None:
         """Stop marking, and write the row of the timeline as far as it is known."""
@@ -138,14 +138,14 @@ class StepTimes(StepWatcher):
             self._timeline.set_clock(offset.origin_seconds, offset.error_seconds)
             self._anchor = self._clock.anchor()
 
-    def _look_at(self, marked: MarkedStep) -> None:
+    def _measure(self, marked: MarkedStep) -> None:
         times = self._clock.elapsed(marked.marks)
         if self._config.time_split and marked.step != self._first_step:
-            self._tally.add(marked.step, marked.doings, times)
+            self._tally.add(marked.step, marked.activities, times)
         if self._timeline is not None and self._anchor is not None and marked.step in self._traced:
             mark, seconds = self._anchor
             start = seconds + self._clock.elapsed([mark, marked.marks[0]])[1]
-            self._timeline.add(marked.step, marked.doings, [start + each for each in times])
+            self._timeline.add(marked.step, marked.activities, [start + each for each in times])
             if marked.step == self._traced[-1]:
                 self._write_row()
                 self._traced = range(0)
@@ -158,25 +158,25 @@ class StepTimes(StepWatcher):
         except OSError as error:
             print(f"rank {self._topology.rank}: its row of the timeline is not written: {error}", file=sys.stderr)
 
-    def _tell(self) -> None:
+    def _post(self) -> None:
         """Post what this rank's steps were like since the last time."""
         numbers = self._tally.numbers(self._num_actions)
         device = self._topology.device
         gathering = Gathering(self._topology, to_device(numbers, AGREEMENT_DTYPE, device), PURPOSE)
         if device.type == "cpu" or self._topology.staged:
             # A wait would stop the host.
-            self._told = gathering.finish, self._tally
+            self._posted = gathering.finish, self._tally
         else:
             # The copy must stand before the next step on the stream.
             rows = gathering.finish()
-            self._told = (lambda: None) if rows is None else HostCopy(rows).arrived, self._tally
-        self._tally = Tally()
+            self._posted = (lambda: None) if rows is None else HostCopy(rows).arrived, self._tally
+        self._tally = StepTally()
 
-    def _hear(self) -> TimeSplit | None:
+    def _collect(self) -> TimeSplit | None:
         """What all ranks told, on the logging rank."""
-        if self._told is None:
+        if self._posted is None:
             return None
-        (read, tally), self._told = self._told, None
+        (read, tally), self._posted = self._posted, None
         rows = read()
         if rows is None or self._attribution is None:
             return None

@@ -11,7 +11,7 @@
     other          everything else: reading and writing down numbers, Python between two actions, the step's agreement
 
 A rank knows that it waited for another stage, but not why: bubble and exposed_pp are told apart where the times of all ranks
-are (`engine.telemetry.timing.bubble`). `Tally` is what a rank tells, `TimeSplit` what comes out.
+are (`engine.telemetry.timing.bubble`). `StepTally` is what a rank tells, `TimeSplit` what comes out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,11 +20,11 @@ from functools import cached_property
 from statistics import fmean, median
 from typing import Any, Literal, get_args
 
-from engine.comm.ledger import Event
+from engine.comm.ledger import REPLICA_GRADIENTS, Event
 from engine.pipeline.actions import Action
 from engine.pipeline.lowering import Post
 from engine.run.phases import Phase
-from engine.telemetry.timing.marks import Doing
+from engine.telemetry.timing.marks import Activity
 
 Part = Literal[
     "compute",
@@ -46,12 +46,12 @@ SPANS = (*(part for part in PARTS if part != "bubble"), INPUT_WAIT, ENDS_WAIT, E
 the end of the step."""
 
 USUAL = len(SPANS)
-"""Where in `Tally.numbers` the median of compute stands; from the next place on are the steps, each as `PipelineStep.numbers`."""
+"""Place of the median of compute in `StepTally.numbers`; the steps follow, each as `PipelineStep.numbers`."""
 
 
-def span_of(doing: Doing) -> str | None:
+def span_of(activity: Activity) -> str | None:
     """Which of `SPANS` what a rank does belongs to; None: to no step."""
-    phase, instruction, wait = doing
+    phase, instruction, wait = activity
     if phase is Phase.VALIDATION:
         return None
     if phase not in (Phase.FORWARD_BACKWARD, Phase.OPTIMIZER):
@@ -72,7 +72,7 @@ def _span_of_wait(wait: Event) -> str:
         return ENDS_WAIT
     if wait.axis == "world":
         return END_WAIT
-    return "exposed_tp" if wait.axis == "tp" and wait.purpose != "second sum" else "exposed_dp"
+    return "exposed_tp" if wait.axis == "tp" and wait.purpose != REPLICA_GRADIENTS else "exposed_dp"
 
 
 @dataclass(slots=True)
@@ -111,7 +111,7 @@ STEP_NUMBERS = ("begin", "through", "end_wait", "ends_wait", "tp_wait")
 """What stands before the actions in `PipelineStep.numbers`."""
 
 
-class Tally:
+class StepTally:
     """What one rank did over some steps."""
 
     def __init__(self) -> None:
@@ -120,15 +120,15 @@ class Tally:
         self._compute_seconds: list[float] = []
         self._pipeline: list[PipelineStep] = []
 
-    def add(self, step: int, doings: Sequence[Doing], times: Sequence[float]) -> None:
+    def add(self, step: int, activities: Sequence[Activity], times: Sequence[float]) -> None:
         """One step: what was done between `times[i]` and `times[i + 1]`, in seconds."""
         self.steps.append(step)
         computed = self._seconds["compute"]
         way = PipelineStep(times[-1], times[-1], times[-1])
         has_begun, before = False, None
-        for place, doing in enumerate(doings):
+        for place, activity in enumerate(activities):
             start, stop = times[place], times[place + 1]
-            span = span_of(doing)
+            span = span_of(activity)
             if span is None:
                 continue
             seconds = stop - start
@@ -138,9 +138,9 @@ class Tally:
                 way.met = stop
             elif span == ENDS_WAIT:
                 way.ends_wait += seconds
-            instruction = doing.instruction
+            instruction = activity.instruction
             # A step that is made again between two steps, to find what is not finite in it, is none of the pipeline's.
-            if instruction is None or doing.phase is not Phase.FORWARD_BACKWARD:
+            if instruction is None or activity.phase is not Phase.FORWARD_BACKWARD:
                 continue
             if not has_begun:
                 has_begun, way.begin = True, start

@@ -25,7 +25,7 @@ from engine.pipeline.lowering import Instruction, Transfer
 from engine.storage.files import write_atomically
 from engine.storage.json_text import parse_json
 from engine.storage.state_files import read_regular
-from engine.telemetry.timing.marks import Doing
+from engine.telemetry.timing.marks import Activity
 
 _RANK_FILE = re.compile(r"rank_\d{1,9}\.json")
 _ATTEMPT = re.compile(r"attempt_(\d{1,9})")
@@ -73,14 +73,14 @@ class Timeline:
         """What this rank's clock says at the zero of all ranks, and how far that may be off."""
         self._origin_seconds, self._error_seconds = origin_seconds, error_seconds
 
-    def add(self, step: int, doings: Sequence[Doing], clock_seconds: Sequence[float]) -> None:
-        """One step; `clock_seconds` are of this rank's clock, one more than `doings`."""
+    def add(self, step: int, activities: Sequence[Activity], clock_seconds: Sequence[float]) -> None:
+        """One step; `clock_seconds` are of this rank's clock, one more than `activities`."""
         times = [seconds - self._origin_seconds for seconds in clock_seconds]
         self._slice(f"step {step}", "step", times[0], times[-1], {})
         layers: list[tuple[str, list[Any]]] = [
-            ("phase", [doing.phase for doing in doings]),
-            ("instruction", [doing.instruction for doing in doings]),
-            ("wait", [doing.wait for doing in doings]),
+            ("phase", [activity.phase for activity in activities]),
+            ("instruction", [activity.instruction for activity in activities]),
+            ("wait", [activity.wait for activity in activities]),
         ]
         for layer, each in layers:
             began = 0

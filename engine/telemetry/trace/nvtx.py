@@ -45,28 +45,28 @@ class NvtxRanges(StepWatcher):
         """Follow the loop to its next phase; a step begins with its first one."""
         if phase == FIRST:
             self._step += 1
-            self._go_out_to(0)
-            self._enter(f"step {self._step}")
-        self._go_out_to(1)
-        self._enter(phase)
+            self._pop_to(0)
+            self._push_range(f"step {self._step}")
+        self._pop_to(1)
+        self._push_range(phase)
 
     def instruction(self, instruction: Instruction | None) -> None:
         """End the range of the instruction before, and begin that of this one."""
         if self._depth < 2:
             return  # outside of the loop's steps: text that is written at the end
-        self._go_out_to(2)
+        self._pop_to(2)
         if instruction is not None:
-            self._enter(instruction_name(instruction))
+            self._push_range(instruction_name(instruction))
 
     def close(self) -> None:
         """End the ranges that are open."""
-        self._go_out_to(0)
+        self._pop_to(0)
 
-    def _enter(self, name: str) -> None:
+    def _push_range(self, name: str) -> None:
         self._push(name)
         self._depth += 1
 
-    def _go_out_to(self, depth: int) -> None:
+    def _pop_to(self, depth: int) -> None:
         while self._depth > depth:
             self._pop()
             self._depth -= 1

@@ -18,7 +18,7 @@ from types import FrameType
 
 import psutil
 
-from engine.comm.stop import ASKS_FOR, asking
+from engine.comm.stop import STOP_OF_SIGNAL, stop_signals
 
 LONGEST_SAVE_SECONDS = 1800.0
 """Limit after which a rank never ends: its disk or a peer hangs."""
@@ -57,7 +57,7 @@ class ForwardedSignals:
         Raises:
             NoRanksError: inside the block, when a signal comes before the first rank was started.
         """
-        before = {number: signal.signal(number, self._on_signal) for number in asking()}
+        before = {number: signal.signal(number, self._on_signal) for number in stop_signals()}
         before[END_RANKS] = signal.signal(END_RANKS, _end_ranks)
         try:
             with self._instead_of_torchruns(words):
@@ -77,10 +77,10 @@ class ForwardedSignals:
             return
         from torch.distributed.elastic.multiprocessing import api
 
-        installed, torchruns, heard = vars(api), api._terminate_process_handler, asking()
+        installed, torchruns, heard = vars(api), api._terminate_process_handler, stop_signals()
 
         def handle(number: int, frame: FrameType | None) -> None:
-            if number in ASKS_FOR:
+            if number in STOP_OF_SIGNAL:
                 if number in heard:
                     self._on_signal(number, frame)
             else:

@@ -23,7 +23,7 @@ PATIENCE_SECONDS = 10.0
 def lasting_output() -> Iterator[None]:
     """Let no print inside the block raise an OSError, or wait for a paused terminal longer than `PATIENCE_SECONDS`.
 
-    Streams without a descriptor, as in a test, stay as they are.
+    RankStreams without a descriptor, as in a test, stay as they are.
     """
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = _lasting(sys.stdout), _lasting(sys.stderr)

@@ -49,7 +49,7 @@ def every_verb(rank: int, device: str = "cpu", staged: bool = False, size: int =
             "gather": axis.all_gather(mine, "test").wait(),
             "scatter": axis.reduce_scatter(torch.arange(2.0 * size) * (rank + 1), "test").wait(),
             "broadcast": axis.broadcast(mine.clone(), size - 2, "test").wait(),
-            "agree": axis.agree([1.0, rank], where, "test"),
+            "sum_values": axis.sum_values([1.0, rank], where, "test"),
         }
         flat = torch.arange(2.0 * size) * (rank + 1)
         axis.reduce_scatter(flat, "test", out=flat[2 * rank : 2 * rank + 2]).wait()
@@ -81,7 +81,7 @@ def check_every_verb(found: list[dict[str, Any]]) -> None:
         assert got["gather"].tolist() == [10.0 * r + i for r in range(size) for i in range(3)]
         assert got["scatter"].tolist() == [float(times * i) for i in mine]
         assert got["broadcast"].tolist() == [10.0 * (size - 2) + i for i in range(3)]
-        assert got["agree"] == [size, sum(range(size))]
+        assert got["sum_values"] == [size, sum(range(size))]
         expected = [float(i * (rank + 1)) for i in range(2 * size)]
         expected[2 * rank : 2 * rank + 2] = [float(times * i) for i in mine]
         assert got["scatter in place"].tolist() == expected
@@ -124,8 +124,8 @@ def test_a_one_rank_axis_is_the_identity_and_calls_nothing() -> None:
     assert axis.all_gather(x, "a").wait() is x
     assert axis.reduce_scatter(x, "a").wait() is x
     assert axis.broadcast(x, 0, "a").wait() is x
-    assert axis.agree([1.0, 2.0], CPU, "a") == [1.0, 2.0]
-    assert axis.tell("why", CPU, "a") == ["why"] and axis.announce("where", CPU, "a") == "where"
+    assert axis.sum_values([1.0, 2.0], CPU, "a") == [1.0, 2.0]
+    assert axis.gather_text("why", CPU, "a") == ["why"] and axis.announce("where", CPU, "a") == "where"
     assert axis.ledger.events == []
 
 
@@ -139,7 +139,7 @@ def exchange_texts(rank: int) -> dict[str, Any]:
         ("long", "x" * (TEXT_BYTES + rank)),
     ):
         axis.ledger.reset()
-        results[name] = axis.tell(told, CPU, "test")
+        results[name] = axis.gather_text(told, CPU, "test")
         results[f"calls of {name}"] = [(event.op, event.numel) for event in axis.ledger.posted]
     axis.ledger.reset()
     results["announced"] = axis.announce(f"from {rank}", CPU, "test")

@@ -53,8 +53,8 @@ def test_every_verb_is_the_identity(axis: Axis, dtype: torch.dtype) -> None:
         assert torch.equal(each.wait(), expected), name
         assert each.completed
     assert [event.phase for event in axis.ledger.events].count("wait") == len(pending)
-    assert axis.agree([2.0, 3.0], torch.device("cuda", 0), "test") == [2.0, 3.0]
-    assert axis.tell("a folder", torch.device("cuda", 0), "test") == ["a folder"]
+    assert axis.sum_values([2.0, 3.0], torch.device("cuda", 0), "test") == [2.0, 3.0]
+    assert axis.gather_text("a folder", torch.device("cuda", 0), "test") == ["a folder"]
 
 
 def test_a_call_stands_behind_what_makes_its_tensor_and_the_host_waits_for_neither(axis: Axis) -> None:

@@ -207,11 +207,11 @@ def sends(rank: int, device: str) -> tuple[bool, bool, list[float]]:
     if rank == 0:
         (pending,) = axis.exchange([Message("send", torch.full((numel,), 3.0, device=where), 1)], "test")
         early = pending.completed
-        signal.agree([1.0], where, "go")
+        signal.sum_values([1.0], where, "go")
         pending.wait()
         late = pending.completed
     else:
-        signal.agree([1.0], where, "go")
+        signal.sum_values([1.0], where, "go")
         got = receive(axis, numel, where)
     topology.close()
     return early, late, [] if rank == 0 else [float(got.min()), float(got.max())]

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.comm.agreement import StopFlags
-from engine.comm.stop import ASKS_FOR, Stop, StopRequest
+from engine.comm.stop import STOP_OF_SIGNAL, Stop, StopRequest
 
 
 def test_nobody_asked() -> None:
     request = StopRequest()
     assert request.flags() == StopFlags()
-    request.hear(StopFlags())
+    request.decide(StopFlags())
     assert request.agreed is None
 
 
@@ -30,7 +30,7 @@ def test_nobody_asked() -> None:
     ],
 )
 def test_a_signal_raises_a_flag_and_says_so_once(number, stop, flags, capfd) -> None:
-    before = [signal.getsignal(each) for each in ASKS_FOR]
+    before = [signal.getsignal(each) for each in STOP_OF_SIGNAL]
     request = StopRequest(rank=3)
     request.listen()
     try:
@@ -41,7 +41,7 @@ def test_a_signal_raises_a_flag_and_says_so_once(number, stop, flags, capfd) -> 
     assert request.flags() == flags
     assert request.agreed is None, "it is the ranks together who agree"
     assert capfd.readouterr().err == f"rank 3: {number.name}: all ranks finish their step, save and stop\n"
-    assert [signal.getsignal(each) for each in ASKS_FOR] == before
+    assert [signal.getsignal(each) for each in STOP_OF_SIGNAL] == before
 
 
 def test_a_hangup_that_nohup_ignores_asks_nothing() -> None:
@@ -92,7 +92,7 @@ def test_all_ranks_agree_in_every_step(steps: list[list[Stop | None]]) -> None:
                 rank.ask(asked)
         sums = [sum(flags) for flags in zip(*(rank.flags() for rank in ranks), strict=True)]
         for rank in ranks:
-            rank.hear(sums)
+            rank.decide(sums)
         assert len({rank.agreed for rank in ranks}) == 1
     asked_for = {asked for step in steps for asked in step}
     strongest = Stop.INTERRUPTED if Stop.INTERRUPTED in asked_for else Stop.PREEMPTED

@@ -50,9 +50,9 @@ def written(rank: int, case: Case, asked: int, num_reads: int) -> list[tuple[str
     sample_text.load_tokenizer = lambda name: Spelled()  # type: ignore[assignment,return-value]
     valid: Any = [SimpleNamespace(tokens=PROMPT)]
     agreed = StopRequest(rank)
-    agreed.hear((1.0, 0.0))
-    asking = AskedAfter(rank, num_reads if rank == asked else None)
-    return [sample_text.write_sample(engine, valid, stop) for stop in (StopRequest(rank), asking, agreed)]
+    agreed.decide((1.0, 0.0))
+    stop_signals = AskedAfter(rank, num_reads if rank == asked else None)
+    return [sample_text.write_sample(engine, valid, stop) for stop in (StopRequest(rank), stop_signals, agreed)]
 
 
 def test_all_ranks_end_the_text_with_the_same_token() -> None:

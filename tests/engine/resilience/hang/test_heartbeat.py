@@ -24,7 +24,7 @@ from engine.pipeline import schedules
 from engine.pipeline.actions import Action
 from engine.pipeline.lowering import Post
 from engine.resilience.hang.heartbeat import SIZE, Heartbeat, file_of, folders_of, read_beat
-from engine.resilience.hang.report import Scene
+from engine.resilience.hang.report import RunLayout
 from engine.resilience.hang.watch import (
     REPORT,
     HangLimits,
@@ -32,7 +32,7 @@ from engine.resilience.hang.watch import (
     StillLimit,
     hang_report,
     may_hang,
-    read_words,
+    read_status,
 )
 from engine.run.phases import Phase
 from engine.storage.state_files import MOST_BYTES
@@ -40,7 +40,7 @@ from tests.lacking import give_up
 
 CALL = Event("post", 3, "recv", "pp_forward", "activations", None, 8, 2, peer=1)
 SCHEDULE = schedules.build("1f1b", 1, 1, 1)
-ALONE = Scene(RankGrid(ParallelSizes()), {"world": [(0,)]}, SCHEDULE, SCHEDULE)
+ALONE = RunLayout(RankGrid(ParallelSizes()), {"world": [(0,)]}, SCHEDULE, SCHEDULE)
 
 
 @pytest.fixture
@@ -305,7 +305,7 @@ def test_a_strange_entry_among_the_words_is_passed_over(kind: str, tmp_path: Pat
     for name in (REPORT, "words.json"):
         STRANGE[kind](tmp_path / name)
     assert hang_report(tmp_path) is None
-    assert read_words(tmp_path / "words.json") is None
+    assert read_status(tmp_path / "words.json") is None
 
 
 def test_a_file_of_another_name_does_not_stop_the_watch(heartbeat: Heartbeat, tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def test_a_file_of_another_name_does_not_stop_the_watch(heartbeat: Heartbeat, tm
 
 
 def test_a_rank_that_goes_on_takes_its_words_back(heartbeat: Heartbeat, tmp_path: Path) -> None:
-    two = Scene(RankGrid(ParallelSizes(dp=2)), {"world": [(0, 1)]}, SCHEDULE, SCHEDULE)
+    two = RunLayout(RankGrid(ParallelSizes(dp=2)), {"world": [(0, 1)]}, SCHEDULE, SCHEDULE)
     folder, limits = tmp_path / "hang", HangLimits(0.2, 60.0, 0.02, 60.0)
     for _ in range(3):  # the third step is the first with the limit of all others
         heartbeat.phase(Phase.DATA)
@@ -352,7 +352,7 @@ def test_a_rank_of_long_steps_is_not_ended(heartbeat: Heartbeat, tmp_path: Path)
 
 def test_one_rank_of_a_node_lists_the_words_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 2 of a node is silent. Rank 1 waits beside rank 0, which has answered before it, and lists once, in the end."""
-    three = Scene(RankGrid(ParallelSizes(dp=3)), {"world": [(0, 1, 2)]}, SCHEDULE, SCHEDULE)
+    three = RunLayout(RankGrid(ParallelSizes(dp=3)), {"world": [(0, 1, 2)]}, SCHEDULE, SCHEDULE)
     folder, listings = tmp_path / "hang", []
     folder.mkdir()
     (folder / "rank_00000.answers.json").write_text("{}")

@@ -9,17 +9,17 @@ from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.pipeline import schedules
 from engine.pipeline.actions import Action, Schedule
 from engine.resilience.hang.heartbeat import Beat
-from engine.resilience.hang.report import LastWords, Report, Scene
+from engine.resilience.hang.report import HangReport, RankStatus, RunLayout
 
 NUM_MICROBATCHES = 8
 
 
-def scene(tp: int, pp: int, dp: int, ranks_per_node: int | None = None) -> Scene:
+def scene(tp: int, pp: int, dp: int, ranks_per_node: int | None = None) -> RunLayout:
     grid = RankGrid(ParallelSizes(tp=tp, pp=pp, dp=dp), ranks_per_node)
     pipelines = grid.groups("pp")
     groups = {"world": [tuple(range(grid.world_size))], "tp": grid.groups("tp"), "dp": grid.groups("dp", "cp")}
     by_name = [schedules.build(name, pp, 1, NUM_MICROBATCHES) for name in ("1f1b", "forward_only")]
-    return Scene(grid, groups | dict.fromkeys(("pp", "pp_forward", "pp_backward"), pipelines), *by_name)
+    return RunLayout(grid, groups | dict.fromkeys(("pp", "pp_forward", "pp_backward"), pipelines), *by_name)
 
 
 def position(schedule: Schedule, pp: int, action: str) -> int:
@@ -32,31 +32,31 @@ def beat(rank: int, phase: str, call: tuple[str, str, str] = ("", "", ""), peer:
     return Beat(rank, 1000 + rank, 0, 50, 412, phase, at, op, axis, purpose, peer, 2, 0)
 
 
-def report(where: Scene, words: Sequence[LastWords]) -> tuple[str, list[str], list[int]]:
+def report(where: RunLayout, statuses: Sequence[RankStatus]) -> tuple[str, list[str], list[int]]:
     """Headline, the other lines, the culprits."""
-    found = Report(where, words)
+    found = HangReport(where, statuses)
     return found.headline(), found.text().splitlines()[2:], found.culprits
 
 
 def test_the_chain_of_the_issue() -> None:
     """The pipeline of 16 ranks, tp 2 and pp 8: rank 9 stopped in the optimizer of a step that others have left."""
     where = scene(tp=2, pp=8, dp=1)
-    words = []
+    statuses = []
     for rank in range(16):
         pp = rank // 2
         at = position(where.train_schedule, pp, "0F7")
         if rank == 9:
-            words.append(LastWords(rank, beat(rank, "optimizer"), answers=False))
+            statuses.append(RankStatus(rank, beat(rank, "optimizer"), answers=False))
         elif rank == 8:
-            words.append(
-                LastWords(rank, beat(rank, "forward_backward", ("all_reduce", "tp", "mlp.down"), at=at), True, 300)
+            statuses.append(
+                RankStatus(rank, beat(rank, "forward_backward", ("all_reduce", "tp", "mlp.down"), at=at), True, 300)
             )
         elif pp < 4:
-            words.append(LastWords(rank, beat(rank, "optimizer", ("all_reduce", "world", "step")), True, 301))
+            statuses.append(RankStatus(rank, beat(rank, "optimizer", ("all_reduce", "world", "step")), True, 301))
         else:
             call = ("recv", "pp_forward", "activations")
-            words.append(LastWords(rank, beat(rank, "forward_backward", call, peer=pp - 1, at=at), True, 302))
-    headline, lines, culprits = report(where, words)
+            statuses.append(RankStatus(rank, beat(rank, "forward_backward", call, peer=pp - 1, at=at), True, 302))
+    headline, lines, culprits = report(where, statuses)
     assert culprits == [9]
     assert headline == "rank 9 (pp 4, dp 0, tp 1) does not answer; it was last seen in the optimizer of step 412"
     assert "  rank 11 (pp 5, dp 0, tp 1) waits for the forward of microbatch 7 from rank 9" in lines[:4]
@@ -70,9 +70,9 @@ def test_the_chain_of_the_issue() -> None:
 def test_a_rank_that_answers_and_waits_for_nobody_holds_up_the_others() -> None:
     where = scene(tp=1, pp=1, dp=4)
     gradients = ("reduce_scatter", "dp", "gradients")
-    words = [LastWords(rank, beat(rank, "forward_backward", gradients), True, 300.0) for rank in range(4)]
-    words[2] = LastWords(2, beat(2, "data"), True, 310.0)
-    headline, lines, culprits = report(where, words)
+    statuses = [RankStatus(rank, beat(rank, "forward_backward", gradients), True, 300.0) for rank in range(4)]
+    statuses[2] = RankStatus(2, beat(2, "data"), True, 310.0)
+    headline, lines, culprits = report(where, statuses)
     assert culprits == [2]
     assert headline == "rank 2 (pp 0, dp 2, tp 0) is reading the data of step 412 for 310 seconds, and waits for nobody"
     assert lines[0].startswith("  rank 0 (pp 0, dp 0, tp 0) waits for rank 2 in the reduce_scatter over dp (gradients)")
@@ -82,11 +82,13 @@ def test_ranks_that_wait_for_each_other_are_a_circle() -> None:
     where = scene(tp=1, pp=2, dp=1)
     call = ("recv", "pp_backward", "activation gradients")
     at = [position(where.train_schedule, 0, "0B2"), position(where.train_schedule, 1, "0F3")]
-    words = [
-        LastWords(0, beat(0, "forward_backward", call, peer=1, at=at[0]), True, 300.0),
-        LastWords(1, beat(1, "forward_backward", ("recv", "pp_forward", "activations"), peer=0, at=at[1]), True, 300.0),
+    statuses = [
+        RankStatus(0, beat(0, "forward_backward", call, peer=1, at=at[0]), True, 300.0),
+        RankStatus(
+            1, beat(1, "forward_backward", ("recv", "pp_forward", "activations"), peer=0, at=at[1]), True, 300.0
+        ),
     ]
-    headline, _, culprits = report(where, words)
+    headline, _, culprits = report(where, statuses)
     assert culprits == []
     assert headline == (
         "ranks wait for each other in a circle: rank 0 (pp 0, dp 0, tp 0) waits for the backward of microbatch 2 from rank 1, "
@@ -97,8 +99,8 @@ def test_ranks_that_wait_for_each_other_are_a_circle() -> None:
 def test_where_all_are_in_one_call_the_call_is_to_blame() -> None:
     where = scene(tp=2, pp=1, dp=1)
     call = ("all_reduce", "tp", "mlp.down")
-    words = [LastWords(rank, beat(rank, "forward_backward", call), True, 300.0) for rank in range(2)]
-    headline, lines, culprits = report(where, words)
+    statuses = [RankStatus(rank, beat(rank, "forward_backward", call), True, 300.0) for rank in range(2)]
+    headline, lines, culprits = report(where, statuses)
     assert culprits == [] and headline.endswith("a link or the backend has failed")
     assert all("in the all_reduce over tp (mlp.down) with its peers" in line for line in lines)
 
@@ -106,8 +108,8 @@ def test_where_all_are_in_one_call_the_call_is_to_blame() -> None:
 def test_a_call_between_nodes_names_the_nodes_whose_link_may_have_failed() -> None:
     where = scene(tp=1, pp=2, dp=2, ranks_per_node=2)
     call = ("all_reduce", "world", "step")
-    words = [LastWords(rank, beat(rank, "optimizer", call), True, 300.0) for rank in range(4)]
-    headline, _, culprits = report(where, words)
+    statuses = [RankStatus(rank, beat(rank, "optimizer", call), True, 300.0) for rank in range(4)]
+    headline, _, culprits = report(where, statuses)
     assert culprits == []
     assert headline.endswith(
         "a link or the backend has failed; the all_reduce over world (step) is between node 0 (ranks 0, 1) and node 1 (ranks 2, 3)"
@@ -116,11 +118,11 @@ def test_a_call_between_nodes_names_the_nodes_whose_link_may_have_failed() -> No
 
 def test_where_only_devices_wait_the_rank_behind_is_named() -> None:
     where = scene(tp=1, pp=1, dp=4)
-    words = [LastWords(rank, beat(rank, "optimizer"), True, 300.0) for rank in range(4)]
-    headline, _, culprits = report(where, words)
+    statuses = [RankStatus(rank, beat(rank, "optimizer"), True, 300.0) for rank in range(4)]
+    headline, _, culprits = report(where, statuses)
     assert culprits == [] and "the devices do not come to an end" in headline
-    words[1] = LastWords(1, beat(1, "data"), True, 300.0)
-    headline, lines, culprits = report(where, words)
+    statuses[1] = RankStatus(1, beat(1, "data"), True, 300.0)
+    headline, lines, culprits = report(where, statuses)
     assert culprits == [1]
     assert headline == "rank 1 (pp 0, dp 1, tp 0) is reading the data of step 412 for 300 seconds, and waits for nobody"
     assert lines[0] == "  rank 0 (pp 0, dp 0, tp 0) is in the optimizer of step 412"
@@ -128,18 +130,18 @@ def test_where_only_devices_wait_the_rank_behind_is_named() -> None:
 
 def test_a_rank_that_nobody_has_seen_is_said_to_be_so() -> None:
     where = scene(tp=1, pp=1, dp=2)
-    words = [
-        LastWords(0, beat(0, "optimizer", ("all_reduce", "world", "step")), True, 300.0),
-        LastWords(1, None, False),
+    statuses = [
+        RankStatus(0, beat(0, "optimizer", ("all_reduce", "world", "step")), True, 300.0),
+        RankStatus(1, None, False),
     ]
-    headline, lines, culprits = report(where, words)
+    headline, lines, culprits = report(where, statuses)
     assert culprits == [1] and headline.endswith("does not answer, and nobody has seen what it was doing")
     of_rank_0 = "waits for rank 1 in the all_reduce over world (step), in the optimizer of step 412"
     assert lines == [f"  rank 0 (pp 0, dp 0, tp 0) {of_rank_0}"]
 
 
 @pytest.mark.parametrize(
-    ("phase", "words"),
+    ("phase", "statuses"),
     [
         ("", "is not in a step yet"),
         ("checkpoint", "is in the checkpoint after step 412"),
@@ -147,25 +149,25 @@ def test_a_rank_that_nobody_has_seen_is_said_to_be_so() -> None:
         ("forward_backward", "is between forwards and backwards of step 412"),
     ],
 )
-def test_every_phase_has_words(phase: str, words: str) -> None:
+def test_every_phase_has_words(phase: str, statuses: str) -> None:
     where = scene(tp=1, pp=1, dp=1)
-    _, lines, _ = report(where, [LastWords(0, beat(0, phase), True, 300.0)])
-    assert lines == [f"  rank 0 (pp 0, dp 0, tp 0) {words}"]
+    _, lines, _ = report(where, [RankStatus(0, beat(0, phase), True, 300.0)])
+    assert lines == [f"  rank 0 (pp 0, dp 0, tp 0) {statuses}"]
 
 
 @pytest.mark.parametrize("num_silent", [1, 256])
 def test_a_report_looks_at_each_rank_of_a_call_once(num_silent: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All wait for the silent ones in one call over the world: compared pair by pair they would be the square of the ranks."""
-    where, looked_at, is_in = scene(tp=8, pp=2, dp=32), [], Report._is_in
+    where, looked_at, is_in = scene(tp=8, pp=2, dp=32), [], HangReport._is_in
 
-    def count(self: Report, rank: int, call: Beat) -> bool:
+    def count(self: HangReport, rank: int, call: Beat) -> bool:
         looked_at.append(rank)
         return is_in(self, rank, call)
 
-    monkeypatch.setattr(Report, "_is_in", count)
+    monkeypatch.setattr(HangReport, "_is_in", count)
     call = ("all_reduce", "world", "step")
-    words = [LastWords(rank, beat(rank, "optimizer", call), rank >= num_silent, 300) for rank in range(512)]
-    headline, lines, culprits = report(where, words)
+    statuses = [RankStatus(rank, beat(rank, "optimizer", call), rank >= num_silent, 300) for rank in range(512)]
+    headline, lines, culprits = report(where, statuses)
     assert culprits == list(range(num_silent)) and headline.startswith("rank 0 (pp 0, dp 0, tp 0) does not answer")
     assert any(line.startswith(f"  rank {num_silent} ") and "waits for rank" in line for line in lines)
     assert len(looked_at) == 512

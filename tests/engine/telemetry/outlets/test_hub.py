@@ -23,7 +23,7 @@ from engine.telemetry.observer import TrainingObserver, peak_memory_bytes
 from engine.telemetry.outlets import sink as sink_module
 from engine.telemetry.outlets.console import Report
 from engine.telemetry.outlets.hub import Telemetry, open_telemetry
-from engine.telemetry.outlets.rank_log import OutputChange, Streams
+from engine.telemetry.outlets.rank_log import OutputChange, RankStreams
 from engine.telemetry.outlets.sink import Sink, chosen_sinks
 from engine.telemetry.outlets.tensorboard import TensorBoardSink
 from engine.telemetry.outlets.wandb import WandbSink
@@ -186,7 +186,7 @@ def test_a_full_disk_keeps_all_rows_and_says_when_it_begins_and_ends(
         make_config(),
         run,
         is_logging_rank=True,
-        streams=Streams(io.StringIO(), screen),
+        streams=RankStreams(io.StringIO(), screen),
         num_steps=30,
         show_mfu=False,
         layout={"tp": 1},
@@ -245,7 +245,7 @@ def open_on_rank_0(config: Config, run: RunDirectory) -> Telemetry:
         config,
         run,
         is_logging_rank=True,
-        streams=Streams(io.StringIO(), None),
+        streams=RankStreams(io.StringIO(), None),
         num_steps=30,
         show_mfu=False,
         layout={"tp": 1},
@@ -300,7 +300,7 @@ def test_a_sink_is_one_file_and_one_row(
         make_config(telemetry={"tensorboard": True}),
         run,
         is_logging_rank=True,
-        streams=Streams(screen, None),
+        streams=RankStreams(screen, None),
         num_steps=30,
         show_mfu=False,
         layout={"tp": 2},
@@ -308,7 +308,7 @@ def test_a_sink_is_one_file_and_one_row(
     telemetry.step(make_metrics(step=1))
     telemetry.flush()
     telemetry.event("finished")
-    telemetry.last_words()
+    telemetry.close_early()
     telemetry.close()
     calls = sys.modules["toy_sink_of_a_test"].ToySink.calls
     expected = ["check", ("open", 2), "event", ("record", 1), "event", "close early", "close"]
@@ -352,7 +352,7 @@ def test_other_ranks_are_silent_and_write_nothing(
         make_config(telemetry={"tensorboard": True, "wandb": {"project": "p"}}),
         run,
         is_logging_rank=False,
-        streams=Streams(log, None),
+        streams=RankStreams(log, None),
         num_steps=30,
         show_mfu=False,
         layout={},
@@ -374,7 +374,7 @@ def test_tensorboard_that_is_not_installed_stops_every_rank_at_the_start(
                 make_config(telemetry={"tensorboard": True}),
                 run,
                 is_logging_rank=is_logging_rank,
-                streams=Streams(io.StringIO(), None),
+                streams=RankStreams(io.StringIO(), None),
                 num_steps=30,
                 show_mfu=False,
                 layout={},

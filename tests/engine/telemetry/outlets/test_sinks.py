@@ -291,7 +291,7 @@ def test_a_run_that_hangs_alerts_and_finishes_before_it_is_ended(
     told: Any = sink._run
     telemetry = Telemetry(None, EventLog(run.events(0), 0), [sink])
     EventLog(run.events(0), 0, rank=0).write("hang", step=8, message="rank 3 waits", report="long\n" * 100)
-    thread = threading.Thread(target=telemetry.last_words)
+    thread = threading.Thread(target=telemetry.close_early)
     thread.start()
     thread.join()
     ((title, text, level),) = told.alerts

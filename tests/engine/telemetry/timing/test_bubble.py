@@ -14,8 +14,8 @@ from engine.pipeline.actions import Action, Kind, Schedule
 from engine.pipeline.simulate import Costs, simulate
 from engine.run.phases import Phase
 from engine.telemetry.timing.bubble import Attribution, num_actions
-from engine.telemetry.timing.marks import Doing
-from engine.telemetry.timing.time_split import PARTS, Tally, TimeSplit
+from engine.telemetry.timing.marks import Activity
+from engine.telemetry.timing.time_split import PARTS, StepTally, TimeSplit
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ PHASE = Phase.FORWARD_BACKWARD
 RECEIVE = Call("recv", "pp_forward")
 TP = Call("all_reduce", "tp", "mlp forward")
 STEP = Call("all_reduce", "world", "step")
-Doings = list[tuple[Doing, float]]
+Doings = list[tuple[Activity, float]]
 
 
 @dataclass
@@ -66,17 +66,17 @@ class Run:
         spans = [max(now for _, nows in walk for now in nows) for walk in walks]
         ranks = []
         for place in self.places():
-            doings, nows = walks[place.dp][place.pp]
-            done = doings[place.tp]
-            done.append((Doing(Phase.OPTIMIZER, wait=STEP), max(spans) - nows[place.tp] + self.latency))
-            done.append((Doing(Phase.OPTIMIZER), 0.25 * (1 + place.pp)))
+            activities, nows = walks[place.dp][place.pp]
+            done = activities[place.tp]
+            done.append((Activity(Phase.OPTIMIZER, wait=STEP), max(spans) - nows[place.tp] + self.latency))
+            done.append((Activity(Phase.OPTIMIZER), 0.25 * (1 + place.pp)))
             ranks.append(done)
         return ranks, spans
 
     def _walk(self, durations: Sequence[Sequence[float]]) -> list[tuple[list[Doings], list[float]]]:
         """By pp rank: what its tp ranks do, and when each is through with its last action."""
         placement, peers = self.schedule.placement, range(self.tp)
-        stages = [([[(Doing(Phase.DATA), begin)] for _ in peers], [begin] * self.tp) for begin in self.begins]
+        stages = [([[(Activity(Phase.DATA), begin)] for _ in peers], [begin] * self.tp) for begin in self.begins]
         made: dict[tuple[int, Kind, int], list[float]] = {}
         done = [0] * placement.pp
         while done != [len(row) for row in self.schedule.actions]:
@@ -85,7 +85,7 @@ class Run:
                 for action in row[done[rank] :]:
                     stage = placement.stage_of(rank, action.chunk)
                     source = self.schedule.input_of(stage, action)
-                    doings, nows = stages[rank]
+                    activities, nows = stages[rank]
                     ready = list(nows)
                     if source is not None:
                         if source not in made:
@@ -96,11 +96,11 @@ class Run:
                     half = durations[rank][done[rank]] / 2
                     for peer in peers:
                         if ready[peer] > nows[peer]:
-                            doings[peer].append((Doing(PHASE, action, RECEIVE), ready[peer] - nows[peer]))
-                        doings[peer].append((Doing(PHASE, action), half))
+                            activities[peer].append((Activity(PHASE, action, RECEIVE), ready[peer] - nows[peer]))
+                        activities[peer].append((Activity(PHASE, action), half))
                         if self.tp > 1:
-                            doings[peer].append((Doing(PHASE, action, TP), max(ready) - ready[peer]))
-                        doings[peer].append((Doing(PHASE, action), half))
+                            activities[peer].append((Activity(PHASE, action, TP), max(ready) - ready[peer]))
+                        activities[peer].append((Activity(PHASE, action), half))
                         nows[peer] = max(ready) + 2 * half
                     if action.kind is not Kind.W:
                         made[stage, Kind.F if action.kind is Kind.F else Kind.B, action.microbatch] = list(nows)
@@ -111,11 +111,11 @@ class Run:
 
 def split_of(schedule: Schedule, places: Sequence[Coordinates], steps: Sequence[Sequence[Doings]]) -> TimeSplit:
     """The split of some steps, each of what every rank does and for how long."""
-    tallies = [Tally() for _ in places]
+    tallies = [StepTally() for _ in places]
     for number, ranks in enumerate(steps, start=2):
-        for tally, doings in zip(tallies, ranks, strict=True):
-            times = np.cumsum([100.0 * number, *(seconds for _, seconds in doings)]).tolist()
-            tally.add(number, [doing for doing, _ in doings], times)
+        for tally, activities in zip(tallies, ranks, strict=True):
+            times = np.cumsum([100.0 * number, *(seconds for _, seconds in activities)]).tolist()
+            tally.add(number, [activity for activity, _ in activities], times)
     rows = np.array([tally.numbers(num_actions(schedule)) for tally in tallies])
     return Attribution(schedule, places).work_out(rows, 2, 1 + len(steps))
 
@@ -180,10 +180,10 @@ def test_whatever_the_ranks_do_the_parts_sum_to_the_step_and_none_is_negative(da
     made_up = data.draw(runs(schedule))
     steps, _ = made_up.step()
     seconds = st.one_of(st.just(0.0), st.floats(0, 3))
-    steps = [[(doing, data.draw(seconds)) for doing, _ in doings] for doings in steps]
+    steps = [[(activity, data.draw(seconds)) for activity, _ in activities] for activities in steps]
     split = split_of(schedule, made_up.places(), [steps])
-    for parts, doings in zip(split.ranks, steps, strict=True):
-        assert sum(parts.values()) == pytest.approx(sum(each for _, each in doings), abs=1e-9)
+    for parts, activities in zip(split.ranks, steps, strict=True):
+        assert sum(parts.values()) == pytest.approx(sum(each for _, each in activities), abs=1e-9)
         assert min(parts.values()) >= 0.0
     assert sum(split.seconds.values()) == pytest.approx(split.step_seconds)
 
@@ -210,10 +210,10 @@ def test_waits_inside_an_action_lengthen_it_for_the_schedule_but_are_not_compute
     """Two ranks, one microbatch: 0F0 on rank 0 takes 1 s and waits 1 s for tp; what rank 1 then waits is the schedule's fault."""
     schedule = schedules.build("1f1b", 2, 1, 1)
     f0, b0 = Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)
-    first = [(Doing(PHASE, f0), 0.5), (Doing(PHASE, f0, TP), 1.0), (Doing(PHASE, f0), 0.5)]
-    first += [(Doing(PHASE, b0, RECEIVE), 2.5), (Doing(PHASE, b0), 1.0)]
-    second = [(Doing(PHASE, f0, RECEIVE), 2.25), (Doing(PHASE, f0), 1.0), (Doing(PHASE, b0), 1.0)]
-    second += [(Doing(Phase.OPTIMIZER, wait=STEP), 1.25)]
+    first = [(Activity(PHASE, f0), 0.5), (Activity(PHASE, f0, TP), 1.0), (Activity(PHASE, f0), 0.5)]
+    first += [(Activity(PHASE, b0, RECEIVE), 2.5), (Activity(PHASE, b0), 1.0)]
+    second = [(Activity(PHASE, f0, RECEIVE), 2.25), (Activity(PHASE, f0), 1.0), (Activity(PHASE, b0), 1.0)]
+    second += [(Activity(Phase.OPTIMIZER, wait=STEP), 1.25)]
     split = split_of(schedule, [Coordinates(0, 0, 0, 0), Coordinates(1, 0, 0, 0)], [[first, second]])
     assert [rank["compute"] for rank in split.ranks] == [2.0, 2.0]
     assert [rank["exposed_tp"] for rank in split.ranks] == [1.0, 0.0]
@@ -227,12 +227,12 @@ def test_a_rank_that_computes_longer_than_its_peer_has_waited_for_no_message_in_
     """Rank 2 gets its input earlier than rank 3 and takes longer, but stands in no tensor-parallel call: it is slow."""
     schedule = schedules.build("1f1b", 2, 1, 1)
     f0, b0 = Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)
-    fed = [(Doing(PHASE, f0), 1.0), (Doing(PHASE, b0, RECEIVE), 3.0), (Doing(PHASE, b0), 1.0)]
+    fed = [(Activity(PHASE, f0), 1.0), (Activity(PHASE, b0, RECEIVE), 3.0), (Activity(PHASE, b0), 1.0)]
     slow, prompt = (
-        [(Doing(PHASE, f0, RECEIVE), wait), (Doing(PHASE, f0), 3.0 - wait), (Doing(PHASE, b0), 1.0)]
+        [(Activity(PHASE, f0, RECEIVE), wait), (Activity(PHASE, f0), 3.0 - wait), (Activity(PHASE, b0), 1.0)]
         for wait in (1.0, 1.5)
     )
-    ends = [(Doing(Phase.OPTIMIZER, wait=STEP), 1.0)]
+    ends = [(Activity(Phase.OPTIMIZER, wait=STEP), 1.0)]
     places = [Coordinates(pp, 0, 0, tp) for pp in range(2) for tp in range(2)]
     split = split_of(schedule, places, [[fed, fed, slow + ends, prompt + ends]])
     assert [parts["exposed_tp"] for parts in split.ranks] == [0.0] * 4
@@ -243,12 +243,12 @@ def test_a_rank_that_computes_longer_than_its_peer_has_waited_for_no_message_in_
 def test_the_sum_over_first_and_last_stage_is_exposed_dp_beyond_the_wait_for_the_stage_that_is_through_last() -> None:
     """Tied embeddings: rank 1 is through 1 s earlier, then both need 0.5 s for the sum and all ranks 0.25 s to agree."""
     schedule = schedules.build("1f1b", 2, 1, 1)
-    f0, b0, ends = Action(Kind.F, 0, 0), Action(Kind.B, 0, 0), Call("all_reduce", "ends", "second sum")
-    agree = (Doing(Phase.OPTIMIZER, wait=STEP), 0.25)
-    first = [(Doing(PHASE, f0), 1.0), (Doing(PHASE, b0, RECEIVE), 2.0), (Doing(PHASE, b0), 1.0)]
-    first += [(Doing(PHASE, None, ends), 0.5), agree]
-    last = [(Doing(PHASE, f0, RECEIVE), 1.0), (Doing(PHASE, f0), 1.0), (Doing(PHASE, b0), 1.0)]
-    last += [(Doing(PHASE, None, ends), 1.5), agree]
+    f0, b0, ends = Action(Kind.F, 0, 0), Action(Kind.B, 0, 0), Call("all_reduce", "ends", "replica gradients")
+    agree = (Activity(Phase.OPTIMIZER, wait=STEP), 0.25)
+    first = [(Activity(PHASE, f0), 1.0), (Activity(PHASE, b0, RECEIVE), 2.0), (Activity(PHASE, b0), 1.0)]
+    first += [(Activity(PHASE, None, ends), 0.5), agree]
+    last = [(Activity(PHASE, f0, RECEIVE), 1.0), (Activity(PHASE, f0), 1.0), (Activity(PHASE, b0), 1.0)]
+    last += [(Activity(PHASE, None, ends), 1.5), agree]
     split = split_of(schedule, [Coordinates(0, 0, 0, 0), Coordinates(1, 0, 0, 0)], [[first, last]])
     found = [[parts[part] for part in ("compute", "bubble", "exposed_dp", "other")] for parts in split.ranks]
     assert found == [[2.0, 2.0, 0.5, 0.25], [2.0, 2.0, 0.5, 0.25]]
@@ -258,10 +258,10 @@ def test_at_the_end_only_what_a_rank_waits_beyond_the_others_is_for_the_stage_th
     """Rank 1 is through 1 s earlier, reduces gradients for 0.5 s, and waits 0.5 s more than rank 0, for whom it takes 0.25 s."""
     schedule = schedules.build("1f1b", 2, 1, 1)
     f0, b0, reduce = Action(Kind.F, 0, 0), Action(Kind.B, 0, 0), Call("reduce_scatter", "dp", "gradients")
-    first = [(Doing(PHASE, f0), 1.0), (Doing(PHASE, b0, RECEIVE), 2.0), (Doing(PHASE, b0), 1.0)]
-    first += [(Doing(Phase.OPTIMIZER, wait=STEP), 0.25)]
-    last = [(Doing(PHASE, f0, RECEIVE), 1.0), (Doing(PHASE, f0), 1.0), (Doing(PHASE, b0), 1.0)]
-    last += [(Doing(PHASE, None, reduce), 0.5), (Doing(Phase.OPTIMIZER, wait=STEP), 0.75)]
+    first = [(Activity(PHASE, f0), 1.0), (Activity(PHASE, b0, RECEIVE), 2.0), (Activity(PHASE, b0), 1.0)]
+    first += [(Activity(Phase.OPTIMIZER, wait=STEP), 0.25)]
+    last = [(Activity(PHASE, f0, RECEIVE), 1.0), (Activity(PHASE, f0), 1.0), (Activity(PHASE, b0), 1.0)]
+    last += [(Activity(PHASE, None, reduce), 0.5), (Activity(Phase.OPTIMIZER, wait=STEP), 0.75)]
     split = split_of(schedule, [Coordinates(0, 0, 0, 0), Coordinates(1, 0, 0, 0)], [[first, last]])
     found = [[parts[part] for part in ("bubble", "exposed_pp", "exposed_dp", "other")] for parts in split.ranks]
     assert found == [[2.0, 0.0, 0.0, 0.25], [1.5, 0.0, 0.5, 0.25]]

@@ -13,7 +13,7 @@ from engine.comm.ledger import Ledger
 from engine.pipeline.actions import Action, Kind
 from engine.run.phases import Phase
 from engine.telemetry.timing.clocks import HostClock, StreamClock, clock_of
-from engine.telemetry.timing.marks import Doing, TimeMarks
+from engine.telemetry.timing.marks import Activity, TimeMarks
 
 CPU = torch.device("cpu")
 F0, B0 = Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)
@@ -86,14 +86,14 @@ def test_phases_instructions_and_waits_become_what_a_rank_did() -> None:
     assert marks.take(2) is None
     marked = marks.take(3)
     assert marked is not None and marks.take(3) is None
-    assert marked.doings == [
-        Doing(Phase.OTHER),
-        Doing(Phase.DATA),
-        Doing(Phase.FORWARD_BACKWARD),
-        Doing(Phase.FORWARD_BACKWARD, F0),
-        Doing(Phase.FORWARD_BACKWARD, F0, posted),
-        Doing(Phase.FORWARD_BACKWARD, F0),
-        Doing(Phase.FORWARD_BACKWARD),
+    assert marked.activities == [
+        Activity(Phase.OTHER),
+        Activity(Phase.DATA),
+        Activity(Phase.FORWARD_BACKWARD),
+        Activity(Phase.FORWARD_BACKWARD, F0),
+        Activity(Phase.FORWARD_BACKWARD, F0, posted),
+        Activity(Phase.FORWARD_BACKWARD, F0),
+        Activity(Phase.FORWARD_BACKWARD),
     ]
     assert clock.elapsed(marked.marks) == [0.0, 0.5, 1.5, 1.5, 3.5, 7.5, 15.5, 31.5]
     # Nothing is waited for but the last event, which stands behind everything that was read.
@@ -131,7 +131,7 @@ def test_going_back_forgets_what_was_not_taken_and_counts_anew() -> None:
     marks.end_step(next_is_marked=True)
     assert marks.take(4) is None
     again = marks.take(5)
-    assert again is not None and again.doings == [Doing(Phase.OTHER), Doing(Phase.DATA)]
+    assert again is not None and again.activities == [Activity(Phase.OTHER), Activity(Phase.DATA)]
     marks.close()
     marks.phase(Phase.DATA)
     marks.end_step(next_is_marked=False)
@@ -158,7 +158,7 @@ def test_steps_follow_each_other_without_a_gap(calls: list[Any]) -> None:
     end = None
     for step in range(1, calls.count("end") + 2):
         marked = marks.take(step)
-        assert marked is not None and len(marked.marks) == len(marked.doings) + 1
+        assert marked is not None and len(marked.marks) == len(marked.activities) + 1
         assert marked.marks == sorted(marked.marks)
         assert end is None or marked.marks[0] - end < 0.01
         end = marked.marks[-1]

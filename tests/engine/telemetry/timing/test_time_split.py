@@ -12,8 +12,8 @@ from engine.pipeline.actions import Action, Kind
 from engine.pipeline.lowering import Post
 from engine.run.phases import Phase
 from engine.telemetry.timing.bubble import Attribution
-from engine.telemetry.timing.marks import Doing
-from engine.telemetry.timing.time_split import PARTS, SPANS, USUAL, Tally, TimeSplit, span_of
+from engine.telemetry.timing.marks import Activity
+from engine.telemetry.timing.time_split import PARTS, SPANS, USUAL, StepTally, TimeSplit, span_of
 
 
 @dataclass(frozen=True)
@@ -29,33 +29,33 @@ STEP = Call("all_reduce", "world", "step")
 
 
 @pytest.mark.parametrize(
-    ("doing", "span"),
+    ("activity", "span"),
     [
-        (Doing(Phase.DATA), "data"),
-        (Doing(Phase.CHECKPOINT), "checkpoint"),
-        (Doing(Phase.CHECKPOINT, wait=STEP), "checkpoint"),
-        (Doing(Phase.OTHER), "other"),
-        (Doing(Phase.VALIDATION, F0), None),
-        (Doing(Phase.VALIDATION, F0, RECEIVE), None),
-        (Doing(Phase.OPTIMIZER), "optimizer"),
-        (Doing(Phase.OPTIMIZER, wait=STEP), "end_wait"),
-        (Doing(Phase.FORWARD_BACKWARD), "other"),
-        (Doing(Phase.FORWARD_BACKWARD, F0), "compute"),
-        (Doing(Phase.FORWARD_BACKWARD, Post("forward", ())), "exposed_pp"),
-        (Doing(Phase.FORWARD_BACKWARD, F0, RECEIVE), "input_wait"),
-        (Doing(Phase.FORWARD_BACKWARD, F0, Call("recv", "pp_backward")), "input_wait"),
-        (Doing(Phase.FORWARD_BACKWARD, None, Call("send", "pp_forward")), "exposed_pp"),
-        (Doing(Phase.FORWARD_BACKWARD, F0, Call("all_reduce", "tp", "cross-entropy max")), "exposed_tp"),
-        (Doing(Phase.FORWARD_BACKWARD, F0, Call("all_gather", "dp", "parameters")), "exposed_dp"),
-        (Doing(Phase.FORWARD_BACKWARD, None, Call("reduce_scatter", "dp", "gradients")), "exposed_dp"),
-        (Doing(Phase.FORWARD_BACKWARD, None, Call("all_reduce", "tp", "second sum")), "exposed_dp"),
-        (Doing(Phase.FORWARD_BACKWARD, None, Call("all_reduce", "kv_replicas", "second sum")), "exposed_dp"),
-        (Doing(Phase.FORWARD_BACKWARD, None, Call("all_reduce", "ends", "second sum")), "ends_wait"),
+        (Activity(Phase.DATA), "data"),
+        (Activity(Phase.CHECKPOINT), "checkpoint"),
+        (Activity(Phase.CHECKPOINT, wait=STEP), "checkpoint"),
+        (Activity(Phase.OTHER), "other"),
+        (Activity(Phase.VALIDATION, F0), None),
+        (Activity(Phase.VALIDATION, F0, RECEIVE), None),
+        (Activity(Phase.OPTIMIZER), "optimizer"),
+        (Activity(Phase.OPTIMIZER, wait=STEP), "end_wait"),
+        (Activity(Phase.FORWARD_BACKWARD), "other"),
+        (Activity(Phase.FORWARD_BACKWARD, F0), "compute"),
+        (Activity(Phase.FORWARD_BACKWARD, Post("forward", ())), "exposed_pp"),
+        (Activity(Phase.FORWARD_BACKWARD, F0, RECEIVE), "input_wait"),
+        (Activity(Phase.FORWARD_BACKWARD, F0, Call("recv", "pp_backward")), "input_wait"),
+        (Activity(Phase.FORWARD_BACKWARD, None, Call("send", "pp_forward")), "exposed_pp"),
+        (Activity(Phase.FORWARD_BACKWARD, F0, Call("all_reduce", "tp", "cross-entropy max")), "exposed_tp"),
+        (Activity(Phase.FORWARD_BACKWARD, F0, Call("all_gather", "dp", "parameters")), "exposed_dp"),
+        (Activity(Phase.FORWARD_BACKWARD, None, Call("reduce_scatter", "dp", "gradients")), "exposed_dp"),
+        (Activity(Phase.FORWARD_BACKWARD, None, Call("all_reduce", "tp", "replica gradients")), "exposed_dp"),
+        (Activity(Phase.FORWARD_BACKWARD, None, Call("all_reduce", "kv_replicas", "replica gradients")), "exposed_dp"),
+        (Activity(Phase.FORWARD_BACKWARD, None, Call("all_reduce", "ends", "replica gradients")), "ends_wait"),
     ],
     ids=str,
 )
-def test_what_a_rank_does_belongs_to_one_part(doing: Doing, span: str | None) -> None:
-    assert span_of(doing) == span
+def test_what_a_rank_does_belongs_to_one_part(activity: Activity, span: str | None) -> None:
+    assert span_of(activity) == span
 
 
 def alone(num_ranks: int) -> Attribution:
@@ -63,19 +63,19 @@ def alone(num_ranks: int) -> Attribution:
     return Attribution(schedules.build("1f1b", 1, 1, 2), [Coordinates(0, rank, 0, 0) for rank in range(num_ranks)])
 
 
-def split_of(tallies: Sequence[Tally]) -> TimeSplit:
+def split_of(tallies: Sequence[StepTally]) -> TimeSplit:
     rows = np.array([tally.numbers(0) for tally in tallies])
     return alone(len(tallies)).work_out(rows, tallies[0].steps[0], tallies[0].steps[-1])
 
 
 def test_without_a_pipeline_nothing_is_bubble() -> None:
     rows = [
-        [(Doing(Phase.FORWARD_BACKWARD, F0), 1.0), (Doing(Phase.OPTIMIZER, wait=STEP), 0.5)],
-        [(Doing(Phase.FORWARD_BACKWARD, F0), 1.4), (Doing(Phase.OPTIMIZER, wait=STEP), 0.1)],
+        [(Activity(Phase.FORWARD_BACKWARD, F0), 1.0), (Activity(Phase.OPTIMIZER, wait=STEP), 0.5)],
+        [(Activity(Phase.FORWARD_BACKWARD, F0), 1.4), (Activity(Phase.OPTIMIZER, wait=STEP), 0.1)],
     ]
-    tallies = [Tally(), Tally()]
+    tallies = [StepTally(), StepTally()]
     for tally, row in zip(tallies, rows, strict=True):
-        tally.add(2, [doing for doing, _ in row], [0.0, row[0][1], 1.5])
+        tally.add(2, [activity for activity, _ in row], [0.0, row[0][1], 1.5])
     split = split_of(tallies)
     assert [rank["bubble"] for rank in split.ranks] == [0.0, 0.0] == list(split.schedule_bubbles)
     assert [rank["other"] for rank in split.ranks] == pytest.approx([0.5, 0.1])
@@ -85,10 +85,10 @@ def test_without_a_pipeline_nothing_is_bubble() -> None:
 
 
 def test_means_are_per_step_and_validation_is_in_none() -> None:
-    tally = Tally()
+    tally = StepTally()
     for step, seconds in ((2, 1.0), (3, 3.0)):
-        doings = [Doing(Phase.VALIDATION, F0), Doing(Phase.DATA), Doing(Phase.FORWARD_BACKWARD, F0)]
-        tally.add(step, doings, [0.0, 50.0, 50.0 + seconds, 50.0 + 2 * seconds])
+        activities = [Activity(Phase.VALIDATION, F0), Activity(Phase.DATA), Activity(Phase.FORWARD_BACKWARD, F0)]
+        tally.add(step, activities, [0.0, 50.0, 50.0 + seconds, 50.0 + 2 * seconds])
     split = split_of([tally])
     assert (split.first_step, split.last_step) == (2, 3)
     assert split.ranks[0]["data"] == split.ranks[0]["compute"] == 2.0
@@ -96,9 +96,9 @@ def test_means_are_per_step_and_validation_is_in_none() -> None:
 
 
 def test_a_step_that_was_held_up_does_not_make_a_rank_look_slow() -> None:
-    tally = Tally()
+    tally = StepTally()
     for step, seconds in ((2, 1.0), (3, 9.0), (4, 1.5)):
-        tally.add(step, [Doing(Phase.FORWARD_BACKWARD, F0)], [0.0, seconds])
+        tally.add(step, [Activity(Phase.FORWARD_BACKWARD, F0)], [0.0, seconds])
     split = split_of([tally])
     assert split.usual_compute == (1.5,)
     assert split.ranks[0]["compute"] == pytest.approx(11.5 / 3)
@@ -118,14 +118,14 @@ def test_a_line_says_what_matters_and_fits_into_100_columns() -> None:
 
 def test_a_step_that_is_made_again_to_find_what_is_not_finite_is_no_part_of_the_pipelines_row() -> None:
     """It is made between two steps, through the same executor: its actions are more than a step's schedule has."""
-    tally = Tally()
-    doings = [
-        Doing(Phase.OTHER, F0),
-        Doing(Phase.OTHER, F0, RECEIVE),
-        Doing(Phase.FORWARD_BACKWARD, F0),
-        Doing(Phase.OPTIMIZER, wait=STEP),
+    tally = StepTally()
+    activities = [
+        Activity(Phase.OTHER, F0),
+        Activity(Phase.OTHER, F0, RECEIVE),
+        Activity(Phase.FORWARD_BACKWARD, F0),
+        Activity(Phase.OPTIMIZER, wait=STEP),
     ]
-    tally.add(3, doings, [0.0, 4.0, 5.0, 7.0, 8.0])
+    tally.add(3, activities, [0.0, 4.0, 5.0, 7.0, 8.0])
     numbers = tally.numbers(1)
     begin, through, end_wait, ends_wait, tp_wait, waited, took = numbers[USUAL + 1 :]
     assert (begin, through, end_wait, ends_wait, tp_wait, waited, took) == (-3.0, -1.0, 1.0, 0.0, 0.0, 0.0, 2.0)

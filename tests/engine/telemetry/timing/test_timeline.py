@@ -11,7 +11,7 @@ from engine.errors import TriaxisError
 from engine.pipeline.actions import Action, Kind, Placement
 from engine.pipeline.lowering import Post, Transfer
 from engine.run.phases import Phase
-from engine.telemetry.timing.marks import Doing
+from engine.telemetry.timing.marks import Activity
 from engine.telemetry.timing.timeline import Row, Timeline, merge
 from launch import cli
 
@@ -35,9 +35,15 @@ def write_row(run: Path, rank: int, world_size: int = 2, attempt: int = 0) -> No
     timeline = Timeline(range(7, 8), row, path)
     timeline.set_clock(1000.0, 25e-6 * rank)
     phase = "forward_backward"
-    doings = [Doing(Phase.DATA), Doing(phase, F3), Doing(phase, F3, TP), Doing(phase, F3, TP), Doing(phase, F3)]
-    doings += [Doing(phase, POST), Doing(phase, B1), Doing(phase, BACK), Doing(Phase.OPTIMIZER)]
-    timeline.add(7, doings, [1000.0 + 0.1 * place for place in range(len(doings) + 1)])
+    activities = [
+        Activity(Phase.DATA),
+        Activity(phase, F3),
+        Activity(phase, F3, TP),
+        Activity(phase, F3, TP),
+        Activity(phase, F3),
+    ]
+    activities += [Activity(phase, POST), Activity(phase, B1), Activity(phase, BACK), Activity(Phase.OPTIMIZER)]
+    timeline.add(7, activities, [1000.0 + 0.1 * place for place in range(len(activities) + 1)])
     timeline.write()
     written = path.stat().st_mtime_ns
     timeline.write()

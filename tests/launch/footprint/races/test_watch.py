@@ -125,7 +125,7 @@ IMPORTANT_FLOWS: list[Flow] = [
     ("reduce_scatter", "tp", "layers.0.mlp.down forward"),
     ("recv", "pp_backward", "activation gradients"),
     ("send", "pp_forward", "activations"),
-    ("all_reduce", "ends", "second sum"),
+    ("all_reduce", "ends", "replica gradients"),
     ("all_reduce", "world", "step"),
 ]
 
