@@ -1,4 +1,4 @@
-"""What must agree for a bit-identical resume, and what differs (the rest of a run is equal only to rounding then)."""
+"""The environment that must agree for a bit-identical resume, and its differences (then the rest is equal only to rounding)."""
 
 import platform
 from collections.abc import Mapping

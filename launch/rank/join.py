@@ -37,13 +37,12 @@ class Rank:
 
 
 def read_config(argv: Sequence[str], environment: RankEnvironment, *, trains: bool = False) -> Config:
-    """The config that `[config.yaml, section.key=value ...]` means for this world.
+    """Read `[config.yaml, section.key=value ...]` for the world of this rank.
 
     Args:
         argv: the words.
         environment: of this rank.
-        trains: the rank trains this configuration, so its predicted memory must fit. A launcher has looked at that already, where
-            there is one.
+        trains: the rank trains this configuration, so its predicted memory must fit. (torchrun's launcher has checked that.)
 
     Raises:
         ConfigError: all problems at once, before any process group exists.
@@ -77,8 +76,8 @@ def join(config: Config, environment: RankEnvironment) -> Iterator[Rank]:
 
     A recomputation that cannot fit is refused before any rank connects.
 
-    After an exception nothing is left in order, because destroying a NCCL communicator waits for sends and receives that no peer
-    will meet any more: the process has to end (`launch.start.process.ending.run_rank`).
+    After an exception neither is left, because destroying a NCCL communicator waits for sends and receives that no peer will
+    meet any more: the process has to end (`launch.start.process.ending.run_rank`).
     """
     sizes = parallel_sizes(config, environment.world_size)
     resolved = resolve_recompute(config, sizes)

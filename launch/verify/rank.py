@@ -1,4 +1,4 @@
-"""The rank of `triaxis verify`: a few steps from a fixed start; the one process writes them down, a layout's ranks compare."""
+"""The rank of `triaxis verify`: a few steps from a fixed start; the reference writes them down, a layout's ranks compare."""
 
 import json
 import math
@@ -46,7 +46,7 @@ REFERENCE_SITES = "reference.sites.safetensors"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one rank of what `launch/verify/run.py` asks for."""
+    """Run one rank of the job that `launch/verify/run.py` has written."""
     job = read_job(argv)
     with join_run(argv) as rank:
         observe(
@@ -69,7 +69,7 @@ def observe(
     sites: Sequence[str] | None = None,
     noise_of: str | None = None,
 ) -> None:
-    """Train `config.train.steps` steps and leave in `folder` what the judge needs.
+    """Train `config.train.steps` steps, and write records for the judge to `folder`.
 
     Args:
         topology: this rank's.
@@ -77,7 +77,7 @@ def observe(
         folder: shared by all ranks; holds the reference's files unless this is the reference.
         is_reference: write whole tensors, instead of comparing with them.
         sites: places whose outputs the reference has; None: all of them.
-        noise_of: the narrower dtype of a reference whose rounding this run measures: it starts from weights in that dtype.
+        noise_of: the narrower dtype of a reference whose rounding this run measures, starting from weights in that dtype.
     """
     engine = build(config, topology, build_chunks)
     if noise_of is None:
@@ -113,7 +113,7 @@ def report_path(folder: Path, rank: int) -> Path:
 
 
 def checksums(microbatch: MicroBatch) -> list[Sample]:
-    """Return the id and a checksum of what is read of each sample of a microbatch."""
+    """Return the id of each sample of a microbatch, and a checksum of its contents."""
     rows = zip(microbatch.tokens.cpu(), microbatch.labels.cpu(), microbatch.loss_mask.cpu(), strict=True)
     contents = [b"".join(part.numpy().tobytes() for part in row) for row in rows]
     return [(number, zlib.crc32(read)) for number, read in zip(microbatch.sample_ids, contents, strict=True)]
@@ -128,7 +128,7 @@ def batches_of_steps(config: Config, topology: Topology) -> list[list[MicroBatch
 def _sites(
     folder: Path, probes: Probes, config: Config, topology: Topology, wanted_sites: Sequence[str] | None
 ) -> list[SiteReport]:
-    """This rank's outputs against the same tokens' in the reference; samples that it has not read are infinitely far off."""
+    """Compare this rank's outputs with the reference's of the same tokens; samples that it lacks deviate infinitely."""
     tp = topology.axis("tp")
     reports = []
     with safe_open(folder / REFERENCE_SITES, framework="pt") as reference:

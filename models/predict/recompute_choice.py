@@ -1,9 +1,9 @@
-"""What recomputing a part of a layer costs, and how much memory it gives back: which parts are worth it (no torch here).
+"""The price of recomputing a part of a layer, the memory that it saves, and so the parts that are worth it (no torch here).
 
-Cost is counted in bytes moved to and from device memory per token, a FLOP being as dear as 1 / FLOPS_PER_BYTE of one; the gain is
-what the formula of `models/predict/activation_memory.py` says of the part's tensors. Of a layer of Llama-3-8B in bf16:
+Cost is counted in bytes moved to and from device memory per token, a FLOP being as dear as 1 / FLOPS_PER_BYTE of one. The gain is
+the size of the part's tensors by the formula of `models/predict/activation_memory.py`. For a layer of Llama-3-8B in bf16:
 
-    part         made again                                 cost per byte that is not kept
+    part         recomputed                                 cost per saved byte
     norm         input of the qkv and up projections        2
     rope         q and k after rotation                     2.1
     activation   input of the down projection               3 (GELU: 2)
@@ -35,11 +35,11 @@ PARTS = ("norm", "rope", "activation", MLP, ATTENTION)
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Of recomputing one part of a layer, per token.
+    """The price of recomputing one part of a layer, per token.
 
     Attributes:
         saved: bytes that are not kept.
-        moved: bytes read and written to make them again.
+        moved: bytes read and written to recompute them.
         flops: of GEMMs.
     """
 
@@ -50,27 +50,26 @@ class Price:
 
     @property
     def per_byte(self) -> Fraction:
-        """Cost per saved byte."""
+        """Return the cost per saved byte."""
         return (self.moved + self.flops / FLOPS_PER_BYTE) / self.saved
 
 
 def prices(config: Config, sizes: ParallelSizes) -> list[Price]:
-    """Of the parts that give something back and are legal, the cheapest per byte first.
+    """Price the parts that save memory and are legal, the cheapest per byte first.
 
-    `mlp` is priced on top of `activation`, which it includes. What sequence parallelism would have to gather again is no part.
+    `mlp` is priced on top of `activation`, which it includes. Inputs that sequence parallelism would gather again are no part.
     """
     kept = block_terms(config.model_copy(update={"recompute": choice_for_layers(config.recompute)}), sizes)
     found = []
     for part in PARTS:
         saved = _saved(config, sizes, kept, part)
         if saved > 0 and part_is_legal(config, part):
-            moved, flops = _work(config, sizes, part)
-            found.append(Price(part, saved, moved, flops))
+            found.append(Price(part, saved, *_work(config, sizes, part)))
     return sorted(found, key=lambda price: price.per_byte)
 
 
 def part_is_legal(config: Config, part: str) -> bool:
-    """Return True where the rules of the configuration allow to recompute the part alone."""
+    """Return whether the rules of the configuration allow to recompute the part alone."""
     alone = choice_for_layers(config.recompute, granularity="selective", modules=[part])
     subject = Subject(config.model_copy(update={"recompute": alone}), None, None)
     return not any(recomputed_parts_exist(subject))
@@ -78,7 +77,7 @@ def part_is_legal(config: Config, part: str) -> bool:
 
 def _saved(config: Config, sizes: ParallelSizes, kept: Sequence[Term], part: str) -> Fraction:
     if part == "attention":
-        # Its operands are kept another way, so this is a difference.
+        # Recomputing it also changes how its operands are kept, so its gain is a difference.
         again = choice_for_layers(config.recompute, granularity="selective", modules=["attention"])
         changed = block_terms(config.model_copy(update={"recompute": again}), sizes)
         return per_token(kept) - per_token(changed)
@@ -86,7 +85,7 @@ def _saved(config: Config, sizes: ParallelSizes, kept: Sequence[Term], part: str
 
 
 def _work(config: Config, sizes: ParallelSizes, part: str) -> tuple[Fraction, Fraction]:
-    """(bytes moved, FLOPs of GEMMs) per token."""
+    """Return (bytes moved, FLOPs of GEMMs) per token."""
     model, at = config.model, Sizes.of(config, sizes)
     nothing = Fraction(0)
     whole = at.w * at.h * at.shard
@@ -110,7 +109,7 @@ def _work(config: Config, sizes: ParallelSizes, part: str) -> tuple[Fraction, Fr
 
 
 def worthwhile_parts(config: Config, sizes: ParallelSizes) -> list[str]:
-    """Parts in the order in which they are chosen: as long as the next gives a byte back for less than a whole layer would."""
+    """List the parts in the order of choice, as long as the next saves a byte for less than a whole layer would."""
     kept = block_terms(config.model_copy(update={"recompute": choice_for_layers(config.recompute)}), sizes)
     at = Sizes.of(config, sizes)
     left = per_token(kept) - at.w * at.h * at.shard
@@ -125,7 +124,7 @@ def worthwhile_parts(config: Config, sizes: ParallelSizes) -> list[str]:
 
 
 def _whole_layer(config: Config, sizes: ParallelSizes) -> Fraction:
-    """Cost per token of a layer's forward."""
+    """Return the cost per token of a layer's forward."""
     at = Sizes.of(config, sizes)
     work = [_work(config, sizes, part) for part in PARTS]
     # The other GEMMs: qkv, proj, down; and two residual additions of three tensors each.
@@ -135,14 +134,14 @@ def _whole_layer(config: Config, sizes: ParallelSizes) -> Fraction:
 
 
 def choice_for_layers(recompute: RecomputeConfig, **choice: object) -> RecomputeConfig:
-    """Return another choice of what is recomputed of the layers; that of the head and of gathered inputs stays."""
+    """Return another choice for the layers; that of the head and of gathered inputs stays."""
     stays = {"head_tokens": recompute.head_tokens, "gathered_inputs": recompute.gathered_inputs}
     return RecomputeConfig.model_validate({**stays, **choice})
 
 
 def candidates(config: Config, sizes: ParallelSizes) -> Iterator[RecomputeConfig]:
-    """What `recompute.granularity = auto` tries, in order: nothing, then ever more parts of every layer, the cheapest first, and
-    at last more and more whole layers of every chunk, the other layers with their parts."""
+    """Yield the choices of `recompute.granularity = auto` in order: nothing, then ever more parts of every layer, the cheapest
+    first, and at last more and more whole layers of every chunk, the other layers with their parts."""
     yield choice_for_layers(config.recompute)
     parts = worthwhile_parts(config, sizes)
     for count in range(1, len(parts) + 1):
