@@ -12,7 +12,7 @@ B of cost 2, no latency):
     time(transfer) = max(end of the action that produces, end of the action two before the one that consumes)
 
 The second term is the moment from which the receiver may post: before the action that precedes the consumer, so that the
-transfer runs beside it, and no earlier, so that a rank holds at most one early receive buffer per direction (and chunk).
+transfer overlaps it, and no earlier, so that a rank holds at most one early receive buffer per direction (and chunk).
 
 **Late receives.** The second form of a program posts each receive right before its consumer, or before the weight-gradient
 actions that precede it. (The second term is then the end of the action before.) Every transfer is exposed, but no receive
@@ -82,7 +82,7 @@ Instruction = Post | Action
 class Program:
     """A lowered schedule: per pp rank, posts and actions in order.
 
-    An action first waits for the receive that feeds it. A send stands after the action that produced its data; nothing
+    An action first waits for the receive that feeds it. A send follows the action that produced its data; nothing
     waits for sends.
 
     Attributes:
@@ -100,8 +100,8 @@ class _Timed:
 
     Attributes:
         time: see the module's docstring.
-        after_producer: the number of actions of the source that must stand before the send.
-        receive_from: the number of actions of the destination that stand before the earliest receive.
+        after_producer: the number of actions of the source that must come before the send.
+        receive_from: the number of actions of the destination before the earliest receive.
         consumer_start: the time at which its data is needed.
     """
 
@@ -166,7 +166,7 @@ def lower(schedule: Schedule, receives: Receives = "early") -> Program:
 
 
 def _timed_transfers(schedule: Schedule, rows: Sequence[Sequence[Interval]], lead: int) -> list[_Timed]:
-    """List all transfers of a schedule in the common order; receives stand `lead` actions before their consumer."""
+    """List all transfers of a schedule in the common order; receives come `lead` actions before their consumer."""
     stage_of = schedule.placement.stage_of
     place = {
         output: (rank, index)
@@ -201,7 +201,7 @@ def _timed_transfers(schedule: Schedule, rows: Sequence[Sequence[Interval]], lea
 
 @dataclass(slots=True)
 class _Placed:
-    """A group call of one rank that stands before its action number `position`."""
+    """A group call of one rank before its action number `position`."""
 
     position: int
     transfers: list[Transfer]

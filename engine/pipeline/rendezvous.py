@@ -6,7 +6,7 @@ always hold:
     channel      (communicator, rank): one FIFO of calls. PyTorch runs the calls of a process group on one stream, so a call
                  waits for the one before it even where their peers differ.
     rendezvous   a send completes only together with its receive. No buffering, not even of one message.
-    order        no tags: the k-th send from a to b meets the k-th receive at b from a, whatever they were meant to be.
+    order        no tags: the k-th send from a to b meets the k-th receive at b from a, whatever their contents.
     group call   the messages of the call at the head progress together, each with the head of its peer. The call completes
                  as a whole (a backend gives one handle for it), then the next one begins.
     collective   completes when it is the head at every member, and is the same there.

@@ -38,7 +38,7 @@ class ScheduleFacts:
     Attributes:
         peak_in_flight: most microbatch-chunks whose F has started and whose B (or I) has not ended; 0 where no backward comes.
         peak_early_receives: most receives of one direction and chunk that are posted while an action runs and feed a later
-            one: buffers beside those in flight. 0 for a schedule that is not lowered.
+            one: buffers besides those in flight. 0 for a schedule that is not lowered.
         num_transfers: sends and receives of the rank; 0 for a schedule that is not lowered.
     """
 

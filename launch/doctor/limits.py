@@ -3,7 +3,7 @@
     RLIMIT_MEMLOCK   InfiniBand pins every buffer that it sends from or receives into, and the kernel counts them against it.
                      `ulimit -l` shows it; a login shell, SLURM's daemon and a container may each have another.
     /dev/shm         ranks of one node that do not reach each other's GPU memory talk through files there, megabytes per peer
-                     and channel. Docker and Kubernetes give 64 MB unless told otherwise.
+                     and channel. Docker and Kubernetes give 64 MB by default.
 
 The advice is in `launch/start/process/named_causes.py`, which adds it to NCCL's errors; `triaxis doctor` gives it before a run.
 """

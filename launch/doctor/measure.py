@@ -46,8 +46,8 @@ def exchange_texts(axis: Axis, text: str, device: torch.device) -> list[str]:
     length = torch.tensor([len(content)], dtype=AGREEMENT_DTYPE, device=device)
     longest = int(axis.all_reduce(length, PURPOSE, op="max").wait().item())
     mine = torch.frombuffer(bytearray(content.ljust(longest, b" ")), dtype=torch.uint8).to(device)
-    everybody = axis.all_gather(mine, PURPOSE).wait().cpu().view(axis.size, longest)
-    return [bytes(row.tolist()).decode().rstrip(" ") for row in everybody]
+    rows = axis.all_gather(mine, PURPOSE).wait().cpu().view(axis.size, longest)
+    return [bytes(row.tolist()).decode().rstrip(" ") for row in rows]
 
 
 def group_rates(topology: Topology, sizes: Iterable[Size], dtype: torch.dtype) -> list[GroupRate]:

@@ -18,7 +18,7 @@ AXES = ("tp", "kv_replicas", "dp", "ends", "pp_forward", "pp_backward")
 """Axes in the order of measuring; `world` carries a few bytes a step only."""
 
 NODE_PATH_BYTES = 4 * 2**20
-"""From node to node a message of this size is sent, whatever the layout."""
+"""Size of a message from node to node, for any layout."""
 
 RUNS_DIR = "runtime.runs_dir"
 CHECKPOINT_DIR = "checkpoint.dir"

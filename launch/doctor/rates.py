@@ -82,7 +82,7 @@ def judge_paths(seen: Examination) -> Iterator[Finding]:
 
 
 class _Ends:
-    """Senders and receivers whose best path is slow beside the median of all best paths."""
+    """Senders and receivers whose best path is slow compared with the median of all best paths."""
 
     def __init__(self, paths: Sequence[GroupRate]) -> None:
         self.paths = paths
@@ -117,7 +117,7 @@ class _Ends:
 
 
 def all_equal(seen: Examination) -> bool:
-    """Return whether no group or path is slow beside its equals."""
+    """Return whether no group or path is slow compared with its equals."""
     return all(finding.level is Level.OK for finding in judge_groups(seen)) and not (
         seen.paths and _Ends(seen.paths).any_slow
     )
@@ -131,7 +131,7 @@ def _against_interface(seen: Examination, by_rank: Mapping[int, RankFacts], usua
         return Finding(
             Level.WARN,
             "links",
-            f"a node sends {_rate(usual * per_node)} to the next one, and its interface says {_rate(stated)}",
+            f"a node sends {_rate(usual * per_node)} to the next one, and its interface is rated {_rate(stated)}",
             (),
             "Look at the network between the nodes: no node is out of line, all are slow.",
         )

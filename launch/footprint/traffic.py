@@ -71,7 +71,7 @@ def show(console: Console, rank: Rank, measured: Traffic, expected: Traffic, num
         console.print("One rank: nothing is communicated.")
     elif num_differing:
         console.print(
-            f"[bold red]{num_differing} of {world_size} ranks called something else than their formulas say.[/]"
+            f"[bold red]{num_differing} of {world_size} ranks made other calls than their formulas predict.[/]"
         )
     else:
         console.print(f"All {world_size} ranks called exactly what their formulas say.")

@@ -36,7 +36,7 @@ class Outcome(Enum):
 
     FINISHED = "finished"
     PREEMPTED = "preempted"  # all ranks agreed, saved, and ended with the requeue code
-    STOPPED = "stopped"  # told to stop before it trained, or too late to save
+    STOPPED = "stopped"  # stopped before it trained, or too late to save
     FAILED = "failed"  # a rank or a node died
     MISTAKE = "mistake"
     DIVERGED = "diverged"  # all ranks agreed that the numbers are wrong

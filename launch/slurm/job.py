@@ -80,7 +80,7 @@ class Job:
         """Read SLURM_JOB_ID, SLURM_RESTART_COUNT, SLURM_JOB_NODELIST, SLURM_TASKS_PER_NODE.
 
         Raises:
-            TopologyError: there is no job around this process, or it does not say how many tasks it has.
+            TopologyError: there is no job around this process, or its number of tasks is unknown.
         """
         if "SLURM_JOB_ID" not in variables:
             raise TopologyError(
@@ -313,7 +313,7 @@ class NextAttempt:
         )
 
     def _submit(self, fields: Mapping[str, str], excluded: Sequence[str]) -> bool:
-        # Without this job's variables, which would pass for options of the new one; SLURM_CONF says where SLURM is.
+        # Without this job's variables, which would pass for options of the new one; SLURM_CONF locates SLURM.
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SLURMD_"))}
         kept |= {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}
         words = submit_words(self._job, self._script, self._words, fields, os.environ, excluded)

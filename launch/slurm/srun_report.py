@@ -3,7 +3,7 @@
     srun: error: node2: task 5: Killed                          the first bad end: its node is the suspect
     srun: error: node1: tasks 0-3: Exited with exit code 1      tasks that communicated with it, a moment later
     srun: Terminating StepId=7.0                                from here on srun itself ends the others
-    (no message about tasks 4-7)                                their node is lost: it is the suspect, whatever came first
+    (no message about tasks 4-7)                                their node is lost: it is the suspect in any case
 
 SLURM's accounting has the same facts, but not every site runs it or lets a compute node query it.
 """

@@ -50,7 +50,7 @@ TORCH_OF_CUDA = {12: "2.10.0"}
 
 
 class BootstrapError(Exception):
-    """A failure to find or make a usable Python; the message says what to type."""
+    """A failure to find or make a usable Python; the message names the remedy."""
 
 
 @dataclass(frozen=True)

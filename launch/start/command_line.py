@@ -6,7 +6,7 @@
                       |                     `- an option
                       `- the config, or a checkpoint for the commands that read one
 
-The config comes first by custom, and words and options may stand in any order. `CommandParser.parse` sorts them into
+The config comes first by custom; words and options may come in any order. `CommandParser.parse` sorts them into
 `args.config` and `args.overrides`, and refuses a word that is nothing of these.
 """
 
@@ -171,7 +171,7 @@ def above(name: str, number: int, most: int, reason: str) -> list[str]:
         name: of the option, with `_` for `-`.
         number: its value.
         most: its largest legal value.
-        reason: the end of the sentence, which says why there is a bound.
+        reason: for the bound, as the end of the sentence.
     """
     if number <= most:
         return []

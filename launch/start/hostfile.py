@@ -94,7 +94,7 @@ def read_hosts(path: Path) -> list[Host]:
             f"slots differ ({', '.join(f'{host.name}: {host.slots}' for host in hosts)}); every host has as many ranks"
         )
     if len(set(names)) < len(names):
-        wrong.append("a host stands there twice; its ranks would fight for the same GPUs")
+        wrong.append("a host is listed twice; its ranks would fight for the same GPUs")
     if len(hosts) > 1 and names[0] in LOOPBACK:
         wrong.append(f"the ranks meet at the first host, and {names[0]} is every host's own name for itself")
     if wrong:
@@ -165,12 +165,12 @@ class SshLaunch:
         """Print the command of each host, and the names of variables that are passed on, never their values."""
         print(f"environment passed on: {' '.join(sorted(passed_on(self._variables)))}")
         for index, host in enumerate(self._hosts):
-            told = " ".join(
+            given = " ".join(
                 f"{name}={value}" for name, value in node_variables(self._hosts, index, self._variables).items()
             )
             command = shlex.join(["bash", str(self._root / "launch" / "pretrain_gpt.sh"), *self._words])
             print(
-                f"{shlex.join(ssh_words(host, self._variables))}  <<  cd {shlex.quote(str(Path.cwd()))}; {told} {command}"
+                f"{shlex.join(ssh_words(host, self._variables))}  <<  cd {shlex.quote(str(Path.cwd()))}; {given} {command}"
             )
 
     def run(self) -> int:
@@ -193,8 +193,8 @@ class SshLaunch:
                 reader = threading.Thread(target=_relay, args=(host.name, connection.stderr), daemon=True)
                 reader.start()
                 readers.append(reader)
-                told = passed_on(self._variables) | node_variables(self._hosts, index, self._variables)
-                self._write(connection, script(self._root, Path.cwd(), self._words, told))
+                exported = passed_on(self._variables) | node_variables(self._hosts, index, self._variables)
+                self._write(connection, script(self._root, Path.cwd(), self._words, exported))
             codes, first_failure = self._wait()
         finally:
             for connection in self._connections:
@@ -242,7 +242,7 @@ class SshLaunch:
             connection.stdin.write(text)
             connection.stdin.flush()
         except (BrokenPipeError, ValueError):
-            return  # it has ended; its exit code says why
+            return  # it has ended; its exit code is the reason
 
 
 def _relay(host: str, stream: TextIO) -> None:

@@ -80,7 +80,7 @@ class Request:
     """The worker trains this configuration, so its predicted memory must fit."""
     worker: str = WORKER
     worker_flags: tuple[str, ...] = ()
-    """Words for the worker beside the configuration."""
+    """Words for the worker besides the configuration."""
     preflight: Callable[[Config, Path], str | None] | None = None
     """A check before ranks are started; a text that it returns is printed, and nothing is started."""
     explained_codes: tuple[int, ...] = ()

@@ -3,7 +3,7 @@
     srun --ntasks=16 --ntasks-per-node=8          SLURM_PROCID 11 of 16, SLURM_LOCALID 3 on node 1
       ->  RANK=11 WORLD_SIZE=16 LOCAL_RANK=3 LOCAL_WORLD_SIZE=8 MASTER_ADDR=<first host> MASTER_PORT=<from job and restart>
 
-One task is one rank, so no torchrun stands between: `scancel`, time limits and `--kill-on-bad-exit` reach the rank itself.
+One task is one rank, without a torchrun in between: `scancel`, time limits and `--kill-on-bad-exit` reach the rank itself.
 """
 
 import re

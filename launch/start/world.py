@@ -41,7 +41,7 @@ def decide(config: Config, gpus: Gpus, variables: Mapping[str, str], more_rules:
         config: the resolved configuration.
         gpus: what this node has; all nodes are taken to be alike.
         variables: the environment; NNODES and NPROC_PER_NODE are read.
-        more_rules: kept by the layouts that an error proposes, beside the rules of every configuration.
+        more_rules: kept by the layouts that an error proposes, besides the rules of every configuration.
 
     Raises:
         TopologyError: the layout does not fit the nodes or the GPUs, or torch cannot use the GPUs that are there.

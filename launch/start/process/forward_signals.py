@@ -77,11 +77,11 @@ class ForwardedSignals:
             return
         from torch.distributed.elastic.multiprocessing import api
 
-        installed, torchruns, heard = vars(api), api._terminate_process_handler, stop_signals()
+        installed, torchruns, ours = vars(api), api._terminate_process_handler, stop_signals()
 
         def handle(number: int, frame: FrameType | None) -> None:
             if number in STOP_OF_SIGNAL:
-                if number in heard:
+                if number in ours:
                     self._on_signal(number, frame)
             else:
                 torchruns(number, frame)

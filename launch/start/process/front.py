@@ -1,7 +1,7 @@
 """The front of a process that a person or a launcher starts: its words, standard streams and first seconds (no torch here).
 
 closed descriptors   opened on /dev/null, so that no file of the run takes their number
-secrets              blotted out of whatever Python prints
+secrets              blotted out of everything that Python prints
 unwritable output    an error in words instead of a traceback
 foreign bytes        an argument that is no UTF-8 is refused
 """

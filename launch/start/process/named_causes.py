@@ -1,6 +1,6 @@
 """Causes of failures that libraries report in words of their own, and their remedies (no torch here).
 
-NCCL's last warning is part of the error that torch raises; with NCCL_DEBUG=WARN it stands in the log by itself.
+NCCL's last warning is part of the error that torch raises; with NCCL_DEBUG=WARN the log has it by itself.
 """
 
 import re

@@ -1,7 +1,7 @@
 """A shorter time between SIGTERM and SIGKILL for the ranks that torchrun ends because another one has failed.
 
-torchrun gives them 30 seconds: it calls `PContext.close()` without a time, whatever its option --shutdown-timeout says, which is
-for signals only. `PContext` is the class of torchrun's processes, and `close` is public.
+torchrun gives them 30 seconds: it calls `PContext.close()` without a time, whatever its option --shutdown-timeout, which is for
+signals only. `PContext` is the class of torchrun's processes, and `close` is public.
 """
 
 from collections.abc import Iterator

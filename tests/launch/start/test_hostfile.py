@@ -46,7 +46,7 @@ def test_hosts_are_read(tmp_path: Path) -> None:
         ("node0\nnode1 slots=many\n", "line 2: 'node1 slots=many' is not `host slots=8`"),
         ("-oProxyCommand=x slots=8\n", "is not `host slots=8`"),
         ("node0 slots=8\nnode1 slots=4\n", "slots differ (node0: 8, node1: 4)"),
-        ("node0 slots=8\nnode0 slots=8\n", "a host stands there twice"),
+        ("node0 slots=8\nnode0 slots=8\n", "a host is listed twice"),
         ("localhost slots=8\nnode1 slots=8\n", "every host's own name for itself"),
     ],
 )
