@@ -17,17 +17,7 @@ from typing import NoReturn
 from engine.errors import ScheduleError
 from engine.pipeline.actions import Action, Kind, Schedule
 from engine.pipeline.lowering import Direction, Post, Program, Receives, Transfer, feeding_transfer
-from engine.pipeline.rendezvous import (
-    Call,
-    Conflict,
-    Connection,
-    Message,
-    Place,
-    Rules,
-    Step,
-    Stuck,
-    execute,
-)
+from engine.pipeline.rendezvous import Call, Conflict, Connection, Message, Place, Rules, Step, Stuck, execute
 from engine.pipeline.text import instruction_tokens, pointed_rows, post_token
 
 

@@ -19,14 +19,7 @@ from engine.train import build
 from launch.inference.request import read_job
 from launch.rank.batches import open_batches
 from launch.rank.join import join_run
-from launch.verify.measure import (
-    Comparing,
-    Writing,
-    deviation,
-    leave_the_initial_point,
-    run_steps,
-    start_from_rounded,
-)
+from launch.verify.measure import Comparing, Writing, deviation, leave_the_initial_point, run_steps, start_from_rounded
 from launch.verify.samples import samples_of
 from launch.verify.verdict.deviation import Deviation
 from launch.verify.verdict.records import (
