@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from engine.errors import ConfigError
 from engine.layout.partition import StageLayers, partition
-from engine.layout.rank_grid import ParallelSizes
+from engine.layout.rank_grid import ParallelSizes, RankGrid
 
 if TYPE_CHECKING:  # the sections import this module
     from engine.config.layout import ParallelConfig
@@ -122,6 +122,12 @@ def parallel_sizes(config: "Config", world_size: int | None = None) -> ParallelS
         product, rule = unfilled_world(parallel, world_size)
         raise ConfigError([f"parallel = {product}: {rule}."])
     return ParallelSizes(tp=parallel.tp, pp=parallel.pp, dp=dp, cp=parallel.cp, ep=parallel.ep, vpp=parallel.vpp)
+
+
+def rank_grid(config: "Config", sizes: ParallelSizes, ranks_per_node: int | None = None) -> RankGrid:
+    """Return the grid of a run's ranks; `ranks_per_node` counts where the config leaves it to the launcher."""
+    per_node = config.runtime.ranks_per_node or ranks_per_node
+    return RankGrid(sizes, per_node, allow_tp_across_nodes=config.parallel.allow_tp_across_nodes)
 
 
 def stages_of(config: "Config") -> tuple[StageLayers, ...]:

@@ -149,10 +149,7 @@ class _Posted:
     open: list[Message] = field(default_factory=list)
 
     def first_between(self, source: int, destination: int) -> Message | None:
-        for message in self.open:
-            if message.source == source and message.destination == destination:
-                return message
-        return None
+        return next((each for each in self.open if (each.source, each.destination) == (source, destination)), None)
 
 
 def execute(

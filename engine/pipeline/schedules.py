@@ -66,14 +66,14 @@ BUILDERS: Mapping[str, Callable[[int, int, int], Schedule]] = MappingProxyType(
 def of_step(config: Config, sizes: ParallelSizes) -> Schedule:
     """Build the schedule of a training step."""
     num_microbatches = batch_plan(config, sizes.dp).num_microbatches
-    return build(resolve(config.schedule.name, sizes.vpp), sizes.pp, sizes.vpp, num_microbatches)
+    return build(config.schedule.name, sizes.pp, sizes.vpp, num_microbatches)
 
 
 def build(name: str, pp: int, vpp: int, num_microbatches: int) -> Schedule:
     """Build the schedule of a given name.
 
     Args:
-        name: a key of `BUILDERS`; a user's `auto` goes through `resolve` first.
+        name: a key of `BUILDERS`, or `auto` (see `resolve`).
         pp: pipeline ranks.
         vpp: model chunks per rank.
         num_microbatches: microbatches per step of one pipeline.
@@ -81,6 +81,7 @@ def build(name: str, pp: int, vpp: int, num_microbatches: int) -> Schedule:
     Raises:
         ScheduleError: a size is below 1.
     """
+    name = resolve(name, vpp)
     _require_positive(vpp=vpp)
     assert name in BUILDERS and (IS_INTERLEAVED.get(name, True) or vpp == 1), f"{name} with vpp {vpp}"
     return BUILDERS[name](pp, vpp, num_microbatches)

@@ -77,9 +77,6 @@ def rules_for(receives: Receives, opened: Collection[Connection]) -> Rules:
     return Rules(opened=opened, steps_synchronize=receives == "late", one_queue=True)
 
 
-_ORDER_ACTIONS = "Order the actions so that each comes after what it needs."
-
-
 def _explained_rules(receives: Receives, opened: Collection[Connection]) -> list[tuple[Rules, str, str]]:
     """List ever stricter rules, each with the cause of a deadlock that it finds first, and the remedy."""
     explained = [
@@ -316,9 +313,8 @@ class _Checker:
         rows = {rank: self._row(rank) for rank in range(len(self.rows))}
         if not self.is_lowered:
             if isinstance(failure := execute(rows, {}), Stuck):
-                self._fail_stuck(
-                    failure, "the actions of several ranks wait for each other in a circle", _ORDER_ACTIONS
-                )
+                cause = "the actions of several ranks wait for each other in a circle"
+                self._fail_stuck(failure, cause, "Order the actions so that each comes after what it needs.")
             return
         if execute(rows, {}, rules_for(self.receives, self.opened)) is None:
             return

@@ -169,7 +169,7 @@ def _check_programs(config: Config, sizes: ParallelSizes) -> None:
         ScheduleError: one of them would deadlock.
     """
     num_microbatches = batch_plan(config, sizes.dp).num_microbatches
-    for name in (schedules.resolve(config.schedule.name, sizes.vpp), "forward_only"):
+    for name in (config.schedule.name, "forward_only"):
         Programs(schedules.build(name, sizes.pp, sizes.vpp, num_microbatches))
 
 

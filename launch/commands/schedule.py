@@ -132,7 +132,7 @@ def _asked_for(args: argparse.Namespace) -> list[Schedule]:
         )
     if found := [str(problem) for problem in schedule_problems(name, vpp)]:
         raise ConfigError(found, "the command line")
-    return [schedules.build(schedules.resolve(name, vpp), args.pp, vpp, args.microbatches)]
+    return [schedules.build(name, args.pp, vpp, args.microbatches)]
 
 
 def _check_size(pp: int, vpp: int, num_microbatches: int) -> None:
@@ -172,8 +172,8 @@ def _of_config(console: Console, args: argparse.Namespace) -> list[Schedule]:
     plan = batch_plan(config, dp or _usual_dp(config))
     if args.verb == "check":
         console.print(f"{args.config}: pp {parallel.pp}, vpp {parallel.vpp}; {plan}{note}")
-    name = schedules.resolve(config.schedule.name, parallel.vpp)
-    return [schedules.build(each, parallel.pp, parallel.vpp, plan.num_microbatches) for each in (name, "forward_only")]
+    names = (config.schedule.name, "forward_only")
+    return [schedules.build(name, parallel.pp, parallel.vpp, plan.num_microbatches) for name in names]
 
 
 def _usual_dp(config: "Config") -> int:

@@ -13,10 +13,10 @@ import torch
 
 from engine.comm.ledger import Event
 from engine.comm.topology import Topology
-from engine.config.plan import parallel_sizes
+from engine.config.plan import parallel_sizes, rank_grid
 from engine.config.tree import Config
 from engine.kernels.registry import open_kernels
-from engine.layout.rank_grid import Coordinates, RankGrid
+from engine.layout.rank_grid import Coordinates
 from engine.tensor_parallel.parameter import ShardedParameter
 from engine.train import ModelBuilder, build
 from launch.footprint.run import fake_world, microbatches, require_rank
@@ -63,7 +63,7 @@ def real_steps(
     """
     sizes = parallel_sizes(config)
     require_rank(rank, sizes)
-    grid = RankGrid(sizes, config.runtime.ranks_per_node, allow_tp_across_nodes=config.parallel.allow_tp_across_nodes)
+    grid = rank_grid(config, sizes)
     is_cuda = device.type == "cuda"
     with fake_world(rank, sizes.world_size):
         topology = Topology(grid, rank, device, kv_heads=config.model.kv_heads)

@@ -21,12 +21,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from engine.comm.ledger import Event
 from engine.comm.topology import Topology
-from engine.config.plan import batch_plan, parallel_sizes, stages_of
+from engine.config.plan import batch_plan, parallel_sizes, rank_grid, stages_of
 from engine.config.section import with_value
 from engine.config.tree import Config
 from engine.data.loader import MicroBatch
 from engine.errors import TopologyError
-from engine.layout.rank_grid import Coordinates, ParallelSizes, RankGrid
+from engine.layout.rank_grid import Coordinates, ParallelSizes
 from engine.pipeline import schedules
 from engine.pipeline.lowering import Program, lower
 from engine.step import Engine
@@ -105,9 +105,7 @@ class Footprints:
         self.config = config
         self.build_model = build_model
         self.sizes = sizes = parallel_sizes(config)
-        self.grid = RankGrid(
-            sizes, config.runtime.ranks_per_node, allow_tp_across_nodes=config.parallel.allow_tp_across_nodes
-        )
+        self.grid = rank_grid(config, sizes)
         self.stages = stages_of(config)
         self.num_microbatches = batch_plan(config, sizes.dp).num_microbatches
         self.full = full
@@ -195,18 +193,13 @@ class Footprints:
         )
 
     def _lowered(self, num_microbatches: int) -> Program:
-        name = schedules.resolve(self.config.schedule.name, self.sizes.vpp)
-        return lower(schedules.build(name, self.sizes.pp, self.sizes.vpp, num_microbatches))
+        sizes = self.sizes
+        return lower(schedules.build(self.config.schedule.name, sizes.pp, sizes.vpp, num_microbatches))
 
     def _short_program(self, num_microbatches: int) -> Program:
         if num_microbatches not in self._short_programs:
             self._short_programs[num_microbatches] = self._lowered(num_microbatches)
         return self._short_programs[num_microbatches]
-
-
-def footprint(config: Config, rank: int, build_model: ModelBuilder, *, full: bool = False) -> Footprint:
-    """Return the footprint of one rank; see `Footprints`."""
-    return Footprints(config, build_model, full=full).of(rank)
 
 
 def require_rank(rank: int, sizes: ParallelSizes) -> None:

@@ -9,9 +9,8 @@ from datetime import timedelta
 from engine.comm.runtime import RankEnvironment, Runtime, start
 from engine.comm.topology import Topology
 from engine.config.load import load_config
-from engine.config.plan import parallel_sizes
+from engine.config.plan import parallel_sizes, rank_grid
 from engine.config.tree import Config
-from engine.layout.rank_grid import RankGrid
 from launch.start.gpu_memory import memory_rules
 from launch.start.process.parent_death import end_with_parent
 from models.predict.rank_memory import resolve_recompute
@@ -82,13 +81,8 @@ def join(config: Config, environment: RankEnvironment) -> Iterator[Rank]:
     sizes = parallel_sizes(config, environment.world_size)
     resolved = resolve_recompute(config, sizes)
     runtime = start(environment, config.runtime)
-    grid = RankGrid(
-        sizes,
-        config.runtime.ranks_per_node or environment.local_world_size,
-        allow_tp_across_nodes=config.parallel.allow_tp_across_nodes,
-    )
     topology = Topology(
-        grid,
+        rank_grid(config, sizes, environment.local_world_size),
         environment.rank,
         runtime.device,
         kv_heads=config.model.kv_heads,

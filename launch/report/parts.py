@@ -294,7 +294,7 @@ def schedule(run: RunRecord) -> str:
         return MISSING.format("Not known without a configuration of this version and the number of ranks.")
     try:
         num_microbatches = batch_plan(run.config, sizes.dp).num_microbatches
-        name = schedules.resolve(run.config.schedule.name, sizes.vpp)
+        name = run.config.schedule.name
         whole = _timeline(schedules.build(name, sizes.pp, sizes.vpp, num_microbatches))
         drawn = whole
         if num_microbatches * sizes.pp * sizes.vpp * 2 > MOST_ACTIONS:

@@ -204,20 +204,9 @@ def _make(checkout: Checkout, extras: Sequence[str], missing: Mapping[str, str])
         _say(f"keeping torch {torch.version} of {torch.folder}")
     constraints = checkout.venv / "constraints.txt"
     constraints.write_text(_constraints(checkout, extras, torch))
-    command = [
-        str(checkout.python),
-        "-P",  # not from the folder where this was typed
-        "-m",
-        "pip",
-        "install",
-        "--no-input",
-        "--constraint",
-        str(constraints),
-        "--editable",
-        target,
-    ]
-    if not sys.stderr.isatty():
-        command.append("--quiet")
+    # -P: no module of the folder where this was typed is imported.
+    command = [str(checkout.python), "-P", "-m", "pip", "install", "--no-input", "--constraint", str(constraints)]
+    command += ["--editable", target, *([] if sys.stderr.isatty() else ["--quiet"])]
     if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
         raise BootstrapError(
             f"pip could not install Triaxis into {checkout.venv} (its message is above). Nothing else was changed; the "

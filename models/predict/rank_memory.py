@@ -194,8 +194,8 @@ class _Pipeline:
 
     @classmethod
     def of(cls, config: Config, sizes: ParallelSizes) -> "_Pipeline":
-        name = schedules.resolve(config.schedule.name, sizes.vpp)
-        schedule = schedules.build(name, sizes.pp, sizes.vpp, batch_plan(config, sizes.dp).num_microbatches)
+        num_microbatches = batch_plan(config, sizes.dp).num_microbatches
+        schedule = schedules.build(config.schedule.name, sizes.pp, sizes.vpp, num_microbatches)
         stages = stages_of(config)
         mine = tuple(tuple(stages[stage] for stage in schedule.placement.stages_on(pp)) for pp in range(sizes.pp))
         kinds = [tuple(map(_Contents.of, chunks)) for chunks in mine]

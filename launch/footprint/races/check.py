@@ -19,7 +19,7 @@ from engine.checkpoint.writer import RankWriter
 from engine.comm.ledger import Ledger
 from engine.comm.staging import Carrier
 from engine.comm.topology import Topology
-from engine.config.plan import parallel_sizes
+from engine.config.plan import parallel_sizes, rank_grid
 from engine.config.section import with_value
 from engine.config.tree import Config
 from engine.kernels.registry import open_kernels
@@ -73,7 +73,7 @@ def check_rank(config: Config, rank: int, build_model: ModelBuilder) -> CheckedR
         config = with_value(config, key, choice)
     sizes = parallel_sizes(config)
     require_rank(rank, sizes)
-    grid = RankGrid(sizes, config.runtime.ranks_per_node, allow_tp_across_nodes=config.parallel.allow_tp_across_nodes)
+    grid = rank_grid(config, sizes)
     watch = RaceWatch()
     with fake_world(rank, sizes.world_size):
         topology = Topology(

@@ -4,9 +4,8 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from engine.config.plan import parallel_sizes
+from engine.config.plan import parallel_sizes, rank_grid
 from engine.config.tree import Config
-from engine.layout.rank_grid import RankGrid
 from launch.footprint.races.check import check_rank, representative_ranks
 from launch.footprint.races.clocks import Operator
 from launch.footprint.races.report import Race
@@ -55,7 +54,7 @@ def check_races(console: Console, config: Config, ranks: list[int] | None) -> li
         What was found on each rank, for JSON.
     """
     sizes = parallel_sizes(config)
-    grid = RankGrid(sizes, config.runtime.ranks_per_node, allow_tp_across_nodes=config.parallel.allow_tp_across_nodes)
+    grid = rank_grid(config, sizes)
     trees: list[dict[str, object]] = []
     for rank in ranks or representative_ranks(grid):
         found = check_rank(config, rank, build_chunks)

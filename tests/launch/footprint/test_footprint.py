@@ -15,7 +15,7 @@ from engine.layout.partition import partition
 from engine.layout.rank_grid import RankGrid
 from engine.train import build
 from launch.footprint.memory import MemoryWatch
-from launch.footprint.run import Footprint, footprint, microbatches, watch_step
+from launch.footprint.run import Footprint, Footprints, microbatches, watch_step
 from models.gpt.chunk import build_chunks
 from models.predict.traffic import expected_traffic, measured_traffic
 from tests.harness import run_ranks
@@ -47,7 +47,7 @@ def real(rank: int, config: Config) -> Footprint:
 
 def faked(rank: int, config: Config, ranks: Sequence[int]) -> list[Footprint]:
     """In a process that has no group of its own (run with one rank)."""
-    return [footprint(config, one, build_chunks) for one in ranks]
+    return [Footprints(config, build_chunks).of(one) for one in ranks]
 
 
 def words(events: Sequence[Event]) -> list[tuple[Any, ...]]:
@@ -88,4 +88,4 @@ def test_traffic_of_any_rank_is_that_of_the_formulas() -> None:
 @pytest.mark.distributed
 def test_a_rank_that_does_not_exist() -> None:
     with pytest.raises(TopologyError, match="8 ranks, counted from 0"):
-        footprint(CASES[0].config(), 8, build_chunks)
+        Footprints(CASES[0].config(), build_chunks).of(8)

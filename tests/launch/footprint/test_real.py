@@ -8,7 +8,7 @@ import torch
 from engine.errors import TopologyError
 from launch.cli import main
 from launch.footprint.real import RealSteps, real_steps
-from launch.footprint.run import Footprint, footprint
+from launch.footprint.run import Footprint, Footprints
 from models.gpt.chunk import build_chunks
 from tests.launch.command_line import ROOT
 from tests.parity.cases import Case
@@ -23,7 +23,7 @@ RANKS = [
 def both(case: Case, rank: int, device: str) -> tuple[RealSteps, Footprint]:
     config = case.config()
     real = real_steps(config, rank, build_chunks, torch.device(device), num_steps=2)
-    return real, footprint(config, rank, build_chunks, full=True)
+    return real, Footprints(config, build_chunks, full=True).of(rank)
 
 
 @pytest.mark.parametrize(("case", "rank"), RANKS, ids=str)

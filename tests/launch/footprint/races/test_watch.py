@@ -20,7 +20,7 @@ from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.pipeline.p2p import Transport
 from launch.footprint.races.check import CheckedRank, check_rank, representative_ranks
 from launch.footprint.races.report import Race
-from launch.footprint.run import footprint
+from launch.footprint.run import Footprints
 from models.gpt.chunk import build_chunks
 from tests.parity.cases import Case
 from tests.parity.test_parity import COVERING, COVERING_TOO
@@ -90,7 +90,7 @@ def test_no_races(case: Case, streams: set[str]) -> None:
     assert not found.races, shown(found.races)
     assert {stream.removeprefix("the ").split(" ")[0] for stream in found.streams[1:]} == streams
     # More runs than is sent, in two training steps and a validation.
-    assert found.num_operators > 3 * len(footprint(case.config(), rank, build_chunks, full=True).events)
+    assert found.num_operators > 3 * len(Footprints(case.config(), build_chunks, full=True).of(rank).events)
 
 
 @pytest.mark.slow
@@ -183,7 +183,7 @@ def test_a_wait_that_is_missing_is_found(flow: Flow, monkeypatch: pytest.MonkeyP
 def test_every_wait_is_needed(case: Case) -> None:
     """Each kind of call of the first and of the last rank in turn is never waited for."""
     for rank in (0, case.world_size - 1):
-        events = footprint(case.config(), rank, build_chunks, full=True).events
+        events = Footprints(case.config(), build_chunks, full=True).of(rank).events
         for flow in sorted({(event.op, event.axis, event.purpose) for event in events}):
             with pytest.MonkeyPatch.context() as monkeypatch:
                 without_waits(flow, monkeypatch)
