@@ -9,7 +9,7 @@ One pair of hooks decides (`torch.autograd.graph.saved_tensors_hooks`), for torc
 is a storage, so several views of it are one thing. The inputs of a recomputed function are saved by the same rule, so chains are
 recomputed from their first kept or moved tensor.
 
-Recomputed functions must give the same bits and must not communicate. Whole layers do, and go through `recompute`.
+Recomputed functions must give the same bits and must not communicate. Whole layers do communicate: they go through `recompute`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator

@@ -1,9 +1,9 @@
-"""GPUs of this node that torch can use, and what follows: CPU or CUDA, gloo or NCCL (torch is imported only where there is a GPU).
+"""The GPUs that torch can use on this node, and what follows: CPU or CUDA, gloo or NCCL (torch imported only with a GPU).
 
     launcher     find_gpus -> device_type -> backend_of     handed on to its ranks in TRIAXIS_DEVICE and TRIAXIS_BACKEND
-    a rank       takes these two (`engine.comm.placement`); under srun and a torchrun started by hand it decides in the same way
+    a rank       takes these two (`engine.comm.placement`), or decides alike under srun and a torchrun started by hand
 
-A GPU that torch cannot use is an error unless the CPU was asked for: no run falls back to the CPU in silence.
+A GPU that torch cannot use is an error unless the CPU was asked for: no run falls back to the CPU silently.
 """
 
 import socket
@@ -23,12 +23,12 @@ DEVICE_VARIABLE, BACKEND_VARIABLE = "TRIAXIS_DEVICE", "TRIAXIS_BACKEND"
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """GPUs of this node.
+    """The GPUs of this node.
 
     Attributes:
-        count: how many torch can use.
-        note: why it is none although some are there and nothing is wrong.
-        problem: why torch cannot use those that are there: an error unless the CPU was asked for.
+        count: GPUs that torch can use.
+        note: why there are none although some exist and nothing is wrong.
+        problem: why torch cannot use existing ones: an error unless the CPU was asked for.
     """
 
     count: int
@@ -41,7 +41,7 @@ def find_gpus(variables: Mapping[str, str], *, ask_torch: bool = False) -> Gpus:
 
     Args:
         variables: the environment; CUDA_VISIBLE_DEVICES is read.
-        ask_torch: ask it also where NVIDIA's driver shows no GPU; a rank has imported it already.
+        ask_torch: query torch even where NVIDIA's driver shows no GPU; a rank has imported it already.
     """
     driver = read_driver()
     if not (driver.num_gpus or ask_torch):
@@ -60,13 +60,13 @@ def find_gpus(variables: Mapping[str, str], *, ask_torch: bool = False) -> Gpus:
 
 
 def why_unusable(driver: Driver, torch_version: str, cuda: str | None, reason: str = "") -> str:
-    """Explain why torch uses none of this node's GPUs, and what can be done.
+    """Return why torch uses none of this node's GPUs, and what can be done.
 
     Args:
         driver: of this node.
-        torch_version: of the torch that runs.
-        cuda: CUDA version that it was built for; None for a CPU build.
-        reason: torch's own warning, if it gave one.
+        torch_version: version of the running torch.
+        cuda: its CUDA version; None for a CPU build.
+        reason: torch's own warning, if any.
     """
     if cuda is None:
         needs = f"torch {torch_version} is a CPU build"
@@ -90,10 +90,10 @@ def why_unusable(driver: Driver, torch_version: str, cuda: str | None, reason: s
 
 
 def device_type(config: RuntimeConfig, gpus: Gpus) -> str:
-    """Decide between `CPU` and `CUDA`; `auto` is CUDA where this node has a GPU.
+    """Return `CPU` or `CUDA`; `auto` is CUDA where this node has a GPU.
 
     Raises:
-        TopologyError: there are GPUs that torch cannot use, or CUDA was asked for and there is no GPU.
+        TopologyError: torch cannot use the GPUs, or CUDA was asked for without one.
     """
     if config.device == CPU:
         return CPU
@@ -110,12 +110,12 @@ def device_type(config: RuntimeConfig, gpus: Gpus) -> str:
 
 
 def backend_of(config: RuntimeConfig, device: str, note: str = "") -> str:
-    """Decide between `GLOO` and `NCCL` for ranks on this type of device.
+    """Return `GLOO` or `NCCL` for ranks on this type of device.
 
     Args:
         config: of the run.
         device: `CPU` or `CUDA`.
-        note: why it is the CPU, if there is more to say.
+        note: a reason for the CPU, for the message.
 
     Raises:
         TopologyError: NCCL was asked for on the CPU.

@@ -1,8 +1,8 @@
-"""Small things between host and device, without making one wait for the other.
+"""Small copies between host and device that make neither wait.
 
-A GPU works through what the host has posted. Reading a number back (`item`, `tolist`, `float`) waits until it has caught up, and
-copying from ordinary memory to it waits as well; then it stands idle until the host has posted more. A step does neither: what
-the host wants to know is copied into pinned memory behind the work that makes it (`HostCopy`), and read a step later.
+A GPU works through what the host has posted. Reading a number back (`item`, `tolist`, `float`), or copying from pageable memory,
+makes the host wait until the GPU has caught up, and then the GPU idle until the host has posted more. A step does neither: numbers
+for the host are copied into pinned memory behind the work that makes them (`HostCopy`), and read a step later.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,13 +12,13 @@ import torch
 
 
 def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`values` as a vector on the device; the host goes on at once."""
+    """Return `values` as a vector on the device, without a wait of the host."""
     is_cuda = device.type == "cuda"
     return torch.tensor(values, dtype=dtype, pin_memory=is_cuda).to(device, non_blocking=True)
 
 
 class ToHost(Protocol):
-    """Copies into host memory, behind what the current stream has been given."""
+    """Copies into host memory, after the work of the current stream."""
 
     def room(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return host memory for a copy of the tensor, of its shape and dtype."""
@@ -37,14 +37,14 @@ class FromCuda:
     """Copies from a GPU into pinned memory on its current stream.
 
     Args:
-        cuda: makes events; a race check has its own (`launch.footprint.races.streams`).
+        cuda: makes events; the race check passes its own (`launch.footprint.races.streams`).
     """
 
     def __init__(self, cuda: Any = torch.cuda) -> None:
         self._cuda = cuda
 
     def room(self, tensor: torch.Tensor) -> torch.Tensor:
-        # From torch's allocator: rounding to a power of two costs bytes here, and it keeps the memory until the copy is made.
+        # From torch's allocator: it rounds to a power of two, and keeps the memory until the copy is made.
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
     def post(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Any:
@@ -59,7 +59,7 @@ class FromCuda:
 
 
 class FromCpu:
-    """Copies from a CPU, where each is done when it is posted."""
+    """Copies from a CPU, done when posted."""
 
     def room(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -76,8 +76,8 @@ class HostCopy:
     """A vector on its way to the host.
 
     Args:
-        vector: one dim, not changed afterwards.
-        to_host: copies it; None: the device's way, and a vector of the CPU is not copied.
+        vector: 1-D, not changed afterwards.
+        to_host: copies it; None: the default of the device, and a CPU vector is not copied.
     """
 
     def __init__(self, vector: torch.Tensor, to_host: ToHost | None = None) -> None:
@@ -89,11 +89,11 @@ class HostCopy:
             self._mark = self._to_host.post([(self._values, vector)])
 
     def arrived(self) -> torch.Tensor:
-        """The vector on the host; waits for the device where it has not arrived yet."""
+        """Return the vector on the host; wait for the device where the copy is not done."""
         if self._to_host is not None:
             self._to_host.finish(self._mark)
         return self._values
 
     def wait(self) -> list[float]:
-        """The same as numbers."""
+        """Return the vector as numbers."""
         return [float(value) for value in self.arrived().tolist()]

@@ -1,6 +1,6 @@
-"""NVIDIA's driver on this node: its version, how many GPUs it shows, and which CUDA builds it runs (standard library only).
+"""NVIDIA's driver on this node: version, number of GPUs, supported CUDA builds (standard library only).
 
-`launch/start/bootstrap.py` reads it before anything is installed; a rank reads it to explain why torch finds no GPU.
+`launch/start/bootstrap.py` reads it before anything is installed, and ranks to explain why torch finds no GPU.
 
     libnvidia-ml.so.1             version and number of GPUs, as `nvidia-smi` prints them
     where that cannot answer:     /proc/driver/nvidia/version, and the device files /dev/nvidia0, /dev/nvidia1, ...
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NVML = "libnvidia-ml.so.1"
-"""The library of NVIDIA's management interface; it comes with the driver."""
+"""NVIDIA's management library; it comes with the driver."""
 
 FIRST_DRIVERS = {11: 450, 12: 525, 13: 580}
 """The first driver branch that runs every build of a CUDA major version.
@@ -22,7 +22,7 @@ Source: NVIDIA, CUDA Compatibility, "Minor Version Compatibility", table 1.
 """
 
 HIDING = ("", "-1", "NoDevFiles")
-"""Values of CUDA_VISIBLE_DEVICES with which a user or SLURM hides all GPUs."""
+"""Values of CUDA_VISIBLE_DEVICES that hide all GPUs, set by users or SLURM."""
 
 _VERSION_BYTES = 80
 """NVML_SYSTEM_DRIVER_VERSION_BUFFER_SIZE of nvml.h."""
@@ -36,7 +36,7 @@ class Driver:
     """The driver of this node.
 
     Attributes:
-        version: such as 580.65.06; "" where there is none, or none that answers.
+        version: such as 580.65.06; "" where no driver answers.
         num_gpus: GPUs that it shows to this process, whatever CUDA_VISIBLE_DEVICES hides.
     """
 
@@ -45,13 +45,13 @@ class Driver:
 
     @property
     def branch(self) -> int | None:
-        """The number before the first dot; None where the version is unknown."""
+        """Return the number before the first dot; None where the version is unknown."""
         return int(self.version.partition(".")[0]) if self.version else None
 
     def runs(self, cuda_major: int) -> bool | None:
-        """Say if it runs builds of this CUDA major version; None where that is not known.
+        """Return whether it runs builds of this CUDA major version; None where that is unknown.
 
-        A data-centre card runs newer builds too where NVIDIA's `cuda-compat` is installed, so this explains and never refuses.
+        With NVIDIA's `cuda-compat` a data-centre card also runs newer builds, so this only explains and never refuses.
         """
         first = FIRST_DRIVERS.get(cuda_major)
         return None if first is None or self.branch is None else self.branch >= first
@@ -68,7 +68,7 @@ def read_driver(library: str = NVML, root: Path = Path("/")) -> Driver:
 
 
 def is_hidden(variables: Mapping[str, str]) -> bool:
-    """Say if CUDA_VISIBLE_DEVICES hides all GPUs from CUDA."""
+    """Return whether CUDA_VISIBLE_DEVICES hides all GPUs from CUDA."""
     return variables.get("CUDA_VISIBLE_DEVICES", "all").strip() in HIDING
 
 
@@ -91,7 +91,7 @@ def _ask_nvml(library: str) -> Driver | None:
 
 
 def _read_files(root: Path) -> Driver:
-    """Read what the kernel module shows; a container may see the host's /proc, so device files count the GPUs."""
+    """Read the kernel module's files; device files count the GPUs, as a container may see the host's /proc."""
     num_gpus = sum(1 for path in (root / "dev").glob("nvidia*") if _NUMBERED.fullmatch(path.name))
     path = root / "proc" / "driver" / "nvidia" / "version"
     found = _VERSION.search(path.read_text()) if num_gpus and path.is_file() else None

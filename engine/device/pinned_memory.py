@@ -1,17 +1,17 @@
-"""Page-locked ("pinned") host memory that takes as many bytes as are asked for, rounded up to a page.
+"""Page-locked ("pinned") host memory in the requested size, rounded up to a page.
 
-A GPU copies to and from page-locked memory while the host goes on; with pageable memory the host waits for each copy. torch's
-pinned allocator rounds every request up to a power of two: 15.8 GB for the state of a GPT of 1.3B parameters become 25.9 GB.
-Here memory is mapped first, then its pages are locked where they are (cudaHostRegister):
+A GPU copies to and from page-locked memory asynchronously; with pageable memory the host waits for each copy. torch's
+pinned allocator rounds every request up to a power of two: 15.8 GB for the state of a 1.3B GPT become 25.9 GB.
+Here memory is mapped, then its pages are locked in place (cudaHostRegister):
 
-    PinnedBuffer   one mapping, cut into vectors; the copy of the state that a checkpoint is written from
-    PinnedPool     vectors that are kept by length and dtype and reused; offloaded activations, staged messages
+    PinnedBuffer   one mapping, cut into vectors; a checkpoint's copy of the state
+    PinnedPool     vectors, kept by length and dtype and reused; offloaded activations, staged messages
 
-On a CPU the same memory stays pageable: a `PageLock` is the one step that depends on the device. torch's allocator defers the
-reuse of its memory until copies under way are done. It does not cover this memory, so the users give it back when it is free.
+On a CPU the same memory stays pageable: the `PageLock` is the only step that depends on the device. torch's allocator defers the
+reuse of its memory until running copies end. It does not know this memory, so users return it when it is free.
 
-Pages stay locked until `close`, or to the end of the process. They are not unlocked when a buffer is collected, because unlocking
-waits for the device: where a rank has failed, its device may wait for a peer that is gone, and the rank would never end.
+Pages stay locked until `close` or the end of the process, not only until a buffer is collected: unlocking waits for the device,
+which after a failure may wait for a dead peer, and the rank would never end.
 """
 
 import atexit
@@ -28,20 +28,20 @@ import torch
 from engine.errors import OutOfMemoryError
 
 PAGE_BYTES = 4096
-"""The smallest page of today's processors. Where pages are larger, only the rounding of the last one differs."""
+"""The smallest page of today's processors; with larger ones only the rounding differs."""
 
 HUGE_PAGE_BYTES = 2 * 2**20
-"""Bytes of a huge page; with pages of another size buffers are still aligned, and some of their pages stay small."""
+"""Bytes of a huge page; where huge pages differ, buffers are still aligned, and some pages stay small."""
 
 VECTOR_ALIGNMENT = 64
-"""Vectors of a buffer begin at multiples of this many bytes: a cache line, and the widest vector register."""
+"""Alignment of vectors in bytes: a cache line, and the widest vector register."""
 
 VectorSize = tuple[int, torch.dtype]
 """Number of elements and dtype of a vector."""
 
 
 class Purpose(NamedTuple):
-    """Words of the error that is raised where memory cannot be had: `name` of its use, and what to do `instead`."""
+    """The words of an error about missing memory: `name` of its use, and what to do `instead`."""
 
     name: str
     instead: str
@@ -51,7 +51,7 @@ class PageLock(Protocol):
     """Lock on pages of host memory, for the copies of one device."""
 
     def lock(self, memory: torch.Tensor) -> None:
-        """Lock the pages of `memory`, uint8 [n], page-aligned; raises OSError with the driver's words where it refuses."""
+        """Lock the pages of `memory`, uint8 [n], page-aligned; raise OSError with the driver's words where it refuses."""
         ...
 
     def unlock(self, memory: torch.Tensor) -> None:
@@ -60,7 +60,7 @@ class PageLock(Protocol):
 
 
 class Pageable:
-    """Page lock of a CPU: none, because its copies are made by the host itself."""
+    """The page lock of a CPU: none, since the host makes its copies itself."""
 
     def lock(self, memory: torch.Tensor) -> None:
         pass
@@ -70,7 +70,7 @@ class Pageable:
 
 
 class Driver(Protocol):
-    """Calls of the CUDA runtime that a page lock needs; a code of 0 is success."""
+    """Calls of the CUDA runtime for a page lock; code 0 is success."""
 
     def register(self, address: int, num_bytes: int) -> int: ...
     def unregister(self, address: int) -> int: ...
@@ -102,10 +102,10 @@ class CudaDriver:
 
 
 class CudaPageLock:
-    """Page lock of a GPU.
+    """The page lock of a GPU.
 
     Args:
-        driver: of the GPU.
+        driver: the runtime of the GPU.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -115,7 +115,7 @@ class CudaPageLock:
     def lock(self, memory: torch.Tensor) -> None:
         """Lock the pages, and keep them mapped until `unlock` or the end of the process.
 
-        If they were unmapped before, other memory would get their addresses, and the device would copy to the pages of old.
+        If they were unmapped before, other memory would get their addresses, and the device would copy to the old pages.
         """
         address = memory.data_ptr()
         code = self._driver.register(address, memory.nbytes)
@@ -125,7 +125,7 @@ class CudaPageLock:
         atexit.register(self._keepers[address])
 
     def unlock(self, memory: torch.Tensor) -> None:
-        """Unlock the pages after all copies of the device are done: one that is under way would write to freed memory."""
+        """Unlock the pages after all copies of the device: a running one would write to freed memory."""
         address = memory.data_ptr()
         self._driver.synchronize()
         code = self._driver.unregister(address)
@@ -134,7 +134,7 @@ class CudaPageLock:
 
 
 def _keep(memory: torch.Tensor) -> None:
-    """Do nothing: being registered to be called keeps the argument alive."""
+    """Do nothing: the registration keeps the argument alive."""
 
 
 def page_lock_of(device: torch.device) -> PageLock:
@@ -145,9 +145,9 @@ def page_lock_of(device: torch.device) -> PageLock:
 def aligned_buffer(num_bytes: int) -> torch.Tensor:
     """Map private host memory: uint8, at least `num_bytes` long, in whole 4 KiB pages.
 
-    It begins at a page, and at a huge page if it is at least as long as one. In huge pages a request to the disk is as long as the
-    disk takes (4 MiB, not 0.6 MiB of scattered 4 KiB pages, on one machine: 1.7 instead of 1.0 GB/s). Shared anonymous memory is
-    never huge unless an administrator says so, hence private.
+    It is aligned to a page, and to a huge page if it is that long. Requests to the disk are then as long as the disk takes (4 MiB
+    instead of 0.6 MiB of scattered 4 KiB pages, on one machine: 1.7 instead of 1.0 GB/s). Private, because shared anonymous memory
+    is huge only if an administrator allows it.
 
     Raises:
         OSError: the system has no such memory.
@@ -158,7 +158,7 @@ def aligned_buffer(num_bytes: int) -> torch.Tensor:
     if alignment == HUGE_PAGE_BYTES:
         with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-    # After a fork the first write would give this process another page, while the device goes on with the one that is locked.
+    # After a fork the first write would give this process another page, while the device keeps the locked one.
     memory.madvise(mmap.MADV_DONTFORK)
     buffer = torch.frombuffer(memory, dtype=torch.uint8)
     lead = -buffer.data_ptr() % alignment
@@ -169,13 +169,13 @@ class PinnedBuffer:
     """One mapping of host memory, page-locked, cut into vectors.
 
     Args:
-        sizes: of the vectors.
+        sizes: sizes of the vectors.
         page_lock: of the device that copies.
         purpose: for the error.
 
     Attributes:
-        vectors: 1-D, in the order of `sizes`, each aligned to `VECTOR_ALIGNMENT` bytes; touched, their contents are undefined.
-        num_bytes: that are locked.
+        vectors: 1-D, in the order of `sizes`, aligned to `VECTOR_ALIGNMENT` bytes; touched, with undefined contents.
+        num_bytes: locked bytes.
 
     Raises:
         OutOfMemoryError: the memory cannot be mapped, or its pages cannot be locked.
@@ -191,7 +191,7 @@ class PinnedBuffer:
         except OSError as error:
             raise OutOfMemoryError(_not_mapped(end, purpose, error)) from error
         self.num_bytes = memory.nbytes
-        # Pages exist once they are touched: here, so that the first copy does not pay for them.
+        # Pages exist once touched: here, so that the first copy does not pay for them.
         memory[::PAGE_BYTES].zero_()
         try:
             page_lock.lock(memory)
@@ -228,7 +228,7 @@ class PinnedPool:
         self._free: dict[VectorSize, list[tuple[torch.Tensor, Sequence[torch.cuda.Event]]]] = {}
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Take a vector [numel] that is free, or make one where none is; its contents are undefined.
+        """Return a free vector [numel], or a new one; its contents are undefined.
 
         Raises:
             OutOfMemoryError: there is no memory for a new one.
@@ -245,27 +245,27 @@ class PinnedPool:
         return buffer.vectors[0]
 
     def give(self, vector: torch.Tensor, events: Sequence[torch.cuda.Event] = ()) -> None:
-        """Give a vector from `take` back, free once all `events` are reached."""
+        """Return a vector to the pool, free once all `events` are reached."""
         with self._guard:
             self._free.setdefault((vector.numel(), vector.dtype), []).append((vector, events))
 
     @property
     def vectors(self) -> list[torch.Tensor]:
-        """All vectors, free or not."""
+        """Return all vectors, free or not."""
         return [vector for buffer in self._buffers for vector in buffer.vectors]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all vectors."""
+        """Return the bytes of all vectors."""
         return sum(vector.nbytes for vector in self.vectors)
 
     @property
     def num_free(self) -> int:
-        """Number of vectors that have been given back."""
+        """Return the number of vectors in the pool."""
         return sum(len(vectors) for vectors in self._free.values())
 
     def close(self) -> None:
-        """Unlock all vectors after waiting for the device; none may be taken any more."""
+        """Unlock all vectors after waiting for the device; none may be taken afterwards."""
         for buffer in self._buffers:
             buffer.close()
         self._free.clear()

@@ -4,7 +4,7 @@ import torch
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float | None) -> torch.Tensor | None:
-    """What every gradient is multiplied by so that the global norm is at most `max_norm`; None without a limit.
+    """Return the factor that limits the global gradient norm to `max_norm`; None without a limit.
 
     `norm` and the factor are scalars on the device. The 1e-6 in the denominator is the field's convention
     (torch.nn.utils.clip_grad_norm_, Megatron-LM).

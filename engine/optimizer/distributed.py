@@ -1,13 +1,13 @@
-"""The optimizer, whose state lives only on its owner (ZeRO-1, 1910.02054 section 5.1).
+"""The optimizer with its state sharded over data-parallel ranks (ZeRO-1, 1910.02054 section 5.1).
 
-Each data-parallel rank owns an equal part of every bucket (`param_layout.py`) and keeps master weights and moments there
-(`state.py` says in what form, `engine/config/optimizer_kinds.py` and `updates.py` which optimizers there are).
+Each data-parallel rank owns an equal part of every bucket (`param_layout.py`) with its master weights and moments (forms in
+`state.py`, optimizers in `engine/config/optimizer_kinds.py` and `updates.py`).
 
-A step multiplies the owned gradients by one factor (tokens and clipping), updates the masters in the accumulation dtype, lets the
-parameters follow, and the buckets are all-gathered. Two kernels (`kernels.optimizer`):
+A step scales the owned gradients (tokens and clipping), updates the masters in the accumulation dtype, rounds them to the
+parameters, and all-gathers the buckets. Two kernels (`kernels.optimizer`):
 
-    torch      torch's fused operator; the factor, and every form of state that is not wide, take passes of their own
-    compiled   `_update`, all of it in one pass, of each run of parameters that decay or do not
+    torch      torch's fused operator; scaling and narrow state take passes of their own
+    compiled   `_update`, everything in one pass over each run of parameters that decay or do not
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,13 +27,13 @@ from engine.optimizer.state import OptimizerState, read_master, write_master
 from engine.optimizer.updates import UPDATES, Update
 
 DOT_NUMEL: Mapping[str, int] = MappingProxyType({"cpu": 2**16, "cuda": 2**30})
-"""Most elements of one `torch.dot`, by device. A CPU's BLAS adds each lane one by one: in fp32 the sum would be 2e-6 off at four
-times as many. cuBLAS takes a 32-bit count, and a bucket may be longer: a bucket holds at least one whole parameter."""
+"""Most elements of one `torch.dot`, by device. A CPU's BLAS adds each lane one by one: in fp32 four times as many would be 2e-6
+off. cuBLAS takes a 32-bit count, and a bucket, which holds at least one whole parameter, may be longer."""
 
 
 @dataclass
 class OwnedBucket:
-    """One bucket's optimizer state on its owner; all tensors are flat, [owned elements]."""
+    """The optimizer state of one bucket on its owner; all tensors are flat, [owned elements]."""
 
     buffer: FlatBuffer
     bucket: Bucket
@@ -51,7 +51,7 @@ class OwnedBucket:
         return self.buffer.parameters[start:stop]
 
     def runs(self) -> Iterator[tuple[slice, bool]]:
-        """Owned elements that belong to parameters, as few runs as decay allows: (where, whether weights decay)."""
+        """Yield (slice, whether its weights decay) of owned parameter elements, in as few runs as possible."""
         origin = self.bucket.owned[0]
         run: tuple[int, int, bool] | None = None
         for segment in self.segments:
@@ -68,13 +68,13 @@ class OwnedBucket:
 
 
 class DistributedOptimizer:
-    """The optimizer that the configuration names, on the owned parts of the flat buffers.
+    """The configured optimizer, on the owned parts of the flat buffers.
 
     Args:
         buffers: parameters and main grads. The parameters must hold their initial values: masters start from them.
         config: hyperparameters.
         precision: the form of the state.
-        kernel: see above.
+        kernel: torch or compiled, as above.
 
     Attributes:
         state_kinds: the master and this optimizer's moments.
@@ -93,7 +93,7 @@ class DistributedOptimizer:
         self.state_kinds = OPTIMIZERS[config.name].state_kinds
         self._arithmetic = UPDATES[config.name]
         self._fusion = Fusion("compiled" if kernel == "compiled" else "eager")
-        # Not that of a first bucket: a pipeline rank of a stage without layers owns none.
+        # Not from a first bucket: a pipeline stage without layers owns none.
         self.wide = accumulation_dtype(buffers.dtype)
         self._num_updates = torch.zeros((), dtype=STEP_DTYPE, device=buffers.device)
         self.owned: list[OwnedBucket] = []
@@ -111,9 +111,9 @@ class DistributedOptimizer:
                 )
 
     def grad_square_sum(self) -> torch.Tensor:
-        """Sum of squares of the owned gradients, each element of the model counted once over the world (a scalar).
+        """Return the sum of squares of the owned gradients, each model element counted once over the world (a scalar).
 
-        Replicas are counted by the first of them; padding has gradient zero.
+        Only the first replica counts; padding has gradient zero.
         """
         counted = [owned for owned in self.owned if owned.buffer.replica_index == 0]
         total = torch.zeros((), dtype=self.wide, device=self.buffers.device)
@@ -123,17 +123,17 @@ class DistributedOptimizer:
 
     @property
     def num_updates(self) -> int:
-        """Updates that the moments have seen; on a GPU, asking waits for it."""
+        """Return the number of updates in the moments; on a GPU this waits."""
         return int(self._num_updates)
 
     def step(self, lr: float, grad_scale: torch.Tensor, skip: torch.Tensor) -> None:
-        """One update with gradients x `grad_scale`, then post the all-gathers of the new parameters.
+        """Update with gradients x `grad_scale`, then post the all-gathers of the new parameters.
 
         Args:
             grad_scale: a scalar on the device.
-            skip: a bool on the device: leave masters, moments and parameters as they are.
+            skip: a bool on the device; True leaves masters, moments and parameters unchanged.
         """
-        # Padding has a gradient of zero that nobody writes again: times a factor that is not finite, it would be nan for good.
+        # Padding's zero gradient is never rewritten: times a factor that is not finite, it would stay nan.
         grad_scale = grad_scale.to(self.wide).masked_fill(skip, 1.0)
         skipped = skip.to(STEP_DTYPE)
         if self._fusion.is_compiled:
@@ -144,10 +144,10 @@ class DistributedOptimizer:
         self.buffers.gather()
 
     def restored(self, num_updates: int) -> None:
-        """Masters and moments were loaded: the owned parameters have followed, make those of every rank follow.
+        """Propagate loaded masters and moments: gather the owned parameters, which follow them, on every rank.
 
         Args:
-            num_updates: updates that the moments have seen (Adam's bias correction).
+            num_updates: updates in the moments (Adam's bias correction).
         """
         self._num_updates.fill_(num_updates)
         self.buffers.gather()
@@ -155,7 +155,7 @@ class DistributedOptimizer:
 
     def _update_by_torch(self, lr: float, grad_scale: torch.Tensor, skipped: torch.Tensor) -> None:
         for owned in self.owned:
-            # In place where they are wide: who looks at main grads after a step sees what the update was made of.
+            # In place where they are wide, so that main grads after a step show what the update used.
             grads = owned.grads if owned.grads.dtype == owned.state.wide else owned.grads.to(owned.state.wide)
             grads.mul_(grad_scale)
             state = owned.state.read_all()
@@ -174,7 +174,7 @@ class DistributedOptimizer:
             owned.state.write(state)
 
     def _update_compiled(self, lr: float, grad_scale: torch.Tensor, skip: torch.Tensor) -> None:
-        # Scalars that change stay tensors: a number that the compiler sees is part of the kernel.
+        # Changing scalars stay tensors: a Python number would become part of the kernel.
         step = self._num_updates.to(AGREEMENT_DTYPE) + 1
         factors = torch.stack((grad_scale.to(step.dtype), *self._arithmetic.factors(self.config, lr, step)))
         factors = factors.to(self.wide)
@@ -206,7 +206,7 @@ def _update(
     config: OptimizerConfig,
     weight_decay: float,
 ) -> None:
-    """Update flat tensors in the forms in which they are kept, in place; nothing changes where `skip`.
+    """Update flat tensors in their stored forms, in place; nothing changes where `skip`.
 
     `factors` are [factor of the gradients, those of `Update.factors`].
     """

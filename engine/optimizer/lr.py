@@ -6,7 +6,7 @@
     min |   /               `-----    after     min_lr
         +--+----+-----------+----> step
 
-A pure function of the step: a run that is resumed, or started in another layout, has the same rates.
+A pure function of the step: a resumed run, or another layout, has the same rates.
 """
 
 import math
@@ -15,13 +15,13 @@ from engine.config.training import OptimizerConfig
 
 
 def learning_rate(step: int, optimizer: OptimizerConfig, num_steps: int) -> float:
-    """The learning rate with which step `step` updates the weights.
+    """Return the learning rate with which step `step` updates the weights.
 
     Args:
-        step: counts from 0, the first step.
+        step: counts from 0.
         optimizer: `lr`, `min_lr`, `lr_schedule`, `warmup_steps`, `decay_steps`.
-        num_steps: length of the run; `decay_steps` where the config gives none. So the last step, num_steps - 1, stands
-            just above `min_lr`: with min_lr = 0 no step is spent on an update of nothing.
+        num_steps: length of the run; `decay_steps` where the config has none. The last step, num_steps - 1, is just above `min_lr`:
+            with min_lr = 0 no step is wasted.
 
     Returns:
         `lr (step + 1) / warmup_steps` during the warm-up. Then, with x = (step - warmup_steps) / (decay_steps - warmup_steps):

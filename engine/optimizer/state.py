@@ -1,4 +1,4 @@
-"""The optimizer's state of one owned part of a bucket, in the form in which it is kept between steps.
+"""The optimizer's state of one owned part of a bucket, in its stored form.
 
     kind         wide (accumulation dtype)                    narrow (bf16 runs, by choice)
     master       the exact weights; in fp32 and float64 runs  `masters: split`   the upper half of its bits is the parameter, the
@@ -8,12 +8,12 @@
 Bytes per parameter of a bf16 run with AdamW's two moments, weight and fp32 main grad included:
 wide 2 + 4 + 12 / dp; both narrow 2 + 4 + 6 / dp.
 
-A master is split into what it is rounded to bf16, ties away from zero, and what must be added to the bits of that to get it back,
--2^15 to 2^15 - 1. (A cast rounds ties to even, which a signed remainder of 16 bits cannot undo. The two differ for one value in
-2^16, by the rounding of a weight.)
+A split master is its rounding to bf16, ties away from zero, and the remainder to add to those bits, -2^15 to 2^15 - 1. (A cast
+rounds ties to even, which a signed 16-bit remainder cannot undo. The two differ for one value in 2^16, by the rounding of a
+weight.)
 
-A moment rounded to bf16 follows what it averages as long as a step changes it by more than half of the last of its 8 bits, 2^-9 of
-its value: it stands still within 2^-9 / (1 - beta) of its target, 4 % of the second moment for beta2 = 0.95.
+A moment rounded to bf16 follows its average as long as a step changes it by more than half of the last of its 8 bits, 2^-9 of its
+value: it stops within 2^-9 / (1 - beta) of its target, 4 % of the second moment for beta2 = 0.95.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,13 +30,13 @@ _HALF_BITS = 16
 
 @dataclass(frozen=True, slots=True)
 class StoredState:
-    """Elements of one kind of the state, in the form in which they are kept.
+    """Elements of one kind of state, in their stored form.
 
-    Every element is made from those at its place alone, so a part of them can be taken and widened by itself.
+    Each element depends only on the tensors at its index, so a part of them can be cut and widened by itself.
 
     Attributes:
         tensors: one tensor [n], or the weights and the remainders of split masters, [n] each.
-        dtype: the accumulation dtype, in which the elements are read.
+        dtype: the accumulation dtype, to which elements are widened.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -49,7 +49,7 @@ class StoredState:
         return self.over([tensor[where] for tensor in self.tensors])
 
     def over(self, tensors: Sequence[torch.Tensor]) -> "StoredState":
-        """Return this form over other tensors, such as copies."""
+        """Return this form with other tensors, such as copies."""
         return replace(self, tensors=tuple(tensors))
 
     def widened(self) -> torch.Tensor:
@@ -65,15 +65,15 @@ class StoredState:
 
 
 class OptimizerState:
-    """Master and moments of the elements `parameters` (flat, the run's dtype), which hold their initial values.
+    """Master and moments of flat `parameters` (in the run's dtype), which hold their initial values.
 
     Args:
         parameters: a view of the flat buffer.
-        precision: which form.
-        kinds: the optimizer's, the master first.
+        precision: the stored form.
+        kinds: the optimizer's kinds, the master first.
 
     Attributes:
-        wide: the accumulation dtype, in which others read and write.
+        wide: the accumulation dtype of reads and writes.
     """
 
     def __init__(self, parameters: torch.Tensor, precision: PrecisionConfig, kinds: Sequence[StateKind]) -> None:
@@ -82,7 +82,7 @@ class OptimizerState:
         if precision.masters == "split":
             master = torch.zeros_like(parameters, dtype=torch.int16)
         else:
-            # `to` gives the view itself where the dtypes agree: then the master is the parameter.
+            # `to` returns the view itself where the dtypes agree: then the master is the parameter.
             master = parameters.to(self.wide)
         moments = parameters.dtype if precision.moments == "bf16" else self.wide
         self._kept: dict[StateKind, torch.Tensor] = {
@@ -91,24 +91,24 @@ class OptimizerState:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What is kept beside the parameters."""
+        """Return the tensors besides the parameters."""
         return [tensor for tensor in self._kept.values() if tensor is not self._parameters]
 
     def stored(self, kind: StateKind) -> StoredState:
-        """Return one kind in the form in which it is kept; the tensors are the live ones."""
+        """Return one kind in its stored form; the tensors are the live ones."""
         kept = self._kept[kind]
         is_split = kind == "master" and kept.dtype == torch.int16
         return StoredState((self._parameters, kept) if is_split else (kept,), self.wide)
 
     def read(self, kind: StateKind) -> torch.Tensor:
-        """One kind in the accumulation dtype; the kept tensor itself where it is that."""
+        """Return one kind in the accumulation dtype; the stored tensor itself where it has that."""
         return self.stored(kind).widened()
 
     def read_all(self) -> dict[StateKind, torch.Tensor]:
         return {kind: self.read(kind) for kind in self._kept}
 
     def write(self, values: Mapping[StateKind, torch.Tensor]) -> None:
-        """Keep these, of the accumulation dtype; the parameters follow their masters."""
+        """Store these values of the accumulation dtype; the parameters follow their masters."""
         for kind, value in values.items():
             kept = self._kept[kind]
             if kind == "master":
@@ -117,14 +117,14 @@ class OptimizerState:
                 kept.copy_(value)
 
     def part(self, where: slice) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
-        """Return some elements as they are kept: parameters, masters (None where those are the masters) and moments."""
+        """Return stored elements: parameters, masters (None where those are the masters) and moments."""
         master, *moments = self._kept.values()
         beside = None if master is self._parameters else master[where]
         return self._parameters[where], beside, [moment[where] for moment in moments]
 
 
 def read_master(parameters: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """The exact weights from bf16 weights and remainders; `kept` itself where it is the master."""
+    """Return the exact weights from bf16 weights and remainders; `kept` itself where it is the master."""
     if kept.dtype != torch.int16:
         return kept
     upper = parameters.view(torch.int16).to(torch.int32)
@@ -132,7 +132,7 @@ def read_master(parameters: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
 
 
 def write_master(parameters: torch.Tensor, kept: torch.Tensor, value: torch.Tensor) -> None:
-    """Keep the exact weights `value`; the parameters follow."""
+    """Store the exact weights `value`; the parameters follow."""
     if kept.dtype == torch.int16:
         bits = value.view(torch.int32)
         upper = (bits + (1 << (_HALF_BITS - 1))) >> _HALF_BITS

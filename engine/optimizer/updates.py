@@ -1,6 +1,6 @@
 """The arithmetic of each optimizer, in two forms: torch's fused operator, and a function for one compiled pass.
 
-`distributed.py` calls them on flat runs of owned elements; whatever is the same for all optimizers is there.
+`distributed.py` calls them on flat runs of owned elements, and does what all optimizers share.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,51 +8,44 @@ from types import MappingProxyType
 from typing import Protocol
 
 import torch
+from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from engine.config.optimizer_kinds import OptimizerName, StateKind
 from engine.config.training import OptimizerConfig
 
+Tensors = Sequence[Tensor]
+State = Mapping[StateKind, Tensors]
+
 
 class Update(Protocol):
-    """The update rule of one optimizer. Elements are updated one by one, so any cut of the flat buffers gives the same."""
+    """The update rule of one optimizer, element by element, so that any cut of the flat buffers gives the same."""
 
     @staticmethod
     def by_torch(
-        state: Mapping[StateKind, Sequence[torch.Tensor]],
-        grads: Sequence[torch.Tensor],
-        config: OptimizerConfig,
-        lr: float,
-        weight_decay: float,
-        num_updates: torch.Tensor,
-        skipped: torch.Tensor,
+        state: State, grads: Tensors, config: OptimizerConfig, lr: float, decay: float, updates: Tensor, skipped: Tensor
     ) -> None:
         """Update masters and moments in place.
 
         Args:
-            state: by kind, runs of elements [n], all in the accumulation dtype.
-            grads: of the same runs, scaled.
+            state: runs of elements [n] by kind, all in the accumulation dtype.
+            grads: scaled gradients of the same runs.
             config: hyperparameters.
-            lr, weight_decay: of these runs in this step.
-            num_updates: made before this one; a scalar in `STEP_DTYPE`.
-            skipped: a scalar of the same dtype: 1 leaves everything as it is.
+            lr, decay: learning rate of the step, and weight decay of these runs.
+            updates: number of earlier updates; a scalar in `STEP_DTYPE`.
+            skipped: a scalar of that dtype; 1 leaves everything unchanged.
         """
 
     @staticmethod
-    def factors(config: OptimizerConfig, lr: float, step: torch.Tensor) -> list[torch.Tensor]:
-        """Return the scalars of `elementwise` that differ by step. `step` counts from 1 and has their dtype, float64."""
+    def factors(config: OptimizerConfig, lr: float, step: Tensor) -> list[Tensor]:
+        """Return the scalars of `elementwise` that vary by step, which counts from 1; all are float64."""
 
     @staticmethod
     def elementwise(
-        master: torch.Tensor,
-        moments: Sequence[torch.Tensor],
-        grad: torch.Tensor,
-        factors: Sequence[torch.Tensor],
-        config: OptimizerConfig,
-        weight_decay: float,
-    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Return the new masters and moments [n]; all tensors are in the accumulation dtype, the moments in their order."""
+        master: Tensor, moments: Tensors, grad: Tensor, factors: Tensors, config: OptimizerConfig, decay: float
+    ) -> tuple[Tensor, Tensors]:
+        """Return the new masters and moments [n]; all tensors are in the accumulation dtype."""
 
 
 class AdamW:
@@ -60,13 +53,7 @@ class AdamW:
 
     @staticmethod
     def by_torch(
-        state: Mapping[StateKind, Sequence[torch.Tensor]],
-        grads: Sequence[torch.Tensor],
-        config: OptimizerConfig,
-        lr: float,
-        weight_decay: float,
-        num_updates: torch.Tensor,
-        skipped: torch.Tensor,
+        state: State, grads: Tensors, config: OptimizerConfig, lr: float, decay: float, updates: Tensor, skipped: Tensor
     ) -> None:
         adamw(
             list(state["master"]),
@@ -74,21 +61,21 @@ class AdamW:
             list(state["exp_avg"]),
             list(state["exp_avg_sq"]),
             [],
-            # adamw adds one to each of these before it uses them.
-            [num_updates.clone() for _ in grads],
+            # adamw increments each of these before use.
+            [updates.clone() for _ in grads],
             fused=True,
             amsgrad=False,
             beta1=config.beta1,
             beta2=config.beta2,
             lr=lr,
-            weight_decay=weight_decay,
+            weight_decay=decay,
             eps=config.eps,
             maximize=False,
             found_inf=skipped,
         )
 
     @staticmethod
-    def factors(config: OptimizerConfig, lr: float, step: torch.Tensor) -> list[torch.Tensor]:
+    def factors(config: OptimizerConfig, lr: float, step: Tensor) -> list[Tensor]:
         """Return [lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), lr]."""
         # 1 - 0.999 needs float64.
         bias_1, bias_2 = 1 - torch.pow(config.beta1, step), 1 - torch.pow(config.beta2, step)
@@ -96,18 +83,13 @@ class AdamW:
 
     @staticmethod
     def elementwise(
-        master: torch.Tensor,
-        moments: Sequence[torch.Tensor],
-        grad: torch.Tensor,
-        factors: Sequence[torch.Tensor],
-        config: OptimizerConfig,
-        weight_decay: float,
-    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        master: Tensor, moments: Tensors, grad: Tensor, factors: Tensors, config: OptimizerConfig, decay: float
+    ) -> tuple[Tensor, Tensors]:
         mean, square = moments
         step_size, rescale, lr = factors
         new_mean = mean + (grad - mean) * (1 - config.beta1)
         new_square = square * config.beta2 + grad * grad * (1 - config.beta2)
-        decayed = master * (1 - lr * weight_decay)
+        decayed = master * (1 - lr * decay)
         return decayed - step_size * new_mean / (new_square.sqrt() * rescale + config.eps), (new_mean, new_square)
 
 
@@ -123,13 +105,7 @@ class SGD:
 
     @staticmethod
     def by_torch(
-        state: Mapping[StateKind, Sequence[torch.Tensor]],
-        grads: Sequence[torch.Tensor],
-        config: OptimizerConfig,
-        lr: float,
-        weight_decay: float,
-        num_updates: torch.Tensor,
-        skipped: torch.Tensor,
+        state: State, grads: Tensors, config: OptimizerConfig, lr: float, decay: float, updates: Tensor, skipped: Tensor
     ) -> None:
         sgd(
             list(state["master"]),
@@ -137,7 +113,7 @@ class SGD:
             list(state["momentum_buffer"]),
             fused=True,
             found_inf=skipped,
-            weight_decay=weight_decay,
+            weight_decay=decay,
             momentum=config.momentum,
             lr=lr,
             dampening=0.0,
@@ -146,21 +122,16 @@ class SGD:
         )
 
     @staticmethod
-    def factors(config: OptimizerConfig, lr: float, step: torch.Tensor) -> list[torch.Tensor]:
+    def factors(config: OptimizerConfig, lr: float, step: Tensor) -> list[Tensor]:
         """Return [lr]."""
         return [torch.full_like(step, lr)]
 
     @staticmethod
     def elementwise(
-        master: torch.Tensor,
-        moments: Sequence[torch.Tensor],
-        grad: torch.Tensor,
-        factors: Sequence[torch.Tensor],
-        config: OptimizerConfig,
-        weight_decay: float,
-    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        master: Tensor, moments: Tensors, grad: Tensor, factors: Tensors, config: OptimizerConfig, decay: float
+    ) -> tuple[Tensor, Tensors]:
         (velocity,), (lr,) = moments, factors
-        new = velocity * config.momentum + (grad + weight_decay * master)
+        new = velocity * config.momentum + (grad + decay * master)
         return master - lr * new, (new,)
 
 

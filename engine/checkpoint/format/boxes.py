@@ -1,6 +1,6 @@
 """Pieces of tensors as boxes, so that the pieces of one layout can be cut again for another (no torch here).
 
-A rank owns a flat range of the row-major local box of a parameter (`optimizer/param_layout.Segment`). Such a range is at most
+A rank owns a flat range of the row-major local box of a parameter (`layout/param_layout.Segment`). Such a range is at most
 2n - 1 boxes of the global tensor, each of them contiguous in the range:
 
     local box [0:4, 8:12] of a tensor [4, 16], flat range [2, 13)        . . x x    head   [0:1, 10:12]   range 2..4
