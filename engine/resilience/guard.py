@@ -1,12 +1,12 @@
-"""Judges each step by its numbers: goes on, leaves its update out, goes back to a checkpoint, or stops the run.
+"""The judgement of each step: continue, skip its update, return to a checkpoint, or stop the run.
 
     a loss or gradient that is not finite, or a loss above its limit      resilience.on_nonfinite
-        stop        nothing is updated from that step on; the error says which rank and module came first
-        skip        nothing is updated in that step; its samples stay consumed
+        stop        no update from that step on; the error names the first rank and module
+        skip        no update in that step; its samples stay consumed
         rollback    `engine/resilience/rollback.py`
     replicas that differ                                                  always stops
 
-All ranks read the same numbers of the same step at the same point of the loop, so all of them decide alike.
+All ranks read the same numbers of the same step at the same point of the loop, so they decide alike.
 """
 
 import math
@@ -23,7 +23,7 @@ from engine.telemetry.record.events import EventKind
 
 
 class Notices(Protocol):
-    """Who is told; called on every rank, with the same words on all."""
+    """Receiver of events; called on every rank, with the same arguments."""
 
     def on_trouble(self, kind: EventKind, step: int, message: str, **details: Any) -> None: ...
 
@@ -36,13 +36,13 @@ class OneStep(Protocol):
 
 
 class Guard:
-    """Watches the steps of one run, on every rank.
+    """The guard of one run's steps, on every rank.
 
     Args:
-        engine: that makes them.
-        history: of the run.
-        open_batches: opens this rank's batches at a number of consumed samples, to make a step again.
-        notices: who is told.
+        engine: makes the steps.
+        history: history of the run.
+        open_batches: opens this rank's batches at a number of consumed samples, to repeat a step.
+        notices: receives the events.
     """
 
     def __init__(
@@ -58,22 +58,22 @@ class Guard:
         self._last_alike: int | None = None
 
     def loss_limit(self, step: int) -> float:
-        """What the loss of step number `step` (from 0) may be at most."""
+        """Return the largest allowed loss of step number `step` (from 0)."""
         return self._history.loss_limit(step, self._config.loss_spike)
 
     def before_update(self, step: int) -> None:
-        """The gradients of a step are in, and the weights are still those that made them."""
+        """Start a replica check that is due: gradients are complete, and weights still those that made them."""
         every = self._config.replica_check_interval
         if every is not None and (step + 1) % every == 0:
             self._replicas.post(step)
 
     def judge(self, step: int, result: StepResult) -> None:
-        """The numbers of a step are there; steps come in order.
+        """Judge a step by its numbers; steps come in order.
 
         Raises:
-            DivergenceError: the run cannot go on.
-            RollbackRequested: it is to go on from a checkpoint.
-            ReplicaError: ranks that should hold the same weights do not.
+            DivergenceError: the run cannot continue.
+            RollbackRequested: it must continue from a checkpoint.
+            ReplicaError: replicated weights differ.
         """
         self._check_replicas(step)
         if not result.flaw:
@@ -105,7 +105,7 @@ class Guard:
         raise DivergenceError(error)
 
     def samples(self, step: int) -> tuple[int, int]:
-        """The range [first, stop) of sample ids that the samples of a step lie in."""
+        """Return the range [first, stop) of sample ids of a step."""
         size = self._engine.plan.samples_per_step
         return self._history.skipped.span(step * size, size)
 

@@ -1,20 +1,18 @@
-"""Silent corruption: ranks that hold the same weights compare a fingerprint of them, and a difference is named.
+"""Detection of silent corruption: ranks with the same weights compare a fingerprint of them.
 
-    who holds the same                                          compared over
+    replicated weights                                          compared over
     every weight, on all data-parallel ranks                    dp
     norms, row-parallel biases, learned positions               tp
     key/value weights, where kv heads < tp                      kv_replicas
     tied embedding                                              ends (first and last stage)
 
-Every K steps, when the gradients are in and before the update: what is compared is what the forward and the backward have used.
-(An update writes all weights anew from their owners, so a wrong copy is seen before it or never.) A fingerprint is the sum of a
-weight's bits as integers, modulo 2^64: one flipped bit changes it for certain. All ranks of an axis take the maximum of
-[sums, ~sums] in one small all-reduce; where the two halves disagree, so do the ranks. Nothing is read from the device before the
-step's numbers are.
+The check runs every K steps, after the gradients and before the update, on the weights that the step has used. (An update rewrites
+all weights from their owners, so a wrong copy is seen before it or never.) A fingerprint is the sum of a weight's bits as integers,
+modulo 2^64: one flipped bit changes it for certain. All ranks of an axis take the maximum of [sums, ~sums] in one small all-reduce;
+where the two halves disagree, so do the ranks. Nothing is read from the device before the step's numbers are.
 
-Not covered: main grads, activations, and what ZeRO-1 holds once, that is master weights and moments (in fp32 and float64 the
-owner's weights are the masters). A fault there spreads to all replicas alike; it shows where several owners hold the same (norms
-over tp).
+Not covered: main grads, activations, and state that ZeRO-1 holds once (master weights and moments; in fp32 and float64 the owner's
+weights are the masters). Such a fault spreads to all replicas alike; it shows where several owners hold the same (norms over tp).
 """
 
 from collections import Counter
@@ -31,24 +29,24 @@ from engine.step import Engine
 PURPOSE = "replicas"
 
 _SHOWN = 8
-"""Weights named of one group of ranks; a text between ranks is short."""
+"""Weights named per group of ranks, to keep texts between ranks short."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The weights of this rank that the members of one axis hold alike."""
+    """The weights of this rank that the members of one axis replicate."""
 
     axis: Axis
     names: tuple[str, ...]
     places: torch.Tensor
-    """int64 [weights]: among all weights of this rank."""
+    """int64 [weights]: indices among all weights of this rank."""
 
 
 class ReplicaCheck:
-    """Compares this rank's weights with those of its replicas; every rank makes the same calls.
+    """The comparison of this rank's weights with their replicas; every rank makes the same calls.
 
     Args:
-        engine: whose weights are compared.
+        engine: its weights are compared.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -57,7 +55,7 @@ class ReplicaCheck:
         self._posted: dict[int, tuple[torch.Tensor, HostCopy]] = {}
 
     def post(self, step: int) -> None:
-        """Compare the weights as they are in a step; waits for no device."""
+        """Post a comparison of the present weights; wait for no device."""
         engine = self._engine
         engine.buffers.wait_all()
         differing = torch.zeros(1, dtype=torch.int64, device=engine.topology.device)
@@ -70,7 +68,7 @@ class ReplicaCheck:
         self._posted[step] = sums, HostCopy(engine.topology.axis("world").all_reduce(differing, PURPOSE).wait())
 
     def read(self, step: int) -> list[str] | None:
-        """What the comparison in a step has found, the same on every rank: a sentence per difference; None if there was none."""
+        """Return a sentence per difference in the comparison of a step, the same on every rank; None if it had none."""
         if step not in self._posted:
             return None
         sums, differing = self._posted.pop(step)
@@ -79,8 +77,9 @@ class ReplicaCheck:
             return []
         world, device = self._engine.topology.axis("world"), self._engine.topology.device
         found = [sentence for group in self._groups for sentence in _differences(group, sums)]
-        told = world.gather_text("\n".join(found), device, PURPOSE)
-        # Where several see the same, the ones that know who is wrong come first.
+        told = world.gather_text("
+".join(found), device, PURPOSE)
+        # Of several findings of one fault, those that name the wrong rank come first.
         return sorted({line for text in told for line in text.splitlines()}, key=lambda line: ("differ" in line, line))
 
 
@@ -101,9 +100,9 @@ def _groups(engine: Engine) -> Iterator[Group]:
 
 
 def _sum_of_bits(weight: torch.Tensor) -> torch.Tensor:
-    """int64 scalar: of 64-bit words where the weight consists of whole ones, as all but odd sizes do, else of its elements.
+    """Return an int64 sum of the weight's bits: of 64-bit words where it consists of whole ones, else of its elements.
 
-    Replicas lie at the same place of equal buffers, so all of them do the same.
+    Replicas have the same place in equal buffers, so all take the same way.
     """
     flat = weight.detach().view(-1)
     per_word = 8 // flat.element_size()
@@ -113,7 +112,7 @@ def _sum_of_bits(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _differences(group: Group, sums: torch.Tensor) -> list[str]:
-    """Who differs in what; [] on all members but the first, who speaks for the group."""
+    """Return the differences in a group, on its first member; [] on all others."""
     axis = group.axis
     everybody = axis.all_gather(sums[group.places].view(1, -1), PURPOSE).wait().tolist()
     if axis.index:
@@ -126,7 +125,7 @@ def _differences(group: Group, sums: torch.Tensor) -> list[str]:
 
 
 def _odd_ranks(ranks: Sequence[int], values: Sequence[int]) -> tuple[int, ...]:
-    """Those that differ from most; () where there is no majority."""
+    """Return the ranks that differ from the majority; () where there is none."""
     value, count = Counter(values).most_common(1)[0]
     return (
         tuple(rank for rank, one in zip(ranks, values, strict=True) if one != value) if 2 * count > len(ranks) else ()

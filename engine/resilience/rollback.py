@@ -1,10 +1,10 @@
-"""The return of a run to a checkpoint, by itself (`engine.train.train` asks for it).
+"""The automatic return of a run to a checkpoint (requested by `engine.train.train`).
 
     .. | step 40, saved | 41 | 42 | 43 is not finite     ->     step 40 again | 41 | 42 | 43 on the next samples | ..
 
-Weights, moments and the place in the data are those of the newest checkpoint from before the step; the step's samples are left out
-from now on (`engine/data/skipped.py`). So the run is from here on the one that was told from its start to leave them out. That is
-written beside the checkpoints before anything is loaded, and in every later checkpoint.
+Weights, moments and the place in the data come from the newest checkpoint before the step; the step's samples are skipped from now
+on (`engine/data/skipped.py`). So the run equals one that was configured from its start to skip them. This is written beside the
+checkpoints before anything is loaded, and into every later checkpoint.
 """
 
 from pathlib import Path
@@ -19,14 +19,14 @@ from engine.step import Engine, RollbackRequested
 
 
 class Rollback:
-    """How one run goes back.
+    """The rollback of one run.
 
     Args:
-        engine: to load into.
-        directory: of the run's checkpoints.
+        engine: receives the loaded state.
+        directory: the run's checkpoints.
         data: fingerprints of the data, as checkpoints record them.
-        history: of the run; changed here.
-        notices: who is told.
+        history: history of the run; changed here.
+        notices: receives the event.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class Rollback:
         self._notices = notices
 
     def __call__(self, request: RollbackRequested) -> TrainingState:
-        """Load the newest checkpoint from before the step, and leave its samples out; every rank calls it.
+        """Load the newest checkpoint from before the step, and skip its samples; every rank calls it.
 
         Raises:
-            DivergenceError: the run has gone back as often as it may.
-            CheckpointError: there is no such checkpoint, or nothing can be written down.
+            DivergenceError: the run has used up its rollbacks.
+            CheckpointError: there is no such checkpoint, or the skipped samples cannot be recorded.
         """
         history, most = self._history, self._engine.config.resilience.max_rollbacks
         if history.num_rollbacks >= most:

@@ -1,26 +1,26 @@
-"""The run directory: everything that a run leaves behind, in one place (no torch here).
+"""The run directory: everything that a run leaves behind (no torch here).
 
     runs/<name>/                  name: runtime.name, or the config's stem; <stem>-<jobid> under SLURM, kept over requeues
-        config.yaml               resolved: what was asked for, with every default, by the last attempt that began
+        config.yaml               resolved, with every default, from the last attempt that began
         metrics.jsonl             one object per step, appended over all attempts
-        events/node_00000.jsonl   starts, ends, validations, trouble; a file per node (`engine.telemetry.record.events`)
+        events/node_00000.jsonl   starts, ends, validations, faults; a file per node (`engine.telemetry.record.events`)
         logs/attempt_00/rank_00003.log
-        profile/attempt_00/rank_00003.steps_10_to_12.json.gz     where telemetry.profile asks for it
-        timeline.json  timeline/attempt_00/rank_00003.json       where telemetry.timeline does: of all ranks, and the row of one
+        profile/attempt_00/rank_00003.steps_10_to_12.json.gz     with telemetry.profile
+        timeline.json  timeline/attempt_00/rank_00003.json       with telemetry.timeline: all ranks, and the row of one
         memory/attempt_00/rank_00003.pickle                      of a rank that ran out of GPU memory
-        hangs/attempt_00/report.json                             of a run that hung: who waits for whom
+        hangs/attempt_00/report.json                             of a run that hung: which rank waits for which
         wandb/  wandb_id          one wandb run over all attempts
-        wandb_alerted             up to which bytes of the files in events/ people have been alerted
+        wandb_alerted             bytes of each file in events/ about which alerts were sent
         tensorboard/
-        checkpoints/              unless checkpoint.dir says otherwise (`engine/checkpoint/directory.py`)
-        saved                     JSON; there once a checkpoint was saved: this run never starts from random weights again
-        finished                  JSON; there once the last step is made
-        starting_over             there while a start from scratch was asked for and has not begun yet
+        checkpoints/              unless checkpoint.dir is set (`engine/checkpoint/directory.py`)
+        saved                     JSON; exists after the first checkpoint: this run never starts from random weights again
+        finished                  JSON; exists after the last step
+        starting_over             exists while a start from scratch was requested and has not begun yet
         lock                      held by rank 0 while the run lives
 
-Rank 0 calls `RunDirectory.create`; the caller tells the others its attempt, and they call `RunDirectory.join`. Once its engine is
-built and its checkpoint loaded, rank 0 calls `RunDirectory.begin`: an attempt that fails before leaves its log and nothing else.
-Which entries are accepted is in `engine/run/entries.py`.
+Rank 0 calls `RunDirectory.create` and sends its attempt to the other ranks, which call `RunDirectory.join`. Once its engine is
+built and its checkpoint loaded, rank 0 calls `RunDirectory.begin`: an attempt that fails earlier leaves only its log. Accepted
+entries are defined in `engine/run/entries.py`.
 """
 
 import json
@@ -43,14 +43,14 @@ from engine.storage.state_files import explaining_storage, try_to_write
 
 
 def run_name(config: Config, stem: str, variables: Mapping[str, str]) -> str:
-    """The name of a run: `runtime.name`, else the config file's stem, under SLURM with the job's id.
+    """Return the name of a run: `runtime.name`, else the config file's stem, under SLURM with the job's id.
 
     A requeued job keeps its id, so it finds the directory of its earlier attempts.
 
     Args:
         config: the resolved configuration.
-        stem: of the config's path ("gpt_tiny").
-        variables: SLURM_JOB_ID is read; an array's task has its own id there.
+        stem: stem of the config's path ("gpt_tiny").
+        variables: the environment; SLURM_JOB_ID is read (an array's task has its own).
     """
     if config.runtime.name is not None:
         return config.runtime.name
@@ -59,16 +59,16 @@ def run_name(config: Config, stem: str, variables: Mapping[str, str]) -> str:
 
 
 class RunDirectory:
-    """Paths of one run, and which attempt this is.
+    """The paths of one run and the number of this attempt.
 
     Attributes:
         path: the directory.
-        attempt: number of earlier attempts; of a finished run, its last attempt.
-        finished: what `finish` wrote; None while the run is not done.
-        from_scratch: whether this attempt begins at step 0 whatever is there; on rank 0.
-        swept: what attempts that died left half-written among the checkpoints, and was removed.
-        set_aside: where the checkpoints were moved for a start from scratch.
-        num_losses: how often the directory or the checkpoints were found removed or moved, on rank 0.
+        attempt: number of earlier attempts; for a finished run, its last attempt.
+        finished: the results that `finish` wrote; None while the run is not done.
+        from_scratch: this attempt begins at step 0 whatever exists; on rank 0.
+        swept: half-written checkpoints of dead attempts that were removed.
+        set_aside: folder of the checkpoints moved for a start from scratch.
+        num_losses: times that the directory or the checkpoints were found removed or moved, on rank 0.
     """
 
     def __init__(self, path: Path, attempt: int, finished: Mapping[str, Any] | None) -> None:
@@ -85,23 +85,22 @@ class RunDirectory:
 
     @classmethod
     def create(cls, config: Config, runs_dir: str | Path, name: str, *, from_scratch: bool = False) -> "RunDirectory":
-        """Open the directory for a new attempt, on the one rank that decides (rank 0).
+        """Open the directory for a new attempt, on rank 0.
 
-        A finished run is left untouched, unless the configuration now asks for more steps: `finished` tells what it came
-        to, and there is nothing to start. Of other runs nothing is changed but the locks and `logs/`, until `begin`.
+        A finished run stays untouched unless the configuration now has more steps: `finished` holds its results, and there is
+        nothing to start. Of other runs only the locks and `logs/` change before `begin`.
 
         Args:
-            config: of this attempt. What may differ from earlier attempts' is said in `engine/checkpoint/resume_rules.py`.
+            config: of this attempt. `engine/checkpoint/resume_rules.py` has the rules for changes between attempts.
             runs_dir: parent of run directories.
-            name: of this one.
-            from_scratch: begin at step 0 again whatever is there; `begin` moves checkpoints aside and removes none.
+            name: name of this run.
+            from_scratch: begin at step 0 whatever exists; `begin` moves checkpoints aside and removes none.
 
         Raises:
             StorageError: the directory or the folder of checkpoints cannot be written.
-            TriaxisError: the name is no folder name; it, or something in it, is a link to somewhere else; an entry is damaged or
-                of another kind than a run makes; the directory holds steps of a run with another configuration (attempts that
-                never made a step have nothing to protect); checkpoint.dir lies in another run's directory; or a run that is alive
-                writes in one of the two folders.
+            TriaxisError: the name is no folder name; it, or an entry in it, links to somewhere else; an entry is damaged or
+            foreign; the directory holds steps of a run with another configuration (attempts without a step protect nothing);
+            checkpoint.dir is in another run's directory; or a live run writes in one of the two folders.
         """
         path = _path_of(runs_dir, name)
         run = cls(path, 0, None)
@@ -111,7 +110,8 @@ class RunDirectory:
         try:
             with _explaining_runs(runs_dir, name):
                 run_entries.check_links(path)
-                run._locks.append(_lock_of_run(path))
+                advice = f"start this one under another name: RUN_NAME={next_name(path)}"
+                run._locks.append(FolderLock(path, advice))
                 run.finished = run._check(config, from_scratch=from_scratch)
             if run.finished is not None:
                 run.close()
@@ -130,9 +130,9 @@ class RunDirectory:
         return run
 
     def begin(self, config: Config) -> None:
-        """Make this attempt that of the directory, on rank 0: the engine is built, and what it begins with is loaded.
+        """Make this attempt the directory's current one, on rank 0, once the engine is built and its state loaded.
 
-        Earlier checkpoints are moved aside for a start from scratch, and what dead attempts left half-written is removed.
+        For a start from scratch earlier checkpoints are moved aside; half-written ones of dead attempts are removed.
 
         Raises:
             StorageError: the directory or the folder of checkpoints cannot be written.
@@ -152,13 +152,13 @@ class RunDirectory:
         self._config = config
 
     def put_back(self) -> None:
-        """Make the directory and the locks again that were removed or moved under this run; on rank 0, after `begin`.
+        """Restore the directory and the locks that were removed or moved under this run; on rank 0, after `begin`.
 
-        `num_losses` counts how often any was missing. What was in a removed directory stays lost. `saved` is written again where
-        the checkpoints are in another folder and still there: the next attempt must not start from random weights without them.
+        `num_losses` counts the times. The content of a removed directory stays lost. `saved` is written again where the checkpoints
+        exist in another folder: without it the next attempt would start from random weights.
 
         Raises:
-            TriaxisError: another run is alive in one of the folders by now.
+            TriaxisError: another live run uses one of the folders by now.
             OSError: they cannot be made.
         """
         missing = [lock for lock in self._locks if not lock.is_in_place()]
@@ -176,10 +176,10 @@ class RunDirectory:
     def look(
         cls, config: Config, runs_dir: str | Path, name: str, *, from_scratch: bool = False
     ) -> "RunDirectory | None":
-        """The directory if it holds a finished run of this configuration, else None; nothing is changed.
+        """Return the directory if it holds a finished run of this configuration, else None; nothing is changed.
 
         Raises:
-            TriaxisError: as `create`, but for another run that is alive.
+            TriaxisError: as `create`, except for a live run.
         """
         run = cls(_path_of(runs_dir, name), 0, None)
         run._check_checkpoints(config)
@@ -196,7 +196,7 @@ class RunDirectory:
         return None
 
     def _check(self, config: Config, *, from_scratch: bool) -> Mapping[str, Any] | None:
-        """Refuse a directory in which this attempt cannot run; returns what a finished run came to.
+        """Refuse a directory in which this attempt cannot run; return the results of a finished run.
 
         Raises:
             TriaxisError: as `create`.
@@ -213,7 +213,7 @@ class RunDirectory:
         return run_entries.read_finished(self.path, config)
 
     def _check_checkpoints(self, config: Config) -> None:
-        """Refuse a folder of checkpoints in another run's directory, or one that holds what no run makes.
+        """Refuse a folder of checkpoints in another run's directory, or one with foreign entries.
 
         Raises:
             TriaxisError: as `create`.
@@ -225,20 +225,20 @@ class RunDirectory:
             run_entries.check_kinds_of_checkpoints(folder)
 
     def _lock_checkpoints(self, config: Config) -> None:
-        """Lock the folder of checkpoints against other runs, wherever it is: they may name it by `checkpoint.dir`."""
+        """Lock the folder of checkpoints against other runs, which may name it by `checkpoint.dir`."""
         folder = self.checkpoints(config).path
         with _explaining_checkpoints(folder):
             if config.checkpoint.interval is not None:
                 folder.mkdir(parents=True, exist_ok=True)
             if folder.exists():
-                self._locks.append(_lock_of_checkpoints(folder))
+                self._locks.append(FolderLock(folder, "name another folder by checkpoint.dir"))
 
     def _write_config(self, config: Config) -> None:
         write_atomically(self.path / CONFIG, [to_yaml(config, describe=True).encode()])
 
     @property
     def is_starting_over(self) -> bool:
-        """Return True if a start from scratch was asked for and has not begun.
+        """Return whether a start from scratch was requested and has not begun.
 
         Raises:
             StorageError: the directory cannot be read.
@@ -248,28 +248,28 @@ class RunDirectory:
 
     @classmethod
     def join(cls, runs_dir: str | Path, name: str, attempt: int) -> "RunDirectory":
-        """The directory as every other rank sees it, whether or not its node shares the first node's files."""
+        """Return the directory for every other rank, whether or not its node shares the first node's files."""
         return cls(_path_of(runs_dir, name), attempt, None)
 
     def checkpoints(self, config: Config) -> CheckpointDirectory:
-        """The folder of this run's checkpoints."""
+        """Return the folder of this run's checkpoints."""
         return CheckpointDirectory(Path(config.checkpoint.dir or self.path / CHECKPOINTS))
 
     def profile(self, rank: int, profile: ProfileConfig) -> Path:
-        """Where the trace of a rank goes in this attempt."""
+        """Return the path of a rank's trace in this attempt."""
         steps = f"steps_{profile.start}_to_{profile.start + profile.steps - 1}"
         return self.path / "profile" / f"attempt_{self.attempt:02d}" / f"rank_{rank:05d}.{steps}.json.gz"
 
     def timeline_row(self, rank: int) -> Path:
-        """Where a rank writes its row of the timeline in this attempt."""
+        """Return the path of a rank's row of the timeline in this attempt."""
         return self.path / "timeline" / f"attempt_{self.attempt:02d}" / f"rank_{rank:05d}.json"
 
     def memory_snapshot(self, rank: int) -> Path:
-        """Where a rank that runs out of GPU memory writes down what its allocator held."""
+        """Return the path of the allocator snapshot of a rank that runs out of GPU memory."""
         return self.path / "memory" / f"attempt_{self.attempt:02d}" / f"rank_{rank:05d}.pickle"
 
     def hang(self) -> Path:
-        """Where ranks of this attempt write what they do when the run hangs (`engine/resilience/hang/watch.py`)."""
+        """Return the folder of this attempt's hang reports (`engine/resilience/hang/watch.py`)."""
         return self.path / "hangs" / f"attempt_{self.attempt:02d}"
 
     def rank_log(self, rank: int) -> Path:
@@ -280,7 +280,7 @@ class RunDirectory:
         return self.path / METRICS
 
     def events(self, node: int) -> Path:
-        """The file in which the ranks of a node of the layout write down events."""
+        """Return the path of a node's file of events."""
         return run_entries.events_file(self.path, node)
 
     @property
@@ -292,19 +292,19 @@ class RunDirectory:
         return self.path / run_entries.WANDB_ALERTED
 
     def known_wandb_id(self) -> str | None:
-        """The id of the run's page; None where it has none."""
+        """Return the id of the run's wandb page; None where it has none."""
         return run_entries.known_wandb_id(self.wandb_id)
 
     @property
     def has_saved(self) -> bool:
-        """Whether an attempt of this run has completed a checkpoint."""
+        """Return whether an attempt of this run has completed a checkpoint."""
         return (self.path / SAVED).exists()
 
     def mark_saved(self, folder: Path, step: int) -> None:
-        """Remember the first checkpoint: from now on the run resumes, and never starts from random weights unasked.
+        """Record the first checkpoint: from now on the run resumes, and never starts from random weights unasked.
 
         Raises:
-            TriaxisError: the directory was removed, and another run is alive in its place.
+            TriaxisError: the directory was removed, and another live run is in its place.
             OSError: the directory cannot be written.
         """
         self.put_back()
@@ -318,10 +318,10 @@ class RunDirectory:
         return self.path / "tensorboard"
 
     def finish(self, **results: Any) -> None:
-        """Mark the run as done: `results` (steps, loss, val_loss, ...) as JSON, complete or not there.
+        """Mark the run as done: write `results` (steps, loss, val_loss, ...) as JSON, atomically.
 
         Raises:
-            TriaxisError: the directory was removed, and another run is alive in its place.
+            TriaxisError: the directory was removed, and another live run is in its place.
             StorageError: the directory cannot be written.
         """
         with _explaining_runs(self.path.parent, self.path.name):
@@ -330,7 +330,7 @@ class RunDirectory:
         self.finished = results
 
     def finished_message(self) -> str:
-        """What a second start of a finished run says: that it is done, where its results are, how to start another."""
+        """Return the message of a second start of a finished run: its results, and how to start another."""
         assert self.finished is not None, "only a finished run has this message"
         results = ", ".join(f"{key} {_short(value)}" for key, value in self.finished.items() if value is not None)
         return (
@@ -342,14 +342,14 @@ class RunDirectory:
         )
 
     def close(self) -> None:
-        """Let another process use the directory. The kernel does this too when this process dies."""
+        """Release the locks, as the kernel does when this process dies."""
         for lock in self._locks:
             lock.close()
         self._locks.clear()
 
 
 def _path_of(runs_dir: str | Path, name: str) -> Path:
-    """The run directory; the one place where a name becomes a path.
+    """Return the run directory; no other place turns a name into a path.
 
     Raises:
         TriaxisError: the name is not that of one folder in `runs_dir`.
@@ -366,14 +366,6 @@ def _path_of(runs_dir: str | Path, name: str) -> Path:
             f"run directories are to stand, or move the folder here."
         )
     return path
-
-
-def _lock_of_run(path: Path) -> FolderLock:
-    return FolderLock(path, f"start this one under another name: RUN_NAME={next_name(path)}")
-
-
-def _lock_of_checkpoints(folder: Path) -> FolderLock:
-    return FolderLock(folder, "name another folder by checkpoint.dir")
 
 
 @contextmanager

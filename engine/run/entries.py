@@ -1,7 +1,7 @@
-"""Entries of a run directory: names of its files and folders, and what may be in their places instead (no torch here).
+"""The entries of a run directory: their names, and checks of what is in their places (no torch here).
 
-A run finds its directory as crashes, full disks and people have left it. Each entry is checked before the first one is opened: a
-FIFO would hold a rank for ever, and a folder in a file's place would end the run hours later.
+Crashes, full disks and people leave any directory behind, so each entry is checked before the first one is opened: a FIFO would
+block a rank for ever, and a folder in a file's place would end the run hours later.
 """
 
 import os
@@ -26,9 +26,9 @@ from engine.storage.state_files import kind_of, read_object, read_regular
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 EVENTS = "events"
-"""The folder of events; it holds a file per node."""
+"""The folder of events, with a file per node."""
 OLD_FILE = "events.jsonl"
-"""The file of the events of all nodes in runs of earlier versions."""
+"""The file of all nodes' events in runs of earlier versions."""
 SAVED = "saved"
 FINISHED = "finished"
 STARTING_OVER = "starting_over"
@@ -47,12 +47,12 @@ _ATTEMPT = re.compile(r"attempt_(\d{1,9})")
 
 
 def next_attempt(path: Path) -> int:
-    """The number of earlier attempts of a run; entries of `logs/` that are no attempt's are passed over."""
+    """Return the number of earlier attempts of a run; other entries of `logs/` are ignored."""
     return max(_attempts(path), default=-1) + 1
 
 
 def last_attempt(path: Path) -> int:
-    """The number of the last attempt; 0 where there was none."""
+    """Return the number of the last attempt; 0 where there was none."""
     return max(_attempts(path), default=0)
 
 
@@ -63,17 +63,17 @@ def _attempts(path: Path) -> list[int]:
 
 
 def events_file(run: Path, node: int) -> Path:
-    """Return the path of the file in which the ranks of a node write down events."""
+    """Return the path of a node's file of events."""
     return run / EVENTS / f"node_{node:05d}.jsonl"
 
 
 def events_files(run: Path) -> list[Path]:
-    """Find the files of events of a run directory, by node; `events.jsonl` of an older run comes first."""
+    """Return the files of events of a run directory, by node; `events.jsonl` of an older run comes first."""
     return [path for path in (run / OLD_FILE,) if path.is_file()] + sorted((run / EVENTS).glob("node_*.jsonl"))
 
 
 def check_links(path: Path) -> None:
-    """Refuse links out of the run directory: what a run writes stays in the places that its configuration names.
+    """Refuse links out of the run directory: a run writes only where its configuration allows.
 
     Raises:
         TriaxisError: naming the links.
@@ -88,16 +88,16 @@ def check_links(path: Path) -> None:
 
 
 def _resolved(path: Path) -> Path:
-    """Follow all links; of links that name each other, which `Path.resolve` raises for, the path itself is left."""
+    """Return the path with all links resolved; circular links, for which `Path.resolve` raises, stay."""
     return Path(os.path.realpath(path))
 
 
 def check_kinds(path: Path) -> None:
-    """Refuse entries of another kind than a run expects in its directory: a FIFO as `finished`, a folder as `metrics.jsonl`.
+    """Refuse entries of an unexpected kind in a run directory: a FIFO as `finished`, a folder as `metrics.jsonl`.
 
     Raises:
         TriaxisError: naming all of them.
-        OSError: one of them cannot be looked at.
+        OSError: one of them cannot be examined.
     """
     found = [*_of_other_kind(path, FILES, stat.S_IFREG), *_of_other_kind(path, FOLDERS, stat.S_IFDIR)]
     if (path / EVENTS).is_dir():
@@ -107,11 +107,11 @@ def check_kinds(path: Path) -> None:
 
 
 def check_kinds_of_checkpoints(folder: Path) -> None:
-    """Refuse entries of another kind than a run expects beside its checkpoints.
+    """Refuse entries of an unexpected kind beside the checkpoints.
 
     Raises:
         TriaxisError: naming all of them.
-        OSError: one of them cannot be looked at.
+        OSError: one of them cannot be examined.
     """
     _refuse(folder, list(_of_other_kind(folder, (LATEST, SKIPPED, LOCK), stat.S_IFREG)))
 
@@ -136,16 +136,16 @@ def _of_other_kind(folder: Path, names: tuple[str, ...], kind: int) -> Iterator[
 
 
 def has_results(path: Path) -> bool:
-    """Return True if an attempt has made a step: then another configuration would mix two runs."""
+    """Return whether an attempt has made a step: then another configuration would mix two runs."""
     metrics = path / METRICS
     return (path / CONFIG).is_file() and metrics.is_file() and metrics.stat().st_size > 0
 
 
 def check_same_config(path: Path, config: Config) -> None:
-    """Refuse a configuration under which the directory's metrics would no longer be those of one run.
+    """Refuse a configuration that would mix two runs in the directory's metrics.
 
     Raises:
-        TriaxisError: naming the fields that differ, or what is wrong with config.yaml.
+        TriaxisError: naming the differing fields, or the damage of config.yaml.
         OSError: config.yaml cannot be read.
     """
     written = path / CONFIG
@@ -165,7 +165,7 @@ def check_same_config(path: Path, config: Config) -> None:
 
 
 def read_finished(path: Path, config: Config) -> Mapping[str, Any] | None:
-    """Read the results of a run; None where it is not done, or has a checkpoint from which it is to go on for more steps.
+    """Return the results of a run; None where it is unfinished, or may continue for more steps from a checkpoint.
 
     Raises:
         TriaxisError: `finished` is damaged.
@@ -198,7 +198,7 @@ def _damaged(path: Path, problem: str, purpose: str) -> TriaxisError:
 
 
 def next_name(path: Path) -> str:
-    """The first of name-2, name-3, ... that is free."""
+    """Return the first free one of name-2, name-3, ..."""
     number = 2
     while os.path.lexists(path.parent / f"{path.name}-{number}"):
         number += 1
@@ -206,11 +206,11 @@ def next_name(path: Path) -> str:
 
 
 def check_checkpoint_folder(folder: Path, run: Path) -> None:
-    """Refuse a folder of checkpoints that is a run directory, or lies in that of another run.
+    """Refuse a folder of checkpoints that is a run directory, or in that of another run.
 
     Args:
         folder: `checkpoint.dir`.
-        run: the run directory; folders in it are its own.
+        run: the run directory, whose own folders are fine.
 
     Raises:
         TriaxisError: naming the other run.
@@ -240,7 +240,7 @@ def _is_run(path: Path) -> bool:
 
 
 def known_wandb_id(path: Path) -> str | None:
-    """Return the id of the run's page; None where it has none, or where the file holds more or other than a line of text."""
+    """Return the id of the run's wandb page; None where the file is missing or holds anything but a line of text."""
     try:
         text = read_regular(path, 1024).decode().strip()
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""Python's collector of cyclic garbage, run between steps, by all ranks at the same one (no torch here).
+"""Python's cyclic garbage collector, run between steps, on all ranks after the same one (no torch here).
 
-Left to itself it runs in the middle of a forward whenever enough objects were made, on each rank at another moment, and all the
-others wait for that rank at their next collective. Tensors are freed by their counts, so it has little to do.
+The automatic collector runs in the middle of a forward, on each rank at another moment, and all other ranks wait for that one in
+their next collective. Tensors are freed by their reference counts, so little is left to collect.
 """
 
 import gc
@@ -9,9 +9,9 @@ from types import TracebackType
 
 
 class GarbageCollection:
-    """Switches the automatic collector off while it is entered; `after_step` collects.
+    """A context with the automatic collector off; `after_step` collects.
 
-    What lives when it is entered (modules, the model) is never looked at again until it is left.
+    Objects that exist at entry (modules, the model) are excluded until exit.
 
     Args:
         interval: steps between collections.
@@ -36,6 +36,6 @@ class GarbageCollection:
             gc.enable()
 
     def after_step(self, step: int) -> None:
-        """`step` steps are made: collect if it is time."""
+        """Collect if it is time after `step` steps."""
         if step % self._interval == 0:
             gc.collect()

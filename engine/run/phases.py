@@ -6,7 +6,7 @@ from engine.pipeline.lowering import Instruction
 
 
 class Phase(StrEnum):
-    """A part of a training step, or what lies between steps; the value is the name in records, traces and reports."""
+    """A part of a training step, or of the time between steps; the value is its name in records, traces and reports."""
 
     DATA = "data"
     FORWARD_BACKWARD = "forward_backward"
@@ -15,11 +15,11 @@ class Phase(StrEnum):
     VALIDATION = "validation"
     """Its time belongs to no step."""
     OTHER = "other"
-    """The rest: the loop has named no other phase."""
+    """The rest, for which the loop has set no other phase."""
 
 
 FIRST = Phase.DATA
-"""The phase with which a step begins."""
+"""The first phase of a step."""
 
 
 class StepWatcher:

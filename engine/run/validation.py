@@ -1,13 +1,13 @@
-"""Validations of a run: when one is due, and an early end when the ranks agree to stop.
+"""The validations of a run: their schedule, and an early end when the ranks agree to stop.
 
-    batch k        its forwards are posted, then each rank's stop flags are posted to a sum over the world
+    batch k        its forwards are posted, then each rank's stop flags for a sum over the world
     batch k + 1    its forwards are posted, then that sum is read
 
-The sum is two numbers, and it is read one batch late, so the pipeline does not drain between batches. A signal that arrives during
-batch k therefore ends the validation of every rank after batch k + 1, as a step's flags end training one step later.
+The sum is two numbers and is read one batch late, so the pipeline does not drain between batches. A signal during batch k therefore
+ends the validation of every rank after batch k + 1, as a step's flags end training one step later.
 
-A validation without all of its batches has no loss. Nothing is reported for it, and the checkpoint of its step records that it is
-still due: the next attempt makes it before its first step, from the same weights and batches.
+An incomplete validation has no loss. Nothing is reported for it, and the checkpoint of its step records it as still due: the next
+attempt makes it before its first step, from the same weights and batches.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,9 +40,9 @@ class Validation:
     """Validations of one run, on every rank.
 
     Args:
-        engine: whose weights are validated.
-        open_batches: opens the validation batches at their beginning; None: the run has no validation.
-        observer: is given the loss, or that there is none.
+        engine: its weights are validated.
+        open_batches: opens the validation batches at their start; None: the run has no validation.
+        observer: receives the loss, or its absence.
         stop: the stop requests of this rank.
     """
 
@@ -68,10 +68,10 @@ class Validation:
         return (step + 1) % interval == 0 or step + 1 == num_steps
 
     def make(self, step: int) -> bool:
-        """Validate after step number `step` (from 0), where a validation is due; every rank calls it.
+        """Validate after step number `step` (from 0), where it is due; every rank calls it.
 
         Returns:
-            Whether the validation has its loss; False where the ranks agreed to stop before its last batch. The same on every rank.
+            True if the validation has its loss; False if the ranks agreed to stop first. The same on every rank.
         """
         assert self._open_batches is not None, "a validation without batches"
         self._num_made = 0
@@ -86,7 +86,7 @@ class Validation:
         return False
 
     def _batches(self, source: StepSource) -> Iterator[list[Any]]:
-        """Yield the batches one by one; stop early where the ranks agree to. Code after the `yield` runs once a batch is posted."""
+        """Yield the batches; stop early where the ranks agree to. Code after the `yield` runs once a batch is posted."""
         sums: Callable[[], list[float]] | None = None
         for _ in range(self._num_batches):
             yield source.next_step()

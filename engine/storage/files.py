@@ -1,9 +1,9 @@
-"""Files that are complete or not there, and work that one process of a node does for all (no torch here).
+"""Files that are complete or absent, and work that one process of a node does for all (no torch here).
 
     write:  path.partial  --write, flush, fsync-->  --rename-->  path  --fsync of the folder-->  it survives a power cut
     build:  rank 0, 1, ... of a node  --flock on one lock file-->  the first builds, the others find it built
 
-A reader therefore never sees half a file, and a crash leaves at most a `.partial` that the next writer overwrites.
+So a reader never sees half a file, and a crash leaves at most a `.partial` that the next writer overwrites.
 """
 
 import fcntl
@@ -17,13 +17,13 @@ HASH_BLOCK_BYTES = 8 * 2**20
 
 
 def write_atomically(path: Path, parts: Iterable[bytes | memoryview]) -> None:
-    """Write `parts` one after another as the new content of `path`: all of it, or nothing.
+    """Write `parts` in order as the new content of `path`: all of it, or nothing.
 
-    The temporary name carries the process id, so that two hosts or processes that share a folder without sharing a
-    lock cannot write into each other's file; the later rename wins.
+    The temporary name has the host and process id, so that writers without a common lock use different files; the later rename
+    wins.
 
     Raises:
-        OSError: the folder cannot be written, or the disk is full; `path` is as it was.
+        OSError: the folder cannot be written, or the disk is full; `path` is unchanged.
     """
     partial = path.with_name(f"{path.name}.{os.uname().nodename}-{os.getpid()}.partial")
     try:
@@ -39,12 +39,12 @@ def write_atomically(path: Path, parts: Iterable[bytes | memoryview]) -> None:
 
 
 def sync(descriptor: int) -> None:
-    """Bring a file's content to the disk: a rename before that could survive a crash without the content."""
+    """Sync a file's content to disk: a rename before that could survive a crash without the content."""
     os.fsync(descriptor)
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring a folder's entries (the renames in it) to the disk."""
+    """Sync a folder's entries (the renames in it) to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -56,8 +56,8 @@ def sync_folder(folder: Path) -> None:
 def locked(path: Path) -> Iterator[None]:
     """Hold the exclusive lock on the file `path` (created if missing, kept afterwards: removing it would race).
 
-    The kernel releases the lock when the holder dies. On file systems without working locks two holders may meet:
-    what they write must be correct then too, as `write_atomically` is.
+    The kernel releases the lock when its holder dies. On file systems without working locks two holders may meet, so their writes
+    must be correct even then, as `write_atomically` is.
     """
     with path.open("a") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -65,6 +65,6 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def sha256_of_file(path: Path) -> str:
-    """Hexadecimal sha256 of a whole file (about 2 GB/s on one core)."""
+    """Return the hexadecimal sha256 of a whole file (about 2 GB/s on one core)."""
     with path.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()

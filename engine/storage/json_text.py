@@ -1,4 +1,4 @@
-"""JSON that others wrote, with one kind of error for all that can be wrong with it (no torch here)."""
+"""Parsing of foreign JSON, with one kind of error for all faults (no torch here)."""
 
 import json
 from typing import Any
@@ -8,7 +8,7 @@ def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: it is no JSON, or lists and mappings lie so deep in one another that Python's parser gives up.
+        ValueError: it is no JSON, or is nested too deep for Python's parser.
     """
     try:
         return json.loads(text)

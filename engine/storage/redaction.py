@@ -1,10 +1,10 @@
-"""Secrets of the environment stay out of what is written down (no torch here).
+"""Removal of the environment's secrets from everything that is written (no torch here).
 
     WANDB_API_KEY=0123abcd.., HF_TOKEN=hf_..    ->    [redacted] in every line, event, metric, page and recorded configuration
 
-Nothing of ours writes an environment variable; a path, a configuration or an error's text may hold one. The doors through which
-text leaves blot it out: `blotted_streams` for what Python prints, `JsonLines`, the writers of config.yaml and of manifests, the
-report and the wandb sink. What C++ libraries write to descriptors 1 and 2 by themselves passes no door.
+No code of ours writes an environment variable, but a path, a configuration or an error's text may hold one. All exits of text
+redact: `blotted_streams` for Python's prints, `JsonLines`, the writers of config.yaml and of manifests, the report and the wandb
+sink. The direct writes of C++ libraries to descriptors 1 and 2 are not covered.
 """
 
 import errno
@@ -21,23 +21,23 @@ from engine.errors import OutputError
 
 _NAMES = re.compile(r".*(API_?KEY|ACCESS_KEY|PRIVATE_KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE)", re.IGNORECASE)
 LEAST_LENGTH = 8
-"""Characters; a shorter value is a word or a number that other text may well contain."""
+"""Least characters of a secret; a shorter value is a word or number that other text may contain."""
 
 REDACTED = "[redacted]"
 
 
 def without_secrets(text: str, variables: Mapping[str, str] | None = None) -> str:
-    """`text` with the value of every variable that is named like a secret (WANDB_API_KEY, HF_TOKEN, ...) blotted out.
+    """Return `text` without the values of variables that are named like a secret (WANDB_API_KEY, HF_TOKEN, ...).
 
     Args:
-        text: about to be written.
+        text: text to be written.
         variables: the environment; None: this process's.
     """
     given = os.environ if variables is None else variables
     values = {value for name, value in given.items() if len(value) >= LEAST_LENGTH and _NAMES.fullmatch(name)}
     if not values:
         return text
-    # As they are, as JSON and repr write them, and as an address does.
+    # Plain, as in JSON and repr, and as in an address.
     forms = {
         form for value in values for form in (value, json.dumps(value)[1:-1], repr(value)[1:-1], quote(value, safe=""))
     }
@@ -47,7 +47,7 @@ def without_secrets(text: str, variables: Mapping[str, str] | None = None) -> st
 
 
 def tree_without_secrets(value: Any, variables: Mapping[str, str] | None = None) -> Any:
-    """Return a tree of mappings, lists and scalars, as JSON has them, with secrets blotted out of its texts and keys."""
+    """Return a tree of mappings, lists and scalars, as JSON has them, without secrets in its texts and keys."""
     if isinstance(value, str):
         return without_secrets(value, variables)
     if isinstance(value, Mapping):
@@ -61,7 +61,7 @@ def tree_without_secrets(value: Any, variables: Mapping[str, str] | None = None)
 
 
 def unwritable(what: str, error: OSError) -> OutputError:
-    """Return the error that says in words why `what` cannot be written."""
+    """Return the error that explains why `what` cannot be written."""
     return OutputError(
         f"{what} cannot be written: {error.strerror}. What the command prints would be lost. Make room, or send it to another "
         "place."
@@ -69,12 +69,7 @@ def unwritable(what: str, error: OSError) -> OutputError:
 
 
 class _Blotted:
-    """A text stream that blots secrets out of what is written to `stream`; all else is the stream's own.
-
-    Args:
-        stream: that takes the text.
-        what: its name, for an error; "" where an error of it is of no consequence.
-    """
+    """A text stream that redacts secrets in what is written to `stream`, and else behaves like it (see `blotted`)."""
 
     def __init__(self, stream: TextIO, what: str) -> None:
         self._stream = stream
@@ -109,7 +104,7 @@ class _Blotted:
 
 
 def blotted(stream: TextIO, what: str = "") -> TextIO:
-    """Return a stream that blots secrets out of what is written to `stream`.
+    """Return a stream that redacts secrets in what is written to `stream`.
 
     Args:
         stream: an open text stream.
@@ -120,10 +115,10 @@ def blotted(stream: TextIO, what: str = "") -> TextIO:
 
 @contextmanager
 def blotted_streams() -> Iterator[None]:
-    """Blot secrets out of what this process prints to `sys.stdout` and `sys.stderr` within the block.
+    """Redact secrets in what this process prints to `sys.stdout` and `sys.stderr` within the block.
 
     Raises:
-        OutputError: standard output cannot be written; of standard error nothing is said, for there is no place left.
+        OutputError: standard output cannot be written; errors of standard error are ignored, for no place is left.
         BrokenPipeError: the reader of standard output has gone.
     """
     before = sys.stdout, sys.stderr

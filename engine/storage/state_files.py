@@ -1,7 +1,6 @@
-"""Small files that a run keeps for itself, read in bounded time and memory whatever has their names (no torch here).
+"""Small state files of a run, read in bounded time and memory whatever is in their place (no torch here).
 
-A read of a FIFO waits for a writer, a device may have no end, and a damaged file may have any size and encoding. Folders that
-cannot be used are explained in words.
+A read of a FIFO waits for a writer, a device may be endless, and a damaged file may have any size and encoding.
 """
 
 import errno
@@ -17,10 +16,10 @@ from engine.errors import StorageError
 from engine.storage.json_text import parse_json
 
 MOST_BYTES = 16 * 2**20
-"""Largest state file that is read; `finished` has some hundred bytes, and a job's history some hundred per attempt."""
+"""Largest state file; `finished` has some hundred bytes, and a job's history some hundred per attempt."""
 
 _PASSING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE})
-"""Errors that may be over at the next start."""
+"""Errors that may be gone at the next start."""
 
 _KINDS = {
     stat.S_IFREG: "a regular file",
@@ -33,15 +32,15 @@ _KINDS = {
 
 
 def kind_of(mode: int) -> str:
-    """Name the kind of an entry from its `st_mode`."""
+    """Return the kind of an entry in words, from its `st_mode`."""
     return _KINDS.get(stat.S_IFMT(mode), "no regular file")
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file to read it; never waits for a writer, as opening a FIFO would.
+    """Open a regular file for reading; never wait for a writer, as opening a FIFO would.
 
     Raises:
-        OSError: it is not there, cannot be read, or is no regular file.
+        OSError: it is missing, unreadable, or no regular file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     mode = os.fstat(descriptor).st_mode
@@ -55,7 +54,7 @@ def read_regular(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
     """Read a whole regular file.
 
     Raises:
-        OSError: it is not there, cannot be read, is no regular file, or has more than `most_bytes`.
+        OSError: it is missing, unreadable, no regular file, or has more than `most_bytes`.
     """
     with open_regular(path) as file:
         is_large = os.fstat(file.fileno()).st_size > most_bytes
@@ -66,10 +65,10 @@ def read_regular(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """Read a JSON object; None where there is no such entry.
+    """Read a JSON object; return None where there is no such entry.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or has more than `MOST_BYTES`.
+        OSError: it is unreadable, no regular file, or has more than `MOST_BYTES`.
         ValueError: it holds no JSON object.
     """
     try:
@@ -82,7 +81,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def reason(error: OSError | ValueError) -> str:
-    """Say in a few words why a file could not be read or written."""
+    """Return in a few words why a file could not be read or written."""
     if not isinstance(error, OSError):
         return str(error)
     return f"{error.strerror or error}" + (f" ({os.fsdecode(error.filename)})" if error.filename else "")
@@ -90,15 +89,15 @@ def reason(error: OSError | ValueError) -> str:
 
 @contextmanager
 def explaining_storage(path: Path, purpose: str, advice: str) -> Iterator[None]:
-    """Turn an error of the file system into words.
+    """Raise an error of the file system as a StorageError with an explanation.
 
     Args:
-        path: what the block uses.
-        purpose: what the run writes there, to complete "cannot be used for".
-        advice: what to do, a sentence.
+        path: the path that the block uses.
+        purpose: use of the path, to complete "cannot be used for".
+        advice: a sentence for the user.
 
     Raises:
-        StorageError: an OSError left the block.
+        StorageError: the block raised an OSError.
     """
     try:
         yield
@@ -111,10 +110,10 @@ def explaining_storage(path: Path, purpose: str, advice: str) -> Iterator[None]:
 
 
 def try_to_write(folder: Path) -> None:
-    """Write and remove a byte in a folder, or in the nearest one above it that is there; leaves nothing behind.
+    """Write and remove a byte in a folder, or in its nearest existing parent; leave nothing behind.
 
     Raises:
-        OSError: nothing can be written there.
+        OSError: the place is not writable.
     """
     place = folder
     while not os.path.lexists(place) and place != place.parent:
@@ -128,7 +127,7 @@ def try_to_write(folder: Path) -> None:
 
 
 def _check_name(path: Path) -> None:
-    """Raise where a path can never exist: a name or the whole is too long, say."""
+    """Raise where a path can never exist, for example where a name is too long."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -136,7 +135,7 @@ def _check_name(path: Path) -> None:
 
 
 def _obstacle(path: Path) -> Path | None:
-    """The nearest existing entry of a path, if it is no folder."""
+    """Return the nearest existing entry of a path, if it is no folder."""
     for place in (path, *path.parents):
         try:
             mode = place.stat().st_mode
