@@ -156,7 +156,7 @@ def check_same_config(path: Path, config: Config) -> None:
     if not isinstance(there, Mapping):
         raise _damaged(written, "it holds no fields", _LOST_CONFIG)
     try:
-        refuse(changes(there, config), config.checkpoint.accept, f"the run in {path}")
+        refuse(changes(there, config), config.checkpoint.accept, f"the run in {path} ({CONFIG})")
     except CheckpointError as error:
         raise TriaxisError(
             f"{error}\nIts metrics would no longer be those of one run. Or start this one under another name: "

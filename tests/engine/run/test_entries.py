@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from engine.checkpoint.lock import holding
@@ -98,6 +98,7 @@ KINDS = (*CONTENTS, "folder", "FIFO", "link to itself", "link to a device", "lar
     strange=st.dictionaries(st.sampled_from(ENTRIES), st.sampled_from(KINDS), min_size=1, max_size=4),
     from_scratch=st.booleans(),
 )
+@example(strange={"config.yaml": "other types"}, from_scratch=False)
 def test_a_strange_entry_never_holds_a_start(
     make_config: MakeConfig,
     tmp_path_factory: pytest.TempPathFactory,
