@@ -111,7 +111,8 @@ class HostMemory:
         copies = []
         for each in moved:
             assert each.tensor is not None
-            each.buffer = self._buffer(each.tensor.numel(), each.tensor.dtype)
+            with self.making():
+                each.buffer = self.pool.take(each.tensor.numel(), each.tensor.dtype)
             copies.append((each.buffer, each.tensor))
         return self.lane.post(copies)
 
@@ -141,7 +142,3 @@ class HostMemory:
     def num_free(self) -> int:
         """Return the number of unused buffers."""
         return self.pool.num_free
-
-    def _buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        with self.making():
-            return self.pool.take(numel, dtype)

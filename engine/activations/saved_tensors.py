@@ -15,7 +15,7 @@ Recomputed functions must give the same bits and must not communicate. Whole lay
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -56,7 +56,6 @@ class SavedTensors:
         self.min_bytes = min_bytes
         self._on_saved = on_saved
         self._weights = weights
-        self._weight_storages: frozenset[int] | None = None
         self._has_hooks = bool(self.parts - {ATTENTION})
         self._open: _Layer | None = None
         self._below: _Layer | None = None
@@ -78,7 +77,7 @@ class SavedTensors:
             return function(x)
         layer = _Layer(self.host if moves else None, self._on_saved)
         if moves:
-            layer.stays = set(self._storages_of_weights())
+            layer.stays = set(self._weight_storages)
             # A leaf came from another stage: the executor holds it for its gradient.
             layer.stays |= {_identity(tensor) for tensor in (x if x.is_leaf else None, shared) if tensor is not None}
         with self._opened(layer, hooks=moves or (self._has_hooks and not whole)):
@@ -147,10 +146,9 @@ class SavedTensors:
             return tensor
         return _View.of(tensor, layer.moved(tensor))
 
-    def _storages_of_weights(self) -> frozenset[int]:
-        if self._weight_storages is None:
-            self._weight_storages = frozenset(_identity(weight) for weight in self._weights())
-        return self._weight_storages
+    @cached_property
+    def _weight_storages(self) -> frozenset[int]:
+        return frozenset(_identity(weight) for weight in self._weights())
 
 
 def _identity(tensor: torch.Tensor) -> int:

@@ -54,12 +54,7 @@ class ResumePoint:
 
 
 def resume_or_start(
-    engine: Engine,
-    directory: CheckpointDirectory,
-    *,
-    has_saved: bool,
-    data: dict[str, str],
-    from_scratch: bool = False,
+    engine: Engine, directory: CheckpointDirectory, *, has_saved: bool, data: dict[str, str], from_scratch: bool = False
 ) -> ResumePoint:
     """Load the state that the run continues from into the engine; every rank calls it.
 

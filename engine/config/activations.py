@@ -16,8 +16,7 @@ class RecomputeConfig(Section):
     on_resume: ClassVar[OnResume | None] = LAYOUT
 
     granularity: Literal["none", "selective", "full", "auto"] = Field(
-        "none",
-        description="selective: only `modules`; full: whole layers; auto: the cheapest that fits `memory_gb`",
+        "none", description="selective: only `modules`; full: whole layers; auto: the cheapest that fits `memory_gb`"
     )
     modules: list[Literal["attention", "norm", "activation", "rope", "mlp"]] | None = Field(
         None, description="selective: parts to recompute (null: attention); full with block: parts of the other layers"
@@ -80,8 +79,7 @@ class KernelsConfig(Section):
     on_resume: ClassVar[OnResume | None] = LAYOUT
 
     attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "explicit"] = Field(
-        "auto",
-        description="sdpa: torch chooses; flash, cudnn, efficient: that one; explicit: keeps probabilities",
+        "auto", description="sdpa: torch chooses; flash, cudnn, efficient: that one; explicit: keeps probabilities"
     )
     elementwise: Literal["auto", "eager", "compiled"] = Field(
         "auto", description="norms, RoPE, gates, dropout, cross-entropy: eager operators, or fused by torch.compile"

@@ -95,8 +95,4 @@ def skipped_samples_are_ranges(subject: Subject) -> Iterator[Problem]:
         )
 
 
-DATA_RULES: tuple[Rule, ...] = (
-    corpora_are_named,
-    split_has_parts,
-    skipped_samples_are_ranges,
-)
+DATA_RULES: tuple[Rule, ...] = (corpora_are_named, split_has_parts, skipped_samples_are_ranges)

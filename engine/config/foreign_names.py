@@ -147,11 +147,7 @@ FOREIGN_NAMES = {
 """Foreign names with `_` for `-`, or dotted, and ours: a field, `field=value`, or a field with a remark."""
 
 FOREIGN_VALUES: Mapping[str, Mapping[str, str]] = {
-    "recompute.modules": {
-        "core_attn": "attention",
-        "layernorm": "norm",
-        "moe_act": "activation",
-    },
+    "recompute.modules": {"core_attn": "attention", "layernorm": "norm", "moe_act": "activation"},
     "optimizer.name": {kind.megatron: name for name, kind in OPTIMIZERS.items()},
 }
 """Megatron-LM's names of values, and ours, by field."""

@@ -137,7 +137,7 @@ def kept_steps_are_saved(subject: Subject) -> Iterator[Problem]:
             {
                 "checkpoint.keep_every": (
                     [None] if checkpoint.interval is None else multiples(checkpoint.interval, checkpoint.keep_every)
-                ),
+                )
             },
         )
 

@@ -26,6 +26,8 @@ MOST_DIVIDED = 10_000
 """Largest small divisor that is searched for; its counterpart is found with it."""
 
 Verdict = Literal["layout", "meant", "never"]
+Candidates = Mapping[str, Iterable[object]]
+Advice = str | Callable[[], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +117,7 @@ class Subject:
         """Return the data-parallel size; None where it is open or does not exist."""
         return data_parallel_size(self.config.parallel, self.world_size)
 
-    def problem(
-        self,
-        key: str,
-        rule: str,
-        candidates: "Mapping[str, Iterable[object]] | None" = None,
-        advice: str | Callable[[], str] = "",
-    ) -> "Problem":
+    def problem(self, key: str, rule: str, candidates: Candidates | None = None, advice: Advice = "") -> "Problem":
         """Return the `Problem` of a field, with the value that it has in the config."""
         value: Any = self.config
         for name in key.split("."):
@@ -144,8 +140,8 @@ class Problem:
     key: str
     value: object
     rule: str
-    candidates: Mapping[str, Iterable[object]] = field(default_factory=dict)
-    advice: str | Callable[[], str] = ""
+    candidates: Candidates = field(default_factory=dict)
+    advice: Advice = ""
 
     def __str__(self) -> str:
         legal = "; ".join(

@@ -115,8 +115,4 @@ def gpu_tool_problems(telemetry: TelemetryConfig, why: str) -> Iterator[Problem]
             yield Problem(field, True, f"looks at a GPU, but {why}: it would show nothing", {field: [False]})
 
 
-TELEMETRY_RULES: tuple[Rule, ...] = (
-    traced_steps_are_in_the_run,
-    profiled_ranks_are_in_the_run,
-    gpu_tools_have_a_gpu,
-)
+TELEMETRY_RULES: tuple[Rule, ...] = (traced_steps_are_in_the_run, profiled_ranks_are_in_the_run, gpu_tools_have_a_gpu)

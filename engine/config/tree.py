@@ -72,10 +72,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def problems(
-    config: Config,
-    world_size: int | None = None,
-    ranks_per_node: int | None = None,
-    more_rules: Sequence[Rule] = (),
+    config: Config, world_size: int | None = None, ranks_per_node: int | None = None, more_rules: Sequence[Rule] = ()
 ) -> list[str]:
     """Return every broken rule as a readable line; an empty list means a legal config.
 
@@ -97,10 +94,7 @@ def require_legal(
 
 
 def broken_rules(
-    config: Config,
-    world_size: int | None = None,
-    ranks_per_node: int | None = None,
-    more_rules: Sequence[Rule] = (),
+    config: Config, world_size: int | None = None, ranks_per_node: int | None = None, more_rules: Sequence[Rule] = ()
 ) -> list[Problem]:
     """Return the broken rules as records, their candidates reduced to the nearest legal ones."""
     subject, rules = Subject(config, world_size, ranks_per_node), (*RULES, *more_rules)

@@ -221,7 +221,7 @@ def agree(
     choices: Choices,
     notes: Sequence[str],
     try_from: Callable[[Choices], tuple[Choices, list[str]]],
-    tell: Callable[[str], list[str]],
+    gather_text: Callable[[str], list[str]],
 ) -> tuple[Choices, list[str]]:
     """Return choices that run on every rank: one slow rank would slow down all, and bits should not differ by rank.
 
@@ -229,18 +229,18 @@ def agree(
         choices: the choices of this rank.
         notes: choices that did not run on it.
         try_from: tries slower choices on this rank, as `try_out`.
-        tell: gathers every rank's text, in rank order; collective.
+        gather_text: gathers every rank's text, in rank order; collective.
 
     Returns:
         The choices, and a line for each that some rank lacks; the same on every rank.
     """
     notes = list(notes)
-    everybody = alone = _told(choices, tell)
-    while len(set(everybody)) > 1:
-        choices, more = try_from(slowest(everybody))
+    by_rank = alone = _gather_choices(choices, gather_text)
+    while len(set(by_rank)) > 1:
+        choices, more = try_from(slowest(by_rank))
         notes += more
-        everybody = _told(choices, tell)
-    lines = list(dict.fromkeys(line for text in tell("\n".join(notes)) for line in text.splitlines()))
+        by_rank = _gather_choices(choices, gather_text)
+    lines = list(dict.fromkeys(line for text in gather_text("\n".join(notes)) for line in text.splitlines()))
     for each in fields(Choices):
         names = [getattr(of_rank, each.name) for of_rank in alone]
         if len(set(names)) > 1:
@@ -254,8 +254,8 @@ def _label(name: str) -> str:
     return f"kernels.{name} = auto" if name in KernelsConfig.model_fields else name
 
 
-def _told(choices: Choices, tell: Callable[[str], list[str]]) -> list[Choices]:
-    return [Choices(*text.split()) for text in tell(" ".join(astuple(choices)))]  # type: ignore[arg-type]
+def _gather_choices(choices: Choices, gather_text: Callable[[str], list[str]]) -> list[Choices]:
+    return [Choices(*text.split()) for text in gather_text(" ".join(astuple(choices)))]  # type: ignore[arg-type]
 
 
 def slowest(all_choices: Sequence[Choices]) -> Choices:

@@ -42,13 +42,11 @@ class OwnedBucket:
 
     @property
     def grads(self) -> torch.Tensor:
-        start, stop = self.bucket.owned
-        return self.buffer.main_grads[start:stop]
+        return self.buffer.main_grads[slice(*self.bucket.owned)]
 
     @property
     def parameters(self) -> torch.Tensor:
-        start, stop = self.bucket.owned
-        return self.buffer.parameters[start:stop]
+        return self.buffer.parameters[slice(*self.bucket.owned)]
 
     def runs(self) -> Iterator[tuple[slice, bool]]:
         """Yield (slice, whether its weights decay) of owned parameter elements, in as few runs as possible."""
@@ -158,7 +156,7 @@ class DistributedOptimizer:
             # In place where they are wide, so that main grads after a step show what the update used.
             grads = owned.grads if owned.grads.dtype == owned.state.wide else owned.grads.to(owned.state.wide)
             grads.mul_(grad_scale)
-            state = owned.state.read_all()
+            state = {kind: owned.state.read(kind) for kind in self.state_kinds}
             for decayed in (True, False):
                 runs = [where for where, decays in owned.runs() if decays == decayed]
                 if runs:

@@ -104,9 +104,6 @@ class OptimizerState:
         """Return one kind in the accumulation dtype; the stored tensor itself where it has that."""
         return self.stored(kind).widened()
 
-    def read_all(self) -> dict[StateKind, torch.Tensor]:
-        return {kind: self.read(kind) for kind in self._kept}
-
     def write(self, values: Mapping[StateKind, torch.Tensor]) -> None:
         """Store these values of the accumulation dtype; the parameters follow their masters."""
         for kind, value in values.items():

@@ -77,8 +77,7 @@ class ReplicaCheck:
             return []
         world, device = self._engine.topology.axis("world"), self._engine.topology.device
         found = [sentence for group in self._groups for sentence in _differences(group, sums)]
-        told = world.gather_text("
-".join(found), device, PURPOSE)
+        told = world.gather_text("\n".join(found), device, PURPOSE)
         # Of several findings of one fault, those that name the wrong rank come first.
         return sorted({line for text in told for line in text.splitlines()}, key=lambda line: ("differ" in line, line))
 
@@ -114,11 +113,11 @@ def _sum_of_bits(weight: torch.Tensor) -> torch.Tensor:
 def _differences(group: Group, sums: torch.Tensor) -> list[str]:
     """Return the differences in a group, on its first member; [] on all others."""
     axis = group.axis
-    everybody = axis.all_gather(sums[group.places].view(1, -1), PURPOSE).wait().tolist()
+    by_rank = axis.all_gather(sums[group.places].view(1, -1), PURPOSE).wait().tolist()
     if axis.index:
         return []
     odd: dict[tuple[int, ...], list[str]] = {}
-    for name, *values in zip(group.names, *everybody, strict=True):
+    for name, *values in zip(group.names, *by_rank, strict=True):
         if len(set(values)) > 1:
             odd.setdefault(_odd_ranks(axis.ranks, values), []).append(name)
     return [_sentence(axis, ranks, names) for ranks, names in odd.items()]

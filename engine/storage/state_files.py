@@ -8,7 +8,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -117,21 +117,14 @@ def try_to_write(folder: Path) -> None:
     """
     place = folder
     while not os.path.lexists(place) and place != place.parent:
-        _check_name(place)
+        with suppress(FileNotFoundError, NotADirectoryError):
+            os.lstat(place)  # raises where a path can never exist, for example where a name is too long
         place = place.parent
     if not place.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place))
     with tempfile.TemporaryFile(dir=place) as file:
         file.write(b"\0")
         file.flush()
-
-
-def _check_name(path: Path) -> None:
-    """Raise where a path can never exist, for example where a name is too long."""
-    try:
-        os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return
 
 
 def _obstacle(path: Path) -> Path | None:

@@ -70,7 +70,8 @@ class _ChunkedHead(torch.autograd.Function):
         inputs = entered.flatten(0, 1)
         (matrix,) = head.weights.matrices()
         at = LocalTargets.of(targets, axis, matrix.shape[0], vocab_size)
-        pieces = _pieces(len(inputs), tokens_at_a_time)
+        starts = range(0, len(inputs), tokens_at_a_time)
+        pieces = [slice(start, min(start + tokens_at_a_time, len(inputs))) for start in starts]
         of_pieces = []
         for rows in pieces:
             logits = F.linear(inputs[rows], matrix)
@@ -108,8 +109,3 @@ class _ChunkedHead(torch.autograd.Function):
                 is_first = overwrite and rows is ctx.pieces[0]
                 head.queue.add_matmul(main_grad, logits, inputs[rows], overwrite=is_first)
         return reduced[0].wait(), None, None, None, None, None
-
-
-def _pieces(num_tokens: int, at_a_time: int) -> list[slice]:
-    """Return consecutive slices of tokens."""
-    return [slice(start, min(start + at_a_time, num_tokens)) for start in range(0, num_tokens, at_a_time)]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from engine.checkpoint.directory import Candidate
@@ -128,7 +129,8 @@ def compare_values(one: Candidate, other: Candidate, name: str, kind: Kind) -> V
         num_different += len(where)
         if first is None:
             at = int(where[0])
-            first = (_unravel(start + at, shape), float(a[at]), float(b[at]))
+            index = tuple(int(each) for each in np.unravel_index(start + at, shape))
+            first = (index, float(a[at]), float(b[at]))
         wide_a, wide_b = wide_a[where], wide_b[where]
         finite = wide_a.isfinite() & wide_b.isfinite()
         gap = (wide_a - wide_b)[finite].abs()
@@ -175,11 +177,3 @@ def _verdict(one: Tensor | None, other: Tensor | None) -> Verdict | None:
     if one.dtypes != other.dtypes or len(one.dtypes) > 1:
         return "other dtype"
     return "other values" if one.fingerprint != other.fingerprint else None
-
-
-def _unravel(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    where = []
-    for size in reversed(shape):
-        index, at = divmod(index, size)
-        where.append(at)
-    return tuple(reversed(where))

@@ -4,7 +4,6 @@ import    ../tokenizer.json        relative to the folder of the checkpoint
 run       tok/tokenizer.json       as typed: relative to the folder of the run's start, or absolute
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from engine.checkpoint.directory import Candidate
@@ -32,15 +31,10 @@ def recorded_tokenizer(candidate: Candidate) -> str | None:
         if path.is_file():
             return str(path.resolve())
     identity = candidate.manifest.state.data.get(TOKENIZER)
-    for path in _above(folder, name):
+    for path in (parent / name for parent in folder.parents):
         if path.is_file() and identity is not None and _identity(path) == identity:
             return str(path)
     return name
-
-
-def _above(folder: Path, name: str) -> Iterator[Path]:
-    if not Path(name).is_absolute():
-        yield from (parent / name for parent in folder.parents)
 
 
 def _identity(path: Path) -> str | None:

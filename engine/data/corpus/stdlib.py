@@ -11,6 +11,7 @@ import math
 import os
 import sysconfig
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,10 @@ def stdlib_files(max_bytes: int = STDLIB_BYTES) -> tuple[Path, ...]:
         content = (root / name).read_bytes()
         if num_bytes + len(content) > max_bytes:
             break
-        if content and _is_utf8(content):
-            chosen.append(name)
-            num_bytes += len(content)
+        with suppress(UnicodeDecodeError):
+            if content.decode():
+                chosen.append(name)
+                num_bytes += len(content)
     if not chosen:
         raise DataError(
             f"no Python sources of at most {max_bytes:,} bytes in {root}, the standard library of this Python: it may be a "
@@ -60,14 +62,6 @@ def _sources(root: Path) -> Iterator[Path]:
         # Installed packages are below the library and may be far larger, so they are not even entered.
         below[:] = [name for name in below if name not in NOT_STDLIB]
         yield from (Path(folder, name) for name in names if name.endswith(".py"))
-
-
-def _is_utf8(content: bytes) -> bool:
-    try:
-        content.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ def train(state: OptimizerState, steps: int, skip_at: int | None = None) -> None
     """AdamW with gradients that do not depend on the weights."""
     generator = torch.Generator().manual_seed(1)
     for step in range(steps):
-        values = state.read_all()
+        values = {kind: state.read(kind) for kind in ("master", "exp_avg", "exp_avg_sq")}
         grad = torch.randn(len(values["master"]), generator=generator)
         adamw(
             [values["master"]],
