@@ -97,13 +97,13 @@ class TrainingObserver:
             watcher.phase(phase)
 
     def end_step(self) -> None:
-        """The host is through with a step; `on_step` will tell of it, in order."""
+        """End the time of a step; its `on_step` follows, in order."""
         self._ended.append(_Ended(self._timers.end_step(), time.time(), peak_memory_bytes(self._device)))
         if self._times is not None:
             self._times.end_step()
 
     def on_step(self, step: int, result: StepResult, lr: float) -> None:
-        """Step `step`, counted from 0, has updated the weights."""
+        """Record step `step`, counted from 0, which has updated the weights."""
         self.loss = result.loss
         ended = self._ended.popleft()
         split = None if self._times is None else self._times.on_step(step + 1)
@@ -149,12 +149,12 @@ class TrainingObserver:
             self._telemetry.report.say(message, "yellow")
 
     def on_validation(self, step: int, loss: float) -> None:
-        """The validation after step `step`, counted from 0, has ended."""
+        """Record the loss of the validation after step `step`, counted from 0."""
         self.val_loss = loss
         self._telemetry.validation(step + 1, loss, self._timers.running_seconds())
 
     def on_validation_left_out(self, step: int) -> None:
-        """The validation after step `step`, counted from 0, has no loss, because all ranks agreed to stop."""
+        """Report that the validation after step `step`, counted from 0, has no loss, because all ranks agreed to stop."""
         if self._telemetry.report is not None:
             self._telemetry.report.say(
                 f"no validation loss after step {step + 1:,}: the run stops first. The checkpoint of this step records that the "
@@ -164,7 +164,7 @@ class TrainingObserver:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory that this process has used: allocated by torch on a GPU, resident on the CPU."""
+    """Return the most memory that this process has used: allocated by torch on a GPU, resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -22,7 +22,7 @@ from engine.telemetry.record.parameters import comparison
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What rank 0 knows when the engine is built.
+    """The facts of a run for its banner, once the engine is built.
 
     Attributes:
         layout: sizes and schedule in a line ("tp=2 pp=2 vpp=2 dp=2: 8 ranks on 1 node, interleaved, sequence parallel").
@@ -44,7 +44,7 @@ class Start:
 
 
 def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Start) -> None:
-    """The banner: layout, device, batch, parameters, FLOPs, where the logs are."""
+    """Show the banner: layout, device, batch, parameters, FLOPs, where the logs are."""
     attempt = f", attempt {directory.attempt}" if directory.attempt else ""
     rows = [
         ("layout", start.layout),
@@ -71,7 +71,7 @@ def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Sta
 
 
 def _activations(start: Start) -> Iterator[tuple[str, str]]:
-    """What becomes of them, where it is not simply that they are kept."""
+    """Describe what becomes of activations that are not simply kept."""
     asked, offload = start.config.recompute, start.config.offload
     if asked.is_any:
         why = f" (the cheapest that fits {asked.memory_gb:g} GB)" if asked.granularity == "auto" else ""
@@ -94,7 +94,7 @@ def _peak(meter: Meter) -> str:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """What rank 0 knows when the run is over.
+    """The results of a run, once it is over.
 
     Attributes:
         steps: made in all attempts.
@@ -115,7 +115,7 @@ class End:
 
 
 def show_end(report: Report, directory: RunDirectory, end: End) -> None:
-    """The summary: the last losses among the corpus's entropies, some text, where the results are."""
+    """Show the summary: the last losses among the corpus's entropies, some text, where the results are."""
     rows = [("nats/token", "\n".join(ladder(end.loss, end.val_loss, end.entropies)))]
     if end.text is not None:
         rows += [("prompt", end.prompt.expandtabs(4)), ("it writes", end.text.expandtabs(4).rstrip())]
@@ -126,7 +126,7 @@ def show_end(report: Report, directory: RunDirectory, end: End) -> None:
 
 
 def ladder(loss: float | None, val_loss: float | None, entropies: Mapping[str, float]) -> Sequence[str]:
-    """The model's losses among the entropies of simpler models, from the worst to the best: one line each."""
+    """List the model's losses among the entropies of simpler models, from the worst to the best: one line each."""
     marked = {"validation loss": val_loss, "training loss, last step": loss}
     steps = [(value, name, "") for name, value in entropies.items()]
     steps += [(value, name, "  <- this model") for name, value in marked.items() if value is not None]

@@ -71,7 +71,7 @@ class CheckpointNotices:
 
 
 def say_beginning(telemetry: Telemetry, directory: RunDirectory, beginning: ResumePoint) -> None:
-    """Where the run begins, what differs from what was saved, and which newer checkpoints could not be used."""
+    """Report where the run begins, what differs from what was saved, and which newer checkpoints could not be used."""
     if directory.swept:
         telemetry.event("checkpoints_swept", names=list(directory.swept))
     telemetry.event(
@@ -110,7 +110,7 @@ def say_beginning(telemetry: Telemetry, directory: RunDirectory, beginning: Resu
 def say_stopped(
     telemetry: Telemetry, stop: Stop, step: int, *, is_saved: bool, peak_memory_bytes: Sequence[int] = ()
 ) -> None:
-    """The run ends after step `step` (from 1) because all ranks agreed to.
+    """Report that the run ends after step `step` (from 1) because all ranks agreed to.
 
     Args:
         telemetry: of this rank.

@@ -81,7 +81,7 @@ class Live:
 
     @property
     def width(self) -> int:
-        """Of the terminal now; rich would ask standard output, which may be a pipe to the log. Some say 0."""
+        """Return the width of the terminal now; rich would ask standard output, which may be a pipe to the log. Some say 0."""
         with suppress(OSError):  # it has hung up: the last width stays
             self._columns = os.get_terminal_size(self._terminal.fileno()).columns or _COLUMNS
         return self._columns
@@ -190,13 +190,13 @@ class Report:
         self._recent_seconds: deque[float] = deque(maxlen=_ETA_STEPS)
 
     def say(self, text: str = "", style: str = "") -> None:
-        """One line, or several, as they are."""
+        """Print one line, or several, as they are."""
         for outlet, _ in self._outlets:
             for line in text.split("\n"):
                 outlet.write(Text(line, style))
 
     def block(self, title: str, rows: Rows) -> None:
-        """A title and labelled rows; values too long for the terminal go on below themselves."""
+        """Print a title and labelled rows; values too long for the terminal go on below themselves."""
         label_width = max((len(label) for label, _ in rows), default=0)
         indent = 2 + label_width + 2
         for outlet, _ in self._outlets:
@@ -229,12 +229,12 @@ class Report:
                         outlet.write(Text(indent + text, "dim"))
 
     def validation(self, step: int, loss: float, seconds: float) -> None:
-        """The result of a validation after `step` steps."""
+        """Print the result of a validation after `step` steps."""
         at = f"{step}/{self._num_steps}"
         self.say(f"{at:>{max(7, len(at))}}  {loss:7.4f}  validation loss, in {duration(seconds)}", "green")
 
     def phase(self, name: str) -> None:
-        """What the run is doing, at the beginning of the bar."""
+        """Show the phase of the run at the beginning of the bar."""
         if self._live is not None:
             self._live.show_phase(name)
 
@@ -245,7 +245,7 @@ class Report:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """Lines of at most `width` characters; line breaks of the text are kept."""
+    """Wrap text to lines of at most `width` characters; keep its line breaks."""
     return [
         part
         for line in text.split("\n")

@@ -4,7 +4,7 @@ import math
 
 
 def significant(value: float) -> str:
-    """A few digits, without an exponent where that is short: 0.00570, 0.0632, 1.234, 989.4, 1.2e+06."""
+    """Format a few digits, without an exponent where that is short: 0.00570, 0.0632, 1.234, 989.4, 1.2e+06."""
     if not math.isfinite(value):
         return str(value)
     size = abs(value)
@@ -16,7 +16,7 @@ def significant(value: float) -> str:
 
 
 def compact(value: float) -> str:
-    """A count with k, M, G, T: 950, 12.41k, 1.235M."""
+    """Format a count with k, M, G, T: 950, 12.41k, 1.235M."""
     if abs(value) < 999.95:
         return f"{value:.0f}"
     for unit in ("k", "M", "G"):
@@ -27,7 +27,7 @@ def compact(value: float) -> str:
 
 
 def gibibytes(num_bytes: int) -> str:
-    """Memory in GiB with two decimals."""
+    """Format memory in GiB with two decimals."""
     return f"{num_bytes / 2**30:.2f} GiB"
 
 
@@ -37,7 +37,7 @@ def gigabytes(num_bytes: int) -> str:
 
 
 def in_bytes(num_bytes: int) -> str:
-    """Memory in the largest unit that gives 1 or more: 1.25 GiB, 640.00 MiB, 12 B."""
+    """Format memory in the largest unit that gives 1 or more: 1.25 GiB, 640.00 MiB, 12 B."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
             return f"{num_bytes / size:,.2f} {unit}"
@@ -45,7 +45,7 @@ def in_bytes(num_bytes: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time span like a clock: 0:09, 12:34, 1:23:45, 2d 03:04 (days and hours: nobody plans by seconds then)."""
+    """Format a time span like a clock: 0:09, 12:34, 1:23:45, 2d 03:04 (days and hours need no seconds)."""
     whole = round(seconds)
     minutes, seconds_left = divmod(whole, 60)
     hours, minutes_left = divmod(minutes, 60)

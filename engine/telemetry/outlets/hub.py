@@ -57,7 +57,7 @@ class _Stopped:
 
 
 class Telemetry:
-    """What is written down about a run.
+    """The records and reports of a run.
 
     Args:
         report: for people; None on ranks that do not log.
@@ -87,7 +87,7 @@ class Telemetry:
         self._last_step: int | None = None
 
     def step(self, metrics: StepMetrics) -> None:
-        """A step has ended. The sinks get it with `flush`, or with its validation's loss if one comes first."""
+        """Record the end of a step. The sinks get it with `flush`, or with its validation's loss if one comes first."""
         self.flush()
         self._pending = metrics
         self._last_step = metrics.step
@@ -96,7 +96,7 @@ class Telemetry:
         self._look_at_outputs()
 
     def validation(self, step: int, loss: float, seconds: float) -> None:
-        """A validation after `step` steps (counted from 1) has ended."""
+        """Record a validation after `step` steps (counted from 1)."""
         if self._pending is not None and self._pending.step == step:
             self._pending = replace(self._pending, val_loss=loss)
         self.event("validation", step=step, val_loss=loss, seconds=seconds)
@@ -105,7 +105,7 @@ class Telemetry:
         self.flush()
 
     def event(self, kind: EventKind, **fields: Any) -> None:
-        """Something happened; on ranks that do not log, to nobody's interest."""
+        """Record an event (no-op on ranks that do not log)."""
         if self._events is None:
             return
         try:
@@ -285,7 +285,7 @@ def open_telemetry(
     show_mfu: bool,
     layout: Mapping[str, Any],
 ) -> Telemetry:
-    """The telemetry of one rank: with sinks on the logging rank, silent on the others.
+    """Open the telemetry of one rank: with sinks on the logging rank, silent on the others.
 
     Args:
         config: `telemetry` says which sinks.

@@ -93,7 +93,7 @@ class Outlet:
         self._thread.start()
 
     def write(self, data: bytes) -> None:
-        """Queue `data`; lines beyond the bound are lost until the queue is empty. Never waits for the descriptor."""
+        """Queue `data`; lines beyond the bound are lost until the queue is empty. Never wait for the descriptor."""
         with self._changed:
             if self._is_dropped:
                 return
@@ -196,12 +196,12 @@ class Lines:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the end of a line has not come yet."""
+        """Return whether the end of a line has not come yet."""
         return bool(self._begun)
 
     @property
     def wait_milliseconds(self) -> float:
-        """The time until `late` returns the beginning of a line."""
+        """Return the time until `late` returns the beginning of a line."""
         return max(0.0, 1000 * (self._since_seconds + WHOLE_LINE_SECONDS - self._clock()))
 
 

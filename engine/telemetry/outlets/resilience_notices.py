@@ -17,7 +17,7 @@ class TroubleNotices:
         self._telemetry = telemetry
 
     def on_trouble(self, kind: EventKind, step: int, message: str, **details: Any) -> None:
-        """Something happened in step number `step`, counted from 0; what is written down counts from 1."""
+        """Report what happened in step number `step`, counted from 0; the record counts from 1."""
         self._telemetry.event(kind, step=step + 1, message=message, **details)
         if self._telemetry.report is not None:
             self._telemetry.report.say(message, "yellow")

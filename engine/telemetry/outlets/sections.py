@@ -32,7 +32,7 @@ _FRACTIONS = (
 
 
 def sections(metrics: StepMetrics) -> dict[str, float]:
-    """What is known about the step, by section; what is not known (no peak, no validation) is left out."""
+    """Return the numbers of the step by section; what is not known (no peak, no validation) is left out."""
     values: dict[str, float | None] = {f"train/{name}": getattr(metrics, name) for name in _TRAIN}
     values |= {f"perf/{name}": getattr(metrics, name) for name in _PERF}
     values |= {f"optim/{name}": getattr(metrics, name) for name in _OPTIM}

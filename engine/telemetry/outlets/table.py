@@ -30,7 +30,7 @@ class Column:
 
 
 def columns_of(num_steps: int, *, show_mfu: bool) -> tuple[Column, ...]:
-    """All columns of a run; without a known peak there is no MFU to show."""
+    """List all columns of a run; without a known peak there is no MFU to show."""
     columns = (
         Column("step", max(7, 2 * len(str(num_steps)) + 1)),
         Column("loss", 7, style="bold"),
@@ -48,7 +48,7 @@ def columns_of(num_steps: int, *, show_mfu: bool) -> tuple[Column, ...]:
 
 
 def fitting(columns: Sequence[Column], width: int) -> tuple[Column, ...]:
-    """The columns, in order, that a terminal of `width` characters has room for."""
+    """List the columns, in order, that a terminal of `width` characters has room for."""
     kept = list(columns)
     while sum(column.width + len(_GAP) for column in kept) - len(_GAP) > width:
         dispensable = max(kept, key=lambda column: column.goes_first)
@@ -59,12 +59,12 @@ def fitting(columns: Sequence[Column], width: int) -> tuple[Column, ...]:
 
 
 def cells(steps: Sequence[StepMetrics], num_steps: int, eta_seconds: float) -> dict[str, str]:
-    """What stands in the line of the last of `steps`, by column; `steps` are those since the line before."""
+    """Format the line of the last of `steps`, by column; `steps` are those since the line before."""
     last = steps[-1]
     seconds = sum(step.step_time_seconds for step in steps)
 
     def mean(values: Sequence[float]) -> float:
-        """Over time: what was done in all of the steps by the time that all of them took."""
+        """Return the mean over time: the work of all of the steps by the time that all of them took."""
         return sum(value * step.step_time_seconds for value, step in zip(values, steps, strict=True)) / seconds
 
     mfus = [step.mfu for step in steps if step.mfu is not None]
@@ -97,7 +97,7 @@ class Table:
         self._num_lines = 0
 
     def lines(self, row: Mapping[str, str], width: int) -> list[Text]:
-        """The line of `row`, with the header above it where it is due."""
+        """Return the line of `row`, with the header above it where it is due."""
         columns = fitting(self._columns, width)
         lines = []
         if columns != self._shown or self._num_lines % LINES_PER_HEADER == 0:

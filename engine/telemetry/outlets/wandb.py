@@ -113,7 +113,7 @@ class WandbSink(Sink):
         return cls(config, directory, layout)
 
     def record(self, metrics: StepMetrics) -> None:
-        """Hands the values to wandb's own process; does not wait for a network."""
+        """Hand the values to wandb's own process, without waiting for a network."""
         values = sections(metrics)
         against_tokens = {
             f"tokens/{name}": values[f"train/{name}"] for name in AGAINST_TOKENS if f"train/{name}" in values
@@ -122,7 +122,7 @@ class WandbSink(Sink):
         self._alerts.send()
 
     def after_event(self) -> None:
-        """Alert of the events that were written since; any thread may call it."""
+        """Send alerts of the events that were written since the last call; any thread may call it."""
         self._alerts.send()
 
     def close(self) -> None:
@@ -174,7 +174,7 @@ def _alerted(marker: Path) -> Mapping[str, int]:
 
 
 def _in_words(event: Event) -> str:
-    """For a mail or a chat: what happened, where, and when; what is long stands in the file of events and the rank's log."""
+    """Describe an event for a mail or a chat; long texts are in the file of events and the rank's log."""
     at = f"step {event.step:,}, " if event.step is not None else ""
     rank = f"rank {event.rank}, " if event.rank is not None else ""
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(event.unix_time_seconds))
@@ -184,13 +184,13 @@ def _in_words(event: Event) -> str:
 
 
 def _sync_command(folder: str, run_id: str) -> str:
-    """For a shell: the folders of one run are uploaded in the order in which they were made."""
+    """Return the shell command that uploads the folders of one run in the order in which they were made."""
     return f"wandb sync {shlex.quote(folder)}/wandb/offline-run-*-{shlex.quote(run_id)}"
 
 
 @contextmanager
 def _cache_in(directory: RunDirectory) -> Iterator[None]:
-    """A process of wandb that is started inside keeps its cache and logs in the run directory, not in the user's home."""
+    """Keep the cache and logs of wandb processes that start inside in the run directory, not in the user's home."""
     name = "WANDB_CACHE_DIR"
     if name in os.environ:
         yield
@@ -204,7 +204,7 @@ def _cache_in(directory: RunDirectory) -> Iterator[None]:
 
 @contextmanager
 def _words_without_secrets() -> Iterator[None]:
-    """Blot secrets out of `sys.argv` within the block: wandb uploads the command line with its metadata."""
+    """Redact secrets in `sys.argv` within the block: wandb uploads the command line with its metadata."""
     words = sys.argv
     sys.argv = [without_secrets(word) for word in words]
     try:
@@ -214,7 +214,7 @@ def _words_without_secrets() -> Iterator[None]:
 
 
 def _start(wandb: Any, settings: Any, arguments: dict[str, Any]) -> tuple[Any, str, str]:
-    """The run, its mode, and why it is not online."""
+    """Start the run; return it, its mode, and why it is not online."""
     given = os.environ.get("WANDB_MODE") or ("disabled" if os.environ.get("WANDB_DISABLED") == "true" else "online")
     if given != "online":
         return wandb.init(mode=given, settings=settings, **arguments), given, "the environment says so"
@@ -250,7 +250,7 @@ def _end_service() -> None:
 
 
 def _has_key(wandb: Any) -> bool:
-    """Whether wandb finds a key (environment, netrc), without asking a person. It may verify it, which takes seconds.
+    """Return whether wandb finds a key (environment, netrc) without a prompt. It may verify it, which takes seconds.
 
     Raises:
         Exception: wandb's own, where it finds a key and cannot use it.
@@ -261,7 +261,7 @@ def _has_key(wandb: Any) -> bool:
 
 
 def _settings(wandb: Any) -> Any:
-    """Bounded waits; an environment variable counts more. Our console stays ours: wandb does not capture it."""
+    """Return settings with bounded waits; an environment variable counts more. wandb does not capture the console."""
     known = wandb.Settings.model_fields
     settings: dict[str, Any] = {
         name: seconds
@@ -276,7 +276,7 @@ def _settings(wandb: Any) -> Any:
 
 
 def _arguments(chosen: WandbConfig, directory: RunDirectory) -> dict[str, Any]:
-    """What identifies the run: environment before config, as wandb's users expect of WANDB_*."""
+    """Return what identifies the run: environment before config, as wandb's users expect of WANDB_*."""
     variables = os.environ
     return {
         "project": variables.get("WANDB_PROJECT", chosen.project),
@@ -291,7 +291,7 @@ def _arguments(chosen: WandbConfig, directory: RunDirectory) -> dict[str, Any]:
 
 
 def _kept_id(directory: RunDirectory) -> str:
-    """The id of this run directory's wandb run, made at the first attempt. It becomes part of folder names.
+    """Return the id of this run directory's wandb run, made at the first attempt. It becomes part of folder names.
 
     Raises:
         TriaxisError: the file holds something else.

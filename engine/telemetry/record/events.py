@@ -121,14 +121,14 @@ class Event:
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def to_record(self) -> dict[str, Any]:
-        """The flat JSON object."""
+        """Return the flat JSON object."""
         assert not set(self.details) & set(_TYPES), f"{sorted(self.details)}: a detail has the name of a field"
         own = {name: getattr(self, name) for name in _TYPES}
         return {**{name: value for name, value in own.items() if value not in (None, "")}, **self.details}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "Event":
-        """The event that a line holds.
+        """Read the event of a line.
 
         Raises:
             ValueError: it is none: a field is missing or has the wrong type.

@@ -21,12 +21,12 @@ CONVENTION = "6 x GEMM weights + 6 x layers x heads x head size x sequence (caus
 
 
 def gemm_weights(model: ModelConfig) -> int:
-    """Weights that a token is multiplied with: all linear layers, and the head once, tied or not (logical vocabulary)."""
+    """Count weights that a token is multiplied with: all linear layers, and the head once, tied or not (logical vocabulary)."""
     return model.num_layers * _layer_weights(model) + model.vocab_size * model.hidden_size
 
 
 def model_flops_per_token(model: ModelConfig, *, causal: bool = True) -> int:
-    """FLOPs that the mathematics of a forward and backward needs, per token, whatever the engine does.
+    """Count FLOPs that the mathematics of a forward and backward needs, per token, whatever the engine does.
 
     The vocabulary is the logical one: padding it is the engine's choice. Norms, activations, embedding look-ups and the
     softmax are left out, as in every published formula (2104.04473 appendix, 2205.05198 appendix A).
@@ -39,7 +39,7 @@ def model_flops_per_token(model: ModelConfig, *, causal: bool = True) -> int:
 
 
 def hardware_flops_per_token(model: ModelConfig, recompute: RecomputeConfig, layers_per_chunk: Sequence[int]) -> int:
-    """FLOPs that are executed, per token: causal, padded vocabulary, recomputed forwards included.
+    """Count FLOPs that are executed, per token: causal, padded vocabulary, recomputed forwards included.
 
     Not in it: the scores that flash attention computes again in its backward, kv projections of replicated heads.
 
@@ -72,7 +72,7 @@ def _layer_weights(model: ModelConfig) -> int:
 
 
 def _core_forward(model: ModelConfig, *, causal: bool) -> int:
-    """FLOPs of one layer's scores and weighted sum per token: 2 GEMMs of s x a d, halved by a causal mask."""
+    """Count FLOPs of one layer's scores and weighted sum per token: 2 GEMMs of s x a d, halved by a causal mask."""
     full = 2 * 2 * model.num_attention_heads * model.head_size * model.seq_length
     return full // 2 if causal else full
 
@@ -113,7 +113,7 @@ _PEAKS: tuple[tuple[str, Peak], ...] = (
 
 
 def known_peak(device_name: str, dtype: str) -> Peak | None:
-    """The peak of a device with its source; None where the table does not know it.
+    """Return the peak of a device with its source; None where the table lacks it.
 
     Args:
         device_name: as `torch.cuda.get_device_name` says ("NVIDIA H100 80GB HBM3").
@@ -128,6 +128,6 @@ def known_peak(device_name: str, dtype: str) -> Peak | None:
 
 
 def peak_tflops(device_name: str, dtype: str) -> float | None:
-    """Dense peak in TFLOP/s of one device, or None where it is not known."""
+    """Return the dense peak in TFLOP/s of one device, or None where it is not known."""
     peak = known_peak(device_name, dtype)
     return peak.tflops if peak else None

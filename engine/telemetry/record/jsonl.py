@@ -150,7 +150,7 @@ def heal(path: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """What a reader of JSON lines got.
+    """The result of reading JSON lines.
 
     Attributes:
         records: the objects, in the order of their lines.
@@ -164,7 +164,7 @@ class Records:
 
 
 def read_records(path: Path, start: int = 0) -> Records:
-    """The objects of a file from byte `start` on, which is the beginning of a line; none where there is no file.
+    """Read the objects of a file from byte `start` on, which is the beginning of a line; none where there is no file.
 
     A last line that was never ended and a line that is no object are counted, not raised: a run that was killed leaves one.
     """
@@ -191,7 +191,7 @@ def _ends_with_newline(path: Path) -> bool:
 
 
 def _start_of_last_line(descriptor: int, size: int) -> int:
-    """Just behind the last newline, read backwards in blocks: the file of a long run is large."""
+    """Return the place behind the last newline, read backwards in blocks: the file of a long run is large."""
     block_bytes = 64 * 2**10
     end = size
     while end > 0:

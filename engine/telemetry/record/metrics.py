@@ -63,7 +63,7 @@ class StepMetrics:
     time_split: TimeSplit | None = None
 
     def to_record(self) -> dict[str, Any]:
-        """As a JSON object; `val_loss` only where there was a validation, `time_split` (an object) only where one is known."""
+        """Return a JSON object; `val_loss` only where there was a validation, `time_split` (an object) only where one is known."""
         record = asdict(replace(self, time_split=None))
         record["time_split"] = None if self.time_split is None else self.time_split.to_record()
         for optional in ("val_loss", "time_split"):
@@ -115,7 +115,7 @@ class Meter:
         unix_time_seconds: float,
         peak_memory_bytes: int,
     ) -> StepMetrics:
-        """The record of a step that has ended; `step` counts from 1."""
+        """Make the record of a step that has ended; `step` counts from 1."""
         spans = {phase.value: seconds for phase, seconds in spans_seconds.items() if phase is not Phase.VALIDATION}
         step_time_seconds = sum(spans.values())
         tokens_per_second = self._plan.tokens_per_step / step_time_seconds

@@ -18,7 +18,7 @@ MODULES = ("embedding", "attention", "mlp", "norms", "head")
 
 
 def num_parameters(model: ModelConfig) -> dict[str, int]:
-    """Parameters by module (`MODULES`), from the formula; logical vocabulary V.
+    """Count parameters by module (`MODULES`), from the formula; logical vocabulary V.
 
     h hidden, a heads, g kv heads, d head size, f MLP width, L layers, S sequence:
 
@@ -51,7 +51,7 @@ def num_parameters(model: ModelConfig) -> dict[str, int]:
 
 
 def module_of(name: str) -> str:
-    """The row of the table that a parameter belongs to, from its global name."""
+    """Return the row of the table that a parameter belongs to, from its global name."""
     parts = name.split(".")
     if any(part == "norm" or part.endswith("_norm") for part in parts):
         return "norms"
@@ -59,7 +59,7 @@ def module_of(name: str) -> str:
 
 
 def local_counts(records: Iterable[ParamRecord], dp: int, replicas: Mapping[str, int]) -> dict[str, float]:
-    """This rank's share of the parameters, by module; the sum over all ranks is the count.
+    """Return this rank's share of the parameters, by module; the sum over all ranks is the count.
 
     Args:
         records: of all parameters that this rank holds.
@@ -78,12 +78,12 @@ def local_counts(records: Iterable[ParamRecord], dp: int, replicas: Mapping[str,
 
 
 def round_counts(sums: Mapping[str, float]) -> dict[str, int]:
-    """The whole numbers that shares added up over all ranks stand for."""
+    """Round shares that were added up over all ranks to whole numbers."""
     return {module: round(value) for module, value in sums.items()}
 
 
 def comparison(counted: Mapping[str, int], model: ModelConfig) -> list[str]:
-    """Lines for the start banner: each module's count, and how far it is from the formula's.
+    """List lines for the start banner: each module's count, and how far it is from the formula's.
 
     Args:
         counted: parameters by module over all ranks.

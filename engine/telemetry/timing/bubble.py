@@ -53,7 +53,7 @@ _KINDS = ((Kind.F,), (Kind.B, Kind.I), (Kind.W,))
 
 
 def num_actions(schedule: Schedule) -> int:
-    """How many actions a rank tells of (`StepTally.numbers`): of the one that has most; 0 without a pipeline."""
+    """Return the number of actions in `StepTally.numbers`: of the rank that has most; 0 without a pipeline."""
     return max(map(len, schedule.actions)) if schedule.placement.pp > 1 else 0
 
 
@@ -102,7 +102,7 @@ class Attribution:
         self._order = _order(schedule) if self._num_actions else []
 
     def work_out(self, rows: Seconds, first_step: int, last_step: int) -> TimeSplit:
-        """The split of some steps.
+        """Compute the split of some steps.
 
         Args:
             rows: [ranks, n], `StepTally.numbers` of each rank.
@@ -124,7 +124,7 @@ class Attribution:
         return TimeSplit(first_step, last_step, tuple(ranks), waits.schedule, tuple(rows[:, USUAL].tolist()))
 
     def _causes(self, steps: Seconds) -> _Waits:
-        """Causes of the waits of `steps` [ranks, steps x numbers], `PipelineStep.numbers` one after the other."""
+        """Return causes of the waits of `steps` [ranks, steps x numbers], `PipelineStep.numbers` one after the other."""
         num_ranks, most = len(self._places), self._num_actions
         if not most:
             nothing = np.zeros(num_ranks)
@@ -155,13 +155,13 @@ class Attribution:
         )
 
     def _by_rank(self, seconds: Seconds) -> Seconds:
-        """Means [ranks] over the steps of [replicas, pp, tp, steps]."""
+        """Return means [ranks] over the steps of [replicas, pp, tp, steps]."""
         result = np.empty(len(self._places))
         result[self._ranks] = seconds.mean(axis=-1)
         return result
 
     def _replayed(self, begin: Seconds, durations: Seconds) -> Seconds:
-        """What each stage's rank waits [replicas, pp, steps] where messages take no time.
+        """Return what each stage's rank waits [replicas, pp, steps] where messages take no time.
 
         Args:
             begin: [replicas, pp, steps], when each begins.
@@ -179,7 +179,7 @@ class Attribution:
         return np.maximum(bubble, 0.0)
 
     def _simulated(self, durations: Seconds) -> list[float]:
-        """The bubble of each pipeline rank in the schedule with the mean durations of each stage's actions."""
+        """Return the bubble of each pipeline rank in the schedule with the mean durations of each stage's actions."""
         placement = self._schedule.placement
 
         def mean(stage: int, kinds: Sequence[Kind]) -> float:
@@ -199,7 +199,7 @@ class Attribution:
 
 
 def _order(schedule: Schedule) -> list[tuple[int, int, int | None]]:
-    """The actions of all ranks, none before one that feeds it: rank, number on the rank, place in this list of what feeds it."""
+    """List the actions of all ranks, each after its feeder: rank, number on the rank, place of the feeder in this list."""
     placement = schedule.placement
     timeline = simulate(schedule, Costs.uniform(placement.num_stages))
     started = sorted(

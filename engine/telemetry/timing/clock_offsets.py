@@ -24,7 +24,7 @@ NUM_ROUNDS = 30
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """Where this rank's clock stands.
+    """The offset of this rank's clock.
 
     Attributes:
         origin_seconds: this rank's clock at the moment that all ranks call zero.

@@ -17,7 +17,7 @@ import torch
 
 
 class TimedEvent(Protocol):
-    """What is used of a `torch.cuda.Event(enable_timing=True)`."""
+    """The part of a `torch.cuda.Event(enable_timing=True)` that is used."""
 
     def record(self) -> None: ...
     def synchronize(self) -> None: ...
@@ -79,5 +79,5 @@ class StreamClock:
 
 
 def clock_of(device: torch.device) -> HostClock | StreamClock:
-    """The clock that sees what a rank on this device waits for."""
+    """Return the clock that sees what a rank on this device waits for."""
     return StreamClock(device) if device.type == "cuda" else HostClock()

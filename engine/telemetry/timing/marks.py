@@ -22,7 +22,7 @@ from engine.run.phases import Phase
 
 
 class Activity(NamedTuple):
-    """What a rank does between two marks: the innermost of the three that are there."""
+    """The activity of a rank between two marks: the innermost of the three."""
 
     phase: Phase
     instruction: Instruction | None = None
@@ -36,13 +36,13 @@ class Clock(Protocol):
     def samples(self) -> bool: ...
 
     def mark(self) -> Any:
-        """Now, in the order of what this rank computes."""
+        """Mark this moment, in the order of what this rank computes."""
 
     def elapsed(self, marks: Sequence[Any]) -> list[float]:
-        """Seconds from the first of some marks to each of them. The numbers of their step have been read."""
+        """Return seconds from the first of some marks to each of them. The numbers of their step have been read."""
 
     def anchor(self) -> tuple[Any, float]:
-        """A mark, and what `time.perf_counter` says at its moment; may wait for the device."""
+        """Return a mark, and `time.perf_counter` at its moment; may wait for the device."""
 
 
 @dataclass(slots=True)

@@ -40,11 +40,11 @@ class Timers:
         self._phase, self._since_seconds = phase, now
 
     def running_seconds(self) -> float:
-        """How long the running phase has been running."""
+        """Return how long the running phase has been running."""
         return self._clock() - self._since_seconds
 
     def end_step(self) -> dict[Phase, float]:
-        """Seconds by phase since the last end of a step; what follows is `Phase.OTHER` until a phase is named."""
+        """Return seconds by phase since the last end of a step; what follows is `Phase.OTHER` until a phase is named."""
         self.phase(Phase.OTHER)
         spans, self._spans_seconds = self._spans_seconds, {}
         return spans

@@ -56,7 +56,7 @@ class SlowRanks:
         self._in_a_row = [0] * len(stage_ranks)
 
     def report(self, compute_seconds: Sequence[float]) -> list[SlowRank]:
-        """Those that have become slow with this report, from the seconds that each rank computes in its median step.
+        """List ranks that have become slow with this report, from the seconds that each rank computes in its median step.
 
         One sort per stage: comparing each rank with a list of the others would take the square of the ranks.
         """
@@ -76,7 +76,7 @@ class SlowRanks:
 
 
 def _median_without(in_order: Sequence[float], place: int) -> float | None:
-    """The median of ascending values without the one at `place`; None where no other is left."""
+    """Return the median of ascending values without the one at `place`; None where no other is left."""
     count = len(in_order) - 1
     if not count:
         return None

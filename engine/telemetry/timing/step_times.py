@@ -100,7 +100,7 @@ class StepTimes(StepWatcher):
         self._marks.end_step(next_is_marked=self._is_marked(self._step + 1))
 
     def on_step(self, step: int) -> TimeSplit | None:
-        """The numbers of a step, counted from 1, have been read; the split that belongs into its line, on the logging rank."""
+        """Take the marks of a step, counted from 1, whose numbers were read; return the split for its line, on the logging rank."""
         split = self._collect()
         marked = self._marks.take(step)
         if marked is not None:
@@ -110,7 +110,7 @@ class StepTimes(StepWatcher):
         return split
 
     def finish(self) -> None:
-        """The loop has ended on all ranks: afterwards every rank's row of the timeline is written."""
+        """End the measurement after the loop; once it returns, every rank's row of the timeline is written."""
         self._collect()
         self.close()
         if self._timeline is not None:
@@ -129,7 +129,7 @@ class StepTimes(StepWatcher):
         return not self._clock.samples or has_line(step + 1, self._config.log_interval, self._num_steps)
 
     def _compare_clocks(self) -> None:
-        """Once, before the first step of the timeline."""
+        """Compare the clocks once, before the first step of the timeline."""
         assert self._first_step is not None, "a run begins with `begin`"
         first = max(self._traced.start, self._first_step)
         is_due = self._step + 1 == first and first in self._traced and self._anchor is None
@@ -151,7 +151,7 @@ class StepTimes(StepWatcher):
                 self._traced = range(0)
 
     def _write_row(self) -> None:
-        """A disk that is full costs the row, not the run."""
+        """Write the row; a full disk costs the row, not the run."""
         try:
             if self._timeline is not None:
                 self._timeline.write()
@@ -173,7 +173,7 @@ class StepTimes(StepWatcher):
         self._tally = StepTally()
 
     def _collect(self) -> TimeSplit | None:
-        """What all ranks told, on the logging rank."""
+        """Return the split of the steps that were posted last, on the logging rank."""
         if self._posted is None:
             return None
         (read, tally), self._posted = self._posted, None

@@ -50,7 +50,7 @@ USUAL = len(SPANS)
 
 
 def span_of(activity: Activity) -> str | None:
-    """Which of `SPANS` what a rank does belongs to; None: to no step."""
+    """Return which of `SPANS` an activity belongs to; None: to no step."""
     phase, instruction, wait = activity
     if phase is Phase.VALIDATION:
         return None
@@ -100,7 +100,7 @@ class PipelineStep:
     durations: list[float] = field(default_factory=list)
 
     def numbers(self, num_actions: int) -> list[float]:
-        """`STEP_NUMBERS`, then `waits` and `durations`, each filled up to `num_actions`; `begin` and `through` count from `met`."""
+        """Return `STEP_NUMBERS`, `waits` and `durations`, filled up to `num_actions`; `begin` and `through` count from `met`."""
         assert len(self.waits) <= num_actions, f"{len(self.waits)} actions of a schedule of {num_actions}"
         none = [0.0] * (num_actions - len(self.waits))
         moments = [self.begin - self.met, self.through - self.met]
@@ -112,7 +112,7 @@ STEP_NUMBERS = ("begin", "through", "end_wait", "ends_wait", "tp_wait")
 
 
 class StepTally:
-    """What one rank did over some steps."""
+    """The times of one rank over some steps."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -121,7 +121,7 @@ class StepTally:
         self._pipeline: list[PipelineStep] = []
 
     def add(self, step: int, activities: Sequence[Activity], times: Sequence[float]) -> None:
-        """One step: what was done between `times[i]` and `times[i + 1]`, in seconds."""
+        """Add one step: `activities[i]` lasted from `times[i]` to `times[i + 1]`, in seconds."""
         self.steps.append(step)
         computed = self._seconds["compute"]
         way = PipelineStep(times[-1], times[-1], times[-1])
@@ -157,7 +157,7 @@ class StepTally:
         self._pipeline.append(way)
 
     def numbers(self, num_actions: int) -> list[float]:
-        """Means per step, the median of what was computed in a step, and the steps; as many for every rank.
+        """Return means per step, the median of compute, and the steps; as many for every rank.
 
         Args:
             num_actions: of the rank that has most in a step; 0: there is no pipeline, and steps are not told.
@@ -186,26 +186,26 @@ class TimeSplit:
 
     @cached_property
     def seconds(self) -> dict[Part, float]:
-        """By part, the mean over the ranks."""
+        """Return seconds by part, the mean over the ranks."""
         return {part: fmean(rank[part] for rank in self.ranks) for part in PARTS}
 
     @property
     def step_seconds(self) -> float:
-        """Of a step, the mean over the ranks: the sum of `seconds`."""
+        """Return the seconds of a step, the mean over the ranks: the sum of `seconds`."""
         return sum(self.seconds.values())
 
     @property
     def schedule_bubble(self) -> float:
-        """The mean over the ranks, in seconds."""
+        """Return the mean over the ranks, in seconds."""
         return fmean(self.schedule_bubbles)
 
     @property
     def shares(self) -> dict[Part, float]:
-        """`seconds` over `step_seconds`: they add up to 1."""
+        """Return `seconds` over `step_seconds`: they add up to 1."""
         return {part: seconds / self.step_seconds for part, seconds in self.seconds.items()}
 
     def to_record(self) -> dict[str, Any]:
-        """As a JSON object; of the ranks, the one whose median step computes longest."""
+        """Return a JSON object; of the ranks, the one whose median step computes longest."""
         slowest = max(range(len(self.ranks)), key=lambda rank: self.usual_compute[rank])
         return {
             "first_step": self.first_step,
@@ -218,7 +218,7 @@ class TimeSplit:
         }
 
     def __str__(self) -> str:
-        """One line: `compute 61%  tp 12%  bubble 14% (schedule 13%)  other 13%`, without what is below half a percent."""
+        """Return `compute 61%  tp 12%  bubble 14% (schedule 13%)  other 13%`, without what is below half a percent."""
         words = []
         for part, share in self.shares.items():
             name = part.removeprefix("exposed_")

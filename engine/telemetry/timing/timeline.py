@@ -35,7 +35,7 @@ _MOST_BYTES = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Whose row it is.
+    """The identity of a row.
 
     Attributes:
         rank: its place among the rows.
@@ -70,11 +70,11 @@ class Timeline:
         self._events: list[dict[str, Any]] = []
 
     def set_clock(self, origin_seconds: float, error_seconds: float) -> None:
-        """What this rank's clock says at the zero of all ranks, and how far that may be off."""
+        """Set this rank's clock at the zero of all ranks, and how far that may be off."""
         self._origin_seconds, self._error_seconds = origin_seconds, error_seconds
 
     def add(self, step: int, activities: Sequence[Activity], clock_seconds: Sequence[float]) -> None:
-        """One step; `clock_seconds` are of this rank's clock, one more than `activities`."""
+        """Add one step; `clock_seconds` are of this rank's clock, one more than `activities`."""
         times = [seconds - self._origin_seconds for seconds in clock_seconds]
         self._slice(f"step {step}", "step", times[0], times[-1], {})
         layers: list[tuple[str, list[Any]]] = [
@@ -139,7 +139,7 @@ def _titled(instruction: Instruction, row: Row) -> tuple[str, str]:
 
 
 def _transfer_name(transfer: Transfer, row: Row) -> str:
-    """`send 0F3 to pp 1`: this rank's action that made it; `receive 1B3 from pp 1`: this rank's action that needs it."""
+    """Return `send 0F3 to pp 1` (this rank's action made it) or `receive 1B3 from pp 1` (this rank's action needs it)."""
     letter, before = ("F", -1) if transfer.direction == "forward" else ("B", 1)
     if transfer.source == row.pp_rank:
         chunk = row.placement.chunk_of(transfer.stage + before)
@@ -214,5 +214,5 @@ def merge(run: Path) -> Merged:
 
 
 def _names(folder: Path) -> list[str]:
-    """Names in a folder, sorted; none where it is no folder."""
+    """List the names in a folder, sorted; none where it is no folder."""
     return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []

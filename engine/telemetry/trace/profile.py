@@ -22,7 +22,7 @@ POST = "post"
 
 
 def instruction_name(instruction: Instruction) -> str:
-    """`0F3` for an action, `post` for a group call."""
+    """Return `0F3` for an action, `post` for a group call."""
     return POST if isinstance(instruction, Post) else str(instruction)
 
 
