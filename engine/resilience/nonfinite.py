@@ -101,7 +101,7 @@ class _Watch:
         self._seen: list[_Seen] = []
 
     def first(self) -> _Seen | None:
-        """The earliest value that is not finite."""
+        """Return the earliest value that is not finite."""
         if not self._seen:
             return None
         finite = torch.stack([seen.is_finite for seen in self._seen]).tolist()
@@ -175,7 +175,7 @@ class _Watch:
 
 
 def module_title(chunk: nn.Module, path: str) -> str:
-    """`layers.5.mlp`, of the module at `blocks.1.mlp`: the outermost module on the way that has a name knows its global one."""
+    """Return `layers.5.mlp` for the module at `blocks.1.mlp`: the outermost module on the way with a name has the global one."""
     parts = path.split(".") if path else []
     for depth in range(1, len(parts) + 1):
         name = getattr(chunk.get_submodule(".".join(parts[:depth])), "name", None)

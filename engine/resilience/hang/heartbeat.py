@@ -48,7 +48,7 @@ _TEXT_BYTES = {"phase": 32, "op": 32, "axis": 32, "purpose": 96}
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What a rank was doing.
+    """The activity of a rank at one moment.
 
     Attributes:
         beats: how often it has gone on to something else; equal numbers mean that it stands still.
@@ -102,7 +102,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _must_be_ours(folder: Path) -> None:
-    """/dev/shm is open to all users of a node, and the folder's name can be guessed."""
+    """Refuse a folder that another user could change: /dev/shm is open to all, and the folder's name can be guessed."""
     if _is_ours(folder):
         return
     found = folder.lstat()
@@ -192,7 +192,7 @@ class Heartbeat(StepWatcher):
         self._words[_BEATS] += 1
 
     def read(self) -> Beat:
-        """This rank's own, as another process would read it."""
+        """Read this rank's own beat, as another process would."""
         return _parse(self._map[:])
 
     def of_rank(self, rank: int, attempt: int) -> Beat | None:
@@ -249,7 +249,7 @@ def _mapped(folder: Path, rank: int) -> mmap.mmap:
 
 
 def read_beat(path: Path) -> Beat | None:
-    """What the rank of this node whose file this is was doing; None where there is no such file, or it is not one of ours."""
+    """Read the heartbeat in a file of this node; None where there is no such file, or it is not one of ours."""
     try:
         content = read_regular(path, SIZE)
     except OSError:
@@ -260,7 +260,7 @@ def read_beat(path: Path) -> Beat | None:
 
 
 def started_at(pid: int) -> int:
-    """When a process was started, in milliseconds since the epoch; 0 where there is none that this one may look at."""
+    """Return when a process was started, in milliseconds since the epoch; 0 where none can be looked at."""
     try:
         return round(psutil.Process(pid).create_time() * 1000)
     except psutil.Error:

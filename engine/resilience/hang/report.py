@@ -30,7 +30,7 @@ _PHASES = ("", Phase.DATA, Phase.FORWARD_BACKWARD, Phase.OPTIMIZER, Phase.VALIDA
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """What one rank was doing when it was seen last.
+    """The last known activity of one rank.
 
     Attributes:
         beat: its heartbeat; None where nobody has seen one.
@@ -46,7 +46,7 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True)
 class RunLayout:
-    """What everybody knows of the run beforehand.
+    """The facts of a run that do not change: ranks, groups, schedules.
 
     Attributes:
         grid: of the ranks.
@@ -77,13 +77,13 @@ class HangReport:
 
     @cached_property
     def culprits(self) -> list[int]:
-        """Ranks that do not answer; else those that are waited for and wait for nobody; else those that are behind the others."""
+        """List ranks that do not answer; else those that are waited for and do not wait; else those behind the others."""
         waited_for = {target for targets in self._distinct_targets() for target in targets}
         silent = [each.rank for each in self._statuses if not each.answers]
         return silent or [rank for rank in sorted(waited_for) if not self._targets[rank]] or self._behind()
 
     def _behind(self) -> list[int]:
-        """Where no rank waits on its host (GPUs: the devices do): ranks in an earlier phase than others; [] if all are in one."""
+        """List ranks in an earlier phase than others, where none waits on its host (GPUs: the devices do); [] if all are in one."""
         if any(self._targets):
             return []
         places = [_place(each.beat) for each in self._statuses]
@@ -91,11 +91,11 @@ class HangReport:
 
     @property
     def step(self) -> int:
-        """The step, from 1, that the furthest rank is in."""
+        """Return the step, from 1, that the furthest rank is in."""
         return max((each.beat.step for each in self._statuses if each.beat is not None), default=0)
 
     def headline(self) -> str:
-        """One sentence: who holds everybody up, and where it was seen last."""
+        """Return one sentence: the ranks that hold up the others, and where they were seen last."""
         culprits = self.culprits
         if culprits:
             return "; ".join(self._about_culprit(rank) for rank in culprits[:_SHOWN])
@@ -108,7 +108,7 @@ class HangReport:
         return "no rank waits for another on its host: the devices do not come to an end (NCCL's flight record knows where)"
 
     def text(self) -> str:
-        """All of it, in lines."""
+        """Format the whole report."""
         still = max((each.still_seconds for each in self._statuses), default=0.0)
         lines = [
             f"the run hangs in step {self.step:,}: nothing has moved for {still:.0f} seconds.",
@@ -129,7 +129,7 @@ class HangReport:
         return "\n".join(lines)
 
     def name(self, rank: int) -> str:
-        """`rank 13 (pp 3, dp 0, tp 1)`"""
+        """Return `rank 13 (pp 3, dp 0, tp 1)`."""
         at = self._layout.grid.coordinates(rank)
         return f"rank {rank} (pp {at.pp}, dp {at.dp}, tp {at.tp})"
 
@@ -157,11 +157,11 @@ class HangReport:
         return self._missing[call]
 
     def _distinct_targets(self) -> list[list[int]]:
-        """Whom ranks wait for, each list once however many ranks share it."""
+        """Return the lists of ranks that are waited for, each once however many ranks share it."""
         return list({id(targets): targets for targets in self._targets}.values())
 
     def _is_in(self, rank: int, call: Beat) -> bool:
-        """Whether a rank waits in the same call."""
+        """Return whether a rank waits in the same call."""
         status = self._statuses[rank]
         beat = status.beat
         return (
@@ -171,7 +171,7 @@ class HangReport:
         )
 
     def _calls_between_nodes(self) -> list[str]:
-        """`the all_reduce over world (step) is between node 0 (ranks 0, 1) and node 1 (ranks 2, 3)`, of each call once."""
+        """List `the all_reduce over world (step) is between node 0 (ranks 0, 1) and node 1 (ranks 2, 3)`, each call once."""
         grid, told = self._layout.grid, dict[str, None]()
         for beat in (each.beat for each in self._statuses if each.beat is not None and each.beat.op):
             nodes: dict[int, list[int]] = {}
@@ -189,7 +189,7 @@ class HangReport:
         return self._group_of[axis].get(rank, ())
 
     def _waiting(self, rank: int) -> str:
-        """`rank 13 (pp 3, dp 0, tp 1) waits for the forward of microbatch 7 from rank 9`"""
+        """Return `rank 13 (pp 3, dp 0, tp 1) waits for the forward of microbatch 7 from rank 9`."""
         beat = self._statuses[rank].beat
         assert beat is not None, "who waits was seen"
         targets = self._targets[rank]
@@ -207,7 +207,7 @@ class HangReport:
         return f"{self.name(rank)} waits for {ranks} in the {beat.op} over {beat.axis} ({beat.purpose}), {where}"
 
     def _in_call(self, rank: int) -> str:
-        """Of a rank that waits for nobody in particular."""
+        """Describe the call of a rank that is in it with all its peers; "" where there is none."""
         beat = self._statuses[rank].beat
         return (
             ""
@@ -216,7 +216,7 @@ class HangReport:
         )
 
     def _where(self, status: RankStatus) -> str:
-        """`is in the forward of microbatch 7 of step 412`"""
+        """Return `is in the forward of microbatch 7 of step 412`."""
         beat = status.beat
         if beat is None:
             return "was not seen"
@@ -240,7 +240,7 @@ class HangReport:
         return actions[beat.position - 1] if 0 < beat.position <= len(actions) else None
 
     def _circle(self) -> list[int]:
-        """Ranks of which each waits for the next, and the last for the first; [] if there are none."""
+        """Find ranks of which each waits for the next, and the last for the first; [] if there are none."""
         for start, targets in enumerate(self._targets):
             path = [start]
             while targets:
@@ -257,7 +257,7 @@ def _list(ranks: Sequence[int]) -> str:
 
 
 def _place(beat: Beat | None) -> tuple[int, int]:
-    """How far a rank has come: step, and phase of it."""
+    """Return how far a rank has come: step, and phase of it."""
     if beat is None:
         return (0, 0)
     return (beat.step, _PHASES.index(beat.phase) if beat.phase in _PHASES else len(_PHASES))

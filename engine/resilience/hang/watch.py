@@ -64,7 +64,7 @@ _POLL_SECONDS_PER_RANK = 0.002
 
 @dataclass(frozen=True, slots=True)
 class HangLimits:
-    """How long what may take.
+    """Bounds on how long the parts of a hang may take.
 
     Attributes:
         still_seconds: a rank may stand still.
@@ -81,7 +81,7 @@ class HangLimits:
 
     @classmethod
     def after(cls, still_seconds: float, timeout_seconds: float) -> "HangLimits":
-        """The limits that follow from `runtime.hang_seconds` and `runtime.timeout_seconds`."""
+        """Derive the limits from `runtime.hang_seconds` and `runtime.timeout_seconds`."""
         look = min(still_seconds / _LOOKS_PER_LIMIT, _LONGEST_LOOK_SECONDS)
         # Ranks come to a stand one after the other, up to a step apart.
         grace = min(max(still_seconds / 4, _SHORTEST_GRACE_SECONDS), _LONGEST_GRACE_SECONDS) + 2 * look
@@ -89,7 +89,7 @@ class HangLimits:
 
     @property
     def end_seconds(self) -> float:
-        """From the moment at which the last rank came to a stand to the end of all, after the first step."""
+        """Return the time from the moment at which the last rank came to a stand to the end of all, after the first step."""
         return self.still_seconds + 2 * self.look_seconds + 3 * self.grace_seconds
 
 
@@ -160,11 +160,11 @@ class HangWatch:
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
 
     def start(self) -> None:
-        """Watch from now on."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """Training is over: what comes now is nobody's business."""
+        """End the watch: training is over."""
         self._over.set()
         self._thread.join(self._limits.look_seconds)
 
@@ -260,7 +260,7 @@ class HangWatch:
         return True
 
     def _ranks(self, kind: str) -> list[int]:
-        """Whose words of a kind are there; by the names of files alone, since all ranks look at once."""
+        """List the ranks with a status of this kind, by the names of files alone, since all ranks look at once."""
         found = (_RANK_FILE.fullmatch(path.name) for path in self._folder.glob(f"rank_*.{kind}.json"))
         return [int(match["rank"]) for match in found if match is not None]
 
@@ -268,7 +268,7 @@ class HangWatch:
         return self._folder / f"rank_{rank:05d}.{kind}.json"
 
     def _beat_of(self, rank: int, attempt: int) -> Beat | None:
-        """What a silent rank of this node was doing."""
+        """Return the last beat of a silent rank of this node."""
         return self._heartbeat.of_rank(rank, attempt)
 
     def _kill(self, beat: Beat | None) -> None:
@@ -282,12 +282,12 @@ class HangWatch:
 
 
 def may_hang(beat: Beat) -> bool:
-    """Whether standing still says something: not before the first step, and not while this rank writes to its disk."""
+    """Return whether a rank that stands still may hang: not before its first step, and not while it writes to its disk."""
     return bool(beat.phase) and (beat.phase != Phase.CHECKPOINT or bool(beat.op))
 
 
 def write_status(path: Path, status: RankStatus) -> None:
-    """A rank's words as JSON, complete or not there."""
+    """Write a rank's status as JSON, complete or not at all."""
     write_atomically(path, [(without_secrets(json.dumps(asdict(status))) + "\n").encode()])
 
 
