@@ -47,7 +47,7 @@ from engine.tensor_parallel.parameter import ShardedParameter, WeightGradQueue
 
 
 class Chunk(Protocol):
-    """What the engine asks of a model chunk (it is also an `nn.Module`)."""
+    """An `nn.Module` as the engine uses it: one chunk of the model."""
 
     @property
     def queue(self) -> WeightGradQueue: ...
@@ -62,7 +62,7 @@ class Chunk(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What all ranks agree on after a step.
+    """The numbers of a step, the same on all ranks.
 
     Attributes:
         loss: per token, in nats.
@@ -93,7 +93,7 @@ class PendingResult:
         self._loss_limit = loss_limit
 
     def read(self) -> StepResult:
-        """What all ranks agree on; `flaw` says why nothing was updated, if so."""
+        """Read what all ranks agree on; `flaw` says why nothing was updated, if so."""
         loss, grad_norm, num_tokens, loss_sum, square_sum, left_out, *flags = self._numbers.wait()
         flaw = ""
         if left_out:
@@ -107,7 +107,7 @@ class PendingResult:
         return StepResult(loss, grad_norm, int(num_tokens), StepFlags.of(flags), flaw)
 
     def wait(self) -> StepResult:
-        """`read`, for those who cannot go on without the update.
+        """Read the result of a step that must have updated the weights.
 
         Raises:
             DivergenceError: the loss or the gradient norm of this step or of one before it was not finite; on every rank. No
@@ -173,7 +173,7 @@ class RollbackRequested(Exception):  # noqa: N818 - a decision, no error
 
 
 def explain(flaw: str) -> str:
-    """What a step that updated nothing means, and what can be done."""
+    """Explain a step that updated nothing, and say what can be done."""
     return (
         f"{flaw}: an update would destroy the weights. Nothing was changed on any rank. Lower optimizer.lr, lengthen the warm-up, "
         "or look at the data of the step."
@@ -216,7 +216,7 @@ class Engine:
 
     @property
     def schedule(self) -> Schedule:
-        """The compute actions of a training step, of all pipeline ranks."""
+        """Return the compute actions of a training step, of all pipeline ranks."""
         return self.train_programs.schedule
 
     @property
@@ -255,7 +255,7 @@ class Engine:
         return counts
 
     def train_step(self, microbatches: Sequence[Any], lr: float) -> StepResult:
-        """`forward_backward`, then `update`, and wait for the result."""
+        """Run `forward_backward`, then `update`, and wait for the result."""
         return self.update(self.forward_backward(microbatches), lr).wait()
 
     def update(
@@ -300,7 +300,7 @@ class Engine:
         return was_early
 
     def evaluate(self, steps: Iterable[Sequence[Any]]) -> float:
-        """Loss per token over some global batches, without dropout; the same on every rank."""
+        """Return the loss per token over some global batches, without dropout; the same on every rank."""
         counts = torch.zeros(2, dtype=AGREEMENT_DTYPE, device=self.topology.device)
         for chunk in self.chunks:
             chunk.train(False)
@@ -324,7 +324,7 @@ class Engine:
         return self.chunks[chunk](x, microbatch)
 
     def _count(self, losses: Sequence[torch.Tensor], microbatches: Sequence[Any]) -> torch.Tensor:
-        """[loss sum, tokens] on the device, counted once per model replica: by the tp rank 0 of the last stage."""
+        """Return [loss sum, tokens] on the device, counted once per model replica: by the tp rank 0 of the last stage."""
         if not losses or self.topology.coordinates.tp != 0:
             return torch.zeros(2, dtype=AGREEMENT_DTYPE, device=self.topology.device)
         loss_sum = torch.stack(list(losses)).sum().to(AGREEMENT_DTYPE)

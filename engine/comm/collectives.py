@@ -45,7 +45,7 @@ class Pending:
         self._done = not work
 
     def wait(self) -> torch.Tensor:
-        """The result. With NCCL the current stream waits, not the host."""
+        """Return the result once it is there. With NCCL the current stream waits, not the host."""
         if not self._done:
             if self._written is not None:
                 ledger, posted = self._written
@@ -62,7 +62,7 @@ class Pending:
 
     @property
     def completed(self) -> bool:
-        """Whether `wait()` would return at once (never blocks)."""
+        """Return whether `wait()` would return at once; never block."""
         return self._done or all(work.is_completed() for work in self._work)
 
 
@@ -225,7 +225,7 @@ class Axis:
 
 
 def _bytes_to(content: bytes, device: torch.device) -> torch.Tensor:
-    """uint8 [len(content)] on a device."""
+    """Copy bytes to a device, as uint8 [len(content)]."""
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
 
 

@@ -36,7 +36,7 @@ class Gathering:
         self._pending = self._axes[0].all_gather(row, purpose)
 
     def finish(self) -> torch.Tensor | None:
-        """The rows of all ranks [world size, n] in rank order, on rank 0's device; None on the other ranks."""
+        """Return the rows of all ranks [world size, n] in rank order, on rank 0's device; None on the other ranks."""
         rows = self._pending.wait()
         for before, axis in pairwise(self._axes):
             if before.index:

@@ -44,7 +44,7 @@ class Interface:
 
 
 def cluster_interface(master_addr: str, *, several_nodes: bool, variables: Mapping[str, str]) -> Interface:
-    """The interface over which this node reaches the other ranks.
+    """Find the interface over which this node reaches the other ranks.
 
     Args:
         master_addr: where the ranks meet, a name or an address.
@@ -71,13 +71,13 @@ def cluster_interface(master_addr: str, *, several_nodes: bool, variables: Mappi
 
 
 def interface_variables(interface: Interface, variables: Mapping[str, str]) -> dict[str, str]:
-    """What gloo and NCCL have to be told, where the user told them nothing. (`=`: NCCL takes a bare name as a beginning.)"""
+    """Return the variables that gloo and NCCL need and the user has not set. (`=`: NCCL takes a bare name as a beginning.)"""
     wanted = {GLOO_VARIABLE: interface.name, NCCL_VARIABLE: f"={interface.name}"}
     return {name: value for name, value in wanted.items() if not variables.get(name)}
 
 
 def listening_socket(interface: Interface, port: int) -> socket.socket:
-    """A socket that listens at this address only. Whoever takes its file descriptor closes it.
+    """Open a socket that listens at this address only. The caller closes it, or the owner of its file descriptor does.
 
     Args:
         interface: with the address.
@@ -103,7 +103,7 @@ def listening_socket(interface: Interface, port: int) -> socket.socket:
 
 
 def _route(host: str) -> str:
-    """The address from which this node talks to `host`; for an address of its own, that address."""
+    """Return the address from which this node talks to `host`; for an address of its own, that address."""
     try:
         found = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)
     except socket.gaierror as error:
@@ -129,7 +129,7 @@ def _route(host: str) -> str:
 
 
 def _addresses() -> dict[str, list[str]]:
-    """IP addresses of each interface that is up."""
+    """Return the IP addresses of each interface that is up."""
     states = psutil.net_if_stats()
     return {
         name: [one.address.partition("%")[0] for one in own if one.family in _FAMILIES]
@@ -143,7 +143,7 @@ def _is_loopback(addresses: list[str]) -> bool:
 
 
 def _chosen(master_addr: str, addresses: Mapping[str, list[str]], variables: Mapping[str, str]) -> Interface:
-    """Where MASTER_ADDR is a loopback address on a node that others have to reach."""
+    """Find the interface where MASTER_ADDR is a loopback address on a node that others have to reach."""
     named = [variables.get(name, "").removeprefix("=") for name in (GLOO_VARIABLE, NCCL_VARIABLE)]
     outward = {
         name: own

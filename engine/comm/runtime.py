@@ -39,7 +39,7 @@ COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 @dataclass(frozen=True, slots=True)
 class RankEnvironment:
-    """Who this process is among those that were started together."""
+    """The place of this process among those that were started together."""
 
     rank: int = 0
     world_size: int = 1
@@ -123,7 +123,7 @@ def allocator_retries(device: torch.device) -> int:
 
 
 def open_store(interface: Interface, port: int, timeout: timedelta, *, is_server: bool) -> dist.TCPStore:
-    """The store where ranks or launchers meet.
+    """Open the store where ranks or launchers meet.
 
     Args:
         interface: of this node, to the others.
@@ -145,7 +145,7 @@ def open_store(interface: Interface, port: int, timeout: timedelta, *, is_server
 
 
 def write_flight_record(path: Path) -> None:
-    """NCCL's last calls on this rank as JSON, where this process talks over NCCL and its torch keeps them."""
+    """Write NCCL's last calls on this rank as JSON, where this process uses NCCL and its torch keeps them."""
     if not dist.is_initialized() or dist.get_backend() != "nccl":
         return
     dump = next((getattr(_c10d, name) for name in _FLIGHT_RECORDERS if hasattr(_c10d, name)), None)

@@ -32,7 +32,7 @@ Seen = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Work(Protocol):
-    """What a backend's handle must be able to do."""
+    """A handle of a backend."""
 
     def wait(self) -> Any: ...
     def is_completed(self) -> bool: ...
@@ -75,7 +75,7 @@ class _Rooms:
         self._guard = threading.Lock()
 
     def over(self, event: torch.cuda.Event | None) -> None:
-        """One handle is over, and what it has posted on a stream is done at `event`."""
+        """Note that one handle is over, and what it has posted on a stream is done at `event`."""
         with self._guard:
             self._events += [] if event is None else [event]
             self._num_open -= 1
@@ -114,7 +114,7 @@ class StagedWork:
         rooms.over(self._event() if self._written and self._event is not None else None)
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once, by an error too."""
+        """Return whether `wait` would return at once, by an error too."""
         if not self._posted.done():
             return False
         return self._posted.exception() is not None or self._posted.result()[self._place].is_completed()

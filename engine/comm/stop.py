@@ -25,7 +25,7 @@ from engine.comm.agreement import StopFlags
 
 
 class Stop(Enum):
-    """Why a run ends before its last step."""
+    """The reason for which a run ends before its last step."""
 
     PREEMPTED = "preempted"
     INTERRUPTED = "interrupted"
@@ -46,7 +46,7 @@ def stop_signals() -> list[signal.Signals]:
 
 
 class StopRequest:
-    """What one rank was asked, and what all ranks have agreed on.
+    """The requests of one rank to stop, and the decision of all ranks.
 
     Args:
         rank: whose signals these are, for the line that says so.
@@ -62,12 +62,12 @@ class StopRequest:
         self._before: dict[int, signal.Handlers | int | None] = {}
 
     def listen(self) -> None:
-        """From now on signals ask this rank to stop; only in the main thread (Python's rule)."""
+        """Let signals request a stop of this rank from now on; only in the main thread (Python's rule)."""
         for number in stop_signals():
             self._before[number] = signal.signal(number, self._on_signal)  # type: ignore[assignment]
 
     def close(self) -> None:
-        """Signals do again what they did before `listen`."""
+        """Restore what signals did before `listen`."""
         for number, before in self._before.items():
             signal.signal(number, before)
         self._before.clear()
@@ -77,11 +77,11 @@ class StopRequest:
         self._asked.add(stop)
 
     def flags(self) -> StopFlags:
-        """This rank's flags for the next step's agreement."""
+        """Return this rank's flags for the next step's agreement."""
         return StopFlags(float(Stop.PREEMPTED in self._asked), float(Stop.INTERRUPTED in self._asked))
 
     def decide(self, flags: Sequence[float]) -> None:
-        """The sums of `flags()` over all ranks, of the next step in order. A person's Ctrl-C counts more than a scheduler."""
+        """Decide from the sums of `flags()` over all ranks, of the next step in order. Ctrl-C counts more than a scheduler."""
         preempted, interrupted = flags
         if interrupted:
             self.agreed = Stop.INTERRUPTED

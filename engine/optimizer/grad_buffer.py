@@ -55,7 +55,7 @@ class FlatBuffer:
 
 @dataclass
 class _Place:
-    """Where one parameter lies, and how many gradients it expects in this step and still misses."""
+    """The place of one parameter, and how many gradients it expects in this step and still misses."""
 
     parameter: ShardedParameter
     buffer: FlatBuffer
@@ -131,12 +131,12 @@ class GradBuffers:
             place.bucket.missing += place.missing
 
     def is_first_grad(self, parameter: ShardedParameter) -> bool:
-        """Whether the parameter has got no gradient in this step yet."""
+        """Return whether the parameter has got no gradient in this step yet."""
         place = self._places[parameter.record.name]
         return place.missing == place.expected
 
     def grad_added(self, parameter: ShardedParameter) -> None:
-        """One use of the parameter has added its gradient of one microbatch."""
+        """Count the gradient of one microbatch that one use of the parameter has added."""
         if self._on_grad is not None:
             self._on_grad(parameter)
         place = self._places[parameter.record.name]

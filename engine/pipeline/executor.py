@@ -36,7 +36,7 @@ class ChunkFunction(Protocol):
 
 @dataclass(slots=True)
 class _Kept:
-    """What a microbatch leaves on a chunk between its forward and its backward."""
+    """The memory of a microbatch on a chunk between its forward and its backward."""
 
     x: torch.Tensor | None
     edge: GradientEdge
@@ -184,7 +184,7 @@ class _Run:
 
     @torch.no_grad()
     def weight_grads(self, action: Action) -> None:
-        """The GEMMs that an I kept; like in a backward, nothing of them is recorded for autograd."""
+        """Run the GEMMs that an I kept; like in a backward, nothing of them is recorded for autograd."""
         for work in self.deferred.pop((action.chunk, action.microbatch)):
             work()
 
