@@ -14,7 +14,7 @@ from models.predict.rank_memory import predict
 
 
 def count_parameters(engine: Engine) -> dict[str, int]:
-    """Parameters by module, counted on all ranks."""
+    """Count parameters by module, on all ranks."""
     topology = engine.topology
     axes = {name: topology.optional_axis(name) for name in ("tp", "kv_replicas", "ends")}
     shares = local_counts(
@@ -39,7 +39,7 @@ class Description:
 
 
 def describe(engine: Engine) -> Description:
-    """Layout, schedule and device of a built engine."""
+    """Describe layout, schedule and device of a built engine."""
     topology, config = engine.topology, engine.config
     grid, schedule = topology.grid, engine.schedule.name
     nodes = "1 node" if grid.num_nodes == 1 else f"{grid.num_nodes} nodes"
@@ -71,7 +71,7 @@ def predicted_memory(engine: Engine) -> str:
 
 
 def corpus_entropies(config: Config) -> dict[str, float]:
-    """What simpler models of the training corpus reach, in nats per token; the first corpus stands for a blend."""
+    """Return what simpler models of the training corpus reach, in nats per token; the first corpus stands for a blend."""
     if config.data.synthetic:
         return {}
     measured = entropies(config.data.train[0][1], config.model.vocab_size)

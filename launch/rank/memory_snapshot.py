@@ -16,7 +16,7 @@ HISTORY_ENTRIES = 100_000
 
 
 def remember_allocations(record: Callable[..., object] = torch.cuda.memory._record_memory_history) -> None:
-    """From now on keep where memory was asked for, and the latest allocations and frees in order."""
+    """Keep where memory was asked for from now on, and the latest allocations and frees in order."""
     record(max_entries=HISTORY_ENTRIES, stacks="python")
 
 
@@ -50,7 +50,7 @@ class MemorySnapshot:
 
 
 def open_memory_snapshot(rank: Rank, directory: RunDirectory) -> MemorySnapshot | None:
-    """What this rank writes when it runs out of memory, its history from now on in it if asked for; None on the CPU."""
+    """Open this rank's snapshot of memory, with a history from now on if asked for; None on the CPU."""
     if rank.topology.device.type != "cuda":
         return None
     has_history = rank.config.telemetry.memory_history

@@ -34,7 +34,7 @@ MOST_NAMED = 6
 def explaining_memory(
     config: Config, topology: Topology, snapshot: MemorySnapshot | None = None, engine: Engine | None = None
 ) -> Iterator[None]:
-    """What is asked of memory in here and cannot be had becomes an error for people, and a snapshot where one can be made.
+    """Turn a failed allocation inside into an error for people, and write a snapshot where one can be made.
 
     Raises:
         OutOfMemoryError: instead of the allocator's.
@@ -57,7 +57,7 @@ def explained(
     engine: Engine | None,
     snapshot: str | None = None,
 ) -> OutOfMemoryError:
-    """The error for people.
+    """Return the error for people.
 
     Args:
         error: of the allocation.
@@ -117,7 +117,7 @@ def _wanted(error: BaseException, place: Place) -> str:
 
 
 def _held(engine: Engine) -> dict[str, int]:
-    """Bytes of the tensors that live between steps."""
+    """Count bytes of the tensors that live between steps."""
     buffers, owned = engine.buffers.buffers, engine.optimizer.owned
     return {
         "parameters": sum(buffer.parameters.nbytes for buffer in buffers),

@@ -70,7 +70,7 @@ def open_memory_check(engine: Engine) -> MemoryCheck | None:
 
 
 def finish_step_times(times: StepTimes | None, directory: RunDirectory, telemetry: Telemetry) -> None:
-    """The loop has ended on all ranks: rank 0 puts the rows of the timeline together, if any were written in this attempt."""
+    """Merge the rows of the timeline on rank 0, if any were written in this attempt; the loop has ended on all ranks."""
     if times is None:
         return
     times.finish()
