@@ -237,7 +237,6 @@ class Engine:
         """Compute and reduce the gradients of one global batch.
 
         Args:
-            microbatches: this rank's.
             observers: of the instructions of this step alone (`engine.pipeline.executor.Executor`).
             on_grad: called with each parameter whose gradient was added (`engine.optimizer.grad_buffer.GradBuffers.start`).
 

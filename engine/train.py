@@ -109,9 +109,7 @@ def build(
     """Assemble the engine of one rank: model chunks with initial weights, buffers, optimizer, schedules.
 
     Args:
-        config: of the run.
         topology: this rank's groups; its observers follow the waits (`Topology.observed`).
-        build_model: builds the chunks.
         fill: gives the parameters their first values, from a seed (a footprint has none to give).
         kernels: of the run; None: what `open_kernels` resolves.
         observers: follow the instructions of every program that the engine runs.
@@ -166,7 +164,6 @@ def train(run: TrainingRun, consumed_samples: int, *, validation_is_due: bool = 
     A step that the guard wants undone sends the run back to a checkpoint, as often as `resilience.max_rollbacks` allows.
 
     Args:
-        run: of this rank.
         consumed_samples: of the training data, by the checkpoint or attempt before.
         validation_is_due: the attempt before has stopped without the validation of its last step, which comes first now.
 

@@ -63,7 +63,6 @@ class Backend:
     """The process group of one axis.
 
     Args:
-        name: of the axis.
         group: of more than one rank.
         ranks: global ranks of the members, in order.
         carrier: makes the calls of the group in place of the axis (`engine.comm.staging`); None: the axis makes them.

@@ -76,9 +76,7 @@ class Axis:
         size: number of members.
 
     Args:
-        rank: this rank.
         group: of the ranks; None for a group of one.
-        ledger: records the calls.
         carrier: makes the calls of the group (`engine.comm.staging`); None: the axis does.
     """
 

@@ -22,7 +22,6 @@ class Gathering:
     """Rows on their way to rank 0. All ranks make one, and call `finish` once, in the same order of calls.
 
     Args:
-        topology: of this rank.
         row: 1-D, as long on every rank; on the rank's device.
         purpose: label of the calls in the ledger.
     """

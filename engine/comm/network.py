@@ -51,7 +51,6 @@ def cluster_interface(master_addr: str, *, several_nodes: bool, variables: Mappi
         several_nodes: whether ranks stand on other nodes too. Then a name that means a loopback address here means another one
             there: many machines write their own name into /etc/hosts as 127.0.1.1. The user's choice of an interface counts,
             then the only one there is. (A loopback address itself says that all "nodes" are this machine.)
-        variables: the environment.
 
     Raises:
         TopologyError: the name does not resolve, there is no route, or several interfaces could be meant.
@@ -80,7 +79,6 @@ def listening_socket(interface: Interface, port: int) -> socket.socket:
     """Open a socket that listens at this address only. The caller closes it, or the owner of its file descriptor does.
 
     Args:
-        interface: with the address.
         port: 0: a free one.
 
     Raises:

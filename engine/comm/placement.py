@@ -39,9 +39,7 @@ def place(config: RuntimeConfig, local_rank: int, variables: Mapping[str, str]) 
     """Follow the launcher's decision, or decide in the same way where no launcher of ours started this rank.
 
     Args:
-        config: of the run.
         local_rank: number of this rank on its node.
-        variables: the environment.
 
     Raises:
         TopologyError: this rank cannot have the device or the backend.

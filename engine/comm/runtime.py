@@ -100,8 +100,6 @@ def set_up_allocator(
     happened where torchrun starts a rank, and 2.9 ignores the newer name for this option.
 
     Args:
-        config: of the run.
-        variables: the environment.
         apply: hands settings to the allocator; None: torch's own.
     """
     if config.expandable_segments and not any(variables.get(name) for name in ALLOCATOR_VARIABLES):
@@ -159,10 +157,6 @@ def compile_threads(local_world_size: int, variables: Mapping[str, str]) -> dict
 
     Without it each rank starts min(32, cores) of them. A rank that has so few cores that they may be its own (srun with
     --cpus-per-task) uses all of them.
-
-    Args:
-        local_world_size: ranks on this node.
-        variables: the environment.
     """
     if variables.get(COMPILE_THREADS):
         return {}

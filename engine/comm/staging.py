@@ -58,13 +58,7 @@ class Carrier(Protocol):
 
 
 class _Rooms:
-    """Host memory of one call's stand-ins; it goes back to the pool when all handles of the call are over.
-
-    Args:
-        pool: it comes from.
-        vectors: of the pool.
-        num_handles: of the call.
-    """
+    """Host memory of one call's stand-ins; it goes back to the pool when all handles of the call are over."""
 
     def __init__(self, pool: PinnedPool, vectors: Sequence[torch.Tensor], num_handles: int) -> None:
         self._pool = pool
@@ -124,7 +118,6 @@ class Staging:
     """The copies and the worker of one process group.
 
     Args:
-        device: of the tensors.
         cuda: makes streams and events; None: torch's where the device is a GPU. A race check has its own.
         worker: makes the calls; None: a new thread.
         page_lock: locks the host memory of stand-ins; None: the device's.

@@ -40,8 +40,6 @@ def compare_facts(
 
     Args:
         store: which all ranks reach; its keys are used once.
-        rank: of this process.
-        world_size: number of ranks.
         facts: of this rank, in JSON's types.
         judge: takes the facts in rank order and returns what is wrong with them, or None. It runs on rank 0 only.
 

@@ -60,8 +60,6 @@ class Topology:
 
     Args:
         grid: all ranks of the layout.
-        rank: this rank.
-        device: where this rank computes.
         kv_heads: key/value heads of the model; with fewer than tp ranks, replicas share a `kv_replicas` axis.
         staged: carry tensors through host memory; None: where the default group is gloo's and this rank is on a GPU.
         timeout: after which a call of any of the groups fails; None: torch's own for the backend.

@@ -70,9 +70,6 @@ class GradBuffers:
     Args:
         layouts: the frozen layout of this rank's parameters.
         parameters: the modules' parameters by name; they are bound to views of the flat tensors.
-        dtype: of the weights.
-        grad_dtype: of the main grads.
-        device: where the buffers live.
         dp: the axis over which dense gradients are reduced.
         axes: the axes over which gradients of replicas are summed, by name, as far as this rank has them.
 

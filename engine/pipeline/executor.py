@@ -49,7 +49,6 @@ class Executor:
         topology: this rank's place and pipeline axes.
         queues: the weight-gradient queue of each chunk of this rank.
         shape: of an activation between stages, [s(/t), b, h].
-        dtype: of activations.
         observers: called with each instruction before it runs, and with None after the last.
 
     Attributes:
@@ -84,7 +83,6 @@ class Executor:
         Args:
             program: lowered for this topology's pp, with as many microbatches.
             microbatches: one batch per microbatch; every stage gets it.
-            function: runs a chunk.
             loss_scale: the gradient of each output of the last stage.
             observers: of this run alone, beside those of the executor.
 

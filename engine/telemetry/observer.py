@@ -42,9 +42,7 @@ class TrainingObserver:
     """`engine.train.Observer` on every rank.
 
     Args:
-        telemetry: of this rank.
         meter: what a step's time means for this model.
-        device: whose memory is reported.
         timers: the clock of the phases.
         watchers: follow the phases; `times` among them.
         times: measure where the time of the steps goes, on all ranks; None: the configuration has no use for it.

@@ -13,7 +13,6 @@ def open_directory(rank: Rank, stem: str, *, from_scratch: bool, is_first_start:
     """Open the run directory: rank 0 decides, the others follow. Every rank calls it.
 
     Args:
-        rank: this one.
         stem: of the config's file, after which a run without a name is named.
         from_scratch: whether a run that has saved checkpoints was told to start at step 0 again.
         is_first_start: whether nobody has started this command before. A restarted job goes on from what it has saved since, so

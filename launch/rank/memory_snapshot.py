@@ -26,7 +26,6 @@ class MemorySnapshot:
     Args:
         path: where it goes; its folder is made.
         has_history: whether `remember_allocations` was called.
-        dump: writes the file.
     """
 
     def __init__(

@@ -60,10 +60,8 @@ def explained(
     """Return the error for people.
 
     Args:
-        error: of the allocation.
         place: of the memory that was asked for.
         config: of the run; an open `parallel.dp` is taken from the topology.
-        topology: of this rank.
         engine: None while it is being built.
         snapshot: what to say of a snapshot; None: there is none.
     """

@@ -24,7 +24,6 @@ class Watchers:
     """The watchers of one rank.
 
     Args:
-        rank: as it has joined.
         directory: of the run, in which this attempt writes.
 
     Attributes:

@@ -119,8 +119,6 @@ class Heartbeat(StepWatcher):
     Args:
         folders: from `folders_of`; the file is in the first that has room for it. Files that an earlier attempt has left of this
             rank are removed.
-        rank: this rank.
-        attempt: of the run.
 
     Attributes:
         path: of the file.

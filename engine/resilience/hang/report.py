@@ -64,7 +64,6 @@ class HangReport:
     """The report of a hang.
 
     Args:
-        layout: of the run.
         statuses: of every rank, in rank order.
     """
 

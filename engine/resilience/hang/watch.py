@@ -98,9 +98,6 @@ class StillLimit:
 
     A run whose steps are longer than `runtime.hang_seconds` does not hang. The first step counts only until a later one has ended,
     because it may be slow for reasons of its own.
-
-    Args:
-        limits: of the run.
     """
 
     def __init__(self, limits: HangLimits) -> None:
@@ -129,8 +126,6 @@ class HangWatch:
     """The thread of one rank that notices a hang; started by `start`, and gone with the process.
 
     Args:
-        heartbeat: of this rank.
-        layout: of the run.
         folder: RUN_DIR/hangs/attempt_<n>, the same on all nodes.
         limits: how long what may take.
         announce: of the reporter: called with the step and the report before the end.

@@ -15,7 +15,6 @@ class CheckpointNotices:
     """Events and lines about saves.
 
     Args:
-        telemetry: of this rank.
         directory: of the run, which remembers that it has saved.
     """
 
@@ -113,9 +112,6 @@ def say_stopped(
     """Report that the run ends after step `step` (from 1) because all ranks agreed to.
 
     Args:
-        telemetry: of this rank.
-        stop: why.
-        step: that was made last.
         is_saved: whether the run saves at all.
         peak_memory_bytes: the most that each rank held.
     """

@@ -67,7 +67,6 @@ class Live:
     Args:
         terminal: a tty.
         log: where what was printed is kept too.
-        num_steps: length of the bar.
     """
 
     def __init__(self, terminal: TextIO, log: TextIO | None, num_steps: int) -> None:
@@ -166,7 +165,6 @@ class Report:
     """Everything that is said to people while a run runs.
 
     Args:
-        num_steps: of the whole run.
         log_interval: steps between lines; the first and the last step always have one.
         terminal: standard output as the user sees it; None on no terminal at all.
         log: rank 0's log file; None: none.

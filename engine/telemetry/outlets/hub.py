@@ -163,8 +163,6 @@ class Telemetry:
         """Open a sink; return None, and write an event, where that fails.
 
         Args:
-            name: of the sink.
-            open_sink: opens it.
             opens_again: call `open_sink` again after a failure, with a pause before; it must not wait.
         """
         if opens_again:
@@ -289,7 +287,6 @@ def open_telemetry(
 
     Args:
         config: `telemetry` says which sinks.
-        directory: of the run.
         is_logging_rank: true on rank 0 alone.
         streams: of this rank, from `rank_log`.
         num_steps: of the whole run.

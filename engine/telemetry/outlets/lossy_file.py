@@ -50,7 +50,6 @@ class Gap:
         """Return the line that stands for the lost ones, on a line of its own, and count from 0 again.
 
         Args:
-            cause: why they were lost.
             after: the last byte that was written before it.
         """
         lines = "1 line is" if self.num_lines == 1 else f"{self.num_lines} lines are"

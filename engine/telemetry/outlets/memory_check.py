@@ -94,7 +94,6 @@ class MemoryCheck:
     """Compares the ranks' memory with a prediction after the second step of an attempt. All ranks make the same calls.
 
     Args:
-        topology: of this rank.
         predicted: (tensors, communicators) in bytes, by pipeline index.
         read: reads this rank's memory; None: of its GPU.
     """

@@ -54,7 +54,7 @@ class OutputChange:
 
 @dataclass(frozen=True, slots=True)
 class RankStreams:
-    """RankStreams of a rank while `rank_log` is active. No write to them raises an OSError.
+    """The streams of a rank while `rank_log` is active. No write to them raises an OSError.
 
     Attributes:
         log: the log file, line by line.

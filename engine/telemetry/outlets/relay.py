@@ -63,7 +63,6 @@ class Outlet:
         descriptor: written to by the thread alone.
         is_terminal: an error that is not a lack of room drops it for good.
         on_change: called by the thread with a change, its cause and the number of lines that were lost.
-        most_bytes: of the queue.
         log: of a log file, which is looked at before each write.
     """
 

@@ -7,11 +7,7 @@ from engine.telemetry.record.events import EventKind
 
 
 class TroubleNotices:
-    """Events and lines about trouble.
-
-    Args:
-        telemetry: of this rank.
-    """
+    """Events and lines about trouble."""
 
     def __init__(self, telemetry: Telemetry) -> None:
         self._telemetry = telemetry

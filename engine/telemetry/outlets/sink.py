@@ -59,7 +59,6 @@ class Sink(ABC):
         """Open the sink on the logging rank.
 
         Args:
-            config: of the run.
             directory: of the run; a sink's files belong there.
             layout: parallel sizes, device and what else runs are filtered by.
         """

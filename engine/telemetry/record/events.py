@@ -145,7 +145,6 @@ class EventLog:
 
     Args:
         path: of the file, `RunDirectory.events(node)`; it and its folder are made where they are missing.
-        attempt: of this process.
         rank: of this process; None on rank 0, whose events are about the whole run. Only that one cuts off a torn last line.
     """
 
@@ -161,10 +160,8 @@ class EventLog:
         """Append an event of now; it has left this process when this returns, unless the disk is full (`JsonLines`).
 
         Args:
-            kind: what happened.
             step: counts from 1.
             rank: that it is about, where that is not the one that writes.
-            message: for people.
             details: JSON values, floats that are not finite too.
         """
         event = Event(
@@ -203,7 +200,6 @@ def read_events(run: Path, since: Mapping[str, int] = NOTHING_READ) -> EventsRea
     Clocks of nodes may differ, so events of two nodes that are closer than that may change places. Attempts never mix.
 
     Args:
-        run: the run directory.
         since: the `ends` of an earlier reading; only what was appended after it is read.
     """
     found: list[list[Event]] = []

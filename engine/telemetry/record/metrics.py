@@ -77,11 +77,9 @@ class Meter:
 
     Args:
         config: sizes, recompute, dtype, and `telemetry.peak_tflops`, which is believed before the table of devices.
-        plan: the batch arithmetic.
         layers_per_chunk: transformer layers of each of the pp x vpp chunks.
         world_size: devices that share the work.
         device_name: as torch says it; "cpu" has no peak.
-        attempt: of the run directory.
     """
 
     def __init__(

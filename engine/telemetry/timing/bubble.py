@@ -81,7 +81,6 @@ class Attribution:
     """Makes a `TimeSplit` of what the ranks told.
 
     Args:
-        schedule: that they run.
         places: of every rank, in their order.
     """
 

@@ -42,7 +42,6 @@ def measure_offset(
 
     Args:
         world: all ranks whose clocks are compared.
-        device: of this rank's tensors.
         clock: seconds, never going back.
         num_rounds: all-reduces; the first ones are slow.
     """

@@ -44,7 +44,6 @@ class StreamClock:
     """The order of work on the current CUDA stream, wherever a mark is made: forward on the main thread, backward on autograd's.
 
     Args:
-        device: of the rank.
         make_event: makes an event that is not recorded yet.
         synchronize: waits for all work on the device.
     """

@@ -64,9 +64,6 @@ class TimeMarks:
     """The marks of one rank, which follow its phases, instructions and waits (`engine.comm.ledger.WaitObserver`).
 
     No step is marked before `begin`. In a step that is not marked, nothing is done.
-
-    Args:
-        clock: makes the marks.
     """
 
     def __init__(self, clock: Clock) -> None:

@@ -43,7 +43,6 @@ class StepTimes(StepWatcher):
     Args:
         config: how often there is a line, and whether times are split.
         topology: of this rank; `marks` follow its waits.
-        schedule: of a training step.
         marks: of this rank; they follow its instructions too.
         num_steps: of the whole run.
         timeline: this rank's row, of the same steps on all ranks; None: the run has no timeline.

@@ -57,7 +57,6 @@ class Timeline:
 
     Args:
         steps: that are in it, counted from 1.
-        row: whose.
         path: where it is written; its folder is made.
     """
 

@@ -24,7 +24,6 @@ class NvtxRanges(StepWatcher):
 
     Args:
         push: begins a range of this name inside of those that are open.
-        pop: ends the innermost one.
     """
 
     def __init__(
