@@ -34,7 +34,7 @@ from engine.pipeline.executor import Executor, InstructionObserver
 from engine.pipeline.programs import Programs
 from engine.run.garbage import GarbageCollection
 from engine.run.phases import Phase
-from engine.run.validation import StepSource, Validation
+from engine.run.validation import StepSource, Validation, ValidationObserver
 from engine.step import Chunk, Engine, FinishedStep, RollbackRequested, StepResult, StepsInFlight
 from engine.tensor_parallel.initial_weights import initialize
 from engine.tensor_parallel.parameter import ShardedParameter
@@ -48,7 +48,7 @@ ModelBuilder = Callable[
 """A builder of this rank's chunks (on the meta device) and its parameters by name; `models.gpt.chunk.build_chunks`."""
 
 
-class Observer(Protocol):
+class Observer(ValidationObserver, Protocol):
     """A follower of the loop (`engine.telemetry`), called on every rank; steps count from 0.
 
     `begin` has the number of steps that are made: when the run begins, and again after each rollback. `end_step` closes the time of
@@ -56,11 +56,8 @@ class Observer(Protocol):
     """
 
     def begin(self, steps_made: int) -> None: ...
-    def phase(self, phase: Phase) -> None: ...
     def end_step(self) -> None: ...
     def on_step(self, step: int, result: StepResult, lr: float) -> None: ...
-    def on_validation(self, step: int, loss: float) -> None: ...
-    def on_validation_left_out(self, step: int) -> None: ...
     def on_allocator_retry(self, step: int, num_ranks: int) -> None: ...
 
 

@@ -32,10 +32,9 @@ from engine.run.directory import RunDirectory
 from engine.step import Engine
 from engine.telemetry.observer import TrainingObserver, peak_memory_of_ranks
 from engine.telemetry.outlets.banner import End, Start, show_end, show_start
-from engine.telemetry.outlets.checkpoint_notices import CheckpointNotices, say_beginning, say_stopped
 from engine.telemetry.outlets.hub import Telemetry, open_telemetry
+from engine.telemetry.outlets.notices import CheckpointNotices, TroubleNotices, say_beginning, say_stopped
 from engine.telemetry.outlets.rank_log import RankStreams, rank_log
-from engine.telemetry.outlets.resilience_notices import TroubleNotices
 from engine.telemetry.record.metrics import Meter
 from engine.train import TrainingRun, build, train
 from launch.rank.banner import corpus_entropies, count_parameters, describe, predicted_memory

@@ -92,31 +92,24 @@ class Executor:
         return _Run(self, program, microbatches, function, loss_scale, observers).run()
 
 
+@dataclass(eq=False)
 class _Run:
     """One walk through a program."""
 
-    def __init__(
-        self,
-        executor: Executor,
-        program: Program,
-        microbatches: Sequence[Any],
-        function: ChunkFunction,
-        loss_scale: float,
-        observers: Sequence[InstructionObserver],
-    ) -> None:
-        self.executor = executor
+    executor: Executor
+    program: Program
+    microbatches: Sequence[Any]
+    function: ChunkFunction
+    loss_scale: float
+    observers: Sequence[InstructionObserver]
+
+    def __post_init__(self) -> None:
+        executor, schedule = self.executor, self.program.schedule
         topology = executor.topology
-        schedule = program.schedule
-        assert len(microbatches) == schedule.num_microbatches
+        assert len(self.microbatches) == schedule.num_microbatches
         self.rank = topology.coordinates.pp
-        self.instructions = program.instructions[self.rank]
         self.placement = schedule.placement
         self.forward_only = schedule.forward_only
-        self.microbatches = microbatches
-        self.function = function
-        self.loss_scale = loss_scale
-        self.queues = executor.queues
-        self.observers = (*executor.observers, *observers)
         self.transport = Transport(
             {"forward": topology.axis("pp_forward"), "backward": topology.axis("pp_backward")},
             executor.shape,
@@ -128,10 +121,11 @@ class _Run:
         self.outputs: dict[int, torch.Tensor] = {}
 
     def run(self) -> list[torch.Tensor]:
+        observers = (*self.executor.observers, *self.observers)
         with torch.set_grad_enabled(not self.forward_only):
-            for instruction in self.instructions:
+            for instruction in self.program.instructions[self.rank]:
                 self.executor.running = instruction
-                for observe in self.observers:
+                for observe in observers:
                     observe(instruction)
                 if isinstance(instruction, Post):
                     self.transport.post(instruction)
@@ -142,7 +136,7 @@ class _Run:
                 else:
                     self.backward(instruction)
             self.executor.running = None
-            for observe in self.observers:
+            for observe in observers:
                 observe(None)
         self.transport.finish()
         assert not self.kept and not self.deferred, "a forward without backward, or deferred work without a W"
@@ -170,7 +164,7 @@ class _Run:
             grad = torch.full_like(self.outputs[microbatch], self.loss_scale)
         else:
             grad = self.transport.take(StageTensor("backward", stage, microbatch))
-        queue = self.queues[chunk]
+        queue = self.executor.queues[chunk]
         queue.deferring = action.kind is Kind.I
         run_backward(kept.edge, grad)
         if action.kind is Kind.I:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -38,77 +38,65 @@ class _Ended:
     peak_memory_bytes: int
 
 
+@dataclass(eq=False)
 class TrainingObserver:
     """`engine.train.Observer` on every rank.
 
-    Args:
+    Attributes:
         meter: what a step's time means for this model.
         timers: the clock of the phases.
         watchers: follow the phases; `times` among them.
         times: measure where the time of the steps goes, on all ranks; None: the configuration has no use for it.
         slow_ranks: compares the ranks, on the logging rank.
         memory: compares the ranks' memory with a prediction, once; None: there is nothing to compare.
-
-    Attributes:
         loss: of the last step; None before the first.
         val_loss: of the last validation; None before the first.
     """
 
-    def __init__(
-        self,
-        telemetry: Telemetry,
-        meter: Meter,
-        device: torch.device,
-        timers: Timers | None = None,
-        watchers: Sequence[StepWatcher] = (),
-        times: StepTimes | None = None,
-        slow_ranks: SlowRanks | None = None,
-        memory: MemoryCheck | None = None,
-    ) -> None:
-        self.loss: float | None = None
-        self.val_loss: float | None = None
-        self._telemetry = telemetry
-        self._meter = meter
-        self._device = device
-        self._timers = timers or Timers()
-        self._watchers = tuple(watchers)
-        self._times = times
-        self._slow_ranks = slow_ranks
-        self._memory = memory
-        self._ended: deque[_Ended] = deque()
+    telemetry: Telemetry
+    meter: Meter
+    device: torch.device
+    timers: Timers = field(default_factory=Timers)
+    watchers: Sequence[StepWatcher] = ()
+    times: StepTimes | None = None
+    slow_ranks: SlowRanks | None = None
+    memory: MemoryCheck | None = None
+    loss: float | None = field(default=None, init=False)
+    val_loss: float | None = field(default=None, init=False)
+    _ended: deque[_Ended] = field(default_factory=deque, init=False)
 
     def begin(self, steps_made: int) -> None:
         """Begin after `steps_made` steps; after a rollback, discard the posted steps that were not reported yet."""
-        self._timers.end_step()
+        self.timers.end_step()
         self._ended.clear()
-        for watcher in self._watchers:
+        for watcher in self.watchers:
             watcher.begin(steps_made)
 
     def phase(self, phase: Phase) -> None:
         """Follow the loop to its next phase."""
         if phase is not Phase.VALIDATION:
-            self._telemetry.flush()
-        if self._telemetry.report is not None:
-            self._telemetry.report.phase(Phase.VALIDATION if phase is Phase.VALIDATION else "training")
-        self._timers.phase(phase)
-        for watcher in self._watchers:
+            self.telemetry.flush()
+        if self.telemetry.report is not None:
+            self.telemetry.report.phase(Phase.VALIDATION if phase is Phase.VALIDATION else "training")
+        self.timers.phase(phase)
+        for watcher in self.watchers:
             watcher.phase(phase)
 
     def end_step(self) -> None:
         """End the time of a step; its `on_step` follows, in order."""
-        self._ended.append(_Ended(self._timers.end_step(), time.time(), peak_memory_bytes(self._device)))
-        if self._times is not None:
-            self._times.end_step()
+        self._ended.append(_Ended(self.timers.end_step(), time.time(), peak_memory_bytes(self.device)))
+        if self.times is not None:
+            self.times.end_step()
 
     def on_step(self, step: int, result: StepResult, lr: float) -> None:
         """Record step `step`, counted from 0, which has updated the weights."""
         self.loss = result.loss
         ended = self._ended.popleft()
-        split = None if self._times is None else self._times.on_step(step + 1)
-        compared = None if self._memory is None else self._memory.on_step()
-        if self._telemetry.report is None:
+        split = None if self.times is None else self.times.on_step(step + 1)
+        compared = None if self.memory is None else self.memory.on_step()
+        if self.telemetry.report is None:
             return
-        metrics = self._meter.measure(
+        metrics = self.meter.measure(
             step + 1,
             loss=result.loss,
             loss_tokens=result.num_tokens,
@@ -118,14 +106,14 @@ class TrainingObserver:
             unix_time_seconds=ended.unix_time_seconds,
             peak_memory_bytes=ended.peak_memory_bytes,
         )
-        self._telemetry.step(replace(metrics, time_split=split))
+        self.telemetry.step(replace(metrics, time_split=split))
         if compared is not None:
-            self._telemetry.report.say(str(compared))
-            self._telemetry.event("memory", step=step + 1, message=str(compared), **compared.to_record())
-        if split is not None and self._slow_ranks is not None:
-            for slow in self._slow_ranks.report(split.usual_compute):
-                self._telemetry.report.say(str(slow), "yellow")
-                self._telemetry.event(
+            self.telemetry.report.say(str(compared))
+            self.telemetry.event("memory", step=step + 1, message=str(compared), **compared.to_record())
+        if split is not None and self.slow_ranks is not None:
+            for slow in self.slow_ranks.report(split.usual_compute):
+                self.telemetry.report.say(str(slow), "yellow")
+                self.telemetry.event(
                     "slow_rank",
                     step=step + 1,
                     rank=slow.rank,
@@ -142,19 +130,19 @@ class TrainingObserver:
             f"the allocator of {ranks} had to free memory and ask again: the next steps post each receive right before its use, so "
             "that no device waits for another meanwhile. They are slower; a layout or recompute choice that holds less avoids it"
         )
-        self._telemetry.event("allocator_retry", step=step + 1, num_ranks=num_ranks, message=message)
-        if self._telemetry.report is not None:
-            self._telemetry.report.say(message, "yellow")
+        self.telemetry.event("allocator_retry", step=step + 1, num_ranks=num_ranks, message=message)
+        if self.telemetry.report is not None:
+            self.telemetry.report.say(message, "yellow")
 
     def on_validation(self, step: int, loss: float) -> None:
         """Record the loss of the validation after step `step`, counted from 0."""
         self.val_loss = loss
-        self._telemetry.validation(step + 1, loss, self._timers.running_seconds())
+        self.telemetry.validation(step + 1, loss, self.timers.running_seconds())
 
     def on_validation_left_out(self, step: int) -> None:
         """Report that the validation after step `step`, counted from 0, has no loss, because all ranks agreed to stop."""
-        if self._telemetry.report is not None:
-            self._telemetry.report.say(
+        if self.telemetry.report is not None:
+            self.telemetry.report.say(
                 f"no validation loss after step {step + 1:,}: the run stops first. The checkpoint of this step records that the "
                 "validation is due",
                 "yellow",

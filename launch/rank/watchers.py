@@ -5,6 +5,7 @@ notices     once there is telemetry: the run directory, and a line for a trace t
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from engine.pipeline.executor import InstructionObserver
 from engine.run.directory import RunDirectory
@@ -71,14 +72,14 @@ class Watchers:
             self.steps.pop(0).close()
 
 
+@dataclass(eq=False)
 class TraceNotice(StepWatcher):
     """The event and the line of a trace, once it is written."""
 
-    def __init__(self, profiler: StepProfiler, directory: RunDirectory, telemetry: Telemetry) -> None:
-        self._profiler = profiler
-        self._directory = directory
-        self._telemetry = telemetry
-        self._is_reported = False
+    profiler: StepProfiler
+    directory: RunDirectory
+    telemetry: Telemetry
+    is_reported: bool = False
 
     def phase(self, phase: Phase) -> None:
         """Report the trace if it was written since the phase before."""
@@ -86,10 +87,10 @@ class TraceNotice(StepWatcher):
 
     def close(self) -> None:
         """Report the trace if it was written at last."""
-        path = self._profiler.written
-        if path is None or self._is_reported:
+        path = self.profiler.written
+        if path is None or self.is_reported:
             return
-        self._is_reported = True
-        self._telemetry.event("profiled", path=str(path.relative_to(self._directory.path)))
-        if self._telemetry.report is not None:
-            self._telemetry.report.say(f"trace of rank 0: {path}")
+        self.is_reported = True
+        self.telemetry.event("profiled", path=str(path.relative_to(self.directory.path)))
+        if self.telemetry.report is not None:
+            self.telemetry.report.say(f"trace of rank 0: {path}")

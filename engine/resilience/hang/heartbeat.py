@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -40,8 +41,8 @@ LAYOUT = 0x0154_5249_4158_0001
 """The first word of the file: what it is, and which layout of the words."""
 
 SIZE = 320
-_BEATS, _STEP, _POSITION, _PEER, _BEGUN = 4, 5, 6, 7, 8
-_NUM_WORDS = 10
+_WORDS = ("layout", "rank", "pid", "attempt", "beats", "step", "position", "peer", "begun", "started")
+_BEATS, _STEP, _POSITION, _PEER, _BEGUN = map(_WORDS.index, ("beats", "step", "position", "peer", "begun"))
 _TEXTS = {"phase": 128, "op": 160, "axis": 192, "purpose": 224}
 _TEXT_BYTES = {"phase": 32, "op": 32, "axis": 32, "purpose": 96}
 
@@ -148,7 +149,7 @@ class Heartbeat(StepWatcher):
                 f"no folder takes the {SIZE} bytes of this rank's heartbeat: {tried}. When the run hangs, nobody could say what "
                 "the rank was doing. Make room in one of them, or set TMPDIR to a folder that has some."
             )
-        self._words = memoryview(self._map)[: 8 * _NUM_WORDS].cast("q")
+        self._words = memoryview(self._map)[: 8 * len(_WORDS)].cast("q")
         for place, value in enumerate((LAYOUT, rank, pid, attempt, 0, 0, 0, NO_PEER, 0, started_at(pid))):
             self._words[place] = value
         self._texts: dict[tuple[str, str], bytes] = {}
@@ -266,24 +267,12 @@ def started_at(pid: int) -> int:
 
 
 def _parse(content: bytes) -> Beat:
-    _, rank, pid, attempt, beats, step, position, peer, begun, started = struct.unpack_from(f"{_NUM_WORDS}q", content)
+    words: dict[str, Any] = dict(zip(_WORDS, struct.unpack_from(f"{len(_WORDS)}q", content), strict=True))
     texts = {
         what: content[start : start + _TEXT_BYTES[what]].partition(b"\0")[0].decode(errors="replace")
         for what, start in _TEXTS.items()
     }
-    waits = bool(texts["op"])
-    return Beat(
-        rank=rank,
-        pid=pid,
-        attempt=attempt,
-        beats=beats,
-        step=step,
-        phase=texts["phase"],
-        position=position,
-        op=texts["op"],
-        axis=texts["axis"] if waits else "",
-        purpose=texts["purpose"] if waits else "",
-        peer=peer if waits else NO_PEER,
-        begun=begun,
-        started=started,
-    )
+    del words["layout"]
+    if not texts["op"]:
+        texts["axis"], texts["purpose"], words["peer"] = "", "", NO_PEER
+    return Beat(**(words | texts))

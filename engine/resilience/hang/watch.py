@@ -122,10 +122,11 @@ class StillLimit:
             self._later_seconds = max(self._later_seconds, still_seconds)
 
 
+@dataclass(eq=False)
 class HangWatch:
     """The thread of one rank that notices a hang; started by `start`, and gone with the process.
 
-    Args:
+    Attributes:
         folder: RUN_DIR/hangs/attempt_<n>, the same on all nodes.
         limits: how long what may take.
         announce: of the reporter: called with the step and the report before the end.
@@ -133,24 +134,16 @@ class HangWatch:
         leave: ends this process with an exit code.
     """
 
-    def __init__(
-        self,
-        heartbeat: Heartbeat,
-        layout: RunLayout,
-        folder: Path,
-        limits: HangLimits,
-        announce: Callable[[int, str], None],
-        write_flight_record: Callable[[Path], None] = lambda path: None,
-        leave: Callable[[int], None] = os._exit,
-    ) -> None:
-        self._heartbeat = heartbeat
-        self._layout = layout
-        self._folder = folder
-        self._limits = limits
-        self._announce = announce
-        self._write_flight_record = write_flight_record
-        self._leave = leave
-        self._rank = heartbeat.read().rank
+    heartbeat: Heartbeat
+    layout: RunLayout
+    folder: Path
+    limits: HangLimits
+    announce: Callable[[int, str], None]
+    write_flight_record: Callable[[Path], None] = lambda path: None
+    leave: Callable[[int], None] = os._exit
+
+    def __post_init__(self) -> None:
+        self._rank = self.heartbeat.read().rank
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
 
@@ -161,16 +154,16 @@ class HangWatch:
     def close(self) -> None:
         """End the watch: training is over."""
         self._over.set()
-        self._thread.join(self._limits.look_seconds)
+        self._thread.join(self.limits.look_seconds)
 
     def _watch(self) -> None:
-        limits, last, still_seconds = self._limits, self._heartbeat.read(), 0.0
+        limits, last, still_seconds = self.limits, self.heartbeat.read(), 0.0
         still_limit = StillLimit(limits)
         while True:
             before = time.monotonic()
             if self._over.wait(limits.look_seconds):
                 return
-            beat = self._heartbeat.read()
+            beat = self.heartbeat.read()
             if beat.beats != last.beats:
                 still_limit.went_on(last.begun, still_seconds)
                 last, still_seconds = beat, 0.0
@@ -185,26 +178,26 @@ class HangWatch:
                     print(
                         f"rank {self._rank}: the run hangs, and nothing can be written down: {error}", file=sys.stderr
                     )
-                    self._leave(ExitCode.HUNG)
+                    self.leave(ExitCode.HUNG)
                 # It went on after all.
                 still_limit.went_on(beat.begun, still_seconds)
-                last, still_seconds = self._heartbeat.read(), 0.0
+                last, still_seconds = self.heartbeat.read(), 0.0
 
     def _hangs(self, beat: Beat, still_seconds: float) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         own = self._path(self._rank, ANSWERS)
         write_status(own, RankStatus(self._rank, beat, True, still_seconds))
         # On its own: it asks the backend, which is what hangs.
-        path = self._folder / f"rank_{self._rank:05d}.nccl.json"
-        threading.Thread(target=self._write_flight_record, args=(path,), name="flight-record", daemon=True).start()
-        grid = self._layout.grid
+        path = self.folder / f"rank_{self._rank:05d}.nccl.json"
+        threading.Thread(target=self.write_flight_record, args=(path,), name="flight-record", daemon=True).start()
+        grid = self.layout.grid
         node = grid.node(self._rank)
         neighbours = [rank for rank in range(grid.world_size) if grid.node(rank) == node]
 
         def all_answer() -> bool:
             # One rank of a node lists the folder; the others wait for what comes of it.
             if any(self._path(rank, ANSWERS).exists() for rank in neighbours if rank < self._rank):
-                return (self._folder / REPORT).exists()
+                return (self.folder / REPORT).exists()
             return len(self._ranks(ANSWERS)) == grid.world_size
 
         if not self._wait_for(all_answer, unless_goes_on=beat):
@@ -220,51 +213,51 @@ class HangWatch:
         if self._rank == answered[0]:
             self._report()
         # The reporter may have waited for other nodes first.
-        self._wait_for((self._folder / REPORT).exists, graces=2)
+        self._wait_for((self.folder / REPORT).exists, graces=2)
         if is_deputy:
             for rank in silent:
                 self._kill(self._beat_of(rank, beat.attempt))
-        self._heartbeat.close()
+        self.heartbeat.close()
         sys.stdout.flush()
         sys.stderr.flush()
-        self._leave(ExitCode.HUNG)
+        self.leave(ExitCode.HUNG)
 
     def _report(self) -> None:
-        num_ranks = self._layout.grid.world_size
+        num_ranks = self.layout.grid.world_size
         # Deputies of other nodes write at the same time as this one.
         self._wait_for(lambda: len({*self._ranks(ANSWERS), *self._ranks(SILENT)}) == num_ranks)
         statuses = []
         for rank in range(num_ranks):
             found = read_status(self._path(rank, ANSWERS)) or read_status(self._path(rank, SILENT))
             statuses.append(found or RankStatus(rank, None, False))
-        report = HangReport(self._layout, statuses)
-        text = f"{report.text()}\n  what each rank was doing: {self._folder}"
+        report = HangReport(self.layout, statuses)
+        text = f"{report.text()}\n  what each rank was doing: {self.folder}"
         with suppress(OSError):
-            self._announce(report.step, text)
+            self.announce(report.step, text)
         record = {"reporter": self._rank, "step": report.step, "culprits": report.culprits, "text": text}
-        write_atomically(self._folder / REPORT, [(without_secrets(json.dumps(record, indent=2)) + "\n").encode()])
+        write_atomically(self.folder / REPORT, [(without_secrets(json.dumps(record, indent=2)) + "\n").encode()])
 
     def _wait_for(self, is_done: Callable[[], bool], *, graces: int = 1, unless_goes_on: Beat | None = None) -> bool:
         """Wait until it is done, at most for the grace; False where the rank has gone on meanwhile."""
-        deadline = time.monotonic() + graces * self._limits.grace_seconds
-        poll_seconds = max(_POLL_SECONDS, _POLL_SECONDS_PER_RANK * self._layout.grid.world_size)
+        deadline = time.monotonic() + graces * self.limits.grace_seconds
+        poll_seconds = max(_POLL_SECONDS, _POLL_SECONDS_PER_RANK * self.layout.grid.world_size)
         while time.monotonic() < deadline and not is_done():
-            if unless_goes_on is not None and self._heartbeat.read().beats != unless_goes_on.beats:
+            if unless_goes_on is not None and self.heartbeat.read().beats != unless_goes_on.beats:
                 return False
             time.sleep(poll_seconds)
         return True
 
     def _ranks(self, kind: str) -> list[int]:
         """List the ranks with a status of this kind, by the names of files alone, since all ranks look at once."""
-        found = (_RANK_FILE.fullmatch(path.name) for path in self._folder.glob(f"rank_*.{kind}.json"))
+        found = (_RANK_FILE.fullmatch(path.name) for path in self.folder.glob(f"rank_*.{kind}.json"))
         return [int(match["rank"]) for match in found if match is not None]
 
     def _path(self, rank: int, kind: str) -> Path:
-        return self._folder / f"rank_{rank:05d}.{kind}.json"
+        return self.folder / f"rank_{rank:05d}.{kind}.json"
 
     def _beat_of(self, rank: int, attempt: int) -> Beat | None:
         """Return the last beat of a silent rank of this node."""
-        return self._heartbeat.of_rank(rank, attempt)
+        return self.heartbeat.of_rank(rank, attempt)
 
     def _kill(self, beat: Beat | None) -> None:
         if beat is None:
@@ -273,7 +266,7 @@ class HangWatch:
         if beat.started == started_at(beat.pid):
             with suppress(OSError):
                 os.kill(beat.pid, signal.SIGKILL)
-        self._heartbeat.remove(beat.rank)
+        self.heartbeat.remove(beat.rank)
 
 
 def may_hang(beat: Beat) -> bool:

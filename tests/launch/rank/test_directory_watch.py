@@ -148,7 +148,7 @@ def test_a_look_is_rare(tmp_path: Path) -> None:
 
 def _rank(rank: int, words: Sequence[str]) -> tuple[int, str, str]:
     import launch.rank.directory_watch
-    from engine.telemetry.outlets.checkpoint_notices import CheckpointNotices
+    from engine.telemetry.outlets.notices import CheckpointNotices
 
     launch.rank.directory_watch.LOOK_SECONDS = 0.0  # type: ignore[misc]
     saved = CheckpointNotices.on_saved

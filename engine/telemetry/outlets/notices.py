@@ -1,7 +1,12 @@
-"""What is said and written down about checkpoints (`engine.checkpoint.saving.Notices`), on every rank; rank 0 speaks."""
+"""Notices about checkpoints and about trouble: events, and lines on rank 0; called on every rank.
+
+They are the `Notices` of `engine.checkpoint.saving` and of `engine.resilience.guard`.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from engine.checkpoint.format.fingerprint import describe
 from engine.checkpoint.format.manifest import Kind
@@ -9,64 +14,74 @@ from engine.checkpoint.resume import ResumePoint
 from engine.comm.stop import Stop
 from engine.run.directory import RunDirectory
 from engine.telemetry.outlets.hub import Telemetry
+from engine.telemetry.record.events import EventKind
 
 
+@dataclass(eq=False)
 class CheckpointNotices:
-    """Events and lines about saves.
+    """Events and lines about saves; `directory`, of the run, remembers that it has saved."""
 
-    Args:
-        directory: of the run, which remembers that it has saved.
-    """
-
-    def __init__(self, telemetry: Telemetry, directory: RunDirectory) -> None:
-        self._telemetry = telemetry
-        self._directory = directory
-        self._stall_seconds = 0.0
-        self._waited_seconds = 0.0
+    telemetry: Telemetry
+    directory: RunDirectory
+    stall_seconds: float = 0.0
+    waited_seconds: float = 0.0
 
     def on_save_started(self, step: int, stall_seconds: float, waited_seconds: float) -> None:
-        self._stall_seconds, self._waited_seconds = stall_seconds, waited_seconds
+        self.stall_seconds, self.waited_seconds = stall_seconds, waited_seconds
 
     def on_saved(self, step: int, folder: Path, num_bytes: int, seconds: float) -> None:
-        self._telemetry.event(
+        self.telemetry.event(
             "checkpoint_saved",
             step=step,
             folder=str(folder),
             bytes=num_bytes,
             seconds=seconds,
-            stall_seconds=self._stall_seconds,
-            waited_seconds=self._waited_seconds,
+            stall_seconds=self.stall_seconds,
+            waited_seconds=self.waited_seconds,
         )
-        if self._telemetry.report is None:
+        if self.telemetry.report is None:
             return
         try:
-            self._directory.mark_saved(folder, step)
+            self.directory.mark_saved(folder, step)
         except OSError as error:
             # The checkpoint is whole, wherever it is; the next save tries again.
-            self._telemetry.report.say(
-                f"it cannot be noted in {self._directory.path} that the run has saved: {error}", "yellow"
+            self.telemetry.report.say(
+                f"it cannot be noted in {self.directory.path} that the run has saved: {error}", "yellow"
             )
-        waited = self._stall_seconds + self._waited_seconds
-        self._telemetry.report.say(
+        waited = self.stall_seconds + self.waited_seconds
+        self.telemetry.report.say(
             f"saved step {step:,}: {num_bytes / 1e6:,.1f} MB in {seconds:.1f} s, training waited {waited:.2f} s ({folder})"
         )
 
     def on_save_failed(self, step: int, reason: str) -> None:
-        self._telemetry.event("checkpoint_failed", step=step, reason=reason)
-        if self._telemetry.report is not None:
-            self._telemetry.report.say(
+        self.telemetry.event("checkpoint_failed", step=step, reason=reason)
+        if self.telemetry.report is not None:
+            self.telemetry.report.say(
                 f"the checkpoint of step {step:,} was NOT saved: {reason}. Older ones are untouched; training goes on and saves "
                 "again at the next interval.",
                 "red",
             )
 
     def on_retired(self, names: list[str]) -> None:
-        self._telemetry.event("checkpoints_retired", names=names)
+        self.telemetry.event("checkpoints_retired", names=names)
 
     def on_fingerprint(self, step: int, fingerprint: dict[Kind, str]) -> None:
-        self._telemetry.event("fingerprint", step=step, **fingerprint)
-        if self._telemetry.report is not None:
-            self._telemetry.report.say(f"fingerprint at step {step:,}: {describe(fingerprint)}")
+        self.telemetry.event("fingerprint", step=step, **fingerprint)
+        if self.telemetry.report is not None:
+            self.telemetry.report.say(f"fingerprint at step {step:,}: {describe(fingerprint)}")
+
+
+@dataclass(frozen=True, slots=True)
+class TroubleNotices:
+    """Events and lines about trouble."""
+
+    telemetry: Telemetry
+
+    def on_trouble(self, kind: EventKind, step: int, message: str, **details: Any) -> None:
+        """Report what happened in step number `step`, counted from 0; the record counts from 1."""
+        self.telemetry.event(kind, step=step + 1, message=message, **details)
+        if self.telemetry.report is not None:
+            self.telemetry.report.say(message, "yellow")
 
 
 def say_beginning(telemetry: Telemetry, directory: RunDirectory, beginning: ResumePoint) -> None:
