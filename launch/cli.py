@@ -61,7 +61,7 @@ any order. `triaxis COMMAND --help` shows the options and examples of a command.
 
 
 class Command(Protocol):
-    """What a module in `launch/commands/` provides."""
+    """The interface of a module in `launch/commands/`."""
 
     NAME: str
     HELP: str

@@ -29,7 +29,7 @@ from engine.layout.shard_spec import Init, ParamSpec
 
 
 class StageContents(Protocol):
-    """What a pipeline stage holds (`engine.layout.partition.StageLayers`)."""
+    """The contents of a pipeline stage (`engine.layout.partition.StageLayers`)."""
 
     @property
     def layers(self) -> range: ...

@@ -413,7 +413,7 @@ def _show_verified(console: Console, verified: "Verified") -> None:
 
 
 def _data_bytes(folder: Path) -> int:
-    """What a progress bar counts to; 0 where the manifest cannot be read (`verify` says why)."""
+    """Return the end of a progress bar, in bytes; 0 where the manifest cannot be read (`verify` gives the reason)."""
     from engine.checkpoint.format.manifest import parse_manifest
 
     try:

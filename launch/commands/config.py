@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
 def _derived(
     config: Config, world_size: int | None, ranks_per_node: int | None, devices: Devices | None
 ) -> list[tuple[str, str]]:
-    """What follows from a legal config, as lines of (name, value)."""
+    """Return the values that follow from a legal config, as lines of (name, value)."""
     model, parallel = config.model, config.parallel
     num_parameters = sum(spec.numel for spec in model_specs(model))
     padding = model.padded_vocab_size - model.vocab_size

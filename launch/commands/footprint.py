@@ -284,7 +284,7 @@ def _show_formula(console: Console, config: Config, found: "Footprint") -> None:
 
 
 def _formula_bytes(config: Config, found: "Footprint") -> float:
-    """What a microbatch saves on the rank's chunks, from the formula; what it moves to the host included."""
+    """Return the bytes that a microbatch saves on the rank's chunks by the formula, those moved to the host included."""
     from models.predict.activation_memory import kept_bytes, moved_bytes
 
     sizes = parallel_sizes(config)

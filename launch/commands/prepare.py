@@ -32,7 +32,7 @@ SECONDS_BETWEEN_LINES = 30.0
 
 
 class DocumentsPerSecond(ProgressColumn):
-    """How fast documents are written."""
+    """The rate at which documents are written."""
 
     def render(self, task: Task) -> Text:
         documents = task.fields["documents"]
@@ -132,7 +132,7 @@ class LogLines:
 
 
 def show(console: Console, prefix: str, prepared: Prepared) -> None:
-    """What is on disk now, and the command that trains on it."""
+    """Print the files that were written, and the command that trains on them."""
     record = prepared.record
     if prepared.already_there:
         console.print(

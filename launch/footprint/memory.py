@@ -61,7 +61,7 @@ class Peak:
 
 @dataclass
 class Extremes:
-    """Of the moments since some moment.
+    """Peak values since the last reset.
 
     Attributes:
         most: the most bytes of each kind that grew, each at a moment of its own.
@@ -164,7 +164,7 @@ class MemoryWatch(TorchDispatchMode):
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """What is made in here is no part of the step, and not in the device's memory."""
+        """Leave tensors made inside out of the step and of the device's memory."""
         self._is_outside = True
         try:
             yield

@@ -120,7 +120,7 @@ def _exp(nats: float) -> float | None:
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    """What was read, and the losses."""
+    """Print the text that was read, and the losses."""
     rows = {
         "checkpoint": result["checkpoint"],
         "text": f"{result['text']}: {result['tokens']:,} tokens, {result['bytes']:,} bytes",
@@ -145,7 +145,7 @@ def show(console: Console, result: dict[str, Any]) -> None:
 
 
 def _steps(batches: Batches, num_steps: int, *, show: bool) -> Iterator[Sequence[MicroBatch]]:
-    """That many global batches; with a bar on rank 0's terminal."""
+    """Count to a number of global batches, with a bar on rank 0's terminal."""
     console = Console(stderr=True)
     numbers = track(
         range(num_steps), "evaluate", console=console, transient=True, disable=not (show and console.is_terminal)

@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass
 class Clock:
-    """When the tokens came: the first after the prompt was read, the others one by one."""
+    """Arrival times of the tokens: the first after the prompt was read, the others one by one."""
 
     started: float
     first: float = 0.0
@@ -45,7 +45,7 @@ class Clock:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of the tokens after the first: what one more token costs; None where there is no such token."""
+        """Return the rate of the tokens after the first, the price of one more; None where there is no such token."""
         return (self.num_tokens - 1) / (self.last - self.first) if self.num_tokens > 1 else None
 
 

@@ -56,7 +56,7 @@ class Asked:
 
 
 def add_arguments(parser: CommandParser) -> None:
-    """What all these commands take: the checkpoint, overrides, sizes of the layout, --json."""
+    """Add the arguments of all these commands: the checkpoint, overrides, sizes of the layout, --json."""
     parser.takes(CHECKPOINT, "step_00001000, a folder of checkpoints or a run directory (their latest)")
     for name, meaning in (("tp", "tensor"), ("pp", "pipeline")):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{meaning}-parallel ranks (default: 1)")
@@ -88,7 +88,7 @@ def ask(args: argparse.Namespace, train: Mapping[str, int] | None = None) -> Ask
 
 
 def readers_config(candidate: Candidate, train: Mapping[str, int]) -> dict[str, Any]:
-    """What a manifest says of the model and how it computes; layout, schedule and cluster of the run that wrote it are left."""
+    """Read the model and its arithmetic from a manifest, without layout, schedule and cluster of the run that wrote it."""
     manifest = candidate.manifest
     saved = manifest.config
     if not isinstance(saved.get("model"), dict):

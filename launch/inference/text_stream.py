@@ -38,7 +38,7 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """What is left at the end: an incomplete character as `UNKNOWN`."""
+        """Return the rest at the end: an incomplete character as `UNKNOWN`."""
         text = self._new_text()
         self._shown, self._waiting = self._waiting, []
         return text

@@ -177,7 +177,7 @@ def _colour(kind: str) -> str:
 
 
 def _told(event: Event) -> str:
-    """Its message and details, without those that have a section of their own; long ones are folded."""
+    """Format an event's message and details, without those that have a section of their own; long ones are folded."""
     details = {
         name.replace("_", " "): _value(value)
         for name, value in event.details.items()

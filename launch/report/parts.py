@@ -55,7 +55,7 @@ def _has(record: Mapping[str, object], *keys: str) -> bool:
 
 
 def starts(run: RunRecord) -> list[tuple[float, str]]:
-    """Where attempts after the first one began, for vertical lines."""
+    """Return the steps at which later attempts began, for vertical lines."""
     return [
         (float(attempt.first_step), f"attempt {attempt.number} begins with step {attempt.first_step:,}")
         for attempt in run.attempts[1:]
@@ -135,7 +135,7 @@ def throughput(run: RunRecord) -> str:
 
 
 def times(run: RunRecord) -> str:
-    """Where a step's time goes: on all ranks where that was measured, else the phases of the logging rank's host."""
+    """Draw the parts of a step's time: on all ranks where that was measured, else the phases of the logging rank's host."""
     split = [each for each in run.steps if number(each, "time_split", "step_seconds") > 0]
     if split:
         names = [part for part in PARTS if any(number(each, "time_split", f"{part}_seconds") > 0 for each in split)]
@@ -346,7 +346,7 @@ def _timeline(of: Schedule) -> Timeline:
 
 
 def median_seconds(run: RunRecord) -> float:
-    """Of the steps of the run's history; NaN without any."""
+    """Return the median over the steps of the run's history; NaN without any."""
     known = sorted(y for _, y in series(run.steps, "step_time_seconds") if math.isfinite(y))
     return known[len(known) // 2] if known else math.nan
 

@@ -95,7 +95,7 @@ class RunRecord:
 
     @property
     def layout(self) -> Mapping[str, Any]:
-        """What the last attempt that said so wrote down about itself."""
+        """Return the layout that the last attempt with one has recorded."""
         return next((attempt.layout for attempt in reversed(self.attempts) if attempt.layout), {})
 
     @property
@@ -235,7 +235,7 @@ def _attempts(records: Sequence[Mapping[str, Any]], events: Sequence[Event]) -> 
 
 
 def _end(events: Sequence[Event], *, has_successor: bool) -> str:
-    """How an attempt ended, from what it said last."""
+    """Return the end of an attempt, from its last events."""
     kinds = {event.kind: event for event in events}
     if "finished" in kinds:
         return "finished"

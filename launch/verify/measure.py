@@ -177,7 +177,7 @@ class Comparing:
 
 
 def deviation(wanted: torch.Tensor, got: torch.Tensor) -> Deviation:
-    """Of tensors of one shape, in float64."""
+    """Measure the deviation of tensors of one shape, in float64."""
     wanted, got = wanted.detach().cpu().double(), got.detach().cpu().double()
     error_square = float((got - wanted).square().sum())
     return Deviation(

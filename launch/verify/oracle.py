@@ -59,7 +59,7 @@ LAYOUTS: tuple[dict[str, int | bool], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class OracleTrial:
-    """What is compared with an oracle.
+    """One comparison with an oracle.
 
     Attributes:
         oracle: one of `ORACLES`.
@@ -152,7 +152,7 @@ def installed_version(oracle: str) -> str:
 
 
 def refusals(oracle: str, config: Config) -> Iterator[str]:
-    """What of the model the oracle cannot express, by name."""
+    """Yield the names of properties of the model that the oracle cannot express."""
     for name in ("hidden_dropout", "attention_dropout"):
         if probability := getattr(config.model, name):
             yield (
@@ -196,7 +196,7 @@ def verify_against(asked: OracleTrial) -> Iterator[tuple[Trial, Verdict]]:
 
 
 def verdict_against(asked: OracleTrial, one: Trial, folder: Path) -> Verdict:
-    """What the files in `folder` say, the oracle's and those of the ranks of this trial."""
+    """Judge the files in `folder`, the oracle's and those of the ranks of this trial."""
     verdict = judge(evidence(one.config, folder), one.tolerance)
     return replace(verdict, cause=_cause(asked, one, verdict))
 

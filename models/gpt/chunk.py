@@ -116,12 +116,12 @@ class GPTChunk(nn.Module):
 
     @property
     def queue(self) -> WeightGradQueue:
-        """Where this chunk's weight-gradient GEMMs go."""
+        """Return the queue of this chunk's weight-gradient GEMMs."""
         return self.context.queue
 
     @property
     def saved(self) -> SavedTensors:
-        """What becomes of tensors that this chunk saves for its backward."""
+        """Return the policy for tensors that this chunk saves for its backward."""
         return self.context.saved
 
     @property

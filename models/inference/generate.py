@@ -39,7 +39,7 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a token is drawn from logits.
+    """The rule that draws a token from logits.
 
     Attributes:
         temperature: divides the logits; 0 takes the most likely token.

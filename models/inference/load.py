@@ -77,7 +77,7 @@ def for_reading(config: Config) -> Config:
 
 
 def _refuse_other_tensors(candidate: Candidate, config: Config) -> None:
-    """What this model lacks of the checkpoint is as wrong as the reverse, and the loader would not notice it."""
+    """Refuse a checkpoint with tensors that this model lacks; the loader looks for the reverse alone."""
     strangers = sorted(candidate.manifest.tensors.keys() - {spec.name for spec in model_specs(config.model)})
     if strangers:
         raise CheckpointError(

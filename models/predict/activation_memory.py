@@ -102,7 +102,7 @@ class Sizes:
 
 
 def block_terms(config: Config, sizes: ParallelSizes) -> list[Term]:
-    """What one transformer layer keeps, if it is not recomputed as a whole."""
+    """Return the terms that one transformer layer keeps, if it is not recomputed as a whole."""
     parts = config.recompute.parts | ({"activation"} if "mlp" in config.recompute.parts else set())
     terms = _all_terms(config, sizes, is_core_again="attention" in parts)
     return [replace(term, ours=Fraction(0)) if term.part in parts else term for term in terms]
@@ -195,7 +195,7 @@ def _attention_terms(config: Config, at: Sizes, *, is_core_again: bool) -> list[
 
 
 def end_terms(config: Config, sizes: ParallelSizes, stage: StageContents) -> list[Term]:
-    """What embedding, rotation and head of a stage keep beside its layers (2205.05198, section 4.3)."""
+    """Return the terms that embedding, rotation and head of a stage keep (2205.05198, section 4.3)."""
     at = Sizes.of(config, sizes)
     model = config.model
     whole = at.w * at.h * at.shard
@@ -378,7 +378,7 @@ def _tables(config: Config, at: Sizes) -> Fraction:
 
 
 def _bytes(config: Config, terms: Sequence[Term]) -> int:
-    """What the terms come to in a microbatch."""
+    """Add up the terms of a microbatch, in bytes."""
     total = per_token(terms) * config.train.micro_batch_size * config.model.seq_length
     assert total.denominator == 1, "tensors have whole bytes"
     return total.numerator

@@ -35,7 +35,7 @@ class Oracle(Protocol):
         """Gradients are zero."""
 
     def token_losses(self, microbatch: MicroBatch) -> torch.Tensor:
-        """Of every label [b, s], masked ones too, with a graph; gradients of its backward add up."""
+        """Return the loss of every label [b, s], masked ones too, with a graph; gradients of its backward add up."""
 
     def end_backward(self) -> None:
         """Every microbatch's backward is done."""

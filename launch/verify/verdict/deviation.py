@@ -51,7 +51,7 @@ class Deviation:
 
     @property
     def is_multiple(self) -> bool:
-        """Whether what was got is `factor` x wanted and nothing else, to one part in 10^4."""
+        """Return whether the result is `factor` x wanted and nothing else, to one part in 10^4."""
         if self.factor is None or not math.isfinite(self.error_square):
             return False
         beside = max(0.0, self.got_square - self.factor * self.product)

@@ -35,7 +35,7 @@ Sample = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What all ranks agree on after a step: loss per token in nats, gradient norm before clipping, counted tokens."""
+    """Values on which all ranks agree after a step: loss per token in nats, gradient norm before clipping, counted tokens."""
 
     loss: float
     grad_norm: float
@@ -108,7 +108,7 @@ def samples_of(steps: Iterable[Iterable[Iterable[int]]]) -> tuple[tuple[Sample, 
 
 @dataclass(frozen=True, slots=True)
 class ParameterFacts:
-    """What the layout does with a parameter: the axis over which it has replicas, and over which their gradients are summed."""
+    """The layout's treatment of a parameter: the axis over which it has replicas, and the one over which gradients are summed."""
 
     name: str
     replicas: str | None

@@ -440,7 +440,7 @@ def to_hugging_face(
 
 
 def _differences(model: ModelConfig, name: str) -> Iterator[str]:
-    """What of the model a family cannot express."""
+    """Yield the properties of the model that a family cannot express."""
     for ours, value in FAMILIES[name].fixed.items():
         if getattr(model, ours) != value:
             yield f"model.{ours} = {getattr(model, ours)}, there it is {value}"

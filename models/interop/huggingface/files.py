@@ -189,7 +189,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def _file_of_each_tensor(folder: Path) -> dict[str, str]:
-    """What the index says; empty where there is one file without an index."""
+    """Read the index of files; empty where there is one file without an index."""
     if (folder / SINGLE).is_file():
         return {}
     index = folder / INDEX

@@ -25,7 +25,7 @@ SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "
 
 @dataclass(frozen=True, slots=True)
 class ImportRecord:
-    """What an import keeps for an export.
+    """Facts of an import that an export needs.
 
     Attributes:
         special_ids: those of `SPECIAL_IDS` that config.json had, with their values.

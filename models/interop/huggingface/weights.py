@@ -82,7 +82,7 @@ _GPT2_LAYER: Table = (
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """How a family names its tensors.
+    """The tensor names of a family.
 
     Attributes:
         first, last: tensors before and after the layers.
@@ -235,7 +235,7 @@ class HuggingFaceModel:
 
     @property
     def num_bytes(self) -> int:
-        """Of the weights in the files."""
+        """Return the bytes of the weights in the files."""
         names = [name.removeprefix(self.prefix) for exchange in self.exchanges for name in exchange.theirs]
         return sum(self.files.tensors[name].num_bytes for name in names)
 
@@ -318,7 +318,7 @@ class Export:
 
 
 def plan_export(candidate: Candidate, family: str, model: ModelConfig, dtype: torch.dtype | None = None) -> Export:
-    """What an export of this checkpoint will write.
+    """Plan the files of an export of this checkpoint.
 
     Args:
         candidate: of any layout; only its weights are read.

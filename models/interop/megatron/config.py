@@ -259,7 +259,7 @@ def megatron_training_args(config: Config) -> dict[str, Any]:
 
 
 def differences(section: Mapping[str, Any], model: ModelConfig) -> list[str]:
-    """Where the model that is asked for differs from Megatron's arguments, in what its weights mean."""
+    """Compare the requested model with Megatron's arguments, as far as the meaning of weights depends on them."""
     theirs = ModelConfig.model_validate(section)
     free = {"seq_length", "vocab_size", "vocab_multiple", "init_std", "hidden_dropout", "attention_dropout"}
     names = {"num_kv_heads": "kv_heads", "head_dim": "head_size", "ffn_hidden_size": "ffn_size"}

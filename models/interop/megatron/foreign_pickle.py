@@ -51,7 +51,7 @@ _STORAGES = {
 
 
 class Inert:
-    """What is left of an object: the class it names, what the class was called with, and the object's state."""
+    """The record of an object: the class it names, the arguments of the class, and the object's state."""
 
     origin: str = ""
     arguments: tuple[Any, ...]
@@ -77,7 +77,7 @@ class Inert:
 
 
 def read_pickle(content: bytes, allowed: Collection[Name], prefix: str, source: str) -> Any:
-    """What a pickle describes, with `Inert` in place of every instance.
+    """Read the tree that a pickle describes, with `Inert` in place of every instance.
 
     Args:
         content: the pickle.
@@ -234,7 +234,7 @@ class _Reader(pickle._Unpickler):
         return OrderedDict(items)
 
     def find_class(self, module: str, name: str) -> Any:
-        """What stands for a name; an unknown one is refused here, before the pickle can call it."""
+        """Return the stand-in of a name; refuse an unknown one before the pickle can call it."""
         # A dotted name would reach through an allowed class into whatever that class has imported.
         is_plain = "." not in name
         if is_plain and module == "torch" and name in _DTYPES:

@@ -96,7 +96,7 @@ class Parameter:
     shape: tuple[int, ...]
 
     def key_among(self, names: Container[str]) -> str:
-        """Its key in a live model's parameters, which number their layers; one tensor, as a model is built."""
+        """Return the key among a live model's parameters, which number their layers and hold one tensor each."""
         keys = [place.keys[0] for place in _candidates(self, "") if not place.stacked and len(place.keys) == 1]
         return next(key for key in keys if key in names)
 
@@ -119,7 +119,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a parameter stands: keys that hold it one after another along the first dim, with all layers stacked or not."""
+    """The place of a parameter: keys that hold it one after another along the first dim, with all layers stacked or not."""
 
     keys: tuple[str, ...]
     stacked: bool
@@ -182,7 +182,7 @@ def check(source: TorchDist, model: ModelConfig, prefixes: Prefixes) -> None:
 
 
 def optimizer_format(source: TorchDist) -> str | None:
-    """How the optimizer's state is stored, in Megatron's word; None where there is none."""
+    """Return Megatron's name for the format of the optimizer's state; None where there is no state."""
     keys = (*source.tensors, *source.objects)
     if not any(key.startswith("optimizer.") or ".optimizer." in key for key in keys):
         return None
