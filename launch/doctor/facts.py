@@ -103,7 +103,8 @@ def _listening() -> set[str]:
 def _with_gpu(facts: RankFacts, device: torch.device, *, first_of_node: bool) -> RankFacts:
     properties = torch.cuda.get_device_properties(device)
     count = torch.cuda.device_count()
-    reachable = [other for other in range(count) if other != device.index and _can_reach(device.index, other)]
+    others = [other for other in range(count) if other != device.index]
+    reachable = [other for other in others if torch.cuda.can_device_access_peer(device.index, other)]
     equal = dict(facts.equal) | {
         "CUDA": str(torch.version.cuda),
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
@@ -129,10 +130,6 @@ def driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
         return "unknown"
     words = path.read_text().partition("\n")[0].split()
     return next((word for word in words if word[:1].isdigit() and "." in word), "unknown")
-
-
-def _can_reach(one: int, other: int) -> bool:
-    return bool(torch.cuda.can_device_access_peer(one, other))
 
 
 def _uuid(index: int) -> str:

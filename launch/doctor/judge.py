@@ -47,19 +47,21 @@ def worst(findings: Iterable[Finding]) -> Level:
 
 def judge_places(seen: Examination) -> Iterator[Finding]:
     """Check that each node of the layout is one machine, and no machine is two nodes."""
-    hosts = _by(seen.facts, lambda one: one.node, lambda one: one.host)
-    split = {node: names for node, names in hosts.items() if len(names) > 1}
+    hosts: dict[int, dict[str, None]] = {}
+    for one in seen.facts:
+        hosts.setdefault(one.node, {})[one.host] = None
+    split = {node: tuple(names) for node, names in hosts.items() if len(names) > 1}
     for node, names in split.items():
         yield Finding(
             Level.FAIL,
             "places",
             f"node {node} of the layout stands on {_listed(names)}",
-            tuple(names),
+            names,
             "Tensor-parallel groups would cross the network. Start the ranks of a node one after the other (srun "
             "--distribution=block), or correct runtime.ranks_per_node.",
         )
-    at = {node: names[0] for node, names in hosts.items()}
-    shared = [name for name, count in Counter(at.values()).items() if count > 1]
+    counted = Counter(next(iter(names)) for names in hosts.values())
+    shared = [name for name, count in counted.items() if count > 1]
     if shared and not split:
         yield Finding(
             Level.WARN,
@@ -309,17 +311,6 @@ def _usual(values: Mapping[int, str]) -> str:
 
 def _hosts(facts: Iterable[RankFacts]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(one.host for one in facts))
-
-
-def _by(
-    facts: Iterable[RankFacts], key: Callable[[RankFacts], int], value: Callable[[RankFacts], str]
-) -> dict[int, list[str]]:
-    found: dict[int, list[str]] = {}
-    for one in facts:
-        values = found.setdefault(key(one), [])
-        if value(one) not in values:
-            values.append(value(one))
-    return found
 
 
 def _has_nvlink(links: Mapping[str, Mapping[str, str]]) -> bool:

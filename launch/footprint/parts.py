@@ -85,19 +85,16 @@ class Recorder:
 
     def __call__(self, instruction: Instruction | None) -> None:
         """End the part of the instruction before the one that is about to run (None: all have run)."""
-        self._end_part()
+        self.end()
         self.watch.phase = "gradients" if instruction is None else "pipeline"
 
     def begin_update(self) -> None:
         """End the part before the update: the gradients are whole, and no tensor of the microbatches is left."""
-        self._end_part()
+        self.end()
         self.update_start = Counter(self.watch.live)
 
     def end(self) -> None:
-        """End the part of the update."""
-        self._end_part()
-
-    def _end_part(self) -> None:
+        """End a part; the last is that of the update."""
         extremes, begin = self.watch.part, self._begin
         peak = extremes.peak
         if peak is not None:

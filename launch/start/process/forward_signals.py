@@ -131,10 +131,8 @@ def ranks() -> list[psutil.Process]:
 
 
 def _send(rank: psutil.Process, number: int) -> None:
-    try:
+    with suppress(psutil.NoSuchProcess):
         rank.send_signal(number)
-    except psutil.NoSuchProcess:
-        return
 
 
 def _kill_ranks(seconds: float) -> None:
