@@ -108,16 +108,14 @@ class TrainingObserver:
         )
         self.telemetry.step(replace(metrics, time_split=split))
         if compared is not None:
-            self.telemetry.report.say(str(compared))
-            self.telemetry.event("memory", step=step + 1, message=str(compared), **compared.to_record())
+            self.telemetry.notice("memory", str(compared), style="", step=step + 1, **compared.to_record())
         if split is not None and self.slow_ranks is not None:
             for slow in self.slow_ranks.report(split.usual_compute):
-                self.telemetry.report.say(str(slow), "yellow")
-                self.telemetry.event(
+                self.telemetry.notice(
                     "slow_rank",
+                    str(slow),
                     step=step + 1,
                     rank=slow.rank,
-                    message=str(slow),
                     host=slow.host,
                     compute_seconds=slow.seconds,
                     usual_seconds=slow.usual_seconds,
@@ -130,9 +128,7 @@ class TrainingObserver:
             f"the allocator of {ranks} had to free memory and ask again: the next steps post each receive right before its use, so "
             "that no device waits for another meanwhile. They are slower; a layout or recompute choice that holds less avoids it"
         )
-        self.telemetry.event("allocator_retry", step=step + 1, num_ranks=num_ranks, message=message)
-        if self.telemetry.report is not None:
-            self.telemetry.report.say(message, "yellow")
+        self.telemetry.notice("allocator_retry", message, step=step + 1, num_ranks=num_ranks)
 
     def on_validation(self, step: int, loss: float) -> None:
         """Record the loss of the validation after step `step`, counted from 0."""
@@ -141,12 +137,11 @@ class TrainingObserver:
 
     def on_validation_left_out(self, step: int) -> None:
         """Report that the validation after step `step`, counted from 0, has no loss, because all ranks agreed to stop."""
-        if self.telemetry.report is not None:
-            self.telemetry.report.say(
-                f"no validation loss after step {step + 1:,}: the run stops first. The checkpoint of this step records that the "
-                "validation is due",
-                "yellow",
-            )
+        self.telemetry.say(
+            f"no validation loss after step {step + 1:,}: the run stops first. The checkpoint of this step records that the "
+            "validation is due",
+            "yellow",
+        )
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -55,7 +55,9 @@ class DirectoryWatch(StepWatcher):
             self._telemetry.reopen_files()
         except OSError as error:
             if not self._failed:
-                self._say(f"{path} was removed or moved, and cannot be made again ({error}); it is tried again")
+                self._telemetry.say(
+                    f"{path} was removed or moved, and cannot be made again ({error}); it is tried again", "yellow"
+                )
             self._failed = True
             return
         self._failed, self._num_said = False, self._directory.num_losses
@@ -63,9 +65,4 @@ class DirectoryWatch(StepWatcher):
             f"{path} or its checkpoints were removed or moved while this run writes there: training goes on in a new folder of "
             "that name. What the old one held is missing in it"
         )
-        self._telemetry.event("directory_put_back", message=message)
-        self._say(message)
-
-    def _say(self, message: str) -> None:
-        if self._telemetry.report is not None:
-            self._telemetry.report.say(message, "yellow")
+        self._telemetry.notice("directory_put_back", message)

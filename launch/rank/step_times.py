@@ -79,9 +79,7 @@ def finish_step_times(times: StepTimes | None, directory: RunDirectory, telemetr
     try:
         merged = merge(directory.path)
     except (OSError, TriaxisError) as error:
-        telemetry.report.say(
-            f"{error}\nThe run is not harmed; `triaxis timeline {directory.path}` tries again.", "yellow"
-        )
+        telemetry.say(f"{error}\nThe run is not harmed; `triaxis timeline {directory.path}` tries again.", "yellow")
         return
-    telemetry.report.say(str(merged))
+    telemetry.say(str(merged))
     telemetry.event("profiled", path=str(merged.path.relative_to(directory.path)))

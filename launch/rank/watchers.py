@@ -92,5 +92,4 @@ class TraceNotice(StepWatcher):
             return
         self.is_reported = True
         self.telemetry.event("profiled", path=str(path.relative_to(self.directory.path)))
-        if self.telemetry.report is not None:
-            self.telemetry.report.say(f"trace of rank 0: {path}")
+        self.telemetry.say(f"trace of rank 0: {path}")

@@ -112,9 +112,19 @@ class Telemetry:
             self._events.write(kind, **fields)
         except Exception as error:
             self._events = None
-            self._say(f"the log of events is switched off: {error}")
+            self.say(f"the log of events is switched off: {error}", "yellow")
         for sink in tuple(self._sinks):
             self._guard(sink, sink.after_event)
+
+    def say(self, text: str = "", style: str = "") -> None:
+        """Print lines (no-op on ranks that do not log)."""
+        if self.report is not None:
+            self.report.say(without_secrets(text), style)
+
+    def notice(self, kind: EventKind, message: str, *, style: str = "yellow", **fields: Any) -> None:
+        """Record an event, and print its message."""
+        self.event(kind, message=message, **fields)
+        self.say(message, style)
 
     def flush(self) -> None:
         """Hand the last step to the sinks: no validation of it will follow."""
@@ -137,9 +147,9 @@ class Telemetry:
         for sink in tuple(self._sinks):
             self._guard(sink, sink.close)
             if sink.summary is not None:
-                self._say(sink.summary, "")
+                self.say(sink.summary)
         for name, stopped in self._stopped_sinks.items():
-            self._say(f"{name}: {_missing_steps(stopped.num_lost)} missing: {stopped.cause}")
+            self.say(f"{name}: {_missing_steps(stopped.num_lost)} missing: {stopped.cause}", "yellow")
         files = self._files()
         self._sinks.clear()
         self._stopped_sinks.clear()
@@ -149,7 +159,7 @@ class Telemetry:
             self._events = None
         for file in files:
             if file.error is not None:
-                self._say(f"{file.path.name}: {file.num_lost} rows could not be written: {_cause(file.error)}")
+                self.say(f"{file.path.name}: {file.num_lost} rows could not be written: {_cause(file.error)}", "yellow")
 
     def close_early(self) -> None:
         """Close what would lose records and alerts: another thread is about to end the process while the loop hangs.
@@ -189,8 +199,7 @@ class Telemetry:
         """Write an event and a line: a sink that had stopped has taken a step."""
         num_lost = self._stopped_sinks.pop(name).num_lost
         message = f"{name} is written again; {_missing_steps(num_lost)} missing"
-        self.event("output_resumed", output=name, message=message, num_lost=num_lost)
-        self._say(message)
+        self.notice("output_resumed", message, output=name, num_lost=num_lost)
 
     def _files(self) -> list[JsonLines]:
         files = [sink.lines for sink in self._sinks if sink.lines is not None]
@@ -222,15 +231,14 @@ class Telemetry:
     def _output_event(self, change: OutputChange) -> None:
         if change.what == STOPPED:
             message = f"{change.output} cannot be written ({change.cause}): training goes on, and it is tried again"
-            self.event("output_stopped", output=change.output, message=message)
+            self.notice("output_stopped", message, output=change.output)
         elif change.what == RESUMED:
             lost = f"{change.num_lost} rows or lines are missing" if change.num_lost else "nothing is missing"
             message = f"{change.output} is written again; {lost}"
-            self.event("output_resumed", output=change.output, message=message, num_lost=change.num_lost)
+            self.notice("output_resumed", message, output=change.output, num_lost=change.num_lost)
         else:
             message = f"the {change.output} cannot be written any more ({change.cause}): the run goes on without it"
-            self.event("output_dropped", output=change.output, message=message)
-        self._say(message)
+            self.notice("output_dropped", message, output=change.output)
 
     def _guard(self, sink: Sink, call: Callable[[], None]) -> bool:
         """Call a sink; switch it off and return False where it fails."""
@@ -249,7 +257,7 @@ class Telemetry:
         """Write an event and a line for the first failure of a sink, and set the time of the next try."""
         if name not in self._openers:
             self.event("sink_failed", sink=name, error=f"{type(error).__name__}: {error}")
-            self._say(f"{name} is switched off, training goes on: {type(error).__name__}: {error}")
+            self.say(f"{name} is switched off, training goes on: {type(error).__name__}: {error}", "yellow")
             return
         stopped = self._stopped_sinks.get(name)
         if stopped is None:
@@ -258,10 +266,6 @@ class Telemetry:
             self._output_event(OutputChange(name, STOPPED, cause))
         stopped.pause_seconds = min(2 * stopped.pause_seconds, _LONGEST_PAUSE_SECONDS)
         stopped.next_try_seconds = self._clock() + stopped.pause_seconds
-
-    def _say(self, text: str, style: str = "yellow") -> None:
-        if self.report is not None:
-            self.report.say(without_secrets(text), style)
 
 
 def _missing_steps(num_lost: int) -> str:

@@ -45,30 +45,26 @@ class CheckpointNotices:
             self.directory.mark_saved(folder, step)
         except OSError as error:
             # The checkpoint is whole, wherever it is; the next save tries again.
-            self.telemetry.report.say(
-                f"it cannot be noted in {self.directory.path} that the run has saved: {error}", "yellow"
-            )
+            self.telemetry.say(f"it cannot be noted in {self.directory.path} that the run has saved: {error}", "yellow")
         waited = self.stall_seconds + self.waited_seconds
-        self.telemetry.report.say(
+        self.telemetry.say(
             f"saved step {step:,}: {num_bytes / 1e6:,.1f} MB in {seconds:.1f} s, training waited {waited:.2f} s ({folder})"
         )
 
     def on_save_failed(self, step: int, reason: str) -> None:
         self.telemetry.event("checkpoint_failed", step=step, reason=reason)
-        if self.telemetry.report is not None:
-            self.telemetry.report.say(
-                f"the checkpoint of step {step:,} was NOT saved: {reason}. Older ones are untouched; training goes on and saves "
-                "again at the next interval.",
-                "red",
-            )
+        self.telemetry.say(
+            f"the checkpoint of step {step:,} was NOT saved: {reason}. Older ones are untouched; training goes on and saves "
+            "again at the next interval.",
+            "red",
+        )
 
     def on_retired(self, names: list[str]) -> None:
         self.telemetry.event("checkpoints_retired", names=names)
 
     def on_fingerprint(self, step: int, fingerprint: dict[Kind, str]) -> None:
         self.telemetry.event("fingerprint", step=step, **fingerprint)
-        if self.telemetry.report is not None:
-            self.telemetry.report.say(f"fingerprint at step {step:,}: {describe(fingerprint)}")
+        self.telemetry.say(f"fingerprint at step {step:,}: {describe(fingerprint)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +75,7 @@ class TroubleNotices:
 
     def on_trouble(self, kind: EventKind, step: int, message: str, **details: Any) -> None:
         """Report what happened in step number `step`, counted from 0; the record counts from 1."""
-        self.telemetry.event(kind, step=step + 1, message=message, **details)
-        if self.telemetry.report is not None:
-            self.telemetry.report.say(message, "yellow")
+        self.telemetry.notice(kind, message, step=step + 1, **details)
 
 
 def say_beginning(telemetry: Telemetry, directory: RunDirectory, beginning: ResumePoint) -> None:
@@ -98,27 +92,24 @@ def say_beginning(telemetry: Telemetry, directory: RunDirectory, beginning: Resu
         passed_over=list(beginning.passed_over),
         set_aside=None if directory.set_aside is None else str(directory.set_aside),
     )
-    report = telemetry.report
-    if report is None:
-        return
     for problem in beginning.passed_over:
-        report.say(f"a newer checkpoint cannot be used. {problem}", "yellow")
+        telemetry.say(f"a newer checkpoint cannot be used. {problem}", "yellow")
     if directory.set_aside is not None:
-        report.say(f"from scratch: earlier checkpoints were moved to {directory.set_aside}")
+        telemetry.say(f"from scratch: earlier checkpoints were moved to {directory.set_aside}")
     if beginning.source is None:
         return
     if beginning.loaded == "weights":
-        report.say(f"starting at step 0 with the weights of {beginning.source}, and a fresh optimizer")
+        telemetry.say(f"starting at step 0 with the weights of {beginning.source}, and a fresh optimizer")
     else:
         state = beginning.state
-        report.say(
+        telemetry.say(
             f"resuming after step {state.step:,} ({state.consumed_tokens:,} tokens) from {beginning.source}", "green"
         )
     if beginning.differences:
-        report.say(
+        telemetry.say(
             "  differs from what was saved, so equal to rounding, not to the bit: " + "; ".join(beginning.differences)
         )
-    report.say()
+    telemetry.say()
 
 
 def say_stopped(
@@ -131,11 +122,9 @@ def say_stopped(
         peak_memory_bytes: the most that each rank held.
     """
     telemetry.event("stopped", step=step, reason=stop.value, peak_memory_bytes=list(peak_memory_bytes))
-    if telemetry.report is None:
-        return
     rest = (
         "the same command goes on from there"
         if is_saved
         else "nothing is saved (checkpoint.interval=null), so the same command starts at step 0 again"
     )
-    telemetry.report.say(f"{stop.value}: stopped after step {step:,}; {rest}", "yellow")
+    telemetry.say(f"{stop.value}: stopped after step {step:,}; {rest}", "yellow")

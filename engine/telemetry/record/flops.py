@@ -125,9 +125,3 @@ def known_peak(device_name: str, dtype: str) -> Peak | None:
         return None
     # Whole words: an A10G is no A10. The form factor may stand apart from the model ("NVIDIA H100 80GB PCIe").
     return next((peak for name, peak in _PEAKS if all(word in words for word in name.split())), None)
-
-
-def peak_tflops(device_name: str, dtype: str) -> float | None:
-    """Return the dense peak in TFLOP/s of one device, or None where it is not known."""
-    peak = known_peak(device_name, dtype)
-    return peak.tflops if peak else None

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from engine.config.activations import RecomputeConfig
 from engine.config.model import ModelConfig
-from engine.telemetry.record.flops import gemm_weights, hardware_flops_per_token, model_flops_per_token, peak_tflops
+from engine.telemetry.record.flops import gemm_weights, hardware_flops_per_token, known_peak, model_flops_per_token
 from models.specs import model_specs
 from tests.oracle import oracle_loss_sum, oracle_weights
 
@@ -133,9 +133,10 @@ def test_hardware_adds_what_recompute_repeats_and_the_padded_columns() -> None:
     ],
 )
 def test_devices_are_known_by_the_name_that_torch_gives(name: str, tflops: float | None) -> None:
-    assert peak_tflops(name, "bf16") == tflops
-    assert peak_tflops(name, "fp16") == tflops
-    assert peak_tflops(name, "fp32") is None
+    for dtype in ("bf16", "fp16"):
+        peak = known_peak(name, dtype)
+        assert (None if peak is None else peak.tflops) == tflops
+    assert known_peak(name, "fp32") is None
 
 
 @pytest.mark.parametrize(
