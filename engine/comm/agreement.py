@@ -27,11 +27,7 @@ class StopFlags(NamedTuple):
 
 
 class StepFlags(NamedTuple):
-    """The flags of one rank in a step, or their sums over all ranks.
-
-    Attributes:
-        retried: the rank's allocator had to free memory and ask again since the step before.
-    """
+    """The flags of one rank in a step, or their sums; `retried`: its allocator had to free memory since the step before."""
 
     save: SaveFlags = SaveFlags()
     stop: StopFlags = StopFlags()

@@ -19,12 +19,7 @@ ORDER = ("tp", "pp", "dp")
 
 
 class Gathering:
-    """Rows on their way to rank 0. All ranks make one, and call `finish` once, in the same order of calls.
-
-    Args:
-        row: 1-D, as long on every rank; on the rank's device.
-        purpose: label of the calls in the ledger.
-    """
+    """Rows on their way to rank 0, each 1-D and as long on every rank. All ranks make one, and call `finish` in the same order."""
 
     def __init__(self, topology: Topology, row: torch.Tensor, purpose: str) -> None:
         self._topology = topology

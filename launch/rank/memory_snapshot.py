@@ -21,12 +21,7 @@ def remember_allocations(record: Callable[..., object] = torch.cuda.memory._reco
 
 
 class MemorySnapshot:
-    """The snapshot of one rank.
-
-    Args:
-        path: where it goes; its folder is made.
-        has_history: whether `remember_allocations` was called.
-    """
+    """The snapshot of one rank in a file, whose folder is made; with a history where `remember_allocations` was called."""
 
     def __init__(
         self, path: Path, *, has_history: bool, dump: Callable[[str], object] = torch.cuda.memory._dump_snapshot

@@ -61,11 +61,7 @@ class RunLayout:
 
 
 class HangReport:
-    """The report of a hang.
-
-    Args:
-        statuses: of every rank, in rank order.
-    """
+    """The report of a hang, from the statuses of all ranks in rank order."""
 
     def __init__(self, layout: RunLayout, statuses: Sequence[RankStatus]) -> None:
         self._layout = layout

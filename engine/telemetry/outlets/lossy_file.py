@@ -20,11 +20,7 @@ from typing import Any
 
 
 class Gap:
-    """A hole in a stream of lines.
-
-    Attributes:
-        num_lines: lines that were lost and not reported yet.
-    """
+    """A hole in a stream of lines; `num_lines` were lost and not reported yet."""
 
     def __init__(self) -> None:
         self.num_lines = 0
@@ -47,11 +43,7 @@ class Gap:
         return data
 
     def report(self, cause: str, *, after: bytes) -> bytes:
-        """Return the line that stands for the lost ones, on a line of its own, and count from 0 again.
-
-        Args:
-            after: the last byte that was written before it.
-        """
+        """Return the line that stands for the lost ones, on its own behind byte `after`, and count from 0 again."""
         lines = "1 line is" if self.num_lines == 1 else f"{self.num_lines} lines are"
         self.num_lines = 0
         begins = b"" if after in (b"", b"\n") else b"\n"

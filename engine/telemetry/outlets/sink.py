@@ -56,12 +56,7 @@ class Sink(ABC):
     @classmethod
     @abstractmethod
     def open(cls, config: Config, directory: RunDirectory, layout: Mapping[str, Any]) -> Self:
-        """Open the sink on the logging rank.
-
-        Args:
-            directory: of the run; a sink's files belong there.
-            layout: parallel sizes, device and what else runs are filtered by.
-        """
+        """Open the sink on the logging rank, with its files in the run's directory; `layout` is what runs are filtered by."""
 
     @abstractmethod
     def record(self, metrics: StepMetrics) -> None:

@@ -84,11 +84,7 @@ def cells(steps: Sequence[StepMetrics], num_steps: int, eta_seconds: float) -> d
 
 
 class Table:
-    """The lines of one outlet; it remembers when its header is due: every 20 lines, and when other columns fit.
-
-    Attributes:
-        first_width: of the column of steps.
-    """
+    """The lines of one outlet. Its header is due every 20 lines, and when other columns fit."""
 
     def __init__(self, columns: Sequence[Column]) -> None:
         self.first_width = columns[0].width

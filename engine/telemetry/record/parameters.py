@@ -83,12 +83,7 @@ def round_counts(sums: Mapping[str, float]) -> dict[str, int]:
 
 
 def comparison(counted: Mapping[str, int], model: ModelConfig) -> list[str]:
-    """List lines for the start banner: each module's count, and how far it is from the formula's.
-
-    Args:
-        counted: parameters by module over all ranks.
-        model: what the formula is evaluated for.
-    """
+    """List lines for the start banner: each module's `counted` parameters, and how far they are from the formula's."""
     expected = num_parameters(model)
     modules = ", ".join(f"{module} {counted[module]:,}" for module in MODULES if counted[module])
     total, formula = sum(counted.values()), sum(expected.values())

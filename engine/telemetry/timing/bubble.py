@@ -78,11 +78,7 @@ class _Waits:
 
 
 class Attribution:
-    """Makes a `TimeSplit` of what the ranks told.
-
-    Args:
-        places: of every rank, in their order.
-    """
+    """Makes a `TimeSplit` of the numbers of all ranks, which stand at `places` in their order."""
 
     def __init__(self, schedule: Schedule, places: Sequence[Coordinates]) -> None:
         self._schedule = schedule
@@ -101,12 +97,7 @@ class Attribution:
         self._order = _order(schedule) if self._num_actions else []
 
     def work_out(self, rows: Seconds, first_step: int, last_step: int) -> TimeSplit:
-        """Compute the split of some steps.
-
-        Args:
-            rows: [ranks, n], `StepTally.numbers` of each rank.
-            first_step, last_step: that were measured.
-        """
+        """Compute the split of the steps from first to last, from `StepTally.numbers` of each rank as rows [ranks, n]."""
         waits = self._causes(rows[:, USUAL + 1 :])
         ranks = []
         for rank, row in enumerate(rows[:, : len(SPANS)].tolist()):
@@ -162,9 +153,7 @@ class Attribution:
     def _replayed(self, begin: Seconds, durations: Seconds) -> Seconds:
         """Return what each stage's rank waits [replicas, pp, steps] where messages take no time.
 
-        Args:
-            begin: [replicas, pp, steps], when each begins.
-            durations: [replicas, pp, steps, actions].
+        `begin` is [replicas, pp, steps], `durations` [replicas, pp, steps, actions].
         """
         durations = np.moveaxis(durations, -1, 0)
         now = [begin[:, rank] for rank in range(begin.shape[1])]

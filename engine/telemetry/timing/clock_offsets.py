@@ -24,12 +24,7 @@ NUM_ROUNDS = 30
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """The offset of this rank's clock.
-
-    Attributes:
-        origin_seconds: this rank's clock at the moment that all ranks call zero.
-        error_seconds: by which `origin_seconds` may be off.
-    """
+    """This rank's clock at the moment that all ranks call zero, and by how much that may be off."""
 
     origin_seconds: float
     error_seconds: float

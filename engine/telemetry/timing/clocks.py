@@ -41,12 +41,7 @@ class HostClock:
 
 
 class StreamClock:
-    """The order of work on the current CUDA stream, wherever a mark is made: forward on the main thread, backward on autograd's.
-
-    Args:
-        make_event: makes an event that is not recorded yet.
-        synchronize: waits for all work on the device.
-    """
+    """The order of work on the current CUDA stream, wherever a mark is made: forward on the main thread, backward on autograd's."""
 
     samples = True
 

@@ -21,11 +21,7 @@ def has_line(step: int, log_interval: int, num_steps: int) -> bool:
 
 
 class Timers:
-    """Named spans of host time that leave no gap.
-
-    Args:
-        clock: seconds from an arbitrary origin, never going back.
-    """
+    """Named spans of host time that leave no gap; `clock` returns seconds and never goes back."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock

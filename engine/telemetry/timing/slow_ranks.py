@@ -41,12 +41,7 @@ class SlowRank:
 
 
 class SlowRanks:
-    """Compares reports; names a rank once when it has become slow, and again only if it was not in between.
-
-    Args:
-        stage_ranks: the pipeline coordinate of each rank.
-        hosts: the name of each rank's machine.
-    """
+    """Compares ranks of one pipeline stage; names a rank once when it has become slow, and again only if it was not in between."""
 
     def __init__(self, stage_ranks: Sequence[int], hosts: Sequence[str]) -> None:
         self._hosts = hosts

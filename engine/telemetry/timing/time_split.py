@@ -157,11 +157,7 @@ class StepTally:
         self._pipeline.append(way)
 
     def numbers(self, num_actions: int) -> list[float]:
-        """Return means per step, the median of compute, and the steps; as many for every rank.
-
-        Args:
-            num_actions: of the rank that has most in a step; 0: there is no pipeline, and steps are not told.
-        """
+        """Return means per step, the median of compute and, where `num_actions` is not 0, the steps; as many for every rank."""
         spans = [self._seconds[span] / len(self.steps) for span in SPANS]
         steps = [number for way in self._pipeline for number in way.numbers(num_actions)] if num_actions else []
         return [*spans, median(self._compute_seconds), *steps]

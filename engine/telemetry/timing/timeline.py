@@ -53,12 +53,7 @@ class Row:
 
 
 class Timeline:
-    """The row of one rank.
-
-    Args:
-        steps: that are in it, counted from 1.
-        path: where it is written; its folder is made.
-    """
+    """The row of one rank: steps counted from 1, and the file that it is written to, whose folder is made."""
 
     def __init__(self, steps: range, row: Row, path: Path) -> None:
         self.steps = steps

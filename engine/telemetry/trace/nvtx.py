@@ -20,11 +20,7 @@ from engine.telemetry.trace.profile import instruction_name
 
 
 class NvtxRanges(StepWatcher):
-    """The ranges of one rank, all steps long.
-
-    Args:
-        push: begins a range of this name inside of those that are open.
-    """
+    """The ranges of one rank; `push` begins a range inside of those that are open, `pop` ends the innermost."""
 
     def __init__(
         self,
