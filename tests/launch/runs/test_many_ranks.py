@@ -5,12 +5,19 @@ that are written here are exact.
 """
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from engine.config.activations import RecomputeConfig
+from engine.config.load import load_config
+from engine.config.tree import Config
 from engine.data.corpus.indexed import IndexedWriter
+from engine.step import Engine
 from engine.telemetry.timing.clock_offsets import NUM_ROUNDS
+from engine.train import build
+from launch import pretrain_gpt
 from tests.on_paper import Seen, run_on_paper
 
 pytestmark = pytest.mark.distributed
@@ -37,11 +44,13 @@ class Runs:
         with IndexedWriter(folder / "corpus", np.uint16) as writer:
             for _ in range(64):
                 writer.add_document(np.arange(2000) % 256)  # more than the largest world reads
-        self._made: dict[tuple[int, int, int, bool], Seen] = {}
+        self._made: dict[tuple[int, int, int, bool, bool], Seen] = {}
         self.of(2, WORLDS[0])  # builds the caches of the corpus
 
-    def of(self, rank: int, world_size: int, steps: int = 4, *, has_timeline: bool = False) -> Seen:
-        key = (rank, world_size, steps, has_timeline)
+    def of(
+        self, rank: int, world_size: int, steps: int = 4, *, has_timeline: bool = False, is_auto: bool = False
+    ) -> Seen:
+        key = (rank, world_size, steps, has_timeline, is_auto)
         if key not in self._made:
             dp = world_size // (TP * PP)
             overrides = {
@@ -57,6 +66,8 @@ class Runs:
             }
             if has_timeline:
                 overrides |= {"telemetry.timeline.start": 2, "telemetry.timeline.steps": 1}
+            if is_auto:
+                overrides |= {"recompute.granularity": "auto", "recompute.memory_gb": 1}
             words = [f"{name}={value}" for name, value in overrides.items()]
             self._made[key] = run_on_paper(self.folder / "small.yaml", words, rank, world_size)
         return self._made[key]
@@ -91,6 +102,22 @@ def test_a_rank_opens_the_same_files_in_every_world(runs: Runs, is_first: bool) 
     assert len({len(each.listings) for each in seen}) == 1
     own_files = [path for path in seen[0].files if path.startswith((str(runs.folder), "/dev/shm"))]
     assert len(own_files) == (21 if is_first else 10), "\n".join(own_files)
+
+
+def test_an_engine_is_built_from_what_auto_came_to_and_the_run_keeps_what_was_asked(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[Config] = []
+
+    def build_and_note(config: Config, *rest: Any) -> Engine:
+        built.append(config)
+        return build(config, *rest)
+
+    monkeypatch.setattr(pretrain_gpt, "build", build_and_note)
+    runs.of(0, WORLDS[0], is_auto=True)
+    assert [config.recompute for config in built] == [RecomputeConfig(gathered_inputs="regather")]
+    (asked,) = runs.folder.glob("*-True/*/config.yaml")
+    assert load_config(asked).recompute == RecomputeConfig(granularity="auto", memory_gb=1)
 
 
 def test_a_step_opens_no_file(runs: Runs) -> None:
