@@ -79,8 +79,8 @@ class Placement:
                      chunk 0    0  1  2  3     the last rank of a chunk is followed by the first rank of the next
                      chunk 1    4  5  6  7
 
-    The rest of the engine calls these methods and never computes a stage itself, so another placement (the V of
-    zero-bubble schedules, where chunk 1 runs back from the last rank to the first) is a change of this class alone.
+    The rest of the engine calls these methods and never computes a stage itself. So another placement is a change of this
+    class alone, such as the V of zero-bubble schedules, where chunk 1 runs back from the last rank to the first.
     """
 
     pp: int

@@ -6,17 +6,17 @@
 between two stages of one rank is local and no transfer.
 
 **The order.** NCCL matches the calls of a group by their order, and a call that waits for its peer holds up all behind it.
-So all ranks post the transfers of a group in ONE order, the order of this key in the timeline of the schedule (F of cost 1,
-B of cost 2, no latency):
+So all ranks post the transfers of a group in ONE order. Its key is a time in the timeline of the schedule (F of cost 1, B of
+cost 2, no latency):
 
     time(transfer) = max(end of the action that produces, end of the action two before the one that consumes)
 
-The second term is the moment from which the receiver may post: before the action that precedes the consumer, so that the
-transfer overlaps it, and no earlier, so that a rank holds at most one early receive buffer per direction (and chunk).
+The second term is the moment from which the receiver may post: before the action that precedes the consumer. So the transfer
+overlaps that action, and a rank holds at most one early receive buffer per direction (and chunk).
 
 **Late receives.** The second form of a program posts each receive right before its consumer, or before the weight-gradient
-actions that precede it. (The second term is then the end of the action before.) Every transfer is exposed, but no receive
-waits on the device while an action runs that could hold up the whole device. The first run after a start uses this form:
+actions that precede it. (The second term is then the end of the action before.) Every transfer is exposed, but no
+receive waits on the device beside an action that could hold up the whole device. The first run after a start uses this form:
 kernels are loaded and memory is taken then, and both may wait for all work of the device.
 
 **Grouping.** NCCL does not define what happens when transfers of one pair are grouped at one end and separate at the other.

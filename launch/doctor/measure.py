@@ -1,7 +1,7 @@
 """Measurements that take two ranks: bandwidth of groups and paths, clocks, folders.
 
-Bus bandwidth is that of nccl-tests, the bytes that a ring moves over each link in a second, so that numbers of different
-operations and group sizes can be compared with each other and with the hardware. t is the time of a call, n the ranks:
+Bus bandwidth is that of nccl-tests: the bytes that a ring moves over each link in a second. So operations and group sizes can be
+compared with each other and with the hardware. t is the time of a call, n the number of ranks:
 
     all-reduce         2 (n-1)/n x bytes of the tensor / t
     all-gather         (n-1)/n x bytes of the whole (n shards) / t

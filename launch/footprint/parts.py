@@ -2,9 +2,9 @@
 
     start | 0F0 | send | 0F1 | send, receive | 0B0 | ... | finish | update          a part: its calls, operators, live bytes
 
-The work of an instruction depends on a few facts about it (`Likeness`): its kind and chunk, whether its microbatch is the chunk's
-first or last (the last gradient of a bucket posts its reduction), and for a group call its sends and receives and the number of
-sends under way before it. So a long row of instructions is added up from the parts of a short one: calls and operators by adding,
+The work of an instruction depends on a few facts about it (`Likeness`). For an action: its kind and chunk, and whether its
+microbatch is the chunk's first or last (the last gradient of a bucket posts its reduction). For a group call: its sends and
+receives, and the number of sends under way before it. So a long row of instructions is added up from the parts of a short one: calls and operators by adding,
 peaks by carrying the live bytes from part to part. Two parts that are alike and differ in their work are an error. (No tensor of
 the microbatches is left when the update begins, so that part goes on from its own live bytes.)
 """

@@ -1,8 +1,8 @@
 """Training steps of one rank of any layout on the device that is here: true kernels, streams and allocator, in a fake world.
 
 The other ranks do not exist. A receive leaves its buffer as it is, so loss and gradients mean nothing, and may not be finite (then
-the optimizer's kernels run and change nothing). True are the kernels, their shapes and their order, what the
-allocator needs for them, and the time that the rank computes, as if its network took none.
+the optimizer's kernels run and change nothing). True are the kernels, their shapes and order, the
+allocator's memory, and the time that the rank computes, as if its network took none.
 """
 
 import time
