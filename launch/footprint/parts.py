@@ -4,9 +4,9 @@
 
 The work of an instruction depends on a few facts about it (`Likeness`). For an action: its kind and chunk, and whether its
 microbatch is the chunk's first or last (the last gradient of a bucket posts its reduction). For a group call: its sends and
-receives, and the number of sends under way before it. So a long row of instructions is added up from the parts of a short one: calls and operators by adding,
-peaks by carrying the live bytes from part to part. Two parts that are alike and differ in their work are an error. (No tensor of
-the microbatches is left when the update begins, so that part goes on from its own live bytes.)
+receives, and the number of sends under way before it. So a long row of instructions is added up from the parts of a short one:
+calls and operators by adding, peaks by carrying the live bytes from part to part. Two parts that are alike and differ in their
+work are an error. (No tensor of the microbatches is left when the update begins, so that part goes on from its own live bytes.)
 """
 
 from collections import Counter

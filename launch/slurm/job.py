@@ -29,7 +29,7 @@ from typing import TextIO
 
 from engine.config.load import load_config
 from engine.config.tree import Config, require_legal
-from engine.errors import ExitCode, TopologyError, TriaxisError
+from engine.errors import ExitCode, TopologyError
 from engine.run.directory import RunDirectory, run_name
 from launch.cli import command_module, command_parser
 from launch.commands.train import request
@@ -38,6 +38,7 @@ from launch.slurm.srun_report import StepReport
 from launch.start.gpu_memory import memory_rules
 from launch.start.launcher import DEFAULT_CONFIG, FROM_SCRATCH
 from launch.start.preflight import look_before_training
+from launch.start.process.ending import exit_code
 from launch.start.process.failure import OTHERS_END_SECONDS
 from launch.start.process.front import standard_streams
 from launch.start.process.lasting_output import lasting_output
@@ -242,13 +243,13 @@ class Step:
                 self._bad_since_seconds = time.monotonic()
 
 
-def judge(exit_code: int, report: StepReport, received: signal.Signals | None) -> Outcome:
+def judge(code: int, report: StepReport, received: signal.Signals | None) -> Outcome:
     """Return how an attempt ended. One rank's exit code decides where ranks end with it only together."""
     if report.has_code(ExitCode.REQUEUE):
         return Outcome.PREEMPTED
     if report.has_code(ExitCode.INTERRUPTED):
         return Outcome.INTERRUPTED
-    if exit_code == 0:
+    if code == 0:
         return Outcome.FINISHED
     if report.has_code(ExitCode.MISTAKE):
         return Outcome.MISTAKE
@@ -384,17 +385,17 @@ def _seconds(text: str) -> int | None:
 
 def main(argv: Sequence[str]) -> int:
     """Run one allocation of `[script, config.yaml, section.key=value ..., --from-scratch, --dry-run]`; return its exit code."""
+    return exit_code(_start, argv)
+
+
+def _start(argv: Sequence[str]) -> int:
     script, *words = argv
     root = Path(__file__).resolve().parents[2]
-    try:
-        if DRY_RUN in words:
-            _show(root, [word for word in words if word != DRY_RUN])
-            return 0
-        with lasting_output():
-            return _run(root, script, words)
-    except TriaxisError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    if DRY_RUN in words:
+        _show(root, [word for word in words if word != DRY_RUN])
+        return 0
+    with lasting_output():
+        return _run(root, script, words)
 
 
 def _run(root: Path, script: str, words: Sequence[str]) -> int:
@@ -411,9 +412,9 @@ def _run(root: Path, script: str, words: Sequence[str]) -> int:
         return 0
     history = History(directory.path)
     history.begin(job.number, job.restart, job.nodes, newest_step(directory, config))
-    exit_code = step.run(step_words(root, words, os.environ), step_variables(job, os.environ))
+    code = step.run(step_words(root, words, os.environ), step_variables(job, os.environ))
 
-    outcome = judge(exit_code, step.report, step.received)
+    outcome = judge(code, step.report, step.received)
     blamed = step.report.suspects() if outcome is Outcome.FAILED else []
     history.end(outcome, newest_step(directory, config), blamed)
     if outcome is Outcome.FINISHED:
@@ -439,7 +440,7 @@ def _run(root: Path, script: str, words: Sequence[str]) -> int:
     return (
         0
         if NextAttempt(job, script, words, name, starts_over=directory.is_starting_over).start(history.excluded)
-        else max(exit_code, ExitCode.BROKE)
+        else max(code, ExitCode.BROKE)
     )
 
 
