@@ -45,7 +45,7 @@ class Written:
 
 
 class RankWriter:
-    """Copies and writes this rank's part of checkpoints, one at a time.
+    """The copies and writes of this rank's part of checkpoints, one at a time.
 
     Args:
         optimizer: its state is saved.

@@ -29,7 +29,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
 
 
 class _LayerNorm(torch.autograd.Function):
-    """y = n w + b with n = (x - mean) r, r = 1 / sqrt(variance + eps). Keeps x, mean and r."""
+    """y = n w + b with n = (x - mean) r, r = 1 / sqrt(variance + eps). Saves x, mean and r."""
 
     @staticmethod
     def forward(
@@ -77,7 +77,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, fusion: Fusion) 
 
 
 class _RMSNorm(torch.autograd.Function):
-    """y = n w with n = x r, r = 1 / sqrt(mean(x^2) + eps). Keeps x and r."""
+    """y = n w with n = x r, r = 1 / sqrt(mean(x^2) + eps). Saves x and r."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, fusion: Fusion) -> torch.Tensor:
@@ -250,7 +250,7 @@ def apply_rope(x: torch.Tensor, tables: torch.Tensor, fusion: Fusion) -> torch.T
 
 
 class _Rope(torch.autograd.Function):
-    """y = x cos + swap(x) sin, where swap exchanges the halves of a head. Keeps the tables alone, one for all layers."""
+    """y = x cos + swap(x) sin, where swap exchanges the halves of a head. Saves only the tables, one for all layers."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tables: torch.Tensor, fusion: Fusion) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""What goes wrong while training: hangs, numbers that are not finite, replicas that differ."""
+"""Faults while training: hangs, numbers that are not finite, replicas that differ."""

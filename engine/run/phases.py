@@ -13,7 +13,7 @@ class Phase(StrEnum):
     OPTIMIZER = "optimizer"
     CHECKPOINT = "checkpoint"
     VALIDATION = "validation"
-    """Its time belongs to no step."""
+    """Time that belongs to no step."""
     OTHER = "other"
     """The rest, for which the loop has set no other phase."""
 
