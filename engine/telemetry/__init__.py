@@ -1,1 +1,1 @@
-"""What a run says about itself: counts and formulas, the run directory, the terminal, JSONL, wandb, TensorBoard."""
+"""Measurements of a run and their outlets: counts and formulas, terminal, JSONL, wandb, TensorBoard."""

@@ -1,4 +1,4 @@
-"""The observer of the training loop: clocks the phases, makes each step's record, tells `Telemetry`.
+"""The observer of the training loop: clocks the phases, makes each step's record, hands it to `Telemetry`.
 
     engine.train.train --phase, end_step, on_step, on_validation--> TrainingObserver --StepMetrics--> Telemetry
 

@@ -1,6 +1,6 @@
 """The run as a person sees it: lines on the terminal and in rank 0's log, and a progress bar (no torch here).
 
-what is said  --->  Live    a terminal: as many columns as it is wide, colours, the bar below the lines
+lines         --->  Live    a terminal: as many columns as it is wide, colours, the bar below the lines
               `-->  Plain   a file, a pipe, and always rank 0's log: all columns, no control sequences
 
 training ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━━  68%  204/300  loss 2.0312  ETA 0:35
@@ -28,7 +28,7 @@ Rows = Sequence[tuple[str, str]]
 """Labels and values; a value may have several lines."""
 
 _COLUMNS = 80
-"""Width of a terminal that does not say its own."""
+"""Width of a terminal that does not report its own."""
 
 _ETA_STEPS = 50
 """Steps whose mean time the ETA is made of: enough to be calm, few enough to follow a change."""
@@ -80,7 +80,7 @@ class Live:
 
     @property
     def width(self) -> int:
-        """Return the width of the terminal now; rich would ask standard output, which may be a pipe to the log. Some say 0."""
+        """Return the width of the terminal now; rich would ask standard output, which may be a pipe to the log. Some report 0."""
         with suppress(OSError):  # it has hung up: the last width stays
             self._columns = os.get_terminal_size(self._terminal.fileno()).columns or _COLUMNS
         return self._columns
@@ -134,7 +134,7 @@ class Live:
 
 
 class _AboveBar(io.TextIOBase):
-    """Whole lines of what anybody prints, above the bar and into the log; `behind` is the stream that it stands for."""
+    """Prints whole lines above the bar and into the log; `behind` is the stream that it replaces."""
 
     def __init__(self, live: Live, log: TextIO | None, behind: TextIO) -> None:
         self._live = live
@@ -162,7 +162,7 @@ class _AboveBar(io.TextIOBase):
 
 
 class Report:
-    """Everything that is said to people while a run runs.
+    """The output for people while a run runs.
 
     Args:
         log_interval: steps between lines; the first and the last step always have one.

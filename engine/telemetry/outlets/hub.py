@@ -1,4 +1,4 @@
-"""Telemetry: one object that every rank has, and that speaks on one of them.
+"""Telemetry: one object that every rank has, with outlets on one of them.
 
     on_step, on_validation  ->  Telemetry  ->  Report       terminal and log, at once
                                            `->  sinks       metrics.jsonl, wandb, TensorBoard; after its validation if one follows

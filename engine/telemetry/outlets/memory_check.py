@@ -1,4 +1,4 @@
-"""Measured memory beside the predicted one, once in each attempt of a run on GPUs.
+"""Measured memory compared with the predicted one, once in each attempt of a run on GPUs.
 
     step 1    2    3          the first steps allocate all that a step needs
                  | one all-reduce (world, "memory"): what each rank has held at most

@@ -1,4 +1,4 @@
-"""Everything that a rank says goes to its log file; what rank 0 says goes to the terminal too (no torch here).
+"""The output of a rank goes to its log file, that of rank 0 to the terminal too (no torch here).
 
     rank 3    print, warnings, C++ and NCCL (file descriptors 1 and 2)  ->  rank_00003.log
     rank 0    the same                                                  ->  relay  ->  rank_00000.log and the terminal
@@ -42,7 +42,7 @@ class OutputChange:
     Attributes:
         output: `terminal`, `log`, or the name of a file.
         what: `DROPPED`, `STOPPED` or `RESUMED` of `engine.telemetry.outlets.relay`.
-        cause: the system's words for the error.
+        cause: the system's text of the error.
         num_lost: lines that are missing, where it has resumed.
     """
 

@@ -15,7 +15,7 @@ thread, which may block, and a bounded queue. O_NONBLOCK is never set: the flag 
     was removed (a log)               begins a new file once its folder is there again
     fails (EPIPE, EIO, ...)           drops a terminal for good; a log is tried again as above
 
-It is a process of its own, so that the last words of a rank 0 that crashes in C++ are not lost with it. It ends with the last
+It is a process of its own, so that the last output of a rank 0 that crashes in C++ is not lost with it. It ends with the last
 writer of its pipes. `rank_log` starts it without site-packages: only modules of the standard library may be imported.
 """
 
@@ -39,7 +39,7 @@ END_SECONDS = 2.0
 """Time that the outlets have for their queues after the last writer has ended."""
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Errors that end when somebody makes room."""
+"""Errors that end when there is room again."""
 
 DROPPED = "dropped"
 STOPPED = "stopped"
@@ -211,7 +211,7 @@ def relay(both: int, for_terminal: int, for_log: int, *, terminal: int, log: int
         both: pipe to the log and the terminal.
         for_terminal: pipe to the terminal alone.
         for_log: pipe to the log alone.
-        terminal: descriptor of the terminal, or what stands in its place.
+        terminal: descriptor of the terminal, or of what replaces it.
         log: descriptor of the log file, open for appending.
         path: of the log file; absolute.
         changes: pipe to the rank, with a line `outlet TAB change TAB lost lines TAB cause` per change.

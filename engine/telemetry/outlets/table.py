@@ -1,10 +1,10 @@
-"""The table of steps: which columns there are, which fit, what stands in them (no torch here).
+"""The table of steps: its columns, those that fit, and their values (no torch here).
 
         step     loss        lr    grad  tokens/s  TFLOP/s     MFU   s/step       ETA
      100/300   2.5123  2.41e-03   0.874    12.52k   0.0632       -    0.327      1:05
 
 Loss, learning rate and gradient norm are those of the step in the line. Speeds and times are means over the steps since
-the line before, so that a line says how fast the run is and not how one step was.
+the line before, so that a line shows the speed of the run and not of one step.
 """
 
 from collections.abc import Mapping, Sequence

@@ -14,7 +14,7 @@ from engine.telemetry.record.metrics import StepMetrics
 
 
 class TensorBoardSink(Sink):
-    """The sink behind TensorBoard. Attempts write files beside each other; a repeated step replaces the earlier one.
+    """The sink behind TensorBoard. Each attempt writes its own files; a repeated step replaces the earlier one.
 
     Raises:
         OSError: the folder cannot be written; no empty file is left in it.

@@ -1,14 +1,14 @@
 """Weights & Biases: one run over all attempts, never in the way of training (no torch here).
 
     WANDB_MODE=offline, disabled   that mode
-    no key                         offline: nobody is asked for one
+    no key                         offline, without a prompt
     a key                          online; where that fails within its time limit, offline
 
     train/loss  train/val_loss  perf/mfu  optim/lr ...     every metric is drawn against train/step
     tokens/loss  tokens/val_loss                           the same against train/consumed_tokens: runs of other batch sizes
     alerts                                                 the events of `events.ALERTS`, whichever rank wrote them
 
-The mode is always said: unset, with a key and without a network, wandb waits for 100 seconds and then fails (0.31). The id
+The mode is always set: otherwise, with a key and without a network, wandb waits for 100 seconds and then fails (0.31). The id
 stands in the run directory, so that the next attempt continues the run; offline attempts make new folders with the same id,
 and `wandb sync` joins them. wandb's own step counter is not used: it starts at 0 in every attempt. A step that is made again
 after a resume is one more point at the same train/step, with its own train/attempt: nothing is overwritten.
@@ -50,7 +50,7 @@ AGAINST_TOKENS = ("loss", "val_loss")
 """Metrics of the section train that are drawn against tokens too."""
 
 _DEFAULTS: Mapping[str, float] = {"init_timeout": 20.0, "finish_timeout": 60.0}
-"""Seconds that we let wandb have, unless WANDB_INIT_TIMEOUT, WANDB_FINISH_TIMEOUT say otherwise. Its own: 90 and for ever."""
+"""Time limits for wandb, unless WANDB_INIT_TIMEOUT, WANDB_FINISH_TIMEOUT are set. Its own: 90 seconds, and none."""
 
 _MOST_CHARACTERS = 300
 """Of a detail in an alert."""
@@ -67,8 +67,8 @@ class WandbSink(Sink):
 
     Args:
         config: of the run; recorded whole.
-        directory: where `wandb_id` and `wandb/` stand.
-        layout: parallel sizes and what else is worth filtering by; recorded beside the config.
+        directory: with `wandb_id` and `wandb/`.
+        layout: parallel sizes and what else is worth filtering by; recorded with the config.
 
     Attributes:
         mode: online, offline or disabled, as it came out.

@@ -22,7 +22,7 @@ would overwrite each other. The node's number in the layout names the file, so l
 from before the nodes had their own.
 
 Rank 0's log cuts off a torn last line, the others only begin a new one. A new kind is one more word in `EventKind`, and in
-`ALERTS` where somebody should be told at once; `triaxis report` shows all of them: `message` first, then the details.
+`ALERTS` where a person should know at once; `triaxis report` shows all of them: `message` first, then the details.
 """
 
 import heapq
@@ -69,7 +69,7 @@ EventKind = Literal[
     "attempt_ended",
     "finished",
 ]
-"""Kinds of events. Each is a moment of the run; its fields say the rest."""
+"""Kinds of events. Each is a moment of the run; its fields have the rest."""
 
 ALERTS: Mapping[str, Literal["ERROR", "WARN"]] = {
     "non_finite": "ERROR",
@@ -85,7 +85,7 @@ ALERTS: Mapping[str, Literal["ERROR", "WARN"]] = {
     "slow_rank": "WARN",
     "stopped": "WARN",
 }
-"""Kinds that a person is to be told of, and how bad they are: wandb sends an alert, the report shows them in colour."""
+"""Kinds that alert a person, and how bad they are: wandb sends an alert, the report shows them in colour."""
 
 _TYPES: Mapping[str, Any] = {
     "unix_time_seconds": float | int,
@@ -107,8 +107,8 @@ class Event:
         attempt: how often this run had been started before.
         kind: one of `EventKind`; from a file of another version possibly another word.
         step: counts from 1; None where it belongs to no step.
-        rank: that told it, or that it is about; None where it is about the whole run.
-        message: for people, what happened and what follows; "" where the details say it all.
+        rank: that wrote it, or that it is about; None where it is about the whole run.
+        message: for people, what happened and what follows; "" where the details suffice.
         details: the fields of its kind; JSON values.
     """
 

@@ -7,7 +7,7 @@ A multiplication and an addition count as two. Forward 2 per weight and token, b
     hardware           causal, plus forwards that recompute repeats, plus the padded columns of the head
 
 MFU divides model FLOPs by the peak, HFU hardware FLOPs. The four numbers that papers call "MFU" differ by up to a third:
-whoever prints one prints its convention too.
+a printed one needs its convention.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from engine.config.activations import RecomputeConfig
 from engine.config.model import ModelConfig
 
 CONVENTION = "6 x GEMM weights + 6 x layers x heads x head size x sequence (causal)"
-"""What `model_flops_per_token` counts, for whoever prints it."""
+"""The formula of `model_flops_per_token`, to be printed with it."""
 
 
 def gemm_weights(model: ModelConfig) -> int:
@@ -79,7 +79,7 @@ def _core_forward(model: ModelConfig, *, causal: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """A device's dense peak in TFLOP/s, and who says so."""
+    """A device's dense peak in TFLOP/s, and its source."""
 
     tflops: float
     source: str

@@ -4,7 +4,7 @@
     {"step": 2, "attempt": 0, ..., "loss": 5.4710, ...}\n
     {"step": 3, "att                                      <- the run was killed here: cut off when the file is opened again
 
-Floats are written with all their digits: reading gives the same float64. JSON knows no NaN and no infinity; those are
+Floats are written with all their digits: reading gives the same float64. JSON has no NaN and no infinity; those are
 written as the strings "nan", "inf", "-inf".
 """
 
@@ -33,12 +33,12 @@ class JsonLines:
     """A file to which objects are appended, over all attempts of a run.
 
     Objects that the disk refuses wait in memory, in order, and every later call tries again. Beyond `MOST_WAITING_BYTES` they are
-    lost. A line of which a part was written is completed; where another process has appended meanwhile, it is written again.
+    lost. A line of which a part was written is completed; where another process has appended since, it is written again.
 
     Args:
         path: made where it is missing. A last line that is not whole is cut off.
         heals: false where another process appends too and may be in the middle of a line: a torn end is then left alone, and
-            ended, so that what follows stands on lines of its own.
+            ended, so that what follows has lines of its own.
 
     Attributes:
         num_healed_bytes: how much of a half-written line was cut off.

@@ -76,10 +76,10 @@ class Meter:
     """Turns what a step did and how long it took into `StepMetrics`.
 
     Args:
-        config: sizes, recompute, dtype, and `telemetry.peak_tflops`, which is believed before the table of devices.
+        config: sizes, recompute, dtype, and `telemetry.peak_tflops`, which counts before the table of devices.
         layers_per_chunk: transformer layers of each of the pp x vpp chunks.
         world_size: devices that share the work.
-        device_name: as torch says it; "cpu" has no peak.
+        device_name: torch's; "cpu" has no peak.
     """
 
     def __init__(

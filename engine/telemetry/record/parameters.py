@@ -1,7 +1,7 @@
-"""How many parameters: by a formula beside a count of what was built, by module (no torch here).
+"""The number of parameters by module: a formula, and a count of what was built (no torch here).
 
     formula   from the sizes in the config alone, written without looking at `models/specs.py`
-    count     from the records of what the ranks hold; a box that stands on n ranks counts 1/n on each of them
+    count     from the records of what the ranks hold; a box that n ranks hold counts 1/n on each of them
 
 The two agree to the last parameter. A layer that was dropped because it did not divide, or a bias too many, shows as a
 difference at the start of the run. Padding is outside the logical shapes and counted nowhere.
@@ -63,7 +63,7 @@ def local_counts(records: Iterable[ParamRecord], dp: int, replicas: Mapping[str,
 
     Args:
         records: of all parameters that this rank holds.
-        dp: every box stands on each data-parallel rank.
+        dp: each data-parallel rank holds every box.
         replicas: size of each axis that a record may name as its replicas (`tp`, `kv_replicas`, `ends`).
 
     Returns:

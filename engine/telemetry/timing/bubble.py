@@ -1,4 +1,4 @@
-"""What all ranks told of their steps, put together: which waits in a pipeline are its bubble, which its messages' (no torch here).
+"""The split of waits in a pipeline, from the numbers of all ranks: its bubble, and the cost of its messages (no torch here).
 
     rank 0  |F0|F1|.......|B0|...            measured     a wait has two causes: the stage before is not through yet,
     rank 1  |~~~~|F0|B0|~~|F1|B1|                         or what it made is on its way
@@ -10,7 +10,7 @@ beyond that is `exposed_pp`. So a late message costs exposed_pp where it is late
 and no bubble. A step is replayed by itself, with its own durations: an action that took longer than usual makes bubble behind it.
 
 **Where the ranks begin.** The ranks of a pipeline begin a step at different moments (one had more to update, or to write
-down). The moments have one zero: nobody leaves the step's last all-reduce before all have entered it, and all leave it
+down). The moments have one zero: no rank leaves the step's last all-reduce before all have entered it, and all leave it
 together, as nearly as such a small message is fast.
 
 **The end of a step.** There a rank waits whose stage is through early: for its pipeline's last rank, as long as that came later,
@@ -49,7 +49,7 @@ from engine.telemetry.timing.time_split import (
 Seconds = NDArray[np.floating]
 
 _KINDS = ((Kind.F,), (Kind.B, Kind.I), (Kind.W,))
-"""Actions whose durations are told apart, as the simulator's costs are: a schedule has B, or I and W."""
+"""Actions whose durations are kept separate, as the simulator's costs are: a schedule has B, or I and W."""
 
 
 def num_actions(schedule: Schedule) -> int:
@@ -78,7 +78,7 @@ class _Waits:
 
 
 class Attribution:
-    """Makes a `TimeSplit` of the numbers of all ranks, which stand at `places` in their order."""
+    """A maker of `TimeSplit`s from the numbers of all ranks, whose `places` are in their order."""
 
     def __init__(self, schedule: Schedule, places: Sequence[Coordinates]) -> None:
         self._schedule = schedule

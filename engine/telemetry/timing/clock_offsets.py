@@ -1,6 +1,6 @@
 """How far the clocks of the ranks are apart, from calls that the run has anyway: small all-reduces.
 
-    rank 0    enters        leaves                     nobody leaves an all-reduce before everybody has entered it:
+    rank 0    enters        leaves                     no rank leaves an all-reduce before all have entered it:
     rank 3          enters   leaves
                                                        entered(0) <= left(3) - offset(3)   and   entered(3) - offset(3) <= left(0)
 

@@ -61,7 +61,7 @@ class StreamClock:
         return event
 
     def elapsed(self, marks: Sequence[TimedEvent]) -> list[float]:
-        # The last mark stands right behind the copy of the numbers that were read: it is there, or some microseconds away.
+        # The last mark is right behind the copy of the numbers that were read: it is there, or some microseconds away.
         marks[-1].synchronize()
         return [marks[0].elapsed_time(mark) / 1e3 for mark in marks]
 

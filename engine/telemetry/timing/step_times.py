@@ -1,9 +1,9 @@
-"""The times of a rank's steps: marked here, told to all ranks before each line, worked out on the logging rank.
+"""The times of a rank's steps: marked here, gathered before each line, worked out on the logging rank.
 
     step   1     2 ... 8     9             10                11 ... 18     19            20
     line   x                               x                                             x
            |     |---- measured ---|       | the split of     |---- measured ----|       | the split of 10 to 19
-           |                       tell    |   2 to 9
+           |                       gather  |   2 to 9
            warms up
 
 A rank's row has twelve numbers, and with a pipeline five for each measured step and two for each of its actions. Rows travel to
@@ -34,7 +34,7 @@ from engine.telemetry.timing.time_split import StepTally, TimeSplit
 from engine.telemetry.timing.timeline import Timeline
 
 PURPOSE = "telemetry"
-"""How the ledger labels what the ranks tell each other of their times."""
+"""Label of the gathered times in the ledger."""
 
 
 class StepTimes(StepWatcher):
@@ -166,7 +166,7 @@ class StepTimes(StepWatcher):
             # A wait would stop the host.
             self._posted = gathering.finish, self._tally
         else:
-            # The copy must stand before the next step on the stream.
+            # The copy must come before the next step on the stream.
             rows = gathering.finish()
             self._posted = (lambda: None) if rows is None else HostCopy(rows).arrived, self._tally
         self._tally = StepTally()

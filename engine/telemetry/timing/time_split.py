@@ -1,8 +1,8 @@
-"""Where the time of a step goes, to 100 %: what each rank did, added up, and the parts that all ranks' make (no torch here).
+"""The parts of a step's time, to 100 %: sums over each rank's activities, and their means over all ranks (no torch here).
 
     compute        actions of the schedule, less what is waited for in them
     exposed_tp     waits for tensor-parallel calls, the cross-entropy's too
-    bubble         waits for another stage that a pipeline has whose messages take no time
+    bubble         idle time that would remain with messages that take no time
     exposed_pp     what the pipeline's messages cost: posting, waits beyond the bubble, waits until the last sends have left
     exposed_dp     waits for gradients to be reduced (sums of replicated parameters too), and for parameters to be gathered
     optimizer      norm, clipping, update; posting of the gathers
@@ -10,8 +10,8 @@
     checkpoint     what saving stops
     other          everything else: reading and writing down numbers, Python between two actions, the step's agreement
 
-A rank knows that it waited for another stage, but not why: bubble and exposed_pp are told apart where the times of all ranks
-are (`engine.telemetry.timing.bubble`). `StepTally` is what a rank tells, `TimeSplit` what comes out.
+A rank sees that it waited for another stage, but not why: bubble and exposed_pp are separated where the times of all ranks
+are (`engine.telemetry.timing.bubble`). `StepTally` is of one rank, `TimeSplit` of all.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,8 +42,8 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 INPUT_WAIT, ENDS_WAIT, END_WAIT = "input_wait", "ends_wait", "end_wait"
 SPANS = (*(part for part in PARTS if part != "bubble"), INPUT_WAIT, ENDS_WAIT, END_WAIT)
-"""What a rank can tell by itself; the bubble takes all ranks. First and last stage meet at the ends (tied embeddings), all ranks at
-the end of the step."""
+"""Spans that a rank measures by itself; the bubble takes all ranks. First and last stage meet at the ends (tied embeddings),
+all ranks at the end of the step."""
 
 USUAL = len(SPANS)
 """Place of the median of compute in `StepTally.numbers`; the steps follow, each as `PipelineStep.numbers`."""
@@ -108,7 +108,7 @@ class PipelineStep:
 
 
 STEP_NUMBERS = ("begin", "through", "end_wait", "ends_wait", "tp_wait")
-"""What stands before the actions in `PipelineStep.numbers`."""
+"""The numbers before the actions in `PipelineStep.numbers`."""
 
 
 class StepTally:

@@ -6,7 +6,7 @@
 
     nsys profile --trace=cuda,nvtx,osrt -o rank_%q{RANK} ...       each rank writes a report of its own
 
-A range belongs to the thread that walks the program, and says when the host posted the work. Kernels of a backward are launched by
+A range belongs to the thread that walks the program, and shows when the host posted the work. Kernels of a backward are launched by
 autograd's own thread: at the same time as the range of their action, in another row.
 """
 

@@ -4,7 +4,7 @@
            | 0F0 | post | 0F1 | 0B0 | post | ...                                      instructions of the rank's program
 
 A trace opens in https://ui.perfetto.dev or chrome://tracing. While steps are traced they are slower, so their times are good for
-looking at one beside the other, not for reporting.
+comparing one with the other, not for reporting.
 """
 
 import sys
