@@ -45,7 +45,7 @@ class Finding:
 
     Attributes:
         rank: that produced it; None where no rank sees one.
-        what: "the output of layers.2.mlp (stage 0) in the forward of microbatch 3", say; where nobody sees one, what that means.
+        what: "the output of layers.2.mlp (stage 0) in the forward of microbatch 3", say; where no rank sees one, what that means.
         sample_ids: of the microbatch; empty where it is none's.
     """
 

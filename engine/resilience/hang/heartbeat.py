@@ -1,8 +1,8 @@
-"""What a rank is doing right now, in shared memory of its node, so that others can read it when it cannot speak (no torch here).
+"""The present activity of a rank, in shared memory of its node, where others read it when the rank hangs (no torch here).
 
     executor, training loop, ledger  ->  Heartbeat  ->  320 bytes in /dev/shm  ->  any process of the node, at any time
 
-A beat is a few stores into mapped memory: no system call, no clock, no lock. Whoever reads notices that nothing has changed. It
+A beat is a few stores into mapped memory: no system call, no clock, no lock. A reader looks for a change. It
 reads no sequence of states, so half of a write does no harm.
 
 The file is written once before it is mapped. A store into a page that /dev/shm has no room for ends the process with SIGBUS. A
@@ -38,7 +38,7 @@ from engine.run.phases import FIRST, Phase, StepWatcher
 from engine.storage.state_files import read_regular
 
 LAYOUT = 0x0154_5249_4158_0001
-"""The first word of the file: what it is, and which layout of the words."""
+"""The first word of the file: kind of file and layout of the words."""
 
 SIZE = 320
 _WORDS = ("layout", "rank", "pid", "attempt", "beats", "step", "position", "peer", "begun", "started")
@@ -52,7 +52,7 @@ class Beat:
     """The activity of a rank at one moment.
 
     Attributes:
-        beats: how often it has gone on to something else; equal numbers mean that it stands still.
+        beats: how often the activity has changed; equal numbers mean that the rank stands still.
         step: counts from 1; 0 before the first.
         phase: of the training loop; "" before the first.
         position: of the action of its schedule that runs, from 1; 0: none runs.

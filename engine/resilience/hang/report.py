@@ -2,7 +2,7 @@
 
     rank 13   F of microbatch 7, waits for a receive over pp_forward  ->  rank 9
     rank 12   the same all-reduce over tp as 13, which is not there   ->  rank 13
-    rank 9    in the optimizer, waits for nobody, does not answer     <-  the one that everybody waits for
+    rank 9    in the optimizer, waits for no rank, does not answer     <-  the one that all wait for
 
 A rank in a collective waits for the members of its group that are not in the same call. Those that are waited for and wait for
 nobody are the ones to look at; where there are none, the ranks wait for each other in a circle, or a call that all have made does
@@ -22,7 +22,7 @@ from engine.resilience.hang.heartbeat import Beat
 from engine.run.phases import Phase
 
 _SHOWN = 12
-"""Ranks that are told of one by one."""
+"""Ranks that are described one by one."""
 
 _PHASES = ("", Phase.DATA, Phase.FORWARD_BACKWARD, Phase.OPTIMIZER, Phase.VALIDATION, Phase.CHECKPOINT)
 """Of a step, in order."""
@@ -33,9 +33,9 @@ class RankStatus:
     """The last known activity of one rank.
 
     Attributes:
-        beat: its heartbeat; None where nobody has seen one.
+        beat: its heartbeat; None where no rank has seen one.
         answers: whether it wrote this itself; if not, another rank of its node has read its heartbeat.
-        still_seconds: for how long it had stood still; 0.0 where nobody knows.
+        still_seconds: for how long it had stood still; 0.0 where that is not known.
     """
 
     rank: int
@@ -110,7 +110,7 @@ class HangReport:
             f"  {self.headline()}",
         ]
         waiting = [rank for rank, targets in enumerate(self._targets) if targets]
-        # Nearest to the cause first: who waits for it, and for few others.
+        # Nearest to the cause first: ranks that wait for it, and for few others.
         culprits = set(self.culprits)
         is_near = {id(targets): not culprits.isdisjoint(targets) for targets in self._distinct_targets()}
         waiting.sort(key=lambda rank: (not is_near[id(self._targets[rank])], len(self._targets[rank]), rank))

@@ -1,20 +1,20 @@
-"""A job that hangs: noticed, told in words, ended in bounded time with an exit code of its own (no torch here).
+"""A job that hangs is noticed, reported, and ended in bounded time with an exit code of its own (no torch here).
 
     each rank     a thread looks at the rank's heartbeat; it has not changed for `runtime.hang_seconds`, or for twice as long as
                   ever before where that is longer (`StillLimit`)
-    words         it writes what the rank does to RUN_DIR/hangs/attempt_00/rank_00003.answers.json, waits `grace` for the others
+    status        it writes the rank's activity to RUN_DIR/hangs/attempt_00/rank_00003.answers.json, waits `grace` for the others
     deputy        of each node, the lowest rank that wrote: reads the heartbeats of silent ranks in its node's memory and writes for
                   them
-    reporter      the lowest rank that wrote: puts all of it in words (`report.py`): report.json, events, its own output
-    end           deputies kill the silent ranks of their nodes (a stopped process hears no other signal), all others leave with
+    reporter      the lowest rank that wrote: makes the report of all of it (`report.py`): report.json, events, its own output
+    end           deputies kill the silent ranks of their nodes (a stopped process takes no other signal), all others leave with
                   `ExitCode.HUNG`
 
-A rank that goes on meanwhile takes its words back: it was slow and no more. All of it is done by threads that need nothing from
-torch or the other ranks but the run directory, so it works while the main thread stands in a collective.
+A rank that resumes deletes its status: it was only slow. All of it is done by threads that need nothing from
+torch or the other ranks but the run directory, so it works while the main thread is blocked in a collective.
 
 On GPUs a rank's thread runs ahead of its device, so what it waits for is what the host waits for: mostly the numbers of a step. It
-stands still there for nearly a whole step, and no heartbeat moves meanwhile.
-There NCCL's flight recorder knows more: its last calls are written beside the words where this torch has one.
+stands still there for nearly a whole step, without a heartbeat.
+NCCL's flight recorder has more: its last calls are written next to the status where this torch has one.
 """
 
 import json
@@ -40,7 +40,7 @@ from engine.storage.state_files import read_object
 
 REPORT = "report.json"
 ANSWERS, SILENT = "answers", "silent"
-"""Of a rank's file: who wrote it, the rank itself or its deputy."""
+"""Kinds of a rank's file: written by the rank itself, or by its deputy."""
 
 _RANK_FILE = re.compile(r"rank_(?P<rank>[0-9]{5,9})\.\w+\.json")
 
@@ -71,7 +71,7 @@ class HangLimits:
         first_seconds: the same until the numbers of the first step of an attempt are read. In that step much is made that is there
             afterwards: kernels, connections, imports.
         look_seconds: between two looks at a heartbeat.
-        grace_seconds: to wait for the words of the others, and again for the report.
+        grace_seconds: to wait for the status of the others, and again for the report.
     """
 
     still_seconds: float
@@ -170,7 +170,7 @@ class HangWatch:
                 continue
             # A process that was stopped and goes on has not stood still for all that time.
             still_seconds += min(time.monotonic() - before, 2 * limits.look_seconds)
-            # Where others hang, who stands still says so at once: it may be what they wait for.
+            # Where others hang, a rank that stands still reports at once: they may wait for it.
             if (still_seconds >= still_limit.seconds(beat.begun) and may_hang(beat)) or self._ranks(ANSWERS):
                 try:
                     self._hangs(beat, still_seconds)
@@ -238,7 +238,7 @@ class HangWatch:
         write_atomically(self.folder / REPORT, [(without_secrets(json.dumps(record, indent=2)) + "\n").encode()])
 
     def _wait_for(self, is_done: Callable[[], bool], *, graces: int = 1, unless_goes_on: Beat | None = None) -> bool:
-        """Wait until it is done, at most for the grace; False where the rank has gone on meanwhile."""
+        """Wait until it is done, at most for the grace; return False where the rank has gone on."""
         deadline = time.monotonic() + graces * self.limits.grace_seconds
         poll_seconds = max(_POLL_SECONDS, _POLL_SECONDS_PER_RANK * self.layout.grid.world_size)
         while time.monotonic() < deadline and not is_done():
