@@ -5,7 +5,7 @@
     agree       one small all-reduce over the world: [sum of squares, loss sum, tokens, flags of a save, flags of a stop,
                 whether the allocator retried]
     optimizer   gradients x (nominal / actual tokens) x clip factor; AdamW on the owned parts; all-gathers posted
-    read        loss, norm and flags on the host, whenever somebody waits for them (the loop does, a step later)
+    read        loss, norm and flags on the host, when they are waited for (by the loop, a step later)
 
 Nothing before `read` brings a number to the host: norm, clipping and the decision not to update are made on the device, so
 that it never stands idle while the host reads. From a step on whose loss or gradients are not finite, nothing is updated (with

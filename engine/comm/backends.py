@@ -6,7 +6,7 @@
 - The first p2p call of an NCCL group must involve the whole group, so `connect` reduces one element beforehand.
 - NCCL opens the connection of a pair in the first group call that names it, and holds the host until the peer is in the mirrored
   call; so `connect_ring` exchanges one element with both ring neighbours, each way.
-- gloo cannot say whether a send has completed without waiting for it, so a thread of the axis waits; NCCL can be asked.
+- gloo's sends have no query for completion, so a thread of the axis waits for them; NCCL's have one.
 - The fake backend (a footprint's) has no peer to send to, and its handles are under way for ever.
 - gloo reads host memory alone: tensors of a GPU are carried there and back (`engine.comm.staging`).
 """

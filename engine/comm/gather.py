@@ -4,7 +4,7 @@
     along pp    ranks with tp index 0 receive the rows of their pipeline, pp x tp
     along dp    ranks with tp and pp index 0 receive all rows; rank 0 is one of them
 
-What a rank receives does not depend on the number of replicas, except on those that stand in the last line. An all-gather over the
+What a rank receives does not depend on the number of replicas, except on those of the last line. An all-gather over the
 world would bring all rows to all ranks, and a gather by sends and receives would open a connection from rank 0 to each rank.
 """
 

@@ -7,7 +7,7 @@ it stays on the loopback.
                 ->  interface              gloo's and NCCL's sockets (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME where unset)
                 ->  listening socket       the store's, on rank 0's node: torch's own would listen on every interface
 
-Nobody is asked for a password at these ports, and who can reach the store can end or mislead the run.
+These ports have no password: any program that reaches the store can end or mislead the run.
 """
 
 import ipaddress
@@ -48,9 +48,9 @@ def cluster_interface(master_addr: str, *, several_nodes: bool, variables: Mappi
 
     Args:
         master_addr: where the ranks meet, a name or an address.
-        several_nodes: whether ranks stand on other nodes too. Then a name that means a loopback address here means another one
+        several_nodes: whether ranks run on other nodes too. Then a name that means a loopback address here means another one
             there: many machines write their own name into /etc/hosts as 127.0.1.1. The user's choice of an interface counts,
-            then the only one there is. (A loopback address itself says that all "nodes" are this machine.)
+            then the only one there is. (A loopback address itself means that all "nodes" are this machine.)
 
     Raises:
         TopologyError: the name does not resolve, there is no route, or several interfaces could be meant.
@@ -82,7 +82,7 @@ def listening_socket(interface: Interface, port: int) -> socket.socket:
         port: 0: a free one.
 
     Raises:
-        PortTakenError: somebody else listens there.
+        PortTakenError: another process listens there.
     """
     family = socket.AF_INET6 if ":" in interface.address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

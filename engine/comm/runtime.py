@@ -1,6 +1,6 @@
 """Start and stop of one rank: device, allocator, backend, threads, the default process group.
 
-`RankEnvironment` is what a launcher (torchrun, srun) says in environment variables. `start` turns it into a `Runtime`;
+`RankEnvironment` holds a launcher's environment variables (torchrun, srun). `start` turns it into a `Runtime`;
 `Runtime.close` undoes it. Nothing here is remembered in module variables.
 """
 
@@ -94,7 +94,7 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH
 def set_up_allocator(
     config: RuntimeConfig, variables: Mapping[str, str], apply: Callable[[str], None] | None = None
 ) -> None:
-    """Let CUDA's segments grow, unless the user's environment says how memory is had.
+    """Let CUDA's segments grow, unless the user's environment sets up the allocator.
 
     It has to be done before the first tensor. It is not done by a variable: torch reads those while it is imported, which has
     happened where torchrun starts a rank, and 2.9 ignores the newer name for this option.
@@ -108,7 +108,7 @@ def set_up_allocator(
 
 def _to_the_allocator(settings: str) -> None:
     with warnings.catch_warnings():
-        # Newer versions say that there is a newer name; this one does in each version what it has to.
+        # Newer versions warn of a newer name; this one works in each version.
         warnings.simplefilter("ignore", FutureWarning)
         torch.cuda.memory._set_allocator_settings(settings)
 
@@ -125,12 +125,12 @@ def open_store(interface: Interface, port: int, timeout: timedelta, *, is_server
 
     Args:
         interface: of this node, to the others.
-        port: of the store; for the server, 0 is a free one (`store.port` tells which).
+        port: of the store; for the server, 0 is a free one (then see `store.port`).
         timeout: of its answers.
         is_server: this process has the store, and listens at the interface's address only.
 
     Raises:
-        PortTakenError: somebody else listens there.
+        PortTakenError: another process listens there.
     """
     if not is_server:
         return dist.TCPStore(interface.store_host, port, is_master=False, multi_tenant=True, timeout=timeout)

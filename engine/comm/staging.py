@@ -39,7 +39,7 @@ class Work(Protocol):
 
 
 class TensorUse(NamedTuple):
-    """The tensors that stand behind one handle of a call. One that is reduced in place is read and written."""
+    """The tensors of one handle of a call. One that is reduced in place is read and written."""
 
     read: Sequence[torch.Tensor] = ()
     written: Sequence[torch.Tensor] = ()
@@ -141,7 +141,7 @@ class Staging:
 
         Args:
             call: calls the backend; returns as many handles as there are uses.
-            uses: what each handle reads and writes. Nobody may change what is read, or look at what is written, before its `wait`.
+            uses: what each handle reads and writes. Before its `wait`, what is read must not change; what is written has no value.
 
         Returns:
             A handle for each use.

@@ -49,7 +49,7 @@ class StopRequest:
     """The requests of one rank to stop, and the decision of all ranks.
 
     Args:
-        rank: whose signals these are, for the line that says so.
+        rank: this one, for the line that reports a signal.
 
     Attributes:
         agreed: why the run stops, the same on every rank; None: it goes on.

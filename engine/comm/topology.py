@@ -10,7 +10,7 @@ topologies can live in one process. Axes by name:
     pp_backward   gradients of activations
     ends          first and last stage: the two holders of a tied embedding; only on those stages
     kv_replicas   the tp ranks that hold the same key/value head; only where kv heads < tp
-    world         everybody
+    world         all ranks
 
 Groups with the same ranks share one process group, except the two pipeline directions. Where gloo serves a GPU, each process
 group has its staging (`engine.comm.staging`).
@@ -63,7 +63,7 @@ class Topology:
         kv_heads: key/value heads of the model; with fewer than tp ranks, replicas share a `kv_replicas` axis.
         staged: carry tensors through host memory; None: where the default group is gloo's and this rank is on a GPU.
         timeout: after which a call of any of the groups fails; None: torch's own for the backend.
-        carrier: makes the carrier of a process group, from the name of its first axis and the ledger; for who watches calls.
+        carrier: makes the carrier of a process group, from the name of its first axis and the ledger; a race check has its own.
 
     Attributes:
         staged: whether it does.

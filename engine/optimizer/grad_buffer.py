@@ -4,7 +4,7 @@ Per buffer (see `param_layout.py`) two flat tensors: parameters in the run's dty
 (or narrower, `precision.gradients`). A step:
 
     start(m)          main grads are old; each parameter expects m microbatches x its uses, and writes the first over them
-    backward ...      whoever adds a gradient says so (`grad_added`); when the last one of a bucket is in, its
+    backward ...      each added gradient is counted (`grad_added`); when the last one of a bucket is in, its
                       reduce-scatter over dp is posted, under the rest of the backward
     finish()          waits for them, then sums the owned parts that are partial sums over a further axis
     (optimizer)       writes the owned part of the parameters

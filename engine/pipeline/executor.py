@@ -1,6 +1,6 @@
 """Runs a lowered schedule on one pipeline rank.
 
-The executor knows nothing of 1F1B or interleaving: it walks the list of instructions that the checker proved and the
+The executor has no code for 1F1B or interleaving: it walks the list of instructions that the checker proved and the
 simulator timed. For each action:
 
     F   take the input (tokens on the first stage), run the chunk, hand the output over
