@@ -2,7 +2,7 @@
 
     PYTHONSAFEPATH=1 torchrun --nproc-per-node 8 --module launch.pretrain_gpt configs/gpt_tiny.yaml train.steps=20
 
-`launch/pretrain_gpt.sh` starts it; so does srun with one task per GPU. The only place that knows engine, models and
+`launch/pretrain_gpt.sh` starts it; so does srun with one task per GPU. The only place with engine, models and
 telemetry at once:
 
     main                config -> process group -> run directory -> this rank's log     rank/join.py, rank/directory.py
@@ -181,7 +181,7 @@ def _train(rank: Rank, directory: RunDirectory, watchers: Watchers, streams: Ran
         directory.close()
     if stopped is None:
         return 0
-    # Nobody leaves before rank 0 has closed its files: a launcher ends all ranks with the first one that ends with a code.
+    # No rank leaves before rank 0 has closed its files: a launcher ends all ranks with the first one that ends with a code.
     topology.axis("world").barrier(topology.device, "stop")
     return AFTER[stopped]
 

@@ -1,4 +1,4 @@
-"""What a run says of itself before it trains and when it has: layout, device, kernels, parameters, its corpus's entropies."""
+"""Facts about a run for its banner and its end: layout, device, kernels, parameters, its corpus's entropies."""
 
 from dataclasses import dataclass
 
@@ -71,7 +71,7 @@ def predicted_memory(engine: Engine) -> str:
 
 
 def corpus_entropies(config: Config) -> dict[str, float]:
-    """Return what simpler models of the training corpus reach, in nats per token; the first corpus stands for a blend."""
+    """Return what simpler models of the training corpus reach, in nats per token; the first corpus represents a blend."""
     if config.data.synthetic:
         return {}
     measured = entropies(config.data.train[0][1], config.model.vocab_size)

@@ -14,8 +14,8 @@ def open_directory(rank: Rank, stem: str, *, from_scratch: bool, is_first_start:
 
     Args:
         stem: of the config's file, after which a run without a name is named.
-        from_scratch: whether a run that has saved checkpoints was told to start at step 0 again.
-        is_first_start: whether nobody has started this command before. A restarted job goes on from what it has saved since, so
+        from_scratch: whether a run that has saved checkpoints shall start at step 0 again.
+        is_first_start: whether this command was not started before. A restarted job goes on from what it has saved since, so
             `from_scratch` counts then only where no attempt has begun after it was asked for.
 
     Raises:

@@ -1,11 +1,11 @@
-"""A watch over the run directory on rank 0: removed or moved under a live run, it is made again, and that is said once.
+"""A watch over the run directory on rank 0: removed or moved under a live run, it is made again, and that is reported once.
 
     removed    rm -r runs/demo            earlier metrics, events, logs and checkpoints are lost
     moved      mv runs/demo runs/old      they are in the moved folder
 
 Either way the lock went with the folder, and a second start of the run would write in the same place. So the locks are taken again,
 config.yaml is written, and metrics, events, logs and checkpoints go on in a new folder of the old name. Logs of a node that
-shares no folder with rank 0 do not. Another run that has taken the place meanwhile keeps it: this one ends.
+shares no folder with rank 0 do not. Another run that has taken the place since keeps it: this one ends.
 """
 
 import time
@@ -24,7 +24,7 @@ class DirectoryWatch(StepWatcher):
 
     Args:
         directory: of the run, in which this attempt has begun.
-        telemetry: where a loss is said; its files are opened again.
+        telemetry: reports a loss; its files are opened again.
         clock: returns seconds.
     """
 

@@ -1,4 +1,4 @@
-"""What torch's allocator holds on a GPU, block by block, written down when a rank runs out of memory.
+"""A snapshot of torch's allocator on a GPU, block by block, written when a rank runs out of memory.
 
 Such a file is looked at in https://pytorch.org/memory_viz; torch writes it as a pickle, and nothing here reads it.
 """
@@ -31,7 +31,7 @@ class MemorySnapshot:
         self._dump = dump
 
     def write(self) -> str:
-        """Write it; returns what to say about it. Never an error: it is there to explain another one."""
+        """Write the snapshot, and return a line about it. Never an error: it is there to explain another one."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._dump(str(self._path))

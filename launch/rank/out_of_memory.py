@@ -1,4 +1,4 @@
-"""What to say when a rank runs out of memory: which rank, doing what, what holds how much, and what would hold less.
+"""The message of a rank that runs out of memory: its activity, what holds how much, and what would hold less.
 
 rank 5 (pp 1, dp 0, tp 1) is out of memory at 0F3, forward of microbatch 3 on chunk 0: tried to allocate 2.00 GiB.
   parameters     1.02 GiB  predicted 1.02 GiB
@@ -63,7 +63,7 @@ def explained(
         place: of the memory that was asked for.
         config: of the run; an open `parallel.dp` is taken from the topology.
         engine: None while it is being built.
-        snapshot: what to say of a snapshot; None: there is none.
+        snapshot: a line about a snapshot; None: there is none.
     """
     sizes, at = topology.sizes, topology.coordinates
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"dp": sizes.dp})})
