@@ -148,7 +148,7 @@ def build(
         parameters=parameters,
         buffers=buffers,
         optimizer=DistributedOptimizer(buffers, config.optimizer, config.precision, kernels.choices.optimizer),
-        executor=Executor(topology, [chunk.queue for chunk in chunks], activation_shape, dtype, observers),
+        executor=Executor(topology, [chunk.queue for chunk in chunks], activation_shape, dtype, tuple(observers)),
         train_programs=Programs(train_schedule),
         forward_programs=Programs(forward_schedule),
         count_retries=partial(allocator_retries, topology.device),
@@ -213,10 +213,8 @@ def train_steps(run: TrainingRun, batches: StepSource, *, validation_is_due: boo
 
             observer.phase(Phase.OPTIMIZER)
             run.guard.before_update(step)
-            lr, flags = (
-                learning_rate(step, engine.config.optimizer, num_steps),
-                StepFlags(checkpoints.flags(), stop.flags()),
-            )
+            lr = learning_rate(step, engine.config.optimizer, num_steps)
+            flags = StepFlags(checkpoints.flags(), stop.flags())
             in_flight.post(step, lr, engine.update(counts, lr, flags, run.guard.loss_limit(step)))
             reads_all = is_last or validates or checkpoints.is_due(step + 1, is_last=is_last)
             finished = in_flight.read(stop, newest=reads_all)

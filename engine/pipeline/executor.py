@@ -12,7 +12,7 @@ is sent, its memory is free.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -42,33 +42,24 @@ class _Kept:
     edge: GradientEdge
 
 
+@dataclass(eq=False)
 class Executor:
     """One rank's engine for programs.
 
-    Args:
+    Attributes:
         topology: this rank's place and pipeline axes.
         queues: the weight-gradient queue of each chunk of this rank.
         shape: of an activation between stages, [s(/t), b, h].
         observers: called with each instruction before it runs, and with None after the last.
-
-    Attributes:
         running: the instruction that runs, for reports of errors; None between two programs.
     """
 
-    def __init__(
-        self,
-        topology: Topology,
-        queues: Sequence[WeightGradQueue],
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        observers: Sequence[InstructionObserver] = (),
-    ) -> None:
-        self.topology = topology
-        self.queues = queues
-        self.shape = shape
-        self.dtype = dtype
-        self.observers = tuple(observers)
-        self.running: Instruction | None = None
+    topology: Topology
+    queues: Sequence[WeightGradQueue]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    observers: Sequence[InstructionObserver] = ()
+    running: Instruction | None = field(default=None, init=False)
 
     def run(
         self,

@@ -4,6 +4,7 @@ Such a file is looked at in https://pytorch.org/memory_viz; torch writes it as a
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,25 +21,23 @@ def remember_allocations(record: Callable[..., object] = torch.cuda.memory._reco
     record(max_entries=HISTORY_ENTRIES, stacks="python")
 
 
+@dataclass(frozen=True)
 class MemorySnapshot:
     """The snapshot of one rank in a file, whose folder is made; with a history where `remember_allocations` was called."""
 
-    def __init__(
-        self, path: Path, *, has_history: bool, dump: Callable[[str], object] = torch.cuda.memory._dump_snapshot
-    ) -> None:
-        self._path = path
-        self._has_history = has_history
-        self._dump = dump
+    path: Path
+    has_history: bool
+    dump: Callable[[str], object] = torch.cuda.memory._dump_snapshot
 
     def write(self) -> str:
         """Write the snapshot, and return a line about it. Never an error: it is there to explain another one."""
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._dump(str(self._path))
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.dump(str(self.path))
         except (OSError, RuntimeError) as error:
             return f"A snapshot of its memory could not be written: {error}"
-        said = f"Its memory, block by block: {self._path} (open it in https://pytorch.org/memory_viz)."
-        if self._has_history:
+        said = f"Its memory, block by block: {self.path} (open it in https://pytorch.org/memory_viz)."
+        if self.has_history:
             return said
         return f"{said} With telemetry.memory_history=true it also says who asked for each block."
 

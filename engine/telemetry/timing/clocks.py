@@ -11,17 +11,9 @@ host has read numbers that were made behind them.
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-
-
-class TimedEvent(Protocol):
-    """The part of a `torch.cuda.Event(enable_timing=True)` that is used."""
-
-    def record(self) -> None: ...
-    def synchronize(self) -> None: ...
-    def elapsed_time(self, end_event: Any) -> float: ...
 
 
 class HostClock:
@@ -48,24 +40,24 @@ class StreamClock:
     def __init__(
         self,
         device: torch.device,
-        make_event: Callable[[], TimedEvent] = lambda: torch.cuda.Event(enable_timing=True),
+        make_event: Callable[[], Any] = lambda: torch.cuda.Event(enable_timing=True),
         synchronize: Callable[[torch.device], None] = torch.cuda.synchronize,
     ) -> None:
         self._device = device
         self._make_event = make_event
         self._synchronize = synchronize
 
-    def mark(self) -> TimedEvent:
+    def mark(self) -> Any:
         event = self._make_event()
         event.record()
         return event
 
-    def elapsed(self, marks: Sequence[TimedEvent]) -> list[float]:
+    def elapsed(self, marks: Sequence[Any]) -> list[float]:
         # The last mark is right behind the copy of the numbers that were read: it is there, or some microseconds away.
         marks[-1].synchronize()
         return [marks[0].elapsed_time(mark) / 1e3 for mark in marks]
 
-    def anchor(self) -> tuple[TimedEvent, float]:
+    def anchor(self) -> tuple[Any, float]:
         self._synchronize(self._device)
         event = self.mark()
         event.synchronize()
