@@ -256,7 +256,7 @@ def _data_differences(candidate: Candidate, data: dict[str, str], accept: Sequen
     if differed and not any(name == "data" or name.startswith("data.") for name in accept):
         raise CheckpointError(
             f"{candidate.folder}: the training data are not those it was trained on: the fingerprint of {', '.join(differed)} "
-            "differs though the names are the same. Samples would be repeated or left out without a word. Restore the "
+            "differs though the names are the same. Samples would be repeated or left out silently. Restore the "
             "corpora, or, if the change is meant: checkpoint.accept=[data]"
         )
     return [f"{part}: other data (accepted)" for part in differed]

@@ -31,7 +31,7 @@ class UniqueKeysLoader(SafeLoader):
             line = key.start_mark.line + 1
             if key.value in lines and key.tag != "tag:yaml.org,2002:merge":
                 raise yaml.constructor.ConstructorError(
-                    problem=f"the key {key.value!r} stands twice in one mapping, in lines {lines[key.value]} and {line}: one "
+                    problem=f"the key {key.value!r} is given twice in one mapping, in lines {lines[key.value]} and {line}: one "
                     f"value would be lost. Keep one of them",
                     problem_mark=key.start_mark,
                 )
@@ -43,7 +43,7 @@ def read_yaml(text: str) -> Any:
     """Return the value of a YAML text.
 
     Raises:
-        yaml.YAMLError: it is no YAML, a key stands twice in one mapping, it has more levels or values than the limits
+        yaml.YAMLError: it is no YAML, a key is given twice in one mapping, it has more levels or values than the limits
             above, or a value such as the date 2024-13-45 does not exist.
     """
     _refuse_what_grows(text)

@@ -100,7 +100,7 @@ class Guard:
         if policy == "skip":
             raise DivergenceError(
                 f"{error} {self._config.max_skips_in_a_row} updates in a row were left out "
-                "(resilience.max_skips_in_a_row): the weights themselves are no good any more. Go on from an older checkpoint."
+                "(resilience.max_skips_in_a_row): the weights themselves are spoiled. Continue from an older checkpoint."
             )
         raise DivergenceError(error)
 
@@ -127,7 +127,7 @@ class Guard:
         self._notices.on_trouble("replicas_differ", step, f"{message}.", differences=found)
         raise ReplicaError(
             f"{message}. These weights must be the same bit by bit; {before}. Memory, a link or a kernel of a rank that is named "
-            "has failed, and its gradients are in everybody's weights since then. Take its node out, and go on from a checkpoint "
+            "has failed, and its gradients have reached the weights of all ranks. Take its node out, and continue from a checkpoint "
             "from before (write its name into checkpoints/latest)."
         )
 

@@ -134,9 +134,7 @@ def _odd_ranks(ranks: Sequence[int], values: Sequence[int]) -> tuple[int, ...]:
 def _sentence(axis: Axis, odd: Sequence[int], names: Sequence[str]) -> str:
     weights = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     if not odd:
-        return (
-            f"ranks {_list(axis.ranks)} ({axis.name} replicas) differ in {weights}, and no majority says who is wrong"
-        )
+        return f"ranks {_list(axis.ranks)} ({axis.name} replicas) differ in {weights}, and no majority shows which one is wrong"
     others = [rank for rank in axis.ranks if rank not in odd]
     who = f"rank {odd[0]} holds" if len(odd) == 1 else f"ranks {_list(odd)} hold"
     return f"{who} another {weights} than ranks {_list(others)} ({axis.name} replicas)"

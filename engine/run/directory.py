@@ -363,7 +363,7 @@ def _path_of(runs_dir: str | Path, name: str) -> Path:
     if is_link:
         raise TriaxisError(
             f"{path} is a link to {path.readlink()}, so the run would write outside of {runs_dir}. Set runtime.runs_dir to where "
-            f"run directories are to stand, or move the folder here."
+            f"run directories belong, or move the folder here."
         )
     return path
 

@@ -93,7 +93,7 @@ def find_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
             raise DataError(
                 f"{len(wrong):,} of {len(found):,} input files {'is' if len(wrong) == 1 else 'are'} {what}: "
                 f"{', '.join(map(str, wrong[:NAMES_SHOWN]))}{more}. A document without text would be an end-of-document "
-                f"token alone, and a file that is skipped silently would be missed by nobody. Leave them out or repair them."
+                f"token alone, and the loss of a silently skipped file would go unnoticed. Leave them out or repair them."
             )
     return tuple(found)
 

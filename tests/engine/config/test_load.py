@@ -110,10 +110,10 @@ def test_an_empty_section_is_its_defaults(tmp_path: Path) -> None:
         ("just words", ["str", "mapping"]),
         ("model: {num_layers: 4\ntrain: 3", ["not readable as YAML", "line"]),
         ("\tmodel: 3", ["not readable as YAML", "line 1"]),
-        (BASE + "train: {steps: 3}\n", ["'train' stands twice", "lines 3 and 4"]),
+        (BASE + "train: {steps: 3}\n", ["'train' is given twice", "lines 3 and 4"]),
         (
             "model:\n  num_layers: 4\n  hidden_size: 8\n  num_layers: 5\n",
-            ["'num_layers' stands twice", "lines 2 and 4"],
+            ["'num_layers' is given twice", "lines 2 and 4"],
         ),
         ("? [model]\n: 3\n", ["not readable as YAML", "unhashable key"]),
         ("---\nmodel: 1\n---\nmodel: 2\n", ["not readable as YAML"]),
@@ -147,7 +147,7 @@ def test_overrides_that_are_none(base: Path, override: str) -> None:
 
 def test_an_override_that_is_no_yaml(base: Path) -> None:
     assert "not readable as YAML" in str(refused(base, "data.train=[[1.0, p]"))
-    assert "stands twice" in str(refused(base, "model={num_layers: 1, num_layers: 2}"))
+    assert "is given twice" in str(refused(base, "model={num_layers: 1, num_layers: 2}"))
 
 
 # Unknown keys

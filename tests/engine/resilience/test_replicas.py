@@ -48,7 +48,7 @@ class FlipsOneBit:
         (
             Case("llama", tp=2),
             FlipsOneBit(1, "layers.1.mlp.norm.weight", 3),
-            "ranks 0, 1 (tp replicas) differ in layers.1.mlp.norm.weight, and no majority says who is wrong",
+            "ranks 0, 1 (tp replicas) differ in layers.1.mlp.norm.weight, and no majority shows which one is wrong",
         ),
     ],
     ids=["a copy on dp4", "a norm on tp2"],
