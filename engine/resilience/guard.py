@@ -127,7 +127,7 @@ class Guard:
         self._notices.on_trouble("replicas_differ", step, f"{message}.", differences=found)
         raise ReplicaError(
             f"{message}. These weights must be the same bit by bit; {before}. Memory, a link or a kernel of a rank that is named "
-            "has failed, and its gradients have reached the weights of all ranks. Take its node out, and continue from a checkpoint "
+            "has failed, and its gradients have reached the weights of all ranks. Remove its node, and continue from a checkpoint "
             "from before (write its name into checkpoints/latest)."
         )
 
