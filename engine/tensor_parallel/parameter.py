@@ -105,7 +105,7 @@ class WeightGradQueue:
     While `deferring`, `run` queues the work, and `take` hands it to the executor; otherwise `run` executes it.
 
     Args:
-        kernel: computes them.
+        kernel: kernel of the GEMMs.
     """
 
     def __init__(self, kernel: WeightGradKernel = "separate") -> None:
