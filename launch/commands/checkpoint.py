@@ -103,7 +103,7 @@ def _verb(
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what the verb says; CheckpointError where there is nothing to look into."""
+    """Run the subcommand; CheckpointError where there is nothing to look into."""
     function: Callable[[argparse.Namespace], int] = args.verb_function
     return function(args)
 
@@ -257,7 +257,7 @@ def _tensor_table(manifest: "Manifest") -> Table:
 
 
 def _by_module(manifest: "Manifest") -> dict[str, tuple[int, int]]:
-    """(tensors, parameters) of each module that has any."""
+    """Return (tensors, parameters) of each module that has any."""
     counts: dict[str, tuple[int, int]] = {}
     numels = {name: math.prod(info.shape) for name, info in manifest.tensors.items()}
     for name, numel in numels.items():
@@ -425,7 +425,7 @@ def _data_bytes(folder: Path) -> int:
 
 @contextmanager
 def _progress(console: Console, what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal that goes away when all is read; nothing in a log file."""
+    """Show a bar on a terminal until all is read; nothing in a log file."""
     if not console.is_terminal:
         yield lambda num_bytes: None
         return
@@ -444,6 +444,6 @@ def _size(manifest: "Manifest") -> str:
 
 
 def _short(value: Any) -> str:
-    """A JSON value on a line."""
+    """Format a JSON value on a line."""
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 100 else f"{text[:97]}..."

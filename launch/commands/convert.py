@@ -115,14 +115,14 @@ def add_parsers(verbs: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what the verb says; CheckpointError, ConfigError or DataError for what cannot be converted."""
+    """Run the subcommand; CheckpointError, ConfigError or DataError for what cannot be converted."""
     convert: Callable[[argparse.Namespace], None] = args.convert
     convert(args)
     return 0
 
 
 def hf_import(args: argparse.Namespace) -> None:
-    """Weights of a Hugging Face folder as a checkpoint of ours, with a config beside it."""
+    """Convert the weights of a Hugging Face folder to a checkpoint, with a config next to it."""
     from engine.checkpoint.format.manifest import TrainingState
     from engine.checkpoint.import_weights import write_checkpoint
     from models.interop.huggingface.files import copy_file, whole_folder, write_text
@@ -172,7 +172,7 @@ def hf_import(args: argparse.Namespace) -> None:
 
 
 def hf_export(args: argparse.Namespace) -> None:
-    """A checkpoint's weights as a folder that transformers loads."""
+    """Convert a checkpoint's weights to a folder that transformers loads."""
     from engine.checkpoint.directory import find
     from models.interop.huggingface.files import copy_file, whole_folder, write_text, write_weights
     from models.interop.huggingface.tokenizer import bytes_tokenizer_json
@@ -238,14 +238,14 @@ def _add_dtype(parser: argparse.ArgumentParser, meaning: str) -> None:
 
 
 def _torch_dtype(name: str) -> Any:
-    """torch's dtype, or None for `source`."""
+    """Return torch's dtype, or None for `source`."""
     from engine.numerics.precision import DTYPES as TORCH_DTYPES
 
     return None if name == "source" else TORCH_DTYPES[name]
 
 
 def _tokenizer(given: str | None, candidate: Candidate, vocab_size: int) -> tuple[str | None, int | None, list[str]]:
-    """(`bytes` or a file to copy, id that ends a document, notes).
+    """Return (`bytes` or a file to copy, id that ends a document, notes).
 
     Raises:
         DataError: the one that was asked for is not there, is none, or is of another model; or the checkpoint's own is not there.
@@ -294,7 +294,7 @@ def _import_record(candidate: Candidate, tokenizer: str | None) -> ImportRecord 
 
 
 def _train_config(family: str, config: dict[str, Any], out: Path) -> str:
-    """A config that trains on from the imported weights, complete but for the corpus."""
+    """Return a config that trains the imported weights further, complete but for the corpus."""
     model = yaml.safe_dump({"model": config["model"]}, sort_keys=False)
     kernels = yaml.safe_dump({"kernels": config["kernels"]}, sort_keys=False) + "\n" if "kernels" in config else ""
     tokenizer = config["data"]["tokenizer"]
@@ -323,7 +323,7 @@ checkpoint:
 
 @contextmanager
 def _progress(console: Console, what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, nothing in a log file; the function hears how many bytes were done."""
+    """Show a bar on a terminal, nothing in a log file; yield a function that takes the bytes done."""
     if not console.is_terminal:
         yield lambda num_bytes: None
         return

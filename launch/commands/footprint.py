@@ -166,7 +166,7 @@ def read_config(args: argparse.Namespace) -> Config:
 
 
 def _real(console: Console, config: Config, rank: int, counted: "Footprint") -> dict[str, object]:
-    """The rank's steps on a device, beside what was counted."""
+    """Run the rank's steps on a device, and print them next to the counts."""
     from engine.comm.placement import place
     from engine.comm.runtime import set_up_allocator
     from launch.footprint.real import real_steps
@@ -224,7 +224,7 @@ def _replay(console: Console, footprints: "Footprints") -> dict[str, object]:
 
 
 def show(console: Console, config: Config, rank: int, found: "Footprint") -> None:
-    """Memory, saved tensors and the formula, traffic and operators."""
+    """Print memory, saved tensors and the formula, traffic and operators."""
     stages = ", ".join(map(str, found.stages))
     run, all_ = found.run_microbatches, found.num_microbatches
     how = "all of them run" if run == all_ else f"{run} run, {all_ - run} added up from those like them"
@@ -259,7 +259,7 @@ def show(console: Console, config: Config, rank: int, found: "Footprint") -> Non
 
 
 def _show_formula(console: Console, config: Config, found: "Footprint") -> None:
-    """The terms of a layer and their sum, beside what was measured."""
+    """Print the terms of a layer and their sum, next to the measured bytes."""
     from models.predict.activation_memory import block_terms, paper_per_token, per_token
 
     terms = block_terms(config, parallel_sizes(config))
@@ -302,7 +302,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _alike(found: "Footprint") -> Counter[tuple[str, str, int]]:
-    """(where, tensor, bytes), as often as it is in layers and chunks that are alike, in the order of the first."""
+    """Return (where, tensor, bytes), as often as it is in layers and chunks that are alike, in the order of the first."""
     rows: Counter[tuple[str, str, int]] = Counter()
     for one in found.saved:
         site = re.sub(r"\.\d+\.", ".N.", re.sub(r"^chunk \d+: ", "", one.site)) or "(the chunk itself)"
@@ -311,7 +311,7 @@ def _alike(found: "Footprint") -> Counter[tuple[str, str, int]]:
 
 
 def _traffic(found: "Footprint") -> dict[tuple[str, str, str], tuple[int, int]]:
-    """(calls, ring bytes) by axis, purpose and operation."""
+    """Return (calls, ring bytes) by axis, purpose and operation."""
     from models.predict.traffic import measured_traffic
 
     volumes = measured_traffic(found.events)
@@ -322,7 +322,7 @@ def _traffic(found: "Footprint") -> dict[tuple[str, str, str], tuple[int, int]]:
 
 
 def as_json(config: Config, rank: int, found: "Footprint") -> dict[str, object]:
-    """All numbers, in bytes."""
+    """Return all numbers, in bytes."""
     return {
         "rank": rank,
         "coordinates": asdict(found.coordinates),

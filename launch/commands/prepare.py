@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def progress_shown(console: Console, total_bytes: int) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal; in a log file, a line now and then."""
+    """Show a bar on a terminal; in a log file, a line now and then."""
     if not console.is_terminal:
         yield LogLines(console, total_bytes)
         return

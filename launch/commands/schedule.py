@@ -152,7 +152,7 @@ def _given(args: argparse.Namespace, *names: str) -> list[str]:
 
 
 def _of_config(console: Console, args: argparse.Namespace) -> list[Schedule]:
-    """The schedules that a run of this configuration uses: of a training step and of a validation."""
+    """Return the schedules that a run of this configuration uses: of a training step and of a validation."""
     from engine.config.load import load_config
     from engine.config.plan import batch_plan, data_parallel_size
 

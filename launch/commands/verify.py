@@ -90,7 +90,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0: equal, 1: different, 2: unusable."""
+    """Return 0: equal, 1: different, 2: unusable."""
     if args.steps is None:
         args.steps = DEFAULT_STEPS if args.oracle is None else NUM_STEPS
     if problems := list(_problems(args)):
@@ -139,7 +139,7 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _run_matrix(console: Console, args: argparse.Namespace) -> int:
-    """Each trial is one line as soon as it is decided; a trial that cannot be run ends the matrix."""
+    """Print a line for each trial as soon as it is decided; a trial that cannot be run ends the matrix."""
     trials = matrix(
         args.config, tuple(args.overrides), num_steps=args.steps, dtype=args.dtype, most_ranks=args.max_ranks
     )
@@ -175,7 +175,7 @@ def _run_matrix(console: Console, args: argparse.Namespace) -> int:
 
 
 def _run_oracle(console: Console, args: argparse.Namespace) -> int:
-    """A certificate as soon as it is decided for our one process and for each layout."""
+    """Print a certificate for our one process and for each layout, as soon as it is decided."""
     asked = oracle_trial(
         args.config,
         args.overrides,
@@ -220,7 +220,7 @@ def _write_json(args: argparse.Namespace, content: Mapping[str, object]) -> None
 
 
 def certificate(asked: Trial, verdict: Verdict, against: str = ONE_PROCESS) -> dict[str, object]:
-    """The verdict as JSON: what was compared, how far it was apart, and the configuration that makes the same runs again."""
+    """Return the verdict as JSON: what was compared, how far it was apart, and the configuration that makes the same runs again."""
     return {
         "equal": verdict.equal,
         "layout": _layout(asked.config),
@@ -243,7 +243,7 @@ def _layout(config: Config) -> str:
 
 
 def show(console: Console, asked: Trial, verdict: Verdict, against: str = ONE_PROCESS) -> None:
-    """The certificate for people."""
+    """Print the certificate for people."""
     config, model = asked.config, asked.config.model
     steps = "1 step" if config.train.steps == 1 else f"{config.train.steps} steps"
     table = Table(

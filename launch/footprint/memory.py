@@ -253,7 +253,7 @@ class MemoryWatch(TorchDispatchMode):
 
     @property
     def _site(self) -> tuple[str, str]:
-        """(the chunk, the module in it); empty outside of a forward, and of what is computed again in a backward."""
+        """Return (the chunk, the module in it); empty outside of a forward, and of what is computed again in a backward."""
         return self._sites[-1] if self._sites else ("", "")
 
     def _see(self, tensor: torch.Tensor) -> None:

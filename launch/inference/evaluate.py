@@ -67,7 +67,7 @@ def _evaluate(rank: Rank, model: LoadedModel, job: dict[str, Any]) -> None:
 
 
 def open_text(job: dict[str, Any], tokenizer: Tokenizer, *, count_bytes: bool) -> tuple[Text, int]:
-    """The tokens, and how many bytes of text they are (0 where they are not to be counted)."""
+    """Open the tokens, and count their bytes of text (0 where they are not to be counted)."""
     limit = job["max_tokens"]
     if job["bin"] is not None:
         text: Text = CorpusTokens(IndexedTokens(job["bin"]), limit)
@@ -81,7 +81,7 @@ def open_text(job: dict[str, Any], tokenizer: Tokenizer, *, count_bytes: bool) -
 
 
 def bytes_of(text: Text, tokenizer: Tokenizer) -> int:
-    """UTF-8 bytes of the decoded tokens; the end of a document has none."""
+    """Return UTF-8 bytes of the decoded tokens; the end of a document has none."""
     total = 0
     kept: list[int] = []
     for start in range(0, text.num_tokens, BLOCK_TOKENS):
@@ -102,7 +102,7 @@ def bytes_of(text: Text, tokenizer: Tokenizer) -> int:
 
 
 def measures(loss_sum: float, num_tokens: int, num_bytes: int) -> dict[str, float | None]:
-    """Nats and perplexity, per token and per byte; None per byte where the text has no bytes."""
+    """Return nats and perplexity, per token and per byte; None per byte where the text has no bytes."""
     loss = loss_sum / num_tokens
     per_byte = loss_sum / num_bytes if num_bytes else None
     return {
@@ -115,7 +115,7 @@ def measures(loss_sum: float, num_tokens: int, num_bytes: int) -> dict[str, floa
 
 
 def _exp(nats: float) -> float | None:
-    """None where the number has no place in a double (or is none)."""
+    """Return the exponential; None where it does not fit into a double (or is no number)."""
     return math.exp(nats) if nats < math.log(sys.float_info.max) else None
 
 

@@ -40,7 +40,7 @@ class Clock:
 
     @property
     def prompt_seconds(self) -> float:
-        """Until the first token was there."""
+        """Return the seconds until the first token."""
         return self.first - self.started if self.num_tokens else 0.0
 
     @property
@@ -85,7 +85,7 @@ def _drain(tokens: Iterator[int]) -> None:
 
 
 def _write(prompt: dict[str, Any], tokens: Iterator[int], tokenizer: Tokenizer, *, is_first: bool) -> None:
-    """The prompt, dim on a terminal, and the text after it as it comes."""
+    """Print the prompt, dim on a terminal, and the text after it as it comes."""
     console = Console(highlight=False, soft_wrap=True)
 
     def show(text: str, style: str = "") -> None:
@@ -107,7 +107,7 @@ def _write(prompt: dict[str, Any], tokens: Iterator[int], tokenizer: Tokenizer, 
 
 
 def _say_speed(prompt: dict[str, Any], clock: Clock) -> None:
-    """On stderr, so that stdout holds text only."""
+    """Print the speed on stderr, so that stdout holds text only."""
     ended = "the model ended the document" if clock.num_tokens < prompt["num_tokens"] else "as many as were asked for"
     words = [
         f"{clock.num_tokens:,} tokens ({ended})",

@@ -110,7 +110,7 @@ def readers_config(candidate: Candidate, train: Mapping[str, int]) -> dict[str, 
 
 
 def open_tokenizer(asked: Asked) -> Tokenizer:
-    """The tokenizer of the model.
+    """Open the tokenizer of the model.
 
     Raises:
         DataError: it is not where the checkpoint says, or has ids for which the model has no embedding.
@@ -156,13 +156,13 @@ def start(asked: Asked, worker: str, job: Mapping[str, Any]) -> int:
 
 
 def read_job(argv: Sequence[str]) -> dict[str, Any]:
-    """The job that `start` wrote, in a rank whose words are `argv`."""
+    """Read the job that `start` wrote, in a rank whose words are `argv`."""
     job: dict[str, Any] = json.loads(Path(argv[0]).with_name(JOB).read_text())
     return job
 
 
 def _write_config(folder: Path, candidate: Candidate, tree: Mapping[str, Any]) -> Path:
-    """Named after the checkpoint, so that messages about it can be understood."""
+    """Write the config under the name of the checkpoint, so that messages about it are clear."""
     path = folder / f"{candidate.folder.name}.yaml"
     path.write_text(yaml.safe_dump(dict(tree)), encoding="utf-8")
     return path

@@ -29,7 +29,7 @@ class TextStream:
         self._waiting: list[int] = []
 
     def add(self, token: int) -> str:
-        """The text that is complete with this token; may be empty."""
+        """Return the text that is complete with this token; may be empty."""
         self._waiting.append(token)
         text = self._new_text()
         if not text or text.endswith(UNKNOWN):

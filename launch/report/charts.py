@@ -38,7 +38,7 @@ class Line:
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """At most `most` round numbers from `low` to `high`: multiples of 1, 2 or 5 times a power of ten."""
+    """Return at most `most` round numbers from `low` to `high`: multiples of 1, 2 or 5 times a power of ten."""
     if not high > low:
         return [low]
     rough = (high - low) / most
@@ -49,7 +49,7 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """At most about `most` of the points: of each group of neighbours the smallest and the largest y, and every gap."""
+    """Return at most about `most` of the points: of each group of neighbours the smallest and the largest y, and every gap."""
     if len(points) <= most:
         return list(points)
     size = math.ceil(2 * len(points) / most)
@@ -103,7 +103,7 @@ def scrolling(svg: str) -> str:
 
 
 def tick(value: float) -> str:
-    """A round number without digits that say nothing: 12,000, 0.25, 3e-05."""
+    """Format a round number without trailing zeros: 12,000, 0.25, 3e-05."""
     if value == 0:
         return "0"
     if 1e-3 <= abs(value) < 1e7:
@@ -119,7 +119,7 @@ def line_chart(
     from_zero: bool = False,
     small: bool = False,
 ) -> str:
-    """Curves over a common axis, with a legend above where there are several.
+    """Draw curves over a common axis, with a legend above where there are several.
 
     Args:
         label: what it shows, for readers that cannot see it.
@@ -175,7 +175,7 @@ def _legend(entries: Sequence[tuple[str, str]]) -> str:
 
 
 def stacked_chart(label: str, names: Sequence[str], columns: Sequence[tuple[float, float, Sequence[float]]]) -> str:
-    """Columns of parts on top of each other.
+    """Draw columns of parts on top of each other.
 
     Args:
         label: what it shows.
@@ -202,7 +202,7 @@ def stacked_chart(label: str, names: Sequence[str], columns: Sequence[tuple[floa
 
 
 def bar_chart(label: str, rows: Sequence[tuple[str, Sequence[tuple[str, str, float, str]]]]) -> str:
-    """Horizontal bars, some per row.
+    """Draw horizontal bars, some per row.
 
     Args:
         label: what it shows.
@@ -230,7 +230,7 @@ def bar_chart(label: str, rows: Sequence[tuple[str, Sequence[tuple[str, str, flo
 
 
 def share_bar(label: str, parts: Mapping[str, float]) -> str:
-    """One bar to 100 %: colours c0, c1, ... in the order of `parts`."""
+    """Draw one bar to 100 %: colours c0, c1, ... in the order of `parts`."""
     whole = sum(parts.values()) or 1.0
     drawn, left = [], 0.0
     for number, (name, value) in enumerate(parts.items()):

@@ -34,7 +34,7 @@ STATES = {"finished": "good", "failed": "bad", "hung": "bad"}
 
 
 def render(run: RunRecord, now: float) -> str:
-    """The page of a run.
+    """Render the page of a run.
 
     Args:
         run: from `read_run`.
@@ -70,7 +70,7 @@ def render(run: RunRecord, now: float) -> str:
 
 
 def _tiles(run: RunRecord) -> str:
-    """The numbers that are asked for first."""
+    """Render the numbers that a reader looks for first."""
     last = run.steps[-1] if run.steps else {}
     step = number(last, "step")
     planned = None if run.config is None else planned_steps(run.config)
@@ -198,7 +198,7 @@ def _is_long(text: str) -> bool:
 
 
 def _value(value: Any) -> str:
-    """As a person reads it."""
+    """Format a value for people."""
     if isinstance(value, float):
         return significant(value)
     if isinstance(value, int) and not isinstance(value, bool):
@@ -243,7 +243,7 @@ def _config(run: RunRecord) -> str:
 
 
 def _written(iso_time: str) -> str:
-    """A manifest's time as all other times of the page; what is none is shown as it is."""
+    """Format a manifest's time like all other times of the page; other text is shown as it is."""
     try:
         written = datetime.fromisoformat(iso_time)
     except ValueError:

@@ -43,7 +43,7 @@ PART_NAMES = {
 
 
 def series(records: Sequence[Mapping[str, object]], *keys: str) -> list[tuple[float, float]]:
-    """(step, value) of every record that has the value; NaN and infinities stay, as gaps of the curve."""
+    """Return (step, value) of every record that has the value; NaN and infinities stay, as gaps of the curve."""
     return [(number(each, "step"), number(each, *keys)) for each in records if _has(each, *keys)]
 
 
@@ -64,7 +64,7 @@ def starts(run: RunRecord) -> list[tuple[float, str]]:
 
 
 def loss(run: RunRecord) -> str:
-    """Training and validation loss, with the steps that were made twice."""
+    """Draw training and validation loss, with the steps that were made twice."""
     # Broad and below, so that both can be seen where a step that was made again has the same loss to the bit.
     lines = [
         Line("made again or lost, after a resume or rollback", series(each, "loss"), "c1 broad")
@@ -98,7 +98,7 @@ def _steps_of(group: Sequence[Mapping[str, object]]) -> str:
 
 
 def small_charts(run: RunRecord) -> str:
-    """Learning rate and gradient norm, side by side."""
+    """Draw learning rate and gradient norm, side by side."""
     charts = []
     for title, key, style in (("Learning rate", "lr", "c4"), ("Gradient norm, before clipping", "grad_norm", "c1")):
         points = series(run.steps, key)
@@ -111,7 +111,7 @@ def small_charts(run: RunRecord) -> str:
 
 
 def throughput(run: RunRecord) -> str:
-    """Tokens per second of the job, and what part of the hardware's peak that is."""
+    """Draw tokens per second of the job, and their share of the hardware's peak."""
     tokens = series(run.steps, "tokens_per_second")
     if not any(math.isfinite(y) for _, y in tokens):
         return MISSING.format("No step is written down yet.")
@@ -177,7 +177,7 @@ def _zero(value: float) -> float:
 
 
 def _merged(columns: Sequence[tuple[float, float, Sequence[float]]]) -> list[tuple[float, float, Sequence[float]]]:
-    """At most `MOST_COLUMNS`: means of neighbours."""
+    """Merge neighbours into their means, to at most `MOST_COLUMNS`."""
     size = -(-len(columns) // MOST_COLUMNS)
     groups = [columns[start : start + size] for start in range(0, len(columns), size)]
     return [
@@ -191,7 +191,7 @@ def _merged(columns: Sequence[tuple[float, float, Sequence[float]]]) -> list[tup
 
 
 def sizes_of(run: RunRecord) -> ParallelSizes | None:
-    """The sizes that the run had; of a run whose config leaves dp open, from what it wrote down."""
+    """Return the sizes of the run; where its config leaves dp open, from its records."""
     if run.config is None:
         return None
     world_size = run.layout.get("world_size")
@@ -202,7 +202,7 @@ def sizes_of(run: RunRecord) -> ParallelSizes | None:
 
 
 def memory(run: RunRecord) -> str:
-    """The most that each rank held, beside what the formula of the configuration says."""
+    """Draw the most that each rank held, next to the value of the formula."""
     sizes = sizes_of(run)
     predicted = {} if sizes is None or run.config is None else _predicted(run.config, sizes)
     measured = _measured_memory(run, sizes)
@@ -264,7 +264,7 @@ def _predicted(config: Config, sizes: ParallelSizes) -> dict[int, Memory]:
 
 
 def _measured_memory(run: RunRecord, sizes: ParallelSizes | None) -> dict[int, int]:
-    """Bytes by rank, from the last attempt that said so; else rank 0's, from the last step."""
+    """Return bytes by rank, from the last attempt that recorded them; else rank 0's, from the last step."""
     for event in reversed(run.events):
         held = event.details.get("peak_memory_bytes")
         if isinstance(held, list) and held and (sizes is None or len(held) == sizes.world_size):
@@ -288,7 +288,7 @@ def _memory_table(predicted: Mapping[int, Memory]) -> str:
 
 
 def schedule(run: RunRecord) -> str:
-    """The picture of the run's schedule, and its bubble beside the measured one."""
+    """Draw the run's schedule, and its bubble next to the measured one."""
     sizes = sizes_of(run)
     if run.config is None or sizes is None:
         return MISSING.format("Not known without a configuration of this version and the number of ranks.")
@@ -358,5 +358,5 @@ def trained_seconds(run: RunRecord) -> float:
 
 
 def last(points: Sequence[tuple[float, float]]) -> str:
-    """The value at the end: "2.0748"; it may be no number."""
+    """Return the value at the end: "2.0748"; it may be no number."""
     return f"{points[-1][1]:.4f}" if points else "unknown"

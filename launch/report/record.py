@@ -100,7 +100,7 @@ class RunRecord:
 
     @property
     def state(self) -> str:
-        """In a word or two: finished, or how the last attempt ended."""
+        """Return a word or two: finished, or how the last attempt ended."""
         if self.results is not None:
             return "finished"
         return self.attempts[-1].end if self.attempts else "not started"
@@ -145,7 +145,7 @@ def _read(path: Path) -> RunRecord:
 
 
 def number(record: Mapping[str, Any], *keys: str) -> float:
-    """A number of a record, at `keys` one inside the other; NaN where there is none. "nan" and "inf" are how JSON spells them."""
+    """Return a number of a record, at nested `keys`; NaN where there is none. JSON spells those "nan" and "inf"."""
     value: Any = record
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -183,7 +183,7 @@ def _attempt_of(record: Mapping[str, Any]) -> int:
 def _latest(
     records: Sequence[Mapping[str, Any]],
 ) -> tuple[list[Mapping[str, Any]], list[list[Mapping[str, Any]]]]:
-    """The steps of the run's history, and what no longer belongs to it.
+    """Separate the steps of the run's history from those that no longer belong to it.
 
     A step that follows a later one in the file begins a resume or a rollback: what was made from there on is made again.
     """

@@ -89,13 +89,13 @@ def _rect(x: float, y: float, width: float, height: float, fill: str, **rest: st
 
 
 def _lines_of(grid: RankGrid, node: int) -> list[list[int]]:
-    """The node's ranks, one list per tensor-parallel group (or part of one, where it spans nodes)."""
+    """Return the node's ranks, one list per tensor-parallel group (or part of one, where it spans nodes)."""
     ranks = range(node * grid.ranks_per_node, (node + 1) * grid.ranks_per_node)
     return [list(group) for _, group in groupby(ranks, lambda rank: rank // grid.sizes.tp)]
 
 
 def _num_columns(grid: RankGrid) -> int:
-    """Boxes per row: whole pipeline stages per row where that keeps the picture from being a strip."""
+    """Return the boxes per row: whole pipeline stages per row where that keeps the picture from being a strip."""
     lines = math.ceil(grid.ranks_per_node / grid.sizes.tp)
     shape = (lines + 1.9) / (min(grid.sizes.tp, grid.ranks_per_node) + LABEL + 1.1)
     wanted = max(1.0, math.sqrt(grid.num_nodes * 1.6 * shape))

@@ -45,7 +45,7 @@ class Machine:
 
     @property
     def rank(self) -> str:
-        """The word for one of the parts that share the work."""
+        """Return the name of one of the parts that share the work."""
         return "GPU" if self.is_gpu else "rank"
 
 
@@ -185,7 +185,7 @@ def _table(tried: Tried, measured: Sequence[Measured]) -> Iterator[str]:
 
 
 def _times(measured: Sequence[Measured]) -> Iterator[str]:
-    """The time of a step to 100 %, a line per layout."""
+    """Format the time of a step to 100 %, a line per layout."""
     yield "time of a step, to 100 %:"
     for place, one in enumerate(measured, start=1):
         shares = "  ".join(

@@ -69,12 +69,12 @@ def start_from_rounded(engine: Engine, seed: int, dtype: torch.dtype) -> None:
 
 
 def starting_values(record: ParamRecord, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """The record's box after `leave_the_initial_point`, flat, on the CPU: for who has no engine."""
+    """Return the record's box after `leave_the_initial_point`, flat, on the CPU: for oracles, which have no engine."""
     return initial_box(record, seed).to(dtype) + _noise(record, seed).to(dtype)
 
 
 def _noise(record: ParamRecord, seed: int) -> torch.Tensor:
-    """Drawn with another seed than the initial values, which it would only scale."""
+    """Draw noise with another seed than the initial values, which it would only scale."""
     noisy = replace(record, spec=replace(record.spec, init=Init("normal", NOISE_STD)))
     return initial_box(noisy, seed + 1)
 

@@ -86,7 +86,7 @@ def oracle_trial(
     num_steps: int,
     dtype: str,
 ) -> OracleTrial:
-    """The configurations of a comparison.
+    """Return the configurations of a comparison.
 
     Args:
         path, overrides: as for training.
@@ -131,7 +131,7 @@ def oracle_trial(
 
 
 def installed_version(oracle: str) -> str:
-    """The version of an oracle's package.
+    """Return the version of an oracle's package.
 
     Raises:
         ConfigError: it is not installed, or not one that is known here.
@@ -220,7 +220,7 @@ def _oracle_command(path: Path) -> list[str]:
 
 
 def _run_oracle(asked: OracleTrial, folder: Path) -> int:
-    """A process of its own: what its code keeps in globals, and the patches that it needs, end with it."""
+    """Run the oracle in a process of its own, with which its globals and patches end."""
     place = folder / "oracle"
     place.mkdir()
     path = place / "verify.yaml"
@@ -233,7 +233,7 @@ def _run_oracle(asked: OracleTrial, folder: Path) -> int:
 
 
 def _cause(asked: OracleTrial, one: Trial, verdict: Verdict) -> Cause | None:
-    """The judge's guess is about layouts, and from outputs that an oracle does not give."""
+    """Replace the judge's guess: it is about layouts, and from outputs that an oracle does not give."""
     if verdict.equal:
         return None
     first = verdict.differences[0]

@@ -144,7 +144,7 @@ def evidence(config: Config, folder: Path) -> Evidence:
 
 
 def parameter_facts(config: Config) -> tuple[ParameterFacts, ...]:
-    """Every parameter of the model in forward order, as the layout holds it."""
+    """Return every parameter of the model in forward order, as the layout holds it."""
     parallel = config.parallel
     first_stage: dict[str, int] = {}
     for number, stage in enumerate(stages_of(config)):

@@ -57,12 +57,12 @@ class Trial:
 
     @property
     def tolerance(self) -> float | None:
-        """The constant bound of errors; None: there is none for this dtype, and the rounding is measured."""
+        """Return the constant bound of errors; None: there is none for this dtype, and the rounding is measured."""
         return TOLERANCES.get(self.config.precision.dtype)
 
 
 def trial(path: Path, overrides: tuple[str, ...], *, small: bool, num_steps: int, dtype: str | None) -> Trial:
-    """The two configurations of a verification.
+    """Build the configurations of a verification.
 
     Args:
         path, overrides: as for training, the layout among the overrides.
@@ -118,7 +118,7 @@ def _noise(one: Mapping[str, Any]) -> Config | None:
 
 
 def checked(tree: Mapping[str, Any]) -> Config:
-    """A tree as a configuration.
+    """Check a tree, and return it as a configuration.
 
     Raises:
         ConfigError: all problems at once.

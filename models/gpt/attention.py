@@ -71,14 +71,14 @@ class Attention(nn.Module):
         return self.proj(saved.recompute_inside(ATTENTION, lambda q, k, v: self._core(kernel, q, k, v, keys), q, k, v))
 
     def _turn(self, x: torch.Tensor, norm: ShardedParameter | None, rope: torch.Tensor | None) -> torch.Tensor:
-        """QK-norm and rotation of queries or keys [s, b, heads, d]; x itself where the model has neither."""
+        """Normalise and rotate queries or keys [s, b, heads, d]; x itself where the model has neither."""
         fusion = self.context.kernels.fusion
         if norm is not None:
             x = rms_norm(x, norm.tracked(), self.context.model.norm_eps, fusion)
         return x if rope is None else apply_rope(x, rope, fusion)
 
     def _core(self, kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: DropoutKeys) -> torch.Tensor:
-        """Scaled dot-product attention: q [b, n, s, d], k, v [b, n_kv, s_k, d] -> [s, b, n * d].
+        """Compute scaled dot-product attention: q [b, n, s, d], k, v [b, n_kv, s_k, d] -> [s, b, n * d].
 
         s_k = s, causal; or s = 1, and the query is of the last of the s_k places.
         """
@@ -90,7 +90,7 @@ class Attention(nn.Module):
         return mixed.permute(2, 0, 1, 3).flatten(2)
 
     def _explicit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: DropoutKeys) -> torch.Tensor:
-        """Attention with its probabilities materialised, [b, n, s, s_k]: what dropout on them needs."""
+        """Compute attention with materialised probabilities [b, n, s, s_k], which dropout on them needs."""
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         s = q.shape[2]

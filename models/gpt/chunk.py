@@ -139,12 +139,12 @@ class GPTChunk(nn.Module):
         return self.saved.end_chunk((losses * batch.loss_mask.t()).sum())
 
     def logits(self, x: torch.Tensor | None, batch: Batch) -> torch.Tensor:
-        """Hidden states for the next stage, or on the last stage this rank's columns of the logits [s, b, V_padded/t]."""
+        """Return hidden states for the next stage, or on the last stage this rank's columns of the logits [s, b, V_padded/t]."""
         hidden = self._hidden(x, batch)
         return hidden if self.head is None else self._logits(hidden)
 
     def for_decoding(self) -> "GPTChunk":
-        """The same parameters in a chunk without dropout whose activations are whole on every tp rank.
+        """Return the same parameters in a chunk without dropout whose activations are whole on every tp rank.
 
         One token cannot be cut along the sequence; what each rank computes of a matrix is the same either way. A text that grows
         is never twice of one shape, so nothing is compiled for it.
@@ -154,7 +154,7 @@ class GPTChunk(nn.Module):
         return GPTChunk(replace(self.context, region=region, kernels=kernels), self.stage).train(False)
 
     def new_cache(self, places: int, device: torch.device) -> KVCache:
-        """Empty caches for this chunk's layers and one sequence of at most `places` tokens."""
+        """Return empty caches for this chunk's layers and one sequence of at most `places` tokens."""
         cache = {}
         for block in self._layers():
             shape = (1, block.attention.num_kv_heads, places, block.attention.head_dim)
@@ -162,7 +162,7 @@ class GPTChunk(nn.Module):
         return cache
 
     def decode(self, x: torch.Tensor | None, batch: Batch, cache: KVCache) -> torch.Tensor:
-        """The next tokens of a sequence: a prompt into empty caches, afterwards one token at a time.
+        """Run the next tokens of a sequence: a prompt into empty caches, afterwards one token at a time.
 
         Returns:
             Hidden states [s, 1, h] for the next stage; on the last stage this rank's columns of the logits that follow the
@@ -193,7 +193,7 @@ class GPTChunk(nn.Module):
         return [cast(Block, block) for block in self.blocks]
 
     def _groups(self) -> list["_Group"]:
-        """The blocks in order: those that are recomputed together, or one that is kept."""
+        """Return the blocks in order: those that are recomputed together, or one that is kept."""
         blocks, choice = self._layers(), self.context.recompute
         num_again = 0
         if choice.granularity == "full":
@@ -235,7 +235,7 @@ def build_chunks(
     stages: Sequence[StageContents],
     on_saved: Callable[[torch.Tensor], None] = lambda tensor: None,
 ) -> tuple[list[GPTChunk], dict[str, ShardedParameter]]:
-    """This rank's chunks, on the meta device, and its parameters by name in forward order.
+    """Build this rank's chunks, on the meta device, and its parameters by name in forward order.
 
     `stages` are the contents of this rank's chunks, in chunk order. A tied embedding whose two ends stand on this rank is
     one parameter with two uses.
@@ -279,7 +279,7 @@ def _stage_parameters(
     stage: StageContents,
     held: dict[str, ShardedParameter],
 ) -> Mapping[str, ShardedParameter]:
-    """The stage's parameters by name; new ones are added to `held`, one that is held already gets another use."""
+    """Return the stage's parameters by name; new ones are added to `held`, one that is held already gets another use."""
     parameters = {}
     for spec in stage_specs(config.model, stage):
         if spec.name in held:

@@ -90,7 +90,7 @@ def hidden_dropout(
     site: str,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Dropout on [s(/t), b, h] while `module` trains, then the residual stream added; positions count through the whole [s, h]."""
+    """Drop out [s(/t), b, h] while `module` trains, then add the residual stream; positions count through the whole [s, h]."""
     if not (module.training and context.model.hidden_dropout):
         return x if residual is None else residual + x
     h = context.model.hidden_size

@@ -44,7 +44,7 @@ class ListedTokens:
         self.num_tokens = len(self._tokens)
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Tokens `start` to `stop` - 1; fewer where the text ends."""
+        """Return tokens `start` to `stop` - 1; fewer where the text ends."""
         return self._tokens[start:stop]
 
 
@@ -59,7 +59,7 @@ class CorpusTokens:
         self.num_tokens = total if num_tokens is None else min(num_tokens, total)
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Tokens `start` to `stop` - 1; fewer where the text ends."""
+        """Return tokens `start` to `stop` - 1; fewer where the text ends."""
         stop = min(stop, self.num_tokens)
         parts = [np.empty(0, np.int64)]
         document = int(np.searchsorted(self._starts, start, side="right")) - 1
@@ -89,7 +89,7 @@ class Windows:
         self.num_windows = 1 + -(-max(0, text.num_tokens - seq_length) // stride)
 
     def __getitem__(self, index: int) -> Sample:
-        """Window `index` >= 0.
+        """Return window `index` >= 0.
 
         Raises:
             DataError: a token is not in the model's vocabulary.
@@ -111,7 +111,7 @@ class Windows:
 
 
 def loss_of(model: LoadedModel, steps: Iterable[Sequence[MicroBatch]]) -> tuple[float, int]:
-    """(sum of the losses of all counted tokens in nats, their number) over some global batches; the same on every rank.
+    """Return (sum of the losses of all counted tokens in nats, their number) over some global batches; the same on every rank.
 
     Args:
         model: the loaded model.

@@ -57,7 +57,7 @@ class Sampling:
 def generate(
     model: Model, prompt: Sequence[int], num_tokens: int, *, temperature: float = 1.0, seed: int = 0
 ) -> list[int]:
-    """`stream` as a list."""
+    """Return `stream` as a list."""
     return list(stream(model, prompt, num_tokens, Sampling(temperature, seed=seed)))
 
 
@@ -152,7 +152,7 @@ class Decoder:
 
 
 def sample_token(logits: torch.Tensor, sampling: Sampling, place: int) -> int:
-    """One token id from logits [V] on the CPU: argmax(logits / temperature + Gumbel noise) draws from their softmax.
+    """Draw one token id from logits [V] on the CPU: argmax(logits / temperature + Gumbel noise) draws from their softmax.
 
     (Noise per token rather than one number against the cumulative sum: rounding in one logit then moves no other token's
     share, and layouts that round differently in 16 bits still write the same text for as long as possible.)
@@ -171,7 +171,7 @@ def sample_token(logits: torch.Tensor, sampling: Sampling, place: int) -> int:
 
 
 def _gumbel(seed: int, place: int, num: int) -> torch.Tensor:
-    """Standard Gumbel noise -log(-log(u)), float64 [num], a function of (seed, place, token)."""
+    """Return standard Gumbel noise -log(-log(u)), float64 [num], a function of (seed, place, token)."""
     words = mix_words_((torch.arange(num) + 1) * GOLDEN + key64(f"{seed}/generation/{place}"))
     # The top 53 bits, and a half so that u is never 0 or 1.
     u = (shift_right(words, 11).double() + 0.5) * 2.0**-53
@@ -184,7 +184,7 @@ def _gpt(chunk: object) -> GPTChunk:
 
 
 def _batch(tokens: Sequence[int], first: int, device: torch.device) -> MicroBatch:
-    """The tokens as one sample that starts at position `first`; it has no labels."""
+    """Return the tokens as one sample that starts at position `first`; it has no labels."""
     ids = torch.tensor([list(tokens)], device=device)
     return MicroBatch(
         tokens=ids,

@@ -37,7 +37,7 @@ class LoadedModel:
 
 
 def load_model(candidate: Candidate, config: Config, topology: Topology) -> LoadedModel:
-    """This rank's chunks in evaluation mode, with weights from the checkpoint; every rank calls it.
+    """Build this rank's chunks in evaluation mode, with weights from the checkpoint; every rank calls it.
 
     Raises:
         CheckpointError: on every rank, if any rank cannot load its part: damaged, or of another model.

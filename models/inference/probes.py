@@ -21,7 +21,7 @@ TOKEN_LOSSES, LOSS = ENDS
 
 
 def site_order(name: str, num_layers: int) -> int:
-    """The place of a site along the model."""
+    """Return the place of a site along the model."""
     if name == "embedding":
         return 0
     if name in ENDS:

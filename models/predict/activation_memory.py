@@ -35,7 +35,7 @@ INDEX_BYTES = 8
 
 
 def accumulation_bytes(element: int) -> int:
-    """Bytes of an element in the accumulation dtype of elements of so many bytes."""
+    """Return the bytes of an element in the accumulation dtype of elements of so many bytes."""
     return max(4, element)
 
 
@@ -109,7 +109,7 @@ def block_terms(config: Config, sizes: ParallelSizes) -> list[Term]:
 
 
 def _all_terms(config: Config, sizes: ParallelSizes, *, is_core_again: bool) -> list[Term]:
-    """The tensors that parts of a layer keep; with attention's core recomputed, its operands are kept as they came."""
+    """Return the tensors that parts of a layer keep; with attention's core recomputed, its operands are kept as they came."""
     at = Sizes.of(config, sizes)
     model = config.model
     whole = at.w * at.h * at.shard
@@ -157,7 +157,7 @@ def _norm_terms(config: Config, at: Sizes, module: str) -> list[Term]:
 
 
 def _attention_terms(config: Config, at: Sizes, *, is_core_again: bool) -> list[Term]:
-    """Between the projections. Paper: q, k 4 h; v 2 h; softmax 2 a s, its mask a s, its output 2 a s."""
+    """Return the terms between the projections. Paper: q, k 4 h; v 2 h; softmax 2 a s, its mask a s, its output 2 a s."""
     model, nothing = config.model, Fraction(0)
     is_fused = config.kernels.attention != "explicit"
     q, k = at.w * at.q, at.w * at.kv
@@ -224,27 +224,27 @@ def end_terms(config: Config, sizes: ParallelSizes, stage: StageContents) -> lis
 
 
 def per_token(terms: Sequence[Term]) -> Fraction:
-    """Bytes per token that this engine keeps."""
+    """Return the bytes per token that this engine keeps."""
     return sum((term.ours for term in terms), Fraction(0))
 
 
 def paper_per_token(terms: Sequence[Term]) -> Fraction:
-    """Bytes per token in the paper's count."""
+    """Return the bytes per token in the paper's count."""
     return sum((term.paper for term in terms), Fraction(0))
 
 
 def kept_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) -> int:
-    """Bytes that one microbatch keeps on one stage's device for its backward."""
+    """Return the bytes that one microbatch keeps on one stage's device for its backward."""
     return _bytes(config, end_terms(config, sizes, stage)) + sum(group.kept for group in _groups(config, sizes, stage))
 
 
 def moved_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) -> int:
-    """Bytes that one microbatch keeps in host memory for its backward."""
+    """Return the bytes that one microbatch keeps in host memory for its backward."""
     return sum(group.moved for group in _groups(config, sizes, stage))
 
 
 def forward_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) -> int:
-    """The most bytes that one microbatch keeps on one stage's device while its forward runs.
+    """Return the most bytes that one microbatch keeps on one stage's device while its forward runs.
 
     What a layer moves to the host stays until the layer above it is done, or the chunk.
     """
@@ -259,7 +259,7 @@ def forward_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) ->
 
 
 def backward_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) -> int:
-    """The most bytes that one microbatch keeps on one stage while its backward runs, what it computes again included.
+    """Return the most bytes that one microbatch keeps on one stage while its backward runs, recomputed tensors included.
 
     The backward goes from the head to the embedding and frees what it has used. When a layer's begins, what it has moved to the
     host has come back, and what the layer below has moved is on its way.
@@ -293,7 +293,7 @@ _NOTHING = _Group(0, 0)
 
 
 def _groups(config: Config, sizes: ParallelSizes, stage: StageContents) -> list[_Group]:
-    """The layers of a stage in order, as `GPTChunk` groups them."""
+    """Return the layers of a stage in order, as `GPTChunk` groups them."""
     at, recompute, num_layers = Sizes.of(config, sizes), config.recompute, len(stage.layers)
     assert recompute.granularity != "auto", "models.predict.rank_memory.resolve_recompute comes first"
     terms = block_terms(config, sizes)
@@ -322,7 +322,7 @@ def _groups(config: Config, sizes: ParallelSizes, stage: StageContents) -> list[
 
 
 def _in_attention(config: Config, at: Sizes, terms: Sequence[Term], plain: Sequence[Term]) -> int:
-    """Bytes of a layer while the backward computes attention's core again: what comes before it, and what it keeps for itself.
+    """Return a layer's bytes while the backward recomputes attention's core: the inputs of the core, and what it keeps for itself.
 
     `terms` are the layer's, `plain` those that it would have if nothing were recomputed.
     """
@@ -351,7 +351,7 @@ ENTRY = ("attention_norm", "input")
 
 
 def _moved(config: Config, terms: Sequence[Term], layer: int, stage: StageContents) -> int:
-    """Bytes that layer number `layer` of a chunk moves to the host."""
+    """Return the bytes that layer number `layer` of a chunk moves to the host."""
     if layer >= config.offload.num_layers:
         return 0
     total = 0
@@ -365,7 +365,7 @@ def _moved(config: Config, terms: Sequence[Term], layer: int, stage: StageConten
 
 
 def _logits_at_a_time(config: Config, sizes: ParallelSizes, stage: StageContents) -> int:
-    """Bytes of the logits that exist while the head is at work and are not kept."""
+    """Return the bytes of the logits that exist while the head is at work and are not kept."""
     head_tokens = config.recompute.head_tokens
     if head_tokens is None or not stage.has_head:
         return 0

@@ -51,7 +51,7 @@ class Devices:
     count: int | None = None
 
     def for_each_rank(self, config: Config, ranks_per_node: int | None) -> int:
-        """Bytes that a rank may use: with gloo, ranks take the GPUs in turns."""
+        """Return the bytes that a rank may use: with gloo, ranks take the GPUs in turns."""
         if config.runtime.collectives != "gloo" or self.count is None or ranks_per_node is None:
             return self.memory_bytes
         return self.memory_bytes // max(1, -(-ranks_per_node // self.count))

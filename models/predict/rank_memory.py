@@ -59,7 +59,7 @@ class Memory:
 
     @property
     def tensors(self) -> int:
-        """Bytes that torch's allocator hands out on the device."""
+        """Return the bytes that torch's allocator hands out on the device."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.messages
 
     @property
@@ -79,13 +79,13 @@ class Prediction:
 
     @property
     def pp(self) -> int:
-        """Pipeline index of the ranks that hold the most; the first of several."""
+        """Return pipeline index of the ranks that hold the most; the first of several."""
         totals = [rank.total for rank in self.ranks]
         return totals.index(max(totals))
 
     @property
     def fullest(self) -> Memory:
-        """Memory of the ranks that hold the most."""
+        """Return the memory of the ranks that hold the most."""
         return self.ranks[self.pp]
 
 
@@ -406,7 +406,7 @@ def single_changes(config: Config, sizes: ParallelSizes) -> Iterator[tuple[str, 
 
 
 def _more_offloaded(config: Config, sizes: ParallelSizes) -> Iterator[tuple[str, object]]:
-    """Half of a chunk's layers, then all but the last, whose copies nothing would hide."""
+    """Yield offload candidates: half of a chunk's layers, then all but the last, whose copies cannot be overlapped."""
     most = max(len(stage.layers) for stage in stages_of(config))
     for num_layers in sorted({most // 2, most - 1}):
         if num_layers > config.offload.num_layers:

@@ -44,7 +44,7 @@ class Volume:
 
 
 def wire_bytes(op: str, size: int, num_bytes: int) -> int:
-    """Ring cost per rank. `num_bytes` is what the ledger's numel counts: the whole tensor, but the shard for all-gather."""
+    """Return the ring cost per rank. `num_bytes` counts as the ledger's numel: the whole tensor, but the shard for all-gather."""
     if op == "all_reduce":
         return 2 * (size - 1) * num_bytes // size
     if op == "reduce_scatter":
@@ -60,7 +60,7 @@ class _Tally:
         self.bytes: Counter[Flow] = Counter()
 
     def add(self, axis: str, purpose: str, op: str, size: int, num_bytes: int, calls: int = 1) -> None:
-        """`calls` calls, each of `num_bytes` as the ledger counts them; nothing on a one-rank axis."""
+        """Add `calls` calls, each of `num_bytes` as the ledger counts them; nothing on a one-rank axis."""
         if size > 1 and calls > 0:
             flow = Flow(axis, purpose, op)
             self.calls[flow] += calls
@@ -73,7 +73,7 @@ class _Tally:
 def expected_traffic(
     config: Config, sizes: ParallelSizes, at: Coordinates, stages: Sequence[StageContents]
 ) -> dict[Flow, Volume]:
-    """The traffic of one training step on the rank at these coordinates.
+    """Return the traffic of one training step on the rank at these coordinates.
 
     `stages` are the contents of all pipeline stages in order (loop placement: stage = chunk * pp + rank).
     """
@@ -161,7 +161,7 @@ def _data_parallel(
 
 
 def _bucket_numels(records: Iterable[ParamRecord], bucket_numel: int, multiple: int) -> list[int]:
-    """Padded sizes of the buckets, last parameter first; parameters that share a GEMM are not parted."""
+    """Return the padded sizes of the buckets, last parameter first; parameters that share a GEMM are not parted."""
     groups: list[int] = []
     for record in records:
         if record.spec.fused_with_previous and record.replicas is None:
@@ -181,7 +181,7 @@ def _bucket_numels(records: Iterable[ParamRecord], bucket_numel: int, multiple: 
 
 
 def measured_traffic(posted: Iterable[Event]) -> dict[Flow, Volume]:
-    """The posted calls of a ledger, summed into the same flows."""
+    """Sum the posted calls of a ledger into the same flows."""
     tally = _Tally()
     for event in posted:
         purpose = event.purpose

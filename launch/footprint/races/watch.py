@@ -82,7 +82,7 @@ class RaceWatch(TorchDispatchMode):
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """Names of the streams on which something was posted."""
+        """Return the names of the streams on which something was posted."""
         return tuple(stream.name for stream in self._streams if stream.number in stream.clock)
 
     @property

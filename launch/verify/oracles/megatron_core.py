@@ -82,7 +82,7 @@ class MegatronCore:
 
 
 def gpt_model(model: ModelConfig, dtype: torch.dtype, *, rows: int, parallel_output: bool = True) -> Any:
-    """This rank's part of a GPTModel, with weights of its own making.
+    """Build this rank's part of a GPTModel, with its own initial weights.
 
     Args:
         model: ours.
@@ -137,7 +137,7 @@ def gpt_model(model: ModelConfig, dtype: torch.dtype, *, rows: int, parallel_out
 
 
 def distributed_optimizer(gpt: Any, config: OptimizerConfig) -> tuple[Any, Any]:
-    """(the model in Megatron-Core's data-parallel wrapper, its distributed AdamW with clipping).
+    """Return (the model in Megatron-Core's data-parallel wrapper, its distributed AdamW with clipping).
 
     Decay is multiplied into a group when the scheduler first steps, as in Megatron-LM's loop.
     """
@@ -161,7 +161,7 @@ def distributed_optimizer(gpt: Any, config: OptimizerConfig) -> tuple[Any, Any]:
 
 
 def constant_schedule(optimizer: Any, config: OptimizerConfig) -> Any:
-    """Megatron-Core's scheduler with one learning rate and one decay; it sets both in the optimizer's groups."""
+    """Return Megatron-Core's scheduler with one learning rate and one decay; it sets both in the optimizer's groups."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     return OptimizerParamScheduler(

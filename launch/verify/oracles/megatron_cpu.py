@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 @contextmanager
 def on_cpu(tp: int = 1, pp: int = 1) -> Iterator[None]:
-    """Megatron-Core's groups of tp x pp in torch's default group, or in one of this process alone where there is none."""
+    """Yield Megatron-Core's groups of tp x pp in torch's default group, or in one of this process alone where there is none."""
     warnings.simplefilter("ignore")
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -47,6 +47,6 @@ class _OnCpu(torch.overrides.TorchFunctionMode):
 
 
 def _type_on_cuda(name: str) -> str:
-    """The name that its optimizer looks for; it knows no double, and treats it as it treats what needs no master."""
+    """Return the type name that its optimizer looks for. It has no double, so float64 goes where no master is needed."""
     name = name if "cuda" in name else name.replace("torch.", "torch.cuda.", 1)
     return name.replace("DoubleTensor", "FloatTensor")

@@ -26,25 +26,25 @@ class Oracle(Protocol):
 
     @property
     def pairs(self) -> Sequence[Pair]:
-        """All parameters, in our forward order."""
+        """Return all parameters, in our forward order."""
 
     def parameter(self, name: str) -> torch.Tensor:
-        """The weight that its next forward uses."""
+        """Return the weight that its next forward uses."""
 
     def begin_step(self) -> None:
-        """Gradients are zero."""
+        """Set gradients to zero."""
 
     def token_losses(self, microbatch: MicroBatch) -> torch.Tensor:
         """Return the loss of every label [b, s], masked ones too, with a graph; gradients of its backward add up."""
 
     def end_backward(self) -> None:
-        """Every microbatch's backward is done."""
+        """Finish the gradients after every microbatch's backward."""
 
     def gradient(self, name: str) -> torch.Tensor:
-        """The sum so far."""
+        """Return the sum so far."""
 
     def update(self, scale: float) -> float:
-        """One optimizer step with gradients x `scale`, clipped; returns their norm before clipping."""
+        """Make one optimizer step with gradients x `scale`, clipped; returns their norm before clipping."""
 
     def state(self, kind: TensorKind, name: str) -> torch.Tensor:
-        """The master or a moment (`exp_avg`) after an update, with the parameter's number of elements."""
+        """Return the master or a moment (`exp_avg`) after an update, with the parameter's number of elements."""

@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(name: str, config: Config, folder: Path) -> None:
-    """The steps of the oracle of that name, written to `folder`; the process is good for nothing else afterwards."""
+    """Run the steps of the oracle of that name and write them to `folder`; the process must end afterwards."""
     # Drawn before an oracle is built: in its surroundings even our own fp32 draws would be made in float64.
     start = {
         spec.name: starting_values(_whole(spec), config.train.seed, DTYPES[config.precision.dtype]).view(spec.shape)
@@ -56,7 +56,7 @@ def run(name: str, config: Config, folder: Path) -> None:
 
 
 def build(name: str, config: Config, stack: ExitStack) -> Oracle:
-    """The oracle of that name, in the run's dtype; what it needs around it is entered on `stack`."""
+    """Build the oracle of that name in the run's dtype; its context managers are entered on `stack`."""
     if config.precision.dtype == "float64":
         from launch.verify.oracles.in_float64 import InFloat64
 
@@ -147,7 +147,7 @@ class _Book:
 
     @torch.no_grad()
     def write(self, step: int, kind: TensorKind, read: Callable[[str], torch.Tensor]) -> None:
-        """All tensors of a kind; `read` gives them by the oracle's names."""
+        """Write all tensors of a kind; `read` gives them by the oracle's names."""
         for pair in self._oracle.pairs:
             theirs = [read(name).view_as(self._oracle.parameter(name)) for name in pair.theirs]
             for spec, values in zip(pair.ours, pair.to_ours(theirs), strict=True):

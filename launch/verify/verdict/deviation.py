@@ -41,12 +41,12 @@ class Deviation:
 
     @property
     def error(self) -> float:
-        """Norm of the difference."""
+        """Return the norm of the difference."""
         return math.sqrt(self.error_square)
 
     @property
     def factor(self) -> float | None:
-        """The number f for which f x wanted is nearest to what was got: 2 says that something was added twice."""
+        """Return the number f for which f x wanted is nearest to the result: 2 means that something was added twice."""
         return self.product / self.wanted_square if self.wanted_square else None
 
     @property

@@ -80,23 +80,23 @@ class Evidence:
 
     @cached_property
     def tensors(self) -> dict[tuple[int, TensorKind], dict[str, Deviation]]:
-        """By step and kind: every tensor over all ranks, in forward order."""
+        """Return by step and kind every tensor over all ranks, in forward order."""
         return self._tensors(self.ranks)
 
     @cached_property
     def sites(self) -> dict[str, Deviation]:
-        """Outputs of the first forward over all ranks, along the model."""
+        """Return the outputs of the first forward over all ranks, along the model."""
         return _sites(self.ranks)
 
     @cached_property
     def noise_tensors(self) -> dict[tuple[int, TensorKind], dict[str, Deviation]]:
-        """As `tensors`, of the one process in a wider dtype."""
+        """Return `tensors` of the one process in a wider dtype."""
         assert self.noise is not None
         return self._tensors((self.noise,))
 
     @cached_property
     def noise_sites(self) -> dict[str, Deviation]:
-        """As `sites`, of the one process in a wider dtype."""
+        """Return `sites` of the one process in a wider dtype."""
         assert self.noise is not None
         return _sites((self.noise,))
 

@@ -119,5 +119,5 @@ class ParameterFacts:
 
 
 def together(deviations: Iterable[Deviation]) -> Deviation:
-    """The parts of a tensor as one. Replicas count as often as they are held, in what is wanted and in what was got."""
+    """Join the parts of a tensor. Replicas count as often as they are held, on both sides of the comparison."""
     return sum(deviations, NOTHING)

@@ -232,7 +232,7 @@ HANDLED = frozenset(
 def from_hugging_face(
     keys: Keys, seq_length: int | None = None, source: str = "config.json", ignore: Collection[str] = ()
 ) -> dict[str, dict[str, Any]]:
-    """Our sections for a Hugging Face model: `model`, and `kernels` where the model needs a choice there.
+    """Return our sections for a Hugging Face model: `model`, and `kernels` where the model needs a choice there.
 
     Args:
         keys: the file's content.
@@ -287,7 +287,7 @@ def from_hugging_face(
 
 
 def _with_rope_parameters(keys: Keys) -> tuple[Keys, list[str]]:
-    """The keys with one `rope_theta`, and problems.
+    """Return the keys with one `rope_theta`, and problems.
 
     transformers 5 writes {"rope_parameters": {"rope_theta": ..., "rope_type": "default"}}; before it, `rope_theta` stood by
     itself, and `rope_scaling` was for scaled RoPE (or for none: type "default").
@@ -368,7 +368,7 @@ def _activation(keys: Keys, family: Family, model: dict[str, Any]) -> Sequence[s
 
 
 def _sliding_window(keys: Keys, model: Keys) -> Iterator[str]:
-    """A window at least as long as the samples changes nothing; Qwen switches it with a key of its own."""
+    """Resolve the window: one at least as long as the samples changes nothing; Qwen switches it with a key of its own."""
     is_mistral = keys["model_type"] == "mistral"
     window = keys.get("sliding_window", MISTRAL_WINDOW if is_mistral else None)
     layer_types = keys.get("layer_types") or ()
@@ -391,7 +391,7 @@ def _too_long(model: Keys, seq_length: int) -> Iterator[str]:
 
 
 def family_of(model: ModelConfig, wanted: str | None = None) -> str:
-    """The `model_type` of transformers that can express a model of ours: `wanted`, or the first of `FAMILIES`.
+    """Return the `model_type` of transformers that can express a model of ours: `wanted`, or the first of `FAMILIES`.
 
     Raises:
         ConfigError: `wanted`, or every one of them, differs from the model: in what, by name.
@@ -409,7 +409,7 @@ def family_of(model: ModelConfig, wanted: str | None = None) -> str:
 def to_hugging_face(
     model: ModelConfig, family: str, *, dtype: str, end_of_document: int | None = None, special_ids: Keys | None = None
 ) -> tuple[dict[str, Any], list[str]]:
-    """The content of a config.json for a model of ours, and what a reader should know about it.
+    """Return the content of a config.json for a model of ours, and what a reader should know about it.
 
     Args:
         model: ours.

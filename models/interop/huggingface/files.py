@@ -83,7 +83,7 @@ class WeightFiles:
             )
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, on the CPU, in the dtype of the file."""
+        """Read one tensor, on the CPU, in the dtype of the file."""
         values: torch.Tensor = self._handles[self._files[name]].get_tensor(name)
         return values
 
@@ -141,7 +141,7 @@ def write_weights(
 
 
 def write_text(path: Path, text: str) -> None:
-    """A small file, brought to the disk."""
+    """Write a small file, and sync it to the disk."""
     with path.open("x", encoding="utf-8") as handle:
         handle.write(text)
         handle.flush()
@@ -149,7 +149,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """A file's bytes, brought to the disk."""
+    """Copy a file's bytes, and sync them to the disk."""
     with target.open("xb") as handle:
         handle.write(source.read_bytes())
         handle.flush()
@@ -158,7 +158,7 @@ def copy_file(source: Path, target: Path) -> None:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes `path` at the end of the block: all of it, or (after an error) nothing.
+    """Yield a folder to fill, which becomes `path` at the end of the block: all of it, or (after an error) nothing.
 
     What a process that was killed left half-filled is removed by the next one that writes the same path.
 
@@ -232,7 +232,7 @@ def _cut(plans: Sequence[TensorPlan], shard_bytes: int) -> list[list[TensorPlan]
 
 
 def _write_file(path: Path, plans: Sequence[TensorPlan], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """One safetensors file: the length of the header, the header, the tensors without gaps."""
+    """Write one safetensors file: the length of the header, the header, the tensors without gaps."""
     # Wide dtypes first: then every tensor starts at a multiple of its element size, as readers that map the file need.
     places: dict[str, int] = {}
     end = 0
@@ -260,7 +260,7 @@ def _write_file(path: Path, plans: Sequence[TensorPlan], tensors: Iterator[tuple
 
 
 def _write_at(descriptor: int, content: Any, offset: int) -> None:
-    """All of it: one call may write less."""
+    """Write all of it: one call may write less."""
     left = memoryview(content)
     while left:
         written = os.pwrite(descriptor, left, offset)
@@ -268,5 +268,5 @@ def _write_at(descriptor: int, content: Any, offset: int) -> None:
 
 
 def format_name(dtype: torch.dtype) -> str:
-    """The format's word for a dtype of ours."""
+    """Return the format's name of a dtype."""
     return _NAMES[dtype]

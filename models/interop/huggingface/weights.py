@@ -144,20 +144,20 @@ class Exchange:
     transposed: bool
 
     def to_theirs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Tensors in our shapes, in the order of `ours` -> theirs, in the order of `theirs`."""
+        """Map tensors in our shapes, in the order of `ours`, to theirs, in the order of `theirs`."""
         parts = [tensor.reshape(_matrix_shape(spec)) for spec, tensor in zip(self.ours, tensors, strict=True)]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         return [self._turn(part) for part in joined.chunk(len(self.theirs))]
 
     def to_ours(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The reverse."""
+        """Map theirs to ours: the reverse."""
         parts = [self._turn(tensor) for tensor in tensors]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         cut = joined.split([_matrix_shape(spec)[0] for spec in self.ours])
         return [part.reshape(spec.shape) for spec, part in zip(self.ours, cut, strict=True)]
 
     def plans(self, dtype: torch.dtype) -> list[TensorPlan]:
-        """Their names and shapes, by running the exchange on nothing."""
+        """Return their names and shapes, by running the exchange on the meta device."""
         nothing = [torch.empty(spec.shape, device="meta") for spec in self.ours]
         shapes = [tuple(tensor.shape) for tensor in self.to_theirs(nothing)]
         return [TensorPlan(name, shape, format_name(dtype)) for name, shape in zip(self.theirs, shapes, strict=True)]
@@ -167,7 +167,7 @@ class Exchange:
 
 
 def exchanges(family: str, model: ModelConfig) -> list[Exchange]:
-    """All of the model's tensors, in forward order."""
+    """Return all of the model's tensors, in forward order."""
     naming = NAMINGS[family]
     specs = {spec.name: spec for spec in model_specs(model)}
     rows = list(naming.first)
@@ -215,7 +215,7 @@ class HuggingFaceModel:
     def shards(
         self, dtype: torch.dtype | None = None, on_tensor: Callable[[int], None] = lambda num_bytes: None
     ) -> Iterator[Shard]:
-        """Every tensor of ours, one exchange in memory at a time, in `dtype` (None: that of the file).
+        """Yield every tensor of ours, one exchange in memory at a time, in `dtype` (None: that of the file).
 
         `on_tensor` hears how many bytes of the files were read.
 
@@ -280,7 +280,7 @@ def open_folder(folder: Path, seq_length: int | None = None, ignore: Sequence[st
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A config.json as a mapping.
+    """Read a config.json as a mapping.
 
     Raises:
         ConfigError: it is not there, or no mapping.
@@ -309,7 +309,7 @@ class Export:
     dtype: str
 
     def tensors(self, on_tensor: Callable[[int], None] = lambda num_bytes: None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and values, one exchange in memory at a time. `on_tensor` hears how many bytes of the checkpoint were read."""
+        """Yield names and values, one exchange in memory at a time; `on_tensor` is called with the bytes that were read."""
         folder, manifest = self.candidate.folder, self.candidate.manifest
         for exchange in self.exchanges:
             ours = [read_tensor(folder, manifest, spec.name) for spec in exchange.ours]
@@ -349,7 +349,7 @@ def plan_export(candidate: Candidate, family: str, model: ModelConfig, dtype: to
 
 
 def _matrix_shape(spec: ParamSpec) -> tuple[int, ...]:
-    """[out, in] of a weight, [out] of a bias or norm."""
+    """Return [out, in] of a weight, [out] of a bias or norm."""
     if spec.name.endswith(".bias") or len(spec.shape) == 1:
         return (spec.numel,)
     # The output projection reads heads; every other weight of more than two dims writes them.
@@ -358,7 +358,7 @@ def _matrix_shape(spec: ParamSpec) -> tuple[int, ...]:
 
 
 def _missing_prefix(files: WeightFiles, naming: Naming) -> str:
-    """`transformer.` where a file was saved from the model without its head: its names lack it."""
+    """Return `transformer.` where a file was saved from the model without its head: its names lack it."""
     return "" if any(name.startswith(naming.base_prefix) for name in files.tensors) else naming.base_prefix
 
 

@@ -107,7 +107,7 @@ OFF_ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
 
 
 def model_section(args: Args, vocab_size: int | None, source: str) -> dict[str, Any]:
-    """Our `model` section.
+    """Return our `model` section.
 
     Args:
         args: Megatron's, by name.
@@ -161,7 +161,7 @@ def model_section(args: Args, vocab_size: int | None, source: str) -> dict[str, 
 
 
 def training_sections(args: Args) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Our sections `train`, `optimizer`, `precision` as far as the arguments say them, and what could not be said."""
+    """Return our sections `train`, `optimizer`, `precision` as far as the arguments say them, and what could not be said."""
     notes = []
     train, optimizer = (
         {ours: args[theirs] for theirs, ours in names.items() if args.get(theirs) is not None}
@@ -198,7 +198,7 @@ def training_sections(args: Args) -> tuple[dict[str, dict[str, Any]], list[str]]
 
 
 def megatron_args(model: ModelConfig) -> dict[str, Any]:
-    """Megatron's arguments for our model.
+    """Return Megatron's arguments for our model.
 
     Raises:
         ConfigError: Megatron has no such model.
@@ -243,7 +243,7 @@ def megatron_args(model: ModelConfig) -> dict[str, Any]:
 
 
 def megatron_training_args(config: Config) -> dict[str, Any]:
-    """Megatron's arguments for our training, beside those of the model."""
+    """Return Megatron's arguments for our training, without those of the model."""
     optimizer, dtype = config.optimizer, config.precision.dtype
     args = {theirs: getattr(config.train, ours) for theirs, ours in _TRAIN.items()}
     args |= {theirs: getattr(optimizer, ours) for theirs, ours in _OPTIMIZER.items()}
@@ -297,6 +297,6 @@ def _activation(args: Args) -> str:
 
 
 def _tokens(args: Args) -> int | None:
-    """Tokens of the tokenizer where the arguments say so; the null tokenizer adds one for the end of a document."""
+    """Return the tokens of the tokenizer where the arguments say so; the null tokenizer adds one for the end of a document."""
     vocab_size = args.get("vocab_size")
     return vocab_size + 1 if vocab_size and args.get("tokenizer_type") == "NullTokenizer" else vocab_size

@@ -117,12 +117,12 @@ class TorchDist:
 
     @property
     def args(self) -> Mapping[str, Any]:
-        """Megatron's arguments, by name; empty where the checkpoint has none."""
+        """Return Megatron's arguments, by name; empty where the checkpoint has none."""
         args = self.common.get("args")
         return args.state if isinstance(args, Inert) and isinstance(args.state, dict) else {}
 
     def read(self, key: str, box: Box | None = None) -> torch.Tensor:
-        """A tensor, or a box of it, in the dtype in which it was saved.
+        """Read a tensor, or a box of it, in the dtype in which it was saved.
 
         Raises:
             CheckpointError: a file is missing, ends early, or does not hold what `.metadata` says; or chunks are missing.
@@ -169,7 +169,7 @@ class TorchDist:
 
 
 def find_iteration(path: Path) -> Path:
-    """The folder of one iteration: `path` itself, or the one that its tracker file names.
+    """Find the folder of one iteration: `path` itself, or the one that its tracker file names.
 
     Raises:
         CheckpointError: there is none.

@@ -63,7 +63,7 @@ class Inert:
         return made
 
     def __init__(self, *arguments: Any) -> None:
-        """The arguments are kept by `__new__`; a pickle may call either."""
+        """Do nothing: `__new__` keeps the arguments; a pickle may call either."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -72,7 +72,7 @@ class Inert:
         return f"{self.origin}{self.arguments}"
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A field of the state; `default` where there is none."""
+        """Return a field of the state; `default` where there is none."""
         return self.state.get(name, default) if isinstance(self.state, dict) else default
 
 
@@ -93,7 +93,7 @@ def read_pickle(content: bytes, allowed: Collection[Name], prefix: str, source: 
 
 
 def read_archive(content: bytes, allowed: Collection[Name], prefix: str, source: str) -> Any:
-    """The same for what torch.save wrote; its tensors become torch tensors on the CPU.
+    """Read a file of torch.save likewise; its tensors become torch tensors on the CPU.
 
     Raises:
         CheckpointError: as `read_pickle`; or it is no such archive, an old one without a zip file around it, or one that unpacks
@@ -222,13 +222,13 @@ class _Reader(pickle._Unpickler):
         self.keys = _Keys(len(content))
 
     def _set(self, members: Iterable[Any] = ()) -> set[Any]:
-        """`set`, with a check of the members."""
+        """Stand in for `set`, with a check of the members."""
         members = list(members)
         self.keys.check(members)
         return set(members)
 
     def _ordered_dict(self, items: Iterable[tuple[Any, Any]] = ()) -> "OrderedDict[Any, Any]":
-        """`OrderedDict`, with a check of the keys."""
+        """Stand in for `OrderedDict`, with a check of the keys."""
         items = [(key, value) for key, value in items]
         self.keys.check(key for key, _ in items)
         return OrderedDict(items)
@@ -257,7 +257,7 @@ class _Reader(pickle._Unpickler):
         )
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
-        """A tensor's raw bytes, as the 1-D tensor of all of its storage."""
+        """Return a tensor's raw bytes, as the 1-D tensor of all of its storage."""
         if self._archive is None:
             raise pickle.UnpicklingError("a tensor outside of an archive")
         _, dtype, key, _, numel = pid
@@ -276,7 +276,7 @@ class _Reader(pickle._Unpickler):
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """`_codecs.encode`: how old pickles write bytes."""
+    """Stand in for `_codecs.encode`, with which old pickles write bytes."""
     if encoding not in ("latin1", "latin-1", "utf-8", "ascii"):
         raise pickle.UnpicklingError(f"the encoding {shown(encoding)}")
     return text.encode(encoding)
@@ -285,7 +285,7 @@ def _encode(text: str, encoding: str) -> bytes:
 def _rebuild_tensor(
     storage: torch.Tensor, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any
 ) -> torch.Tensor:
-    """`torch._utils._rebuild_tensor_v2`."""
+    """Stand in for `torch._utils._rebuild_tensor_v2`."""
     if math.prod(size) > storage.numel():  # a stride of 0 makes any number of elements of one
         raise pickle.UnpicklingError(
             f"a tensor of {shown(math.prod(size))} elements from {storage.numel():,} in its storage"
@@ -294,14 +294,14 @@ def _rebuild_tensor(
 
 
 def _layout(name: Any) -> str:
-    """`torch.serialization._get_layout`: the name of a layout."""
+    """Stand in for `torch.serialization._get_layout`: the name of a layout."""
     if not isinstance(name, str):
         raise pickle.UnpicklingError(f"{shown(name)} where the name of a layout belongs")
     return name
 
 
 def _member(owner: Any, name: Any) -> Inert:
-    """`getattr`, with which Python 3.11.0 to 3.11.3 write a member of an enumeration: a record of the class and the name.
+    """Stand in for `getattr`, by which Python 3.11.0 to 3.11.3 write a member of an enumeration: record class and name.
 
     Nothing is looked up, and of nothing but a class on the list is there a member.
     """

@@ -21,7 +21,7 @@ from models.interop.megatron.files import TorchDist
 
 
 def training_state(source: TorchDist) -> TrainingState:
-    """The state that a run goes on from.
+    """Return the state from which a run resumes.
 
     Raises:
         CheckpointError: the iteration, the samples, Adam's step or the learning rate are not there, or are no such numbers.
@@ -50,7 +50,7 @@ def training_state(source: TorchDist) -> TrainingState:
 
 
 def common_state(state: TrainingState, config: Config) -> dict[str, Any]:
-    """common.pt for a run that goes on in Megatron-LM with its distributed optimizer, but for args.
+    """Build common.pt for a run that continues in Megatron-LM with its distributed optimizer, but for args.
 
     Parameters stand in two groups there as here: weights decay, norms and biases do not.
 
@@ -118,13 +118,13 @@ def common_state(state: TrainingState, config: Config) -> dict[str, Any]:
 
 
 def weights_state() -> dict[str, Any]:
-    """common.pt for weights without a run, but for args."""
+    """Build common.pt for weights without a run, but for args."""
     metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     return {"checkpoint_version": 3.0, "iteration": 0, "content_metadata": metadata}
 
 
 def training_args(state: TrainingState, config: Config) -> dict[str, Any]:
-    """Megatron's arguments of the run, beside the model's: what its loader asks a checkpoint for."""
+    """Return Megatron's arguments of the run, without the model's, that its loader needs in a checkpoint."""
     return megatron_training_args(config) | {
         "consumed_train_samples": state.consumed_samples,
         "consumed_valid_samples": 0,
@@ -134,7 +134,7 @@ def training_args(state: TrainingState, config: Config) -> dict[str, Any]:
 
 
 def _param_groups(source: TorchDist) -> tuple[list[Mapping[str, Any]], Mapping[str, Any]]:
-    """Parameter groups, and the state beside them, of whichever of Megatron's optimizers saved."""
+    """Return parameter groups, and the state beside them, of whichever of Megatron's optimizers saved."""
     held = source.common.get("optimizer")
     inner = held.get("optimizer", held) if isinstance(held, dict) else None
     groups = inner.get("param_groups") if isinstance(inner, dict) else None

@@ -101,7 +101,7 @@ class Parameter:
         return next(key for key in keys if key in names)
 
     def to_ours(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Our tensors from Megatron's of `shape`."""
+        """Return our tensors from Megatron's of `shape`."""
         if len(self.ours) == 1:
             return [values.reshape(self.ours[0][1])]
         (_, q_shape), (_, kv_shape) = self.ours
@@ -109,7 +109,7 @@ class Parameter:
         return [groups[:, :-2].reshape(q_shape), groups[:, -2:].transpose(0, 1).contiguous()]
 
     def to_theirs(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Megatron's tensor of `shape` from ours."""
+        """Return Megatron's tensor of `shape` from ours."""
         if len(self.ours) == 1:
             return tensors[0].reshape(self.shape)
         q, kv = tensors
@@ -126,7 +126,7 @@ class _Place:
 
 
 def parameters(model: ModelConfig) -> Iterator[Parameter]:
-    """Every parameter of the model, in our forward order."""
+    """Yield every parameter of the model, in our forward order."""
     specs = {spec.name: spec.shape for spec in model_specs(model)}
     for name, shape in specs.items():
         prefix, layer, short = "", None, name
@@ -152,7 +152,7 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
 
 
 def check(source: TorchDist, model: ModelConfig, prefixes: Prefixes) -> None:
-    """Every tensor that the model needs is there, with the right shape, and no weight is left over.
+    """Check that every tensor of the model is there, with the right shape, and that no weight is left over.
 
     Raises:
         CheckpointError: naming tensors that are missing, unknown, or of another shape.
@@ -223,7 +223,7 @@ def check_optimizer(source: TorchDist) -> None:
 
 
 def dropped_rows(source: TorchDist, model: ModelConfig) -> dict[str, int]:
-    """Rows of Megatron's tables that ours do not have, by key."""
+    """Return the rows of Megatron's tables that ours do not have, by key."""
     found = {}
     for parameter in parameters(model):
         if parameter.short in _MORE_ROWS and (place := _find(source, parameter, ("",))) is not None:
@@ -233,7 +233,7 @@ def dropped_rows(source: TorchDist, model: ModelConfig) -> dict[str, int]:
 
 
 def import_shards(source: TorchDist, model: ModelConfig, prefixes: Prefixes) -> Iterator[Shard]:
-    """Our tensors, whole, from a checkpoint that `check` accepts; one of Megatron's is in memory at a time.
+    """Yield our tensors, whole, from a checkpoint that `check` accepts; one of Megatron's is in memory at a time.
 
     Raises:
         CheckpointError: a part of a file is not what `.metadata` says, or has elements that are not finite.
@@ -253,7 +253,7 @@ def import_shards(source: TorchDist, model: ModelConfig, prefixes: Prefixes) -> 
 def export_chunks(
     read: Callable[[str, Kind], torch.Tensor], model: ModelConfig, *, dtype: torch.dtype | None, has_moments: bool
 ) -> Iterator[Written]:
-    """Megatron's tensors, one chunk per parameter and layer.
+    """Yield Megatron's tensors, one chunk per parameter and layer.
 
     Args:
         read: gives our whole logical tensor of a name and kind.
@@ -271,7 +271,7 @@ def export_chunks(
 
 
 def empty_objects(model: ModelConfig) -> Iterator[str]:
-    """Keys of the states beside the weights that Megatron's modules ask for, and that are empty without fp8."""
+    """Yield the keys of the states beside the weights that Megatron's modules ask for, and that are empty without fp8."""
     modules = [_QKV, "self_attention.linear_proj", "self_attention.core_attention", _FC1, "mlp.linear_fc2"]
     if model.qk_norm:
         modules += ["self_attention.q_layernorm", "self_attention.k_layernorm"]
@@ -282,7 +282,7 @@ def empty_objects(model: ModelConfig) -> Iterator[str]:
 
 
 def _candidates(parameter: Parameter, below: str) -> list[_Place]:
-    """Places where the parameter may stand, the one that is written first."""
+    """Return places where the parameter may stand, the one that is written first."""
     places = []
     for keys in _KEYS[parameter.short]:
         if parameter.layer is None:
@@ -303,7 +303,7 @@ def _find(source: TorchDist, parameter: Parameter, prefixes: Sequence[str]) -> _
 
 
 def _expected(source: TorchDist, parameter: Parameter, place: _Place, key: str) -> tuple[int, ...]:
-    """The shape that a key must have: layers first where they are stacked, and the rows of the table where it has more."""
+    """Return the shape that a key must have: layers first where they are stacked, and the rows of the table where it has more."""
     shape = (parameter.shape[0] // len(place.keys), *parameter.shape[1:])
     stored = source.tensors[key].shape
     if parameter.short in _MORE_ROWS:
@@ -325,7 +325,7 @@ def _misfit(source: TorchDist, parameter: Parameter, place: _Place, key: str) ->
 
 
 def _read(source: TorchDist, parameter: Parameter, place: _Place, key: str) -> torch.Tensor:
-    """One key's part of a parameter, [rows, ..], without rows beyond ours."""
+    """Return one key's part of a parameter, [rows, ..], without rows beyond ours."""
     stored, shape = source.tensors[key].shape, _expected(source, parameter, place, key)
     first: Box = ()
     if place.stacked and parameter.layer is not None:
