@@ -46,7 +46,7 @@ class TensorUse(NamedTuple):
 
 
 class Carrier(Protocol):
-    """Makes the calls of one process group in place of its `Axis`."""
+    """The maker of the calls of one process group, in place of its `Axis`."""
 
     def post(self, call: Callable[[Seen], Sequence[Work]], uses: Sequence[TensorUse]) -> list[Work]:
         """Make `call`, after all calls that were posted before, and return a handle for each use."""

@@ -29,7 +29,7 @@ InstructionObserver = Callable[[Instruction | None], None]
 
 
 class ChunkFunction(Protocol):
-    """Runs chunk number `chunk` of this rank on one microbatch; `x` is None on the first stage."""
+    """A function that runs chunk number `chunk` of this rank on one microbatch; `x` is None on the first stage."""
 
     def __call__(self, chunk: int, x: torch.Tensor | None, microbatch: Any) -> torch.Tensor: ...
 

@@ -93,7 +93,7 @@ def locate(engine: Engine, microbatches: Sequence[Any]) -> Finding:
 
 
 class _Watch:
-    """Looks at one rank's values of one step; nothing is read from the device before `first`."""
+    """A search through one rank's values of one step; nothing is read from the device before `first`."""
 
     def __init__(self, engine: Engine, microbatches: Sequence[Any]) -> None:
         self._engine = engine

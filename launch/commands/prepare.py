@@ -114,7 +114,7 @@ def progress_shown(console: Console, total_bytes: int) -> Iterator[Callable[[int
 
 
 class LogLines:
-    """Prints how far the work is, at most once in SECONDS_BETWEEN_LINES."""
+    """Lines about the progress, at most one in SECONDS_BETWEEN_LINES."""
 
     def __init__(self, console: Console, total_bytes: int) -> None:
         self.console, self.total_bytes = console, total_bytes

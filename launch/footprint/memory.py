@@ -75,7 +75,7 @@ class Extremes:
 
 
 class MemoryWatch(TorchDispatchMode):
-    """Counts while it is entered.
+    """A counter of live bytes, while it is entered.
 
     Attributes:
         live: bytes by kind, now.

@@ -13,7 +13,7 @@ UNKNOWN = "�"
 
 
 class TextStream:
-    """Turns tokens into the text that they add to what was there.
+    """A decoder from tokens to the text that each one adds.
 
     Some tokenizers write a token differently at the start of a text, so a new token is decoded together with those
     of the last complete piece, whose text is then cut off.

@@ -29,7 +29,7 @@ NOISE_STD = 0.1
 
 
 class Notebook(Protocol):
-    """Is given every tensor of every step, part by part."""
+    """The receiver of every tensor of every step, part by part."""
 
     def tensor(self, step: int, kind: TensorKind, part: "Part") -> None: ...
     def step_done(self, step: int) -> None: ...

@@ -165,7 +165,7 @@ def fitting_changes(subject: Subject, most: int) -> Iterator[Fitting]:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """Tries changes of one configuration."""
+    """A trial of changes to one configuration."""
 
     subject: Subject
     most: int

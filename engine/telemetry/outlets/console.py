@@ -134,7 +134,7 @@ class Live:
 
 
 class _AboveBar(io.TextIOBase):
-    """Prints whole lines above the bar and into the log; `behind` is the stream that it replaces."""
+    """A stream of whole lines above the bar and into the log; `behind` is the stream that it replaces."""
 
     def __init__(self, live: Live, log: TextIO | None, behind: TextIO) -> None:
         self._live = live

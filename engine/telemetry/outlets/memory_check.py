@@ -91,7 +91,7 @@ class MemoryComparison:
 
 
 class MemoryCheck:
-    """Compares the ranks' memory with a prediction after the second step of an attempt. All ranks make the same calls.
+    """A comparison of the ranks' memory with a prediction, after the second step of an attempt; all ranks make the same calls.
 
     Args:
         predicted: (tensors, communicators) in bytes, by pipeline index.

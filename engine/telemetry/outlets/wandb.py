@@ -136,7 +136,7 @@ class WandbSink(Sink):
 
 
 class _Alerts:
-    """Follows the events of all nodes, so that each is alerted once: those of other ranks, and of an attempt that died, too."""
+    """Alerts, one for each event of any node: other ranks' events too, and those of an attempt that died."""
 
     def __init__(self, run: Any, directory: RunDirectory) -> None:
         self._run = run

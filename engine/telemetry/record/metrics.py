@@ -73,7 +73,7 @@ class StepMetrics:
 
 
 class Meter:
-    """Turns what a step did and how long it took into `StepMetrics`.
+    """The calculator of `StepMetrics` from a step's result and its duration.
 
     Args:
         config: sizes, recompute, dtype, and `telemetry.peak_tflops`, which counts before the table of devices.

@@ -41,7 +41,7 @@ class SlowRank:
 
 
 class SlowRanks:
-    """Compares ranks of one pipeline stage; names a rank once when it has become slow, and again only if it was not in between."""
+    """A comparison of the ranks of one pipeline stage, which names a rank once when it becomes slow."""
 
     def __init__(self, stage_ranks: Sequence[int], hosts: Sequence[str]) -> None:
         self._hosts = hosts

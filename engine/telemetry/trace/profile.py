@@ -27,7 +27,7 @@ def instruction_name(instruction: Instruction) -> str:
 
 
 class StepProfiler(StepWatcher):
-    """Traces the steps that the configuration names, on one rank.
+    """A tracer of the configured steps, on one rank.
 
     Args:
         config: which steps; they are counted from 1.

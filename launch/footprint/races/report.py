@@ -71,7 +71,7 @@ class Race:
 
 
 class Origins:
-    """Finds the line of the program that posts an operator: the innermost one outside of torch and of this package."""
+    """The finder of the line that posts an operator: the innermost one outside of torch and of this package."""
 
     def __init__(self) -> None:
         self._root = Path(engine.__file__).parents[1]

@@ -48,7 +48,7 @@ class _Memory:
 
 
 class RaceWatch(TorchDispatchMode):
-    """Gives each operator that is dispatched while it is entered to the clocks, and each storage a region.
+    """A mode that gives each dispatched operator to the clocks, and each storage a region.
 
     Attributes:
         clocks: of all streams.

@@ -11,7 +11,7 @@ import torch
 
 
 class InFloat64(torch.overrides.TorchFunctionMode):
-    """While it is open, what is asked for as fp32 is made in float64; so are tensors that name no dtype."""
+    """A mode that makes float64 tensors where code asks for fp32 or for no dtype."""
 
     def __enter__(self) -> Any:
         self._before = torch.get_default_dtype()
