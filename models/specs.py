@@ -29,7 +29,7 @@ from engine.layout.shard_spec import Init, ParamSpec
 
 
 class StageContents(Protocol):
-    """The contents of a pipeline stage (`engine.layout.partition.StageLayers`)."""
+    """Contents of a pipeline stage (`engine.layout.partition.StageLayers`)."""
 
     @property
     def layers(self) -> range: ...
@@ -40,7 +40,7 @@ class StageContents(Protocol):
 
 
 def model_specs(model: ModelConfig) -> tuple[ParamSpec, ...]:
-    """Return every parameter of the model once, in forward order."""
+    """List every parameter of the model once, in forward order."""
     specs = [*embedding_specs(model)]
     for layer in range(model.num_layers):
         specs += layer_specs(model, layer)
@@ -50,7 +50,7 @@ def model_specs(model: ModelConfig) -> tuple[ParamSpec, ...]:
 
 
 def stage_specs(model: ModelConfig, stage: StageContents) -> tuple[ParamSpec, ...]:
-    """Return the parameters of one pipeline stage, in forward order; a tied embedding is on both end stages."""
+    """List the parameters of one pipeline stage in forward order; a tied embedding is on both end stages."""
     specs: list[ParamSpec] = []
     if stage.has_embedding:
         specs += embedding_specs(model)
@@ -71,7 +71,7 @@ def embedding_specs(model: ModelConfig) -> Iterator[ParamSpec]:
 
 
 def head_specs(model: ModelConfig) -> Iterator[ParamSpec]:
-    """Yield the output projection: the tied word embedding itself, or a matrix of its own."""
+    """List the output projection: the tied word embedding itself, or a matrix of its own."""
     if model.tie_embeddings:
         yield _word_embedding(model)
     else:

@@ -53,15 +53,15 @@ class Attention(nn.Module):
     def forward(
         self, x: torch.Tensor, rope: torch.Tensor | None, keys: DropoutKeys, cache: LayerCache | None = None
     ) -> torch.Tensor:
-        """x [s(/t), b, h], rope [2, s, b, 1, d] or None -> [s(/t), b, h]; with a cache the x are its next s tokens."""
+        """Attend within x [s(/t), b, h] -> [s(/t), b, h]; rope [2, s, b, 1, d] or None. With a cache, x are its next s tokens."""
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         q, k, v = self.qkv(x).split((q_size, kv_size, kv_size), dim=-1)
         s, b = q.shape[:2]
         q = q.view(s, b, self.num_heads, self.head_dim)
         k, v = (tensor.view(s, b, self.num_kv_heads, self.head_dim) for tensor in (k, v))
         saved = self.context.saved
-        q = saved.recompute_output("rope", lambda q: self._turn(q, self.q_norm, rope), q)
-        k = saved.recompute_output("rope", lambda k: self._turn(k, self.k_norm, rope), k)
+        q = saved.again("rope", lambda q: self._normalise_and_rotate(q, self.q_norm, rope), q)
+        k = saved.again("rope", lambda k: self._normalise_and_rotate(k, self.k_norm, rope), k)
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
         if cache is not None:
             k, v = cache.extend(k, v)
@@ -70,8 +70,10 @@ class Attention(nn.Module):
         kernel = choices.decoding if cache is not None and s == 1 else choices.attention
         return self.proj(saved.recompute_inside(ATTENTION, lambda q, k, v: self._core(kernel, q, k, v, keys), q, k, v))
 
-    def _turn(self, x: torch.Tensor, norm: ShardedParameter | None, rope: torch.Tensor | None) -> torch.Tensor:
-        """Normalise and rotate queries or keys [s, b, heads, d]; x itself where the model has neither."""
+    def _normalise_and_rotate(
+        self, x: torch.Tensor, norm: ShardedParameter | None, rope: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Apply QK-norm and rotation to queries or keys [s, b, heads, d]; return x itself where the model has neither."""
         fusion = self.context.kernels.fusion
         if norm is not None:
             x = rms_norm(x, norm.tracked(), self.context.model.norm_eps, fusion)
@@ -80,7 +82,7 @@ class Attention(nn.Module):
     def _core(self, kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: DropoutKeys) -> torch.Tensor:
         """Compute scaled dot-product attention: q [b, n, s, d], k, v [b, n_kv, s_k, d] -> [s, b, n * d].
 
-        s_k = s, causal; or s = 1, and the query is of the last of the s_k places.
+        s_k = s, causal; or s = 1, with the query at the last of the s_k positions.
         """
         if kernel == "explicit":
             mixed = self._explicit(q, k, v, keys)
@@ -90,7 +92,7 @@ class Attention(nn.Module):
         return mixed.permute(2, 0, 1, 3).flatten(2)
 
     def _explicit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: DropoutKeys) -> torch.Tensor:
-        """Compute attention with materialised probabilities [b, n, s, s_k], which dropout on them needs."""
+        """Compute attention with its probabilities [b, n, s, s_k] materialised, as dropout on them requires."""
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         s = q.shape[2]

@@ -96,8 +96,8 @@ class GPTChunk(nn.Module):
     """The layers of one stage, with the embedding on the first stage and the head on the last.
 
     Args:
-        context: what the modules are built from; its parameters are this stage's.
-        stage: which layers, and whether the embedding and the head are here.
+        context: environment of the modules; its parameters are this stage's.
+        stage: its layers, and whether it has the embedding and the head.
     """
 
     def __init__(self, context: BuildContext, stage: StageContents) -> None:
@@ -130,7 +130,7 @@ class GPTChunk(nn.Module):
         return self.context.recompute
 
     def forward(self, x: torch.Tensor | None, batch: Batch) -> torch.Tensor:
-        """Hidden states for the next stage, or on the last stage the sum of the unmasked tokens' losses (a scalar)."""
+        """Return hidden states for the next stage, or on the last stage the sum of the unmasked tokens' losses (a scalar)."""
         hidden = self._hidden(x, batch)
         if self.losses is None:
             return self.saved.end_chunk(hidden)
@@ -144,17 +144,17 @@ class GPTChunk(nn.Module):
         return hidden if self.head is None else self._logits(hidden)
 
     def for_decoding(self) -> "GPTChunk":
-        """Return the same parameters in a chunk without dropout whose activations are whole on every tp rank.
+        """Build a chunk with the same parameters, without dropout, whose activations are whole on every tp rank.
 
-        One token cannot be cut along the sequence; what each rank computes of a matrix is the same either way. A text that grows
-        is never twice of one shape, so nothing is compiled for it.
+        One token cannot be cut along the sequence; each rank computes the same part of a matrix either way. A growing text never
+        has one shape twice, so nothing is compiled for it.
         """
         region = replace(self.context.region, sequence_parallel=False)
         kernels = replace(self.context.kernels, fusion=EAGER)
         return GPTChunk(replace(self.context, region=region, kernels=kernels), self.stage).train(False)
 
     def new_cache(self, places: int, device: torch.device) -> KVCache:
-        """Return empty caches for this chunk's layers and one sequence of at most `places` tokens."""
+        """Build empty caches for this chunk's layers and one sequence of at most `places` tokens."""
         cache = {}
         for block in self._layers():
             shape = (1, block.attention.num_kv_heads, places, block.attention.head_dim)
@@ -162,7 +162,7 @@ class GPTChunk(nn.Module):
         return cache
 
     def decode(self, x: torch.Tensor | None, batch: Batch, cache: KVCache) -> torch.Tensor:
-        """Run the next tokens of a sequence: a prompt into empty caches, afterwards one token at a time.
+        """Read the next tokens of a sequence: a prompt into empty caches, afterwards one token at a time.
 
         Returns:
             Hidden states [s, 1, h] for the next stage; on the last stage this rank's columns of the logits that follow the
@@ -193,7 +193,7 @@ class GPTChunk(nn.Module):
         return [cast(Block, block) for block in self.blocks]
 
     def _groups(self) -> list["_Group"]:
-        """Return the blocks in order: those that are recomputed together, or one that is kept."""
+        """Yield the blocks in order, grouped: those that are recomputed together, or one that is kept."""
         blocks, choice = self._layers(), self.context.recompute
         num_again = 0
         if choice.granularity == "full":
@@ -208,7 +208,7 @@ class GPTChunk(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Blocks whose saved tensors have one fate."""
+    """Blocks whose saved tensors are treated alike."""
 
     blocks: Sequence[Block]
     is_recomputed: bool
@@ -235,9 +235,9 @@ def build_chunks(
     stages: Sequence[StageContents],
     on_saved: Callable[[torch.Tensor], None] = lambda tensor: None,
 ) -> tuple[list[GPTChunk], dict[str, ShardedParameter]]:
-    """Build this rank's chunks, on the meta device, and its parameters by name in forward order.
+    """Build this rank's chunks on the meta device; return them with its parameters by name, in forward order.
 
-    `stages` are the contents of this rank's chunks, in chunk order. A tied embedding whose two ends stand on this rank is
+    `stages` are the contents of this rank's chunks, in chunk order. A tied embedding with both ends on this rank is
     one parameter with two uses.
     """
     tp = topology.axis("tp")
@@ -279,7 +279,7 @@ def _stage_parameters(
     stage: StageContents,
     held: dict[str, ShardedParameter],
 ) -> Mapping[str, ShardedParameter]:
-    """Return the stage's parameters by name; new ones are added to `held`, one that is held already gets another use."""
+    """Collect the stage's parameters by name; add new ones to `held`, and another use to those held already."""
     parameters = {}
     for spec in stage_specs(config.model, stage):
         if spec.name in held:

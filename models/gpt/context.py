@@ -1,4 +1,4 @@
-"""What the modules of a GPT share while they are built and run: sizes, the tp region, dtype, kernels, parameters by name."""
+"""The environment that the modules of a GPT share: sizes, the tp region, dtype, kernels, parameters by name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,14 +17,14 @@ from engine.tensor_parallel.parameter import ShardedParameter, WeightGradQueue
 
 @dataclass(frozen=True, slots=True)
 class BuildContext:
-    """Everything a module is built from; one per model chunk.
+    """Environment of the modules of one model chunk.
 
     Attributes:
-        recompute: what is recomputed; never `auto`, but what that came to.
+        recompute: the recomputed parts; `auto` is already resolved.
         num_offloaded: layers of each chunk whose saved tensors are moved to the host.
         parameters: this chunk's parameters by global name.
-        queue: where weight-gradient GEMMs go.
-        saved: what becomes of tensors that are saved for the backward; one for all chunks of the rank.
+        queue: of weight-gradient GEMMs.
+        saved: policy for tensors that are saved for the backward; one for all chunks of the rank.
         seed: of the run, for dropout.
         taken: names that modules have asked for.
     """
@@ -46,26 +46,13 @@ class BuildContext:
         self.taken.add(name)
         return self.parameters[name]
 
-    def optional_parameter(self, name: str) -> ShardedParameter | None:
-        """Return the parameter, or None where the model's specs lack it (a bias that is off)."""
-        return self.parameter(name) if name in self.parameters else None
+    def maybe_parameter(self, name: str) -> ShardedParameter | None:
+        """Return the parameter, or None where this model has none of that name (a bias that is off)."""
+        return self.parameters.get(name)
 
-    def optional_parameters(self, *names: str) -> list[ShardedParameter]:
-        """Return those of the named parameters that the model's specs have, in order."""
-        return [self.parameter(name) for name in names if name in self.parameters]
-
-    def require_all_taken(self) -> None:
-        """Check that modules took every parameter of the chunk: one that none takes is misspelt in a module or in the specs.
-
-        Raises:
-            LookupError: some were left; they would get no gradient.
-        """
-        left = [name for name in self.parameters if name not in self.taken]
-        if left:
-            raise LookupError(
-                f"no module took {', '.join(left)}, so these parameters would not be trained. "
-                "Their names differ between models/specs.py and the modules of models/gpt."
-            )
+    def parameters_named(self, *names: str) -> list[ShardedParameter]:
+        """Return those of the named parameters that this model has, in order."""
+        return [self.parameters[name] for name in names if name in self.parameters]
 
 
 class Norm(torch.nn.Module):
@@ -90,7 +77,7 @@ def hidden_dropout(
     site: str,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Drop out [s(/t), b, h] while `module` trains, then add the residual stream; positions count through the whole [s, h]."""
+    """Apply dropout to [s(/t), b, h] while `module` trains, and add the residual; positions count through the whole [s, h]."""
     if not (module.training and context.model.hidden_dropout):
         return x if residual is None else residual + x
     h = context.model.hidden_size

@@ -21,7 +21,7 @@ class Embedding(nn.Module):
         self.position = context.parameter("embedding.position.weight") if has_table else None
 
     def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor, keys: DropoutKeys) -> torch.Tensor:
-        """tokens, position_ids int64 [b, s] -> [s(/t), b, h]."""
+        """Embed tokens and position_ids, int64 [b, s] -> [s(/t), b, h]."""
         # Indexing keeps the memory order of the ids, and elementwise ops keep it from there on: were these only
         # transposed, the whole residual stream would be.
         x = self.word(tokens.t().contiguous())

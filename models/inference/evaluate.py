@@ -29,7 +29,7 @@ from models.inference.load import LoadedModel
 
 
 class Text(Protocol):
-    """Tokens by place."""
+    """A source of tokens by position."""
 
     num_tokens: int
 
@@ -49,7 +49,7 @@ class ListedTokens:
 
 
 class CorpusTokens:
-    """The documents of a `.bin/.idx` pair one after another, as they lie there; the first `num_tokens` of them."""
+    """The first `num_tokens` tokens of a `.bin/.idx` pair, its documents in stored order."""
 
     def __init__(self, corpus: IndexedTokens, num_tokens: int | None = None) -> None:
         self._corpus = corpus
@@ -111,7 +111,7 @@ class Windows:
 
 
 def loss_of(model: LoadedModel, steps: Iterable[Sequence[MicroBatch]]) -> tuple[float, int]:
-    """Return (sum of the losses of all counted tokens in nats, their number) over some global batches; the same on every rank.
+    """Compute (sum of the counted tokens' losses in nats, number of these tokens) of some global batches; equal on every rank.
 
     Args:
         model: the loaded model.

@@ -2,9 +2,9 @@
 
     prompt  --one forward of its tokens-->  caches filled, logits  --draw-->  token  --one forward of it-->  logits ..
 
-Each forward is one forward-only pass of the pipeline. The last stage gathers its logits over tp and draws; the other
-stages are told. A draw keeps no state: its noise is a function of (seed, place of the token in the text), so that every
-layout, with a cache or without, writes the same text.
+Each forward is one forward-only pass of the pipeline. The last stage gathers its logits over tp, draws, and sends the token
+to the other stages. A draw keeps no state: its noise is a function of (seed, position of the token in the text), so that
+every layout, with a cache or without, writes the same text.
 
 Positions are those of training, 0 .. window - 1. A text that fills the window goes on with its last half as a new prompt.
 """
@@ -39,7 +39,7 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The rule that draws a token from logits.
+    """Parameters of the draw of a token from logits.
 
     Attributes:
         temperature: divides the logits; 0 takes the most likely token.
@@ -57,7 +57,7 @@ class Sampling:
 def generate(
     model: Model, prompt: Sequence[int], num_tokens: int, *, temperature: float = 1.0, seed: int = 0
 ) -> list[int]:
-    """Return `stream` as a list."""
+    """Collect the tokens of `stream` in a list."""
     return list(stream(model, prompt, num_tokens, Sampling(temperature, seed=seed)))
 
 
@@ -70,13 +70,13 @@ def stream(
     window: int | None = None,
     stop: int | None = None,
 ) -> Iterator[int]:
-    """Continue `prompt`; every rank iterates, to the same end, and gets the same tokens.
+    """Continue `prompt`; every rank iterates to the same end and gets the same tokens.
 
     Args:
         model: trained or not.
         prompt: at least one token id; of a longer one than the window the last half window is read.
-        num_tokens: how many to draw at most.
-        sampling: how.
+        num_tokens: largest number of tokens to draw.
+        sampling: parameters of each draw.
         window: largest number of tokens that the model reads at once; None: `model.seq_length`.
         stop: a token that ends the text; it is not yielded.
     """
@@ -99,7 +99,7 @@ def stream(
 
 
 class Decoder:
-    """One sequence that is being continued: this rank's chunks, their caches, and the pipeline between the ranks.
+    """Continuation of one sequence: this rank's chunks, their caches, and the pipeline between the ranks.
 
     Args:
         model: whose weights are used as they are at each call.
@@ -124,7 +124,7 @@ class Decoder:
         self._caches = [chunk.new_cache(self._places, self._topology.device) for chunk in self._chunks]
 
     def logits(self, tokens: Sequence[int]) -> torch.Tensor | None:
-        """Read tokens (a prompt, then one at a time); the logits [V] of the next one, None on ranks without the last stage."""
+        """Read tokens (a prompt, then one at a time); return the next one's logits [V], None on ranks without the last stage."""
         topology = self._topology
         # Activations between stages are as long as what is read, so each pass has its own shape.
         executor = Executor(
@@ -141,18 +141,18 @@ class Decoder:
         return topology.axis("tp").all_gather(outputs[0][0, 0], "generation").wait()[: self._vocab_size]
 
     def next_token(self, tokens: Sequence[int], sampling: Sampling, place: int) -> int:
-        """Read tokens and draw the next, which is number `place` of its text; the same on every rank."""
+        """Read tokens and draw the next one, at position `place` of its text; the same on every rank."""
         logits = self.logits(tokens)
         token = torch.zeros(1, dtype=torch.int64, device=self._topology.device)
         if logits is not None:
-            token.fill_(sample_token(logits.cpu(), sampling, place))
+            token.fill_(draw_token(logits.cpu(), sampling, place))
         placement = self._programs.schedule.placement
         last_stage_rank = placement.rank_of(placement.num_stages - 1)
         return int(self._topology.axis("pp").broadcast(token, last_stage_rank, "generation").wait())
 
 
-def sample_token(logits: torch.Tensor, sampling: Sampling, place: int) -> int:
-    """Draw one token id from logits [V] on the CPU: argmax(logits / temperature + Gumbel noise) draws from their softmax.
+def draw_token(logits: torch.Tensor, sampling: Sampling, place: int) -> int:
+    """Draw one token id from logits [V] on the CPU: argmax(logits / temperature + Gumbel noise) follows their softmax.
 
     (Noise per token rather than one number against the cumulative sum: rounding in one logit then moves no other token's
     share, and layouts that round differently in 16 bits still write the same text for as long as possible.)
@@ -171,8 +171,8 @@ def sample_token(logits: torch.Tensor, sampling: Sampling, place: int) -> int:
 
 
 def _gumbel(seed: int, place: int, num: int) -> torch.Tensor:
-    """Return standard Gumbel noise -log(-log(u)), float64 [num], a function of (seed, place, token)."""
-    words = mix_words_((torch.arange(num) + 1) * GOLDEN + key64(f"{seed}/generation/{place}"))
+    """Compute standard Gumbel noise -log(-log(u)), float64 [num], a function of (seed, place, token)."""
+    words = mix64_((torch.arange(num) + 1) * GOLDEN + key64(f"{seed}/generation/{place}"))
     # The top 53 bits, and a half so that u is never 0 or 1.
     u = (shift_right(words, 11).double() + 0.5) * 2.0**-53
     return -(-u.log()).log()
@@ -184,7 +184,7 @@ def _gpt(chunk: object) -> GPTChunk:
 
 
 def _batch(tokens: Sequence[int], first: int, device: torch.device) -> MicroBatch:
-    """Return the tokens as one sample that starts at position `first`; it has no labels."""
+    """Build one sample without labels from the tokens, starting at position `first`."""
     ids = torch.tensor([list(tokens)], device=device)
     return MicroBatch(
         tokens=ids,

@@ -1,4 +1,4 @@
-"""A GPT from a checkpoint, to be read and not trained: the weights of this rank's layout and nothing else.
+"""A GPT loaded for reading only: the weights of this rank's layout and nothing else.
 
     checkpoint of any layout  --pieces that meet this rank's boxes-->  one flat tensor of weights  ->  chunks
 
@@ -29,7 +29,7 @@ from models.specs import model_specs
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """One rank's part of a model that is only read."""
+    """One rank's part of a model without gradients or optimizer."""
 
     config: Config
     topology: Topology
@@ -37,7 +37,7 @@ class LoadedModel:
 
 
 def load_model(candidate: Candidate, config: Config, topology: Topology) -> LoadedModel:
-    """Build this rank's chunks in evaluation mode, with weights from the checkpoint; every rank calls it.
+    """Build this rank's chunks in evaluation mode with weights from the checkpoint; every rank calls it.
 
     Raises:
         CheckpointError: on every rank, if any rank cannot load its part: damaged, or of another model.
@@ -77,7 +77,7 @@ def for_reading(config: Config) -> Config:
 
 
 def _refuse_other_tensors(candidate: Candidate, config: Config) -> None:
-    """Refuse a checkpoint with tensors that this model lacks; the loader looks for the reverse alone."""
+    """Refuse a checkpoint with tensors that this model lacks; the loader notices only the reverse."""
     strangers = sorted(candidate.manifest.tensors.keys() - {spec.name for spec in model_specs(config.model)})
     if strangers:
         raise CheckpointError(
@@ -88,7 +88,7 @@ def _refuse_other_tensors(candidate: Candidate, config: Config) -> None:
 
 
 def _allocate(parameters: Sequence[ShardedParameter], dtype: torch.dtype, device: torch.device) -> list[Shard]:
-    """Give each parameter its place in one flat tensor; returns the logical parts, to be filled (padding stays zero).
+    """Allocate one flat tensor for all parameters; return the logical parts to be filled (padding stays zero).
 
     In forward order, so that weights which share a GEMM are adjacent and stay one matrix.
     """

@@ -1,4 +1,4 @@
-"""What comes out of each part of a model in a forward pass, as few numbers, so that two layouts can be compared place by place.
+"""Outputs of each part of a model in a forward pass, reduced to few numbers for a comparison of two layouts.
 
 A site is `embedding`, `layers.N.attention`, `layers.N.mlp` (the branches), `layers.N` (the residual stream after it),
 `token_losses` or `loss` (the sum over a microbatch). Of an output [s, b, h] each token keeps one number, its product with a
@@ -21,7 +21,7 @@ TOKEN_LOSSES, LOSS = ENDS
 
 
 def site_order(name: str, num_layers: int) -> int:
-    """Return the place of a site along the model."""
+    """Return the sort key of a site: its place along the model."""
     if name == "embedding":
         return 0
     if name in ENDS:
@@ -31,7 +31,7 @@ def site_order(name: str, num_layers: int) -> int:
 
 
 class Probes:
-    """Values that were collected during `open`: {site: {samples: values}}.
+    """Record of the outputs during `open`: {site: {samples: values}}.
 
     Values are float64 [s] (or [s/t], this rank's part of the sequence) of one sample, keyed by its id; of the loss a
     scalar, keyed by the ids of the microbatch.
@@ -44,7 +44,7 @@ class Probes:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Watch the chunks' forwards; what is recomputed in a backward is not looked at again."""
+        """Record the chunks' forwards; a forward that is recomputed in a backward is not recorded again."""
         hooks = []
         for chunk in self._chunks:
             hooks.append(chunk.register_forward_pre_hook(self._begin))

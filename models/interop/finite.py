@@ -1,4 +1,4 @@
-"""Weights from other programs are finite before they become a checkpoint of ours."""
+"""A check that weights from other programs are finite."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What a microbatch keeps on a rank between its forward and its backward, counted from the configuration alone (no torch here).
+"""Memory that a microbatch keeps on a rank between forward and backward, counted from the configuration alone (no torch here).
 
 The formula of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (2205.05198), section 4,
 term by term, beside what these kernels keep. In the paper's block (16 bits per element, 1 byte per dropout mask, MLP width 4 h,
@@ -17,7 +17,7 @@ Kept here otherwise than there:
     recomputation      selective: what `models/predict/recompute_choice.py` lists is gone; full: the input of each group of layers
     gathered inputs    of column-parallel layers, kept whole (`recompute.gathered_inputs`): w h instead of w h / t
     head_tokens        no logits; those of some tokens while the head is at work
-    offload            of the first layers of a chunk only what is small, or held by somebody else
+    offload            of the first layers of a chunk only small tensors, or those that are held elsewhere
 
 A term is one tensor, and one storage: what is offloaded is chosen by its bytes.
 """
@@ -65,8 +65,9 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Widths on one rank, as fractions: w, acc bytes per element (of the run, of accumulation); `shard`: 1/t of the sequence
-    outside of the tensor-parallel region with sequence parallelism, else 1; heads, q, kv, f: on this rank."""
+    """Widths on one rank as fractions: w, acc bytes per element (of the run, of accumulation); `shard`: 1/t of the sequence
+    outside of the tensor-parallel region with sequence parallelism, else 1; heads, q, kv, f: on this rank.
+    """
 
     w: int
     acc: int
@@ -102,14 +103,14 @@ class Sizes:
 
 
 def block_terms(config: Config, sizes: ParallelSizes) -> list[Term]:
-    """Return the terms that one transformer layer keeps, if it is not recomputed as a whole."""
+    """List the tensors that one transformer layer keeps if it is not recomputed as a whole."""
     parts = config.recompute.parts | ({"activation"} if "mlp" in config.recompute.parts else set())
     terms = _all_terms(config, sizes, is_core_again="attention" in parts)
     return [replace(term, ours=Fraction(0)) if term.part in parts else term for term in terms]
 
 
 def _all_terms(config: Config, sizes: ParallelSizes, *, is_core_again: bool) -> list[Term]:
-    """Return the tensors that parts of a layer keep; with attention's core recomputed, its operands are kept as they came."""
+    """List the tensors that parts of a layer keep; with attention's core recomputed, its operands are kept as they came."""
     at = Sizes.of(config, sizes)
     model = config.model
     whole = at.w * at.h * at.shard
@@ -157,7 +158,7 @@ def _norm_terms(config: Config, at: Sizes, module: str) -> list[Term]:
 
 
 def _attention_terms(config: Config, at: Sizes, *, is_core_again: bool) -> list[Term]:
-    """Return the terms between the projections. Paper: q, k 4 h; v 2 h; softmax 2 a s, its mask a s, its output 2 a s."""
+    """List the tensors between the projections. Paper: q, k 4 h; v 2 h; softmax 2 a s, its mask a s, its output 2 a s."""
     model, nothing = config.model, Fraction(0)
     is_fused = config.kernels.attention != "explicit"
     q, k = at.w * at.q, at.w * at.kv
@@ -195,7 +196,7 @@ def _attention_terms(config: Config, at: Sizes, *, is_core_again: bool) -> list[
 
 
 def end_terms(config: Config, sizes: ParallelSizes, stage: StageContents) -> list[Term]:
-    """Return the terms that embedding, rotation and head of a stage keep (2205.05198, section 4.3)."""
+    """List the tensors that embedding, rotation and head of a stage keep (2205.05198, section 4.3)."""
     at = Sizes.of(config, sizes)
     model = config.model
     whole = at.w * at.h * at.shard
@@ -259,7 +260,7 @@ def forward_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) ->
 
 
 def backward_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) -> int:
-    """Return the most bytes that one microbatch keeps on one stage while its backward runs, recomputed tensors included.
+    """Return the most bytes that one microbatch keeps on one stage while its backward runs, recomputation included.
 
     The backward goes from the head to the embedding and frees what it has used. When a layer's begins, what it has moved to the
     host has come back, and what the layer below has moved is on its way.
@@ -281,8 +282,7 @@ def backward_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) -
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Layers that are kept or recomputed together, in bytes: on the device between forward and backward, in the backward, and in
-    host memory between them."""
+    """Bytes of layers that are kept or recomputed together: between forward and backward, in the backward, and on the host."""
 
     kept: int
     whole: int
@@ -293,7 +293,7 @@ _NOTHING = _Group(0, 0)
 
 
 def _groups(config: Config, sizes: ParallelSizes, stage: StageContents) -> list[_Group]:
-    """Return the layers of a stage in order, as `GPTChunk` groups them."""
+    """List the layers of a stage in order, as `GPTChunk` groups them."""
     at, recompute, num_layers = Sizes.of(config, sizes), config.recompute, len(stage.layers)
     assert recompute.granularity != "auto", "models.predict.rank_memory.resolve_recompute comes first"
     terms = block_terms(config, sizes)
@@ -322,7 +322,7 @@ def _groups(config: Config, sizes: ParallelSizes, stage: StageContents) -> list[
 
 
 def _in_attention(config: Config, at: Sizes, terms: Sequence[Term], plain: Sequence[Term]) -> int:
-    """Return a layer's bytes while the backward recomputes attention's core: the inputs of the core, and what it keeps for itself.
+    """Return the bytes of a layer while its backward computes attention's core again: those before it, and its own.
 
     `terms` are the layer's, `plain` those that it would have if nothing were recomputed.
     """
@@ -365,7 +365,7 @@ def _moved(config: Config, terms: Sequence[Term], layer: int, stage: StageConten
 
 
 def _logits_at_a_time(config: Config, sizes: ParallelSizes, stage: StageContents) -> int:
-    """Return the bytes of the logits that exist while the head is at work and are not kept."""
+    """Return the bytes of the logits that exist while the head runs and are not kept."""
     head_tokens = config.recompute.head_tokens
     if head_tokens is None or not stage.has_head:
         return 0
@@ -378,7 +378,7 @@ def _tables(config: Config, at: Sizes) -> Fraction:
 
 
 def _bytes(config: Config, terms: Sequence[Term]) -> int:
-    """Add up the terms of a microbatch, in bytes."""
+    """Sum the terms of a microbatch."""
     total = per_token(terms) * config.train.micro_batch_size * config.model.seq_length
     assert total.denominator == 1, "tensors have whole bytes"
     return total.numerator

@@ -1,4 +1,5 @@
-"""Does a run fit its devices? The line that says so, the rule that refuses it, and changes with which it fits (no torch here).
+"""The fit of a run to its devices: the line that states it, the rule that refuses it, and changes with which it fits (no torch
+here).
 
     predict (models/predict/rank_memory.py)  ->  memory_line    "56.9 GB predicted on the fullest rank (...) of 85.5 GB"
                                 ->  memory_rule    one more rule for `engine.config.tree.problems`, where the device is known
@@ -96,7 +97,7 @@ def uses_nccl(config: Config) -> bool:
 
 
 def memory_rule(devices: Devices) -> Rule:
-    """Return the rule that no rank is predicted to hold more than its device has.
+    """Build the rule that no rank is predicted to hold more than its device has.
 
     It finds nothing in a run on the CPU, with an open `parallel.dp`, with `runtime.memory=warn`, or whose layout breaks a rule.
     """
@@ -165,7 +166,7 @@ def fitting_changes(subject: Subject, most: int) -> Iterator[Fitting]:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """A trial of changes to one configuration."""
+    """Search of the changes of one configuration."""
 
     subject: Subject
     most: int

@@ -1,4 +1,4 @@
-"""What a rank's memory will hold, from the configuration alone, and what would make it hold less (no torch here).
+"""Prediction of a rank's memory from the configuration alone, and changes that reduce it (no torch here).
 
     parameters     flat buffers, the run's dtype
     gradients      flat buffers, accumulation dtype (or as narrow as the parameters)
@@ -79,7 +79,7 @@ class Prediction:
 
     @property
     def pp(self) -> int:
-        """Return pipeline index of the ranks that hold the most; the first of several."""
+        """Return the pipeline index of the ranks that hold the most; the first of several."""
         totals = [rank.total for rank in self.ranks]
         return totals.index(max(totals))
 
@@ -320,7 +320,7 @@ class Saving:
 
     @property
     def key(self) -> str:
-        """Name of the field that makes the difference; the others follow from it."""
+        """Return the field that makes the difference; the others follow from it."""
         return self.changes[0][0]
 
     def __str__(self) -> str:
@@ -406,7 +406,7 @@ def single_changes(config: Config, sizes: ParallelSizes) -> Iterator[tuple[str, 
 
 
 def _more_offloaded(config: Config, sizes: ParallelSizes) -> Iterator[tuple[str, object]]:
-    """Yield offload candidates: half of a chunk's layers, then all but the last, whose copies cannot be overlapped."""
+    """List offload candidates: half the chunk's layers, then all but the last, whose copies could not be overlapped."""
     most = max(len(stage.layers) for stage in stages_of(config))
     for num_layers in sorted({most // 2, most - 1}):
         if num_layers > config.offload.num_layers:

@@ -1,4 +1,4 @@
-"""What one training step of a GPT must move, counted from the configuration alone (no torch here).
+"""Traffic of one training step of a GPT, counted from the configuration alone (no torch here).
 
 This is the expected side of the ledger: calls and wire bytes per rank, from the formulas of the papers (2104.04473 section
 3.2, 2205.05198 section 4.2.2, 1910.02054 section 7), written without looking at the engine. Ring costs, N = bytes of the
@@ -28,7 +28,7 @@ BYTES_PER_ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4, "float64": 8}
 
 @dataclass(frozen=True, slots=True, order=True)
 class Flow:
-    """A kind of traffic: the axis, what it is for, and the operation."""
+    """A kind of traffic: the axis, the purpose, and the operation."""
 
     axis: str
     purpose: str
@@ -44,7 +44,9 @@ class Volume:
 
 
 def wire_bytes(op: str, size: int, num_bytes: int) -> int:
-    """Return the ring cost per rank. `num_bytes` counts as the ledger's numel: the whole tensor, but the shard for all-gather."""
+    """Return the ring cost per rank. `num_bytes` is what the ledger's numel counts: the whole tensor, but the shard for
+    all-gather.
+    """
     if op == "all_reduce":
         return 2 * (size - 1) * num_bytes // size
     if op == "reduce_scatter":
@@ -73,7 +75,7 @@ class _Tally:
 def expected_traffic(
     config: Config, sizes: ParallelSizes, at: Coordinates, stages: Sequence[StageContents]
 ) -> dict[Flow, Volume]:
-    """Return the traffic of one training step on the rank at these coordinates.
+    """Compute the traffic of one training step on the rank at these coordinates.
 
     `stages` are the contents of all pipeline stages in order (loop placement: stage = chunk * pp + rank).
     """
@@ -161,7 +163,7 @@ def _data_parallel(
 
 
 def _bucket_numels(records: Iterable[ParamRecord], bucket_numel: int, multiple: int) -> list[int]:
-    """Return the padded sizes of the buckets, last parameter first; parameters that share a GEMM are not parted."""
+    """List the padded sizes of the buckets, last parameter first; parameters that share a GEMM are not parted."""
     groups: list[int] = []
     for record in records:
         if record.spec.fused_with_previous and record.replicas is None:
@@ -180,7 +182,24 @@ def _bucket_numels(records: Iterable[ParamRecord], bucket_numel: int, multiple: 
     return [-(-numel // multiple) * multiple for numel in numels]
 
 
-def measured_traffic(posted: Iterable[Event]) -> dict[Flow, Volume]:
+class LedgerEvent(Protocol):
+    """A posted call, as `engine.comm.collectives.Event` records it."""
+
+    @property
+    def op(self) -> str: ...
+    @property
+    def axis(self) -> str: ...
+    @property
+    def purpose(self) -> str: ...
+    @property
+    def dtype(self) -> Any: ...
+    @property
+    def numel(self) -> int: ...
+    @property
+    def group_size(self) -> int: ...
+
+
+def measured_traffic(posted: Iterable[LedgerEvent]) -> dict[Flow, Volume]:
     """Sum the posted calls of a ledger into the same flows."""
     tally = _Tally()
     for event in posted:

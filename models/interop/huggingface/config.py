@@ -3,9 +3,9 @@
     {"model_type": "llama", "hidden_size": 4096, "rms_norm_eps": 1e-5, ...}
       <->  {"model": {"hidden_size": 4096, "norm": "rmsnorm", "norm_eps": 1e-5, ...}}
 
-Each family is a table: their key, our field. What a family fixes and its file does not say (RMSNorm, biases on queries,
-keys and values) stands beside it. A key whose effect is not built here is refused unless its value switches it off; one that
-nobody here has heard of is refused as well, since a model that differs in silence costs more than a deleted line.
+Each family is a table from their keys to our fields, with the values that a family fixes and its file omits (RMSNorm, biases
+on queries, keys and values). A key whose effect is not built here is refused unless its value switches it off. An unknown key
+is refused as well: a model that differs without a message costs more than a deleted line.
 
 Sources: the configuration classes of transformers (`configuration_gpt2.py`, `..._llama.py`, `..._mistral.py`,
 `..._qwen2.py`, `..._qwen3.py`) for keys and for the defaults of those that a file may leave out.
@@ -26,7 +26,7 @@ Keys = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One `model_type`.
+    """The keys and rules of one `model_type`.
 
     Attributes:
         architecture: the class of transformers that is a language model of this family.
@@ -46,7 +46,7 @@ class Family:
 
     @property
     def activations(self) -> dict[str, str]:
-        """Map their activations to ours."""
+        """Return our activation for each of theirs."""
         kinds = [kind for kind in ACTIVATIONS.values() if kind.is_gated == self.is_gated]
         return {theirs: kind.name for kind in kinds for theirs in kind.hugging_face}
 
@@ -80,7 +80,7 @@ _LLAMA_DEFAULTS = {
 
 
 def _llama_like(architecture: str, fixed: Mapping[str, object] | None = None, **defaults: object) -> Family:
-    """Make a family that has Llama's keys, with these of its fixed fields and defaults in place of Llama's."""
+    """Build a family with Llama's keys and with these fixed fields and defaults in place of Llama's."""
     fixed, defaults = {**_LLAMA_FIXED, **(fixed or {})}, {**_LLAMA_DEFAULTS, **defaults}
     return Family(architecture, "hidden_act", True, _LLAMA_NAMES, fixed, defaults)
 
@@ -232,13 +232,13 @@ HANDLED = frozenset(
 def from_hugging_face(
     keys: Keys, seq_length: int | None = None, source: str = "config.json", ignore: Collection[str] = ()
 ) -> dict[str, dict[str, Any]]:
-    """Return our sections for a Hugging Face model: `model`, and `kernels` where the model needs a choice there.
+    """Convert a Hugging Face config to our sections: `model`, and `kernels` where the model needs a choice there.
 
     Args:
         keys: the file's content.
         seq_length: training samples of this length in place of the longest that the model was made for.
         source: the file's name, for messages.
-        ignore: keys that nobody here knows and that are let through all the same.
+        ignore: unknown keys that are accepted.
 
     Raises:
         ConfigError: another family; keys that are missing, unknown, or switch on what is not built; a key to ignore that is not
@@ -337,7 +337,7 @@ def _not_to_ignore(keys: Keys, family: Family, ignore: Collection[str]) -> Itera
 
 
 def _has_no_effect(key: str) -> bool:
-    """Return True for a key that no layer reads, such as one that begins with `_`: transformers keeps its own notes there."""
+    """Return whether no layer reads the key, such as one that begins with `_`: transformers keeps its own notes there."""
     return key in WITHOUT_EFFECT or key in OF_GENERATION or key.startswith("_")
 
 
@@ -347,7 +347,7 @@ def passed_over(keys: Keys) -> list[str]:
 
 
 def passed_over_notes(keys: Keys, ignore: Collection[str] = ()) -> list[str]:
-    """Return a line about the keys that were let through, and one about those that `--ignore` named; empty where there is none."""
+    """Return a line on the keys without effect, and one on those that `--ignore` named; empty where there is none."""
     found, notes = passed_over(keys), []
     if found:
         notes.append(f"keys of config.json that compute nothing were passed over: {', '.join(found)}")
@@ -368,7 +368,7 @@ def _activation(keys: Keys, family: Family, model: dict[str, Any]) -> Sequence[s
 
 
 def _sliding_window(keys: Keys, model: Keys) -> Iterator[str]:
-    """Resolve the window: one at least as long as the samples changes nothing; Qwen switches it with a key of its own."""
+    """Check that a window is at least as long as the samples, which changes nothing; Qwen switches it with a key of its own."""
     is_mistral = keys["model_type"] == "mistral"
     window = keys.get("sliding_window", MISTRAL_WINDOW if is_mistral else None)
     layer_types = keys.get("layer_types") or ()
@@ -391,7 +391,7 @@ def _too_long(model: Keys, seq_length: int) -> Iterator[str]:
 
 
 def family_of(model: ModelConfig, wanted: str | None = None) -> str:
-    """Return the `model_type` of transformers that can express a model of ours: `wanted`, or the first of `FAMILIES`.
+    """Return the `model_type` of transformers that can express our model: `wanted`, or the first of `FAMILIES`.
 
     Raises:
         ConfigError: `wanted`, or every one of them, differs from the model: in what, by name.
@@ -409,7 +409,7 @@ def family_of(model: ModelConfig, wanted: str | None = None) -> str:
 def to_hugging_face(
     model: ModelConfig, family: str, *, dtype: str, end_of_document: int | None = None, special_ids: Keys | None = None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the content of a config.json for a model of ours, and what a reader should know about it.
+    """Build the content of a config.json for our model, and notes for the reader.
 
     Args:
         model: ours.
@@ -440,7 +440,7 @@ def to_hugging_face(
 
 
 def _differences(model: ModelConfig, name: str) -> Iterator[str]:
-    """Yield the properties of the model that a family cannot express."""
+    """List the features of the model that a family cannot express."""
     for ours, value in FAMILIES[name].fixed.items():
         if getattr(model, ours) != value:
             yield f"model.{ours} = {getattr(model, ours)}, there it is {value}"

@@ -1,4 +1,4 @@
-"""Files of a Hugging Face folder: weights as safetensors, read and written one tensor at a time; a folder that is there whole.
+"""Files of a Hugging Face folder: safetensors, read and written one tensor at a time, in a folder that appears whole.
 
     config.json
     model.safetensors                                   one file, or
@@ -46,7 +46,7 @@ SHARD_BYTES = 5 * 10**9
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """A tensor that is there, or will be: its name, shape, and dtype in the format's word (`BF16`)."""
+    """An existing or planned tensor: its name, shape, and dtype in the format's word (`BF16`)."""
 
     name: str
     shape: tuple[int, ...]
@@ -83,7 +83,7 @@ class WeightFiles:
             )
 
     def read(self, name: str) -> torch.Tensor:
-        """Read one tensor, on the CPU, in the dtype of the file."""
+        """Read one tensor to the CPU, in the dtype of the file."""
         values: torch.Tensor = self._handles[self._files[name]].get_tensor(name)
         return values
 
@@ -113,7 +113,7 @@ def write_weights(
     tensors: Iterable[tuple[str, torch.Tensor]],
     shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
-    """Write tensors as they come, in files of at most `shard_bytes` (a larger tensor has one of its own); returns the files.
+    """Write a stream of tensors in files of at most `shard_bytes` (a larger tensor has its own); return the files.
 
     Args:
         folder: an existing one without weights.
@@ -141,7 +141,7 @@ def write_weights(
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file, and sync it to the disk."""
+    """Write a small file and flush it to the disk."""
     with path.open("x", encoding="utf-8") as handle:
         handle.write(text)
         handle.flush()
@@ -149,7 +149,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a file's bytes, and sync them to the disk."""
+    """Copy a file and flush it to the disk."""
     with target.open("xb") as handle:
         handle.write(source.read_bytes())
         handle.flush()
@@ -160,7 +160,7 @@ def copy_file(source: Path, target: Path) -> None:
 def whole_folder(path: Path) -> Iterator[Path]:
     """Yield a folder to fill, which becomes `path` at the end of the block: all of it, or (after an error) nothing.
 
-    What a process that was killed left half-filled is removed by the next one that writes the same path.
+    The next process that writes the same path removes the remains of one that was killed.
 
     Raises:
         CheckpointError: something is there already, or a file could not be read or written on the way.
@@ -189,7 +189,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def _file_of_each_tensor(folder: Path) -> dict[str, str]:
-    """Read the index of files; empty where there is one file without an index."""
+    """Read the index: the file of each tensor; empty where there is one file without an index."""
     if (folder / SINGLE).is_file():
         return {}
     index = folder / INDEX
@@ -260,7 +260,7 @@ def _write_file(path: Path, plans: Sequence[TensorPlan], tensors: Iterator[tuple
 
 
 def _write_at(descriptor: int, content: Any, offset: int) -> None:
-    """Write all of it: one call may write less."""
+    """Write the whole buffer, by several calls where the system writes less in one."""
     left = memoryview(content)
     while left:
         written = os.pwrite(descriptor, left, offset)
@@ -268,5 +268,5 @@ def _write_at(descriptor: int, content: Any, offset: int) -> None:
 
 
 def format_name(dtype: torch.dtype) -> str:
-    """Return the format's name of a dtype."""
+    """Return the format's word for our dtype."""
     return _NAMES[dtype]

@@ -1,4 +1,4 @@
-"""The record of a Hugging Face import: what config.json and generation_config.json said that no layer reads (no torch here).
+"""The record of a Hugging Face import: parts of config.json and generation_config.json that no layer reads (no torch here).
 
     imported/qwen3/hugging_face.json    {"special_ids": {"bos_token_id": 1, "eos_token_id": [2, 7]}, "generation_config": "{..}",
                                          "ignored": {"strange_key": 3}, "tokenizer_sha256": "ab12.."}
@@ -25,7 +25,7 @@ SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "
 
 @dataclass(frozen=True, slots=True)
 class ImportRecord:
-    """Facts of an import that an export needs.
+    """Facts of an import that an export gives back.
 
     Attributes:
         special_ids: those of `SPECIAL_IDS` that config.json had, with their values.
@@ -45,7 +45,7 @@ class ImportRecord:
 
 
 def record_of(folder: Path, keys: Mapping[str, Any], ignored: Mapping[str, Any]) -> ImportRecord:
-    """Make the record of a Hugging Face folder.
+    """Build the record of a Hugging Face folder.
 
     Args:
         folder: with config.json, and perhaps generation_config.json and tokenizer.json.

@@ -12,7 +12,7 @@ _PRINTABLE = (*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), 
 
 
 def bytes_tokenizer_json() -> str:
-    """Return the content of a tokenizer.json that gives the ids of `engine.data.corpus.tokenizers.BytesTokenizer`."""
+    """Build a tokenizer.json that gives the ids of `engine.data.corpus.tokenizers.BytesTokenizer`."""
     import tokenizers  # 10 MB of native code: only for those who export a model of bytes
     from tokenizers import decoders, models, pre_tokenizers
 

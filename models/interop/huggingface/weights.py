@@ -1,4 +1,4 @@
-"""Weights of Hugging Face models as ours, and ours as theirs: which tensor is which, and how each is laid out.
+"""Weights of Hugging Face models as ours, and ours as theirs: names and layouts of the tensors.
 
     ours  layers.3.attention.q.weight  [heads, d, h]   kv.weight [2, kv_heads, d, h]   proj.weight [h, heads, d]
     Llama model.layers.3.self_attn.{q,k,v}_proj.weight  [out, in]                      o_proj.weight [h, heads d]
@@ -82,7 +82,7 @@ _GPT2_LAYER: Table = (
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """The tensor names of a family.
+    """Names of a family's tensors.
 
     Attributes:
         first, last: tensors before and after the layers.
@@ -144,30 +144,30 @@ class Exchange:
     transposed: bool
 
     def to_theirs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Map tensors in our shapes, in the order of `ours`, to theirs, in the order of `theirs`."""
+        """Convert tensors in our shapes, in the order of `ours`, to theirs in the order of `theirs`."""
         parts = [tensor.reshape(_matrix_shape(spec)) for spec, tensor in zip(self.ours, tensors, strict=True)]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return [self._turn(part) for part in joined.chunk(len(self.theirs))]
+        return [self._transpose(part) for part in joined.chunk(len(self.theirs))]
 
     def to_ours(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Map theirs to ours: the reverse."""
-        parts = [self._turn(tensor) for tensor in tensors]
+        """Convert the other way."""
+        parts = [self._transpose(tensor) for tensor in tensors]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         cut = joined.split([_matrix_shape(spec)[0] for spec in self.ours])
         return [part.reshape(spec.shape) for spec, part in zip(self.ours, cut, strict=True)]
 
     def plans(self, dtype: torch.dtype) -> list[TensorPlan]:
-        """Return their names and shapes, by running the exchange on the meta device."""
+        """Return their names and shapes, found by a conversion on the meta device."""
         nothing = [torch.empty(spec.shape, device="meta") for spec in self.ours]
         shapes = [tuple(tensor.shape) for tensor in self.to_theirs(nothing)]
         return [TensorPlan(name, shape, format_name(dtype)) for name, shape in zip(self.theirs, shapes, strict=True)]
 
-    def _turn(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _transpose(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.t() if self.transposed and tensor.ndim == 2 else tensor
 
 
 def exchanges(family: str, model: ModelConfig) -> list[Exchange]:
-    """Return all of the model's tensors, in forward order."""
+    """List the exchanges of all of the model's tensors, in forward order."""
     naming = NAMINGS[family]
     specs = {spec.name: spec for spec in model_specs(model)}
     rows = list(naming.first)
@@ -190,7 +190,7 @@ def exchanges(family: str, model: ModelConfig) -> list[Exchange]:
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceModel:
-    """A folder that was looked at: its config is one that we can build, and its tensors are those of that config.
+    """A checked folder: its config is one that we can build, and its tensors are those of that config.
 
     Attributes:
         family: its `model_type`.
@@ -199,8 +199,8 @@ class HuggingFaceModel:
         exchanges: of the tensors as they are stored.
         files: the weights; names as in the files.
         prefix: what the files' names lack.
-        notes: what a reader should know.
-        record: what an export gives back.
+        notes: remarks for the user.
+        record: facts that an export gives back.
     """
 
     family: str
@@ -215,9 +215,9 @@ class HuggingFaceModel:
     def shards(
         self, dtype: torch.dtype | None = None, on_tensor: Callable[[int], None] = lambda num_bytes: None
     ) -> Iterator[Shard]:
-        """Yield every tensor of ours, one exchange in memory at a time, in `dtype` (None: that of the file).
+        """Yield all our tensors, one exchange in memory at a time, in `dtype` (None: that of the file).
 
-        `on_tensor` hears how many bytes of the files were read.
+        `on_tensor` receives the bytes read of the files.
 
         Raises:
             CheckpointError: a tensor has elements that are not finite.
@@ -241,12 +241,12 @@ class HuggingFaceModel:
 
 
 def open_folder(folder: Path, seq_length: int | None = None, ignore: Sequence[str] = ()) -> HuggingFaceModel:
-    """Look at a Hugging Face model: everything that can be wrong with it is found here, from headers.
+    """Open a Hugging Face model and check all of it from the headers.
 
     Args:
         folder: with config.json and safetensors.
         seq_length: our samples' length in place of the longest that the model was made for.
-        ignore: keys of config.json that are let through though nobody here knows them.
+        ignore: unknown keys of config.json that are accepted.
 
     Raises:
         ConfigError: of another family, or with features that are not built, by name.
@@ -296,7 +296,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """A checkpoint of ours as their tensors, in the order in which they are written.
+    """Our checkpoint as their tensors, in the order in which they are written.
 
     Attributes:
         plans: names, shapes and dtypes.
@@ -309,7 +309,7 @@ class Export:
     dtype: str
 
     def tensors(self, on_tensor: Callable[[int], None] = lambda num_bytes: None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield names and values, one exchange in memory at a time; `on_tensor` is called with the bytes that were read."""
+        """Yield names and values, one exchange in memory at a time; `on_tensor` receives the bytes read of the checkpoint."""
         folder, manifest = self.candidate.folder, self.candidate.manifest
         for exchange in self.exchanges:
             ours = [read_tensor(folder, manifest, spec.name) for spec in exchange.ours]
@@ -318,7 +318,7 @@ class Export:
 
 
 def plan_export(candidate: Candidate, family: str, model: ModelConfig, dtype: torch.dtype | None = None) -> Export:
-    """Plan the files of an export of this checkpoint.
+    """Plan the tensors that an export of this checkpoint writes.
 
     Args:
         candidate: of any layout; only its weights are read.
@@ -358,7 +358,7 @@ def _matrix_shape(spec: ParamSpec) -> tuple[int, ...]:
 
 
 def _missing_prefix(files: WeightFiles, naming: Naming) -> str:
-    """Return `transformer.` where a file was saved from the model without its head: its names lack it."""
+    """Return `transformer.` where a file was saved from the model without its head, whose names lack it; else ""."""
     return "" if any(name.startswith(naming.base_prefix) for name in files.tensors) else naming.base_prefix
 
 

@@ -3,8 +3,8 @@
     {"num_layers": 32, "group_query_attention": True, "num_query_groups": 8, "swiglu": True, ..}      args in common.pt
       <->  model: {num_layers: 32, num_kv_heads: 8, activation: swiglu, ..}, optimizer: {..}, train: {..}
 
-An argument that switches on what is not built here is refused by name: a model that differs in silence costs more than a
-message. Arguments that change speed, layout or logging only are not looked at.
+An argument that switches on a feature not built here is refused by name: a model that differs without a message costs more.
+Arguments that change only speed, layout or logging are ignored.
 
 Source: megatron/training/arguments.py and the TransformerConfig of Megatron-Core 0.16.
 """
@@ -107,7 +107,7 @@ OFF_ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
 
 
 def model_section(args: Args, vocab_size: int | None, source: str) -> dict[str, Any]:
-    """Return our `model` section.
+    """Convert Megatron's arguments to our `model` section.
 
     Args:
         args: Megatron's, by name.
@@ -161,7 +161,7 @@ def model_section(args: Args, vocab_size: int | None, source: str) -> dict[str, 
 
 
 def training_sections(args: Args) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Return our sections `train`, `optimizer`, `precision` as far as the arguments say them, and what could not be said."""
+    """Convert the arguments to our sections `train`, `optimizer`, `precision` as far as possible; list the rest."""
     notes = []
     train, optimizer = (
         {ours: args[theirs] for theirs, ours in names.items() if args.get(theirs) is not None}
@@ -259,7 +259,7 @@ def megatron_training_args(config: Config) -> dict[str, Any]:
 
 
 def differences(section: Mapping[str, Any], model: ModelConfig) -> list[str]:
-    """Compare the requested model with Megatron's arguments, as far as the meaning of weights depends on them."""
+    """List the differences between the requested model and Megatron's arguments that change the meaning of weights."""
     theirs = ModelConfig.model_validate(section)
     free = {"seq_length", "vocab_size", "vocab_multiple", "init_std", "hidden_dropout", "attention_dropout"}
     names = {"num_kv_heads": "kv_heads", "head_dim": "head_size", "ffn_hidden_size": "ffn_size"}
@@ -297,6 +297,6 @@ def _activation(args: Args) -> str:
 
 
 def _tokens(args: Args) -> int | None:
-    """Return the tokens of the tokenizer where the arguments say so; the null tokenizer adds one for the end of a document."""
+    """Return the tokenizer's size where the arguments have it; the null tokenizer adds one for the end of a document."""
     vocab_size = args.get("vocab_size")
     return vocab_size + 1 if vocab_size and args.get("tokenizer_type") == "NullTokenizer" else vocab_size

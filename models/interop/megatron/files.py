@@ -8,7 +8,7 @@
             .metadata                         a pickle: every tensor's shape and chunks, and where each chunk is
             __0_0.distcp  __0_1.distcp ..     chunks, one after another, each written by torch.save
 
-`.metadata`, common.pt and every chunk are pickles, and all of them are read by `foreign_pickle.py`, which runs nothing. Objects
+`.metadata`, common.pt and every chunk are pickles, all read by `foreign_pickle.py`, which runs nothing. Objects
 beside the tensors (`_extra_state`, the RNG's state) are never opened. Memory: one chunk, read twice over. No tensor is made
 before the chunks that fill it were found to lie inside their files, so no number in a file asks for more memory than files have.
 """
@@ -92,7 +92,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor of the checkpoint."""
+    """A tensor of the checkpoint and its chunks."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -101,7 +101,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class TorchDist:
-    """A checkpoint, opened: its tensors by key, and what common.pt holds.
+    """An open checkpoint: its tensors by key, and the content of common.pt.
 
     Attributes:
         folder: iter_0000100 or release.
@@ -117,7 +117,7 @@ class TorchDist:
 
     @property
     def args(self) -> Mapping[str, Any]:
-        """Return Megatron's arguments, by name; empty where the checkpoint has none."""
+        """Return Megatron's arguments by name; empty where the checkpoint has none."""
         args = self.common.get("args")
         return args.state if isinstance(args, Inert) and isinstance(args.state, dict) else {}
 
@@ -169,7 +169,7 @@ class TorchDist:
 
 
 def find_iteration(path: Path) -> Path:
-    """Find the folder of one iteration: `path` itself, or the one that its tracker file names.
+    """Return the folder of one iteration: `path` itself, or the one that its tracker file names.
 
     Raises:
         CheckpointError: there is none.
@@ -199,7 +199,7 @@ def find_iteration(path: Path) -> Path:
 
 
 def open_checkpoint(path: Path) -> TorchDist:
-    """Open the checkpoint that a user's path means; nothing but the two small files of metadata is read.
+    """Open the checkpoint at a user's path; only the two small files of metadata are read.
 
     Raises:
         CheckpointError: it is none, is of another format, is incomplete, or could run code.
@@ -294,7 +294,7 @@ def _check_lengths(folder: Path, tensors: Mapping[str, Stored]) -> None:
 
 
 def _whole_numbers(values: Any, what: str) -> tuple[int, ...]:
-    """Return the values as a tuple; raises ValueError for anything but integers of at least 0."""
+    """Return the values as a tuple; raise ValueError for anything but integers of at least 0."""
     if not isinstance(values, tuple | list) or any(type(value) is not int or value < 0 for value in values):
         raise ValueError(f"{what} is {shown(values)}")
     return tuple(values)

@@ -1,8 +1,7 @@
 """Pickles of other programs, read without running them.
 
-A pickle is a program: it names functions and calls them. Here a name is looked up in a list and nowhere else. What is on the
-list becomes inert data (a class becomes a record that holds what it was called with), nothing is imported, and any other
-name ends the reading before anything was called.
+A pickle is a program: it names functions and calls them. Here a name is looked up in a list only. A listed name becomes inert
+data (a class becomes a record of its arguments), and nothing is imported. Any other name ends the reading before a call.
 
     torch.distributed...MetadataIndex("x", ..)  ->  Inert: origin, arguments, state         on the list
     os.system("..")                             ->  CheckpointError that names os.system    not on the list
@@ -11,8 +10,8 @@ name ends the reading before anything was called.
 
 Time and memory are bounded by the length of what is read. An archive may not unpack to more bytes than it has, a tensor may not
 have more elements than its storage, and a pickle may not number its objects beyond its own length. Keys of dicts and members of
-sets are looked at before they are hashed. A tuple that another one holds twice is hashed twice, so 60 such tuples in 200 bytes
-would take thousands of years. Only the unpickler that is written in Python, `pickle._Unpickler`, has a place for that look.
+sets are checked before they are hashed. A tuple that another one holds twice is hashed twice, so 60 such tuples in 200 bytes
+would take thousands of years. Only the unpickler written in Python, `pickle._Unpickler`, has a place for that check.
 """
 
 import io
@@ -51,7 +50,7 @@ _STORAGES = {
 
 
 class Inert:
-    """The record of an object: the class it names, the arguments of the class, and the object's state."""
+    """Remains of an object: the class it names, the arguments of the class, and the object's state."""
 
     origin: str = ""
     arguments: tuple[Any, ...]
@@ -63,7 +62,7 @@ class Inert:
         return made
 
     def __init__(self, *arguments: Any) -> None:
-        """Do nothing: `__new__` keeps the arguments; a pickle may call either."""
+        """Ignore the arguments, which `__new__` keeps; a pickle may call either."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -77,7 +76,7 @@ class Inert:
 
 
 def read_pickle(content: bytes, allowed: Collection[Name], prefix: str, source: str) -> Any:
-    """Read the tree that a pickle describes, with `Inert` in place of every instance.
+    """Read a pickle, with `Inert` in place of every instance.
 
     Args:
         content: the pickle.
@@ -93,7 +92,7 @@ def read_pickle(content: bytes, allowed: Collection[Name], prefix: str, source: 
 
 
 def read_archive(content: bytes, allowed: Collection[Name], prefix: str, source: str) -> Any:
-    """Read a file of torch.save likewise; its tensors become torch tensors on the CPU.
+    """Read an archive of torch.save; its tensors become torch tensors on the CPU.
 
     Raises:
         CheckpointError: as `read_pickle`; or it is no such archive, an old one without a zip file around it, or one that unpacks
@@ -150,7 +149,7 @@ def _read(
 
 
 class _Keys:
-    """A budget of the values that hashing the keys of one pickle may visit.
+    """A budget of the values that the hashing of one pickle's keys may visit.
 
     Args:
         num_bytes: length of the pickle. A key that is not shared has fewer values than bytes.
@@ -160,7 +159,7 @@ class _Keys:
         self._num_left = _VALUES_PER_BYTE * num_bytes
 
     def check(self, keys: Iterable[Any]) -> None:
-        """Take the values of `keys` from the budget, tuples and frozensets inside of tuples each time that they occur.
+        """Take the values of `keys` from the budget; tuples and frozensets within tuples count each time they occur.
 
         Raises:
             UnpicklingError: the budget is spent.
@@ -188,7 +187,7 @@ _HASHED = {
 
 
 def _checking(opcode: bytes, hashed: slice) -> Callable[[Any], None]:
-    """Return a function that carries out an opcode after a check of what it hashes."""
+    """Wrap the function of an opcode in a check of the values that it hashes."""
     carry_out: Callable[[Any], None] = pickle._Unpickler.dispatch[opcode[0]]
 
     def check_and_carry_out(reader: Any) -> None:
@@ -222,19 +221,19 @@ class _Reader(pickle._Unpickler):
         self.keys = _Keys(len(content))
 
     def _set(self, members: Iterable[Any] = ()) -> set[Any]:
-        """Stand in for `set`, with a check of the members."""
+        """Build a `set` after a check of its members."""
         members = list(members)
         self.keys.check(members)
         return set(members)
 
     def _ordered_dict(self, items: Iterable[tuple[Any, Any]] = ()) -> "OrderedDict[Any, Any]":
-        """Stand in for `OrderedDict`, with a check of the keys."""
+        """Build an `OrderedDict` after a check of its keys."""
         items = [(key, value) for key, value in items]
         self.keys.check(key for key, _ in items)
         return OrderedDict(items)
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the stand-in of a name; refuse an unknown one before the pickle can call it."""
+        """Return the replacement for a name; refuse an unknown one before the pickle can call it."""
         # A dotted name would reach through an allowed class into whatever that class has imported.
         is_plain = "." not in name
         if is_plain and module == "torch" and name in _DTYPES:
@@ -257,7 +256,7 @@ class _Reader(pickle._Unpickler):
         )
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
-        """Return a tensor's raw bytes, as the 1-D tensor of all of its storage."""
+        """Read a tensor's raw bytes as the 1-D tensor of its whole storage."""
         if self._archive is None:
             raise pickle.UnpicklingError("a tensor outside of an archive")
         _, dtype, key, _, numel = pid
@@ -276,7 +275,7 @@ class _Reader(pickle._Unpickler):
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """Stand in for `_codecs.encode`, with which old pickles write bytes."""
+    """Encode text as `_codecs.encode` does, with which old pickles write bytes."""
     if encoding not in ("latin1", "latin-1", "utf-8", "ascii"):
         raise pickle.UnpicklingError(f"the encoding {shown(encoding)}")
     return text.encode(encoding)
@@ -285,7 +284,7 @@ def _encode(text: str, encoding: str) -> bytes:
 def _rebuild_tensor(
     storage: torch.Tensor, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any
 ) -> torch.Tensor:
-    """Stand in for `torch._utils._rebuild_tensor_v2`."""
+    """Build a tensor as `torch._utils._rebuild_tensor_v2` does."""
     if math.prod(size) > storage.numel():  # a stride of 0 makes any number of elements of one
         raise pickle.UnpicklingError(
             f"a tensor of {shown(math.prod(size))} elements from {storage.numel():,} in its storage"
@@ -294,14 +293,14 @@ def _rebuild_tensor(
 
 
 def _layout(name: Any) -> str:
-    """Stand in for `torch.serialization._get_layout`: the name of a layout."""
+    """Return the name of a layout, for `torch.serialization._get_layout`."""
     if not isinstance(name, str):
         raise pickle.UnpicklingError(f"{shown(name)} where the name of a layout belongs")
     return name
 
 
 def _member(owner: Any, name: Any) -> Inert:
-    """Stand in for `getattr`, by which Python 3.11.0 to 3.11.3 write a member of an enumeration: record class and name.
+    """Record the class and the name for `getattr`, with which Python 3.11.0 to 3.11.3 write a member of an enumeration.
 
     Nothing is looked up, and of nothing but a class on the list is there a member.
     """

@@ -1,4 +1,4 @@
-"""Where a run stands, in Megatron-LM's words and in ours: iteration, consumed samples, Adam's step, the learning rate's schedule.
+"""Progress of a run in Megatron-LM's format and in ours: iteration, consumed samples, Adam's step, learning-rate schedule.
 
     common.pt   iteration, args.consumed_train_samples, optimizer.param_groups[..].step, opt_param_scheduler   <->   TrainingState
 
@@ -21,7 +21,7 @@ from models.interop.megatron.files import TorchDist
 
 
 def training_state(source: TorchDist) -> TrainingState:
-    """Return the state from which a run resumes.
+    """Read the state from which a run continues.
 
     Raises:
         CheckpointError: the iteration, the samples, Adam's step or the learning rate are not there, or are no such numbers.
@@ -50,9 +50,9 @@ def training_state(source: TorchDist) -> TrainingState:
 
 
 def common_state(state: TrainingState, config: Config) -> dict[str, Any]:
-    """Build common.pt for a run that continues in Megatron-LM with its distributed optimizer, but for args.
+    """Build common.pt, without args, for a run that continues in Megatron-LM with its distributed optimizer.
 
-    Parameters stand in two groups there as here: weights decay, norms and biases do not.
+    There are two parameter groups there as here: weights decay, norms and biases do not.
 
     Raises:
         CheckpointError: the optimizer is not AdamW.
@@ -118,13 +118,13 @@ def common_state(state: TrainingState, config: Config) -> dict[str, Any]:
 
 
 def weights_state() -> dict[str, Any]:
-    """Build common.pt for weights without a run, but for args."""
+    """Build common.pt, without args, for weights without a run."""
     metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     return {"checkpoint_version": 3.0, "iteration": 0, "content_metadata": metadata}
 
 
 def training_args(state: TrainingState, config: Config) -> dict[str, Any]:
-    """Return Megatron's arguments of the run, without the model's, that its loader needs in a checkpoint."""
+    """Return the arguments of the run, without the model's, that Megatron's loader looks up in a checkpoint."""
     return megatron_training_args(config) | {
         "consumed_train_samples": state.consumed_samples,
         "consumed_valid_samples": 0,
@@ -134,7 +134,7 @@ def training_args(state: TrainingState, config: Config) -> dict[str, Any]:
 
 
 def _param_groups(source: TorchDist) -> tuple[list[Mapping[str, Any]], Mapping[str, Any]]:
-    """Return parameter groups, and the state beside them, of whichever of Megatron's optimizers saved."""
+    """Return the parameter groups, and the state around them, of whichever of Megatron's optimizers saved."""
     held = source.common.get("optimizer")
     inner = held.get("optimizer", held) if isinstance(held, dict) else None
     groups = inner.get("param_groups") if isinstance(inner, dict) else None

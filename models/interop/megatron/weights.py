@@ -81,7 +81,7 @@ _MORE_ROWS = ("embedding.word.weight", "embedding.position.weight", "head.weight
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of Megatron's, and what it is of ours.
+    """One parameter of Megatron's, and the tensors of ours that it holds.
 
     Attributes:
         ours: names and shapes of our tensors: one, or q and kv.
@@ -96,12 +96,12 @@ class Parameter:
     shape: tuple[int, ...]
 
     def key_among(self, names: Container[str]) -> str:
-        """Return the key among a live model's parameters, which number their layers and hold one tensor each."""
+        """Return its key in a live model's parameters, which number their layers; one tensor, as a model is built."""
         keys = [place.keys[0] for place in _candidates(self, "") if not place.stacked and len(place.keys) == 1]
         return next(key for key in keys if key in names)
 
     def to_ours(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Return our tensors from Megatron's of `shape`."""
+        """Convert Megatron's tensor of `shape` to our tensors."""
         if len(self.ours) == 1:
             return [values.reshape(self.ours[0][1])]
         (_, q_shape), (_, kv_shape) = self.ours
@@ -109,7 +109,7 @@ class Parameter:
         return [groups[:, :-2].reshape(q_shape), groups[:, -2:].transpose(0, 1).contiguous()]
 
     def to_theirs(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return Megatron's tensor of `shape` from ours."""
+        """Convert our tensors to Megatron's tensor of `shape`."""
         if len(self.ours) == 1:
             return tensors[0].reshape(self.shape)
         q, kv = tensors
@@ -119,14 +119,14 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The place of a parameter: keys that hold it one after another along the first dim, with all layers stacked or not."""
+    """A location of a parameter: keys that hold it one after another along the first dim, with all layers stacked or not."""
 
     keys: tuple[str, ...]
     stacked: bool
 
 
 def parameters(model: ModelConfig) -> Iterator[Parameter]:
-    """Yield every parameter of the model, in our forward order."""
+    """List every parameter of the model, in our forward order."""
     specs = {spec.name: spec.shape for spec in model_specs(model)}
     for name, shape in specs.items():
         prefix, layer, short = "", None, name
@@ -152,7 +152,7 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
 
 
 def check(source: TorchDist, model: ModelConfig, prefixes: Prefixes) -> None:
-    """Check that every tensor of the model is there, with the right shape, and that no weight is left over.
+    """Check that each tensor of the model is there with the right shape, and that no weight is left over.
 
     Raises:
         CheckpointError: naming tensors that are missing, unknown, or of another shape.
@@ -182,7 +182,7 @@ def check(source: TorchDist, model: ModelConfig, prefixes: Prefixes) -> None:
 
 
 def optimizer_format(source: TorchDist) -> str | None:
-    """Return Megatron's name for the format of the optimizer's state; None where there is no state."""
+    """Return the storage format of the optimizer's state in Megatron's word; None where there is no state."""
     keys = (*source.tensors, *source.objects)
     if not any(key.startswith("optimizer.") or ".optimizer." in key for key in keys):
         return None
@@ -223,7 +223,7 @@ def check_optimizer(source: TorchDist) -> None:
 
 
 def dropped_rows(source: TorchDist, model: ModelConfig) -> dict[str, int]:
-    """Return the rows of Megatron's tables that ours do not have, by key."""
+    """Count the rows of Megatron's tables that ours do not have, by key."""
     found = {}
     for parameter in parameters(model):
         if parameter.short in _MORE_ROWS and (place := _find(source, parameter, ("",))) is not None:
@@ -271,7 +271,7 @@ def export_chunks(
 
 
 def empty_objects(model: ModelConfig) -> Iterator[str]:
-    """Yield the keys of the states beside the weights that Megatron's modules ask for, and that are empty without fp8."""
+    """List the empty state keys that Megatron's modules expect in a checkpoint; without fp8 they hold nothing."""
     modules = [_QKV, "self_attention.linear_proj", "self_attention.core_attention", _FC1, "mlp.linear_fc2"]
     if model.qk_norm:
         modules += ["self_attention.q_layernorm", "self_attention.k_layernorm"]
@@ -282,7 +282,7 @@ def empty_objects(model: ModelConfig) -> Iterator[str]:
 
 
 def _candidates(parameter: Parameter, below: str) -> list[_Place]:
-    """Return places where the parameter may stand, the one that is written first."""
+    """List the locations where the parameter may be, the one that is written first."""
     places = []
     for keys in _KEYS[parameter.short]:
         if parameter.layer is None:
@@ -303,7 +303,7 @@ def _find(source: TorchDist, parameter: Parameter, prefixes: Sequence[str]) -> _
 
 
 def _expected(source: TorchDist, parameter: Parameter, place: _Place, key: str) -> tuple[int, ...]:
-    """Return the shape that a key must have: layers first where they are stacked, and the rows of the table where it has more."""
+    """Return the shape that a key must have: layers first where stacked, and the rows of the table where it has more."""
     shape = (parameter.shape[0] // len(place.keys), *parameter.shape[1:])
     stored = source.tensors[key].shape
     if parameter.short in _MORE_ROWS:
@@ -325,7 +325,7 @@ def _misfit(source: TorchDist, parameter: Parameter, place: _Place, key: str) ->
 
 
 def _read(source: TorchDist, parameter: Parameter, place: _Place, key: str) -> torch.Tensor:
-    """Return one key's part of a parameter, [rows, ..], without rows beyond ours."""
+    """Read one key's part of a parameter, [rows, ..], without rows beyond ours."""
     stored, shape = source.tensors[key].shape, _expected(source, parameter, place, key)
     first: Box = ()
     if place.stacked and parameter.layer is not None:

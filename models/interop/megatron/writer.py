@@ -1,4 +1,4 @@
-"""Writes a checkpoint in Megatron-Core's `torch_dist` format (see `files.py`), one process, chunk by chunk.
+"""The writer of checkpoints in Megatron-Core's `torch_dist` format (see `files.py`): one process, chunk by chunk.
 
 The chunks are torch.save's, `.metadata` is a pickle of torch.distributed.checkpoint's own records: what Megatron-Core reads. Its
 own writer would need a process group and the whole model in memory; this one holds one chunk at a time.
@@ -25,7 +25,7 @@ FILE_BYTES = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A chunk to be written: a box of the tensor `key` of the shape `shape`."""
+    """A chunk to be written: a box of the tensor `key`, which has the shape `shape`."""
 
     key: str
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ def write_checkpoint(
     common: Mapping[str, Any],
     args: Mapping[str, Any],
 ) -> Path:
-    """Write `directory`/iter_<number>/ (or release/) and point the tracker file at it; complete or not there.
+    """Write `directory`/iter_<number>/ (or release/), whole or not at all, and point the tracker file at it.
 
     Args:
         directory: made if missing.
@@ -85,7 +85,7 @@ def write_checkpoint(
 
 
 def _write_chunks(folder: Path, chunks: Iterable[Written], empty_objects: Iterable[str]) -> Any:
-    """Write the files of chunks; returns torch's record of them."""
+    """Write the files of chunks; return torch's record of them."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
