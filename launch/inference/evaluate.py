@@ -63,11 +63,11 @@ def _evaluate(rank: Rank, model: LoadedModel, job: dict[str, Any]) -> None:
         if job["json"]:
             print(json.dumps(result), flush=True)
         else:
-            show(Console(highlight=False, soft_wrap=True), result)
+            show_losses(Console(highlight=False, soft_wrap=True), result)
 
 
 def open_text(job: dict[str, Any], tokenizer: Tokenizer, *, count_bytes: bool) -> tuple[Text, int]:
-    """Open the tokens, and count their bytes of text (0 where they are not to be counted)."""
+    """Open the tokens; return them with the bytes of their text (0 where they are not to be counted)."""
     limit = job["max_tokens"]
     if job["bin"] is not None:
         text: Text = CorpusTokens(IndexedTokens(job["bin"]), limit)
@@ -81,7 +81,7 @@ def open_text(job: dict[str, Any], tokenizer: Tokenizer, *, count_bytes: bool) -
 
 
 def bytes_of(text: Text, tokenizer: Tokenizer) -> int:
-    """Return UTF-8 bytes of the decoded tokens; the end of a document has none."""
+    """Count the UTF-8 bytes of the decoded tokens; the end of a document has none."""
     total = 0
     kept: list[int] = []
     for start in range(0, text.num_tokens, BLOCK_TOKENS):
@@ -102,7 +102,7 @@ def bytes_of(text: Text, tokenizer: Tokenizer) -> int:
 
 
 def measures(loss_sum: float, num_tokens: int, num_bytes: int) -> dict[str, float | None]:
-    """Return nats and perplexity, per token and per byte; None per byte where the text has no bytes."""
+    """Compute nats and perplexity, per token and per byte; None per byte where the text has no bytes."""
     loss = loss_sum / num_tokens
     per_byte = loss_sum / num_bytes if num_bytes else None
     return {
@@ -115,12 +115,12 @@ def measures(loss_sum: float, num_tokens: int, num_bytes: int) -> dict[str, floa
 
 
 def _exp(nats: float) -> float | None:
-    """Return the exponential; None where it does not fit into a double (or is no number)."""
+    """Return exp(nats), or None where it has no finite double."""
     return math.exp(nats) if nats < math.log(sys.float_info.max) else None
 
 
-def show(console: Console, result: dict[str, Any]) -> None:
-    """Print the text that was read, and the losses."""
+def show_losses(console: Console, result: dict[str, Any]) -> None:
+    """Print what was read, and the losses."""
     rows = {
         "checkpoint": result["checkpoint"],
         "text": f"{result['text']}: {result['tokens']:,} tokens, {result['bytes']:,} bytes",
@@ -145,7 +145,7 @@ def show(console: Console, result: dict[str, Any]) -> None:
 
 
 def _steps(batches: Batches, num_steps: int, *, show: bool) -> Iterator[Sequence[MicroBatch]]:
-    """Count to a number of global batches, with a bar on rank 0's terminal."""
+    """Yield that many global batches, with a bar on rank 0's terminal."""
     console = Console(stderr=True)
     numbers = track(
         range(num_steps), "evaluate", console=console, transient=True, disable=not (show and console.is_terminal)

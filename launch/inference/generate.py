@@ -1,4 +1,4 @@
-"""The rank of `triaxis generate`: continues each prompt; rank 0 writes the text as it comes."""
+"""The rank of `triaxis generate`: it continues each prompt; rank 0 writes the text as it comes."""
 
 import json
 import sys
@@ -45,7 +45,7 @@ class Clock:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Return the rate of the tokens after the first, the price of one more; None where there is no such token."""
+        """Return the speed of the tokens after the first; None where there is no such token."""
         return (self.num_tokens - 1) / (self.last - self.first) if self.num_tokens > 1 else None
 
 
@@ -85,7 +85,7 @@ def _drain(tokens: Iterator[int]) -> None:
 
 
 def _write(prompt: dict[str, Any], tokens: Iterator[int], tokenizer: Tokenizer, *, is_first: bool) -> None:
-    """Print the prompt, dim on a terminal, and the text after it as it comes."""
+    """Write the prompt, dim on a terminal, and the text after it as it comes."""
     console = Console(highlight=False, soft_wrap=True)
 
     def show(text: str, style: str = "") -> None:

@@ -1,4 +1,4 @@
-"""One rank of a command that reads a trained model: joins, loads its part of the checkpoint, does its part of the job."""
+"""One rank of a command that reads a trained model: it joins, loads its part of the checkpoint, and runs its part of the job."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -42,7 +42,7 @@ DTYPE_OF_WEIGHTS = {"bfloat16": "bf16", "float16": "fp32", "float32": "fp32", "f
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A checkpoint, and the configuration that its model is to be read with.
+    """A checkpoint, and the configuration with which its model is read.
 
     Attributes:
         tree: the configuration before the environment and the overrides.
@@ -88,7 +88,7 @@ def ask(args: argparse.Namespace, train: Mapping[str, int] | None = None) -> Ask
 
 
 def readers_config(candidate: Candidate, train: Mapping[str, int]) -> dict[str, Any]:
-    """Read the model and its arithmetic from a manifest, without layout, schedule and cluster of the run that wrote it."""
+    """Build the sections for the model and its computation from a manifest; the layout of the run that wrote it is left out."""
     manifest = candidate.manifest
     saved = manifest.config
     if not isinstance(saved.get("model"), dict):
@@ -132,7 +132,7 @@ def open_tokenizer(asked: Asked) -> Tokenizer:
 
 
 def start(asked: Asked, worker: str, job: Mapping[str, Any]) -> int:
-    """Run the worker's ranks; the exit code is theirs. Only what rank 0 prints goes to stdout.
+    """Run the worker's ranks; return their exit code. Only the output of rank 0 goes to stdout.
 
     Args:
         asked: checkpoint and configuration.
@@ -156,13 +156,13 @@ def start(asked: Asked, worker: str, job: Mapping[str, Any]) -> int:
 
 
 def read_job(argv: Sequence[str]) -> dict[str, Any]:
-    """Read the job that `start` wrote, in a rank whose words are `argv`."""
+    """Read the job that `start` wrote, in a rank with the arguments `argv`."""
     job: dict[str, Any] = json.loads(Path(argv[0]).with_name(JOB).read_text())
     return job
 
 
 def _write_config(folder: Path, candidate: Candidate, tree: Mapping[str, Any]) -> Path:
-    """Write the config under the name of the checkpoint, so that messages about it are clear."""
+    """Write the config under a name made from the checkpoint's, which messages then show."""
     path = folder / f"{candidate.folder.name}.yaml"
     path.write_text(yaml.safe_dump(dict(tree)), encoding="utf-8")
     return path

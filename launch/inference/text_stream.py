@@ -13,7 +13,7 @@ UNKNOWN = "�"
 
 
 class TextStream:
-    """A decoder from tokens to the text that each one adds.
+    """Decoder of a growing text: each token becomes the text that it adds.
 
     Some tokenizers write a token differently at the start of a text, so a new token is decoded together with those
     of the last complete piece, whose text is then cut off.
@@ -29,7 +29,7 @@ class TextStream:
         self._waiting: list[int] = []
 
     def add(self, token: int) -> str:
-        """Return the text that is complete with this token; may be empty."""
+        """Add a token and return the text that is complete with it; may be empty."""
         self._waiting.append(token)
         text = self._new_text()
         if not text or text.endswith(UNKNOWN):
