@@ -1,4 +1,4 @@
-"""Short training runs of a config in some layouts, and what their records say.
+"""Short training runs of a config in some layouts, and the results from their records.
 
     config, overrides, layout  ->  a config of its own: random tokens, a few steps, no warm-up, no checkpoint, no sinks
                                        |  launch/start/launcher.py, as for training: a process group of ranks per layout
@@ -122,7 +122,7 @@ class Failed:
 
 
 def rank_outcomes(outcomes: Sequence[Measured | Failed]) -> tuple[list[Measured], list[Failed]]:
-    """Sort what was trained by tokens per second and rank, the fastest first; what failed keeps its order."""
+    """Return trained layouts by tokens per second and rank, the fastest first; failed ones keep their order."""
     measured = [one for one in outcomes if isinstance(one, Measured)]
     measured.sort(key=lambda one: -one.tokens_per_second_per_rank)
     return measured, [one for one in outcomes if isinstance(one, Failed)]

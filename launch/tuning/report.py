@@ -45,7 +45,7 @@ class Machine:
 
     @property
     def rank(self) -> str:
-        """Return the name of one of the parts that share the work."""
+        """Return the word for one of the parts that share the work."""
         return "GPU" if self.is_gpu else "rank"
 
 
@@ -71,7 +71,7 @@ def cpu_name(path: Path = CPU_INFO) -> str:
 
 
 def git_commit(root: Path = ROOT) -> str:
-    """Return the checkout's commit, or why there is none."""
+    """Return the checkout's commit, or the reason why there is none."""
     commit = _git(root, "rev-parse", "--short=12", "HEAD")
     if commit is None:
         return "no git checkout"
@@ -88,7 +88,7 @@ def _git(root: Path, *words: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """Everything that a report is made of.
+    """Contents of a report.
 
     Attributes:
         words: of the command line, the program's name included.
@@ -185,7 +185,7 @@ def _table(tried: Tried, measured: Sequence[Measured]) -> Iterator[str]:
 
 
 def _times(measured: Sequence[Measured]) -> Iterator[str]:
-    """Format the time of a step to 100 %, a line per layout."""
+    """Return the time of a step to 100 %, a line per layout."""
     yield "time of a step, to 100 %:"
     for place, one in enumerate(measured, start=1):
         shares = "  ".join(
