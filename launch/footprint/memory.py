@@ -75,7 +75,7 @@ class Extremes:
 
 
 class MemoryWatch(TorchDispatchMode):
-    """A counter of live bytes, while it is entered.
+    """Live bytes and operators, counted while the watch is entered.
 
     Attributes:
         live: bytes by kind, now.
@@ -138,7 +138,7 @@ class MemoryWatch(TorchDispatchMode):
         self._storages[key] = _Storage(num_bytes, "temporaries", weakref.ref(storage, freed))
 
     def label(self, tensor: torch.Tensor, kind: MemoryKind) -> None:
-        """Say what the tensor's storage is; from now on it counts as that."""
+        """Set the kind of the tensor's storage, which counts as that from now on."""
         self._see(tensor)
         storage = self._storages[id(tensor.untyped_storage())]
         self.live[storage.kind] -= storage.num_bytes
@@ -164,7 +164,7 @@ class MemoryWatch(TorchDispatchMode):
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Leave tensors made inside out of the step and of the device's memory."""
+        """Exclude new tensors from the step and from the device's memory."""
         self._is_outside = True
         try:
             yield
@@ -179,7 +179,7 @@ class MemoryWatch(TorchDispatchMode):
         logits: Sequence[str],
         places: Mapping[str, str],
     ) -> Iterator[None]:
-        """Name what is saved by the module that was at work, and call it `logits` where the name is one of these.
+        """Name saved tensors by the module that was running; those of a module in `logits` count as logits.
 
         What autograd saves is seen by hooks of our own, or passed to `on_saved` by those whose hooks come before them (`saving`).
 
@@ -235,7 +235,7 @@ class MemoryWatch(TorchDispatchMode):
         self._new_nodes_belong_here()
 
     def _new_nodes_belong_here(self) -> None:
-        """Write down from which number on autograd nodes belong to the module that is at work now."""
+        """Record the number from which autograd nodes belong to the running module."""
         self._first_nodes.append(torch.autograd._get_sequence_nr())
         self._node_places.append(self._place if self._sites else "")
 
@@ -253,7 +253,7 @@ class MemoryWatch(TorchDispatchMode):
 
     @property
     def _site(self) -> tuple[str, str]:
-        """Return (the chunk, the module in it); empty outside of a forward, and of what is computed again in a backward."""
+        """Return (the chunk, the module in it); empty outside of a forward, and in a backward's recomputation."""
         return self._sites[-1] if self._sites else ("", "")
 
     def _see(self, tensor: torch.Tensor) -> None:

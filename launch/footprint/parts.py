@@ -36,7 +36,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Part:
-    """The work of one instruction.
+    """Calls, operators and memory of one instruction.
 
     Attributes:
         calls: posts (numbered from 0 in this part) and waits, in order.
@@ -62,7 +62,7 @@ class Total:
 
 
 class Recorder:
-    """An observer of an executor that cuts a step into parts.
+    """The `observer` of an executor that cuts a step into parts.
 
     Args:
         watch: entered, and its `forget_peak` just called.
@@ -84,17 +84,20 @@ class Recorder:
         self._where: dict[int, tuple[int, int]] = {}
 
     def __call__(self, instruction: Instruction | None) -> None:
-        """End the part of the instruction before the one that is about to run (None: all have run)."""
-        self.end()
+        """End the part of the previous instruction; None: all instructions have run."""
+        self._end_part()
         self.watch.phase = "gradients" if instruction is None else "pipeline"
 
     def begin_update(self) -> None:
-        """End the part before the update: the gradients are whole, and no tensor of the microbatches is left."""
-        self.end()
+        """Begin the update: the gradients are whole, and nothing of the microbatches is left."""
+        self._end_part()
         self.update_start = Counter(self.watch.live)
 
     def end(self) -> None:
-        """End a part; the last is that of the update."""
+        """End the last part of the step."""
+        self._end_part()
+
+    def _end_part(self) -> None:
         extremes, begin = self.watch.part, self._begin
         peak = extremes.peak
         if peak is not None:
@@ -160,7 +163,7 @@ def likenesses(program: Program, rank: int) -> list[Likeness]:
 
 
 def covers(short: Iterable[Likeness], long: Iterable[Likeness]) -> bool:
-    """Return whether the short row has each likeness of the long one, and twice (to compare) where the long one does."""
+    """Return whether the short row has each likeness of the long one: twice, for a comparison, where the long one does."""
     have = Counter(short)
     return all(have[likeness] >= min(count, 2) for likeness, count in Counter(long).items())
 
@@ -202,11 +205,11 @@ class PartBook:
         return cls(recorder.start, recorder.update_start, start, finish, update, by_likeness)
 
     def covers(self, program: Program, rank: int) -> bool:
-        """Return whether there is a part for each instruction of the row of pp rank `rank`."""
+        """Return whether it has a part for each instruction of the row of pp rank `rank`."""
         return all(likeness in self.by_likeness for likeness in likenesses(program, rank))
 
     def add_up(self, program: Program, rank: int) -> Total:
-        """Add up the step of pp rank `rank`, whose stages are those of the recorded rank, or equal to them."""
+        """Add up the step of pp rank `rank`, whose stages are those of the recorded rank (or equal to them)."""
         return _Sum(self, program, rank).total()
 
 
@@ -270,7 +273,7 @@ class _Sum:
             live[kind] += change
 
     def _call(self, wait: Wait, instruction: Instruction | None, first: int) -> int:
-        """Return the number of the call that a wait is for."""
+        """Return the number of the awaited call."""
         if wait.of == "own":
             return first + wait.call
         if wait.of == "end":

@@ -71,8 +71,8 @@ def show(console: Console, rank: Rank, measured: Traffic, expected: Traffic, num
         console.print("One rank: nothing is communicated.")
     elif num_differing:
         console.print(
-            f"[bold red]{num_differing} of {world_size} ranks made other calls than their formulas predict.[/]"
+            f"[bold red]{num_differing} of {world_size} ranks posted other calls or bytes than their formulas predict.[/]"
         )
     else:
-        console.print(f"All {world_size} ranks called exactly what their formulas say.")
+        console.print(f"All {world_size} ranks posted exactly the calls and bytes that their formulas predict.")
         console.print("Wire bytes are ring theory; a receive is counted by its sender.")

@@ -1,4 +1,4 @@
-"""Vector clocks of streams, and what each byte of memory was last used by (no torch here).
+"""Vector clocks of streams, and the last uses of each byte of memory (no torch here).
 
 The host posts operators on streams and goes on. Two operators are ordered if they are on one stream, or if a chain of events and
 waits leads from the end of the first to the start of the second. Operators without an order may run at the same time.
@@ -92,7 +92,7 @@ class Clocks:
 
 
 def is_over(operator: Operator, clock: VectorClock) -> bool:
-    """Tell whether the operator has ended before anything that comes after the clock."""
+    """Return whether the operator has ended before anything that comes after the clock."""
     return operator.tick <= clock.get(operator.stream.number, 0)
 
 

@@ -43,7 +43,7 @@ EXPLAINED: dict[RaceKind, tuple[str, str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """Two operators without an order that need one.
+    """Two operators that need an order and have none.
 
     Attributes:
         first, second: in the order in which they were posted. Of an early free, the second is `free` on the stream that
@@ -71,7 +71,7 @@ class Race:
 
 
 class Origins:
-    """The finder of the line that posts an operator: the innermost one outside of torch and of this package."""
+    """Program lines that post operators: the innermost ones outside of torch and of this package."""
 
     def __init__(self) -> None:
         self._root = Path(engine.__file__).parents[1]

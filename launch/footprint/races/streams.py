@@ -78,7 +78,7 @@ class _CommunicatorWork:
         self._watch.clocks.wait(self._watch.current, self._mark)
 
     def is_completed(self) -> bool:
-        """Tell whether the call has ended; the host then comes after it."""
+        """Return whether the call has ended; the host then comes after it."""
         if self._watch.sends_end:
             self._watch.clocks.wait(self._watch.thread, self._mark)
         return self._watch.sends_end
@@ -128,7 +128,7 @@ class _WatchedStream:
 
 
 class _WatchedEvent:
-    """A `torch.cuda.Event`. An event that was not recorded holds up nobody, as in CUDA."""
+    """A `torch.cuda.Event`. An event that was not recorded holds up no stream, as in CUDA."""
 
     def __init__(self, watch: RaceWatch) -> None:
         self._watch = watch
@@ -141,7 +141,7 @@ class _WatchedEvent:
         self._watch.clocks.wait(self._watch.thread, self.mark)
 
     def query(self) -> bool:
-        """Tell whether the event is reached; the thread then comes after it."""
+        """Return whether the event is reached; the thread then comes after it."""
         if self._watch.sends_end:
             self.synchronize()
         return self._watch.sends_end
@@ -204,7 +204,7 @@ class _Worker(Executor):
         self._thread = thread
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Run the function now; its handles are waited for by whoever asks."""
+        """Run the function now; the caller waits for its handles."""
         watch = self._watch
         with watch.as_thread(self._thread):
             works = function(*args, **kwargs)
@@ -244,7 +244,7 @@ class ReadingThread(Executor):
 
 
 class HostReads(TorchFunctionMode):
-    """A mode that reports to the watch each value that the host reads."""
+    """Reports to the watch of values that the host reads, while it is entered."""
 
     def __init__(self, watch: RaceWatch) -> None:
         super().__init__()

@@ -48,7 +48,7 @@ class _Memory:
 
 
 class RaceWatch(TorchDispatchMode):
-    """A mode that gives each dispatched operator to the clocks, and each storage a region.
+    """Race detector: each dispatched operator goes to the clocks, and each storage has a region.
 
     Attributes:
         clocks: of all streams.
@@ -136,7 +136,7 @@ class RaceWatch(TorchDispatchMode):
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
-        """Post what is dispatched in here on another stream."""
+        """Post the operators of the block on another stream."""
         before, self.current = self.current, stream
         try:
             yield
@@ -145,7 +145,7 @@ class RaceWatch(TorchDispatchMode):
 
     @contextmanager
     def as_thread(self, thread: Stream) -> Iterator[None]:
-        """Run what is in here as another thread of the host, which works on host memory as it goes."""
+        """Run the block as another thread of the host, which works on host memory as it goes."""
         before, self.thread = self.thread, thread
         try:
             with self.on(thread):
@@ -164,7 +164,7 @@ class RaceWatch(TorchDispatchMode):
 
     @contextmanager
     def host_memory(self) -> Iterator[None]:
-        """Count what is made in here as host memory; the present thread runs what is dispatched in here."""
+        """Count new tensors as host memory; the present thread runs the operators that are dispatched in the block."""
         before, self._making_for_host = self._making_for_host, True
         try:
             with self.on(self.thread):
@@ -231,7 +231,7 @@ class RaceWatch(TorchDispatchMode):
 
 
 def _arguments(func: Any) -> list[tuple[str, bool]]:
-    """Return the names of an operator's arguments, and if it writes to them, from its schema (`torch._ops.OpOverload`)."""
+    """Return the names of an operator's arguments, and whether it writes to them, from its schema (`torch._ops.OpOverload`)."""
     return [
         (argument.name, argument.alias_info is not None and argument.alias_info.is_write)
         for argument in func._schema.arguments
