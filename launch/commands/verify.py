@@ -21,7 +21,7 @@ from launch.start.command_line import CONFIG, LAYOUT_WORDS, CommandParser, above
 from launch.verify.covering import Row
 from launch.verify.matrix import MOST_RANKS, matrix
 from launch.verify.oracle import NUM_STEPS, ORACLES, OracleTrial, oracle_trial, show_oracle_plan, verify_against
-from launch.verify.run import Trial, VerificationError, show_plan, trial, verify
+from launch.verify.run import Trial, VerificationError, show_plan, trial, verify_layout
 from launch.verify.verdict.bounds import noise_factor
 from launch.verify.verdict.judge import Difference, Verdict
 
@@ -90,7 +90,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0: equal, 1: different, 2: unusable."""
+    """Run the verification; 0: equal, 1: different, 2: unusable."""
     if args.steps is None:
         args.steps = DEFAULT_STEPS if args.oracle is None else NUM_STEPS
     if problems := list(_problems(args)):
@@ -112,11 +112,11 @@ def run(args: argparse.Namespace) -> int:
         show_plan(asked)
         return EQUAL
     try:
-        verdict = verify(asked)
+        verdict = verify_layout(asked)
     except VerificationError as error:
         print(f"error: {error}; nothing was compared", file=sys.stderr)
         return UNUSABLE
-    show(console, asked, verdict)
+    show_certificate(console, asked, verdict)
     _write_json(args, certificate(asked, verdict))
     return EQUAL if verdict.equal else DIFFERENT
 
@@ -139,7 +139,7 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _run_matrix(console: Console, args: argparse.Namespace) -> int:
-    """Print a line for each trial as soon as it is decided; a trial that cannot be run ends the matrix."""
+    """Run the trials, each one line as soon as it is decided; a trial that cannot be run ends the matrix."""
     trials = matrix(
         args.config, tuple(args.overrides), num_steps=args.steps, dtype=args.dtype, most_ranks=args.max_ranks
     )
@@ -151,7 +151,7 @@ def _run_matrix(console: Console, args: argparse.Namespace) -> int:
     num_different = 0
     for number, (row, asked) in enumerate(trials, start=1):
         try:
-            verdict = verify(asked)
+            verdict = verify_layout(asked)
         except VerificationError as error:
             print(f"error: {error}, in trial {number} ({_features(row)})", file=sys.stderr)
             return UNUSABLE
@@ -160,7 +160,7 @@ def _run_matrix(console: Console, args: argparse.Namespace) -> int:
         console.print(f"{number:>4}/{len(trials)}  {answer}  {largest:.1e}  {_features(row)}")
         if not verdict.equal:
             num_different += 1
-            show(console, asked, verdict)
+            show_certificate(console, asked, verdict)
         certificates.append({"features": row} | certificate(asked, verdict))
     _write_json(args, {"equal": not num_different, "trials": certificates})
     steps = "1 step" if args.steps == 1 else f"{args.steps} steps"
@@ -175,7 +175,7 @@ def _run_matrix(console: Console, args: argparse.Namespace) -> int:
 
 
 def _run_oracle(console: Console, args: argparse.Namespace) -> int:
-    """Print a certificate for our one process and for each layout, as soon as it is decided."""
+    """Compare our one process and each layout with an oracle, and print each certificate as soon as it is decided."""
     asked = oracle_trial(
         args.config,
         args.overrides,
@@ -192,7 +192,7 @@ def _run_oracle(console: Console, args: argparse.Namespace) -> int:
     is_equal = True
     try:
         for one, verdict in verify_against(asked):
-            show(console, one, verdict, asked.against)
+            show_certificate(console, one, verdict, asked.against)
             certificates.append(certificate(one, verdict, asked.against))
             is_equal = is_equal and verdict.equal
     except VerificationError as error:
@@ -220,7 +220,7 @@ def _write_json(args: argparse.Namespace, content: Mapping[str, object]) -> None
 
 
 def certificate(asked: Trial, verdict: Verdict, against: str = ONE_PROCESS) -> dict[str, object]:
-    """Return the verdict as JSON: what was compared, how far it was apart, and the configuration that makes the same runs again."""
+    """Build the verdict as JSON: what was compared, the distances, and the configuration that makes the same runs again."""
     return {
         "equal": verdict.equal,
         "layout": _layout(asked.config),
@@ -242,7 +242,7 @@ def _layout(config: Config) -> str:
     return f"{parallel_sizes(config)}{sp}"
 
 
-def show(console: Console, asked: Trial, verdict: Verdict, against: str = ONE_PROCESS) -> None:
+def show_certificate(console: Console, asked: Trial, verdict: Verdict, against: str = ONE_PROCESS) -> None:
     """Print the certificate for people."""
     config, model = asked.config, asked.config.model
     steps = "1 step" if config.train.steps == 1 else f"{config.train.steps} steps"
@@ -290,7 +290,7 @@ def _add_column(table: Table, name: str, *, is_name: bool, justify: Literal["lef
 
 
 def _rounding(asked: Trial) -> str:
-    """Return the bound of errors in words."""
+    """Describe the bound of errors in words."""
     if asked.noise is None:
         return f"at most {asked.tolerance:g}"
     dtype, wider = asked.config.precision.dtype, asked.noise.precision.dtype

@@ -1,1 +1,1 @@
-"""Does a layout train the same model? What differs between one process and many ranks, by name, and what that looks like."""
+"""Proof that a layout trains the same model, or what differs between one process and many ranks, by name."""

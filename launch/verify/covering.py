@@ -14,7 +14,7 @@ Pair = frozenset[tuple[str, Hashable]]
 
 
 def covering_rows(features: Mapping[str, Sequence[Hashable]], is_legal: Callable[[Row], bool]) -> list[Row]:
-    """Return rows such that every pair of choices that is in any legal row is in one of these.
+    """Choose rows such that every pair of choices that is in any legal row is in one of these.
 
     Args:
         features: names and their choices; earlier choices are preferred where any will do.
@@ -36,6 +36,6 @@ def covering_rows(features: Mapping[str, Sequence[Hashable]], is_legal: Callable
 
 
 def pairs(row: Row) -> Iterator[Pair]:
-    """Yield every two choices of a row."""
+    """Return every two choices of a row."""
     for one, other in combinations(row.items(), 2):
         yield frozenset((one, other))

@@ -60,7 +60,7 @@ MOST_RANKS = 8
 def matrix(
     path: Path | None, overrides: tuple[str, ...], *, num_steps: int, dtype: str, most_ranks: int = MOST_RANKS
 ) -> list[tuple[Row, Trial]]:
-    """Return the trials of a matrix, with the features of each.
+    """Build the trials of a matrix, with the features of each.
 
     Args:
         path, overrides: the model to vary the layout of; None: `FAMILIES`.
@@ -116,7 +116,7 @@ def matrix(
 
 
 def _overrides(row: Row) -> list[str]:
-    """Return a row as words of the configuration; microbatches do not fill the pipeline evenly where the schedule allows that."""
+    """Write a row as overrides; microbatches do not fill the pipeline evenly where the schedule allows that."""
     micro, dp, pp = (int(str(row[name])) for name in ("micro batch", "dp", "pp"))
     num_microbatches = 2 * pp if row["vpp"] != 1 else 2 * pp + 1
     words: Mapping[str, Hashable] = {

@@ -1,4 +1,4 @@
-"""The steps that are compared: one process writes down every tensor, a rank of a layout compares its parts with them.
+"""The compared steps: one process writes every tensor, a rank of a layout compares its parts with them.
 
     reference.start.safetensors        weights before the first step
     reference.step_00.safetensors      gradients, masters, moments and parameters of the first step, `kind:name`
@@ -29,7 +29,7 @@ NOISE_STD = 0.1
 
 
 class Notebook(Protocol):
-    """The receiver of every tensor of every step, part by part."""
+    """A receiver of every tensor of every step, part by part."""
 
     def tensor(self, step: int, kind: TensorKind, part: "Part") -> None: ...
     def step_done(self, step: int) -> None: ...
@@ -69,12 +69,12 @@ def start_from_rounded(engine: Engine, seed: int, dtype: torch.dtype) -> None:
 
 
 def starting_values(record: ParamRecord, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the record's box after `leave_the_initial_point`, flat, on the CPU: for oracles, which have no engine."""
+    """Return the record's box after `leave_the_initial_point`, flat, on the CPU: for a process without an engine."""
     return initial_box(record, seed).to(dtype) + _noise(record, seed).to(dtype)
 
 
 def _noise(record: ParamRecord, seed: int) -> torch.Tensor:
-    """Draw noise with another seed than the initial values, which it would only scale."""
+    """Draw noise with another seed than that of the initial values, which it would only scale."""
     noisy = replace(record, spec=replace(record.spec, init=Init("normal", NOISE_STD)))
     return initial_box(noisy, seed + 1)
 
@@ -86,7 +86,7 @@ def run_steps(
     notebook: Notebook,
     watch: AbstractContextManager[None],
 ) -> list[StepFacts]:
-    """Train on the given global batches; the notebook sees every tensor of every step.
+    """Train on the given global batches; pass every tensor of every step to the notebook.
 
     Args:
         engine: at its start.
@@ -177,7 +177,7 @@ class Comparing:
 
 
 def deviation(wanted: torch.Tensor, got: torch.Tensor) -> Deviation:
-    """Measure the deviation of tensors of one shape, in float64."""
+    """Compute the deviation of tensors of one shape, in float64."""
     wanted, got = wanted.detach().cpu().double(), got.detach().cpu().double()
     error_square = float((got - wanted).square().sum())
     return Deviation(

@@ -1,4 +1,4 @@
-"""`triaxis verify --oracle`: layouts of ours against somebody else's model, trained in one process of its own.
+"""`triaxis verify --oracle`: our layouts compared with another library's model, which is trained in its own process.
 
     oracle (one process, CPU)  ->  whole tensors under our names  <-  our one process, then our layouts: each rank its parts
 
@@ -59,7 +59,7 @@ LAYOUTS: tuple[dict[str, int | bool], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class OracleTrial:
-    """One comparison with an oracle.
+    """A comparison with an oracle.
 
     Attributes:
         oracle: one of `ORACLES`.
@@ -86,7 +86,7 @@ def oracle_trial(
     num_steps: int,
     dtype: str,
 ) -> OracleTrial:
-    """Return the configurations of a comparison.
+    """Build the configurations of a comparison.
 
     Args:
         path, overrides: as for training.
@@ -152,7 +152,7 @@ def installed_version(oracle: str) -> str:
 
 
 def refusals(oracle: str, config: Config) -> Iterator[str]:
-    """Yield the names of properties of the model that the oracle cannot express."""
+    """List the features of the model that the oracle cannot express."""
     for name in ("hidden_dropout", "attention_dropout"):
         if probability := getattr(config.model, name):
             yield (
@@ -171,7 +171,7 @@ def refusals(oracle: str, config: Config) -> Iterator[str]:
 
 
 def verify_against(asked: OracleTrial) -> Iterator[tuple[Trial, Verdict]]:
-    """Run the oracle, then one trial after another; each verdict as soon as it is there.
+    """Run the oracle, then one trial after another; yield each verdict as soon as it is there.
 
     When our one process differs, its verdict is the last: all layouts would differ as it does.
 
@@ -196,13 +196,13 @@ def verify_against(asked: OracleTrial) -> Iterator[tuple[Trial, Verdict]]:
 
 
 def verdict_against(asked: OracleTrial, one: Trial, folder: Path) -> Verdict:
-    """Judge the files in `folder`, the oracle's and those of the ranks of this trial."""
+    """Judge the files in `folder`: the oracle's, and those of the ranks of this trial."""
     verdict = judge(evidence(one.config, folder), one.tolerance)
     return replace(verdict, cause=_cause(asked, one, verdict))
 
 
 def show_oracle_plan(asked: OracleTrial) -> None:
-    """Say how all runs would be started; start nothing."""
+    """Print how all runs would be started; start nothing."""
     with tempfile.TemporaryDirectory(prefix="triaxis-oracle-") as name:
         folder = Path(name)
         variables = [f"{name}={shlex.quote(value)}" for name, value in import_variables(os.environ).items()]
@@ -220,7 +220,7 @@ def _oracle_command(path: Path) -> list[str]:
 
 
 def _run_oracle(asked: OracleTrial, folder: Path) -> int:
-    """Run the oracle in a process of its own, with which its globals and patches end."""
+    """Run the oracle in its own process: the globals of its code, and the patches that it needs, end with it."""
     place = folder / "oracle"
     place.mkdir()
     path = place / "verify.yaml"
@@ -233,7 +233,7 @@ def _run_oracle(asked: OracleTrial, folder: Path) -> int:
 
 
 def _cause(asked: OracleTrial, one: Trial, verdict: Verdict) -> Cause | None:
-    """Replace the judge's guess: it is about layouts, and from outputs that an oracle does not give."""
+    """Return the cause of a difference from an oracle; the judge's guess covers only layouts and the parts that report outputs."""
     if verdict.equal:
         return None
     first = verdict.differences[0]

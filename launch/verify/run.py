@@ -1,4 +1,4 @@
-"""From a config and a layout to a verdict: runs one process and the layout, reads what their ranks wrote."""
+"""From a config and a layout to a verdict: one process and the layout run, and their files are compared."""
 
 import json
 import os
@@ -40,21 +40,21 @@ __all__ = [
     "show_plan",
     "start_ranks",
     "trial",
-    "verify",
+    "verify_layout",
 ]
 
 WORKER = "launch.verify.rank"
 
 
 class VerificationError(Exception):
-    """The runs could not be made; `exit_code` is theirs."""
+    """A failure of the runs; `exit_code` is theirs."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__(f"a run ended with exit code {exit_code}")
         self.exit_code = exit_code
 
 
-def verify(asked: Trial) -> Verdict:
+def verify_layout(asked: Trial) -> Verdict:
     """Run the reference and the layout, and compare; where they differ, run sub-layouts to name the axis.
 
     Raises:
@@ -79,7 +79,7 @@ def verify(asked: Trial) -> Verdict:
 
 
 def show_plan(asked: Trial) -> None:
-    """Say how both runs would be started; start nothing."""
+    """Print how both runs would be started; start nothing."""
     with tempfile.TemporaryDirectory(prefix="triaxis-verify-") as name:
         folder = Path(name)
         for number, (config, job) in enumerate(_runs(asked, folder)):
@@ -100,7 +100,7 @@ def layout_job(folder: Path) -> dict[str, object]:
 
 
 def start_ranks(config: Config, place: Path, job: Mapping[str, object], *, dry_run: bool = False) -> int:
-    """Run the ranks of `launch/verify/rank.py`; returns their exit code.
+    """Run the ranks of `launch/verify/rank.py`; return their exit code.
 
     Args:
         config: with the layout.
@@ -144,7 +144,7 @@ def evidence(config: Config, folder: Path) -> Evidence:
 
 
 def parameter_facts(config: Config) -> tuple[ParameterFacts, ...]:
-    """Return every parameter of the model in forward order, as the layout holds it."""
+    """List every parameter of the model in forward order, as the layout holds it."""
     parallel = config.parallel
     first_stage: dict[str, int] = {}
     for number, stage in enumerate(stages_of(config)):

@@ -1,4 +1,4 @@
-"""What the ranks of a verification train on: random tokens, or the corpus of a comparison with an oracle (no torch here)."""
+"""Training data of a verification: random tokens, or the corpus of a comparison with an oracle (no torch here)."""
 
 from engine.config.tree import Config
 from engine.data.datasets import open_datasets

@@ -38,7 +38,7 @@ Relation = tuple[object, ...]
 
 
 def shrink(config: Config) -> dict[str, dict[str, Any]]:
-    """Return what to change in a configuration, as sections of new values; `parallel.dp` left open counts as 1.
+    """Return the changes to a configuration, as sections of new values; `parallel.dp` left open counts as 1.
 
     Kept: tp, pp, vpp, dp, the schedule, and every relation of `launch/verify/relations.py`. Buckets and offloaded tensors
     are small whatever they were, so that there are several.

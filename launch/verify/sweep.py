@@ -56,7 +56,7 @@ def _collapsed(config: Config, steps: int) -> Iterator[tuple[str, str, Config]]:
 
 
 def _features(config: Config, steps: int, vanished: set[str | None], num_axes: int) -> Iterator[tuple[str, Config]]:
-    """Yield what a difference on an axis may need beside it; without one, what else the reference has not."""
+    """Yield features that a difference on an axis may need; without an axis, the features that the reference has not."""
     parallel = config.parallel
     changes: dict[str, dict[str, Mapping[str, Any]]] = {}
     if "tp" in vanished and parallel.cuts_sequence:
@@ -79,7 +79,7 @@ def _features(config: Config, steps: int, vanished: set[str | None], num_axes: i
 
 
 def _changed(config: Config, steps: int, sections: Mapping[str, Mapping[str, Any]]) -> Config | None:
-    """Return the configuration with these values, for as many steps as are needed; None: it would not be legal."""
+    """Return the configuration with these values, for as many steps as are needed; None where it is not legal."""
     tree = config.model_dump(mode="json")
     for section, values in sections.items():
         tree[section] |= values

@@ -43,7 +43,7 @@ WIDER = {"bf16": "fp32", "fp32": "float64"}
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One thing to verify.
+    """Configurations of one verification.
 
     Attributes:
         config: the layout's, as it will run.
@@ -62,7 +62,7 @@ class Trial:
 
 
 def trial(path: Path, overrides: tuple[str, ...], *, small: bool, num_steps: int, dtype: str | None) -> Trial:
-    """Build the configurations of a verification.
+    """Build the two configurations of a verification.
 
     Args:
         path, overrides: as for training, the layout among the overrides.
@@ -118,7 +118,7 @@ def _noise(one: Mapping[str, Any]) -> Config | None:
 
 
 def checked(tree: Mapping[str, Any]) -> Config:
-    """Check a tree, and return it as a configuration.
+    """Check a tree and return it as a configuration.
 
     Raises:
         ConfigError: all problems at once.

@@ -1,1 +1,1 @@
-"""Other people's models beside ours: steps of Megatron-Core and of transformers, written down for `launch/verify` to compare."""
+"""Other libraries' models: steps of Megatron-Core and of transformers, written for `launch/verify` to compare."""

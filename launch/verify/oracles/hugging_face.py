@@ -48,7 +48,7 @@ class HuggingFace:
         return losses.view(microbatch.labels.shape)
 
     def end_backward(self) -> None:
-        """Do nothing: the gradients are there."""
+        """Do nothing: the gradients are complete."""
 
     def gradient(self, name: str) -> torch.Tensor:
         gradient = self._named[name].grad

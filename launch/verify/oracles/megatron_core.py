@@ -19,7 +19,7 @@ from models.specs import model_specs
 
 @dataclass(frozen=True, slots=True)
 class MegatronPair:
-    """One parameter of Megatron-Core, and what it is of ours."""
+    """One parameter of Megatron-Core, and its parts among ours."""
 
     parameter: Parameter
     ours: tuple[ParamSpec, ...]
@@ -82,7 +82,7 @@ class MegatronCore:
 
 
 def gpt_model(model: ModelConfig, dtype: torch.dtype, *, rows: int, parallel_output: bool = True) -> Any:
-    """Build this rank's part of a GPTModel, with its own initial weights.
+    """Build this rank's part of a GPTModel, with initial weights of its own.
 
     Args:
         model: ours.
@@ -161,7 +161,7 @@ def distributed_optimizer(gpt: Any, config: OptimizerConfig) -> tuple[Any, Any]:
 
 
 def constant_schedule(optimizer: Any, config: OptimizerConfig) -> Any:
-    """Return Megatron-Core's scheduler with one learning rate and one decay; it sets both in the optimizer's groups."""
+    """Build Megatron-Core's scheduler with one learning rate and one decay; it sets both in the optimizer's groups."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     return OptimizerParamScheduler(

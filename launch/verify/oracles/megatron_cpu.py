@@ -1,4 +1,4 @@
-"""Megatron-Core 0.16 on a CPU, in a process of its own: what it asks of CUDA, where that does not matter, is answered here.
+"""Megatron-Core 0.16 on a CPU, in its own process: its calls to CUDA that do not matter there are replaced.
 
 It calls CUDA's allocator and streams by name, and checks tensors' types, without computing otherwise on a GPU. The patches stay:
 its groups are globals too, so a process that has called `on_cpu` is good for nothing else.
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 @contextmanager
 def on_cpu(tp: int = 1, pp: int = 1) -> Iterator[None]:
-    """Yield Megatron-Core's groups of tp x pp in torch's default group, or in one of this process alone where there is none."""
+    """Create Megatron-Core's groups of tp x pp in torch's default group, or in one of this process alone where there is none."""
     warnings.simplefilter("ignore")
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -35,7 +35,7 @@ def on_cpu(tp: int = 1, pp: int = 1) -> Iterator[None]:
 
 
 class _OnCpu(torch.overrides.TorchFunctionMode):
-    """Tensors that are asked for on CUDA are made on the CPU."""
+    """A mode that makes tensors on the CPU where CUDA is requested."""
 
     def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -47,6 +47,6 @@ class _OnCpu(torch.overrides.TorchFunctionMode):
 
 
 def _type_on_cuda(name: str) -> str:
-    """Return the type name that its optimizer looks for. It has no double, so float64 goes where no master is needed."""
+    """Return the type name that its optimizer looks for; it treats the unknown double like a type that needs no master."""
     name = name if "cuda" in name else name.replace("torch.", "torch.cuda.", 1)
     return name.replace("DoubleTensor", "FloatTensor")

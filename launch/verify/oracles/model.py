@@ -1,4 +1,4 @@
-"""What an oracle is to the process that runs it: losses, gradients and updates by its own names, and which of ours they are."""
+"""The interface of an oracle: losses, gradients and updates by its own names, and their pairs among ours."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -11,7 +11,7 @@ from launch.verify.verdict.records import TensorKind
 
 
 class Pair(Protocol):
-    """Parameters of ours and of the oracle's that hold the same numbers (`models.interop.huggingface.weights.Exchange` is one)."""
+    """Our parameters and the oracle's that hold the same numbers (`models.interop.huggingface.weights.Exchange` is one)."""
 
     @property
     def ours(self) -> tuple[ParamSpec, ...]: ...
@@ -32,7 +32,7 @@ class Oracle(Protocol):
         """Return the weight that its next forward uses."""
 
     def begin_step(self) -> None:
-        """Set gradients to zero."""
+        """Set the gradients to zero."""
 
     def token_losses(self, microbatch: MicroBatch) -> torch.Tensor:
         """Return the loss of every label [b, s], masked ones too, with a graph; gradients of its backward add up."""
@@ -44,7 +44,7 @@ class Oracle(Protocol):
         """Return the sum so far."""
 
     def update(self, scale: float) -> float:
-        """Make one optimizer step with gradients x `scale`, clipped; returns their norm before clipping."""
+        """Run one optimizer step with gradients x `scale`, clipped; return their norm before clipping."""
 
     def state(self, kind: TensorKind, name: str) -> torch.Tensor:
         """Return the master or a moment (`exp_avg`) after an update, with the parameter's number of elements."""

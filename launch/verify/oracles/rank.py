@@ -1,4 +1,4 @@
-"""The process of an oracle: the steps of `triaxis verify` in somebody else's model, written down as our one process would.
+"""The process of an oracle: the steps of `triaxis verify` in another library's model, in the files of our one process.
 
     python -P -m launch.verify.oracles.rank verify.yaml        beside it job.json: {"folder": .., "oracle": "megatron-core"}
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(name: str, config: Config, folder: Path) -> None:
-    """Run the steps of the oracle of that name and write them to `folder`; the process must end afterwards."""
+    """Write the steps of the oracle of that name to `folder`; the process can run nothing else afterwards."""
     # Drawn before an oracle is built: in its surroundings even our own fp32 draws would be made in float64.
     start = {
         spec.name: starting_values(_whole(spec), config.train.seed, DTYPES[config.precision.dtype]).view(spec.shape)
@@ -56,7 +56,7 @@ def run(name: str, config: Config, folder: Path) -> None:
 
 
 def build(name: str, config: Config, stack: ExitStack) -> Oracle:
-    """Build the oracle of that name in the run's dtype; its context managers are entered on `stack`."""
+    """Build the oracle of that name in the run's dtype; enter the contexts that it needs on `stack`."""
     if config.precision.dtype == "float64":
         from launch.verify.oracles.in_float64 import InFloat64
 
@@ -73,7 +73,7 @@ def build(name: str, config: Config, stack: ExitStack) -> Oracle:
 
 
 def observe(oracle: Oracle, config: Config, start: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Train `config.train.steps` steps and leave in `folder` what the ranks of a layout compare with.
+    """Train `config.train.steps` steps and write to `folder` the files that the ranks of a layout compare with.
 
     Args:
         oracle: with any weights; they are set.
@@ -131,14 +131,14 @@ def microbatch_of(rows: Rows) -> MicroBatch:
 
 
 class _Book:
-    """The notebook of a reference, written from an oracle's tensors under our names."""
+    """The notebook of a reference: an oracle's tensors under our names."""
 
     def __init__(self, oracle: Oracle, notebook: Writing) -> None:
         self._oracle, self._notebook = oracle, notebook
 
     @torch.no_grad()
     def set_start(self, start: Mapping[str, torch.Tensor]) -> None:
-        """Give the oracle these weights of ours; what is written down is what it then has."""
+        """Give the oracle our weights, and write down those that it then has."""
         for pair in self._oracle.pairs:
             theirs = pair.to_theirs([start[spec.name] for spec in pair.ours])
             for name, values in zip(pair.theirs, theirs, strict=True):
@@ -147,7 +147,7 @@ class _Book:
 
     @torch.no_grad()
     def write(self, step: int, kind: TensorKind, read: Callable[[str], torch.Tensor]) -> None:
-        """Write all tensors of a kind; `read` gives them by the oracle's names."""
+        """Write all tensors of a kind; `read` returns them by the oracle's names."""
         for pair in self._oracle.pairs:
             theirs = [read(name).view_as(self._oracle.parameter(name)) for name in pair.theirs]
             for spec, values in zip(pair.ours, pair.to_ours(theirs), strict=True):

@@ -1,4 +1,4 @@
-"""From a difference to what it looks like, and to an axis where measurements name one (no torch here).
+"""From a difference to a description of it, and to an axis where measurements name one (no torch here).
 
 An axis is named only from what was measured:
 
@@ -59,7 +59,7 @@ def axes_apart(evidence: Evidence, differing: Sequence[Difference]) -> dict[str,
 
 
 def _deviation_on(rank: RankReport, differing: Sequence[Difference]) -> Deviation | None:
-    """Return how far this rank's parts of what differs are off; None: it has no part."""
+    """Return the deviation of this rank's parts of the differing tensors; None: it has no part."""
     first, names = differing[0], {one.name for one in differing}
     if first.what == "output":
         found = [one.deviation for one in rank.sites if one.name == first.name]
@@ -122,7 +122,7 @@ def _axis_of_samples(evidence: Evidence, step: int) -> str | None:
 
 
 def common_factor(differing: Sequence[Difference]) -> float | None:
-    """Return the multiple that everything is of what it should be; None: there is no such number."""
+    """Return the one number by which all values are multiplied; None: there is no such number."""
     factors = [one.factor for one in differing]
     first = factors[0]
     if first is None or any(one is None or not math.isclose(one, first, rel_tol=1e-3) for one in factors):
@@ -131,7 +131,7 @@ def common_factor(differing: Sequence[Difference]) -> float | None:
 
 
 def are_partial_sums(evidence: Evidence, differing: Sequence[Difference], axis: str) -> bool:
-    """Return True where the gradients of the ranks along an axis add up to the right ones, and none is a multiple of them.
+    """Return whether the gradients of the ranks along an axis add up to the right ones, and none is a multiple of them.
 
     What rank i has, g_i, is seen as its projection <w, g_i> / <w, w> on what is wanted. Where g_0 + g_1 + ... = w, the
     projections add up to 1. Parts of a tensor that is cut along the axis could do so by chance if each were 1 / size: those are
@@ -210,7 +210,7 @@ def _of_output(evidence: Evidence, first: Difference) -> str:
 
 
 def _begins_a_stage(evidence: Evidence, site: str) -> bool:
-    """Return True where a site is of the first layer of a stage that has a stage before it."""
+    """Return whether a site is of the first layer of a stage that has a stage before it."""
     stages = {".".join(facts.name.split(".")[:2]): facts.stage for facts in evidence.parameters}
     layer = ".".join(site.split(".")[:2])
     return any(after == layer and stages[before] != stages[after] for before, after in pairwise(stages))

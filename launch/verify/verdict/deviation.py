@@ -1,4 +1,4 @@
-"""How far one tensor is from another, as sums that can be added over the parts that ranks hold (no torch here)."""
+"""Distance of one tensor from another, as sums that can be added over the parts that ranks hold (no torch here)."""
 
 import math
 from dataclasses import dataclass
@@ -46,12 +46,12 @@ class Deviation:
 
     @property
     def factor(self) -> float | None:
-        """Return the number f for which f x wanted is nearest to the result: 2 means that something was added twice."""
+        """Return the f for which f x wanted is nearest to `got`: 2 means that something was added twice."""
         return self.product / self.wanted_square if self.wanted_square else None
 
     @property
     def is_multiple(self) -> bool:
-        """Return whether the result is `factor` x wanted and nothing else, to one part in 10^4."""
+        """Return whether `got` is `factor` x wanted and nothing else, to one part in 10^4."""
         if self.factor is None or not math.isfinite(self.error_square):
             return False
         beside = max(0.0, self.got_square - self.factor * self.product)

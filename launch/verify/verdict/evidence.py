@@ -1,4 +1,4 @@
-"""Everything that ranks and sub-layouts saw, and how a difference is written down (no torch here)."""
+"""Reports of ranks and sub-layouts, and the record of a difference (no torch here)."""
 
 import math
 from collections.abc import Mapping
@@ -59,7 +59,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything that was seen.
+    """Everything that ranks and sub-layouts reported.
 
     Attributes:
         sizes, sequence_parallel: the layout.
@@ -80,23 +80,23 @@ class Evidence:
 
     @cached_property
     def tensors(self) -> dict[tuple[int, TensorKind], dict[str, Deviation]]:
-        """Return by step and kind every tensor over all ranks, in forward order."""
+        """Return every tensor over all ranks, in forward order, by step and kind."""
         return self._tensors(self.ranks)
 
     @cached_property
     def sites(self) -> dict[str, Deviation]:
-        """Return the outputs of the first forward over all ranks, along the model."""
+        """Return outputs of the first forward over all ranks, along the model."""
         return _sites(self.ranks)
 
     @cached_property
     def noise_tensors(self) -> dict[tuple[int, TensorKind], dict[str, Deviation]]:
-        """Return `tensors` of the one process in a wider dtype."""
+        """Return the tensors of the one process in a wider dtype, as `tensors` does."""
         assert self.noise is not None
         return self._tensors((self.noise,))
 
     @cached_property
     def noise_sites(self) -> dict[str, Deviation]:
-        """Return `sites` of the one process in a wider dtype."""
+        """Return the outputs of the one process in a wider dtype, as `sites` does."""
         assert self.noise is not None
         return _sites((self.noise,))
 

@@ -1,4 +1,4 @@
-"""From what ranks saw to a verdict: equal, or the first thing that differs, and where (no torch here).
+"""From the ranks' reports to a verdict: equal, or the first difference and its place (no torch here).
 
 The order of a step is the order of the search: samples that are read, weights at the start, outputs along the model, loss,
 gradients, their norm, masters and moments, the parameters that the next forward uses. What comes later differs because of what
@@ -42,7 +42,7 @@ class Verdict:
 
 
 def judge(evidence: Evidence, tolerance: float | None) -> Verdict:
-    """Search for the first difference, and say what of the ranks' reports speaks for an axis.
+    """Find the first difference, and the evidence in the ranks' reports for an axis.
 
     Args:
         evidence: of the layout.
@@ -105,7 +105,7 @@ def _scalars(
     value: Callable[[StepFacts], float],
     bound: float,
 ) -> list[Difference]:
-    """Return the worst rank's."""
+    """Return the deviation of the worst rank."""
     expected = value(wanted)
     worst = max((value(facts) for facts in got), key=lambda number: _distance(number, expected))
     factor = worst / expected if expected else None
@@ -114,7 +114,7 @@ def _scalars(
 
 
 def _distance(number: float, expected: float) -> float:
-    """Return how far apart they are; what is not finite is infinitely far."""
+    """Return the distance of two scalars; infinity where one is not finite."""
     return abs(number - expected) if math.isfinite(number) else math.inf
 
 

@@ -1,4 +1,4 @@
-"""What a rank of a verification saw, as JSON between processes (no torch here).
+"""The report of a verification's rank, as JSON between processes (no torch here).
 
 A reference (one process) writes whole tensors; each rank of the layout compares its own parts with them and reports sums. Nobody
 ever holds what others hold, so the layout may be as large as the machine allows.
@@ -35,7 +35,7 @@ Sample = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """Values on which all ranks agree after a step: loss per token in nats, gradient norm before clipping, counted tokens."""
+    """Values that all ranks agree on after a step: loss per token in nats, gradient norm before clipping, counted tokens."""
 
     loss: float
     grad_norm: float
@@ -108,7 +108,7 @@ def samples_of(steps: Iterable[Iterable[Iterable[int]]]) -> tuple[tuple[Sample, 
 
 @dataclass(frozen=True, slots=True)
 class ParameterFacts:
-    """The layout's treatment of a parameter: the axis over which it has replicas, and the one over which gradients are summed."""
+    """The layout's treatment of a parameter: the axis of its replicas, and the axis over which their gradients are summed."""
 
     name: str
     replicas: str | None
@@ -119,5 +119,5 @@ class ParameterFacts:
 
 
 def together(deviations: Iterable[Deviation]) -> Deviation:
-    """Join the parts of a tensor. Replicas count as often as they are held, on both sides of the comparison."""
+    """Add up the parts of a tensor. Replicas count as often as they are held, in what is wanted and in what was got."""
     return sum(deviations, NOTHING)

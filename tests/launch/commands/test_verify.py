@@ -305,7 +305,7 @@ def test_no_number_of_the_tables_is_cut(width: int, monkeypatch: pytest.MonkeyPa
     one = Difference(0, "gradient", name, 1.23457e-05, 2.46913e-05, 1.5e-05, 2.00001)
     verdict = Verdict({"gradient": (1.5e-05, name)}, (one,), Cause(None, "a cause"))
     console = Console(file=StringIO(), width=width, highlight=False, soft_wrap=True)
-    command.show(console, asked.trials[1], verdict, asked.against)
+    command.show_certificate(console, asked.trials[1], verdict, asked.against)
     assert isinstance(console.file, StringIO)
     out = console.file.getvalue()
     assert all(number in out for number in ("1.23457e-05", "2.46913e-05", "2.00001", "1.5e-05")) and "\u2026" not in out
