@@ -1,4 +1,4 @@
-"""`triaxis topology`: which rank stands where, which ranks talk to each other, and over what; no process is started.
+"""`triaxis topology`: the node of each rank, the groups it belongs to, and their links; no process is started.
 
 sizes, or a config and a world size  ->  RankGrid  ->  nodes and groups as text (launch/report/topology_text.py)
                                                    ->  with --out a picture     (launch/report/topology_picture.py)
@@ -15,7 +15,7 @@ from engine.errors import ConfigError, TopologyError
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from launch.report.drawing import check_path
 from launch.report.topology_picture import draw_topology
-from launch.report.topology_text import describe
+from launch.report.topology_text import describe_layout
 from launch.start.command_line import CONFIG, CommandParser, add_world_size, check_counts
 
 NAME = "topology"
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if config is not None:
         allow, per_node = allow or config.parallel.allow_tp_across_nodes, per_node or config.runtime.ranks_per_node
     grid = RankGrid(sizes, per_node, allow_tp_across_nodes=allow)
-    print(describe(grid, config.model if config is not None else None), end="")
+    print(describe_layout(grid, config.model if config is not None else None), end="")
     if args.out is not None:
         draw_topology(grid, args.out)
         print(f"\npicture: {args.out}")

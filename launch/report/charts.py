@@ -24,7 +24,7 @@ MOST_POINTS = 1500
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A curve.
+    """A curve of a chart.
 
     Attributes:
         name: in the legend.
@@ -38,7 +38,7 @@ class Line:
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Return at most `most` round numbers from `low` to `high`: multiples of 1, 2 or 5 times a power of ten."""
+    """List at most `most` round numbers from `low` to `high`: multiples of 1, 2 or 5 times a power of ten."""
     if not high > low:
         return [low]
     rough = (high - low) / most
@@ -49,7 +49,7 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """Return at most about `most` of the points: of each group of neighbours the smallest and the largest y, and every gap."""
+    """Keep about `most` of the points at most: of each group of neighbours the smallest and the largest y, and every gap."""
     if len(points) <= most:
         return list(points)
     size = math.ceil(2 * len(points) / most)
@@ -64,7 +64,7 @@ def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
 
 
 class _Frame:
-    """Axes: from numbers to places on the picture, and the grid behind what is drawn."""
+    """Axes: they map numbers to places on the picture, and have a grid behind the curves."""
 
     def __init__(self, x_range: Point, y_range: Point, *, small: bool = False) -> None:
         self.x_range, self.y_range = x_range, y_range
@@ -103,7 +103,7 @@ def scrolling(svg: str) -> str:
 
 
 def tick(value: float) -> str:
-    """Format a round number without trailing zeros: 12,000, 0.25, 3e-05."""
+    """Format a round number without superfluous digits: 12,000, 0.25, 3e-05."""
     if value == 0:
         return "0"
     if 1e-3 <= abs(value) < 1e7:

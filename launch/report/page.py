@@ -70,7 +70,7 @@ def render(run: RunRecord, now: float) -> str:
 
 
 def _tiles(run: RunRecord) -> str:
-    """Render the numbers that a reader looks for first."""
+    """Render the most important numbers."""
     last = run.steps[-1] if run.steps else {}
     step = number(last, "step")
     planned = None if run.config is None else planned_steps(run.config)
@@ -159,7 +159,7 @@ def _events(events: Sequence[Event]) -> str:
         f'<tr><td class="when">{_when(event.unix_time_seconds)}</td><td class="n">{event.attempt}</td>'
         f'<td class="n">{"" if event.step is None else f"{event.step:,}"}</td>'
         f'<td class="n">{"" if event.rank is None else event.rank}</td>'
-        f'<td class="kind {_colour(event.kind)}">{escape(event.kind)}</td><td class="text">{_told(event)}</td></tr>'
+        f'<td class="kind {_colour(event.kind)}">{escape(event.kind)}</td><td class="text">{_message(event)}</td></tr>'
         for event in shown
     )
     counts = ", ".join(f"{count:,} {kind}" for kind, count in Counter(event.kind for event in events).most_common())
@@ -176,8 +176,8 @@ def _colour(kind: str) -> str:
     return {"ERROR": "bad", "WARN": "warn"}.get(ALERTS.get(kind, ""), "good" if kind == "finished" else "")
 
 
-def _told(event: Event) -> str:
-    """Format an event's message and details, without those that have a section of their own; long ones are folded."""
+def _message(event: Event) -> str:
+    """Return an event's message and details, without those that have a section of their own; long ones are folded."""
     details = {
         name.replace("_", " "): _value(value)
         for name, value in event.details.items()
@@ -198,7 +198,7 @@ def _is_long(text: str) -> bool:
 
 
 def _value(value: Any) -> str:
-    """Format a value for people."""
+    """Format a value for a person."""
     if isinstance(value, float):
         return significant(value)
     if isinstance(value, int) and not isinstance(value, bool):
@@ -243,7 +243,7 @@ def _config(run: RunRecord) -> str:
 
 
 def _written(iso_time: str) -> str:
-    """Format a manifest's time like all other times of the page; other text is shown as it is."""
+    """Format a manifest's time like all other times of the page; an invalid one is shown as it is."""
     try:
         written = datetime.fromisoformat(iso_time)
     except ValueError:

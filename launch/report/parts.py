@@ -43,7 +43,7 @@ PART_NAMES = {
 
 
 def series(records: Sequence[Mapping[str, object]], *keys: str) -> list[tuple[float, float]]:
-    """Return (step, value) of every record that has the value; NaN and infinities stay, as gaps of the curve."""
+    """List (step, value) of every record that has the value; NaN and infinities stay, as gaps of the curve."""
     return [(number(each, "step"), number(each, *keys)) for each in records if _has(each, *keys)]
 
 
@@ -55,7 +55,7 @@ def _has(record: Mapping[str, object], *keys: str) -> bool:
 
 
 def starts(run: RunRecord) -> list[tuple[float, str]]:
-    """Return the steps at which later attempts began, for vertical lines."""
+    """List the first steps of attempts after the first, for vertical lines."""
     return [
         (float(attempt.first_step), f"attempt {attempt.number} begins with step {attempt.first_step:,}")
         for attempt in run.attempts[1:]
@@ -64,7 +64,7 @@ def starts(run: RunRecord) -> list[tuple[float, str]]:
 
 
 def loss(run: RunRecord) -> str:
-    """Draw training and validation loss, with the steps that were made twice."""
+    """Render training and validation loss, with the steps that were repeated."""
     # Broad and below, so that both can be seen where a step that was made again has the same loss to the bit.
     lines = [
         Line("made again or lost, after a resume or rollback", series(each, "loss"), "c1 broad")
@@ -98,7 +98,7 @@ def _steps_of(group: Sequence[Mapping[str, object]]) -> str:
 
 
 def small_charts(run: RunRecord) -> str:
-    """Draw learning rate and gradient norm, side by side."""
+    """Render learning rate and gradient norm, side by side."""
     charts = []
     for title, key, style in (("Learning rate", "lr", "c4"), ("Gradient norm, before clipping", "grad_norm", "c1")):
         points = series(run.steps, key)
@@ -111,7 +111,7 @@ def small_charts(run: RunRecord) -> str:
 
 
 def throughput(run: RunRecord) -> str:
-    """Draw tokens per second of the job, and their share of the hardware's peak."""
+    """Render tokens per second of the job, and its share of the hardware's peak."""
     tokens = series(run.steps, "tokens_per_second")
     if not any(math.isfinite(y) for _, y in tokens):
         return MISSING.format("No step is written down yet.")
@@ -135,7 +135,7 @@ def throughput(run: RunRecord) -> str:
 
 
 def times(run: RunRecord) -> str:
-    """Draw the parts of a step's time: on all ranks where that was measured, else the phases of the logging rank's host."""
+    """Render the parts of a step's time: of all ranks where that was measured, else of the logging rank's host."""
     split = [each for each in run.steps if number(each, "time_split", "step_seconds") > 0]
     if split:
         names = [part for part in PARTS if any(number(each, "time_split", f"{part}_seconds") > 0 for each in split)]
@@ -177,7 +177,7 @@ def _zero(value: float) -> float:
 
 
 def _merged(columns: Sequence[tuple[float, float, Sequence[float]]]) -> list[tuple[float, float, Sequence[float]]]:
-    """Merge neighbours into their means, to at most `MOST_COLUMNS`."""
+    """Merge neighbouring columns to their means, so that at most `MOST_COLUMNS` are left."""
     size = -(-len(columns) // MOST_COLUMNS)
     groups = [columns[start : start + size] for start in range(0, len(columns), size)]
     return [
@@ -191,7 +191,7 @@ def _merged(columns: Sequence[tuple[float, float, Sequence[float]]]) -> list[tup
 
 
 def sizes_of(run: RunRecord) -> ParallelSizes | None:
-    """Return the sizes of the run; where its config leaves dp open, from its records."""
+    """Return the sizes that the run had; for a config with an open dp, those that the run recorded."""
     if run.config is None:
         return None
     world_size = run.layout.get("world_size")
@@ -202,7 +202,7 @@ def sizes_of(run: RunRecord) -> ParallelSizes | None:
 
 
 def memory(run: RunRecord) -> str:
-    """Draw the most that each rank held, next to the value of the formula."""
+    """Render the most that each rank held, with the prediction from the configuration."""
     sizes = sizes_of(run)
     predicted = {} if sizes is None or run.config is None else _predicted(run.config, sizes)
     measured = _measured_memory(run, sizes)
@@ -264,7 +264,7 @@ def _predicted(config: Config, sizes: ParallelSizes) -> dict[int, Memory]:
 
 
 def _measured_memory(run: RunRecord, sizes: ParallelSizes | None) -> dict[int, int]:
-    """Return bytes by rank, from the last attempt that recorded them; else rank 0's, from the last step."""
+    """Return bytes by rank from the last attempt that recorded them; else rank 0's, from the last step."""
     for event in reversed(run.events):
         held = event.details.get("peak_memory_bytes")
         if isinstance(held, list) and held and (sizes is None or len(held) == sizes.world_size):
@@ -288,7 +288,7 @@ def _memory_table(predicted: Mapping[int, Memory]) -> str:
 
 
 def schedule(run: RunRecord) -> str:
-    """Draw the run's schedule, and its bubble next to the measured one."""
+    """Render the run's schedule, and its bubble next to the measured one."""
     sizes = sizes_of(run)
     if run.config is None or sizes is None:
         return MISSING.format("Not known without a configuration of this version and the number of ranks.")
@@ -346,17 +346,17 @@ def _timeline(of: Schedule) -> Timeline:
 
 
 def median_seconds(run: RunRecord) -> float:
-    """Return the median over the steps of the run's history; NaN without any."""
+    """Return the median time of the steps of the run's history; NaN without any."""
     known = sorted(y for _, y in series(run.steps, "step_time_seconds") if math.isfinite(y))
     return known[len(known) // 2] if known else math.nan
 
 
 def trained_seconds(run: RunRecord) -> float:
-    """Time in steps, over all attempts, steps that were made twice counted twice."""
+    """Sum the time in steps over all attempts; repeated steps count twice."""
     made = [*run.steps, *(each for group in run.replaced for each in group)]
     return sum(_zero(number(each, "step_time_seconds")) for each in made)
 
 
 def last(points: Sequence[tuple[float, float]]) -> str:
-    """Return the value at the end: "2.0748"; it may be no number."""
+    """Format the value at the end: "2.0748"; it may be no number."""
     return f"{points[-1][1]:.4f}" if points else "unknown"

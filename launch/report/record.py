@@ -1,4 +1,4 @@
-"""The files of a run directory, read with patience: the run may be live, killed, or older than one of its files (no torch here).
+"""The files of a run directory, of which some may be damaged or missing: the run may be live, killed, or old (no torch here).
 
     config.yaml      ->  config, config_text          metrics.jsonl  ->  steps, replaced   (a torn last line is counted)
     events/          ->  events, attempts             checkpoints/   ->  checkpoints
@@ -65,7 +65,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run, as far as it is written down.
+    """Everything that a run's files record.
 
     Attributes:
         path: the run directory.
@@ -95,12 +95,12 @@ class RunRecord:
 
     @property
     def layout(self) -> Mapping[str, Any]:
-        """Return the layout that the last attempt with one has recorded."""
+        """Return the layout of the last attempt that recorded one."""
         return next((attempt.layout for attempt in reversed(self.attempts) if attempt.layout), {})
 
     @property
     def state(self) -> str:
-        """Return a word or two: finished, or how the last attempt ended."""
+        """Return the state in a word or two: finished, or how the last attempt ended."""
         if self.results is not None:
             return "finished"
         return self.attempts[-1].end if self.attempts else "not started"
@@ -145,7 +145,7 @@ def _read(path: Path) -> RunRecord:
 
 
 def number(record: Mapping[str, Any], *keys: str) -> float:
-    """Return a number of a record, at nested `keys`; NaN where there is none. JSON spells those "nan" and "inf"."""
+    """Return a number of a record, at `keys` one inside the other; NaN where there is none. JSON spells some "nan" and "inf"."""
     value: Any = record
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -183,7 +183,7 @@ def _attempt_of(record: Mapping[str, Any]) -> int:
 def _latest(
     records: Sequence[Mapping[str, Any]],
 ) -> tuple[list[Mapping[str, Any]], list[list[Mapping[str, Any]]]]:
-    """Separate the steps of the run's history from those that no longer belong to it.
+    """Split the steps into the run's history and those that were replaced.
 
     A step that follows a later one in the file begins a resume or a rollback: what was made from there on is made again.
     """
@@ -235,7 +235,7 @@ def _attempts(records: Sequence[Mapping[str, Any]], events: Sequence[Event]) -> 
 
 
 def _end(events: Sequence[Event], *, has_successor: bool) -> str:
-    """Return the end of an attempt, from its last events."""
+    """Return how an attempt ended, from its last event."""
     kinds = {event.kind: event for event in events}
     if "finished" in kinds:
         return "finished"

@@ -89,7 +89,7 @@ def _rect(x: float, y: float, width: float, height: float, fill: str, **rest: st
 
 
 def _lines_of(grid: RankGrid, node: int) -> list[list[int]]:
-    """Return the node's ranks, one list per tensor-parallel group (or part of one, where it spans nodes)."""
+    """List the node's ranks, one list per tensor-parallel group (or part of one, where it spans nodes)."""
     ranks = range(node * grid.ranks_per_node, (node + 1) * grid.ranks_per_node)
     return [list(group) for _, group in groupby(ranks, lambda rank: rank // grid.sizes.tp)]
 

@@ -28,8 +28,8 @@ WIDTH = 110
 """Columns of a line, about."""
 
 
-def describe(grid: RankGrid, model: ModelConfig | None = None) -> str:
-    """Describe the layout in lines of text; with a model also the groups that only some models need."""
+def describe_layout(grid: RankGrid, model: ModelConfig | None = None) -> str:
+    """Return the layout as lines of text; with a model also the groups that only some models need."""
     sizes = grid.sizes
     nodes = "1 node" if grid.num_nodes == 1 else f"{grid.num_nodes:,} nodes"
     lines = [
@@ -49,7 +49,7 @@ def describe(grid: RankGrid, model: ModelConfig | None = None) -> str:
 
 
 def shorten(ranks: Sequence[int]) -> str:
-    """Shorten a list of ranks: `0 1`, `0-7`, `0 8 .. 120`; other long lists in full."""
+    """Format ranks as a person would write them: `0 1`, `0-7`, `0 8 .. 120`; other long lists in full."""
     steps = {after - before for before, after in pairwise(ranks)}
     if steps == {1} and len(ranks) > 4:
         return f"{ranks[0]}-{ranks[-1]}"
@@ -59,7 +59,7 @@ def shorten(ranks: Sequence[int]) -> str:
 
 
 def _node_lines(grid: RankGrid) -> Iterator[str]:
-    """Yield one line per node and pipeline stage on it: the tensor-parallel groups there, each behind its dp number."""
+    """Return one line per node and pipeline stage on it: the tensor-parallel groups there, each behind its dp number."""
     rows: list[tuple[str, list[str]]] = []
     digits = len(str(grid.num_nodes - 1))
     for node in range(grid.num_nodes):
@@ -78,7 +78,7 @@ def _node_lines(grid: RankGrid) -> Iterator[str]:
 
 
 def _group_lines(grid: RankGrid, name: str, meaning: str, groups: Sequence[tuple[int, ...]]) -> Iterator[str]:
-    """Yield a headline about the groups, then the groups; a rank that is alone has none worth listing."""
+    """Return a headline about the groups, then the groups; a rank that is alone has none worth listing."""
     size = len(groups[0])
     if size == 1:
         yield f"{name}: every rank is alone on this axis and sends nothing"
