@@ -1,4 +1,4 @@
-"""The `triaxis` command: finds the subcommand's module, parses its arguments, prints errors that a user can read.
+"""The `triaxis` command: it finds the subcommand's module, parses its arguments, and prints errors that a user can read.
 
     triaxis COMMAND [arguments]      ->  launch/commands/COMMAND.py: NAME, HELP, add_arguments(parser), run(args) -> int
 
@@ -126,7 +126,7 @@ def _without_output(code: int) -> int:
 
 
 def _chosen_and_flushed(arguments: Sequence[str]) -> str:
-    """Return what `_chosen` does; --help leaves its buffer here, not at exit, where an ended reader cannot be handled."""
+    """Return the result of `_chosen`; --help leaves its buffer here, not at exit, where an ended reader cannot be handled."""
     try:
         return _chosen(arguments)
     finally:

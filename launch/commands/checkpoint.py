@@ -103,7 +103,7 @@ def _verb(
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the subcommand; CheckpointError where there is nothing to look into."""
+    """Run the chosen verb; CheckpointError where there is no checkpoint."""
     function: Callable[[argparse.Namespace], int] = args.verb_function
     return function(args)
 
@@ -128,7 +128,7 @@ def inspect(args: argparse.Namespace) -> int:
 
 
 def diff(args: argparse.Namespace) -> int:
-    """Print what is not the same in two checkpoints; 1 if any tensor differs."""
+    """Print the differences of two checkpoints; 1 if any tensor differs."""
     from engine.checkpoint.directory import find
     from engine.checkpoint.inspect.compare import compare_values, differences
 
@@ -172,7 +172,7 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def fingerprint(args: argparse.Namespace) -> int:
-    """Print the fingerprint of each kind; with --recompute from the bytes, 1 if it is another one."""
+    """Print the fingerprint of each kind; with --recompute compute it from the bytes, and return 1 where it differs."""
     from engine.checkpoint.directory import find
     from engine.checkpoint.inspect.verify import recompute
 
@@ -189,7 +189,7 @@ def fingerprint(args: argparse.Namespace) -> int:
         console.print("recomputed from the bytes: the same")
         return 0
     for kind, number in computed.items():
-        console.print(f"{kind:<12}{number} recomputed" + ("" if stored.get(kind) == number else ": another one"))
+        console.print(f"{kind:<12}{number} recomputed" + ("" if stored.get(kind) == number else "; it differs from the stored one"))
     return 1
 
 
@@ -257,7 +257,7 @@ def _tensor_table(manifest: "Manifest") -> Table:
 
 
 def _by_module(manifest: "Manifest") -> dict[str, tuple[int, int]]:
-    """Return (tensors, parameters) of each module that has any."""
+    """Sum (tensors, parameters) of each module that has any."""
     counts: dict[str, tuple[int, int]] = {}
     numels = {name: math.prod(info.shape) for name, info in manifest.tensors.items()}
     for name, numel in numels.items():
@@ -413,7 +413,7 @@ def _show_verified(console: Console, verified: "Verified") -> None:
 
 
 def _data_bytes(folder: Path) -> int:
-    """Return the end of a progress bar, in bytes; 0 where the manifest cannot be read (`verify` gives the reason)."""
+    """Return the total of a progress bar; 0 where the manifest cannot be read (`verify` says why)."""
     from engine.checkpoint.format.manifest import parse_manifest
 
     try:

@@ -1,4 +1,4 @@
-"""`triaxis config`: look at a configuration before anything starts; no GPU, no process group, no torch.
+"""`triaxis config`: check a configuration before anything starts; no GPU, no process group, no torch.
 
 print     YAML < environment < overrides  ->  the resolved tree, with the meaning of every field
 check     the same, and the cluster       ->  every problem at once, or the derived values
@@ -96,7 +96,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what the verb asks for; ConfigError with all problems if there are any."""
+    """Run the chosen verb; ConfigError with all problems if there are any."""
     if args.verb == "from-hf":
         print(_from_hf(args.path, args.seq_length, args.ignore), end="")
         return 0
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
 def _derived(
     config: Config, world_size: int | None, ranks_per_node: int | None, devices: Devices | None
 ) -> list[tuple[str, str]]:
-    """Return the values that follow from a legal config, as lines of (name, value)."""
+    """List the facts that follow from a legal config, as lines of (name, value)."""
     model, parallel = config.model, config.parallel
     num_parameters = sum(spec.numel for spec in model_specs(model))
     padding = model.padded_vocab_size - model.vocab_size

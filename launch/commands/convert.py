@@ -115,14 +115,14 @@ def add_parsers(verbs: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the subcommand; CheckpointError, ConfigError or DataError for what cannot be converted."""
+    """Run the chosen verb; CheckpointError, ConfigError or DataError where a conversion is impossible."""
     convert: Callable[[argparse.Namespace], None] = args.convert
     convert(args)
     return 0
 
 
 def hf_import(args: argparse.Namespace) -> None:
-    """Convert the weights of a Hugging Face folder to a checkpoint, with a config next to it."""
+    """Write the weights of a Hugging Face folder as our checkpoint, with a config for training."""
     from engine.checkpoint.format.manifest import TrainingState
     from engine.checkpoint.import_weights import write_checkpoint
     from models.interop.huggingface.files import copy_file, whole_folder, write_text
@@ -172,7 +172,7 @@ def hf_import(args: argparse.Namespace) -> None:
 
 
 def hf_export(args: argparse.Namespace) -> None:
-    """Convert a checkpoint's weights to a folder that transformers loads."""
+    """Write a checkpoint's weights as a folder that transformers loads."""
     from engine.checkpoint.directory import find
     from models.interop.huggingface.files import copy_file, whole_folder, write_text, write_weights
     from models.interop.huggingface.tokenizer import bytes_tokenizer_json
@@ -277,7 +277,7 @@ def _tokenizer(given: str | None, candidate: Candidate, vocab_size: int) -> tupl
 
 
 def _import_record(candidate: Candidate, tokenizer: str | None) -> ImportRecord | None:
-    """Return what is known of the Hugging Face model that a checkpoint came from, if its tokenizer is the one that is exported.
+    """Return the record of the Hugging Face model that a checkpoint came from, if its tokenizer is the exported one.
 
     It lies beside the import's checkpoint, to which a run's lineage leads, and beside its tokenizer.
     """
@@ -294,7 +294,7 @@ def _import_record(candidate: Candidate, tokenizer: str | None) -> ImportRecord 
 
 
 def _train_config(family: str, config: dict[str, Any], out: Path) -> str:
-    """Return a config that trains the imported weights further, complete but for the corpus."""
+    """Build a config that continues from the imported weights, complete but for the corpus."""
     model = yaml.safe_dump({"model": config["model"]}, sort_keys=False)
     kernels = yaml.safe_dump({"kernels": config["kernels"]}, sort_keys=False) + "\n" if "kernels" in config else ""
     tokenizer = config["data"]["tokenizer"]
@@ -323,7 +323,7 @@ checkpoint:
 
 @contextmanager
 def _progress(console: Console, what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on a terminal, nothing in a log file; yield a function that takes the bytes done."""
+    """Show a bar on a terminal, nothing in a log file; yield the function that receives the bytes done."""
     if not console.is_terminal:
         yield lambda num_bytes: None
         return

@@ -79,7 +79,7 @@ def add_parsers(verbs: Any) -> None:
 
 
 def megatron_import(args: argparse.Namespace) -> None:
-    """Convert weights, and the optimizer's state where it can be read, to a checkpoint, with a config next to it."""
+    """Write Megatron's weights, and the optimizer's state where it can be read, as our checkpoint, with a config."""
     from engine.checkpoint.format.manifest import TrainingState
     from engine.checkpoint.import_weights import write_checkpoint
     from models.interop.huggingface.files import whole_folder, write_text
@@ -141,7 +141,7 @@ def megatron_import(args: argparse.Namespace) -> None:
 
 
 def megatron_export(args: argparse.Namespace) -> None:
-    """Convert a checkpoint to Megatron's format, with the optimizer's state where there is one."""
+    """Write our checkpoint in Megatron's format, with the optimizer's state where there is one."""
     from engine.checkpoint.directory import find
     from engine.checkpoint.import_weights import read_tensor
     from engine.numerics.precision import DTYPES as TORCH_DTYPES
@@ -194,7 +194,7 @@ def _add_weights_only(parser: argparse.ArgumentParser) -> None:
 def _model(
     args: argparse.Namespace, theirs: Mapping[str, Any], source: str
 ) -> tuple[ModelConfig, dict[str, Any], list[str]]:
-    """Return (the model, what is known of the run's configuration, notes)."""
+    """Return (the model, the known part of the run's configuration, notes)."""
     if args.config is not None:
         config = load_config(args.config, [], os.environ)
         if theirs:
@@ -221,7 +221,7 @@ def _model(
 
 
 def _known(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return sections of our config, whole and checked, from Megatron's arguments."""
+    """Build our sections, whole and checked, from the matching arguments of Megatron."""
     kinds: dict[str, type[Section]] = {"train": TrainConfig, "optimizer": OptimizerConfig, "precision": PrecisionConfig}
     return {
         name: kinds[name].model_validate(values).model_dump(mode="json")
@@ -248,7 +248,7 @@ def _num_parameters(model: ModelConfig) -> int:
 
 
 def _train_config(config: Mapping[str, Any], out: Path, *, has_moments: bool) -> str:
-    """Return a config that continues from the import, complete but for the corpus."""
+    """Build a config that continues from the import, complete but for the corpus."""
     known = {name: config[name] for name in ("model", "train", "optimizer", "precision") if name in config}
     known = {
         name: {key: value for key, value in section.items() if value is not None} for name, section in known.items()

@@ -1,4 +1,4 @@
-"""`triaxis doctor`: are the nodes alike, joined as the layout needs, and equally fast? Names the one that is not."""
+"""`triaxis doctor`: a check that nodes are alike, joined as the layout needs, and equally fast; it names the one that is not."""
 
 import argparse
 import importlib
@@ -48,7 +48,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start the ranks, or be one; the exit code is theirs.
+    """Start the ranks, or run as one of them; return their exit code.
 
     Raises:
         ConfigError: several ranks and no config.

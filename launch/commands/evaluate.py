@@ -54,7 +54,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check what can be checked without the weights, then start the ranks; the exit code is theirs."""
+    """Check everything that needs no weights, then start the ranks; return their exit code."""
     if problems := list(_problems(args)):
         raise ConfigError(problems, "the command line")
     # A pipeline is full when it has as many microbatches as stages; twice that keeps its bubble small.

@@ -1,4 +1,4 @@
-"""`triaxis footprint`: what one rank of any layout keeps, sends and computes in a step, without the machines."""
+"""`triaxis footprint`: memory, traffic and operators of one rank of any layout in a step, without the machines."""
 
 import argparse
 import json
@@ -84,7 +84,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the footprint of some ranks, or replay all of them, or look for races: then 1 says that there are some."""
+    """Print the footprint of some ranks, replay all of them, or look for races (exit code 1 where there are some)."""
     if problems := list(_problems(args)):
         raise ConfigError(problems, "the command line")
     check_counts(world_size=args.world_size)
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         for rank in args.rank or [0]:
             print(f"one step of rank {rank} of {footprints.sizes.world_size:,} ...", file=sys.stderr)
             found = footprints.of(rank)
-            show(console, config, rank, found)
+            show_footprint(console, config, rank, found)
             ranks.append(as_json(config, rank, found) | (_real(console, config, rank, found) if args.real else {}))
         tree["ranks"] = ranks
     print(f"{time.monotonic() - begin:.1f} seconds", file=sys.stderr)
@@ -166,7 +166,7 @@ def read_config(args: argparse.Namespace) -> Config:
 
 
 def _real(console: Console, config: Config, rank: int, counted: "Footprint") -> dict[str, object]:
-    """Run the rank's steps on a device, and print them next to the counts."""
+    """Run the rank's steps on a device, and add the measurement to the counts."""
     from engine.comm.placement import place
     from engine.comm.runtime import set_up_allocator
     from launch.footprint.real import real_steps
@@ -202,7 +202,7 @@ def _device_name(device: "torch.device") -> str:
 
 
 def _replay(console: Console, footprints: "Footprints") -> dict[str, object]:
-    """Run and replay; a layout in which ranks would not meet ends in an error."""
+    """Run and replay all ranks; a layout in which ranks would not meet ends in an error."""
     from launch.footprint.replay import replay
 
     world = footprints.sizes.world_size
@@ -223,7 +223,7 @@ def _replay(console: Console, footprints: "Footprints") -> dict[str, object]:
     return {"ranks": sorted(logs), "collectives": met.collectives, "messages": met.messages}
 
 
-def show(console: Console, config: Config, rank: int, found: "Footprint") -> None:
+def show_footprint(console: Console, config: Config, rank: int, found: "Footprint") -> None:
     """Print memory, saved tensors and the formula, traffic and operators."""
     stages = ", ".join(map(str, found.stages))
     run, all_ = found.run_microbatches, found.num_microbatches
@@ -259,7 +259,7 @@ def show(console: Console, config: Config, rank: int, found: "Footprint") -> Non
 
 
 def _show_formula(console: Console, config: Config, found: "Footprint") -> None:
-    """Print the terms of a layer and their sum, next to the measured bytes."""
+    """Print the terms of a layer and their sum, with the measured bytes."""
     from models.predict.activation_memory import block_terms, paper_per_token, per_token
 
     terms = block_terms(config, parallel_sizes(config))
@@ -302,7 +302,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _alike(found: "Footprint") -> Counter[tuple[str, str, int]]:
-    """Return (where, tensor, bytes), as often as it is in layers and chunks that are alike, in the order of the first."""
+    """Count (where, tensor, bytes) over layers and chunks that are alike, in the order of the first."""
     rows: Counter[tuple[str, str, int]] = Counter()
     for one in found.saved:
         site = re.sub(r"\.\d+\.", ".N.", re.sub(r"^chunk \d+: ", "", one.site)) or "(the chunk itself)"
@@ -311,7 +311,7 @@ def _alike(found: "Footprint") -> Counter[tuple[str, str, int]]:
 
 
 def _traffic(found: "Footprint") -> dict[tuple[str, str, str], tuple[int, int]]:
-    """Return (calls, ring bytes) by axis, purpose and operation."""
+    """Sum (calls, ring bytes) by axis, purpose and operation."""
     from models.predict.traffic import measured_traffic
 
     volumes = measured_traffic(found.events)

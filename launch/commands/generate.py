@@ -60,7 +60,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check everything that can be checked without the weights, then start the ranks; the exit code is theirs."""
+    """Check everything that needs no weights, then start the ranks; return their exit code."""
     asked = ask(args)
     tokenizer = open_tokenizer(asked)
     # Documents follow their predecessor's end in training, so that is what a text without a beginning follows.

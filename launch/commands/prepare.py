@@ -32,7 +32,7 @@ SECONDS_BETWEEN_LINES = 30.0
 
 
 class DocumentsPerSecond(ProgressColumn):
-    """The rate at which documents are written."""
+    """Column of a progress bar: the speed at which documents are written."""
 
     def render(self, task: Task) -> Text:
         documents = task.fields["documents"]
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepare the corpus and say what it is; 0 when it is there at the end. DataError for the user's mistakes."""
+    """Prepare the corpus and describe it; 0 when it is there at the end. DataError for the user's mistakes."""
     if bool(args.input) == args.stdlib:
         raise DataError(
             "give either --input with files, or --stdlib for the sources of Python's standard library. Without text there "
@@ -97,13 +97,13 @@ def run(args: argparse.Namespace) -> int:
     console = Console(highlight=False, soft_wrap=True)
     with progress_shown(console, request.input_bytes) as progress:
         prepared = prepare(request, num_workers=args.workers, force=args.force, progress=progress)
-    show(console, args.output, prepared)
+    show_prepared(console, args.output, prepared)
     return 0
 
 
 @contextmanager
 def progress_shown(console: Console, total_bytes: int) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on a terminal; in a log file, a line now and then."""
+    """Show a bar on a terminal, or a line now and then in a log file."""
     if not console.is_terminal:
         yield LogLines(console, total_bytes)
         return
@@ -114,7 +114,7 @@ def progress_shown(console: Console, total_bytes: int) -> Iterator[Callable[[int
 
 
 class LogLines:
-    """Lines about the progress, at most one in SECONDS_BETWEEN_LINES."""
+    """Progress as lines of a log, at most one in SECONDS_BETWEEN_LINES."""
 
     def __init__(self, console: Console, total_bytes: int) -> None:
         self.console, self.total_bytes = console, total_bytes
@@ -131,8 +131,8 @@ class LogLines:
             )
 
 
-def show(console: Console, prefix: str, prepared: Prepared) -> None:
-    """Print the files that were written, and the command that trains on them."""
+def show_prepared(console: Console, prefix: str, prepared: Prepared) -> None:
+    """Print what is on disk now, and the command that trains on it."""
     record = prepared.record
     if prepared.already_there:
         console.print(

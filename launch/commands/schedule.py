@@ -97,7 +97,7 @@ def _add_sizes(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print or check; 0 when the schedule is right. ScheduleError or ConfigError for what is not."""
+    """Print or check a schedule; 0 when it is right. ScheduleError or ConfigError for one that is not."""
     console = Console(highlight=False, soft_wrap=True)
     schedules_of_a_run = _asked_for(args) if args.config is None else _of_config(console, args)
     if args.verb == "print":
@@ -152,7 +152,7 @@ def _given(args: argparse.Namespace, *names: str) -> list[str]:
 
 
 def _of_config(console: Console, args: argparse.Namespace) -> list[Schedule]:
-    """Return the schedules that a run of this configuration uses: of a training step and of a validation."""
+    """Build the schedules that a run of this configuration uses: of a training step and of a validation."""
     from engine.config.load import load_config
     from engine.config.plan import batch_plan, data_parallel_size
 

@@ -1,4 +1,4 @@
-"""`triaxis traffic`: one real training step, its calls and bytes per axis beside what the config predicts."""
+"""`triaxis traffic`: the calls and bytes per axis of one real training step, compared with the config's prediction."""
 
 import argparse
 import os
@@ -14,7 +14,7 @@ EXAMPLES = """examples:
   triaxis traffic configs/gpt_tiny.yaml
   TP=4 PP=1 VPP=1 DP=2 triaxis traffic configs/gpt_tiny.yaml parallel.sequence_parallel=false
 
-Exit code 1 if any rank called something else than its config predicts.
+Exit code 1 if the calls or bytes of any rank differ from the prediction of its config.
 """
 
 
@@ -26,6 +26,6 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start the ranks; the exit code is theirs."""
+    """Start the ranks; return their exit code."""
     asked = replace(request(args), worker="launch.footprint.traffic", trains=True)
     return launch(asked, os.environ)

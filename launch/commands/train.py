@@ -45,7 +45,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start it; the exit code is the run's."""
+    """Start the run; return its exit code."""
     asked = request(args)
     if hostfile.is_asked_for(os.environ):
         flags = [FROM_SCRATCH] if args.from_scratch else []
@@ -58,5 +58,5 @@ def run(args: argparse.Namespace) -> int:
 
 
 def request(args: argparse.Namespace) -> Request:
-    """Return what a command line with a config, overrides and `--dry-run` asks for."""
+    """Build the request of a command line with a config, overrides and `--dry-run`."""
     return Request(args.config, tuple(args.overrides), args.dry_run)

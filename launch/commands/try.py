@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
             if isinstance(outcome, Failed) and outcome.exit_code in STOPPED:
                 print("stopped: no further layout is tried", file=sys.stderr)
                 return outcome.exit_code
-            _tell(outcome)
+            _print_outcome(outcome)
     if args.dry_run:
         return NOTHING_TRAINED if outcomes else 0
     measured = [one for one in outcomes if isinstance(one, Measured)]
@@ -128,13 +128,13 @@ def _try(
     except TriaxisError as error:
         failed = refused(label, error)
         if args.dry_run:
-            _tell(failed)
+            _print_outcome(failed)
         return failed
     return None
 
 
-def _tell(outcome: Measured | Failed) -> None:
-    """Say on stderr how a layout went, and the end of what a run that broke printed."""
+def _print_outcome(outcome: Measured | Failed) -> None:
+    """Print on stderr how a layout went, and the end of the output of a run that broke."""
     if isinstance(outcome, Measured):
         print(f"  {outcome.layout}: {outcome.tokens_per_second:,.0f} tokens/s on {outcome.num_ranks}", file=sys.stderr)
         return
@@ -170,7 +170,7 @@ def _refuse_other_launchers() -> None:
 
 @contextmanager
 def _ranks(world_size: int | None) -> Iterator[None]:
-    """Let the launcher start so many ranks; None: as many as it would."""
+    """Set the number of ranks that the launcher starts; None leaves it to the launcher."""
     before = os.environ.get("NPROC_PER_NODE")
     if world_size is not None:
         os.environ["NPROC_PER_NODE"] = str(world_size)
