@@ -108,14 +108,14 @@ def _unreadable(run: RunRecord) -> str:
         "line of metrics.jsonl or events/ is" if run.num_unreadable == 1 else "lines of metrics.jsonl or events/ are"
     )
     return (
-        f'<p class="warn">{run.num_unreadable:,} {lines} not whole and left out: a run that is killed may leave one; the next '
+        f'<p class="warn">{run.num_unreadable:,} {lines} incomplete and left out: a killed run may leave one, and the next '
         "attempt cuts it off.</p>"
     )
 
 
 def _checkpoints(run: RunRecord) -> str:
     if not run.checkpoints:
-        return parts.MISSING.format("None is on the disk.")
+        return parts.MISSING.format("No checkpoint is on the disk.")
     rows = "".join(
         f'<tr><td class="when"><code>{escape(saved.name)}</code></td><td class="n">{saved.step:,}</td>'
         f'<td class="n">{"unknown" if saved.num_bytes is None else in_bytes(saved.num_bytes)}</td>'
@@ -131,7 +131,7 @@ def _checkpoints(run: RunRecord) -> str:
 
 def _attempts(run: RunRecord) -> str:
     if not run.attempts:
-        return parts.MISSING.format("None is written down.")
+        return parts.MISSING.format("No attempt is recorded.")
     rows = "".join(
         f'<tr><td>{attempt.number}</td><td class="when">{"" if attempt.started is None else _when(attempt.started)}</td>'
         f"<td>{_range(attempt.first_step, attempt.last_step)}</td>"
@@ -150,7 +150,7 @@ def _range(first: int | None, last: int | None) -> str:
 
 def _events(events: Sequence[Event]) -> str:
     if not events:
-        return parts.MISSING.format("No event is written down.")
+        return parts.MISSING.format("No event is recorded.")
     shown = list(events)
     if len(events) > MOST_EVENTS:
         late = len(events) - MOST_EVENTS
@@ -164,11 +164,11 @@ def _events(events: Sequence[Event]) -> str:
     )
     counts = ", ".join(f"{count:,} {kind}" for kind, count in Counter(event.kind for event in events).most_common())
     left_out = (
-        f" {len(events) - len(shown):,} older ones without trouble are left out." if len(shown) < len(events) else ""
+        f" {len(events) - len(shown):,} older events that are no alerts are left out." if len(shown) < len(events) else ""
     )
     return (
         f'<p class="soft">{escape(counts)}.{left_out}</p><div class="wide tall"><table><tr><th>time</th><th class="n">attempt</th>'
-        f'<th class="n">step</th><th class="n">rank</th><th>kind</th><th>what happened</th></tr>{rows}</table></div>'
+        f'<th class="n">step</th><th class="n">rank</th><th>kind</th><th>message</th></tr>{rows}</table></div>'
     )
 
 
@@ -208,7 +208,7 @@ def _value(value: Any) -> str:
 
 def _layout(run: RunRecord) -> str:
     if not run.layout:
-        return parts.MISSING.format("No attempt wrote its layout down.")
+        return parts.MISSING.format("No attempt recorded its layout.")
     versions = run.layout.get("versions")
     rows = [*(versions.items() if isinstance(versions, Mapping) else []), *run.layout.items()]
     table = "".join(

@@ -67,7 +67,7 @@ def loss(run: RunRecord) -> str:
     """Render training and validation loss, with the steps that were repeated."""
     # Broad and below, so that both can be seen where a step that was made again has the same loss to the bit.
     lines = [
-        Line("made again or lost, after a resume or rollback", series(each, "loss"), "c1 broad")
+        Line("repeated or lost, after a resume or rollback", series(each, "loss"), "c1 broad")
         for each in run.replaced
     ]
     lines.append(Line("training loss", series(run.steps, "loss"), "c0"))
@@ -76,13 +76,13 @@ def loss(run: RunRecord) -> str:
     lines = [line for line in lines if line.points]
     if not any(math.isfinite(y) for line in lines for _, y in line.points):
         return MISSING.format(
-            "No step has a loss that is a number yet." if run.steps else "No step is written down yet."
+            "No step has a finite loss yet." if run.steps else "No step is recorded yet."
         )
     chart = line_chart("loss over steps", lines, marks=starts(run))
     notes = [f"{_steps_of(group)}" for group in run.replaced]
     if notes:
         more = f" and {len(notes) - 8} more" if len(notes) > 8 else ""
-        chart += f'<p class="soft">Steps that were made again or lost: {"; ".join(notes[:8])}{more}.</p>'
+        chart += f'<p class="soft">Steps that were repeated or lost: {"; ".join(notes[:8])}{more}.</p>'
     lost = [x for x, y in series(run.steps, "loss") if not math.isfinite(y)]
     if lost:
         chart += (
@@ -105,7 +105,7 @@ def small_charts(run: RunRecord) -> str:
         if any(math.isfinite(y) for _, y in points):
             drawn = line_chart(title, [Line(title, points, style)], marks=starts(run), from_zero=True, small=True)
         else:
-            drawn = MISSING.format("Not written down.")
+            drawn = MISSING.format("No value is recorded.")
         charts.append(f"<div><h3>{escape(title)}</h3>{drawn}</div>")
     return f'<div class="pair">{"".join(charts)}</div>'
 
@@ -114,7 +114,7 @@ def throughput(run: RunRecord) -> str:
     """Render tokens per second of the job, and its share of the hardware's peak."""
     tokens = series(run.steps, "tokens_per_second")
     if not any(math.isfinite(y) for _, y in tokens):
-        return MISSING.format("No step is written down yet.")
+        return MISSING.format("No step is recorded yet.")
     charts = [("Tokens per second, all ranks", [Line("tokens/s", tokens, "c0")])]
     flops = [
         Line("model FLOPs", series(run.steps, "model_tflops_per_device"), "c2"),
@@ -149,11 +149,11 @@ def times(run: RunRecord) -> str:
     else:
         phases = [each for each in run.steps if isinstance(each.get("spans_seconds"), Mapping)]
         if not phases:
-            return MISSING.format("No times are written down.")
+            return MISSING.format("No times are recorded.")
         labels = list(dict.fromkeys(str(name) for each in phases for name in each["spans_seconds"]))
         rows = [[_zero(number(each, "spans_seconds", name)) for name in labels] for each in phases]
         said = (
-            "Phases of the logging rank's host, in seconds per step. What its forward and backward wait for is not told apart: "
+            "Phases of the logging rank's host, in seconds per step. Waits in its forward and backward are not split: "
             "no step of this run has a time split."
         )
         labels = [name.replace("_", " ") for name in labels]
@@ -207,7 +207,7 @@ def memory(run: RunRecord) -> str:
     predicted = {} if sizes is None or run.config is None else _predicted(run.config, sizes)
     measured = _measured_memory(run, sizes)
     if not predicted and not measured:
-        return MISSING.format("Neither measured nor predicted: no step and no configuration of this version is there.")
+        return MISSING.format("Neither measured nor predicted: there is no step, and no configuration of this version.")
     on_cpu = str(run.layout.get("device", "")).startswith("cpu")
     notes = []
     if measured:
@@ -223,7 +223,7 @@ def memory(run: RunRecord) -> str:
         )
     if len(measured) == 1 and sizes is not None and sizes.world_size > 1:
         notes.append(
-            "Only the logging rank's memory is known: the others tell theirs when an attempt ends in good order."
+            "Only the logging rank's memory is known: the others report theirs when an attempt ends without a failure."
         )
     grid = None if sizes is None else RankGrid(sizes, allow_tp_across_nodes=True)
     stages = {} if grid is None else {rank: grid.coordinates(rank).pp for rank in range(grid.world_size)}
@@ -291,7 +291,7 @@ def schedule(run: RunRecord) -> str:
     """Render the run's schedule, and its bubble next to the measured one."""
     sizes = sizes_of(run)
     if run.config is None or sizes is None:
-        return MISSING.format("Not known without a configuration of this version and the number of ranks.")
+        return MISSING.format("Unknown without a configuration of this version and the number of ranks.")
     try:
         num_microbatches = batch_plan(run.config, sizes.dp).num_microbatches
         name = run.config.schedule.name

@@ -247,7 +247,7 @@ def _end(events: Sequence[Event], *, has_successor: bool) -> str:
         return "hung"
     if "attempt_ended" in kinds:
         return "ended"
-    return "killed: no end is written" if has_successor else "killed, or running still: no end is written"
+    return "killed: no end is recorded" if has_successor else "killed, or still running: no end is recorded"
 
 
 def _checkpoints(path: Path, config: Config | None) -> list[SavedStep]:

@@ -146,7 +146,7 @@ def test_a_whole_run_is_a_whole_page(tmp_path: Path) -> None:
         *("loss", "throughput", "time", "memory", "schedule", "checkpoints", "attempts", "events", "versions", "config")
     }
     assert "60 of 60" in page.text and "finished" in page.text and "31.0%" in page.text
-    assert "Steps that were made again or lost: 41 to 49 (attempt 0)." in page.sections["loss"]
+    assert "Steps that were repeated or lost: 41 to 49 (attempt 0)." in page.sections["loss"]
     assert "it adds up to the step" in page.sections["time"] and "pipeline bubble" in page.sections["time"]
     assert "2.00 GiB" in page.sections["memory"] and "Predicted, by kind" in page.sections["memory"]
     share = SPLIT.seconds["bubble"] / SPLIT.step_seconds
@@ -154,7 +154,7 @@ def test_a_whole_run_is_a_whole_page(tmp_path: Path) -> None:
         f"measured{share:.1%}" in page.sections["schedule"] and "interleaved: pp 2, vpp 2" in page.sections["schedule"]
     )
     assert "step_00000040" in page.sections["checkpoints"] and "no complete checkpoint" in page.sections["checkpoints"]
-    assert "killed: no end is written" in page.sections["attempts"] and "41 to 60" in page.sections["attempts"]
+    assert "killed: no end is recorded" in page.sections["attempts"] and "41 to 60" in page.sections["attempts"]
     assert "rank 2 is slow" in page.sections["events"] and "2.13.0" in page.sections["versions"]
     assert "hidden_size: 32" in page.sections["config"]
     assert 'class="missing"' not in render(read_run(tmp_path / "demo"), 0.0), "every section has something to show"
@@ -192,7 +192,7 @@ def test_a_run_that_was_killed_has_a_page(tmp_path: Path) -> None:
     events = written.read_text().splitlines(keepends=True)
     written.write_text("".join(events[:-1]) + events[-1][:25])
     record = read_run(run)
-    assert (record.state, record.num_unreadable) == ("killed, or running still: no end is written", 2)
+    assert (record.state, record.num_unreadable) == ("killed, or still running: no end is recorded", 2)
     assert [each["step"] for each in record.steps] == list(range(1, 52))
     assert [[each["step"] for each in group] for group in record.replaced] == [list(range(41, 50))]
     page = page_of(run)
@@ -210,12 +210,12 @@ def test_what_is_not_there_is_said(tmp_path: Path, kept: str) -> None:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     page = page_of(run)
     has_steps = kept == "metrics.jsonl"
-    assert ("No step is written down yet." in page.sections["loss"]) is not has_steps
-    assert ("No step is written down yet." in page.sections["throughput"]) is not has_steps
+    assert ("No step is recorded yet." in page.sections["loss"]) is not has_steps
+    assert ("No step is recorded yet." in page.sections["throughput"]) is not has_steps
     assert ("No times are written down." in page.sections["time"]) is not has_steps
-    assert ("None is on the disk." in page.sections["checkpoints"]) is True
-    assert ("No event is written down." in page.sections["events"]) is (kept != "events")
-    assert ("Not known without a configuration" in page.sections["schedule"]) is (kept != "config.yaml")
+    assert ("No checkpoint is on the disk." in page.sections["checkpoints"]) is True
+    assert ("No event is recorded." in page.sections["events"]) is (kept != "events")
+    assert ("Unknown without a configuration" in page.sections["schedule"]) is (kept != "config.yaml")
     assert ("there is no config.yaml" in page.sections["config"]) is (kept != "config.yaml")
 
 
@@ -228,7 +228,7 @@ def test_pipes_and_folders_in_the_place_of_files_hold_no_page(tmp_path: Path) ->
     assert record.results is None and record.events == [] and record.config is None
     (run / "metrics.jsonl").unlink()
     os.mkfifo(run / "metrics.jsonl")
-    assert page_of(run).sections["loss"].count("No step is written down yet.") == 1
+    assert page_of(run).sections["loss"].count("No step is recorded yet.") == 1
 
 
 @settings(deadline=None)
