@@ -23,6 +23,7 @@ from rich.table import Table
 from engine.errors import CheckpointError
 from engine.telemetry.outlets.format import compact, significant
 from engine.telemetry.record.parameters import MODULES, module_of
+from launch.start.command_line import CommandParser, add_checkpoint
 
 if TYPE_CHECKING:  # they import torch, which takes a second: not for --help
     from engine.checkpoint.directory import Candidate
@@ -58,48 +59,33 @@ FIELDS_PER_SECTION = 12
 """What is shown of long lists."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    heading = "examples:\n"
-    each = (INSPECT_EXAMPLES, DIFF_EXAMPLES, VERIFY_EXAMPLES, FINGERPRINT_EXAMPLES)
-    parser.epilog = heading + "".join(text.removeprefix(heading).partition("\n\n")[0].rstrip() + "\n" for text in each)
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-
-    look = _verb(verbs, "inspect", "what a checkpoint holds", INSPECT_EXAMPLES, inspect)
-    look.usage = "triaxis checkpoint inspect CHECKPOINT [--tensors] [--json]"
-    look.add_argument(
-        "path", type=Path, metavar="CHECKPOINT", help="step_00001000, a folder of them, or a run directory"
+def add_arguments(parser: CommandParser) -> None:
+    look = parser.add_verb(
+        "inspect", "print the contents of a checkpoint", "CHECKPOINT [--tensors] [--json]", INSPECT_EXAMPLES
     )
+    look.set_defaults(verb_function=inspect)
+    add_checkpoint(look, "path")
     look.add_argument("--tensors", action="store_true", help="list every tensor: shape and dtype")
     look.add_argument("--json", action="store_true", help="everything but the pieces, for scripts")
 
-    compare = _verb(verbs, "diff", "where two checkpoints differ, whatever layouts wrote them", DIFF_EXAMPLES, diff)
-    compare.usage = "triaxis checkpoint diff A B [--json]"
+    summary = "find where two checkpoints differ, whatever layouts wrote them"
+    compare = parser.add_verb("diff", summary, "A B [--json]", DIFF_EXAMPLES)
+    compare.set_defaults(verb_function=diff)
     compare.add_argument("one", type=Path, metavar="A", help="a checkpoint")
-    compare.add_argument("other", type=Path, metavar="B", help="another one")
+    compare.add_argument("other", type=Path, metavar="B", help="a checkpoint of the same model")
     compare.add_argument("--json", action="store_true", help="for scripts")
 
-    check = _verb(verbs, "verify", "read every byte and check it", VERIFY_EXAMPLES, verify)
-    check.usage = "triaxis checkpoint verify CHECKPOINT"
+    check = parser.add_verb("verify", "read every byte and check its hash", "CHECKPOINT", VERIFY_EXAMPLES)
+    check.set_defaults(verb_function=verify)
     check.add_argument("path", type=Path, metavar="CHECKPOINT", help="one of them; of a folder or run directory, all")
 
-    number = _verb(verbs, "fingerprint", "the number that no layout changes", FINGERPRINT_EXAMPLES, fingerprint)
-    number.usage = "triaxis checkpoint fingerprint CHECKPOINT [--recompute]"
-    number.add_argument(
-        "path", type=Path, metavar="CHECKPOINT", help="step_00001000, a folder of them, or a run directory"
-    )
+    summary = "print the number that no layout changes"
+    number = parser.add_verb("fingerprint", summary, "CHECKPOINT [--recompute]", FINGERPRINT_EXAMPLES)
+    number.set_defaults(verb_function=fingerprint)
+    add_checkpoint(number, "path")
     number.add_argument(
         "--recompute", action="store_true", help="from the bytes; exit code 1 if it is not the stored one"
     )
-
-
-def _verb(
-    verbs: Any, name: str, summary: str, epilog: str, function: Callable[[argparse.Namespace], int]
-) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = verbs.add_parser(
-        name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", epilog=epilog
-    )
-    parser.set_defaults(verb_function=function)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.pipeline import schedules
 from engine.pipeline.programs import Programs
 from engine.storage.json_text import parse_json
-from launch.start.command_line import CONFIG, CommandParser, add_ignore, add_world_size, check_counts
+from launch.start.command_line import CONFIG, CommandParser, add_ignore, add_world_size, check_counts, refuse
 from models.interop.huggingface.config import FAMILIES, from_hugging_face, passed_over_notes
 from models.predict.fit import Devices, memory_line, memory_rule, uses_gpu, uses_nccl
 from models.predict.rank_memory import GB, predict, resolve_recompute
@@ -43,29 +43,12 @@ FROM_HF_EXAMPLES = """examples:
 
 
 def add_arguments(parser: CommandParser) -> None:
-    heading = "examples:\n"
-    parser.epilog = heading + "".join(
-        text.removeprefix(heading) for text in (PRINT_EXAMPLES, CHECK_EXAMPLES, FROM_HF_EXAMPLES)
-    )
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    show = verbs.add_parser(
-        "print",
-        help="print the resolved configuration, each field with its meaning",
-        description="Print the resolved configuration, each field with its meaning.",
-        epilog=PRINT_EXAMPLES,
-    )
-    check = verbs.add_parser(
-        "check",
-        help="report every problem at once, or the derived values",
-        description="Report every problem of a configuration at once, or the values that follow from it.",
-        epilog=CHECK_EXAMPLES,
-    )
-    for verb in (show, check):
-        verb.takes(CONFIG, "the file")
-    show.usage = "triaxis config print CONFIG [section.key=value ...]"
-    check.usage = (
-        "triaxis config check CONFIG [--gpus N] [--ranks-per-node N] [--gpu-memory GB] [section.key=value ...]"
-    )
+    summary = "print the resolved configuration, each field with its meaning"
+    parser.add_verb("print", summary, "CONFIG [section.key=value ...]", PRINT_EXAMPLES).takes(CONFIG, "the file")
+    summary = "report every problem of a configuration at once, or the values that follow from it"
+    words = "CONFIG [--gpus N] [--ranks-per-node N] [--gpu-memory GB] [section.key=value ...]"
+    check = parser.add_verb("check", summary, words, CHECK_EXAMPLES)
+    check.takes(CONFIG, "the file")
     add_world_size(check, "ranks of the run (default: what the config says)")
     check.add_argument(
         "--ranks-per-node", type=int, metavar="N", help="ranks on a node (default: what the config says)"
@@ -76,13 +59,8 @@ def add_arguments(parser: CommandParser) -> None:
         metavar="GB",
         help="memory of a GPU in 10^9 bytes: a run that is predicted to need more is a problem too",
     )
-    from_hf = verbs.add_parser(
-        "from-hf",
-        help="make a model section from a Hugging Face config.json",
-        description="Make a model section from a Hugging Face config.json.",
-        epilog=FROM_HF_EXAMPLES,
-    )
-    from_hf.usage = "triaxis config from-hf CONFIG_JSON [--seq-length N] [--ignore KEY]"
+    summary = "make a model section from a Hugging Face config.json"
+    from_hf = parser.add_verb("from-hf", summary, "CONFIG_JSON [--seq-length N] [--ignore KEY]", FROM_HF_EXAMPLES)
     from_hf.add_argument(
         "path", type=Path, metavar="config.json", help=f"of a model of the family {', '.join(FAMILIES)}"
     )
@@ -105,9 +83,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     check_counts(world_size=args.world_size, ranks_per_node=args.ranks_per_node)
     if args.gpu_memory is not None and not args.gpu_memory > 0:
-        raise ConfigError(
-            [f"--gpu-memory {args.gpu_memory:g}: must be more than 0; nothing would fit."], "the command line"
-        )
+        refuse([f"--gpu-memory {args.gpu_memory:g}: must be more than 0; nothing would fit."])
     devices = None if args.gpu_memory is None else Devices(int(args.gpu_memory * GB))
     config = load_config(
         args.config,

@@ -26,7 +26,7 @@ from engine.data.corpus.tokenizers import check_tokenizer, load_tokenizer
 from engine.errors import CheckpointError, DataError
 from engine.storage.files import sha256_of_file
 from launch.commands import convert_megatron
-from launch.start.command_line import add_ignore
+from launch.start.command_line import CommandParser, add_checkpoint, add_ignore
 from models.interop.huggingface.config import FAMILIES, family_of, to_hugging_face
 from models.interop.huggingface.record import GENERATION_CONFIG, RECORD, ImportRecord, read_record
 from models.specs import model_specs
@@ -48,32 +48,10 @@ TRAIN_CONFIG = "train.yaml"
 TOKENIZER = "tokenizer.json"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    heading = "examples:\n"
-    parser.epilog = heading + "".join(
-        text.removeprefix(heading)
-        for text in (
-            IMPORT_EXAMPLES,
-            EXPORT_EXAMPLES,
-            convert_megatron.IMPORT_EXAMPLES,
-            convert_megatron.EXPORT_EXAMPLES,
-        )
-    )
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    add_parsers(verbs)
-    convert_megatron.add_parsers(verbs)
-
-
-def add_parsers(verbs: Any) -> None:
-    """Add the Hugging Face verbs to the subparsers of `triaxis convert`."""
-    families = ", ".join(FAMILIES)
-    bring = verbs.add_parser(
-        "hf-import",
-        help=f"a Hugging Face folder ({families}) -> weights to start from, and a config",
-        description="Turn a folder of Hugging Face's format into weights to start from, and a config.",
-        epilog=IMPORT_EXAMPLES,
-    )
-    bring.usage = "triaxis convert hf-import HF_DIR OUT_DIR [--seq-length N] [--dtype DTYPE] [--ignore KEY]"
+def add_arguments(parser: CommandParser) -> None:
+    summary = f"turn a Hugging Face folder ({', '.join(FAMILIES)}) into weights to start from, and a config"
+    words = "HF_DIR OUT_DIR [--seq-length N] [--dtype DTYPE] [--ignore KEY]"
+    bring = parser.add_verb("hf-import", summary, words, IMPORT_EXAMPLES)
     bring.add_argument("source", type=Path, metavar="HF_DIR", help="folder with config.json and safetensors")
     bring.add_argument("out", type=Path, metavar="OUT_DIR", help="folder of checkpoints to make; it must not exist")
     bring.add_argument(
@@ -86,18 +64,10 @@ def add_parsers(verbs: Any) -> None:
     add_ignore(bring)
     bring.set_defaults(convert=hf_import)
 
-    take = verbs.add_parser(
-        "hf-export",
-        help="a checkpoint of any layout -> a folder that transformers loads",
-        description="Turn a checkpoint of any layout into a folder that transformers loads.",
-        epilog=EXPORT_EXAMPLES,
-    )
-    take.usage = (
-        "triaxis convert hf-export CHECKPOINT OUT_DIR [--family NAME] [--dtype DTYPE] [--tokenizer PATH] [options]"
-    )
-    take.add_argument(
-        "source", type=Path, metavar="CHECKPOINT", help="step_00001000, a folder of checkpoints, or a run directory"
-    )
+    summary = "turn a checkpoint of any layout into a folder that transformers loads"
+    words = "CHECKPOINT OUT_DIR [--family NAME] [--dtype DTYPE] [--tokenizer PATH] [options]"
+    take = parser.add_verb("hf-export", summary, words, EXPORT_EXAMPLES)
+    add_checkpoint(take, "source")
     take.add_argument("out", type=Path, metavar="OUT_DIR", help="folder to make; it must not exist")
     take.add_argument(
         "--family", choices=list(FAMILIES), help="architecture to write (default: the first that can express the model)"
@@ -112,6 +82,7 @@ def add_parsers(verbs: Any) -> None:
         "--max-shard-gb", type=float, default=5.0, metavar="N", help="largest file, in units of 10^9 bytes (default: 5)"
     )
     take.set_defaults(convert=hf_export)
+    convert_megatron.add_verbs(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -22,6 +22,7 @@ from engine.config.section import Section
 from engine.config.training import OptimizerConfig, PrecisionConfig, TrainConfig
 from engine.config.tree import Config
 from engine.errors import CheckpointError, ConfigError, shown
+from launch.start.command_line import CommandParser, add_checkpoint
 from models.interop.megatron.config import differences, megatron_args, model_section, training_sections
 
 IMPORT_EXAMPLES = """examples:
@@ -37,15 +38,11 @@ DTYPES = ("bf16", "fp16", "fp32")
 TRAIN_CONFIG = "train.yaml"
 
 
-def add_parsers(verbs: Any) -> None:
-    """Add Megatron's verbs to the subparsers of `triaxis convert`."""
-    bring = verbs.add_parser(
-        "megatron-import",
-        help="a torch_dist checkpoint of Megatron-Core -> a checkpoint to resume or to start from, and a config",
-        description="Turn a torch_dist checkpoint of Megatron-Core into one to resume or to start from, and a config.",
-        epilog=IMPORT_EXAMPLES,
-    )
-    bring.usage = "triaxis convert megatron-import MEGATRON_DIR OUT_DIR [--config YAML | --vocab-size N] [options]"
+def add_verbs(parser: CommandParser) -> None:
+    """Add Megatron's verbs to `triaxis convert`."""
+    summary = "turn a torch_dist checkpoint of Megatron-Core into one to resume or to start from, and a config"
+    words = "MEGATRON_DIR OUT_DIR [--config YAML | --vocab-size N] [options]"
+    bring = parser.add_verb("megatron-import", summary, words, IMPORT_EXAMPLES)
     bring.add_argument("source", type=Path, metavar="MEGATRON_DIR", help="what --save named, or one iteration in it")
     bring.add_argument("out", type=Path, metavar="OUT_DIR", help="folder of checkpoints to make; it must not exist")
     whose = bring.add_mutually_exclusive_group()
@@ -58,16 +55,10 @@ def add_parsers(verbs: Any) -> None:
     _add_weights_only(bring)
     bring.set_defaults(convert=megatron_import)
 
-    take = verbs.add_parser(
-        "megatron-export",
-        help="a checkpoint of any layout -> a torch_dist checkpoint that Megatron-Core loads in any layout",
-        description="Turn a checkpoint of any layout into a torch_dist checkpoint that Megatron-Core loads in any layout.",
-        epilog=EXPORT_EXAMPLES,
-    )
-    take.usage = "triaxis convert megatron-export CHECKPOINT OUT_DIR [--dtype DTYPE] [--weights-only]"
-    take.add_argument(
-        "source", type=Path, metavar="CHECKPOINT", help="step_00001000, a folder of checkpoints, or a run directory"
-    )
+    summary = "turn a checkpoint of any layout into a torch_dist checkpoint that Megatron-Core loads in any layout"
+    words = "CHECKPOINT OUT_DIR [--dtype DTYPE] [--weights-only]"
+    take = parser.add_verb("megatron-export", summary, words, EXPORT_EXAMPLES)
+    add_checkpoint(take, "source")
     take.add_argument("out", type=Path, metavar="OUT_DIR", help="for Megatron's --load; iterations in it are kept")
     take.add_argument(
         "--dtype",

@@ -3,11 +3,9 @@
 import argparse
 import importlib
 import os
-from pathlib import Path
 
-from engine.errors import ConfigError, ExitCode
 from launch.commands.train import request
-from launch.start.command_line import CONFIG, CommandParser
+from launch.start.command_line import CONFIG, CommandParser, add_dry_run, add_json_file, refuse
 from launch.start.launcher import DEFAULT_CONFIG, Request, launch
 from launch.start.process.ending import run_rank
 from launch.start.srun_task import is_rank
@@ -43,8 +41,8 @@ def add_arguments(parser: CommandParser) -> None:
     parser.usage = "triaxis doctor [CONFIG] [--json FILE] [--dry-run] [section.key=value ...]"
     parser.epilog = EXAMPLES
     parser.takes(CONFIG, "the run whose nodes are looked at; without one, this node alone", required=False)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="rank 0 writes all facts, rates and findings here")
-    parser.add_argument("--dry-run", action="store_true", help="print the launch line; start nothing")
+    add_json_file(parser, "rank 0 writes all facts, rates and findings here")
+    add_dry_run(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,13 +55,8 @@ def run(args: argparse.Namespace) -> int:
     is_one_of_several = "RANK" in os.environ or is_rank(os.environ)
     if asked.config_path is None:
         if is_one_of_several:
-            raise ConfigError(
-                [
-                    "several ranks were started, and no config says which of them form groups: there would be nothing to "
-                    "measure. Name the run's config: triaxis doctor config.yaml"
-                ],
-                "the command line",
-            )
+            why = "several ranks were started, and no config says which of them form groups: there would be nothing to measure"
+            refuse([f"{why}. Name the run's config: triaxis doctor config.yaml"])
         asked = Request(DEFAULT_CONFIG, (*ONE_PROCESS, *asked.overrides), asked.dry_run)
     flags = () if args.json is None else (f"--json={args.json}",)
     if "RANK" in os.environ:

@@ -7,10 +7,10 @@ from pathlib import Path
 from engine.data.corpus.indexed import IndexedTokens
 from engine.data.corpus.record import read_record
 from engine.data.corpus.tokenizers import Tokenizer
-from engine.errors import ConfigError, DataError
+from engine.errors import DataError
 from launch.inference.request import Asked, ask, open_tokenizer, start
 from launch.inference.request import add_arguments as add_checkpoint_arguments
-from launch.start.command_line import CommandParser
+from launch.start.command_line import CommandParser, refuse
 
 NAME = "evaluate"
 HELP = "Loss and perplexity of a text or a corpus under the model of a checkpoint, per token and per byte."
@@ -55,21 +55,15 @@ def add_arguments(parser: CommandParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check everything that needs no weights, then start the ranks; return their exit code."""
-    if problems := list(_problems(args)):
-        raise ConfigError(problems, "the command line")
+    refuse(_problems(args))
     # A pipeline is full when it has as many microbatches as stages; twice that keeps its bubble small.
     num_microbatches = 2 * args.pp if args.pp and args.pp > 1 else 1
     global_batch_size = args.batch_size * (args.dp or 1) * num_microbatches
     asked = ask(args, {"micro_batch_size": args.batch_size, "global_batch_size": global_batch_size})
     tokenizer = open_tokenizer(asked)
     if args.stride is not None and args.stride > asked.config.model.seq_length:
-        raise ConfigError(
-            [
-                f"--stride {args.stride}: must be at most model.seq_length = {asked.config.model.seq_length}, or tokens between "
-                "two windows would not be predicted."
-            ],
-            "the command line",
-        )
+        most = f"at most model.seq_length = {asked.config.model.seq_length}"
+        refuse([f"--stride {args.stride}: must be {most}, or tokens between two windows would not be predicted."])
     if args.text is not None:
         _check_text(args.text, tokenizer)
     else:

@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
@@ -22,7 +21,15 @@ from engine.config.section import with_value
 from engine.config.tree import Config
 from engine.errors import ConfigError
 from engine.telemetry.outlets.format import in_bytes
-from launch.start.command_line import CONFIG, CommandParser, add_world_size, check_counts, layout_overrides
+from launch.start.command_line import (
+    CONFIG,
+    CommandParser,
+    add_json_file,
+    add_world_size,
+    check_counts,
+    layout_overrides,
+    refuse,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -39,8 +46,8 @@ EXAMPLES = """examples:
   triaxis footprint configs/gpt_tiny.yaml --layout tp=2,pp=2,dp=2 --rank 5 --real
   triaxis footprint configs/gpt_tiny.yaml --layout tp=2,pp=2,dp=2 --races
 
-It is the engine's own code in one process: the ranks beside it do not exist, and any layout can be looked at. Bytes are those
-that tensors hold; an allocator rounds up. Kernels are the CPU's, whose attention keeps other small tensors than a GPU's.
+The engine's own code runs in one process without the other ranks, so any layout can be examined. Bytes are those
+that tensors hold; an allocator rounds up. Kernels are those of the CPU, whose attention keeps other small tensors than a GPU's.
 docs/footprint.md says more.
 """
 
@@ -57,11 +64,11 @@ def add_arguments(parser: CommandParser) -> None:
         "[section.key=value ...]"
     )
     parser.epilog = EXAMPLES
-    parser.takes(CONFIG, "the run to look at")
+    parser.takes(CONFIG, "the run to examine")
     add_world_size(parser, "ranks of the run, from which parallel.dp follows where it is open")
     parser.add_argument("--layout", metavar="tp=N,pp=N,...", help="as for `triaxis verify`; default: the config's own")
     parser.add_argument(
-        "--rank", type=int, action="append", metavar="N", help="which rank; may be repeated (default: 0)"
+        "--rank", type=int, action="append", metavar="N", help="rank to run; may be repeated (default: 0)"
     )
     parser.add_argument("--full", action="store_true", help="run every microbatch, and add none up from others like it")
     parser.add_argument(
@@ -77,16 +84,15 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument(
         "--races",
         action="store_true",
-        help="instead: run steps on the CPU with a small model and look for races between the streams of a GPU run (exit code 1)",
+        help="instead: run steps on the CPU with a small model and find races between the streams of a GPU run (exit code 1)",
     )
     parser.add_argument("--full-size", action="store_true", help="with --races: the config's own sizes, not small ones")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers here as well")
+    add_json_file(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the footprint of some ranks, replay all of them, or look for races (exit code 1 where there are some)."""
-    if problems := list(_problems(args)):
-        raise ConfigError(problems, "the command line")
+    refuse(_problems(args))
     check_counts(world_size=args.world_size)
     config = read_config(args)
     if args.races:
@@ -119,15 +125,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _problems(args: argparse.Namespace) -> Iterator[str]:
     if args.replay and args.rank:
-        yield "--replay with --rank: a replay is of all ranks, and the tables of one would not be shown. Leave one away."
+        yield "--replay with --rank: a replay is of all ranks, and the tables of one would not be shown. Leave one out."
     if args.replay and args.real:
-        yield "--replay with --real: a replay runs nothing on a device, and no time would be shown. Leave one away."
+        yield "--replay with --real: a replay runs nothing on a device, and no time would be shown. Leave one out."
     if args.races:
         for word in ("replay", "real", "full"):
             if getattr(args, word):
-                yield f"--races with --{word}: races are looked for in other steps, and --{word} would do nothing. Leave one away."
+                yield f"--races with --{word}: races are searched in other steps, and --{word} would do nothing. Leave one out."
     if args.full_size and not args.races:
-        yield "--full-size without --races: a footprint has the config's own sizes. Leave it away, or add --races."
+        yield "--full-size without --races: a footprint has the config's own sizes. Leave it out, or add --races."
 
 
 def _races(config: Config, args: argparse.Namespace) -> int:

@@ -5,10 +5,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from engine.config.model import ModelConfig
-from engine.errors import ConfigError
 from launch.inference.request import add_arguments as add_checkpoint_arguments
 from launch.inference.request import ask, open_tokenizer, start
-from launch.start.command_line import CommandParser
+from launch.start.command_line import CommandParser, refuse
 
 NAME = "generate"
 HELP = "Continue a prompt with the model of a checkpoint."
@@ -66,8 +65,7 @@ def run(args: argparse.Namespace) -> int:
     # Documents follow their predecessor's end in training, so that is what a text without a beginning follows.
     prompts = [(text, tokenizer.encode(text) or [tokenizer.eod_id]) for text in args.prompt]
     lengths = [len(tokens) for _, tokens in prompts]
-    if problems := [*_sampling_problems(args), *_length_problems(args, asked.config.model, lengths)]:
-        raise ConfigError(problems, "the command line")
+    refuse([*_sampling_problems(args), *_length_problems(args, asked.config.model, lengths)])
     window = args.max_length or asked.config.model.seq_length
     wanted = args.max_new_tokens or DEFAULT_NEW_TOKENS
     job: dict[str, Any] = {

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from engine.errors import ConfigError, ScheduleError, shown
+from engine.errors import ScheduleError, shown
 from engine.pipeline import schedules
 from engine.pipeline.actions import Schedule
 from engine.pipeline.lowering import lower
@@ -20,7 +20,7 @@ from engine.pipeline.programs import Programs
 from engine.pipeline.simulate import Costs, Timeline, simulate
 from engine.pipeline.text import program_to_text, render_timeline, to_text
 from launch.report.schedule_picture import draw_schedule
-from launch.start.command_line import CONFIG, CommandParser, add_world_size, check_counts
+from launch.start.command_line import CONFIG, CommandParser, add_world_size, check_counts, refuse
 
 if TYPE_CHECKING:
     from engine.config.tree import Config
@@ -48,17 +48,8 @@ USUAL_ROUNDS = 4
 
 
 def add_arguments(parser: CommandParser) -> None:
-    parser.epilog = PRINT_EXAMPLES + CHECK_EXAMPLES.removeprefix("examples:\n")
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    show = verbs.add_parser(
-        "print",
-        help="print or draw a schedule",
-        epilog=PRINT_EXAMPLES,
-        description="Print or draw a pipeline schedule, of a config or of sizes.",
-    )
-    show.usage = (
-        "triaxis schedule print (CONFIG [--gpus N] | --pp P [--vpp V] --microbatches M) [--form FORM] [--out FILE]"
-    )
+    words = "(CONFIG [--gpus N] | --pp P [--vpp V] --microbatches M) [--form FORM] [--out FILE]"
+    show = parser.add_verb("print", "print or draw a pipeline schedule, of a config or of sizes", words, PRINT_EXAMPLES)
     _add_sizes(show)
     show.add_argument(
         "--form",
@@ -67,14 +58,9 @@ def add_arguments(parser: CommandParser) -> None:
         help="text: the actions (default); program: with sends and receives; timeline: drawn in the terminal; svg: a picture",
     )
     show.add_argument("--out", type=Path, metavar="FILE", help="write there instead of to the terminal; svg needs it")
-    prove = verbs.add_parser(
-        "check",
-        help="prove that a schedule is complete and cannot deadlock",
-        epilog=CHECK_EXAMPLES,
-        description="Prove that a schedule is complete, in order and free of deadlock under rules stricter than NCCL's.",
-    )
-    prove.usage = "triaxis schedule check (CONFIG [--gpus N] [section.key=value ...] | --pp P [--vpp V] --microbatches M) [options]"
-    _add_sizes(prove)
+    words = "(CONFIG [--gpus N] [section.key=value ...] | --pp P [--vpp V] --microbatches M) [options]"
+    summary = "prove that a schedule is complete, in order and free of deadlock under rules stricter than NCCL's"
+    _add_sizes(parser.add_verb("check", summary, words, CHECK_EXAMPLES))
 
 
 def _add_sizes(parser: CommandParser) -> None:
@@ -130,9 +116,8 @@ def _asked_for(args: argparse.Namespace) -> list[Schedule]:
             f"--name {name}: there is no such schedule, so no rank knows what to compute. The names are auto, "
             f"{', '.join(schedules.BUILDERS)}."
         )
-    if found := [str(problem) for problem in schedule_problems(name, vpp)]:
-        raise ConfigError(found, "the command line")
-    return [schedules.build(name, args.pp, vpp, args.microbatches)]
+    refuse(str(problem) for problem in schedule_problems(name, vpp))
+    return [schedules.build(schedules.resolve(name, vpp), args.pp, vpp, args.microbatches)]
 
 
 def _check_size(pp: int, vpp: int, num_microbatches: int) -> None:

@@ -16,7 +16,7 @@ from engine.layout.rank_grid import ParallelSizes, RankGrid
 from launch.report.drawing import check_path
 from launch.report.topology_picture import draw_topology
 from launch.report.topology_text import describe_layout
-from launch.start.command_line import CONFIG, CommandParser, add_world_size, check_counts
+from launch.start.command_line import CONFIG, CommandParser, add_world_size, check_counts, refuse
 
 NAME = "topology"
 HELP = "Show which rank stands on which node, and which ranks form a group."
@@ -68,13 +68,8 @@ def _sizes(args: argparse.Namespace) -> tuple[Config | None, ParallelSizes]:
     given = {name: getattr(args, name) for name in ("tp", "pp", "dp") if getattr(args, name) is not None}
     if args.config is None:
         if args.overrides:
-            raise ConfigError(
-                [
-                    f"{word}: no config is named, so there is nothing to override. Name one first."
-                    for word in args.overrides
-                ],
-                "the command line",
-            )
+            unnamed = "no config is named, so there is nothing to override. Name one first."
+            refuse(f"{word}: {unnamed}" for word in args.overrides)
         if args.world_size is not None:
             raise TopologyError(
                 f"--world-size {args.world_size} belongs to a config; here the world is tp x pp x dp. Leave it out, or change "

@@ -5,7 +5,7 @@ import os
 from dataclasses import replace
 
 from launch.commands.train import request
-from launch.start.command_line import CONFIG, CommandParser
+from launch.start.command_line import CONFIG, CommandParser, add_dry_run
 from launch.start.launcher import launch
 
 NAME = "traffic"
@@ -21,8 +21,8 @@ Exit code 1 if the calls or bytes of any rank differ from the prediction of its 
 def add_arguments(parser: CommandParser) -> None:
     parser.usage = "triaxis traffic CONFIG [--dry-run] [section.key=value ...]"
     parser.epilog = EXAMPLES
-    parser.takes(CONFIG, "the run to look at")
-    parser.add_argument("--dry-run", action="store_true", help="print the launch line; start nothing")
+    parser.takes(CONFIG, "the run to check")
+    add_dry_run(parser)
 
 
 def run(args: argparse.Namespace) -> int:

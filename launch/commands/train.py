@@ -7,7 +7,7 @@ from functools import partial
 
 from engine.errors import ExitCode
 from launch.start import hostfile
-from launch.start.command_line import CONFIG, CommandParser
+from launch.start.command_line import CONFIG, CommandParser, add_dry_run
 from launch.start.launcher import DEFAULT_CONFIG, FROM_SCRATCH, Request, launch
 from launch.start.preflight import look_before_training
 
@@ -39,9 +39,7 @@ def add_arguments(parser: CommandParser) -> None:
         action="store_true",
         help="start at step 0 though this run has saved checkpoints (they are moved aside); without it, it resumes",
     )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the launch line, the layout and the batch; start nothing"
-    )
+    add_dry_run(parser, "print the launch line, the layout and the batch; start nothing")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -19,9 +19,12 @@ from launch.start.command_line import (
     LAYOUT_WORDS,
     CommandParser,
     above,
+    add_dry_run,
+    add_json_file,
     add_world_size,
     check_counts,
     layout_overrides,
+    refuse,
 )
 from launch.start.srun_task import is_rank
 from launch.tuning.layouts import LEAST_STEPS, STOPPED, Failed, Measured, refused, show_plan, try_layout, write_config
@@ -34,9 +37,9 @@ EXAMPLES = """examples:
   triaxis try configs/gpt_tiny.yaml --steps 10 --layouts 'tp=1;tp=2;tp=2,pp=2' --json tried.json
   triaxis try configs/llama3_8b.yaml --gpus 8 --layouts 'tp=1;tp=2,sp=true' model.num_layers=4
 
-Each layout is a training run of its own, on the ranks that `triaxis train` would start on this machine, in a temporary folder: no
+Each layout is a separate training run on the ranks that `triaxis train` would start on this machine, in a temporary folder: no
 corpus, no warm-up of the learning rate, no checkpoint, no wandb. A layout that is illegal, does not fit or breaks is listed with
-its reason. What it prints at the end, on stdout, is made to be pasted. Exit code 0: a layout was trained; 1: none was.
+its reason. The block on stdout at the end is made to be pasted. Exit code 0: a layout was trained; 1: none was.
 """
 DEFAULT_STEPS = 20
 OWN = "the config's own"
@@ -64,8 +67,8 @@ def add_arguments(parser: CommandParser) -> None:
         "are ranks for). Default: the config's own",
     )
     add_world_size(parser, "ranks of each layout whose dp is open (default: the GPUs; on a CPU one replica)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers here as well")
-    parser.add_argument("--dry-run", action="store_true", help="print the launch line of each layout; start nothing")
+    add_json_file(parser)
+    add_dry_run(parser, "print the launch line of each layout; start nothing")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,18 +76,14 @@ def run(args: argparse.Namespace) -> int:
     _refuse_other_launchers()
     check_counts(world_size=args.world_size)
     if args.steps < LEAST_STEPS:
-        raise ConfigError(
-            [
-                f"--steps {args.steps}: at least {LEAST_STEPS}: the first one warms up, and the last one ends the measurement."
-            ],
-            "the command line",
+        refuse(
+            [f"--steps {args.steps}: at least {LEAST_STEPS}: one step warms up, and the last one ends the measurement."]
         )
-    if too_many := above("steps", args.steps, MOST_STEPS, "no run makes more"):
-        raise ConfigError(too_many, "the command line")
+    refuse(above("steps", args.steps, MOST_STEPS, "no run makes more"))
     layouts = [OWN] if args.layouts is None else [text.strip() for text in args.layouts.split(";") if text.strip()]
     changes = [[] if text == OWN else layout_overrides(text, dp_is_open=True) for text in layouts]
     if not layouts:
-        raise ConfigError(["--layouts names none. Write for example --layouts 'tp=1;tp=2'."], "the command line")
+        refuse(["--layouts names none. Write for example --layouts 'tp=1;tp=2'."])
     outcomes: list[Measured | Failed] = []
     with tempfile.TemporaryDirectory(prefix="triaxis-try-") as name, _ranks(args.world_size):
         for number, (label, change) in enumerate(zip(layouts, changes, strict=True), start=1):

@@ -5,7 +5,6 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Literal
 
 from rich.box import SIMPLE_HEAD
@@ -15,9 +14,17 @@ from rich.table import Table
 from engine.config.plan import parallel_sizes
 from engine.config.training import MOST_STEPS
 from engine.config.tree import Config
-from engine.errors import ConfigError
 from engine.layout.rank_grid import MOST_RANKS as LARGEST_WORLD
-from launch.start.command_line import CONFIG, LAYOUT_WORDS, CommandParser, above, layout_overrides
+from launch.start.command_line import (
+    CONFIG,
+    LAYOUT_WORDS,
+    CommandParser,
+    above,
+    add_dry_run,
+    add_json_file,
+    layout_overrides,
+    refuse,
+)
 from launch.verify.covering import Row
 from launch.verify.matrix import MOST_RANKS, matrix
 from launch.verify.oracle import NUM_STEPS, ORACLES, OracleTrial, oracle_trial, show_oracle_plan, verify_against
@@ -72,7 +79,7 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument(
         "--oracle",
         choices=list(ORACLES),
-        help="compare with somebody else's model in place of our own one process: "
+        help="compare with another library's model in place of our own one process: "
         + "; ".join(f"{name}: {what}" for name, (_, what) in ORACLES.items()),
     )
     parser.add_argument(
@@ -85,16 +92,15 @@ def add_arguments(parser: CommandParser) -> None:
         "--dtype", choices=DTYPES, default="float64", help="of both runs (default: float64, where equal means equal)"
     )
     parser.add_argument("--full-size", action="store_true", help="the config's own sizes instead of small ones")
-    parser.add_argument("--dry-run", action="store_true", help="print both launch lines; start nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the certificate here as well")
+    add_dry_run(parser, "print both launch lines; start nothing")
+    add_json_file(parser, "write the certificate here as well")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the verification; 0: equal, 1: different, 2: unusable."""
     if args.steps is None:
         args.steps = DEFAULT_STEPS if args.oracle is None else NUM_STEPS
-    if problems := list(_problems(args)):
-        raise ConfigError(problems, "the command line")
+    refuse(_problems(args))
     console = Console(highlight=False, soft_wrap=True)
     if args.matrix:
         return _run_matrix(console, args)

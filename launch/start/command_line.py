@@ -21,6 +21,9 @@ from engine.errors import ConfigError, shown
 from engine.layout.rank_grid import MOST_RANKS
 
 OVERRIDES = "section.key=value"
+EXAMPLES = "examples:\n"
+"""The heading of examples below the options."""
+BLANK = "\n\n"
 HELP_COLUMN = 30
 """Column of the meanings of options in `--help`."""
 HELP_WIDTH = 110
@@ -62,11 +65,23 @@ class CommandParser(argparse.ArgumentParser):
         self._needs_subject = False
         self._verbs: Any = None
 
-    def add_subparsers(self, **settings: Any) -> Any:
-        """Add verbs, as `argparse.ArgumentParser.add_subparsers`."""
-        self._verbs = super().add_subparsers(**settings)
-        self.usage = f"{self.prog} {settings['metavar']} ..."
-        return self._verbs
+    def add_verb(self, name: str, summary: str, words: str, examples: str) -> "CommandParser":
+        """Add a verb, and its examples to those of the command.
+
+        Args:
+            name: of the verb.
+            summary: its line in the command's `--help`, and a sentence of its own.
+            words: its usage after its name.
+            examples: text below its options; the command shows the part before the first empty line.
+        """
+        if self._verbs is None:
+            self._verbs = self.add_subparsers(dest="verb", metavar="VERB", required=True)
+            self.usage, self.epilog = f"{self.prog} VERB ...", EXAMPLES
+        self.epilog = f"{self.epilog}{examples.removeprefix(EXAMPLES).partition(BLANK)[0].rstrip()}\n"
+        description = f"{summary[0].upper()}{summary[1:]}."
+        verb: CommandParser = self._verbs.add_parser(name, help=summary, description=description, epilog=examples)
+        verb.usage = f"{self.prog} {name} {words}"
+        return verb
 
     def takes(self, subject: Subject, meaning: str, *, required: bool = True) -> None:
         """Take a path of `subject` and overrides as words.
@@ -141,8 +156,7 @@ class CommandParser(argparse.ArgumentParser):
                 f"no {subject.name} is named, so there is nothing to work on. Give it as the first word, for example "
                 f"{self.prog} {subject.example}"
             )
-        if problems:
-            raise ConfigError(problems, "the command line")
+        refuse(problems)
         del parsed.words
         setattr(parsed, subject.name, paths[0] if paths else None)
         parsed.overrides = overrides
@@ -151,6 +165,23 @@ class CommandParser(argparse.ArgumentParser):
 def add_world_size(parser: argparse.ArgumentParser, meaning: str) -> None:
     """Add `--world-size N`, which may be typed as `--gpus N`: the number of ranks where `parallel.dp` is open."""
     parser.add_argument("--world-size", "--gpus", type=int, metavar="N", help=meaning)
+
+
+def add_checkpoint(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add the positional argument `name`: a path that `engine.checkpoint.directory.find` accepts."""
+    parser.add_argument(
+        name, type=Path, metavar="CHECKPOINT", help="step_00001000, a folder of checkpoints, or a run directory"
+    )
+
+
+def add_dry_run(parser: argparse.ArgumentParser, meaning: str = "print the launch line; start nothing") -> None:
+    """Add `--dry-run`."""
+    parser.add_argument("--dry-run", action="store_true", help=meaning)
+
+
+def add_json_file(parser: argparse.ArgumentParser, meaning: str = "write all numbers here as well") -> None:
+    """Add `--json FILE`."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help=meaning)
 
 
 def add_ignore(parser: argparse.ArgumentParser) -> None:
@@ -178,6 +209,12 @@ def above(name: str, number: int, most: int, reason: str) -> list[str]:
     return [f"--{name.replace('_', '-')} {shown(number)}: must be at most {most:,}; {reason}."]
 
 
+def refuse(problems: Iterable[str]) -> None:
+    """Raise ConfigError with the problems of a command line, if there are any."""
+    if found := list(problems):
+        raise ConfigError(found, "the command line")
+
+
 def check_counts(**given: int | None) -> None:
     """Refuse options that count ranks and are below 1 or above `MOST_RANKS`.
 
@@ -197,8 +234,7 @@ def check_counts(**given: int | None) -> None:
             problems += above(
                 name, number, MOST_RANKS, "no run has more ranks, and their groups would not fit in memory"
             )
-    if problems:
-        raise ConfigError(problems, "the command line")
+    refuse(problems)
 
 
 def layout_overrides(text: str, *, dp_is_open: bool = False) -> list[str]:
@@ -221,8 +257,7 @@ def layout_overrides(text: str, *, dp_is_open: bool = False) -> list[str]:
                 "layout that would be run is not the one that was meant. Write for example tp=2,pp=2,vpp=2,dp=2."
             )
         given[name] = value
-    if problems:
-        raise ConfigError(problems, "the command line")
+    refuse(problems)
     unnamed = {"sp": "false"} | ({"dp": "null"} if dp_is_open else {})
     sizes = {name: given.get(name, unnamed.get(name, "1")) for name in LAYOUT_WORDS}
     return [f"parallel.{LAYOUT_WORDS[name]}={value}" for name, value in sizes.items()]

@@ -71,8 +71,8 @@ def test_races(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
         (["--layout", "tp=2,dp=4", "--rank", "8"], "8 ranks, counted from 0"),
         (["parallel.dp=null"], "parallel.dp is open"),
         (["--layout", "tp=0"], "parallel.tp"),
-        (["--replay", "--rank", "1"], "Leave one away"),
-        (["--races", "--replay"], "races are looked for in other steps"),
+        (["--replay", "--rank", "1"], "Leave one out"),
+        (["--races", "--replay"], "races are searched in other steps"),
         (["--full-size"], "or add --races"),
     ],
 )

@@ -48,7 +48,7 @@ def test_the_command_shows_both(capsys: pytest.CaptureFixture[str]) -> None:
     (calls,) = [line.split()[2:] for line in out.splitlines() if "calls sent" in line]
     assert calls[0] == calls[1] != "0"
     assert main([*command, "--layout", "tp=2,pp=2,dp=2", "--replay", "--real"]) == 2
-    assert "Leave one away" in capsys.readouterr().err
+    assert "Leave one out" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
