@@ -175,7 +175,10 @@ def fingerprint(args: argparse.Namespace) -> int:
         console.print("recomputed from the bytes: the same")
         return 0
     for kind, number in computed.items():
-        console.print(f"{kind:<12}{number} recomputed" + ("" if stored.get(kind) == number else "; it differs from the stored one"))
+        console.print(
+            f"{kind:<12}{number} recomputed"
+            + ("" if stored.get(kind) == number else "; it differs from the stored one")
+        )
     return 1
 
 

@@ -4,6 +4,7 @@ import argparse
 import importlib
 import os
 
+from engine.errors import ExitCode
 from launch.commands.train import request
 from launch.start.command_line import CONFIG, CommandParser, add_dry_run, add_json_file, refuse
 from launch.start.launcher import DEFAULT_CONFIG, Request, launch

@@ -137,7 +137,7 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _races(config: Config, args: argparse.Namespace) -> int:
-    """Look for races on some ranks."""
+    """Find races on some ranks."""
     from launch.footprint.races.run import check_races, config_to_check
 
     begin = time.monotonic()

@@ -117,7 +117,7 @@ def _asked_for(args: argparse.Namespace) -> list[Schedule]:
             f"{', '.join(schedules.BUILDERS)}."
         )
     refuse(str(problem) for problem in schedule_problems(name, vpp))
-    return [schedules.build(schedules.resolve(name, vpp), args.pp, vpp, args.microbatches)]
+    return [schedules.build(name, args.pp, vpp, args.microbatches)]
 
 
 def _check_size(pp: int, vpp: int, num_microbatches: int) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from engine.config.load import load_config
 from engine.config.plan import parallel_sizes
 from engine.config.tree import Config, require_legal
-from engine.errors import ConfigError, TopologyError
+from engine.errors import TopologyError
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from launch.report.drawing import check_path
 from launch.report.topology_picture import draw_topology

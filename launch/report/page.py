@@ -164,7 +164,9 @@ def _events(events: Sequence[Event]) -> str:
     )
     counts = ", ".join(f"{count:,} {kind}" for kind, count in Counter(event.kind for event in events).most_common())
     left_out = (
-        f" {len(events) - len(shown):,} older events that are no alerts are left out." if len(shown) < len(events) else ""
+        f" {len(events) - len(shown):,} older events that are no alerts are left out."
+        if len(shown) < len(events)
+        else ""
     )
     return (
         f'<p class="soft">{escape(counts)}.{left_out}</p><div class="wide tall"><table><tr><th>time</th><th class="n">attempt</th>'

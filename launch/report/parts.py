@@ -67,17 +67,14 @@ def loss(run: RunRecord) -> str:
     """Render training and validation loss, with the steps that were repeated."""
     # Broad and below, so that both can be seen where a step that was made again has the same loss to the bit.
     lines = [
-        Line("repeated or lost, after a resume or rollback", series(each, "loss"), "c1 broad")
-        for each in run.replaced
+        Line("repeated or lost, after a resume or rollback", series(each, "loss"), "c1 broad") for each in run.replaced
     ]
     lines.append(Line("training loss", series(run.steps, "loss"), "c0"))
     if validation := [point for point in series(run.steps, "val_loss") if math.isfinite(point[1])]:
         lines.append(Line("validation loss", validation, "c2 dots"))
     lines = [line for line in lines if line.points]
     if not any(math.isfinite(y) for line in lines for _, y in line.points):
-        return MISSING.format(
-            "No step has a finite loss yet." if run.steps else "No step is recorded yet."
-        )
+        return MISSING.format("No step has a finite loss yet." if run.steps else "No step is recorded yet.")
     chart = line_chart("loss over steps", lines, marks=starts(run))
     notes = [f"{_steps_of(group)}" for group in run.replaced]
     if notes:

@@ -60,8 +60,8 @@ class Attention(nn.Module):
         q = q.view(s, b, self.num_heads, self.head_dim)
         k, v = (tensor.view(s, b, self.num_kv_heads, self.head_dim) for tensor in (k, v))
         saved = self.context.saved
-        q = saved.again("rope", lambda q: self._normalise_and_rotate(q, self.q_norm, rope), q)
-        k = saved.again("rope", lambda k: self._normalise_and_rotate(k, self.k_norm, rope), k)
+        q = saved.recompute_output("rope", lambda q: self._normalise_and_rotate(q, self.q_norm, rope), q)
+        k = saved.recompute_output("rope", lambda k: self._normalise_and_rotate(k, self.k_norm, rope), k)
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
         if cache is not None:
             k, v = cache.extend(k, v)
@@ -73,7 +73,7 @@ class Attention(nn.Module):
     def _normalise_and_rotate(
         self, x: torch.Tensor, norm: ShardedParameter | None, rope: torch.Tensor | None
     ) -> torch.Tensor:
-        """Apply QK-norm and rotation to queries or keys [s, b, heads, d]; return x itself where the model has neither."""
+        """Normalise and rotate queries or keys [s, b, heads, d]; x itself where the model has neither."""
         fusion = self.context.kernels.fusion
         if norm is not None:
             x = rms_norm(x, norm.tracked(), self.context.model.norm_eps, fusion)

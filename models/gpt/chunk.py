@@ -67,7 +67,7 @@ class Block(nn.Module):
     def forward(
         self, x: torch.Tensor, rope: torch.Tensor | None, keys: DropoutKeys, cache: LayerCache | None = None
     ) -> torch.Tensor:
-        """[s(/t), b, h] -> the same."""
+        """Run the layer: [s(/t), b, h] -> the same shape."""
         saved = self.context.saved
         branch = self.attention(saved.recompute_output("norm", self.attention_norm, x), rope, keys, cache)
         x = hidden_dropout(self, self.context, branch, keys, f"{self.name}.attention.residual_dropout", x)
@@ -83,7 +83,7 @@ class TokenLosses(nn.Module):
         self.context = context
 
     def forward(self, x: torch.Tensor, head: ColumnParallelLinear, labels: torch.Tensor) -> torch.Tensor:
-        """x [s(/t), b, h] that the head reads, labels int64 [b, s] -> [s, b], the same on every tp rank."""
+        """Return the losses [s, b], equal on every tp rank, of x [s(/t), b, h] that the head reads and labels int64 [b, s]."""
         context, targets = self.context, labels.t()
         vocab_size, fusion = context.model.vocab_size, context.kernels.fusion
         at_a_time = context.recompute.head_tokens

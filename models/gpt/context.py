@@ -46,13 +46,26 @@ class BuildContext:
         self.taken.add(name)
         return self.parameters[name]
 
-    def maybe_parameter(self, name: str) -> ShardedParameter | None:
-        """Return the parameter, or None where this model has none of that name (a bias that is off)."""
-        return self.parameters.get(name)
+    def optional_parameter(self, name: str) -> ShardedParameter | None:
+        """Return the parameter, or None where the model's specs lack it (a bias that is off)."""
+        return self.parameter(name) if name in self.parameters else None
 
-    def parameters_named(self, *names: str) -> list[ShardedParameter]:
-        """Return those of the named parameters that this model has, in order."""
-        return [self.parameters[name] for name in names if name in self.parameters]
+    def optional_parameters(self, *names: str) -> list[ShardedParameter]:
+        """Return those of the named parameters that the model's specs have, in order."""
+        return [self.parameter(name) for name in names if name in self.parameters]
+
+    def require_all_taken(self) -> None:
+        """Check that modules took every parameter of the chunk: one that none takes is misspelt in a module or in the specs.
+
+        Raises:
+            LookupError: some were left; they would get no gradient.
+        """
+        left = [name for name in self.parameters if name not in self.taken]
+        if left:
+            raise LookupError(
+                f"no module took {', '.join(left)}, so these parameters would not be trained. "
+                "Their names differ between models/specs.py and the modules of models/gpt."
+            )
 
 
 class Norm(torch.nn.Module):

@@ -145,14 +145,14 @@ class Decoder:
         logits = self.logits(tokens)
         token = torch.zeros(1, dtype=torch.int64, device=self._topology.device)
         if logits is not None:
-            token.fill_(draw_token(logits.cpu(), sampling, place))
+            token.fill_(sample_token(logits.cpu(), sampling, place))
         placement = self._programs.schedule.placement
         last_stage_rank = placement.rank_of(placement.num_stages - 1)
         return int(self._topology.axis("pp").broadcast(token, last_stage_rank, "generation").wait())
 
 
-def draw_token(logits: torch.Tensor, sampling: Sampling, place: int) -> int:
-    """Draw one token id from logits [V] on the CPU: argmax(logits / temperature + Gumbel noise) follows their softmax.
+def sample_token(logits: torch.Tensor, sampling: Sampling, place: int) -> int:
+    """Draw one token id from logits [V] on the CPU: argmax(logits / temperature + Gumbel noise) draws from their softmax.
 
     (Noise per token rather than one number against the cumulative sum: rounding in one logit then moves no other token's
     share, and layouts that round differently in 16 bits still write the same text for as long as possible.)
@@ -172,7 +172,7 @@ def draw_token(logits: torch.Tensor, sampling: Sampling, place: int) -> int:
 
 def _gumbel(seed: int, place: int, num: int) -> torch.Tensor:
     """Compute standard Gumbel noise -log(-log(u)), float64 [num], a function of (seed, place, token)."""
-    words = mix64_((torch.arange(num) + 1) * GOLDEN + key64(f"{seed}/generation/{place}"))
+    words = mix_words_((torch.arange(num) + 1) * GOLDEN + key64(f"{seed}/generation/{place}"))
     # The top 53 bits, and a half so that u is never 0 or 1.
     u = (shift_right(words, 11).double() + 0.5) * 2.0**-53
     return -(-u.log()).log()

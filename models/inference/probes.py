@@ -31,7 +31,7 @@ def site_order(name: str, num_layers: int) -> int:
 
 
 class Probes:
-    """Record of the outputs during `open`: {site: {samples: values}}.
+    """Outputs that were recorded during `open`: {site: {samples: values}}.
 
     Values are float64 [s] (or [s/t], this rank's part of the sequence) of one sample, keyed by its id; of the loss a
     scalar, keyed by the ids of the microbatch.

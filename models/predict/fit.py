@@ -166,7 +166,7 @@ def fitting_changes(subject: Subject, most: int) -> Iterator[Fitting]:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """Search of the changes of one configuration."""
+    """A search through the changes of one configuration."""
 
     subject: Subject
     most: int

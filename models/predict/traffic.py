@@ -182,24 +182,7 @@ def _bucket_numels(records: Iterable[ParamRecord], bucket_numel: int, multiple: 
     return [-(-numel // multiple) * multiple for numel in numels]
 
 
-class LedgerEvent(Protocol):
-    """A posted call, as `engine.comm.collectives.Event` records it."""
-
-    @property
-    def op(self) -> str: ...
-    @property
-    def axis(self) -> str: ...
-    @property
-    def purpose(self) -> str: ...
-    @property
-    def dtype(self) -> Any: ...
-    @property
-    def numel(self) -> int: ...
-    @property
-    def group_size(self) -> int: ...
-
-
-def measured_traffic(posted: Iterable[LedgerEvent]) -> dict[Flow, Volume]:
+def measured_traffic(posted: Iterable[Event]) -> dict[Flow, Volume]:
     """Sum the posted calls of a ledger into the same flows."""
     tally = _Tally()
     for event in posted:

@@ -244,7 +244,7 @@ class ReadingThread(Executor):
 
 
 class HostReads(TorchFunctionMode):
-    """Reports to the watch of values that the host reads, while it is entered."""
+    """A mode that reports to the watch each value that the host reads."""
 
     def __init__(self, watch: RaceWatch) -> None:
         super().__init__()

@@ -82,7 +82,7 @@ _GPT2_LAYER: Table = (
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """Names of a family's tensors.
+    """The names of a family's tensors.
 
     Attributes:
         first, last: tensors before and after the layers.

@@ -23,7 +23,7 @@ from engine.pipeline import schedules
 from engine.pipeline.executor import Executor
 from engine.pipeline.lowering import lower
 from models.gpt.chunk import GPTChunk
-from models.inference.generate import Decoder, Model, Sampling, _batch, draw_token, generate, stream
+from models.inference.generate import Decoder, Model, Sampling, _batch, generate, sample_token, stream
 from models.inference.load import for_reading, load_model
 from tests.harness import run_ranks
 from tests.parity.cases import Case, load_weights, weights_of
@@ -173,7 +173,7 @@ def continue_without_cache(rank: int, case: Case, sampling: Sampling, num_tokens
     for _ in range(num_tokens):
         logits = full_logits(engine, text)
         assert logits is not None
-        text.append(draw_token(logits[-1], sampling, place=len(text)))
+        text.append(sample_token(logits[-1], sampling, place=len(text)))
     return text[len(PROMPT) :]
 
 
@@ -230,7 +230,7 @@ LOGITS = torch.tensor([2.0, -1.0, 1.0, 0.0, 1.5, -3.0], dtype=torch.float64)
 def shares(sampling: Sampling, num_draws: int = 5_000) -> torch.Tensor:
     counts = torch.zeros(len(LOGITS), dtype=torch.float64)
     for place in range(num_draws):
-        counts[draw_token(LOGITS, sampling, place)] += 1
+        counts[sample_token(LOGITS, sampling, place)] += 1
     return counts / num_draws
 
 
@@ -261,14 +261,14 @@ def test_top_k_and_top_p_leave_the_most_likely() -> None:
 
 def test_a_draw_is_a_function_of_seed_and_place() -> None:
     flat = torch.zeros(1000)
-    tokens = [draw_token(flat, Sampling(seed=1), place) for place in range(50)]
-    assert tokens == [draw_token(flat, Sampling(seed=1), place) for place in range(50)]
+    tokens = [sample_token(flat, Sampling(seed=1), place) for place in range(50)]
+    assert tokens == [sample_token(flat, Sampling(seed=1), place) for place in range(50)]
     assert len(set(tokens)) > 40
-    assert len(set(tokens) & {draw_token(flat, Sampling(seed=2), place) for place in range(50)}) < 10
+    assert len(set(tokens) & {sample_token(flat, Sampling(seed=2), place) for place in range(50)}) < 10
 
 
 def test_the_most_likely_token_needs_no_noise() -> None:
-    assert [draw_token(LOGITS.to(torch.bfloat16), Sampling(0.0, seed=seed), seed) for seed in range(5)] == [0] * 5
+    assert [sample_token(LOGITS.to(torch.bfloat16), Sampling(0.0, seed=seed), seed) for seed in range(5)] == [0] * 5
 
 
 # From a checkpoint --------------------------------------------------------------------------------------------------------
