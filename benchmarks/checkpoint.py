@@ -1,4 +1,4 @@
-"""Saving and loading a checkpoint beside `dd`, beside a plain memory copy, and beside torch.distributed.checkpoint.
+"""Saving and loading a checkpoint compared with `dd`, a plain memory copy, and torch.distributed.checkpoint.
 
 Each round measures, in turns on the same disk, with as many files as ranks and as many bytes as the state has:
 
@@ -79,7 +79,7 @@ class Watch:
 
 
 def make_config(gib: float, world_size: int) -> Config:
-    """A GPT whose fp32 state has at least `gib` GiB, data parallel over all ranks."""
+    """Build the config of a GPT whose fp32 state has at least `gib` GiB, data parallel over all ranks."""
     per_layer = 12 * HIDDEN**2
     layers = max(1, -(-int(gib * 2**30 / BYTES_PER_PARAMETER) // per_layer))
     heads = HIDDEN // 64
@@ -133,8 +133,8 @@ class Contest:
         self.num_bytes = sum(flat.numel() * flat.element_size() for flat in self.flats)
 
     def together(self, work: Callable[[], float | None]) -> float:
-        """Seconds of the slowest rank; `work` may return seconds of its own."""
-        self.world.barrier(self.rank.topology.device, "benchmark")
+        """Return the seconds of the slowest rank; `work` may return seconds of its own."""
+        self.world.agree([0.0], self.rank.topology.device, "benchmark")
         started = time.perf_counter()
         own = work()
         seconds = time.perf_counter() - started if own is None else own
@@ -142,7 +142,7 @@ class Contest:
         return float(self.world.all_reduce(mine, "benchmark", op="max").wait())
 
     def round(self, step: int) -> dict[str, float]:
-        """Seconds by name. Who goes first turns from round to round: a disk may be faster after a rest."""
+        """Return seconds by name. The first side changes from round to round: a disk may be faster after a rest."""
         times = {"copy": self.together(self.copy)}
         turns = [self.turn_of_dd, self.turn_of_ours, self.turn_of_dcp]
         for turn in turns[step % 3 :] + turns[: step % 3]:
@@ -173,8 +173,8 @@ class Contest:
         return times
 
     def clear(self) -> None:
-        """An empty folder for the next measurement, and nothing left to be written."""
-        self.world.barrier(self.rank.topology.device, "benchmark")
+        """Empty the folder for the next measurement, with nothing left to be written."""
+        self.world.agree([0.0], self.rank.topology.device, "benchmark")
         if self.rank.number == 0:
             shutil.rmtree(self.folder)
             self.folder.mkdir()
@@ -243,7 +243,7 @@ def drop(folder: Path) -> None:
 
 
 def show(rounds: list[dict[str, float]], num_bytes: float, num_ranks: int, console: Console) -> None:
-    """One table: medians, and the medians of each round's own ratios."""
+    """Print one table: medians, and the medians of each round's own ratios."""
     table = Table(title=f"{num_bytes / 2**30:.2f} GiB in {num_ranks} files, medians of {len(rounds)} rounds")
     for name, justify in (("", "left"), ("seconds", "right"), ("GB/s", "right"), ("ratio", "right"), ("of", "left")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """DeepSpeed on the CPU in the same layout: its pipeline engine (1F1B) and ZeRO stage 1 over dp, on the layers of `torch_peer.py`.
 
 DeepSpeed has no tensor parallelism of its own for training such a model, and no interleaved schedule. Its CPU Adam wants a
-compiler; torch's fused AdamW stands in, as in the other peers. Not a dependency: `pip install deepspeed` (tried: 0.19.8).
+compiler; torch's fused AdamW replaces it, as in the other peers. Not a dependency: `pip install deepspeed` (tried: 0.19.8).
 """
 
 from collections.abc import Mapping, Sequence
@@ -100,10 +100,10 @@ class DeepSpeedPeer:
         )
 
     def step(self, microbatches: Sequence[MicroBatch]) -> float:
-        """One optimizer step on this data-parallel rank's microbatches; returns the loss per token."""
+        """Run one optimizer step on this data-parallel rank's microbatches; return the loss per token."""
         return float(self._engine.train_batch(iter([(each.tokens, each.labels) for each in microbatches])))
 
 
 def _mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Per token of a microbatch: DeepSpeed takes the mean over microbatches and data-parallel ranks."""
+    """Compute the loss per token of a microbatch: DeepSpeed takes the mean over microbatches and data-parallel ranks."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())

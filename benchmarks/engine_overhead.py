@@ -1,4 +1,4 @@
-"""What the engine itself costs: one process of ours against a loop written by hand, same arithmetic, in pairs.
+"""Cost of the engine itself: one process of ours against a loop written by hand, same arithmetic, in pairs.
 
     pair 1   engine step, plain step        ratio = engine / plain, wall and CPU seconds
     pair 2   plain step, engine step        ...
@@ -97,7 +97,7 @@ class Result:
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
-    """The median of independent values with a distribution-free interval.
+    """Return the median of independent values with a distribution-free interval.
 
     The number of values below the true median is binomial(n, 1/2), so the k-th smallest and k-th largest hold it with
     probability 1 - 2 P(fewer than k below); k is the largest that keeps `confidence` (all values when n is small).
@@ -112,7 +112,7 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interv
 
 
 def config_of(options: argparse.Namespace, model: str, dtype: str) -> Config:
-    """The configuration of one comparison."""
+    """Build the configuration of one comparison."""
     shape = MODELS[model]
     # SwiGLU has three matrices; 8/3 h, rounded to 64, keeps the size of an MLP of two matrices and 4 h.
     ffn = round(8 * options.hidden / 3 / 64) * 64 if shape["activation"] == "swiglu" else 4 * options.hidden
@@ -141,7 +141,7 @@ def config_of(options: argparse.Namespace, model: str, dtype: str) -> Config:
 
 
 def build_engine(config: Config) -> Engine:
-    """The engine of a lone process."""
+    """Build the engine of a lone process."""
     topology = Topology(RankGrid(ParallelSizes()), 0, torch.device("cpu"), kv_heads=config.model.kv_heads)
     return build(config, topology, build_chunks)
 
@@ -151,7 +151,7 @@ def engine_step(engine: Engine) -> Step:
 
 
 def plain_step(config: Config, engine: Engine) -> Step:
-    """A plain loop that starts from the engine's present weights."""
+    """Build a plain loop that starts from the engine's present weights."""
     loop = PlainLoop(config, {name: parameter.value.detach() for name, parameter in engine.parameters.items()})
     return lambda microbatches: loop.step(microbatches, LEARNING_RATE)[0]
 
@@ -222,7 +222,7 @@ def compare(config: Config, model: str, num_pairs: int) -> Result:
 
 
 def peak_bytes(make_side: Callable[[], Step], config: Config) -> int:
-    """Most live bytes from building a side to its second step."""
+    """Return the most live bytes from building a side to its second step."""
     batches = batches_of(config)
 
     def run() -> None:
@@ -237,7 +237,7 @@ def peak_bytes(make_side: Callable[[], Step], config: Config) -> int:
 
 
 def traced_peak(run: Callable[[], None]) -> int:
-    """Most live bytes that torch's CPU allocator had handed out at once during `run`, beside those before it."""
+    """Return the most live bytes that torch's CPU allocator had handed out at once during `run`, without those before it."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     with tempfile.TemporaryDirectory() as folder:
@@ -252,7 +252,7 @@ def traced_peak(run: Callable[[], None]) -> int:
 
 
 def machine() -> dict[str, Any]:
-    """What a reader needs in order to judge the numbers."""
+    """Describe the machine, so that a reader can judge the numbers."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -269,7 +269,7 @@ def machine() -> dict[str, Any]:
 
 
 def show(results: Sequence[Result], console: Console) -> None:
-    """The table that people read."""
+    """Print the table for people."""
     table = Table(caption="engine / plain: medians with 95 % intervals; peaks of memory")
     for heading in ("model", "wall time", "CPU time", "memory"):
         table.add_column(heading, justify="left" if heading == "model" else "right", no_wrap=True)
@@ -284,7 +284,7 @@ def show(results: Sequence[Result], console: Console) -> None:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """What `config_of` reads: the sizes of the model and of a step, which models, which dtypes."""
+    """Add the options of `config_of`: the sizes of the model and of a step, models, dtypes."""
     parser.add_argument("--hidden", type=int, default=512, help="hidden size")
     parser.add_argument("--layers", type=int, default=4, help="transformer layers")
     parser.add_argument("--head-dim", type=int, default=64, help="size of one attention head")

@@ -1,4 +1,4 @@
-"""Ours beside what others train with, on one GPU: tokens per second, and FLOPs over those of a GEMM in the same run.
+"""Ours compared with other training programs on one GPU: tokens per second, and FLOPs over those of a GEMM in the same run.
 
     for each shape and contender a process of its own:   GEMM ceiling, warm-up, timed steps, GEMM ceiling  ->  one line of JSON
     then                                                 one table of all lines
@@ -48,7 +48,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_SHAPES = ("gpt-1.3b", "gpt-2.7b", "llama-8b-4k-12l", "llama-8b-8k-12l")
 LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_JOB_ID"}
 ENDS_SECONDS = 10.0
-"""How long a process that was told to end may take."""
+"""Seconds that a process may take to end."""
 LAST_LINES = 6
 
 
@@ -71,7 +71,7 @@ class Session:
 
 
 class CutOffError(Exception):
-    """The command's time is over: what was running leaves no row, and the next command measures it."""
+    """End of the command's time: the interrupted run leaves no row, and the next command measures it."""
 
 
 class NoDeviceError(Exception):
@@ -79,7 +79,7 @@ class NoDeviceError(Exception):
 
 
 def requests(options: argparse.Namespace) -> Iterator[Job]:
-    """Every row that is asked for, ours first: its numbers are wanted most where time is short."""
+    """List every requested row, ours first: its numbers matter most where time is short."""
     contenders = sorted(options.contenders, key=lambda name: name != OURS)
     for shape in options.shapes:
         for name in contenders:
@@ -134,7 +134,7 @@ def measure(job: Job, results: Path, logs: Path, session: Session) -> None:
 
 
 def run_process(job: Job, results: Path, log: Path, session: Session) -> int | None:
-    """The exit code of a process in a group of its own; None: it took too long, and the whole group was ended."""
+    """Return the exit code of a process in a group of its own; None: it took too long, and the whole group was ended."""
     seconds = session.allowed()
     if seconds <= 0:
         raise CutOffError
@@ -178,7 +178,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def why(code: int | None, session: Session, log: Path) -> str:
-    """The reason of a process that left no row."""
+    """Return the reason of a process that left no row."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-LAST_LINES:] or ["nothing"]
     ended = f"ended by {signal.Signals(-code).name}" if code and code < 0 else f"ended with exit code {code}"
     if code is None:
@@ -187,7 +187,7 @@ def why(code: int | None, session: Session, log: Path) -> str:
 
 
 def about_here(session: Session) -> dict[str, Any]:
-    """What this process knows of a row that no other wrote."""
+    """Describe this process, for a row that no other process wrote."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": session.command,
@@ -198,7 +198,7 @@ def about_here(session: Session) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Of the checkout, with a mark where files differ from it; empty where git does not say."""
+    """Return the commit of the checkout, with a mark where files differ from it; empty where git does not say."""
     if given := os.environ.get(COMMIT_VARIABLE):
         return given
     try:
@@ -217,7 +217,7 @@ def commit() -> str:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu",
-        description="Ours beside what others train with, on one GPU. One process for each shape and contender.",
+        description="Ours compared with other training programs on one GPU. One process for each shape and contender.",
         epilog="Contenders: " + "; ".join(f"{name}: {one.what}" for name, one in CONTENDERS.items()) + ".",
     )
     names = [one.name for one in OPTIMISATIONS]
@@ -229,7 +229,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=10, help="steps before them")
     parser.add_argument("--traced", type=int, default=2, help="steps of ours that are traced after them; 0: none")
     parser.add_argument(
-        "--micro-batches", nargs="+", default=[], help="8,4,2 for everybody, ours=8,4 for one: to try, largest first"
+        "--micro-batches", nargs="+", default=[], help="8,4,2 for all, ours=8,4 for one: to try, largest first"
     )
     parser.add_argument("--set", nargs="+", default=[], help="settings of ours, section.key=value")
     parser.add_argument(
@@ -273,7 +273,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def micro_batches(words: Sequence[str]) -> dict[str, list[int]]:
-    """Sizes to try by contender, largest first; "" for everybody.
+    """Return the sizes to try by contender, largest first; "" for all contenders.
 
     Raises:
         ValueError: a word is neither 8,4 nor NAME=8,4.
@@ -290,7 +290,7 @@ def micro_batches(words: Sequence[str]) -> dict[str, list[int]]:
 
 
 def check_micro_batches(shape: str, sizes: Mapping[str, Sequence[int]]) -> None:
-    """A step must be whole microbatches.
+    """Check that a step is whole microbatches.
 
     Raises:
         ValueError: it is not.
@@ -304,7 +304,7 @@ def check_micro_batches(shape: str, sizes: Mapping[str, Sequence[int]]) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure what the results file lacks, then print its tables; the exit code."""
+    """Measure the rows that the results file lacks, then print its tables; return the exit code."""
     options = parse(argv)
     command = shlex.join(["python", "-m", "benchmarks.gpu", *argv])
     session = Session(options.limit_seconds, time.monotonic() + options.budget_seconds, command)
@@ -332,14 +332,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def said(row: Mapping[str, Any]) -> str:
-    """A row in a line."""
+    """Format a row as a line."""
     if row["status"] == "failed":
         return one_line(row["reason"])
     return f"{row['tokens_per_second']:,.0f} tokens/s, r {row['r']:.3f}, micro batch {row['micro_batch_size']}"
 
 
 def interrupted(number: int, frame: object) -> None:
-    """A command that is told to end ends its processes first."""
+    """End the processes of a command that is ended, then the command."""
     raise KeyboardInterrupt
 
 

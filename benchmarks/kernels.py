@@ -1,4 +1,4 @@
-"""What each choice of `kernels` gives: the same kernel in its forms, in turn, on one device.
+"""Benefit of each choice of `kernels`: the same kernel in its forms, in turn, on one device.
 
     OMP_NUM_THREADS=1 python -m benchmarks.kernels
     python -m benchmarks.kernels --device cuda --tokens 8192 --hidden 4096 --vocab 128256 --dtype bf16
@@ -120,7 +120,9 @@ def kernels(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Iterator[
 
 
 def head_and_losses(sizes: Sizes, x: torch.Tensor, targets: torch.Tensor) -> dict[str, Call]:
-    """With logits of all tokens, and of a quarter at a time (`recompute.head_tokens`); both add the weight's gradient."""
+    """Return calls with logits of all tokens, and of a quarter at a time (`recompute.head_tokens`); both add the weight's
+    gradient.
+    """
     parameter, buffers = in_buffers("head.weight", (sizes.vocab, sizes.hidden), PrecisionConfig(), x.dtype, x.device)
     axis = Axis("tp", [0], 0, None, Ledger())
     head = ColumnParallelLinear([parameter], [], TensorParallelRegion(axis, False), WeightGradQueue(), "head")
@@ -139,7 +141,7 @@ def head_and_losses(sizes: Sizes, x: torch.Tensor, targets: torch.Tensor) -> dic
 
 
 def state_forms(dtype: torch.dtype) -> dict[str, PrecisionConfig]:
-    """The forms of the optimizer's state that a run in this dtype can have."""
+    """Return the forms of the optimizer's state that a run in this dtype can have."""
     name = next(name for name, each in DTYPES.items() if each == dtype)
     forms = {"AdamW": PrecisionConfig(dtype=name)}
     if dtype == torch.bfloat16:
@@ -150,7 +152,7 @@ def state_forms(dtype: torch.dtype) -> dict[str, PrecisionConfig]:
 def optimizer_step(
     sizes: Sizes, precision: PrecisionConfig, dtype: torch.dtype, device: torch.device, form: str
 ) -> Call:
-    """One update of one flat shard."""
+    """Return one update of one flat shard."""
     shape = (sizes.shard // sizes.hidden, sizes.hidden)
     _, buffers = in_buffers("weight", shape, precision, dtype, device)
     optimizer = DistributedOptimizer(buffers, OptimizerConfig(), precision, form)  # type: ignore[arg-type]
@@ -161,7 +163,7 @@ def optimizer_step(
 def in_buffers(
     name: str, shape: tuple[int, int], precision: PrecisionConfig, dtype: torch.dtype, device: torch.device
 ) -> tuple[ShardedParameter, GradBuffers]:
-    """One parameter, bound to flat buffers of its own."""
+    """Bind one parameter to flat buffers of its own."""
     spec = ParamSpec(name, shape, Init("normal", 0.02))
     record = localize(spec, tp=1, tp_index=0, sequence_parallel=False)
     parameter = ShardedParameter(record, dtype)

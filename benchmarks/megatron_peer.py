@@ -58,7 +58,7 @@ class MegatronPeer:
         self._mask = torch.ones(model.seq_length, model.seq_length, dtype=torch.bool).triu(1)[None, None]
 
     def _load(self, gpt: Any, weights: Mapping[str, torch.Tensor], first_layer: int, tp_rank: int) -> None:
-        """This rank's part of each weight. Their stages number their own layers from zero."""
+        """Load this rank's part of each weight. Their stages number their own layers from zero."""
         named = {_globally(name, first_layer): parameter for name, parameter in gpt.named_parameters()}
         for one in parameters(self.config.model):
             names = [name for name in named if one.layer is None or name.startswith(f"{_LAYERS}{one.layer[0]}.")]
@@ -77,7 +77,7 @@ class MegatronPeer:
                 parameter.copy_(whole)
 
     def step(self, microbatches: Sequence[MicroBatch]) -> float:
-        """One optimizer step on this data-parallel rank's microbatches; returns the loss per token."""
+        """Run one optimizer step on this data-parallel rank's microbatches; return the loss per token."""
         self._wrapped.zero_grad_buffer()
         self._optimizer.zero_grad()
         losses = self._forward_backward(

@@ -1,4 +1,4 @@
-"""Which operators a step dispatches, ours beside the plain loop's, by place: embedding, blocks, head and loss, optimizer.
+"""Operators of a step, ours compared with the plain loop's, by place: embedding, blocks, head and loss, optimizer.
 
 Both sides run one step of the same model, one process, on the same microbatches. Each aten operator is counted where it ran: the
 place of a forward is the module that is at work, that of a backward is the module whose output's gradient came last, and what
@@ -40,7 +40,7 @@ NO_KERNEL = {"aten::_unsafe_view", "aten::detach", "aten::empty_like", "aten::em
 
 @dataclass(slots=True)
 class Counts:
-    """Of one place: kernels and views by operator, and bytes by operator."""
+    """Counts of one place: kernels and views by operator, and bytes by operator."""
 
     kernels: Counter[str] = field(default_factory=Counter)
     views: Counter[str] = field(default_factory=Counter)
@@ -52,7 +52,7 @@ class Counts:
 
 
 class OperatorCounter(TorchDispatchMode):
-    """Counts operators by place. `place` is set by `watching`."""
+    """A counter of operators by place. `place` is set by `watching`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class OperatorCounter(TorchDispatchMode):
 
 
 def _is_view(func: Any) -> bool:
-    """Whether it returns part of what it was given, unchanged."""
+    """Return whether it returns part of its arguments, unchanged."""
     returns = func._schema.returns
     return bool(returns) and any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
@@ -134,7 +134,7 @@ def plain_side(loop: PlainLoop) -> Side:
 
 
 def count(side: Side, batches: Batches) -> dict[Place, Counts]:
-    """A step's operators, after one step that is not counted: it makes the optimizer's state."""
+    """Count a step's operators, after one uncounted step that makes the optimizer's state."""
     forward_backward, update, modules = side
     update(forward_backward(batches.next_step()))
     counter = OperatorCounter()
@@ -147,7 +147,7 @@ def count(side: Side, batches: Batches) -> dict[Place, Counts]:
 
 
 def compare(config: Config) -> tuple[dict[Place, Counts], dict[Place, Counts]]:
-    """The engine's counts and the plain loop's."""
+    """Compare the engine's counts with the plain loop's."""
     engine = build_engine(config)
     loop = PlainLoop(config, {name: parameter.value.detach() for name, parameter in engine.parameters.items()})
     counts = []
@@ -159,7 +159,7 @@ def compare(config: Config) -> tuple[dict[Place, Counts], dict[Place, Counts]]:
 
 
 def show(title: str, ours: dict[Place, Counts], plain: dict[Place, Counts], console: Console) -> None:
-    """A row for each operator of which the two sides have different numbers, and the sums of each place."""
+    """Print a row for each operator of which the two sides have different numbers, and the sums of each place."""
     table = Table(title=title, title_justify="left")
     for heading in ("operator", "ours", "plain", "our MiB", "plain MiB"):
         table.add_column(heading, justify="left" if heading == "operator" else "right", no_wrap=True)
@@ -186,7 +186,7 @@ def show(title: str, ours: dict[Place, Counts], plain: dict[Place, Counts], cons
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.operators",
-        description="Operators that a step dispatches, by place, the engine's beside a plain PyTorch loop's.",
+        description="Operators that a step dispatches, by place, the engine's compared with a plain PyTorch loop's.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add_model_options(parser)

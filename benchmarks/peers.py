@@ -1,4 +1,4 @@
-"""Steps of ours beside those of peers, on the same model, tokens and layout, in pairs in one run.
+"""Steps of ours compared with those of peers, on the same model, tokens and layout, in pairs in one run.
 
     ranks 0..n-1, each:   build ours, build the peer from the same weights
     pair 1                our step, its step         ratio = its seconds / ours (tokens per second of ours / its)
@@ -95,7 +95,7 @@ SENDS_NOTHING = {"wait_tensor", "_wrap_tensor_autograd", "recv_", "barrier", "mo
 
 
 class SentBytes(TorchDispatchMode):
-    """What this rank sends in the collectives and messages that are dispatched below it, by operator."""
+    """Bytes that this rank sends in the collectives and messages that are dispatched below it, by operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -318,11 +318,11 @@ def layout_of(text: str) -> dict[str, int]:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Steps of ours beside a peer's, same model, tokens and layout, in interleaved pairs.",
+        description="Steps of ours compared with a peer's, same model, tokens and layout, in interleaved pairs.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--layout", required=True, help="tp=2,pp=2,vpp=2,dp=1: as many ranks as torchrun starts")
-    parser.add_argument("--peer", choices=list(PEERS), default="torch", help="whom to measure beside")
+    parser.add_argument("--peer", choices=list(PEERS), default="torch", help="the program to compare with")
     parser.add_argument("--hidden", type=int, default=512, help="hidden size, a multiple of 64")
     parser.add_argument("--layers", type=int, default=4, help="transformer layers")
     parser.add_argument("--seq", type=int, default=256, help="tokens per sample")

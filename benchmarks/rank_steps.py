@@ -1,4 +1,4 @@
-"""What benchmarks of a rank's step share: an engine that is built from a config, batches of random tokens, a timed step."""
+"""Shared parts of benchmarks of a rank's step: an engine that is built from a config, batches of random tokens, a timed step."""
 
 import argparse
 import os
@@ -33,7 +33,7 @@ class Stepping:
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """What a step took: wall time, CPU time of the main thread, CPU time of all threads of this process."""
+    """Duration of a step: wall time, CPU time of the main thread, CPU time of all threads of this process."""
 
     wall: float
     main_thread: float

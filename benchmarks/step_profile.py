@@ -1,4 +1,4 @@
-"""Where one rank's step goes when several ranks share a machine: computing, Python, waiting, standing aside.
+"""Time of one rank's step when several ranks share a machine: computing, Python, waiting, standing aside.
 
     wall time of a step = CPU time of the main thread   compiled functions (torch.., methods of tensors, run_backward)
                                                         Python, with the operators in it (x @ w, a + b, x[i])

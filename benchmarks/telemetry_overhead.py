@@ -1,4 +1,4 @@
-"""What measuring the time of a step costs: the same steps with and without it, side by side, in one run.
+"""Cost of measuring the time of a step: the same steps with and without it, side by side, in one run.
 
     round 1   measured, plain, control       ratio = measured / plain, wall seconds and CPU seconds of all ranks
     round 2   plain, control, measured       the control is plain as well: its ratio says what the machine lets one see

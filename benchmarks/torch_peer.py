@@ -1,4 +1,4 @@
-"""What a PyTorch user would build for the same model and layout: DTensor for tp, FSDP2 for dp, torch.distributed.pipelining for pp.
+"""A PyTorch user's program for the same model and layout: DTensor for tp, FSDP2 for dp, torch.distributed.pipelining for pp.
 
     tp    parallelize_module: column- and row-wise linear layers, sequence parallelism around them, loss_parallel
     dp    fully_shard of each block and of the rest, parameters kept between microbatches, gradients reduced with the last one

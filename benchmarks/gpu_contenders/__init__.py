@@ -1,1 +1,1 @@
-"""What `benchmarks/gpu.py` runs: shapes, contenders, one process's measurement, rows, tables."""
+"""Parts of `benchmarks/gpu.py`: shapes, contenders, one process's measurement, rows, tables."""

@@ -1,4 +1,4 @@
-"""What the machine can do at most: the product of two square matrices of random numbers, soaked until clocks have settled.
+"""The machine's ceiling: the product of two square matrices of random numbers, soaked until clocks have settled.
 
 Random, because products of zeros draw less power and run faster than anything that trains.
 """
@@ -14,7 +14,7 @@ BLOCKS = 15
 
 
 def matmul_ceiling(size: int, dtype: torch.dtype, device: torch.device, soak_seconds: float) -> float:
-    """TFLOP/s of size^3 products: the median of `BLOCKS` blocks, after products for `soak_seconds`."""
+    """Measure TFLOP/s of size^3 products: the median of `BLOCKS` blocks, after products for `soak_seconds`."""
     generator = torch.Generator(device).manual_seed(1)
     a, b = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
     out = torch.empty_like(a)

@@ -1,4 +1,4 @@
-"""Who can be measured, and what each needs (no torch here; what a contender imports is imported in its own process)."""
+"""The contenders and their requirements (no torch here; each imports its packages in its own process)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ OURS = "ours"
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """Somebody who trains a shape.
+    """A training program for a shape.
 
     Attributes:
         what: one line for people.
         module: has `run(job, folder, **options) -> Run`; `folder` is empty and goes away afterwards.
         options: passed on.
-        package: must be installed; None: nothing beside torch.
+        package: must be installed; None: torch alone.
         needs_cuda: refuses a CPU.
         models: positions ("learned", "rope") of the shapes that it has a model for.
     """
@@ -33,7 +33,7 @@ class Contender:
     models: tuple[str, ...] = ("learned", "rope")
 
     def refusal(self, name: str, job: Job) -> str | None:
-        """Why it cannot run this job here; None: it can."""
+        """Return the reason why it cannot run this job here; None: it can."""
         if self.needs_cuda and job.device != "cuda":
             return f"{name} needs CUDA, and device = {job.device}"
         if self.package is not None and find_spec(self.package) is None:

@@ -1,4 +1,4 @@
-"""Where the time of a traced step goes, by class of kernel, from a trace of torch's profiler (no torch here).
+"""Time of a traced step by class of kernel, from a trace of torch's profiler (no torch here).
 
 A kernel's class is what launched it where that says more than its name (the optimizer's phase; cross-entropy, norms and attention
 by their operator), else its name. Idle is what is left of a step that was not traced: tracing makes the host slow, not the kernels.
@@ -31,7 +31,7 @@ def _rule(kind: str, pattern: str) -> tuple[str, re.Pattern[str]]:
     return kind, re.compile(pattern)
 
 
-# Tried in order. What is certain by name stands before what depends on who launched it.
+# Tried in order. Classes that follow from the name precede those that follow from the launcher.
 BY_NAME_FIRST = (
     _rule("communication", r"(?i)^nccl"),
     _rule("copy", r"^Mem(?:cpy|set)\b"),
@@ -44,7 +44,7 @@ BY_NAME_FIRST = (
         r"(?i)gemm|^nvjet|cutlass_\d+_\w*tensorop|s\d+_?cudnn|hgmma|\bgemv|splitK|cublasLt|triton_tem_fused\w*_(?:add)?mm|xmma_",
     ),
 )
-"""A GEMM or a collective is one whoever launched it, but in the optimizer."""
+"""A GEMM or a collective is one for any launcher but the optimizer."""
 
 BY_LAUNCHER = (
     _rule("cross-entropy", r"(?i)cross_?entropy|nll_loss|log_softmax"),
@@ -70,7 +70,7 @@ BY_NAME = (
 
 
 def classify(name: str, launchers: Sequence[str] = ()) -> str:
-    """The class of a kernel, one of `CLASSES`.
+    """Return the class of a kernel, one of `CLASSES`.
 
     Args:
         name: as the profiler has it.
@@ -90,7 +90,7 @@ def _first(rules: Iterable[tuple[str, re.Pattern[str]]], names: Iterable[str]) -
 
 
 class _Ranges:
-    """Which named ranges are open on a thread at a time; a name counts once however deep it is nested."""
+    """Named ranges that are open on a thread at a time; a name counts once however deep it is nested."""
 
     def __init__(self, events: Iterable[Mapping[str, Any]]) -> None:
         open_ranges: dict[Any, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
@@ -105,7 +105,7 @@ class _Ranges:
 
 
 def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Sorted spans that neither overlap nor touch."""
+    """Merge sorted spans, so that none overlap or touch."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -121,7 +121,7 @@ def _holds(spans: Sequence[tuple[float, float]], time: float) -> bool:
 
 
 def breakdown(path: Path, num_steps: int, step_seconds: float) -> dict[str, Any] | None:
-    """Milliseconds per step by class, from a chrome trace of `num_steps` steps.
+    """Sum milliseconds per step by class, from a chrome trace of `num_steps` steps.
 
     Args:
         path: a `.json` or `.json.gz`.

@@ -87,7 +87,7 @@ class MegatronTrainer:
         return f"{type(inner).__module__}.{type(inner).__name__}"
 
     def step(self, microbatches: Sequence[MicroBatch]) -> torch.Tensor:
-        """One optimizer step; every token counts."""
+        """Run one optimizer step; every token counts."""
         self._wrapped.zero_grad_buffer()
         self._optimizer.zero_grad()
         losses = self._forward_backward(
@@ -110,7 +110,7 @@ class MegatronTrainer:
 
 
 def _groups(device: torch.device) -> AbstractContextManager[None]:
-    """Its groups of one rank; on a CPU with what makes it run there."""
+    """Create its groups of one rank; on a CPU with the patches that it needs there."""
     if device.type == "cpu":
         return on_cpu()
     from megatron.core import parallel_state
@@ -179,7 +179,7 @@ def _gpt_model(config: Config, device: torch.device, *, transformer_engine: bool
 
 
 def _with_optimizer(gpt: Any, config: Config) -> tuple[Any, Any]:
-    """(the model in its data-parallel wrapper with fp32 gradients, its distributed Adam)."""
+    """Return (the model in its data-parallel wrapper with fp32 gradients, its distributed Adam)."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 

@@ -67,14 +67,14 @@ def run(job: Job, folder: Path) -> Run:
 
 
 def last_error(log: Path) -> str:
-    """The last error that a rank's log has: what follows `error:`, or its last lines."""
+    """Return the last error in a rank's log: the text after `error:`, or its last lines."""
     text = log.read_text(errors="replace") if log.exists() else "the run left no log"
     errors = re.split(r"^error: ", text, flags=re.MULTILINE)
     return errors[-1].strip() if len(errors) > 1 else "\n".join(text.splitlines()[-20:])
 
 
 def said_kernels(directory: Path) -> str:
-    """The kernels that the run said it takes, from the banner of its log."""
+    """Return the kernels in the banner of the run's log."""
     text = (directory / "logs" / "attempt_00" / "rank_00000.log").read_text(errors="replace")
     found = re.search(r"^\s*kernels\s+(.*?)^\s*batch\s", text, re.MULTILINE | re.DOTALL)
     return " ".join(found[1].split()) if found else ""

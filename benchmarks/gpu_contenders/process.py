@@ -45,7 +45,7 @@ PACKAGES = ("triton", "transformers", "megatron-core", "transformer-engine", "to
 
 
 def measure(job: Job) -> dict[str, Any]:
-    """The row of a job, from this process.
+    """Measure a job in this process and return its row.
 
     Raises:
         Exception: whatever stops the contender.
@@ -65,7 +65,7 @@ def measure(job: Job) -> dict[str, Any]:
 
 
 def forget(device: torch.device) -> None:
-    """Give back what nobody holds any more, and forget the peak."""
+    """Free cached memory, and reset the peak."""
     if "torch._dynamo" in sys.modules:  # asked for without need it would be imported, for seconds
         torch._dynamo.reset()
     gc.collect()
@@ -75,7 +75,7 @@ def forget(device: torch.device) -> None:
 
 
 def about() -> dict[str, Any]:
-    """When, where and with what."""
+    """Describe time, place and versions."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": os.environ.get(COMMAND_VARIABLE) or shlex.join(sys.orig_argv),
@@ -87,7 +87,7 @@ def about() -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Processor and GPU, and the state that the GPU is in now."""
+    """Describe the processor and the GPU, and the GPU's present state."""
     cpuinfo = Path("/proc/cpuinfo")
     names = [line for line in cpuinfo.read_text().splitlines() if "model name" in line] if cpuinfo.exists() else []
     known: dict[str, Any] = {
@@ -108,7 +108,7 @@ def machine() -> dict[str, Any]:
 
 
 def gpu_state() -> str | None:
-    """Driver, clock, temperature and power limit, as nvidia-smi says; None where it does not."""
+    """Return driver, clock, temperature and power limit from nvidia-smi; None without it."""
     query = "driver_version,clocks.sm,temperature.gpu,power.draw,power.limit"
     try:
         said = subprocess.run(
@@ -124,7 +124,7 @@ def gpu_state() -> str | None:
 
 
 def installed() -> dict[str, str]:
-    """Versions of the packages that contenders come from."""
+    """Return the versions of the contenders' packages."""
     found = {}
     for package in PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""What is asked of one process, what it answers, and the numbers that follow from it (no torch here).
+"""The request to one process, its answer, and the numbers that follow from it (no torch here).
 
     Job  --process-->  Row  --appended-->  results.jsonl        one JSON object per line
 
@@ -75,7 +75,7 @@ class Job:
 
     @property
     def key(self) -> str:
-        """What two rows must share to be the same measurement."""
+        """Return the values that two rows of the same measurement share."""
         fields = ("shape", "contender", "device", "dtype", "micro_batch_sizes", "words", "variant", "steps", "warm_up")
         return json.dumps([getattr(self, name) for name in (*fields, "ceiling_size")])
 
@@ -92,7 +92,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a contender did.
+    """Results of a contender's training.
 
     Attributes:
         step_seconds: of each timed step, in order.
@@ -113,7 +113,7 @@ class Run:
 
 
 def rates(job: Job, run: Run, ceiling_tflops: float) -> dict[str, Any]:
-    """Tokens and FLOPs per second of a run, over the whole of its timed steps.
+    """Compute tokens and FLOPs per second of a run, over the whole of its timed steps.
 
     FLOPs are those of `engine.telemetry.record.flops`: model FLOPs of the logical vocabulary, causal and not; hardware FLOPs with
     its padding and with what is computed twice. r = causal model TFLOP/s / `ceiling_tflops`.
@@ -132,7 +132,7 @@ def rates(job: Job, run: Run, ceiling_tflops: float) -> dict[str, Any]:
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Median, least, most and 90th percentile of step times."""
+    """Return median, least, most and 90th percentile of step times."""
     ordered = sorted(seconds)
     return {
         "median": statistics.median(ordered),
@@ -143,7 +143,7 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def measured(job: Job, run: Run, ceilings: Mapping[str, float], about: Mapping[str, Any]) -> dict[str, Any]:
-    """The row of a run that went to its end."""
+    """Build the row of a run that went to its end."""
     mean = sum(ceilings.values()) / len(ceilings)
     return {
         **_head(job, "measured"),
@@ -161,7 +161,7 @@ def measured(job: Job, run: Run, ceilings: Mapping[str, float], about: Mapping[s
 
 
 def failed(job: Job, reason: str, about: Mapping[str, Any]) -> dict[str, Any]:
-    """The row of a contender that has no numbers, and why."""
+    """Build the row of a contender without numbers, with the reason."""
     return {**_head(job, "failed"), "reason": reason, **about}
 
 
@@ -185,7 +185,7 @@ def _head(job: Job, status: str) -> dict[str, Any]:
 
 
 def append(path: Path, row: Mapping[str, Any]) -> None:
-    """Add a line; what a process that was killed left of one is cut off first."""
+    """Append a line; the remains of a killed process are cut off first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     heal(path)
     with path.open("a", encoding="utf-8") as file:
@@ -193,7 +193,7 @@ def append(path: Path, row: Mapping[str, Any]) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All rows, oldest first; none where there is no file."""
+    """Read all rows, oldest first; none where there is no file."""
     if not path.exists():
         return []
     heal(path)
@@ -201,5 +201,5 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def newest(rows: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """The newest row of each request, by its key, in the order in which requests first came."""
+    """Return the newest row of each request, by its key, in the order in which requests first came."""
     return {row["key"]: row for row in rows}

@@ -31,7 +31,7 @@ LLAMA_8B: dict[str, Any] = LLAMA | {
     "vocab_size": 128256,
 }
 LEARNING_RATE = 1e-4
-"""Constant. The tokens are random, so the loss stays where it begins; nobody's speed depends on it."""
+"""Constant. The tokens are random, so the loss stays where it begins; no speed depends on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class Optimisation:
     """Something that makes ours faster, by `section.key=value` words.
 
     Attributes:
-        name: as it stands in the table.
+        name: in the table.
         on: how ours runs.
         off: how ours runs in the row that shows what it gave.
         needs_cuda: on a CPU ours runs without `on`.
@@ -134,20 +134,20 @@ OPTIMISATIONS: tuple[Optimisation, ...] = (
 
 
 def base_words(shape: Shape, device: str) -> tuple[str, ...]:
-    """Ours with every optimisation on, and what the shape asks for."""
+    """Return the settings of ours with every optimisation on, and those of the shape."""
     applied = [one for one in OPTIMISATIONS if device == "cuda" or not one.needs_cuda]
     return overridden([word for one in applied for word in one.on], shape.settings)
 
 
 def overridden(words: Sequence[str], later: Sequence[str]) -> tuple[str, ...]:
-    """Settings with one word for each field: the later one."""
+    """Reduce settings to one word for each field: the later one."""
     return tuple({word.partition("=")[0]: word for word in (*words, *later)}.values())
 
 
 def write_config(
     folder: Path, shape: Shape, *, corpus: Path, micro_batch_size: int, num_steps: int, dtype: str, device: str
 ) -> Path:
-    """A config.yaml for `launch.pretrain_gpt`: the whole of a run of ours but for the words of `base_words`."""
+    """Write a config.yaml for `launch.pretrain_gpt`: the whole of a run of ours but for the words of `base_words`."""
     tree = {
         "model": dict(shape.model),
         "data": {"train": [[1.0, str(corpus)]], "split": [1.0, 0.0, 0.0]},
@@ -167,7 +167,7 @@ def write_config(
 
 
 def resolve(path: Path, words: Sequence[str]) -> Config:
-    """The config that one rank alone makes of a file and its words.
+    """Resolve the config of a file and its words for one rank.
 
     Raises:
         ConfigError: all problems at once.

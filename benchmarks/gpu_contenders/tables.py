@@ -16,7 +16,7 @@ Row = Mapping[str, Any]
 
 
 def tables(rows: Sequence[Row]) -> str:
-    """Everything that rows say, one machine after another, and at the end who has no numbers."""
+    """Format all rows, one machine after another, and at the end the contenders without numbers."""
     parts = []
     measured = [row for row in rows if row["status"] == "measured"]
     for machine in dict.fromkeys(map(machine_of, measured)):
@@ -32,7 +32,7 @@ def machine_of(row: Row) -> str:
 
 
 def speeds(rows: Sequence[Row]) -> str:
-    """Shape by shape, the fastest first."""
+    """Format the speeds shape by shape, the fastest first."""
     headings = (
         "shape",
         "contender",
@@ -70,7 +70,7 @@ def speeds(rows: Sequence[Row]) -> str:
 
 
 def targets(rows: Sequence[Row]) -> str:
-    """Ours beside what is wanted: r, and the ratio to the best contender of the same shape."""
+    """Compare ours with its targets: r, and the ratio to the best contender of the same shape."""
     lines = []
     for shape, sizes in SHAPES.items():
         ours = best(row for row in rows if row["shape"] == shape and row["contender"] == OURS)
@@ -84,7 +84,7 @@ def targets(rows: Sequence[Row]) -> str:
 
 
 def optimisations(rows: Sequence[Row]) -> str:
-    """What each gave: ours with all of them over ours without the one."""
+    """Compare ours with all optimisations to ours without each one."""
     lines = []
     for shape in SHAPES:
         ours = [row for row in rows if row["shape"] == shape and row["contender"] == OURS]
@@ -101,7 +101,7 @@ def optimisations(rows: Sequence[Row]) -> str:
 
 
 def breakdowns(rows: Sequence[Row]) -> str:
-    """Milliseconds of a step of ours by class of kernel, and their shares of it."""
+    """Format milliseconds of a step of ours by class of kernel, and their shares of it."""
     kinds = (*CLASSES, IDLE)
     lines = []
     for shape in SHAPES:
@@ -116,7 +116,7 @@ def breakdowns(rows: Sequence[Row]) -> str:
 
 
 def failures(rows: Sequence[Row]) -> str:
-    """Who has no numbers, and why."""
+    """List the contenders without numbers, with the reasons."""
     lines = [
         (row["shape"], _name(row), one_line(row["reason"]).replace("|", "/"))
         for row in rows
@@ -126,23 +126,23 @@ def failures(rows: Sequence[Row]) -> str:
 
 
 def best(rows: Iterable[Row]) -> Row | None:
-    """The fastest of the rows with everything on; None where there is none."""
+    """Return the fastest of the rows with everything on; None where there is none."""
     return max((row for row in rows if not row["variant"]), key=lambda row: row["tokens_per_second"], default=None)
 
 
 def one_line(reason: str) -> str:
-    """The beginning of a reason."""
+    """Return the beginning of a reason."""
     words = " ".join(reason.split())
     return words if len(words) <= LONGEST_REASON else f"{words[:LONGEST_REASON]} ..."
 
 
 def number(value: float) -> str:
-    """A rate with as many digits as say something."""
+    """Format a rate with its significant digits."""
     return f"{value:.1f}" if value >= 10 else f"{value:.3g}"
 
 
 def markdown(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """An aligned table."""
+    """Format an aligned table."""
     cells = [list(headings), *map(list, lines)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(headings))]
     text = [

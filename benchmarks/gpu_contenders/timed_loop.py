@@ -2,7 +2,7 @@
 
     post step i  ->  read the loss of step i - 1  ->  the clock        a step's time: from one reading to the next
 
-Reading one step behind is what our loop does too: the GPU always has work, and nobody pays for a wait that training does not need.
+Our loop reads one step behind too: the GPU always has work, and no contender pays for a wait that training does not need.
 """
 
 import json
@@ -33,7 +33,7 @@ class Trainer(Protocol):
 
 
 def write_corpus(folder: Path, job: Job) -> Path:
-    """Random tokens for as many steps as the job has, as a `.bin/.idx` pair; returns its prefix."""
+    """Write random tokens for as many steps as the job has, as a `.bin/.idx` pair; return its prefix."""
     model, prefix = job.model, folder / "random"
     num_steps = job.warm_up + job.steps + job.traced + 1
     num_tokens = num_steps * job.sizes.samples_per_step * model.seq_length + 1
@@ -45,7 +45,7 @@ def write_corpus(folder: Path, job: Job) -> Path:
 
 
 def open_batches(config: Config, device: torch.device) -> Batches:
-    """The batches that ours would read."""
+    """Open the batches that ours would read."""
     data = open_datasets(config.data, config.model.seq_length, config.train.seed, vocab_size=config.model.vocab_size)
     return Batches(
         data.train,
@@ -59,7 +59,7 @@ def open_batches(config: Config, device: torch.device) -> Batches:
 
 
 def train(trainer: Trainer, config: Config, job: Job, folder: Path) -> tuple[list[float], list[float]]:
-    """(seconds of each timed step, loss of every step)."""
+    """Return (seconds of each timed step, loss of every step)."""
     device = torch.device(job.device)
     batches, log = open_batches(config, device), JsonLines(folder / "metrics.jsonl")
     seconds: list[float] = []
@@ -86,10 +86,10 @@ def train(trainer: Trainer, config: Config, job: Job, folder: Path) -> tuple[lis
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """The most that torch's allocator had handed out since it was last asked to forget; a CPU's does not count."""
+    """Return the most that torch's allocator had handed out since its last reset; a CPU's does not count."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def read_lines(path: Path) -> list[dict[str, object]]:
-    """The objects of a file of JSON lines."""
+    """Read the objects of a file of JSON lines."""
     return [json.loads(line) for line in path.read_text().splitlines()]

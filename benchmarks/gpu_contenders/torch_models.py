@@ -1,4 +1,4 @@
-"""Contenders in plain PyTorch: a model of somebody's, autograd, fused AdamW, a loop as a good engineer would write it.
+"""Contenders in plain PyTorch: another library's model, autograd, fused AdamW, a loop as a good engineer would write it.
 
     masters      bf16 weights; each microbatch's gradients go to fp32 ones at once; AdamW on fp32 masters, copied back
     autocast     fp32 weights, their own masters; autograd casts them for each microbatch and adds fp32 gradients up
@@ -74,12 +74,12 @@ def run(job: Job, folder: Path, *, model: str, masters: bool, compiled: bool) ->
 
 
 def padded(model: ModelConfig) -> ModelConfig:
-    """The same model with the padding in its vocabulary."""
+    """Pad the vocabulary of the model."""
     return model.model_copy(update={"vocab_size": model.padded_vocab_size})
 
 
 def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of logits [b, s, V] in the accumulation dtype."""
+    """Compute the cross-entropy of logits [b, s, V] in the accumulation dtype."""
     wide = logits.flatten(0, 1).to(accumulation_dtype(logits.dtype))
     return F.cross_entropy(wide, labels.flatten())
 
@@ -99,7 +99,7 @@ def plain(model: ModelConfig, compiled: bool) -> tuple[nn.Module, LossOf]:
 
 
 def transformers_model(model: ModelConfig, compiled: bool) -> tuple[nn.Module, LossOf]:
-    """Llama for RoPE, GPT-2 for learned positions."""
+    """Build a Llama for RoPE, GPT-2 for learned positions."""
     import transformers
 
     shared: dict[str, Any] = {"vocab_size": model.vocab_size, "use_cache": False, "attn_implementation": "sdpa"}
@@ -145,7 +145,7 @@ def transformers_model(model: ModelConfig, compiled: bool) -> tuple[nn.Module, L
 
 
 def torchtitan_model(model: ModelConfig, compiled: bool) -> tuple[nn.Module, LossOf]:
-    """Its Llama 3 (0.2), each block compiled by itself as its `apply_compile` does."""
+    """Build torchtitan's Llama 3 (0.2), each block compiled by itself as its `apply_compile` does."""
     from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 
     module = Transformer(

@@ -36,8 +36,8 @@ def draw_topology(grid: RankGrid, path: Path) -> None:
     """
     if grid.world_size > MOST_RANKS:
         raise TopologyError(
-            f"{grid.world_size:,} ranks do not fit a picture that can be read (at most {MOST_RANKS:,}). Without --out the layout is "
-            f"printed as text, shortened."
+            f"{grid.world_size:,} ranks do not fit a picture that can be read (at most {MOST_RANKS:,}). Without --out the layout "
+            "is printed as shortened text."
         )
     lines = [_lines_of(grid, node) for node in range(grid.num_nodes)]
     columns = _num_columns(grid)

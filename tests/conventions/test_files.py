@@ -1,4 +1,4 @@
-"""What no file may contain: the name of a package registry, a path of somebody's machine; files stay small enough to read."""
+"""Files contain no name of a package registry and no path of one machine, and stay small enough to read."""
 
 import re
 from collections.abc import Iterator

@@ -13,6 +13,6 @@ def objects_from_the_server(rank: int) -> int:
 
 @pytest.mark.distributed
 def test_the_fork_server_has_imported_everything() -> None:
-    """It says nothing of an import that fails, and each rank of each test would import for itself; the last line freezes."""
+    """A failed import is not reported, and each rank of each test would import for itself; the last line freezes."""
     (frozen,) = run_ranks(objects_from_the_server, 1)
     assert frozen > 0, "tests/preload.py did not come to its end: python -c 'import tests.preload' says why"

@@ -265,7 +265,7 @@ def owned_pieces(engine: Engine, which: str) -> list[Piece]:
 
 @dataclass
 class RankResult:
-    """What one rank saw: loss sum, tokens and reduced gradients of the first step; loss and norm by step; masters at the end."""
+    """Results of one rank: loss sum, tokens and reduced gradients of the first step; loss and norm by step; masters at the end."""
 
     loss_sum: float
     num_tokens: int
@@ -328,7 +328,7 @@ class OracleResult:
 
 
 def run_oracle(case: Case, weights: Mapping[str, torch.Tensor], num_steps: int) -> OracleResult:
-    """The same batches through the oracle and torch's own optimizer and clipping."""
+    """Train on the same batches with the oracle and torch's own optimizer and clipping."""
     config = case.config()
     weights = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
     batches = Batches(

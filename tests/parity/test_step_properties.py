@@ -1,4 +1,4 @@
-"""What a step does besides being right: its traffic, the order of its calls, what it keeps, its bits."""
+"""Properties of a step besides its numbers: its traffic, the order of its calls, what it keeps, its bits."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""What the files of this folder share."""
+"""Shared fixtures of this folder."""
 
 from pathlib import Path
 

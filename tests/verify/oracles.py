@@ -69,7 +69,7 @@ def asked(oracle: str, name: str, *, layout: Sequence[str] | None = None, dtype:
 
 
 def run_oracle(rank: int, name: str, config: Config, folder: str, plant: Plant | None) -> None:
-    """What the process of an oracle does, with a bug in it."""
+    """Run the process of an oracle, with a bug in it."""
     from launch.verify.oracles import rank as process
 
     if plant is not None:

@@ -30,7 +30,7 @@ def observe(
     sites: Sequence[str] | None = None,
     noise_of: str | None = None,
 ) -> None:
-    """What a rank of `triaxis verify` does, with a bug in it."""
+    """Run a rank of `triaxis verify`, with a bug in it."""
     from launch.verify import rank as verify_rank
 
     if plant is not None:
