@@ -4,8 +4,7 @@
 
 Only the module of the command that was asked for is imported, so `triaxis --help` costs no more than starting Python.
 Exit codes: 0 done; 2 a mistake in what was typed or configured; 1 a run that broke; 75 preempted and saved; 130 interrupted; the
-others stand in engine/errors.py.
-A traceback means a bug of ours.
+others are in engine/errors.py. A traceback means a bug of ours.
 """
 
 import argparse
@@ -31,7 +30,7 @@ GROUPS = {
         "topology": "show ranks, nodes and groups of a layout, as text or as a picture",
         "schedule": "print, draw or check a pipeline schedule",
         "footprint": "what one rank of any layout keeps, sends and computes in a step, without the machines",
-        "traffic": "run one real step; print bytes and calls per axis beside what the config predicts",
+        "traffic": "run one real step; compare bytes and calls per axis with the prediction of the config",
         "verify": "prove that a layout trains the same model as one process, or name what differs",
         "doctor": "compare all nodes, measure the layout's groups, and name what is out of line",
     },
@@ -93,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from launch.start.process.front import check_words, standard_streams
 
         if argv is None:
-            # This process is the command, so whatever it starts is ours: torchrun's ranks, workers that encode text, compilers.
+            # This process is the command, so all that it starts is ours: torchrun's ranks, workers that encode text, compilers.
             os.environ.update(import_variables(os.environ))
 
         with standard_streams():

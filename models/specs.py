@@ -49,6 +49,11 @@ def model_specs(model: ModelConfig) -> tuple[ParamSpec, ...]:
     return tuple(specs)
 
 
+def num_parameters(model: ModelConfig) -> int:
+    """Count the elements of all parameters."""
+    return sum(spec.numel for spec in model_specs(model))
+
+
 def stage_specs(model: ModelConfig, stage: StageContents) -> tuple[ParamSpec, ...]:
     """List the parameters of one pipeline stage in forward order; a tied embedding is on both end stages."""
     specs: list[ParamSpec] = []

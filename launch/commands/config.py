@@ -25,7 +25,7 @@ from launch.start.command_line import CONFIG, CommandParser, add_ignore, add_wor
 from models.interop.huggingface.config import FAMILIES, from_hugging_face, passed_over_notes
 from models.predict.fit import Devices, memory_line, memory_rule, uses_gpu, uses_nccl
 from models.predict.rank_memory import GB, predict, resolve_recompute
-from models.specs import model_specs
+from models.specs import num_parameters
 
 NAME = "config"
 HELP = "Print or check a configuration, or make a model section from a Hugging Face config.json."
@@ -105,10 +105,9 @@ def _derived(
 ) -> list[tuple[str, str]]:
     """List the facts that follow from a legal config, as lines of (name, value)."""
     model, parallel = config.model, config.parallel
-    num_parameters = sum(spec.numel for spec in model_specs(model))
     padding = model.padded_vocab_size - model.vocab_size
     lines = [
-        ("model", f"{num_parameters:,} parameters; vocabulary {model.vocab_size:,} + {padding} of padding"),
+        ("model", f"{num_parameters(model):,} parameters; vocabulary {model.vocab_size:,} + {padding} of padding"),
         ("stages", _stages(config)),
         ("schedule", schedules.resolve(config.schedule.name, parallel.vpp)),
     ]

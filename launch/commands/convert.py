@@ -4,7 +4,7 @@
     checkpoint of any layout           --hf-export-->  OUT_DIR/config.json, *.safetensors, tokenizer.json
 
 Both write a folder that is there whole or not at all, and hold a tensor or a few of them in memory at a time. Each verb's parser
-says in `convert` which function does it: Megatron's verbs stand in `convert_megatron.py`.
+names its function in `convert`; Megatron's verbs are in `convert_megatron.py`.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from launch.commands import convert_megatron
 from launch.start.command_line import CommandParser, add_checkpoint, add_ignore
 from models.interop.huggingface.config import FAMILIES, family_of, to_hugging_face
 from models.interop.huggingface.record import GENERATION_CONFIG, RECORD, ImportRecord, read_record
-from models.specs import model_specs
+from models.specs import num_parameters
 
 NAME = "convert"
 HELP = "Bring a model in from another library's format, or take a checkpoint out to one."
@@ -58,7 +58,7 @@ def add_arguments(parser: CommandParser) -> None:
         "--seq-length",
         type=int,
         metavar="N",
-        help="tokens in a training sample (default: the most that the model knows)",
+        help="tokens in a training sample (default: the longest of the model)",
     )
     _add_dtype(bring, "of the weights in the checkpoint (default: source, as they are in the files)")
     add_ignore(bring)
@@ -124,8 +124,7 @@ def hf_import(args: argparse.Namespace) -> None:
             copy_file(tokenizer, partial / TOKENIZER)
         write_text(partial / RECORD, found.record.to_text())
         write_text(partial / TRAIN_CONFIG, _train_config(found.family, config, args.out))
-    num_parameters = sum(spec.numel for spec in model_specs(found.model))
-    console.print(f"model      {found.family}, {num_parameters:,} parameters, from {args.source}")
+    console.print(f"model      {found.family}, {num_parameters(found.model):,} parameters, from {args.source}")
     for note in found.notes:
         console.print(f"note       {note}")
     console.print(f"weights    {args.out}")
@@ -250,7 +249,7 @@ def _tokenizer(given: str | None, candidate: Candidate, vocab_size: int) -> tupl
 def _import_record(candidate: Candidate, tokenizer: str | None) -> ImportRecord | None:
     """Return the record of the Hugging Face model that a checkpoint came from, if its tokenizer is the exported one.
 
-    It lies beside the import's checkpoint, to which a run's lineage leads, and beside its tokenizer.
+    It is in the folder of the import's checkpoint, to which a run's lineage leads, and in that of its tokenizer.
     """
     folders = [candidate.folder, *(Path(ancestor.path) for ancestor in reversed(candidate.manifest.lineage))]
     places = [folder.parent / RECORD for folder in folders]

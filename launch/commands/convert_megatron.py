@@ -22,8 +22,9 @@ from engine.config.section import Section
 from engine.config.training import OptimizerConfig, PrecisionConfig, TrainConfig
 from engine.config.tree import Config
 from engine.errors import CheckpointError, ConfigError, shown
-from launch.start.command_line import CommandParser, add_checkpoint
+from launch.start.command_line import CommandParser, add_checkpoint, refuse
 from models.interop.megatron.config import differences, megatron_args, model_section, training_sections
+from models.specs import num_parameters
 
 IMPORT_EXAMPLES = """examples:
   triaxis convert megatron-import megatron/checkpoints imported --vocab-size 50257
@@ -117,7 +118,7 @@ def megatron_import(args: argparse.Namespace) -> None:
             has_moments=has_moments,
         )
         write_text(partial / TRAIN_CONFIG, _train_config(config, args.out, has_moments=has_moments))
-    console.print(f"model      {_num_parameters(model):,} parameters, from {source.folder}")
+    console.print(f"model      {num_parameters(model):,} parameters, from {source.folder}")
     what = f"weights and Adam's moments at step {state.step:,} ({stored})" if has_moments else "weights"
     console.print(f"checkpoint {args.out / written.name}: {what}")
     for note in notes:
@@ -190,8 +191,7 @@ def _model(
         config = load_config(args.config, [], os.environ)
         if theirs:
             wrong = differences(model_section(theirs, config.model.vocab_size, source), config.model)
-            if wrong:
-                raise ConfigError(wrong, f"{args.config} beside {source}")
+            refuse(wrong, f"{args.config} beside {source}")
         return config.model, config.model_dump(mode="json"), []
     if not theirs:
         raise CheckpointError(
@@ -230,12 +230,6 @@ def _validated(kind: Any, values: Any, folder: Path) -> Any:
             f"{folder} does not say what it is of: {'.'.join(map(str, first['loc']))}: {first['msg']}. Its tensors could not be "
             "named. Make the checkpoint again, or export the weights alone: --weights-only."
         ) from None
-
-
-def _num_parameters(model: ModelConfig) -> int:
-    from models.specs import model_specs
-
-    return sum(spec.numel for spec in model_specs(model))
 
 
 def _train_config(config: Mapping[str, Any], out: Path, *, has_moments: bool) -> str:

@@ -41,7 +41,7 @@ ONE_PROCESS = (
 def add_arguments(parser: CommandParser) -> None:
     parser.usage = "triaxis doctor [CONFIG] [--json FILE] [--dry-run] [section.key=value ...]"
     parser.epilog = EXAMPLES
-    parser.takes(CONFIG, "the run whose nodes are looked at; without one, this node alone", required=False)
+    parser.takes(CONFIG, "the run whose nodes are checked; without one, this node alone", required=False)
     add_json_file(parser, "rank 0 writes all facts, rates and findings here")
     add_dry_run(parser)
 

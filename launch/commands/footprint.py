@@ -19,7 +19,6 @@ from engine.config.load import load_config
 from engine.config.plan import parallel_sizes, stages_of
 from engine.config.section import with_value
 from engine.config.tree import Config
-from engine.errors import ConfigError
 from engine.telemetry.outlets.format import in_bytes
 from launch.start.command_line import (
     CONFIG,
@@ -54,7 +53,7 @@ docs/footprint.md says more.
 SHOWN_OPS = 4
 REAL_STEPS = 3
 MOST_RANKS_OF_A_WHOLE_REPLAY = 16
-"""Up to here each rank runs for itself; in a larger layout a rank stands for those of its stage."""
+"""Up to here each rank runs for itself; in a larger layout one rank represents its stage."""
 NO_RACES, RACES = 0, 1
 
 
@@ -161,13 +160,10 @@ def read_config(args: argparse.Namespace) -> Config:
     layout = [] if args.layout is None else layout_overrides(args.layout, dp_is_open=args.world_size is not None)
     config = load_config(args.config, (*args.overrides, *layout), os.environ, world_size=args.world_size)
     if config.parallel.dp is None and args.world_size is None:
-        raise ConfigError(
-            [
-                "parallel.dp is open, and there is no machine whose size could fill it. Give the ranks, --gpus N, or the size, "
-                "parallel.dp=N."
-            ],
-            str(args.config),
+        problem = (
+            "parallel.dp is open, and no machine's size fills it. Give the ranks, --gpus N, or the size, parallel.dp=N."
         )
+        refuse([problem], str(args.config))
     return with_value(config, "parallel.dp", parallel_sizes(config, args.world_size).dp)
 
 

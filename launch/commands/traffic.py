@@ -9,7 +9,7 @@ from launch.start.command_line import CONFIG, CommandParser, add_dry_run
 from launch.start.launcher import launch
 
 NAME = "traffic"
-HELP = "Run one real training step on random tokens; print calls and bytes per axis beside the formulas'."
+HELP = "Run one real training step on random tokens; compare calls and bytes per axis with the formulas."
 EXAMPLES = """examples:
   triaxis traffic configs/gpt_tiny.yaml
   TP=4 PP=1 VPP=1 DP=2 triaxis traffic configs/gpt_tiny.yaml parallel.sequence_parallel=false

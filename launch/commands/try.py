@@ -12,7 +12,7 @@ from pathlib import Path
 
 from engine.config.training import MOST_STEPS
 from engine.device.gpus import find_gpus
-from engine.errors import ConfigError, TriaxisError
+from engine.errors import TriaxisError
 from launch.start import hostfile
 from launch.start.command_line import (
     CONFIG,
@@ -158,11 +158,9 @@ def _refuse_other_launchers() -> None:
     """
     several = os.environ.get("NNODES", "") not in ("", "1") or hostfile.is_asked_for(os.environ)
     if "RANK" in os.environ or is_rank(os.environ) or several:
-        raise ConfigError(
-            [
-                "triaxis try starts its ranks itself, on one machine: under torchrun, srun, HOSTFILE or NNODES each process would "
-                "try the layouts for itself. Start it once, without them."
-            ],
+        why = "under torchrun, srun, HOSTFILE or NNODES each process would try the layouts for itself"
+        refuse(
+            [f"triaxis try starts its ranks itself, on one machine: {why}. Start it once, without them."],
             "the environment",
         )
 

@@ -12,7 +12,7 @@ from launch.doctor.records import Needs, Size
 from models.predict.activation_memory import accumulation_bytes
 from models.predict.rank_memory import resolve_recompute
 from models.predict.traffic import BYTES_PER_ELEMENT, expected_traffic
-from models.specs import model_specs
+from models.specs import num_parameters
 
 AXES = ("tp", "kv_replicas", "dp", "ends", "pp_forward", "pp_backward")
 """Axes in the order of measuring; `world` carries a few bytes a step only."""
@@ -82,7 +82,7 @@ def needs(config: Config, backend: str) -> Needs:
     saves = config.checkpoint.interval is not None
     saved_to = CHECKPOINT_DIR if config.checkpoint.dir is not None else RUNS_DIR
     # A checkpoint holds the master weight and the moments of each parameter in the accumulation dtype.
-    numel = sum(spec.numel for spec in model_specs(config.model))
+    numel = num_parameters(config.model)
     bytes_each = len(OPTIMIZERS[config.optimizer.name].state_kinds) * accumulation_bytes(
         BYTES_PER_ELEMENT[config.precision.dtype]
     )

@@ -1,6 +1,6 @@
 """Live bytes by kind, counted by storages as they come and go; operators by the place of the model that needs them.
 
-Every operator passes a dispatch mode, which sees new storages; a weak reference tells when one is freed. This counts what
+Every operator passes a dispatch mode, which sees new storages; a weak reference reports when one is freed. This counts what
 tensors hold, exactly and at every moment, with real tensors as with fake ones; what an allocator rounds up or caches is not in it.
 
     parameters, gradients, optimizer    said by name when the watch begins
@@ -181,10 +181,10 @@ class MemoryWatch(TorchDispatchMode):
     ) -> Iterator[None]:
         """Name saved tensors by the module that was running; those of a module in `logits` count as logits.
 
-        What autograd saves is seen by hooks of our own, or passed to `on_saved` by those whose hooks come before them (`saving`).
+        Our hooks see the tensors that autograd saves; hooks that come before them report theirs (`saving`).
 
-        `places` groups operators: the name of a chunk's child -> its place. What a chunk does itself counts to the place of
-        the child that ran last, or to that of the name "" before all of them.
+        `places` groups operators: the name of a chunk's child -> its place. A chunk's own operators count to the place of the
+        child that ran last, or before all children to the place of the name "".
         """
         self._places = places
         hooks = []

@@ -131,7 +131,7 @@ class Recorder:
     def _wait(self, number: int, posted_in: int, call: int) -> Wait:
         if posted_in == number:
             return Wait("own", call)
-        # Part 0 comes before the row, so part n is instruction n - 1.
+        # Part 0 precedes the row, so part n is instruction n - 1.
         if number <= len(self.row):
             transfer = feeding_transfer_of(self.program.schedule, self.rank, self.row[number - 1])
             post = self.row[posted_in - 1]

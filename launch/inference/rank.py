@@ -11,10 +11,10 @@ from models.inference.load import LoadedModel, load_model
 
 
 def run(argv: Sequence[str], work: Callable[[Rank, LoadedModel, dict[str, Any]], None]) -> int:
-    """Run `work` with the loaded model; return the exit code.
+    """Run `work` with the loaded model; the exit code separates a user's mistake (2) from a failure (1).
 
     Args:
-        argv: the config's path, with the job beside it, and the overrides (`launch/inference/request.py`).
+        argv: the path of the config, in the folder of the job, and the overrides (`launch/inference/request.py`).
         work: every rank calls it; rank 0 is the one that prints.
     """
     job = read_job(argv)

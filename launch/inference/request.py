@@ -137,7 +137,7 @@ def start(asked: Asked, worker: str, job: Mapping[str, Any]) -> int:
     Args:
         asked: checkpoint and configuration.
         worker: the module that each rank runs: `main(argv) -> int`.
-        job: what else it is told; the checkpoint is added.
+        job: its other arguments; the checkpoint is added.
     """
     parallel = asked.config.parallel
     with tempfile.TemporaryDirectory(prefix="triaxis-") as name:
@@ -147,7 +147,7 @@ def start(asked: Asked, worker: str, job: Mapping[str, Any]) -> int:
         if is_rank(os.environ):
             return launch(Request(path, asked.overrides, worker=worker), os.environ)
         if parallel.tp * parallel.pp * (parallel.dp or 1) == 1:
-            # Nothing else computes beside a single process.
+            # A single process has the machine to itself.
             os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
             return int(importlib.import_module(worker).main([str(path), *asked.overrides]))
         # What the launcher chose and started is for people; the ranks, being processes, keep the real stdout.

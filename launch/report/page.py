@@ -17,7 +17,7 @@ from launch.report.record import RunRecord, number
 from launch.report.style import CSS
 
 MOST_EVENTS = 400
-"""In the table; of more, all that tell of trouble and the last ones are shown."""
+"""Rows of the table; of more events, all alerts and the last ones are shown."""
 
 MOST_CHARACTERS = 50_000
 """Of one detail of an event, such as the report of a hang."""
@@ -27,7 +27,7 @@ LONG_VALUE = 15
 _LONG = ' class="long"'
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-"""For the browser: it loads nothing and runs nothing, whatever text a file held."""
+"""For the browser: it loads and runs nothing, for any text of a file."""
 
 STATES = {"finished": "good", "failed": "bad", "hung": "bad"}
 """Colours of a run's end; every other is a warning."""

@@ -70,7 +70,7 @@ class RunRecord:
     Attributes:
         path: the run directory.
         config: None where config.yaml is missing or is not of this version; `config_problem` says so.
-        config_text: config.yaml as it stands.
+        config_text: content of config.yaml.
         config_problem: why there is no `config`, or "".
         steps: records of metrics.jsonl, one per step, ascending: each as it was made last.
         replaced: those of steps that were made again, or lost, by a resume or a rollback: a group, ascending, for each.

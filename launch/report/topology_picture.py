@@ -46,7 +46,7 @@ def draw_topology(grid: RankGrid, path: Path) -> None:
     box_width, box_height = LABEL + widest + MARGIN, tallest + MARGIN + 0.8
     boxes_width = columns * (box_width + MARGIN) + MARGIN
     width = max(boxes_width, LEAST_WIDTH)
-    # Large pictures are looked at from further away: their title grows with them.
+    # Large pictures are viewed from further away: their title grows with them.
     scale = min(4.0, max(1.0, width / 30))
     header = 2.2 * scale
     sizes, nodes = grid.sizes, "1 node" if grid.num_nodes == 1 else f"{grid.num_nodes:,} nodes"

@@ -209,10 +209,10 @@ def above(name: str, number: int, most: int, reason: str) -> list[str]:
     return [f"--{name.replace('_', '-')} {shown(number)}: must be at most {most:,}; {reason}."]
 
 
-def refuse(problems: Iterable[str]) -> None:
-    """Raise ConfigError with the problems of a command line, if there are any."""
+def refuse(problems: Iterable[str], source: str = "the command line") -> None:
+    """Raise ConfigError with the problems of `source`, if there are any."""
     if found := list(problems):
-        raise ConfigError(found, "the command line")
+        raise ConfigError(found, source)
 
 
 def check_counts(**given: int | None) -> None:

@@ -41,7 +41,7 @@ WARM_UP_SHARE = 4
 """One step in so many, from the first on, is left out of the speeds."""
 
 STOPPED = frozenset({*AFTER.values(), 128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP})
-"""Exit codes of a run that somebody stopped: no further layout is tried."""
+"""Exit codes of a run that was stopped from outside: no further layout is tried."""
 
 _ERROR = re.compile(r"^\s*(?:\| )?\s*(?:error: |torch\.\w*OutOfMemoryError: )(.+)$", re.MULTILINE)
 _LAST_LINES = 15

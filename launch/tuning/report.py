@@ -1,6 +1,6 @@
 """Results of `triaxis try` as a block of plain text to paste, and as JSON, with the machine that they are of.
 
-torch is imported for its version and the name of the card, after the runs: a process that has looked at a GPU holds memory on it.
+torch is imported for its version and the name of the card, after the runs: a process that has queried a GPU holds memory on it.
 """
 
 import os
@@ -15,7 +15,7 @@ from engine.config.tree import Config
 from engine.telemetry.outlets.format import in_bytes, significant
 from engine.telemetry.record.flops import CONVENTION, Peak, known_peak
 from launch.tuning.layouts import Failed, Measured, rank_outcomes
-from models.specs import model_specs
+from models.specs import num_parameters
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU_INFO = Path("/proc/cpuinfo")
@@ -134,12 +134,13 @@ def _heading(tried: Tried, measured: Sequence[Measured]) -> Iterator[tuple[str, 
     yield "machine", f"{count}{machine.device}{cores}; driver {machine.driver}; {versions}; commit {machine.commit}"
     if not measured:
         return
-    # Layouts differ in nothing that stands here.
+    # These are equal in all layouts.
     config, peak = measured[0].config, tried.peak(measured[0].config)
     yield (
         "model",
-        f"{tried.name}: {_num_parameters(config):,} parameters, {config.precision.dtype}, sequence {config.model.seq_length:,}; "
-        f"random tokens, {config.train.global_batch_size:,} samples per step, {config.train.micro_batch_size:,} per microbatch",
+        f"{tried.name}: {num_parameters(config.model):,} parameters, {config.precision.dtype}, "
+        f"sequence {config.model.seq_length:,}; random tokens, {config.train.global_batch_size:,} samples per step, "
+        f"{config.train.micro_batch_size:,} per microbatch",
     )
     one = measured[0]
     yield "speeds", f"the median of steps {one.first_step} to {one.last_step}; ranks: {one.device}"
@@ -152,10 +153,6 @@ def _heading(tried: Tried, measured: Sequence[Measured]) -> Iterator[tuple[str, 
     yield "peak", about
     held = "allocated by torch" if machine.is_gpu else "resident, Python and torch included"
     yield "memory", f"of the rank that held most: {held}, and predicted (weights, gradients, optimizer, activations)"
-
-
-def _num_parameters(config: Config) -> int:
-    return sum(spec.numel for spec in model_specs(config.model))
 
 
 def _table(tried: Tried, measured: Sequence[Measured]) -> Iterator[str]:
@@ -201,7 +198,7 @@ def to_json(tried: Tried) -> dict[str, object]:
     return {
         "command": list(tried.words),
         "machine": asdict(tried.machine),
-        "parameters": _num_parameters(measured[0].config) if measured else None,
+        "parameters": num_parameters(measured[0].config.model) if measured else None,
         "steps": tried.num_steps,
         "flops_per_token": CONVENTION,
         "peak": None if peak is None else asdict(peak),

@@ -4,8 +4,8 @@
 
 All of them train on a small corpus (`launch/verify/oracles/corpus.py`), which the oracle reads, cuts and counts by itself.
 
-The files are those of an ordinary verification, so ranks and judge are the same; only who wrote the reference differs. Our one
-process goes first: when it differs too, the model is another one, and no layout is to blame.
+The files are those of an ordinary verification, so ranks and judge are the same; only the writer of the reference differs. Our
+one process goes first: when it differs too, the model is a different one, and no layout is to blame.
 """
 
 import json
@@ -23,10 +23,11 @@ from engine.config.load import to_yaml
 from engine.config.tree import Config
 from engine.errors import ConfigError
 from launch.inference.request import JOB
+from launch.start.command_line import refuse
 from launch.start.import_path import import_variables
 from launch.start.launcher import thread_variables
 from launch.verify.oracles.corpus import with_corpus, write_corpus
-from launch.verify.run import ONE_PROCESS, Trial, VerificationError, checked, evidence, start_ranks, trial
+from launch.verify.run import ONE_PROCESS, Trial, VerificationError, checked, evidence, layout_job, start_ranks, trial
 from launch.verify.verdict.judge import Cause, Verdict, judge
 from models.interop.huggingface.config import family_of
 from models.interop.megatron.config import megatron_args
@@ -46,7 +47,7 @@ DTYPES = ("float64", "fp32")
 NUM_STEPS = 5
 
 SITES = ("token_losses", "loss")
-"""The outputs that every model has, whatever its modules are."""
+"""The outputs that every model has."""
 
 _LARGEST = {"tp": 2, "pp": 2, "vpp": 2, "dp": 2, "sequence_parallel": True}
 LAYOUTS: tuple[dict[str, int | bool], ...] = (
@@ -99,29 +100,20 @@ def oracle_trial(
         ConfigError: the oracle's package is missing or of another version, or it cannot express the model; the config is wrong.
     """
     if dtype not in DTYPES:
-        raise ConfigError(
-            [
-                f"--dtype {dtype} with --oracle: where each model rounds to {dtype} is its own choice, and a difference of that "
-                f"size would be no bug. Give one of {', '.join(DTYPES)}."
-            ],
-            "the command line",
-        )
+        why = f"each model rounds to {dtype} in places of its own, and a difference of that size would be no bug"
+        refuse([f"--dtype {dtype} with --oracle: {why}. Give one of {', '.join(DTYPES)}."])
     found = installed_version(oracle)
-    if layout is None and (ignored := [word for word in overrides if word.startswith(("parallel.", "schedule."))]):
-        raise ConfigError(
-            [
-                f"{word}: without --layout, our one process and {len(LAYOUTS)} layouts are compared, and this word would be "
-                "ignored. Give the layout: --layout tp=2,pp=2."
-                for word in ignored
-            ],
-            "the command line",
+    if layout is None:
+        ignored = [word for word in overrides if word.startswith(("parallel.", "schedule."))]
+        why = (
+            f"without --layout, our one process and {len(LAYOUTS)} layouts are compared, and this word would be ignored"
         )
+        refuse(f"{word}: {why}. Give the layout: --layout tp=2,pp=2." for word in ignored)
     largest = [f"parallel.{name}={str(value).lower()}" for name, value in _LARGEST.items()]
     own_sizes = ["parallel.layers_per_stage=null", "schedule.name=auto", *largest]
     chosen = own_sizes if layout is None else layout
     asked = trial(path, (*overrides, *chosen), small=small, num_steps=num_steps, dtype=dtype)
-    if problems := list(refusals(oracle, asked.config)):
-        raise ConfigError(problems, f"a comparison with {oracle}")
+    refuse(refusals(oracle, asked.config), f"a comparison with {oracle}")
     layouts = [asked.config]
     if layout is None:
         tree = asked.config.model_dump(mode="json")
@@ -212,7 +204,7 @@ def show_oracle_plan(asked: OracleTrial) -> None:
 
 
 def _job(folder: Path) -> dict[str, object]:
-    return {"folder": str(folder), "is_reference": False, "sites": SITES}
+    return layout_job(folder) | {"sites": SITES}
 
 
 def _oracle_command(path: Path) -> list[str]:
@@ -226,7 +218,7 @@ def _run_oracle(asked: OracleTrial, folder: Path) -> int:
     path = place / "verify.yaml"
     path.write_text(to_yaml(with_corpus(asked.trials[0].reference, folder)))
     (place / JOB).write_text(json.dumps({"folder": str(folder), "oracle": asked.oracle}))
-    # On the CPU wherever the layouts run, and without a look at the network.
+    # On the CPU, on any device of the layouts, and offline.
     variables = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"} | thread_variables(os.environ)
     variables |= import_variables(os.environ)
     return subprocess.run(_oracle_command(path), env=os.environ | variables, stdout=sys.stderr, check=False).returncode

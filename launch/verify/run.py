@@ -112,7 +112,7 @@ def start_ranks(config: Config, place: Path, job: Mapping[str, object], *, dry_r
     path = place / "verify.yaml"
     path.write_text(to_yaml(config))
     (place / JOB).write_text(json.dumps(job))
-    # What is started is said beside the certificate, unless it is all that was asked for.
+    # The launch lines go to stderr, with the certificate on stdout; a dry run prints them on stdout.
     with without_layout_variables(), redirect_stdout(sys.stdout if dry_run else sys.stderr):
         return launch(Request(path, (), dry_run=dry_run, worker=WORKER), os.environ)
 

@@ -41,7 +41,7 @@ def shrink(config: Config) -> dict[str, dict[str, Any]]:
     """Return the changes to a configuration, as sections of new values; `parallel.dp` left open counts as 1.
 
     Kept: tp, pp, vpp, dp, the schedule, and every relation of `launch/verify/relations.py`. Buckets and offloaded tensors
-    are small whatever they were, so that there are several.
+    are always small, so that there are several.
     """
     layers, per_group, num_offloaded = _layers(config)
     seq_length = _seq_length(config)

@@ -1,7 +1,7 @@
 """Sub-layouts of a layout that differs: the same run with one axis collapsed, or one feature off (no torch here).
 
 The reference stays the same, because no global batch changes. Where the difference vanishes with `tp=1` and stays with `pp=1` and
-with `dp=1`, it lives on tp, whatever any table says.
+with `dp=1`, its cause is on tp, and no table is needed for that.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -69,7 +69,7 @@ class BuildContext:
 
 
 class Norm(torch.nn.Module):
-    """Norm of the model's kind over h of [s(/t), b, h], on whatever part of the sequence this rank holds."""
+    """Norm of the model's kind over h of [s(/t), b, h], on the part of the sequence that this rank holds."""
 
     def __init__(self, context: BuildContext, name: str) -> None:
         super().__init__()

@@ -5,7 +5,7 @@ import torch
 from engine.errors import CheckpointError
 
 _ELEMENTS = 2**24
-"""Elements that are looked at together: the mask of a larger tensor would take half of its memory once more."""
+"""Elements that are checked together: the mask of a larger tensor would take half of its memory once more."""
 
 
 def check_finite(values: torch.Tensor, name: str, source: object) -> None:

@@ -1,7 +1,7 @@
 """Memory that a microbatch keeps on a rank between forward and backward, counted from the configuration alone (no torch here).
 
 The formula of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (2205.05198), section 4,
-term by term, beside what these kernels keep. In the paper's block (16 bits per element, 1 byte per dropout mask, MLP width 4 h,
+term by term, with what these kernels keep. In the paper's block (16 bits per element, 1 byte per dropout mask, MLP width 4 h,
 heads x head size = h) the terms add up to its equations, in bytes per token (s b of them; a heads, t tensor-parallel ranks):
 
     one rank (equation 1)                34 h + 5 a s

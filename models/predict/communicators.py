@@ -38,7 +38,7 @@ def communicator_bytes(sizes: ParallelSizes, kv_heads: int | None) -> tuple[int,
         kv_heads: key/value heads of the model; None: as many as query heads.
     """
     # Which axes share a group, and which neighbours a rank has, depends on dp only up to 2 and on pp only up to 3. So a small
-    # grid stands for a large one, whose groups would take long to list.
+    # grid represents a large one, whose groups would take long to list.
     small = ParallelSizes(tp=sizes.tp, pp=min(sizes.pp, 3), dp=min(sizes.dp, 2))
     grid = RankGrid(small, allow_tp_across_nodes=True)
     by_stage = [

@@ -42,7 +42,7 @@ from models.specs import stage_specs
 GB = 10**9
 
 HEAD_TOKENS = 1024
-"""Tokens whose logits are worth having at a time: enough for the head's GEMMs, and few beside a long sequence's."""
+"""Tokens whose logits are worth having at a time: enough for the head's GEMMs, and few of a long sequence's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +255,7 @@ def _most_messages(sizes: ParallelSizes, pp: int) -> int:
 
 
 def _state_bytes(config: Config, element: int, wide: int) -> int:
-    """Count the bytes of one owned parameter: its moments, and what its master takes beside it."""
+    """Count the bytes of one owned parameter: its moments and its master."""
     precision = config.precision
     moment = element if precision.moments == "bf16" else wide
     master = wide - element if precision.masters == "split" else 0 if wide == element else wide

@@ -1,11 +1,11 @@
 """Steps of one rank of any layout on the CPU, in a fake world, with every stream of a GPU run watched for races.
 
-    step          receives are posted early; sends are under way until somebody waits for them, so their memory stays in use
+    step          receives are posted early; sends end when they are waited for, so their memory stays in use
     save          the optimizer's state is copied as a checkpoint in the background copies it
-    step          receives are posted late; a send has ended when somebody asks, so memory is freed as early as can be
+    step          receives are posted late; a send has ended at the first query, so memory is freed as early as possible
     validation    a forward-only step
 
-The engine's own code runs on real tensors. What other ranks would have sent is whatever stood in the buffer; the order of operators
+The engine's own code runs on real tensors. Receives keep the buffer's old content, since the order of operators
 does not depend on it.
 """
 

@@ -48,7 +48,7 @@ def check_races(console: Console, config: Config, ranks: list[int] | None) -> li
 
     Args:
         config: as it runs.
-        ranks: which; None: some that stand for all.
+        ranks: to check; None: some that represent all.
 
     Returns:
         What was found on each rank, for JSON.

@@ -55,7 +55,7 @@ class RaceWatch(TorchDispatchMode):
         current: the stream that operators are posted on.
         thread: which thread of the host runs.
         during: what the pipeline does, for reports.
-        sends_end: whether a send has ended when somebody asks; else none ever ends until it is waited for.
+        sends_end: a send has ended at the first query; else it ends only when it is waited for.
         num_operators: posted so far.
     """
 

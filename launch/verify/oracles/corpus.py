@@ -61,7 +61,7 @@ def with_corpus(config: Config, folder: Path) -> Config:
 def write_corpus(config: Config, folder: Path) -> None:
     """Write documents of random tokens and lengths, so few that the steps of `config` need more than one epoch.
 
-    Beside them a tokenizer of as many words as the model has ids: a small model has too few for bytes.
+    A tokenizer with as many words as the model has ids is added: a small model has too few for bytes.
     """
     model, train = config.model, config.train
     draw = np.random.default_rng(train.seed)

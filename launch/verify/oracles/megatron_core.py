@@ -45,7 +45,7 @@ class MegatronCore:
         ]
         length = config.model.seq_length
         self._mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
-        # Its buffers take the weights over when the wrapper is made, and its optimizer knows them by their place there.
+        # Its buffers take the weights over when the wrapper is made, and its optimizer finds them by their place there.
         self._wrapped, self._optimizer = distributed_optimizer(self._gpt, config.optimizer)
         (self._inner,) = self._optimizer.chained_optimizers
         self._scheduler = constant_schedule(self._optimizer, config.optimizer)

@@ -1,7 +1,7 @@
 """The report of a verification's rank, as JSON between processes (no torch here).
 
-A reference (one process) writes whole tensors; each rank of the layout compares its own parts with them and reports sums. Nobody
-ever holds what others hold, so the layout may be as large as the machine allows.
+A reference (one process) writes whole tensors; each rank of the layout compares its own parts with them and reports sums. No
+rank holds the tensors of another, so the layout may be as large as the machine allows.
 """
 
 import json

@@ -31,9 +31,9 @@ class Family:
     Attributes:
         architecture: the class of transformers that is a language model of this family.
         activation_key: their key of the activation.
-        is_gated: the MLP is gated, whatever the activation.
+        is_gated: the MLP is gated with any activation.
         names: their key -> our field.
-        fixed: our fields that the family decides, whatever the file says.
+        fixed: our fields that the family decides, not the file.
         defaults: values of keys that a file may leave out; other keys of `names` must be there.
     """
 

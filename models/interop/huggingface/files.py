@@ -198,7 +198,7 @@ def _file_of_each_tensor(folder: Path) -> dict[str, str]:
         if pickles:
             raise CheckpointError(
                 f"{folder} has its weights as pickles ({', '.join(pickles[:3])}). A pickle runs whatever code its author put "
-                "into it when it is opened, so none is opened here. Use the safetensors of this model, or have somebody convert it "
+                "into it when it is opened, so none is opened here. Use the safetensors of this model, or have it converted "
                 "who trusts its author: load it with transformers and save it again, which writes safetensors."
             )
         what = f"neither {SINGLE} nor {INDEX} is in it" if folder.is_dir() else "there is no such folder"

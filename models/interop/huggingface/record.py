@@ -3,7 +3,7 @@
     imported/qwen3/hugging_face.json    {"special_ids": {"bos_token_id": 1, "eos_token_id": [2, 7]}, "generation_config": "{..}",
                                          "ignored": {"strange_key": 3}, "tokenizer_sha256": "ab12.."}
 
-It lies beside the tokenizer that the ids belong to. An export of the import, or of a run that began from it, gives all of it back.
+It is in the folder of the tokenizer that the ids belong to. An export of the import, or of a run from it, gives all of it back.
 """
 
 import json

@@ -70,7 +70,7 @@ _CHOICES = (
     "vocab_size",
     "tokenizer_type",
 )
-"""Arguments that the functions below look at by name, beside those of the tables."""
+"""Arguments that the functions below read by name, in addition to those of the tables."""
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "padded_vocab_size")
 

@@ -80,7 +80,7 @@ def read_pickle(content: bytes, allowed: Collection[Name], prefix: str, source: 
 
     Args:
         content: the pickle.
-        allowed: classes that may be named, beside torch's dtypes and shapes.
+        allowed: classes that may be named, in addition to torch's dtypes and shapes.
         prefix: modules below this one may be named as well (they are not imported); "" allows none.
         source: the file's name, for messages.
 
@@ -234,7 +234,7 @@ class _Reader(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the replacement for a name; refuse an unknown one before the pickle can call it."""
-        # A dotted name would reach through an allowed class into whatever that class has imported.
+        # A dotted name would reach through an allowed class into the imports of that class.
         is_plain = "." not in name
         if is_plain and module == "torch" and name in _DTYPES:
             return getattr(torch, name)
@@ -302,7 +302,7 @@ def _layout(name: Any) -> str:
 def _member(owner: Any, name: Any) -> Inert:
     """Record the class and the name for `getattr`, with which Python 3.11.0 to 3.11.3 write a member of an enumeration.
 
-    Nothing is looked up, and of nothing but a class on the list is there a member.
+    Nothing is looked up, and only a class on the list has members.
     """
     if not (isinstance(owner, type) and issubclass(owner, Inert) and isinstance(name, str)):
         raise pickle.UnpicklingError(f"an attribute of {shown(owner)}, which is no class of Megatron-Core")

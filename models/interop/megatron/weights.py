@@ -32,11 +32,11 @@ from models.interop.megatron.writer import Written
 from models.specs import model_specs
 
 Prefixes = Mapping[Kind, tuple[str, ...]]
-"""Below which keys a kind of tensor stands, the first that is there."""
+"""Prefixes of the keys of a kind of tensor; the first one that is there counts."""
 
 WEIGHTS: Prefixes = {"master": ("",)}
 TRAINING: Prefixes = {
-    # `param` is what new versions call the exact weights, `fp32_param` old ones; an fp32 run may have none beside the weights.
+    # `param` is what new versions call the exact weights, `fp32_param` old ones; an fp32 run may have only the weights.
     "master": ("optimizer.state.param.", "optimizer.state.fp32_param.", ""),
     "exp_avg": ("optimizer.state.exp_avg.",),
     "exp_avg_sq": ("optimizer.state.exp_avg_sq.",),

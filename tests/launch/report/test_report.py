@@ -196,7 +196,7 @@ def test_a_run_that_was_killed_has_a_page(tmp_path: Path) -> None:
     assert [each["step"] for each in record.steps] == list(range(1, 52))
     assert [[each["step"] for each in group] for group in record.replaced] == [list(range(41, 50))]
     page = page_of(run)
-    assert "2 lines of metrics.jsonl or events/ are not whole" in page.text
+    assert "2 lines of metrics.jsonl or events/ are incomplete" in page.text
     assert "Only the logging rank's memory is known" in page.sections["memory"]
     EventLog(events_file(run, node=1), 1, rank=2).write("hang", step=52, message="waits for rank 0")
     assert read_run(run).state == "hung"
@@ -212,7 +212,7 @@ def test_what_is_not_there_is_said(tmp_path: Path, kept: str) -> None:
     has_steps = kept == "metrics.jsonl"
     assert ("No step is recorded yet." in page.sections["loss"]) is not has_steps
     assert ("No step is recorded yet." in page.sections["throughput"]) is not has_steps
-    assert ("No times are written down." in page.sections["time"]) is not has_steps
+    assert ("No times are recorded." in page.sections["time"]) is not has_steps
     assert ("No checkpoint is on the disk." in page.sections["checkpoints"]) is True
     assert ("No event is recorded." in page.sections["events"]) is (kept != "events")
     assert ("Unknown without a configuration" in page.sections["schedule"]) is (kept != "config.yaml")
