@@ -1,6 +1,6 @@
 """The `triaxis` command: it finds the subcommand's module, parses its arguments, and prints errors that a user can read.
 
-    triaxis COMMAND [arguments]      ->  launch/commands/COMMAND.py: NAME, HELP, add_arguments(parser), run(args) -> int
+    triaxis COMMAND [arguments]      ->  launch/commands/COMMAND.py: add_arguments(parser), run(args) -> int
 
 Only the module of the command that was asked for is imported, so `triaxis --help` costs no more than starting Python.
 Exit codes: 0 done; 2 a mistake in what was typed or configured; 1 a run that broke; 75 preempted and saved; 130 interrupted; the
@@ -22,14 +22,14 @@ GROUPS = {
     "train": {
         "train": "start a training run on this machine, these nodes or this SLURM step",
         "try": "train a few steps on random tokens in some layouts: speed, memory and time of each",
-        "evaluate": "loss and perplexity of a text or corpus under the model of a checkpoint",
+        "evaluate": "measure loss and perplexity of a text or corpus under the model of a checkpoint",
         "generate": "continue a prompt with the model of a checkpoint",
     },
     "choose and check a layout": {
         "config": "print or check a configuration, or make one from a Hugging Face config.json",
         "topology": "show ranks, nodes and groups of a layout, as text or as a picture",
         "schedule": "print, draw or check a pipeline schedule",
-        "footprint": "what one rank of any layout keeps, sends and computes in a step, without the machines",
+        "footprint": "run one rank's step of any layout without the machines: memory, traffic and operators",
         "traffic": "run one real step; compare bytes and calls per axis with the prediction of the config",
         "verify": "prove that a layout trains the same model as one process, or name what differs",
         "doctor": "compare all nodes, measure the layout's groups, and name what is out of line",
@@ -41,10 +41,10 @@ GROUPS = {
     },
     "look at a run": {
         "report": "turn a run directory into one HTML page",
-        "timeline": "put the ranks' timelines of a run together, for Perfetto",
+        "timeline": "put the ranks' timelines of a run (telemetry.timeline) together, for Perfetto",
     },
 }
-"""Subcommands in the order of `triaxis --help`, with their one-line summaries."""
+"""Subcommands in the order of `triaxis --help`; a summary also heads the `--help` of its command."""
 
 COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
 
@@ -62,8 +62,7 @@ any order. `triaxis COMMAND --help` shows the options and examples of a command.
 class Command(Protocol):
     """The interface of a module in `launch/commands/`."""
 
-    NAME: str
-    HELP: str
+    __name__: str
     add_arguments: "Callable[[CommandParser], None]"
     run: Callable[[argparse.Namespace], int]
 
@@ -77,7 +76,9 @@ def command_parser(command: Command) -> "CommandParser":
     """Build the parser of one subcommand."""
     from launch.start.command_line import CommandParser
 
-    parser = CommandParser(prog=f"triaxis {command.NAME}", description=command.HELP)
+    name = command.__name__.rpartition(".")[2]
+    summary = COMMANDS[name]
+    parser = CommandParser(prog=f"triaxis {name}", description=f"{summary[0].upper()}{summary[1:]}.")
     command.add_arguments(parser)
     return parser
 

@@ -31,8 +31,6 @@ if TYPE_CHECKING:  # they import torch, which takes a second: not for --help
     from engine.checkpoint.inspect.compare import Difference, Values
     from engine.checkpoint.inspect.verify import Verified
 
-NAME = "checkpoint"
-HELP = "Look into checkpoints: what they hold, where two differ, whether every byte is as it was written."
 INSPECT_EXAMPLES = """examples:
   triaxis checkpoint inspect runs/gpt_tiny
   triaxis checkpoint inspect runs/gpt_tiny/checkpoints/step_00001000 --tensors

@@ -27,8 +27,6 @@ from models.predict.fit import Devices, memory_line, memory_rule, uses_gpu, uses
 from models.predict.rank_memory import GB, predict, resolve_recompute
 from models.specs import num_parameters
 
-NAME = "config"
-HELP = "Print or check a configuration, or make a model section from a Hugging Face config.json."
 PRINT_EXAMPLES = """examples:
   triaxis config print configs/gpt_tiny.yaml
   TP=4 triaxis config print configs/gpt_tiny.yaml train.steps=20 > mine.yaml

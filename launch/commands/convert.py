@@ -31,8 +31,6 @@ from models.interop.huggingface.config import FAMILIES, family_of, to_hugging_fa
 from models.interop.huggingface.record import GENERATION_CONFIG, RECORD, ImportRecord, read_record
 from models.specs import num_parameters
 
-NAME = "convert"
-HELP = "Bring a model in from another library's format, or take a checkpoint out to one."
 IMPORT_EXAMPLES = """examples:
   triaxis convert hf-import models/Qwen3-0.6B checkpoints/qwen3
   triaxis convert hf-import models/gpt2 checkpoints/gpt2 --seq-length 512 --dtype fp32

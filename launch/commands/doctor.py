@@ -11,8 +11,6 @@ from launch.start.launcher import DEFAULT_CONFIG, Request, launch
 from launch.start.process.ending import run_rank
 from launch.start.srun_task import is_rank
 
-NAME = "doctor"
-HELP = "Compare versions, links, clocks and folders of all nodes, and measure the bandwidth of the layout's groups."
 WORKER = "launch.doctor.rank"
 EXAMPLES = f"""examples:
   triaxis doctor

@@ -12,8 +12,6 @@ from launch.inference.request import Asked, ask, open_tokenizer, start
 from launch.inference.request import add_arguments as add_checkpoint_arguments
 from launch.start.command_line import CommandParser, refuse
 
-NAME = "evaluate"
-HELP = "Loss and perplexity of a text or a corpus under the model of a checkpoint, per token and per byte."
 EXAMPLES = """examples:
   triaxis evaluate runs/gpt_tiny --text README.md
   triaxis evaluate runs/gpt_tiny --bin data/stdlib/bytes --max-tokens 1000000 --dp 2

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     from launch.footprint.run import Footprint, Footprints
 
-NAME = "footprint"
-HELP = "Run one rank's training step on tensors without memory; print its bytes, calls and operators."
 EXAMPLES = """examples:
   triaxis footprint configs/gpt_tiny.yaml --layout tp=2,pp=2,vpp=2,dp=2,sp=true --rank 5
   triaxis footprint configs/llama3_8b.yaml --gpus 64 --full

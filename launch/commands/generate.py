@@ -9,8 +9,6 @@ from launch.inference.request import add_arguments as add_checkpoint_arguments
 from launch.inference.request import ask, open_tokenizer, start
 from launch.start.command_line import CommandParser, refuse
 
-NAME = "generate"
-HELP = "Continue a prompt with the model of a checkpoint."
 EXAMPLES = """examples:
   triaxis generate runs/gpt_tiny --prompt 'def main('
   triaxis generate runs/gpt_tiny/checkpoints/step_00001000 --prompt 'import ' --temperature 0 --max-new-tokens 64

@@ -20,8 +20,6 @@ from engine.data.corpus.record import record_path
 from engine.data.corpus.stdlib import STDLIB_BYTES, stdlib_files
 from engine.errors import DataError
 
-NAME = "prepare"
-HELP = "Turn text files into a corpus to train on."
 EXAMPLES = """examples:
   triaxis prepare --stdlib --tokenizer bytes --output data/stdlib
   triaxis prepare --input 'books/*.txt' --tokenizer bytes --output data/books --workers 4

@@ -9,10 +9,6 @@ from engine.storage.files import write_atomically
 from launch.report.page import render
 from launch.report.record import read_run
 
-NAME = "report"
-HELP = (
-    "Turn a run directory into one HTML page: loss, throughput, times, memory, schedule, checkpoints, events, config."
-)
 EXAMPLES = """examples:
   triaxis report runs/gpt_tiny
   triaxis report runs/gpt_tiny --out gpt_tiny.html

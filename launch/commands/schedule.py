@@ -25,8 +25,6 @@ from launch.start.command_line import CONFIG, CommandParser, add_world_size, che
 if TYPE_CHECKING:
     from engine.config.tree import Config
 
-NAME = "schedule"
-HELP = "Print, draw or check a pipeline schedule."
 PRINT_EXAMPLES = """examples:
   triaxis schedule print configs/gpt_tiny.yaml --form timeline
   triaxis schedule print --pp 4 --microbatches 8

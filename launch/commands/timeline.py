@@ -8,8 +8,6 @@ from pathlib import Path
 
 from engine.telemetry.timing.timeline import merge
 
-NAME = "timeline"
-HELP = "Put together the timelines that the ranks of a run wrote (telemetry.timeline), for ui.perfetto.dev."
 EXAMPLES = """examples:
   triaxis timeline runs/gpt_tiny
 """

@@ -18,8 +18,6 @@ from launch.report.topology_picture import draw_topology
 from launch.report.topology_text import describe_layout
 from launch.start.command_line import CONFIG, CommandParser, add_world_size, check_counts, refuse
 
-NAME = "topology"
-HELP = "Show the node of each rank, and the ranks of each group."
 EXAMPLES = """examples:
   triaxis topology --tp 2 --pp 2 --dp 4 --ranks-per-node 8
   triaxis topology --tp 8 --pp 8 --dp 16 --ranks-per-node 8 --out layout.svg

@@ -8,8 +8,6 @@ from launch.commands.train import request
 from launch.start.command_line import CONFIG, CommandParser, add_dry_run
 from launch.start.launcher import launch
 
-NAME = "traffic"
-HELP = "Run one real training step on random tokens; compare calls and bytes per axis with the formulas."
 EXAMPLES = """examples:
   triaxis traffic configs/gpt_tiny.yaml
   TP=4 PP=1 VPP=1 DP=2 triaxis traffic configs/gpt_tiny.yaml parallel.sequence_parallel=false

@@ -11,8 +11,6 @@ from launch.start.command_line import CONFIG, CommandParser, add_dry_run
 from launch.start.launcher import DEFAULT_CONFIG, FROM_SCRATCH, Request, launch
 from launch.start.preflight import look_before_training
 
-NAME = "train"
-HELP = "Start a training run: on this machine, on this node of several, or as a task of srun."
 EXAMPLES = """examples:
   triaxis train
   triaxis train configs/gpt_tiny.yaml train.steps=20 optimizer.lr=1e-3

@@ -30,8 +30,6 @@ from launch.start.srun_task import is_rank
 from launch.tuning.layouts import LEAST_STEPS, STOPPED, Failed, Measured, refused, show_plan, try_layout, write_config
 from launch.tuning.report import Tried, look_at_machine, to_json, to_text
 
-NAME = "try"
-HELP = "Train a few steps of a config on random tokens, in one layout or several; print speed, memory and time of each."
 EXAMPLES = """examples:
   triaxis try configs/gpt_tiny.yaml
   triaxis try configs/gpt_tiny.yaml --steps 10 --layouts 'tp=1;tp=2;tp=2,pp=2' --json tried.json

@@ -32,8 +32,6 @@ from launch.verify.run import Trial, VerificationError, show_plan, trial, verify
 from launch.verify.verdict.bounds import noise_factor
 from launch.verify.verdict.judge import Difference, Verdict
 
-NAME = "verify"
-HELP = "Train a few steps in one process and in a layout; compare loss, every gradient, weights and moments by name."
 EXAMPLES = """examples:
   triaxis verify configs/gpt_tiny.yaml --layout tp=4,pp=2,vpp=2,dp=1
   triaxis verify configs/gpt_tiny.yaml --layout tp=2,dp=2,sp=false --full-size --steps 5 --json certificate.json

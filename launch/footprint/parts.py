@@ -66,7 +66,6 @@ class Recorder:
 
     Args:
         watch: entered, and its `forget_peak` just called.
-        ledger: of the rank.
         program, rank: the program, and the pp rank whose row runs.
     """
 

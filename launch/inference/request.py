@@ -135,7 +135,6 @@ def start(asked: Asked, worker: str, job: Mapping[str, Any]) -> int:
     """Run the worker's ranks; return their exit code. Only the output of rank 0 goes to stdout.
 
     Args:
-        asked: checkpoint and configuration.
         worker: the module that each rank runs: `main(argv) -> int`.
         job: its other arguments; the checkpoint is added.
     """

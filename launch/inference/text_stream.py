@@ -19,7 +19,6 @@ class TextStream:
     of the last complete piece, whose text is then cut off.
 
     Args:
-        tokenizer: of the tokens.
         before: the tokens that the stream continues.
     """
 

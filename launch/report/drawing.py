@@ -53,7 +53,6 @@ def text(
         size: of the font, in pixels.
         fill: colour; a page's CSS does not change it.
         anchor: part of the text that is at `x`.
-        weight: of the font.
     """
     style = f"fill: {fill}; font-size: {_value(size)}px" + (f"; font-weight: {weight}" if weight != "normal" else "")
     return element("text", escape(content), x=x, y=y + 0.36 * size, text_anchor=anchor, style=style)

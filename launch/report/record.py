@@ -30,7 +30,6 @@ class SavedStep:
 
     Attributes:
         name: of its folder.
-        step: optimizer steps made.
         num_bytes: of its tensor files, as its manifest says; None where it has none that can be read.
         written_at: as its manifest says.
         note: what is wrong with it, or "".
@@ -68,15 +67,10 @@ class RunRecord:
     """Everything that a run's files record.
 
     Attributes:
-        path: the run directory.
         config: None where config.yaml is missing or is not of this version; `config_problem` says so.
-        config_text: content of config.yaml.
         config_problem: why there is no `config`, or "".
         steps: records of metrics.jsonl, one per step, ascending: each as it was made last.
         replaced: those of steps that were made again, or lost, by a resume or a rollback: a group, ascending, for each.
-        events: of all attempts.
-        attempts: by number.
-        checkpoints: by step.
         results: what `finished` says; None where the run is not done.
         num_unreadable: lines of metrics.jsonl and of files of events that hold no record.
     """

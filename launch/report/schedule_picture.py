@@ -86,7 +86,6 @@ def _rows(timeline: Timeline, *, left: float, top: float, width: float, row: flo
     """Draw the bars of all ranks, with the microbatch's number where a bar has room for it.
 
     Args:
-        timeline: what to draw.
         left, top: of the first row, in pixels.
         width: of the whole time span, in pixels.
         row: height of a row with the gap below it, in pixels.

@@ -52,7 +52,6 @@ class Memory:
     """The rank that held most.
 
     Attributes:
-        rank: its number.
         measured: bytes; allocated by torch on a GPU, resident on a CPU.
         predicted: bytes of the same rank's parameters, gradients, optimizer state and activations, from the config alone.
     """
@@ -67,12 +66,9 @@ class Measured:
     """Results of a layout that was trained.
 
     Attributes:
-        config: of the short run.
         layout: its sizes in words.
-        num_ranks: of its process group.
         device: as the run described it ("NVIDIA H200, nccl", "cpu, gloo, 1 thread per rank").
         first_step, last_step: the steps, counted from 1, whose medians the speeds are.
-        step_seconds: of the median step.
         tokens_per_second: of all ranks, in the median step.
         model_tflops: per rank, in the median step.
         mfu: 0 to 1; None where no peak is known.
@@ -135,9 +131,7 @@ def write_config(
 
     Args:
         path, overrides, variables: as for training, the layout among the overrides.
-        num_steps: of the run.
         folder: parent of the run directory and place of the config.
-        name: of the run.
 
     Raises:
         ConfigError: all problems of the configuration at once.
@@ -160,7 +154,6 @@ def try_layout(config_path: Path, label: str, log: Path) -> Measured | Failed:
     """Train what `write_config` wrote, on the ranks that training would have.
 
     Args:
-        config_path: of the short run.
         label: of the layout, should it fail.
         log: file that the run's output goes to.
     """

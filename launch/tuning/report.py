@@ -92,9 +92,6 @@ class Tried:
 
     Attributes:
         words: of the command line, the program's name included.
-        name: of the config.
-        num_steps: of each run.
-        machine: where they ran.
         outcomes: in the order in which they were tried.
     """
 

@@ -64,7 +64,6 @@ def matrix(
 
     Args:
         path, overrides: the model to vary the layout of; None: `FAMILIES`.
-        num_steps, dtype: of each trial.
         most_ranks: no layout is larger.
 
     Raises:

@@ -91,8 +91,6 @@ def run_steps(
     Args:
         engine: at its start.
         steps: this rank's microbatches, step by step.
-        lr: of every step.
-        notebook: where tensors go.
         watch: open during the first forward and backward.
     """
     _write_parameters(engine, 0, "start", notebook)

@@ -64,7 +64,6 @@ class OracleTrial:
 
     Attributes:
         oracle: one of `ORACLES`.
-        version: of its package.
         trials: our one process, then layouts; all of one model, batch and optimizer.
     """
 
@@ -90,11 +89,8 @@ def oracle_trial(
     """Build the configurations of a comparison.
 
     Args:
-        path, overrides: as for training.
         oracle: one of `ORACLES`.
         layout: overrides of `parallel`; None: those of `LAYOUTS`.
-        small: shrink the model.
-        num_steps, dtype: of all runs.
 
     Raises:
         ConfigError: the oracle's package is missing or of another version, or it cannot express the model; the config is wrong.

@@ -37,7 +37,6 @@ def stage_relations(
     """Relate the layers of one stage to the layers that are recomputed together and to those that are offloaded.
 
     Args:
-        num_layers: of the stage.
         recomputed: `uniform` or `block` for whole layers, else "".
         layers_per_group: `recompute.num_layers`.
         num_offloaded: `offload.num_layers`.

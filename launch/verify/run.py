@@ -103,7 +103,6 @@ def start_ranks(config: Config, place: Path, job: Mapping[str, object], *, dry_r
     """Run the ranks of `launch/verify/rank.py`; return their exit code.
 
     Args:
-        config: with the layout.
         place: a folder that is not there yet, for configuration and job.
         job: what `launch/verify/rank.py` reads.
         dry_run: say how they would be started; start nothing.

@@ -31,9 +31,6 @@ def attributed(config: Config, evidence: Evidence, verdict: Verdict, is_equal: R
     """Return the verdict with the axis that sub-layouts name; they are run only where something differs.
 
     Args:
-        config: the layout's.
-        evidence: of it.
-        verdict: of it.
         is_equal: runs a sub-layout against the same reference.
     """
     if verdict.equal:

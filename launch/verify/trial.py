@@ -67,7 +67,6 @@ def trial(path: Path, overrides: tuple[str, ...], *, small: bool, num_steps: int
     Args:
         path, overrides: as for training, the layout among the overrides.
         small: shrink it (`launch/verify/shrink.py`).
-        num_steps: optimizer steps.
         dtype: of both runs; None: the config's own.
 
     Raises:

@@ -23,7 +23,6 @@ class BuildContext:
         recompute: the recomputed parts; `auto` is already resolved.
         num_offloaded: layers of each chunk whose saved tensors are moved to the host.
         parameters: this chunk's parameters by global name.
-        queue: of weight-gradient GEMMs.
         saved: policy for tensors that are saved for the backward; one for all chunks of the rank.
         seed: of the run, for dropout.
         taken: names that modules have asked for.

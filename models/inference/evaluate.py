@@ -76,9 +76,7 @@ class Windows:
     """A text as samples: `Sample` i is window i; past the last window nothing is counted.
 
     Args:
-        text: its tokens.
         before: the token that the text follows (the one that ends a document).
-        seq_length: tokens in a window.
         stride: how far a window begins after its predecessor, 1 .. seq_length.
         vocab_size: tokens must be below it.
     """
@@ -114,7 +112,6 @@ def loss_of(model: LoadedModel, steps: Iterable[Sequence[MicroBatch]]) -> tuple[
     """Compute (sum of the counted tokens' losses in nats, number of these tokens) of some global batches; equal on every rank.
 
     Args:
-        model: the loaded model.
         steps: this data-parallel rank's microbatches of each global batch; every step has as many.
     """
     config, topology = model.config, model.topology

@@ -45,7 +45,6 @@ class Sampling:
         temperature: divides the logits; 0 takes the most likely token.
         top_k: draw among that many most likely tokens (and those equally likely as the last of them); None: among all.
         top_p: draw among the fewest most likely tokens whose probabilities sum to at least that (1904.09751); after top_k.
-        seed: of the draws.
     """
 
     temperature: float = 1.0
@@ -73,10 +72,8 @@ def stream(
     """Continue `prompt`; every rank iterates to the same end and gets the same tokens.
 
     Args:
-        model: trained or not.
         prompt: at least one token id; of a longer one than the window the last half window is read.
         num_tokens: largest number of tokens to draw.
-        sampling: parameters of each draw.
         window: largest number of tokens that the model reads at once; None: `model.seq_length`.
         stop: a token that ends the text; it is not yielded.
     """

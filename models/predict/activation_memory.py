@@ -50,7 +50,6 @@ class Term:
 
     Attributes:
         module: of the block or chunk that keeps it.
-        tensor: what it is.
         paper: bytes per token on this rank in the paper's count; 0 where the paper has no such tensor.
         ours: bytes per token on this rank with this engine's kernels on the CPU; 0 where nothing is kept.
         part: of the layer that makes it again if it is recomputed (`recompute.modules`); "" where none does.

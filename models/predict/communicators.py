@@ -34,7 +34,6 @@ def communicator_bytes(sizes: ParallelSizes, kv_heads: int | None) -> tuple[int,
     """Estimate the bytes of all connected communicators of a rank, by pipeline index.
 
     Args:
-        sizes: of the layout.
         kv_heads: key/value heads of the model; None: as many as query heads.
     """
     # Which axes share a group, and which neighbours a rank has, depends on dp only up to 2 and on pp only up to 3. So a small

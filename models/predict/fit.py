@@ -62,7 +62,6 @@ def memory_line(prediction: Prediction, device_bytes: int | None = None) -> str:
     """Format a prediction as one line, in 10^9 bytes (or 10^6 where that is less than one).
 
     Args:
-        prediction: of a run.
         device_bytes: memory that a rank may use; None: unknown.
     """
     held = prediction.fullest

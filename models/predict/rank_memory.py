@@ -94,7 +94,6 @@ def predict(config: Config, sizes: ParallelSizes, *, nccl: bool = True) -> Predi
 
     Args:
         config: of a run that breaks no rule.
-        sizes: of its layout.
         nccl: NCCL connects the ranks; gloo has no buffers on a device.
 
     Raises:
@@ -309,7 +308,6 @@ class Saving:
     """Changes of fields (or of `recompute` as a whole) that belong together, and the prediction after them.
 
     Attributes:
-        changes: dotted names and values.
         total: bytes of the ranks for which savings were asked.
         fullest: bytes of the ranks that then hold the most.
     """
@@ -349,7 +347,6 @@ def savings(config: Config, pp: int, *, nccl: bool = True, most_bytes: int | Non
 
     Args:
         config: of the run, `parallel.dp` included.
-        pp: the pipeline rank.
         nccl: as for `predict`.
         most_bytes: memory of a device, which no rank may exceed after a change; None: unknown.
     """

@@ -24,9 +24,9 @@ def test_the_table_names_every_module():
 
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_is_what_the_table_says(name):
-    command = cli.command_module(name)
-    assert name == command.NAME
-    assert command.HELP.strip()
+    parser = cli.command_parser(cli.command_module(name))
+    assert parser.prog == f"triaxis {name}"
+    assert parser.description == f"{cli.COMMANDS[name][0].upper()}{cli.COMMANDS[name][1:]}."
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -107,7 +107,7 @@ def fake_command(error: BaseException) -> SimpleNamespace:
         assert args.flag
         raise error
 
-    return SimpleNamespace(NAME="train", HELP="nothing", add_arguments=add_arguments, run=run)
+    return SimpleNamespace(__name__="launch.commands.train", add_arguments=add_arguments, run=run)
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,6 @@ def check_rank(config: Config, rank: int, build_model: ModelBuilder) -> CheckedR
 
     Args:
         config: of the run, small enough for this machine; `parallel.dp` is given.
-        rank: of the layout.
-        build_model: as for training.
 
     Raises:
         TopologyError: there is no such rank, or this process already belongs to a process group.

@@ -24,7 +24,6 @@ class Stream:
     """A queue of operators that run one after another.
 
     Attributes:
-        name: for reports.
         number: the stream's key in a vector clock.
         clock: what is over before the next operator of this stream begins.
     """
@@ -117,7 +116,6 @@ class Region:
     """The memory of one storage, cut where tensors in it begin and end.
 
     Args:
-        num_bytes: its size.
         owner: the stream on which it was allocated.
     """
 

@@ -47,7 +47,6 @@ def check_races(console: Console, config: Config, ranks: list[int] | None) -> li
     """Check ranks one by one and print a line for each, with its races.
 
     Args:
-        config: as it runs.
         ranks: to check; None: some that represent all.
 
     Returns:

@@ -51,12 +51,10 @@ class RaceWatch(TorchDispatchMode):
     """Race detector: each dispatched operator goes to the clocks, and each storage has a region.
 
     Attributes:
-        clocks: of all streams.
         current: the stream that operators are posted on.
         thread: which thread of the host runs.
         during: what the pipeline does, for reports.
         sends_end: a send has ended at the first query; else it ends only when it is waited for.
-        num_operators: posted so far.
     """
 
     def __init__(self) -> None:

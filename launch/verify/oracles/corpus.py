@@ -42,7 +42,6 @@ class Rows:
     Attributes:
         tokens, labels: int64 [b, s].
         loss_mask: bool [b, s], False where a label is not counted.
-        sample_ids: of the rows.
     """
 
     tokens: NDArray[np.int64]

@@ -85,8 +85,6 @@ def gpt_model(model: ModelConfig, dtype: torch.dtype, *, rows: int, parallel_out
     """Build this rank's part of a GPTModel, with initial weights of its own.
 
     Args:
-        model: ours.
-        dtype: of the weights.
         rows: of the vocabulary's table, padding included.
         parallel_output: logits stay cut over tp, as its loss wants them.
     """

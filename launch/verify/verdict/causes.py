@@ -28,7 +28,6 @@ def cause_of(evidence: Evidence, differing: Sequence[Difference], outcomes: Sequ
     """Return the axis that measurements name, and what was measured.
 
     Args:
-        evidence: of the layout.
         differing: all differences of the first kind that differs.
         outcomes: of sub-layouts; empty: none were run.
     """

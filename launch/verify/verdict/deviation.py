@@ -9,10 +9,6 @@ class Deviation:
     """Sums over the elements of `got` and of the `wanted` values in the same places.
 
     Attributes:
-        numel: elements compared.
-        wanted_square: sum of wanted^2.
-        got_square: sum of got^2.
-        product: sum of wanted x got.
         error_square: sum of (got - wanted)^2; infinite where something is not finite.
     """
 

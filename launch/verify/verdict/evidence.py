@@ -62,7 +62,6 @@ class Evidence:
     """Everything that ranks and sub-layouts reported.
 
     Attributes:
-        sizes, sequence_parallel: the layout.
         parameters: what it does with each parameter, in forward order.
         reference: the steps of the one process.
         ranks: the reports of the layout.

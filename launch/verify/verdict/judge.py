@@ -45,7 +45,6 @@ def judge(evidence: Evidence, tolerance: float | None) -> Verdict:
     """Find the first difference, and the evidence in the ranks' reports for an axis.
 
     Args:
-        evidence: of the layout.
         tolerance: the bound of every error where the evidence has no measured noise.
     """
     largest: dict[str, tuple[float, str]] = {}

@@ -412,7 +412,6 @@ def to_hugging_face(
     """Build the content of a config.json for our model, and notes for the reader.
 
     Args:
-        model: ours.
         family: from `family_of`.
         dtype: of the weights, in torch's word (`bfloat16`).
         end_of_document: the id at which generation stops; None: none is known.

@@ -61,7 +61,6 @@ class WeightFiles:
     """The safetensors of a folder as one mapping of names. Tensors are mapped from the disk when they are read.
 
     Attributes:
-        folder: where the files are.
         tensors: by name, from the headers alone.
 
     Raises:
@@ -117,7 +116,6 @@ def write_weights(
 
     Args:
         folder: an existing one without weights.
-        plans: of all tensors.
         tensors: in the same order; consumed as a stream, each cast to the dtype of its plan.
         shard_bytes: of tensors in a file.
 

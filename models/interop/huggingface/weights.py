@@ -193,13 +193,10 @@ class HuggingFaceModel:
     """A checked folder: its config is one that we can build, and its tensors are those of that config.
 
     Attributes:
-        family: its `model_type`.
-        model: ours.
         sections: of our configuration: `model`, and what else the model needs.
         exchanges: of the tensors as they are stored.
         files: the weights; names as in the files.
         prefix: what the files' names lack.
-        notes: remarks for the user.
         record: facts that an export gives back.
     """
 
@@ -299,7 +296,6 @@ class Export:
     """Our checkpoint as their tensors, in the order in which they are written.
 
     Attributes:
-        plans: names, shapes and dtypes.
         dtype: of the word embedding, in torch's word: what config.json says.
     """
 
@@ -323,7 +319,6 @@ def plan_export(candidate: Candidate, family: str, model: ModelConfig, dtype: to
     Args:
         candidate: of any layout; only its weights are read.
         family: one that can express the model (`hf_config.to_hugging_face`).
-        model: the checkpoint's.
         dtype: None: that in which each tensor was saved (masters are fp32 or float64).
 
     Raises:

@@ -105,7 +105,6 @@ class TorchDist:
 
     Attributes:
         folder: iter_0000100 or release.
-        tensors: by key.
         objects: keys of what is no tensor; never read.
         common: the content of common.pt; instances in it are `Inert`.
     """

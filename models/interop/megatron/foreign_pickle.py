@@ -79,7 +79,6 @@ def read_pickle(content: bytes, allowed: Collection[Name], prefix: str, source: 
     """Read a pickle, with `Inert` in place of every instance.
 
     Args:
-        content: the pickle.
         allowed: classes that may be named, in addition to torch's dtypes and shapes.
         prefix: modules below this one may be named as well (they are not imported); "" allows none.
         source: the file's name, for messages.

@@ -257,7 +257,6 @@ def export_chunks(
 
     Args:
         read: gives our whole logical tensor of a name and kind.
-        model: ours.
         dtype: of the weights; None: as they are saved.
         has_moments: write the optimizer's state too, with the exact weights in it.
     """

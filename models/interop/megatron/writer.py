@@ -48,7 +48,6 @@ def write_checkpoint(
         iteration: None for weights without a run.
         chunks: together every element of every tensor once; consumed as a stream.
         empty_objects: keys that a Megatron model asks for and that hold nothing (`_extra_state` without fp8).
-        common: for common.pt.
         args: Megatron's arguments, for common.pt.
 
     Raises:
