@@ -248,7 +248,8 @@ class Engine:
             chunk.train(True)
         self.buffers.start(self.plan.num_microbatches, on_grad)
         program = self.train_programs.next()
-        losses = self.executor.run(program, microbatches, self._loss, 1.0 / self.nominal_tokens, observers)
+        scale = 1.0 / self.nominal_tokens
+        losses = self.executor.run(program, microbatches, self._loss, loss_scale=scale, observers=observers)
         counts = self._count(losses, microbatches)
         self.buffers.finish()
         return counts

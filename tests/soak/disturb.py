@@ -26,9 +26,9 @@ def install(folder: str, rank: int) -> None:
     """From now on every step of this process goes through a `Disturber`."""
     disturber, forward_backward = Disturber(Path(folder), rank), Engine.forward_backward
 
-    def disturbed(engine: Engine, microbatches: Sequence[Any]) -> torch.Tensor:
+    def disturbed(engine: Engine, microbatches: Sequence[Any], **named: Any) -> torch.Tensor:
         disturber.before_step(engine, microbatches)
-        return forward_backward(engine, microbatches)
+        return forward_backward(engine, microbatches, **named)
 
     Engine.forward_backward = disturbed  # type: ignore[method-assign]
 

@@ -162,8 +162,8 @@ def dropout_counts_layers_of_the_stage() -> None:
 def loss_is_divided_by_the_stages() -> None:
     run = Executor.run
 
-    def divided(self: Executor, *args: Any, loss_scale: float = 1.0) -> list[torch.Tensor]:
-        return run(self, *args, loss_scale=loss_scale / self.topology.axis("pp").size)
+    def divided(self: Executor, *args: Any, loss_scale: float = 1.0, **named: Any) -> list[torch.Tensor]:
+        return run(self, *args, loss_scale=loss_scale / self.topology.axis("pp").size, **named)
 
     Executor.run = divided  # type: ignore[assignment,method-assign]
 
@@ -254,12 +254,12 @@ def each_dp_rank_divides_by_its_own_tokens() -> None:
     run = Executor.run
 
     def divided(
-        self: Executor, program: Any, microbatches: Sequence[Any], function: Any, loss_scale: float = 1.0
+        self: Executor, program: Any, microbatches: Sequence[Any], function: Any, loss_scale: float = 1.0, **named: Any
     ) -> list[torch.Tensor]:
         dp = self.topology.axis("dp")
         mine = sum(microbatch.num_tokens for microbatch in microbatches)
         total = float(dp.all_reduce(torch.tensor([float(mine)]), "planted").wait())
-        return run(self, program, microbatches, function, loss_scale=loss_scale * total / (dp.size * mine))
+        return run(self, program, microbatches, function, loss_scale=loss_scale * total / (dp.size * mine), **named)
 
     Executor.run = divided  # type: ignore[assignment,method-assign]
 

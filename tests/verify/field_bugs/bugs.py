@@ -87,11 +87,11 @@ def each_rank_averages_over_its_own_tokens() -> None:
     run = Executor.run
 
     def averaged(
-        self: Executor, program: Any, microbatches: Sequence[Any], *args: Any, loss_scale: float = 1.0
+        self: Executor, program: Any, microbatches: Sequence[Any], *args: Any, loss_scale: float = 1.0, **named: Any
     ) -> list[torch.Tensor]:
         counted = sum(one.num_tokens for one in microbatches)
         nominal = sum(one.loss_mask.numel() for one in microbatches)
-        return run(self, program, microbatches, *args, loss_scale=loss_scale * nominal / counted)
+        return run(self, program, microbatches, *args, loss_scale=loss_scale * nominal / counted, **named)
 
     Executor.run = averaged  # type: ignore[assignment,method-assign]
 
