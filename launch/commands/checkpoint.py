@@ -431,6 +431,5 @@ def _size(manifest: "Manifest") -> str:
 
 
 def _short(value: Any) -> str:
-    """Format a JSON value on a line."""
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 100 else f"{text[:97]}..."

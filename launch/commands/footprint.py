@@ -134,7 +134,6 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _races(config: Config, args: argparse.Namespace) -> int:
-    """Find races on some ranks."""
     from launch.footprint.races.run import check_races, config_to_check
 
     begin = time.monotonic()

@@ -70,7 +70,7 @@ def _generate(rank: Rank, model: LoadedModel, job: dict[str, Any]) -> None:
             print(json.dumps(_record(prompt, list(tokens), tokenizer, clock, job["sampling"])), flush=True)
         else:
             _write(prompt, tokens, tokenizer, is_first=number == 0)
-            _say_speed(prompt, clock)
+            _print_speed(prompt, clock)
 
 
 def _timed(tokens: Iterator[int], clock: Clock) -> Iterator[int]:
@@ -106,7 +106,7 @@ def _write(prompt: dict[str, Any], tokens: Iterator[int], tokenizer: Tokenizer, 
     show(f"{text.finish()}\n")
 
 
-def _say_speed(prompt: dict[str, Any], clock: Clock) -> None:
+def _print_speed(prompt: dict[str, Any], clock: Clock) -> None:
     """Print the speed on stderr, so that stdout holds text only."""
     ended = "the model ended the document" if clock.num_tokens < prompt["num_tokens"] else "as many as were asked for"
     words = [

@@ -70,7 +70,6 @@ def render(run: RunRecord, now: float) -> str:
 
 
 def _tiles(run: RunRecord) -> str:
-    """Render the most important numbers."""
     last = run.steps[-1] if run.steps else {}
     step = number(last, "step")
     planned = None if run.config is None else planned_steps(run.config)
@@ -200,7 +199,6 @@ def _is_long(text: str) -> bool:
 
 
 def _value(value: Any) -> str:
-    """Format a value for a person."""
     if isinstance(value, float):
         return significant(value)
     if isinstance(value, int) and not isinstance(value, bool):
