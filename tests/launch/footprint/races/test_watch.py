@@ -15,6 +15,7 @@ from engine.comm.staging import Staging
 from engine.config.plan import parallel_sizes
 from engine.config.section import with_value
 from engine.device.host_copy import FromCuda, HostCopy
+from engine.device.pinned_memory import PinnedPool
 from engine.errors import TopologyError
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.pipeline.p2p import Transport
@@ -252,13 +253,13 @@ def copy_without_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def one_host_buffer_for_two_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    buffer, post = HostMemory._buffer, SideStream.post
+    take, post = PinnedPool.take, SideStream.post
     buffers: dict[Any, torch.Tensor] = {}
     streams: list[Any] = []
 
-    def same_buffer(self: HostMemory, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def same_buffer(self: PinnedPool, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if (numel, dtype) not in buffers:
-            buffers[numel, dtype] = buffer(self, numel, dtype)
+            buffers[numel, dtype] = take(self, numel, dtype)
         return buffers[numel, dtype]
 
     def in_turn(self: SideStream, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
@@ -267,7 +268,7 @@ def one_host_buffer_for_two_streams(monkeypatch: pytest.MonkeyPatch) -> None:
         self.stream = streams[0]
         return post(self, copies)
 
-    monkeypatch.setattr(HostMemory, "_buffer", same_buffer)
+    monkeypatch.setattr(PinnedPool, "take", same_buffer)
     monkeypatch.setattr(SideStream, "post", in_turn)
 
 
