@@ -8,7 +8,7 @@
     read        loss, norm and flags on the host, when they are waited for (by the loop, a step later)
 
 Nothing before `read` brings a number to the host: norm, clipping and the decision not to update are made on the device, so
-that it never stands idle while the host reads. From a step on whose loss or gradients are not finite, nothing is updated (with
+that it is never idle while the host reads. From a step on whose loss or gradients are not finite, nothing is updated (with
 `resilience.on_nonfinite: skip`, in that step alone).
 
 The loss is the sum of token losses over the unmasked tokens of the GLOBAL batch. The backward scales by the constant

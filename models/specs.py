@@ -1,6 +1,6 @@
 """A GPT as a list of parameter specs: names, shapes, cuts, initial values (no torch here).
 
-Modules, the parameter count, initialisation, the planner and checkpoints are built from this list, so a parameter has
+Modules, the parameter count, initialisation, predictions and checkpoints are built from this list, so a parameter has
 one name and one shape everywhere. h hidden size, d head size, f MLP width, V vocabulary, S sequence length:
 
     embedding.word.weight                [V, h]              rows cut (padded to vocab_multiple); tied: also the head

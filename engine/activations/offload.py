@@ -1,4 +1,4 @@
-"""Copies of activations to host memory and back, beside the computation.
+"""Copies of activations to host memory and back, overlapped with the computation.
 
     device   | layer 0 | layer 1       | layer 2 ...      backward: | layer 2       | layer 1       | layer 0 |
     copies             | 0 -> host     | 1 -> host                  | host -> 1     | host -> 0     |

@@ -179,7 +179,7 @@ def find(path: Path) -> Candidate:
     """Return the checkpoint of a user's path: a checkpoint, a folder of checkpoints (its latest), or a run directory.
 
     Raises:
-        CheckpointError: there is none, or it is damaged; the message names complete ones beside it.
+        CheckpointError: there is none, or it is damaged; the message names complete ones in the same folder.
     """
     if _is_one(path):
         try:
@@ -192,7 +192,7 @@ def find(path: Path) -> Candidate:
             ]
             if not others:
                 raise
-            raise CheckpointError(f"{error}\nComplete beside it: {', '.join(others[:3])}") from None
+            raise CheckpointError(f"{error}\nComplete in the same folder: {', '.join(others[:3])}") from None
     damaged: list[str] = []
     for folder in (path, path / "checkpoints"):
         candidate = next(CheckpointDirectory(folder).candidates(damaged), None)

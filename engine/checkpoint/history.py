@@ -54,7 +54,7 @@ class RunHistory:
         return factor * statistics.median(known)
 
     def write(self, folder: Path) -> None:
-        """Write skipped ranges and rollbacks beside the checkpoints, atomically (rank 0).
+        """Write skipped ranges and rollbacks into the folder of checkpoints, atomically (rank 0).
 
         Raises:
             OSError: the folder cannot be written.
@@ -64,7 +64,7 @@ class RunHistory:
 
 
 def read_history(folder: Path, saved: Sequence[tuple[int, int]] = (), num_rollbacks: int = 0) -> RunHistory:
-    """Return the history of a checkpoint (`saved`, `num_rollbacks`) merged with what was written beside it since.
+    """Return the history of a checkpoint (`saved`, `num_rollbacks`) merged with what was written to its folder since.
 
     Raises:
         CheckpointError: the file is damaged, so skipped samples would be trained on.

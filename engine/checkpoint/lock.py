@@ -101,7 +101,7 @@ def _lock(folder: Path, advice: str) -> int:
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
             os.close(descriptor)
             raise
-        # Without locks in the file system two runs cannot be told apart, which is no reason not to train.
+        # Without locks in the file system two runs cannot be separated, which is no reason not to train.
     return descriptor
 
 

@@ -157,6 +157,6 @@ def _chosen(master_addr: str, addresses: Mapping[str, list[str]], variables: Map
     candidates = ", ".join(f"{name} ({own[0]})" for name, own in outward.items()) or "none"
     raise TopologyError(
         f"MASTER_ADDR={master_addr} is a loopback address on {socket.gethostname()}, and other nodes have to reach it; of its "
-        f"interfaces ({candidates}) none can be told to be the cluster's. Set MASTER_ADDR to the address itself, or name the "
+        f"interfaces ({candidates}) none is certain to be the cluster's. Set MASTER_ADDR to the address itself, or name the "
         f"interface in {GLOO_VARIABLE} and {NCCL_VARIABLE}."
     )

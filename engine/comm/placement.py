@@ -74,7 +74,7 @@ def _refuse_contradiction(config: RuntimeConfig, device: str, backend: str) -> N
 def _lost_gpus(gpus: Gpus) -> str:
     return (
         f"{socket.gethostname()}: {gpus.note or 'this rank sees no GPU'}, and the launcher decided on {CUDA}. The rank would train "
-        f"on the CPU beside others on GPUs. Give all ranks the same view of the GPUs, or set runtime.device=cpu."
+        f"on the CPU and others on GPUs. Give all ranks the same view of the GPUs, or set runtime.device=cpu."
     )
 
 

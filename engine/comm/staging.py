@@ -10,7 +10,7 @@ and allocator of a whole layout. A call passes three places:
 The order of calls is that of posts on every rank, as NCCL asks for and gloo matches them by. The worker waits for this rank's GPU
 only, never for a peer, so two process groups cannot hold each other up. Unlike with NCCL, `wait` stops the host.
 
-On the CPU there is no stream, and the worker makes the copies itself, late, as a busy GPU would: whoever changes a tensor between
+On the CPU there is no stream, and the worker makes the copies itself, late, as a busy GPU would: code that changes a tensor between
 post and wait sends the wrong numbers there too. The tests use that.
 """
 

@@ -22,7 +22,7 @@ class DataConfig(Section):
         (0.98, 0.02, 0.0), description="shares of the documents for train, valid, test"
     )
     cache_dir: Annotated[str | None, LAYOUT] = Field(
-        None, description="folder of index caches; null: beside each corpus"
+        None, description="folder of index caches; null: next to each corpus"
     )
     # A path. Its content is compared with the checkpoint separately (`engine/checkpoint/resume.py`).
     tokenizer: Annotated[str, LAYOUT] = Field(

@@ -17,7 +17,7 @@ MOST_MICROBATCHES = 2**17
 """Microbatches per pipeline and step: a schedule lists a forward and a backward of each."""
 
 LARGEST_BETA_IN_BF16 = 0.99
-"""A bf16 moment (8 bits) stands still within 2^-9 / (1 - beta) of its mean: here 20 %."""
+"""A bf16 moment (8 bits) does not move within 2^-9 / (1 - beta) of its mean: here 20 %."""
 
 
 def _length_is_free(subject: Subject) -> bool:

@@ -1,6 +1,6 @@
 """Reading of YAML from users, bounded in depth and size before any value is built (no torch here).
 
-An alias stands for a whole value, and aliases of aliases multiply: ten lines can stand for a billion values. A composer recurses
+An alias repeats a whole value, and aliases of aliases multiply: ten lines can mean a billion values. A composer recurses
 at every level, so a text of brackets alone ends the process. The parser's events show both before any value exists.
 """
 

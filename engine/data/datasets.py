@@ -45,7 +45,7 @@ def open_datasets(
         data_config: the corpora and their split.
         seq_length: labels per sample.
         seed: of all orders.
-        cache_dir: folder of index caches, instead of `data.cache_dir`; without both, PREFIX.cache beside each corpus.
+        cache_dir: folder of index caches, instead of `data.cache_dir`; without both, PREFIX.cache next to each corpus.
         vocab_size: of the model, without padding; a corpus with larger ids is refused.
 
     Raises:

@@ -38,7 +38,7 @@ class StreamUse(NamedTuple):
 
 
 STREAM_USE: Mapping[str, StreamUse] = {
-    # The computation waits for these, and posts them beside GEMMs that would hold them up.
+    # The computation waits for these, and posts them during GEMMs that would hold them up.
     "tp": StreamUse(is_urgent=True, max_ctas=None),
     # An early receive stays on its SMs until the peer sends.
     "pp_forward": StreamUse(is_urgent=True, max_ctas=4),

@@ -75,7 +75,7 @@ class Executor:
             program: lowered for this topology's pp, with as many microbatches.
             microbatches: one batch per microbatch; every stage gets it.
             loss_scale: the gradient of each output of the last stage.
-            observers: of this run alone, beside those of the executor.
+            observers: of this run alone, after those of the executor.
 
         Returns:
             The last stage's outputs in microbatch order, detached; empty on ranks that do not hold it.

@@ -16,7 +16,7 @@ overlaps that action, and a rank holds at most one early receive buffer per dire
 
 **Late receives.** The second form of a program posts each receive right before its consumer, or before the weight-gradient
 actions that precede it. (The second term is then the end of the action before.) Every transfer is exposed, but no
-receive waits on the device beside an action that could hold up the whole device. The first run after a start uses this form:
+receive waits on the device during an action that could hold up the whole device. The first run after a start uses this form:
 kernels are loaded and memory is taken then, and both may wait for all work of the device.
 
 **Grouping.** NCCL does not define what happens when transfers of one pair are grouped at one end and separate at the other.

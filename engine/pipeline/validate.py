@@ -82,7 +82,7 @@ def _explained_rules(receives: Receives, opened: Collection[Connection]) -> list
     explained = [
         (
             Rules(),
-            "posts that nobody meets hold up what stands behind them",
+            "posts that no peer meets hold up all later ones",
             "Post what happens at one point as one group call, and in one order on all ranks (`lower` does).",
         ),
         (

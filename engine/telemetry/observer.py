@@ -126,7 +126,7 @@ class TrainingObserver:
         ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
         message = (
             f"the allocator of {ranks} had to free memory and ask again: the next steps post each receive right before its use, so "
-            "that no device waits for another meanwhile. They are slower; a layout or recompute choice that holds less avoids it"
+            "that no device waits for another then. They are slower; a layout or recompute choice that holds less avoids it"
         )
         self.telemetry.notice("allocator_retry", message, step=step + 1, num_ranks=num_ranks)
 

@@ -329,7 +329,7 @@ def _difference_lines(difference: "Difference", values: "Values | None") -> Iter
         yield f"dtype {'+'.join(sorted(one.dtypes))} | {'+'.join(sorted(other.dtypes))}"
     assert values is not None, "the first tensor that differs was read"
     if values.first is None:
-        yield "its fingerprints differ and its bytes do not: one manifest is wrong; `triaxis checkpoint verify` tells which"
+        yield "its fingerprints differ and its bytes do not: one manifest is wrong; `triaxis checkpoint verify` names it"
         return
     index, in_a, in_b = values.first
     yield f"first at {list(index)}: {in_a!r} | {in_b!r}"

@@ -191,7 +191,7 @@ def _model(
         config = load_config(args.config, [], os.environ)
         if theirs:
             wrong = differences(model_section(theirs, config.model.vocab_size, source), config.model)
-            refuse(wrong, f"{args.config} beside {source}")
+            refuse(wrong, f"{args.config} with {source}")
         return config.model, config.model_dump(mode="json"), []
     if not theirs:
         raise CheckpointError(

@@ -55,7 +55,7 @@ def judge_places(seen: Examination) -> Iterator[Finding]:
         yield Finding(
             Level.FAIL,
             "places",
-            f"node {node} of the layout stands on {_listed(names)}",
+            f"node {node} of the layout is on {_listed(names)}",
             names,
             "Tensor-parallel groups would cross the network. Start the ranks of a node one after the other (srun "
             "--distribution=block), or correct runtime.ranks_per_node.",

@@ -29,7 +29,7 @@ class Line:
     Attributes:
         name: in the legend.
         points: (x, y), x ascending; a y that is not finite is a gap.
-        style: CSS class: c0 .. c8 for the colour, `broad`, `dashed`, `dots` (no line) beside it.
+        style: CSS class: c0 .. c8 for the colour, `broad`, `dashed`, `dots` (no line) after it.
     """
 
     name: str

@@ -311,7 +311,7 @@ def schedule(run: RunRecord) -> str:
         ("by the schedule, with measured durations", "schedule_bubble_seconds", "of the step, the mean over all ranks"),
         ("measured", "bubble_seconds", "of the step, the mean over all ranks"),
         (
-            "beside it, what messages cost",
+            "next to it, the cost of messages",
             "exposed_pp_seconds",
             "of the step; more where a link between stages is slow",
         ),

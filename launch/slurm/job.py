@@ -433,7 +433,7 @@ def _run(root: Path, script: str, words: Sequence[str]) -> int:
     if history.without_progress >= ATTEMPTS_WITHOUT_PROGRESS:
         say(
             f"{ATTEMPTS_WITHOUT_PROGRESS} attempts in a row ended without a newer checkpoint, so this one is the last: starting "
-            f"again would end the same way. What went wrong stands above and in {directory.path}/logs/; is checkpoint.interval "
+            f"again would end the same way. The cause is above and in {directory.path}/logs/; is checkpoint.interval "
             "longer than a run lives?"
         )
         return ExitCode.BROKE

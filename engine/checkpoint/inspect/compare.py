@@ -38,7 +38,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A tensor that may differ between A and B; with `other dtype` only its bytes can tell."""
+    """A tensor that may differ between A and B; with `other dtype` only its bytes decide."""
 
     name: str
     kind: Kind

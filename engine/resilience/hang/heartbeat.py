@@ -52,7 +52,7 @@ class Beat:
     """The activity of a rank at one moment.
 
     Attributes:
-        beats: how often the activity has changed; equal numbers mean that the rank stands still.
+        beats: how often the activity has changed; equal numbers mean that the rank does not move.
         step: counts from 1; 0 before the first.
         phase: of the training loop; "" before the first.
         position: of the action of its schedule that runs, from 1; 0: none runs.
@@ -109,7 +109,7 @@ def _must_be_ours(folder: Path) -> None:
     found = folder.lstat()
     raise TriaxisError(
         f"{folder} is a link, or another user owns it or may write to it (owner {found.st_uid}, mode {found.st_mode:o}). "
-        "Ranks keep their heartbeats there, and whoever can change them decides what a hang report says and which "
+        "Ranks keep their heartbeats there, and a user who can change them decides what a hang report says and which "
         "processes it ends. Remove it, and start again."
     )
 
@@ -146,7 +146,7 @@ class Heartbeat(StepWatcher):
         else:
             tried = "; ".join(self.passed_over)
             raise NoRoomError(
-                f"no folder takes the {SIZE} bytes of this rank's heartbeat: {tried}. When the run hangs, nobody could say what "
+                f"no folder takes the {SIZE} bytes of this rank's heartbeat: {tried}. When the run hangs, no report could say what "
                 "the rank was doing. Make room in one of them, or set TMPDIR to a folder that has some."
             )
         self._words = memoryview(self._map)[: 8 * len(_WORDS)].cast("q")

@@ -170,7 +170,7 @@ class HangWatch:
                 continue
             # A process that was stopped and goes on has not stood still for all that time.
             still_seconds += min(time.monotonic() - before, 2 * limits.look_seconds)
-            # Where others hang, a rank that stands still reports at once: they may wait for it.
+            # Where others hang, a rank that does not move reports at once: they may wait for it.
             if (still_seconds >= still_limit.seconds(beat.begun) and may_hang(beat)) or self._ranks(ANSWERS):
                 try:
                     self._hangs(beat, still_seconds)
@@ -270,7 +270,7 @@ class HangWatch:
 
 
 def may_hang(beat: Beat) -> bool:
-    """Return whether a rank that stands still may hang: not before its first step, and not while it writes to its disk."""
+    """Return whether a rank that does not move may hang: not before its first step, and not while it writes to its disk."""
     return bool(beat.phase) and (beat.phase != Phase.CHECKPOINT or bool(beat.op))
 
 

@@ -2,7 +2,7 @@
 
 Triaxis: gpt_tiny                               Finished: 300 steps in 3:12
   layout      tp=2 pp=2 ...                       loss      ladder of entropies, with this model in its place
-  parameters  counted beside the formula          text      what the model writes
+  parameters  counted and by formula          text      what the model writes
   logs        where to look                       results   where to look
 """
 

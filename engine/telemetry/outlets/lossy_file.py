@@ -43,7 +43,7 @@ class Gap:
         return data
 
     def report(self, cause: str, *, after: bytes) -> bytes:
-        """Return the line that stands for the lost ones, on its own behind byte `after`, and count from 0 again."""
+        """Return the line in place of the lost ones, on its own behind byte `after`, and count from 0 again."""
         lines = "1 line is" if self.num_lines == 1 else f"{self.num_lines} lines are"
         self.num_lines = 0
         begins = b"" if after in (b"", b"\n") else b"\n"

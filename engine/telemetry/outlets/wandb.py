@@ -9,7 +9,7 @@
     alerts                                                 the events of `events.ALERTS`, whichever rank wrote them
 
 The mode is always set: otherwise, with a key and without a network, wandb waits for 100 seconds and then fails (0.31). The id
-stands in the run directory, so that the next attempt continues the run; offline attempts make new folders with the same id,
+is in the run directory, so that the next attempt continues the run; offline attempts make new folders with the same id,
 and `wandb sync` joins them. wandb's own step counter is not used: it starts at 0 in every attempt. A step that is made again
 after a resume is one more point at the same train/step, with its own train/attempt: nothing is overwritten.
 

@@ -119,7 +119,7 @@ def _name_memory(engine: Engine, watch: RaceWatch) -> None:
 
 
 def _put_on_streams(engine: Engine, watch: RaceWatch) -> None:
-    """Replace the lanes of a CPU, on which nothing runs beside the computation, by streams."""
+    """Replace the lanes of a CPU, on which nothing overlaps with the computation, by streams."""
     engine.to_host = WatchedFromCuda(watch)
     saving = {id(chunk.saved): chunk.saved for chunk in engine.chunks}
     for number, saved in enumerate(saving.values()):

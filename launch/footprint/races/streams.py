@@ -1,4 +1,4 @@
-"""Stand-ins for the streams of a GPU run beside the computation, for `RaceWatch`.
+"""Stand-ins for the streams of a GPU run that overlap with the computation, for `RaceWatch`.
 
     CommunicatorStream   NCCL: a call begins after what the current stream was given before; `wait` holds up the current stream
     WatchedCuda          streams and events for the engine's own lanes of copies: offload, a step's numbers, checkpoints, staging

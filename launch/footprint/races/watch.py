@@ -2,7 +2,7 @@
 
 On a GPU operators run on streams: the computation, one communicator per process group, copies to host memory and back. On the CPU
 each operator ends before the next begins, so nothing goes wrong there. `RaceWatch` sees every operator, and stand-ins for the
-other streams (`launch.footprint.races.streams`) post to it what a GPU would run beside the computation. For every two uses of the
+other streams (`launch.footprint.races.streams`) post to it the overlapped work of a GPU. For every two uses of the
 same bytes the clocks (`launch.footprint.races.clocks`) prove an order, or both operators are reported.
 
 Freed memory goes back to the stream that allocated it, which may use it again at once (torch's caching allocator). So it may be

@@ -101,13 +101,13 @@ def describe(failure: RankFailure, logs: Path, since_seconds: float) -> str:
     head = f"rank {failure.rank} ended with {failure.how}, so the job was stopped."
     log = rank_log(logs, failure.rank, since_seconds)
     if log is None:
-        return f"{head} It had not opened its log in {logs} yet; what it said stands above."
+        return f"{head} It had not opened its log in {logs} yet; its output is above."
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - LAST_BYTES))
         text = file.read().decode(errors="replace")
     causes = [f"  cause: {cause}" for cause in named_causes(text, failure.exit_code)]
     if failure.rank == 0 and failure.exit_code >= 0:
-        return "\n".join([f"{head} What it said stands above, and in {log}.", *causes])
+        return "\n".join([f"{head} Its output is above, and in {log}.", *causes])
     lines = text.splitlines()[-LAST_LINES:]
     if not lines:
         return "\n".join([f"{head} Its log, {log}, is empty.", *causes])

@@ -1,6 +1,6 @@
 """The process of an oracle: the steps of `triaxis verify` in another library's model, in the files of our one process.
 
-    python -P -m launch.verify.oracles.rank verify.yaml        beside it job.json: {"folder": .., "oracle": "megatron-core"}
+    python -P -m launch.verify.oracles.rank verify.yaml        next to it job.json: {"folder": .., "oracle": "megatron-core"}
 
 It starts from our weights at the same point and writes whole tensors under our names. It reads the corpus by itself
 (`launch/verify/oracles/corpus.py`): labels, masks and counts are its own.

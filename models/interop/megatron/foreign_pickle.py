@@ -250,7 +250,7 @@ class _Reader(pickle._Unpickler):
             return type(name, (Inert,), {"origin": f"{module}.{name}"})
         raise CheckpointError(
             f"{self._source} refers to {module}.{name}, which no checkpoint of Megatron-Core needs. A pickle that names other "
-            "things can run any program of whoever wrote it; nothing of it was run. Ask where the file comes from; if it is "
+            "things can run any program of its author; nothing of it was run. Ask where the file comes from; if it is "
             "yours, save it once more with plain numbers and strings in Megatron's args."
         )
 

@@ -206,7 +206,7 @@ def test_find_names_complete_ones_beside_a_damaged_or_missing_one(directory: Che
     commit(directory, 2)
     (directory.step_folder(2) / MANIFEST).unlink()
     for path in (directory.step_folder(2), directory.step_folder(7)):
-        with pytest.raises(CheckpointError, match=r"Complete beside it: .*step_00000001"):
+        with pytest.raises(CheckpointError, match=r"Complete in the same folder: .*step_00000001"):
             find(path)
     with pytest.raises(CheckpointError, match=r"Complete is: .*step_00000001"):
         find(directory.path)

@@ -153,6 +153,6 @@ def test_sizes_below_one_are_refused(name: str, size: tuple[int, int, int]) -> N
 
 
 def test_a_schedule_is_data() -> None:
-    """Equal sizes give equal, hashable schedules: the planner may keep them in a dictionary."""
+    """Equal sizes give equal, hashable schedules: they may be the keys of a dictionary."""
     first, second = schedules.interleaved(4, 2, 8), schedules.interleaved(4, 2, 8)
     assert first == second and len({first, second}) == 1 and isinstance(first, Schedule)

@@ -230,7 +230,7 @@ def test_receive_receive_send_send_is_rejected(zero: str, one: str, runs: bool) 
         check(program)
         return
     message = refused(program)
-    assert "deadlock: posts that nobody meets" in message
+    assert "deadlock: posts that no peer meets" in message
     assert message.count("is not met, and holds up all posts behind it") == 2
 
 
