@@ -44,7 +44,7 @@ def verdict_is(monkeypatch: pytest.MonkeyPatch, verdict: Verdict) -> list[Trial]
         asked.append(trial)
         return verdict
 
-    monkeypatch.setattr(command, "verify", answer)
+    monkeypatch.setattr(command, "verify_layout", answer)
     return asked
 
 
@@ -110,7 +110,7 @@ def test_what_cannot_be_run_is_neither_equal_nor_different(
     def fail(trial: Trial) -> Verdict:
         raise VerificationError(1)
 
-    monkeypatch.setattr(command, "verify", fail)
+    monkeypatch.setattr(command, "verify_layout", fail)
     assert main(CONFIG) == 2
     assert "nothing was compared" in capsys.readouterr().err
 

@@ -367,5 +367,8 @@ def test_a_bad_config_costs_seconds_and_leaves_nothing(tmp_path: Path) -> None:
 def test_the_traffic_is_what_the_formulas_say(num_ranks: int, layout: dict[str, str], tmp_path: Path) -> None:
     said = run(tmp_path, *TRIAXIS, "traffic", CONFIG, **layout)
     assert said.exit_code == 0, said.err
-    assert f"All {num_ranks} ranks called exactly what their formulas say." in said.out.splitlines()[-2:]
+    assert (
+        f"All {num_ranks} ranks posted exactly the calls and bytes that their formulas predict."
+        in said.out.splitlines()[-2:]
+    )
     assert list(tmp_path.iterdir()) == []
