@@ -109,9 +109,9 @@ def test_an_engine_is_built_from_what_auto_came_to_and_the_run_keeps_what_was_as
 ) -> None:
     built: list[Config] = []
 
-    def build_and_note(config: Config, *rest: Any) -> Engine:
+    def build_and_note(config: Config, *rest: Any, **named: Any) -> Engine:
         built.append(config)
-        return build(config, *rest)
+        return build(config, *rest, **named)
 
     monkeypatch.setattr(pretrain_gpt, "build", build_and_note)
     runs.of(0, WORLDS[0], is_auto=True)
