@@ -134,7 +134,7 @@ class Contest:
 
     def together(self, work: Callable[[], float | None]) -> float:
         """Return the seconds of the slowest rank; `work` may return seconds of its own."""
-        self.world.agree([0.0], self.rank.topology.device, "benchmark")
+        self.world.barrier(self.rank.topology.device, "benchmark")
         started = time.perf_counter()
         own = work()
         seconds = time.perf_counter() - started if own is None else own
@@ -174,7 +174,7 @@ class Contest:
 
     def clear(self) -> None:
         """Empty the folder for the next measurement, with nothing left to be written."""
-        self.world.agree([0.0], self.rank.topology.device, "benchmark")
+        self.world.barrier(self.rank.topology.device, "benchmark")
         if self.rank.number == 0:
             shutil.rmtree(self.folder)
             self.folder.mkdir()
