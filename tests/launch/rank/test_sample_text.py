@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from engine.comm.agreement import StopFlags
 from engine.comm.stop import Stop, StopRequest
 from launch.rank import sample_text
 from tests.harness import run_ranks
@@ -24,7 +25,7 @@ class AskedAfter(StopRequest):
         super().__init__(rank)
         self._reads_left = num_reads
 
-    def flags(self) -> tuple[float, float]:
+    def flags(self) -> StopFlags:
         if self._reads_left is not None:
             self._reads_left -= 1
             if self._reads_left == 0:
