@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from engine.config.optimizer_kinds import MOMENTS
 from launch.verify.verdict.deviation import Deviation
 from launch.verify.verdict.evidence import Evidence, relative, relative_errors
-from launch.verify.verdict.records import StepFacts, TensorKind
+from launch.verify.verdict.records import TensorKind
 
 TOLERANCES = {"float64": 1e-9, "fp32": 1e-3}
 """Constants: in float64, and in fp32 against an oracle, whose rounding is its own."""
@@ -96,7 +96,7 @@ class Bounds:
 
     def _scalar(self, step: int, field: str) -> float:
         assert self._evidence.noise is not None
-        wanted, got = (_value(steps[step], field) for steps in (self._evidence.reference, self._evidence.noise.steps))
+        wanted, got = (getattr(steps[step], field) for steps in (self._evidence.reference, self._evidence.noise.steps))
         return relative(abs(got - wanted), abs(wanted))
 
     def _all_gradients(self, step: int) -> float:
@@ -110,7 +110,3 @@ def _at_least_the_mean(noise: Mapping[str, Deviation]) -> dict[str, float]:
     errors = relative_errors(noise)
     mean = math.sqrt(sum(error**2 for error in errors.values()) / max(1, len(errors)))
     return {name: max(error, mean) for name, error in errors.items()}
-
-
-def _value(facts: StepFacts, field: str) -> float:
-    return facts.loss if field == "loss" else facts.grad_norm

@@ -33,7 +33,10 @@ def cause_of(evidence: Evidence, differing: Sequence[Difference], outcomes: Sequ
     """
     parts = [_appearance(evidence, differing)]
     apart = axes_apart(evidence, differing)
-    parts += [f"ranks with {axis} {_numbers(wrong)} are wrong and the others right" for axis, wrong in apart.items()]
+    parts += [
+        f"ranks with {axis} {', '.join(map(str, wrong))} are wrong and the others right"
+        for axis, wrong in apart.items()
+    ]
     parts += _said_by(outcomes)
     axis = _from_outcomes(evidence, differing, outcomes) if outcomes else _from_ranks(evidence, differing)
     return Cause(axis, "; ".join(parts))
@@ -257,7 +260,3 @@ def _of_update(evidence: Evidence, differing: Sequence[Difference]) -> str:
 
 def _times(factor: float | None) -> str:
     return "not a multiple of" if factor is None else f"{factor:.4g} times"
-
-
-def _numbers(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
