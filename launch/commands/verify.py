@@ -27,7 +27,7 @@ from launch.start.command_line import (
 )
 from launch.verify.covering import Row
 from launch.verify.matrix import MOST_RANKS, matrix
-from launch.verify.oracle import NUM_STEPS, ORACLES, OracleTrial, oracle_trial, show_oracle_plan, verify_against
+from launch.verify.oracle import NUM_STEPS, ORACLES, oracle_trial, show_oracle_plan, verify_against
 from launch.verify.run import Trial, VerificationError, show_plan, trial, verify_layout
 from launch.verify.verdict.bounds import noise_factor
 from launch.verify.verdict.judge import Difference, Verdict
@@ -202,12 +202,9 @@ def _run_oracle(console: Console, args: argparse.Namespace) -> int:
     except VerificationError as error:
         print(f"error: {error}; not everything was compared", file=sys.stderr)
         return UNUSABLE
-    _write_json(args, {"equal": is_equal, "oracle": _oracle_facts(asked), "trials": certificates})
+    oracle = {"name": asked.oracle, "version": asked.version, "what": ORACLES[asked.oracle][1]}
+    _write_json(args, {"equal": is_equal, "oracle": oracle, "trials": certificates})
     return EQUAL if is_equal else DIFFERENT
-
-
-def _oracle_facts(asked: OracleTrial) -> dict[str, str]:
-    return {"name": asked.oracle, "version": asked.version, "what": ORACLES[asked.oracle][1]}
 
 
 def _features(row: Row) -> str:
