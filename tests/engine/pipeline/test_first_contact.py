@@ -16,25 +16,39 @@ from engine.pipeline.validate import check, ring_connections
 from tests.engine.pipeline.test_executor import split_backwards
 
 SIZES = [(pp, vpp) for pp in (2, 3, 4, 6, 8, 16) for vpp in (1, 2, 3, 4)]
-MARKED = [pytest.param(size, marks=pytest.mark.distributed if size[0] >= 6 else (), id=str(size)) for size in SIZES]
-"""Large programs take seconds: they are in the CI tier, and not in `make check`."""
+LARGE_PP = 8
+"""From here on the programs of 3 pp microbatches and more take most of the time: they are in the slow tier."""
+
+MOSTLY_SMALL = [
+    pytest.param(size, False, marks=pytest.mark.distributed if size[0] >= 6 else (), id=str(size)) for size in SIZES
+]
+"""From pp 6 on they take seconds: they are in the CI tier, and not in `make check`."""
+
+LARGE = [
+    pytest.param(size, True, marks=[pytest.mark.distributed, pytest.mark.slow], id=f"{size} large")
+    for size in SIZES
+    if size[0] >= LARGE_PP
+]
 
 
-def all_schedules(pp: int, vpp: int) -> Iterator[Schedule]:
-    for num_microbatches in {1, 2, 3, pp - 1, pp, pp + 1, 2 * pp, 2 * pp + 1, 3 * pp, 4 * pp, 8 * pp} - {0}:
+def all_schedules(pp: int, vpp: int, *, is_large: bool) -> Iterator[Schedule]:
+    many = {3 * pp, 4 * pp, 8 * pp}
+    few = {1, 2, 3, pp - 1, pp, pp + 1, 2 * pp, 2 * pp + 1} - {0}
+    for num_microbatches in many - few if is_large else few if pp >= LARGE_PP else few | many:
         for name in ("interleaved", "forward_only") if vpp > 1 else ("gpipe", "1f1b", "forward_only"):
             yield schedules.build(name, pp, vpp, num_microbatches)
 
 
 def test_the_grid_has_540_programs() -> None:
-    assert sum(len(list(all_schedules(*size))) for size in SIZES) == 540
+    parts = [(*each.values[0], each.values[1]) for each in (*MOSTLY_SMALL, *LARGE)]
+    assert sum(len(list(all_schedules(pp, vpp, is_large=is_large))) for pp, vpp, is_large in parts) == 540
 
 
-@pytest.mark.parametrize("size", MARKED)
-def test_both_forms_run_under_all_rules(size: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("size", "is_large"), [*MOSTLY_SMALL, *LARGE])
+def test_both_forms_run_under_all_rules(size: tuple[int, int], is_large: bool) -> None:
     """`check` executes early receives with first use, masks, grouping and one queue; late ones with device waits as well."""
     ring = {frozenset(ends) for _, *ends in ring_connections(size[0])}
-    for schedule in all_schedules(*size):
+    for schedule in all_schedules(*size, is_large=is_large):
         for program in (lower(schedule), lower(schedule, "late")):
             check(program)
             for rank, row in enumerate(program.instructions):
