@@ -14,6 +14,7 @@ from benchmarks.engine_overhead import MODELS, Interval, build_engine, compare, 
 TOY = ["--hidden", "32", "--layers", "2", "--head-dim", "8", "--seq", "16", "--vocab", "128", "--pairs", "2"]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_toy_run_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "new" / "results.jsonl"

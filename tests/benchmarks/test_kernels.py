@@ -12,7 +12,8 @@ TOY = ["--tokens", "8", "--hidden", "16", "--head-dim", "8", "--vocab", "24", "-
 
 
 @compiler()
-@pytest.mark.parametrize("only", ["rms_norm", pytest.param("", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("only", ["rms_norm", ""])
 def test_forms_are_timed_in_turn(only: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written = tmp_path / "kernels.jsonl"
     rows = kernels.main([*TOY, "--only", only, "--json", str(written)])
