@@ -21,6 +21,10 @@ from tests.launch.command_line import OTHER_LAUNCHERS, OTHER_RUNS
 AS_WRITTEN = ROOT / "docs" / "checkpoints.md", "## The commands"
 """A page and its part that `tests/launch/runs/test_checkpoints_page.py` runs for real, from the first command to the last."""
 
+CODE = ("engine", "models", "launch", "tests", "benchmarks")
+EXAMPLES = {"engine/telemetry/outlets/mlflow.py"}
+"""Files that a page tells the reader to write."""
+
 VARIABLES = r"(?:[A-Z_]+=\S+ )*"
 DRY_FORMS = [
     # starts ranks, tests or jobs: the same words with --dry-run
@@ -115,6 +119,18 @@ def test_paths_that_pages_link_to_exist():
         for page in PAGES
         for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text())
         if not (page.parent / target).exists()
+    ]
+    assert not missing
+
+
+def test_files_that_pages_name_exist():
+    """A page may leave out the first folders: `saved_tensors.py`, `checkpoint/resume_rules.py`."""
+    files = [f"/{path.relative_to(ROOT)}" for top in CODE for path in (ROOT / top).rglob("*.py")]
+    missing = [
+        f"{page.name}: {name}"
+        for page in PAGES
+        for name in re.findall(r"`([\w/]+/\w+\.py)`", page.read_text())
+        if name not in EXAMPLES and not any(path.endswith(f"/{name}") for path in files)
     ]
     assert not missing
 
