@@ -5,9 +5,11 @@
 `launch/pretrain_gpt.sh` starts it; so does srun with one task per GPU. The only place with engine, models and
 telemetry at once:
 
-    main                config -> process group -> run directory -> this rank's log     rank/join.py, rank/directory.py
-    _train              datasets, engine, telemetry, banner, what to begin with         engine/train.py, rank/banner.py
-    _train_and_report   guard, heartbeat and watchers around the loop; the end          rank/watchers.py, rank/sample_text.py
+    main       config -> process group -> run directory -> this rank's log     rank/join.py, rank/directory.py
+    _train     datasets, engine, telemetry: the `_Attempt`; its exit code      engine/train.py
+    _begin     banner; the checkpoint to resume, or initial weights            rank/banner.py, engine/checkpoint/resume.py
+    _loop      guard, heartbeat and watchers around the loop                   rank/watchers.py, rank/hang_watch.py
+    _report    the end of the run                                              rank/sample_text.py
 """
 
 import os
@@ -15,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -86,10 +89,30 @@ def _printing_errors() -> Iterator[None]:
         raise ExplainedError(code_of(error)) from error
 
 
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """The parts of one rank's attempt to train.
+
+    Attributes:
+        explaining: turns an error of memory inside it into one that users can act on, with the engine that runs.
+        way_out: bounds the time that closing may take after an error.
+    """
+
+    rank: Rank
+    directory: RunDirectory
+    datasets: Datasets
+    engine: Engine
+    telemetry: Telemetry
+    meter: Meter
+    watchers: Watchers
+    stop: StopRequest
+    explaining: Callable[[Engine], AbstractContextManager[None]]
+    way_out: WayOut
+
+
 def _train(rank: Rank, directory: RunDirectory, watchers: Watchers, streams: RankStreams, way_out: WayOut) -> int:
     """Build, begin, train; returns the exit code."""
     config, topology = rank.config, rank.topology
-    stop, stopped = StopRequest(rank.number), None
     datasets = open_datasets(
         config.data, config.model.seq_length, config.train.seed, vocab_size=config.model.vocab_size
     )
@@ -114,63 +137,19 @@ def _train(rank: Rank, directory: RunDirectory, watchers: Watchers, streams: Ran
         show_mfu=meter.peak is not None,
         layout={**describe_layout(engine), "sizes": str(topology.sizes), "backend": described.device},
     )
+    stop = StopRequest(rank.number)
+    attempt = _Attempt(rank, directory, datasets, engine, telemetry, meter, watchers, stop, explaining, way_out)
     try:
-        counted = count_parameters(engine)
-        if telemetry.report is not None:
-            start = Start(
-                config,
-                engine.plan,
-                described.layout,
-                described.device,
-                described.kernels,
-                predicted_memory(engine),
-                counted,
-                recompute=rank.resolved.recompute,
-            )
-            show_start(telemetry.report, directory, meter, start)
-        data = {"samples": datasets.fingerprint}
-        if not config.data.synthetic:
-            data[TOKENIZER] = load_tokenizer(config.data.tokenizer).identity
-        beginning = resume_or_start(
-            engine,
-            directory.checkpoints(config),
-            has_saved=directory.has_saved,
-            data=data,
-            from_scratch=directory.from_scratch,
-        )
-        begin_attempt(rank, directory)
-        say_beginning(telemetry, directory, beginning)
-        facts = RunFacts(
-            run=directory.path.name,
-            attempt=directory.attempt,
-            data=data,
-            lineage=beginning.lineage,
-            wandb_id=directory.known_wandb_id,
-            shapes={spec.name: spec.shape for spec in model_specs(config.model)},
-            history=beginning.history,
-        )
-        notices = CheckpointNotices(telemetry, directory)
-        with closing(CheckpointSaver(engine, directory.checkpoints(config), facts, notices)) as checkpoints:
+        beginning, facts = _begin(attempt)
+        saver = CheckpointSaver(engine, directory.checkpoints(config), facts, CheckpointNotices(telemetry, directory))
+        with closing(saver) as checkpoints:
             stop.listen()
-            stopped = _train_and_report(
-                engine,
-                datasets,
-                beginning,
-                facts,
-                checkpoints,
-                directory,
-                telemetry,
-                meter,
-                watchers,
-                stop,
-                explaining,
-                way_out,
-            )
+            stopped = _loop(attempt, beginning, facts, checkpoints)
     except CheckpointError as error:
         telemetry.event("failed", error=f"CheckpointError: {error}")
         if stop.agreed is not Stop.PREEMPTED:
             raise
-        # Preempted all the same: the next attempt goes on from the newest checkpoint that is complete.
+        # Preempted all the same: the next attempt resumes from the newest complete checkpoint.
         print(f"error: {error}", file=sys.stderr)
         stopped = stop.agreed
     except BaseException as error:
@@ -186,24 +165,49 @@ def _train(rank: Rank, directory: RunDirectory, watchers: Watchers, streams: Ran
     return AFTER[stopped]
 
 
-def _train_and_report(
-    engine: Engine,
-    datasets: Datasets,
-    beginning: ResumePoint,
-    facts: RunFacts,
-    checkpoints: CheckpointSaver,
-    directory: RunDirectory,
-    telemetry: Telemetry,
-    meter: Meter,
-    watchers: Watchers,
-    stop: StopRequest,
-    explaining: Callable[[Engine], AbstractContextManager[None]],
-    way_out: WayOut,
-) -> Stop | None:
-    config, history = engine.config, facts.history
-    valid = datasets.valid
-    trouble = TroubleNotices(telemetry)
+def _begin(attempt: _Attempt) -> tuple[ResumePoint, RunFacts]:
+    """Show the start of the run, load what it begins with, and take the run directory."""
+    rank, directory, engine, telemetry = attempt.rank, attempt.directory, attempt.engine, attempt.telemetry
+    config, described, counted = rank.config, describe(engine), count_parameters(engine)
+    if telemetry.report is not None:
+        start = Start(
+            config,
+            engine.plan,
+            described.layout,
+            described.device,
+            described.kernels,
+            predicted_memory(engine),
+            counted,
+            recompute=rank.resolved.recompute,
+        )
+        show_start(telemetry.report, directory, attempt.meter, start)
+    data = {"samples": attempt.datasets.fingerprint}
+    if not config.data.synthetic:
+        data[TOKENIZER] = load_tokenizer(config.data.tokenizer).identity
+    beginning = resume_or_start(
+        engine,
+        directory.checkpoints(config),
+        has_saved=directory.has_saved,
+        data=data,
+        from_scratch=directory.from_scratch,
+    )
+    begin_attempt(rank, directory)
+    say_beginning(telemetry, directory, beginning)
+    return beginning, RunFacts(
+        run=directory.path.name,
+        attempt=directory.attempt,
+        data=data,
+        lineage=beginning.lineage,
+        wandb_id=directory.known_wandb_id,
+        shapes={spec.name: spec.shape for spec in model_specs(config.model)},
+        history=beginning.history,
+    )
 
+
+def _loop(attempt: _Attempt, beginning: ResumePoint, facts: RunFacts, checkpoints: CheckpointSaver) -> Stop | None:
+    """Train to the last step or a stop, and report the end; returns why the run stopped."""
+    engine, directory, telemetry, watchers = attempt.engine, attempt.directory, attempt.telemetry, attempt.watchers
+    config, history, datasets, trouble = engine.config, facts.history, attempt.datasets, TroubleNotices(telemetry)
     hang_watch = open_hang_watch(engine, watchers.heartbeat, directory, telemetry)
 
     def open_training(consumed_samples: int) -> Batches:
@@ -214,19 +218,20 @@ def _train_and_report(
     times, notices = watchers.times, watchers.notices(telemetry)
     observer = TrainingObserver(
         telemetry,
-        meter,
+        attempt.meter,
         engine.topology.device,
         watchers=(*watchers.steps, *notices),
         times=times,
         slow_ranks=open_slow_ranks(engine, times),
         memory=open_memory_check(engine),
     )
+    valid = datasets.valid
+    validation = None if valid is None else lambda: open_batches(config, engine.topology, valid)
+    run = TrainingRun(engine, open_training, validation, observer, checkpoints, attempt.stop, guard, rollback)
     started_seconds = time.monotonic()
     hang_watch.start()
     try:
-        with way_out.bounded(agreed=(CheckpointError,)), explaining(engine):
-            validation = None if valid is None else lambda: open_batches(config, engine.topology, valid)
-            run = TrainingRun(engine, open_training, validation, observer, checkpoints, stop, guard, rollback)
+        with attempt.way_out.bounded(agreed=(CheckpointError,)), attempt.explaining(engine):
             state = beginning.state
             stopped, consumed_samples = train(run, state.consumed_samples, validation_is_due=state.validation_is_due)
             finish_step_times(times, directory, telemetry)
@@ -235,21 +240,28 @@ def _train_and_report(
         watchers.close()
         for notice in notices:
             notice.close()
-    seconds = time.monotonic() - started_seconds
+    _report(attempt, observer, stopped, consumed_samples, time.monotonic() - started_seconds)
+    return stopped
+
+
+def _report(
+    attempt: _Attempt, observer: TrainingObserver, stopped: Stop | None, consumed_samples: int, seconds: float
+) -> None:
+    """Report the end of the run, after `seconds` of training; a run that has finished also writes its sample text."""
+    engine, directory, telemetry, valid = attempt.engine, attempt.directory, attempt.telemetry, attempt.datasets.valid
+    config, steps = engine.config, engine.plan.num_steps
     telemetry.flush()
     held = peak_memory_of_ranks(engine.topology)
     if stopped is not None:
         step = consumed_samples // engine.plan.samples_per_step
         say_stopped(telemetry, stopped, step, is_saved=config.checkpoint.interval is not None, peak_memory_bytes=held)
-        return stopped
-    steps = engine.plan.num_steps
-    prompt, text = write_sample(engine, valid, stop) if valid is not None else ("", None)
+        return
+    prompt, text = write_sample(engine, valid, attempt.stop) if valid is not None else ("", None)
     if telemetry.report is not None:
         end = End(steps, seconds, observer.loss, observer.val_loss, corpus_entropies(config), prompt, text)
         show_end(telemetry.report, directory, end)
         telemetry.event("finished", steps=steps, loss=observer.loss, val_loss=observer.val_loss, peak_memory_bytes=held)
         directory.finish(steps=steps, loss=observer.loss, val_loss=observer.val_loss)
-    return None
 
 
 if __name__ == "__main__":
