@@ -13,7 +13,7 @@ from engine.layout.rank_grid import RankGrid
 from engine.telemetry.outlets.format import in_bytes, significant
 from launch.doctor.judge import worst
 from launch.doctor.rates import middle
-from launch.doctor.records import Clock, Examination, Finding, GroupRate, Level, RankFacts
+from launch.doctor.records import Examination, Finding, GroupRate, Level, RankFacts
 
 STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
 WIDTH = 132
@@ -60,7 +60,11 @@ def _nodes(seen: Examination) -> Table:
         by_node.setdefault(one.node, []).append(one)
     for ranks in list(by_node.values())[:MOST_NODES]:
         first, last = ranks[0], ranks[-1]
-        clock = "" if first.clock is None else _milliseconds(first.clock)
+        clock = (
+            ""
+            if (at := first.clock) is None
+            else f"{at.offset_seconds * 1e3:+.2f} ± {at.precision_seconds * 1e3:.2f} ms"
+        )
         table.add_row(
             first.host,
             str(first.rank) if first is last else f"{first.rank}-{last.rank}",
@@ -72,10 +76,6 @@ def _nodes(seen: Examination) -> Table:
     if len(by_node) > MOST_NODES:
         table.caption = f"and {len(by_node) - MOST_NODES} more"
     return table
-
-
-def _milliseconds(clock: Clock) -> str:
-    return f"{clock.offset_seconds * 1e3:+.2f} ± {clock.precision_seconds * 1e3:.2f} ms"
 
 
 def _rates(seen: Examination) -> Table:

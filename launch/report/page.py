@@ -131,20 +131,18 @@ def _checkpoints(run: RunRecord) -> str:
 def _attempts(run: RunRecord) -> str:
     if not run.attempts:
         return parts.MISSING.format("No attempt is recorded.")
-    rows = "".join(
-        f'<tr><td>{attempt.number}</td><td class="when">{"" if attempt.started is None else _when(attempt.started)}</td>'
-        f"<td>{_range(attempt.first_step, attempt.last_step)}</td>"
-        f'<td class="{STATES.get(attempt.end, "warn")}">{escape(attempt.end)}</td></tr>'
-        for attempt in run.attempts
-    )
+    rows = ""
+    for attempt in run.attempts:
+        first, last = attempt.first_step, attempt.last_step
+        steps = "none" if first is None or last is None else f"{first:,} to {last:,}"
+        rows += (
+            f'<tr><td>{attempt.number}</td><td class="when">{"" if attempt.started is None else _when(attempt.started)}</td>'
+            f'<td>{steps}</td><td class="{STATES.get(attempt.end, "warn")}">{escape(attempt.end)}</td></tr>'
+        )
     return (
         '<div class="wide"><table><tr><th>attempt</th><th>started</th><th>steps</th><th>end</th></tr>'
         f"{rows}</table></div>"
     )
-
-
-def _range(first: int | None, last: int | None) -> str:
-    return "none" if first is None or last is None else f"{first:,} to {last:,}"
 
 
 def _events(events: Sequence[Event]) -> str:

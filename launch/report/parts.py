@@ -226,7 +226,11 @@ def memory(run: RunRecord) -> str:
     stages = {} if grid is None else {rank: grid.coordinates(rank).pp for rank in range(grid.world_size)}
     rows = [(f"rank {rank}", stages.get(rank), measured.get(rank)) for rank in sorted(stages or measured)]
     if len(rows) > MOST_RANKS:
-        rows = [(f"pp {pp}", pp, _largest(measured, [r for r, s in stages.items() if s == pp])) for pp in predicted]
+        held = {
+            pp: [measured[rank] for rank, stage in stages.items() if stage == pp and rank in measured]
+            for pp in predicted
+        }
+        rows = [(f"pp {pp}", pp, max(held[pp], default=None)) for pp in predicted]
         notes.append(f"Of {len(stages):,} ranks, each bar is the largest of a pipeline stage.")
     bars = [
         (
@@ -246,10 +250,6 @@ def memory(run: RunRecord) -> str:
     return (
         f'<p class="soft">{escape(" ".join(notes))}</p>{bar_chart("memory per rank", bars)}{_memory_table(predicted)}'
     )
-
-
-def _largest(measured: Mapping[int, int], ranks: Sequence[int]) -> int | None:
-    return max((measured[rank] for rank in ranks if rank in measured), default=None)
 
 
 def _predicted(config: Config, sizes: ParallelSizes) -> dict[int, Memory]:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 from engine.errors import TriaxisError
 from engine.storage.files import write_atomically
@@ -90,7 +89,8 @@ class History:
             records = parse_json(read_regular(self._path))
             if not isinstance(records, list):
                 raise ValueError("it holds no list of attempts")
-            self.attempts = [_attempt(record) for record in records]
+            tuples = [{key: tuple(record[key]) for key in ("nodes", "blamed")} for record in records]
+            self.attempts = [Attempt(**record | more) for record, more in zip(records, tuples, strict=True)]
         except FileNotFoundError:
             return
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -133,7 +133,3 @@ class History:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         text = without_secrets(json.dumps([asdict(attempt) for attempt in self.attempts], indent=2))
         write_atomically(self._path, [f"{text}\n".encode()])
-
-
-def _attempt(record: dict[str, Any]) -> Attempt:
-    return Attempt(**record | {"nodes": tuple(record["nodes"]), "blamed": tuple(record["blamed"])})

@@ -17,7 +17,6 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import yaml
 
@@ -200,7 +199,7 @@ def read_measured(plan: Plan) -> Measured:
         key: median(step[key] for step in steady)
         for key in ("step_time_seconds", "tokens_per_second", "model_tflops_per_device")
     }
-    last = steps[-1]
+    last, split = steps[-1], steps[-1]["time_split"]
     mfus = [step["mfu"] for step in steady if step["mfu"] is not None]
     return Measured(
         config=config,
@@ -214,7 +213,7 @@ def read_measured(plan: Plan) -> Measured:
         model_tflops=middle["model_tflops_per_device"],
         mfu=median(mfus) if mfus else None,
         memory=_memory(config, plan.sizes, details["finished"]["peak_memory_bytes"]),
-        time=_shares(last["time_split"]),
+        time={part: split[f"{part}_seconds"] / split["step_seconds"] for part in PARTS},
         loss=last["loss"],
     )
 
@@ -225,10 +224,6 @@ def _memory(config: Config, sizes: ParallelSizes, peaks: Sequence[int]) -> Memor
     predicted = predicted_memory(config, sizes, grid.coordinates(rank).pp)
     # What was measured is what torch has allocated, without NCCL's buffers.
     return Memory(rank, peaks[rank], predicted.tensors)
-
-
-def _shares(split: Mapping[str, Any]) -> dict[str, float]:
-    return {part: split[f"{part}_seconds"] / split["step_seconds"] for part in PARTS}
 
 
 def reason_of(output: str, exit_code: int) -> str:
