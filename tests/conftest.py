@@ -1,11 +1,20 @@
-"""Tests marked `gpu` skip where torch finds no CUDA device. Tests start with SIGHUP as a terminal leaves it."""
+"""Tests marked `gpu` skip where torch finds no CUDA device. Tests start with SIGHUP as a terminal leaves it.
 
+Property tests draw new examples in every run; continuous integration repeats the same ones, so that a change is judged by itself.
+"""
+
+import os
 import signal
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("ci", derandomize=True)
 
 
 def pytest_configure() -> None:
+    if os.environ.get("TRIAXIS_CI") == "strict":
+        hypothesis.settings.load_profile("ci")
     # A CI service, or nohup, may have ignored it. Every process that a test starts would ignore it too, and bash cannot undo that.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

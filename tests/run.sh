@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
 # Run the tests; installs what they need, as launch/pretrain_gpt.sh does.
 #
-#   bash tests/run.sh                        # the CI tier: all but `slow` and `gpu`, under 20 minutes on 2 cores
+#   bash tests/run.sh                        # the CI tier: all but `slow` and `gpu`, under 11 minutes on 2 cores
 #   bash tests/run.sh --all                  # everything; `gpu` tests skip where there is no GPU
 #   bash tests/run.sh tests/engine -k lr     # arguments go to pytest
+#   bash tests/run.sh -n 0 --pdb             # in one process, as a debugger needs
 #   bash tests/run.sh --dry-run              # print the pytest line only
+#
+# Files of tests run side by side, one per core and at most four: a test of ranks waits more than it computes.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/bootstrap.sh"
 
@@ -23,7 +26,7 @@ python=$(triaxis_python dev)
 cd "$triaxis_root"
 export OMP_NUM_THREADS=1
 export PYTHONPATH="$triaxis_root:$triaxis_root/tests/plugins${PYTHONPATH:+:$PYTHONPATH}"
-command=("$python" -m pytest -p times "${tier[@]}" "${arguments[@]}")
+command=("$python" -m pytest -p times -n logical --maxprocesses 4 --dist loadfile "${tier[@]}" "${arguments[@]}")
 if [ -n "$dry_run" ]; then
   printf '%q ' "${command[@]}"
   echo

@@ -30,8 +30,9 @@ PADDING = 3
 BUCKET_BYTES = 4096
 """Several buckets, with parameters across their borders."""
 
-MOST_PER_GROUP = 3
-"""Layers that are recomputed together: with 3, stages of n and of n + 1 layers can both leave a remainder."""
+MOST_PER_GROUP = 4
+"""Layers that are recomputed together: with 3, stages of n and of n + 1 layers can both leave a remainder; with 4, both can have
+more layers than are offloaded, one of them as many as are recomputed."""
 
 Relation = tuple[object, ...]
 """The value of `stage_relations`."""

@@ -89,7 +89,8 @@ def test_relations_are_kept_and_sizes_are_not(config: Config) -> None:
     assert len(partition(model.num_layers, sizes.pp, sizes.vpp, sizes.layers_per_stage)) == sizes.pp * sizes.vpp
     assert model.padded_vocab_size <= 40 + 8 * sizes.tp and model.seq_length <= max(8, 2 * sizes.tp) + 3 * sizes.tp + 2
     stages = sizes.pp * sizes.vpp
-    assert sizes.layers_per_stage is not None or model.num_layers <= 7 * stages
+    # The largest: groups of 3 with a border of what is offloaded in the second leave stages of 7 and of 8 layers.
+    assert sizes.layers_per_stage is not None or model.num_layers <= 8 * stages
 
 
 def _gpt_tiny(*words: str) -> Config:
