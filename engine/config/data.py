@@ -1,12 +1,15 @@
 """The `data` section and its rules (no torch here)."""
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from engine.config.counts import Count
 from engine.config.section import LAYOUT, MEANT, Problem, Rule, Section, Subject
+
+AttentionScope = Literal["across", "within"]
+PositionOrigin = Literal["sample", "document"]
 
 
 class DataConfig(Section):
@@ -30,6 +33,19 @@ class DataConfig(Section):
     )
     synthetic: Annotated[bool, MEANT] = Field(
         False, description="random tokens instead of a corpus; each sample is a function of (seed, sample id)"
+    )
+    synthetic_document_length: Annotated[int | None, MEANT] = Field(
+        None, gt=0, description="mean tokens of a document of synthetic data; null: each sample is one document"
+    )
+    attention: Annotated[AttentionScope, MEANT] = Field(
+        "across",
+        description="across: tokens see all before them in the sample; within: only those of their own document",
+    )
+    positions: Annotated[PositionOrigin, MEANT] = Field(
+        "sample", description="positions count from the start of the sample, or of each document"
+    )
+    count_first_tokens: Annotated[bool, MEANT] = Field(
+        True, description="the loss counts a document's first token, predicted from the end of the document before it"
     )
     skip_samples: Annotated[list[tuple[Count, Count]], MEANT] = Field(
         default_factory=list, description="training samples to leave out: [[first id, id after the last], ...]"

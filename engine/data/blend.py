@@ -97,3 +97,7 @@ class Blend:
     def __getitem__(self, sample_id: int) -> Sample:
         source, inner = self.locate(sample_id)
         return self.sources[source][inner]
+
+    def lengths(self, sample_id: int) -> tuple[int, ...]:
+        source, inner = self.locate(sample_id)
+        return self.sources[source].lengths(inner)

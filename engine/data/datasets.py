@@ -51,9 +51,21 @@ def open_datasets(
     Raises:
         DataError: a corpus is missing, damaged, too small for its split or of another vocabulary.
     """
+    # Choices beyond the defaults are a part of what a sample is; without them the digest is that of older checkpoints.
+    chosen = data_config.model_dump(include={"synthetic_document_length", "count_first_tokens"}, exclude_defaults=True)
+    choices = [chosen] if chosen else []
     if data_config.synthetic:
-        train, valid, test = (SyntheticDataset(seed + number, vocab_size, seq_length) for number in range(len(PARTS)))
-        return Datasets(train, valid, test, _digest("synthetic", seed, vocab_size, seq_length))
+        train, valid, test = (
+            SyntheticDataset(
+                seed + number,
+                vocab_size,
+                seq_length,
+                mean_document_length=data_config.synthetic_document_length,
+                count_first_tokens=data_config.count_first_tokens,
+            )
+            for number in range(len(PARTS))
+        )
+        return Datasets(train, valid, test, _digest("synthetic", seed, vocab_size, seq_length, *choices))
     named = [prefix for _, prefix in [*data_config.train, *(data_config.valid or [])]]
     for weighted in filter(None, (data_config.train, data_config.valid)):
         assert len({prefix for _, prefix in weighted}) == len(weighted), (
@@ -71,6 +83,7 @@ def open_datasets(
                 seed=seed,
                 cache_dir=Path(folder or f"{prefix}.cache"),
                 vocab_size=vocab_size,
+                count_first_tokens=data_config.count_first_tokens,
             )
             for _, prefix in weighted
         ]
@@ -81,7 +94,7 @@ def open_datasets(
 
     if data_config.valid is not None:
         whole = {prefix: range(corpus.num_documents) for prefix, corpus in corpora.items()}
-        digest = _digest("whole", identity(data_config.train), identity(data_config.valid), seed, seq_length)
+        digest = _digest("whole", identity(data_config.train), identity(data_config.valid), seed, seq_length, *choices)
         return Datasets(blend(data_config.train, whole), blend(data_config.valid, whole), None, digest)
 
     split = data_config.split
@@ -91,7 +104,7 @@ def open_datasets(
         for part, weight in zip(PARTS, split, strict=True)
         if weight > 0
     }
-    digest = _digest("split", identity(data_config.train), split, seed, seq_length)
+    digest = _digest("split", identity(data_config.train), split, seed, seq_length, *choices)
     return Datasets(blends["train"], blends.get("valid"), blends.get("test"), digest)
 
 

@@ -3,6 +3,7 @@
     samples (mmap)  --thread, `prefetch_steps` ahead-->  CPU tensors [b, s] (pinned for CUDA)  --next_step-->  device
 
     tokens  t_0 t_1 ... t_{s-1}       labels  t_1 t_2 ... t_s       of the s + 1 tokens of a sample
+    positions   0 .. s - 1, or from 0 in every document; documents with `data.attention: within` only
 
 Every rank of a pipeline reads its own samples from the mmap, since every stage needs the positions; nothing is broadcast. One
 thread and a queue in step order make the result independent of timing.
@@ -16,6 +17,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from engine.config.data import AttentionScope, PositionOrigin
+from engine.data.documents import Documents, document_positions
 from engine.data.sampler import NOTHING_SKIPPED, step_sample_ids
 from engine.data.samples import SampleSource
 from engine.data.skipped import SkippedRanges
@@ -33,11 +36,13 @@ class MicroBatch:
     loss_mask: torch.Tensor
     """bool [b, s]: False where the label is left out of the loss"""
     position_ids: torch.Tensor
-    """int64 [b, s]: 0 .. s - 1 in each row"""
+    """int64 [b, s]: 0 .. s - 1 in each row, or from 0 in each document"""
     sample_ids: list[int]
     """The sample id of each row."""
     num_tokens: int
     """Number of counted labels, known on the host."""
+    documents: Documents | None = None
+    """The documents within which tokens attend; None: each token attends to all before it in its row."""
 
 
 class Batches:
@@ -50,6 +55,7 @@ class Batches:
         device: holds the tensors of `next_step`.
         skipped: sample ids that are left out.
         prefetch_steps: steps read ahead, at least 1; host memory grows with it.
+        attention, positions: `data.attention` and `data.positions`.
 
     Raises:
         DataError: prefetch_steps < 1.
@@ -67,6 +73,8 @@ class Batches:
         device: torch.device | str,
         skipped: SkippedRanges = NOTHING_SKIPPED,
         prefetch_steps: int = 2,
+        attention: AttentionScope = "across",
+        positions: PositionOrigin = "sample",
     ) -> None:
         if prefetch_steps < 1:
             raise DataError(f"prefetch_steps = {prefetch_steps}: at least 1; the step that is asked for must be read.")
@@ -74,6 +82,7 @@ class Batches:
         self.dataset = dataset
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.dp, self.dp_rank = dp, dp_rank
+        self.attention, self.positions = attention, positions
         self.skipped = skipped
         self.device = torch.device(device)
         self.consumed_samples = consumed_samples
@@ -117,15 +126,17 @@ class Batches:
     def _read_microbatch(self, sample_ids: list[int]) -> MicroBatch:
         samples = [self.dataset[sample_id] for sample_id in sample_ids]
         tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
-        num_rows, length = tokens.shape
+        lengths = [sample.input_lengths for sample in samples]
+        starts = [row if self.positions == "document" else (sum(row),) for row in lengths]
         loss_mask = np.stack([sample.loss_mask for sample in samples])
         microbatch = MicroBatch(
             tokens=tokens[:, :-1].contiguous(),
             labels=tokens[:, 1:].contiguous(),
             loss_mask=torch.from_numpy(loss_mask),
-            position_ids=torch.arange(length - 1).repeat(num_rows, 1),
+            position_ids=torch.from_numpy(np.stack([document_positions(row) for row in starts])),
             sample_ids=sample_ids,
             num_tokens=int(loss_mask.sum()),
+            documents=Documents.of(lengths) if self.attention == "within" else None,
         )
         # Only a copy from pinned memory overlaps with work of the GPU.
         return self._map(microbatch, torch.Tensor.pin_memory) if self.device.type == "cuda" else microbatch
@@ -141,4 +152,5 @@ class Batches:
             labels=change(microbatch.labels),
             loss_mask=change(microbatch.loss_mask),
             position_ids=change(microbatch.position_ids),
+            documents=None if microbatch.documents is None else microbatch.documents.map(change),
         )

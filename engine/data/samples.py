@@ -8,7 +8,7 @@
 
 Documents follow each other without padding, the end-of-document token between them. The fewer than s tokens at the end of an epoch
 are not used in it; the next epoch has another order. The stream is endless, and sample i is the same whatever the length of the
-run.
+run. A sample carries the lengths of its documents, from the corpus' index; an end-of-document token inside a text ends nothing.
 """
 
 from collections import OrderedDict
@@ -27,16 +27,40 @@ EPOCHS_KEPT_OPEN = 2
 
 
 class Sample(NamedTuple):
-    """One sample: `tokens` int64 [seq_length + 1], `loss_mask` bool [seq_length], False where a label is not counted."""
+    """One sample of s = seq_length labels.
+
+    Attributes:
+        tokens: int64 [s + 1].
+        loss_mask: bool [s], False where a label is not counted.
+        lengths: tokens of each document's part in `tokens`, in order; their sum is s + 1.
+    """
 
     tokens: NDArray[np.int64]
     loss_mask: NDArray[np.bool_]
+    lengths: tuple[int, ...]
+
+    @property
+    def input_lengths(self) -> tuple[int, ...]:
+        """Return the lengths of the documents in the s inputs: without the last token, which is a label only."""
+        *others, last = self.lengths
+        return (*others, last - 1) if last > 1 else tuple(others)
 
 
 class SampleSource(Protocol):
     """A source of sample i for every i >= 0, always the same."""
 
     def __getitem__(self, sample_id: int) -> Sample: ...
+    def lengths(self, sample_id: int) -> tuple[int, ...]:
+        """Return `Sample.lengths` of a sample, without reading its tokens."""
+        ...
+
+
+class _Part(NamedTuple):
+    """Tokens `first` .. `first + length - 1` of one document of the corpus."""
+
+    document: int
+    first: int
+    length: int
 
 
 class SampleStream:
@@ -49,16 +73,26 @@ class SampleStream:
         seed: with the epoch, decides both orders.
         cache_dir: folder of the epochs' orders.
         vocab_size: upper bound of the tokens.
+        count_first_tokens: the loss counts a document's first token, predicted from the end of the document before it.
 
     Raises:
         DataError: the documents have fewer than s + 1 tokens.
     """
 
     def __init__(
-        self, corpus: IndexedTokens, documents: range, *, seq_length: int, seed: int, cache_dir: Path, vocab_size: int
+        self,
+        corpus: IndexedTokens,
+        documents: range,
+        *,
+        seq_length: int,
+        seed: int,
+        cache_dir: Path,
+        vocab_size: int,
+        count_first_tokens: bool = True,
     ) -> None:
         self.corpus, self.documents = corpus, documents
         self.seq_length, self.seed, self.cache_dir, self.vocab_size = seq_length, seed, cache_dir, vocab_size
+        self.count_first_tokens = count_first_tokens
         self._fingerprint = corpus.fingerprint
         self._lengths = corpus.document_lengths(documents)
         self.num_tokens = int(self._lengths.sum())
@@ -77,16 +111,24 @@ class SampleStream:
         Raises:
             DataError: a token is not in the model's vocabulary, or the index cache cannot be written.
         """
-        epoch, place = divmod(sample_id, self.samples_per_epoch)
-        index = self._epoch(epoch)
-        tokens = self._read(index, int(index.sample_order[place]) * self.seq_length)
+        parts = self._parts(sample_id)
+        tokens = np.concatenate([self.corpus.tokens(document, first, first + n) for document, first, n in parts])
+        tokens = tokens.astype(np.int64, copy=False)
         if tokens.max() >= self.vocab_size or tokens.min() < 0:
             raise DataError(
                 f"{self.corpus.prefix} holds the token ids {tokens.min()} .. {tokens.max()} in sample {sample_id}, but "
                 f"model.vocab_size = {self.vocab_size}: there is no embedding for them. The corpus was prepared with "
                 f"another tokenizer; set model.vocab_size to that tokenizer's size, or prepare the corpus again."
             )
-        return Sample(tokens, np.ones(self.seq_length, np.bool_))
+        loss_mask = np.ones(self.seq_length, np.bool_)
+        if not self.count_first_tokens:
+            starts = np.cumsum([length for _, _, length in parts[:-1]], dtype=np.int64)
+            loss_mask[starts - 1] = False  # the label in front of a start is the first token of another document
+        return Sample(tokens, loss_mask, tuple(length for _, _, length in parts))
+
+    def lengths(self, sample_id: int) -> tuple[int, ...]:
+        """Return `Sample.lengths` of sample `sample_id` from the index alone, without its tokens."""
+        return tuple(length for _, _, length in self._parts(sample_id))
 
     def _epoch(self, epoch: int) -> EpochIndex:
         if epoch not in self._epochs:
@@ -98,16 +140,19 @@ class SampleStream:
                 self._epochs.popitem(last=False)
         return self._epochs[epoch]
 
-    def _read(self, index: EpochIndex, start: int) -> NDArray[np.int64]:
-        """Return s + 1 tokens of the epoch's stream from `start` on, int64."""
-        tokens = np.empty(self.seq_length + 1, np.int64)
+    def _parts(self, sample_id: int) -> list[_Part]:
+        """List the parts of documents that make the s + 1 tokens of a sample, in order; a document without tokens has none."""
+        epoch, place_in_epoch = divmod(sample_id, self.samples_per_epoch)
+        index = self._epoch(epoch)
+        start = int(index.sample_order[place_in_epoch]) * self.seq_length
+        left = self.seq_length + 1
         place = int(np.searchsorted(index.token_offsets, start, side="right")) - 1
-        filled = 0
-        while filled < len(tokens):
-            first = start + filled - int(index.token_offsets[place])
-            document = self.documents.start + int(index.document_order[place])
-            part = self.corpus.tokens(document, first, first + len(tokens) - filled)
-            tokens[filled : filled + len(part)] = part
-            filled += len(part)
-            place += 1
-        return tokens
+        parts = []
+        while left > 0:
+            number = int(index.document_order[place])
+            first = start - int(index.token_offsets[place])
+            length = min(left, int(self._lengths[number]) - first)
+            if length > 0:
+                parts.append(_Part(self.documents.start + number, first, length))
+            start, left, place = start + length, left - length, place + 1
+        return parts

@@ -1,6 +1,7 @@
 """Random tokens in place of a corpus, for tests and for timing a layout without data (no torch here)."""
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.data.samples import Sample
 from engine.data.shuffle import random_bits
@@ -10,21 +11,49 @@ from engine.errors import DataError
 class SyntheticDataset:
     """Samples as a function of (seed, i): uniform tokens, and a mask that leaves out a fraction of the labels.
 
+    Lengths of documents are geometric: behind each token a document ends with probability 1 / mean_document_length.
+
     Args:
         seed: of the data.
         vocab_size: tokens are in 0 .. vocab_size - 1.
         seq_length: labels per sample.
         mask_fraction: probability that a label is masked, 0 <= mask_fraction < 1.
+        mean_document_length: tokens of a document on average, at least 1; None: each sample is one document.
+        count_first_tokens: `data.count_first_tokens`.
     """
 
-    def __init__(self, seed: int, vocab_size: int, seq_length: int, mask_fraction: float = 0.0) -> None:
+    def __init__(
+        self,
+        seed: int,
+        vocab_size: int,
+        seq_length: int,
+        mask_fraction: float = 0.0,
+        *,
+        mean_document_length: int | None = None,
+        count_first_tokens: bool = True,
+    ) -> None:
         if not 0 <= mask_fraction < 1:
             raise DataError(f"mask_fraction = {mask_fraction}: a probability below 1; without labels there is no loss.")
         self.seed, self.vocab_size, self.seq_length, self.mask_fraction = seed, vocab_size, seq_length, mask_fraction
+        self.mean_document_length, self.count_first_tokens = mean_document_length, count_first_tokens
 
     def __getitem__(self, sample_id: int) -> Sample:
         """Return sample `sample_id`: tokens int64 [seq_length + 1], loss_mask bool [seq_length]."""
         tokens = random_bits(self.seq_length + 1, "synthetic tokens", self.seed, sample_id) % np.uint64(self.vocab_size)
-        # The top 53 bits of a draw are a double in [0, 1).
-        draws = random_bits(self.seq_length, "synthetic mask", self.seed, sample_id) >> np.uint64(11)
-        return Sample(tokens.astype(np.int64), draws * 2.0**-53 >= self.mask_fraction)
+        counted = self._draws("synthetic mask", sample_id) >= self.mask_fraction
+        lengths = self.lengths(sample_id)
+        if not self.count_first_tokens:
+            counted[np.cumsum(lengths[:-1], dtype=np.int64) - 1] = False
+        return Sample(tokens.astype(np.int64), counted, lengths)
+
+    def lengths(self, sample_id: int) -> tuple[int, ...]:
+        """Return the lengths of a sample's documents; their sum is seq_length + 1."""
+        if self.mean_document_length is None:
+            return (self.seq_length + 1,)
+        ends = np.flatnonzero(self._draws("synthetic documents", sample_id) < 1 / self.mean_document_length) + 1
+        return tuple(np.diff(ends, prepend=0, append=self.seq_length + 1).tolist())
+
+    def _draws(self, purpose: str, sample_id: int) -> NDArray[np.float64]:
+        """Return uniform numbers in [0, 1), float64 [seq_length]: the top 53 bits of a draw each."""
+        bits = random_bits(self.seq_length, purpose, self.seed, sample_id) >> np.uint64(11)
+        return bits.astype(np.float64) * 2.0**-53

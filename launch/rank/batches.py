@@ -26,4 +26,6 @@ def open_batches(
         consumed_samples=consumed_samples,
         device=topology.device,
         skipped=skipped,
+        attention=config.data.attention,
+        positions=config.data.positions,
     )

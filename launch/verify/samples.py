@@ -16,7 +16,14 @@ def samples_of(config: Config) -> SampleSource:
         DataError: the corpus of `data.train` cannot be read.
     """
     model, train = config.model, config.train
-    random = SyntheticDataset(train.seed, model.vocab_size, model.seq_length, MASKED_FRACTION)
+    random = SyntheticDataset(
+        train.seed,
+        model.vocab_size,
+        model.seq_length,
+        MASKED_FRACTION,
+        mean_document_length=config.data.synthetic_document_length,
+        count_first_tokens=config.data.count_first_tokens,
+    )
     if config.data.synthetic:
         return random
     corpus = open_datasets(config.data, model.seq_length, train.seed, vocab_size=model.vocab_size).train
@@ -30,4 +37,8 @@ class MaskedSamples:
         self._tokens, self._masks = tokens, masks
 
     def __getitem__(self, sample_id: int) -> Sample:
-        return Sample(self._tokens[sample_id].tokens, self._masks[sample_id].loss_mask)
+        sample = self._tokens[sample_id]
+        return sample._replace(loss_mask=sample.loss_mask & self._masks[sample_id].loss_mask)
+
+    def lengths(self, sample_id: int) -> tuple[int, ...]:
+        return self._tokens.lengths(sample_id)

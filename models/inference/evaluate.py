@@ -105,7 +105,11 @@ class Windows:
         tokens[1 : 1 + len(labels)] = labels
         counted = np.zeros(length, np.bool_)
         counted[0 if index == 0 else length - self.stride : len(labels)] = True
-        return Sample(tokens, counted)
+        return Sample(tokens, counted, self.lengths(index))
+
+    def lengths(self, index: int) -> tuple[int, ...]:
+        """Return one length: a text is read as one document."""
+        return (self.seq_length + 1,)
 
 
 def loss_of(model: LoadedModel, steps: Iterable[Sequence[MicroBatch]]) -> tuple[float, int]:

@@ -18,7 +18,10 @@ class Numbered:
         self.name = name
 
     def __getitem__(self, sample_id: int) -> Sample:
-        return Sample(np.array([self.name, sample_id]), np.ones(1, np.bool_))
+        return Sample(np.array([self.name, sample_id]), np.ones(1, np.bool_), (2,))
+
+    def lengths(self, sample_id: int) -> tuple[int, ...]:
+        return (2,)
 
 
 @settings(max_examples=60, deadline=None)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.config.data import AttentionScope, PositionOrigin
 from engine.data.loader import Batches, MicroBatch
 from engine.data.samples import Sample
 from engine.data.synthetic import SyntheticDataset
@@ -53,6 +54,33 @@ def test_a_microbatch_is_its_samples() -> None:
             assert microbatch.labels[row].tolist() == sample.tokens[1:].tolist()
             assert microbatch.loss_mask[row].tolist() == sample.loss_mask.tolist()
     batches.close()
+
+
+@pytest.mark.parametrize("positions", ["sample", "document"])
+@pytest.mark.parametrize("attention", ["across", "within"])
+def test_documents_and_positions(attention: AttentionScope, positions: PositionOrigin) -> None:
+    dataset = SyntheticDataset(3, 50, 12, mean_document_length=4)
+    batches = Batches(
+        dataset,
+        global_batch_size=2,
+        micro_batch_size=2,
+        dp=1,
+        dp_rank=0,
+        consumed_samples=0,
+        device="cpu",
+        attention=attention,
+        positions=positions,
+    )
+    (microbatch,) = batches.next_step()
+    batches.close()
+    lengths = tuple(dataset[sample_id].input_lengths for sample_id in range(2))
+    assert len(lengths[0]) > 1
+    if attention == "within":
+        assert microbatch.documents is not None and microbatch.documents.lengths == lengths
+    else:
+        assert microbatch.documents is None
+    restarts = [np.concatenate([np.arange(length) for length in row]).tolist() for row in lengths]
+    assert microbatch.position_ids.tolist() == (restarts if positions == "document" else [list(range(12))] * 2)
 
 
 def test_restart_depth_and_dp_change_nothing() -> None:

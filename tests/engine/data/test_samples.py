@@ -74,6 +74,52 @@ def test_empty_documents_are_stepped_over(write_corpus: Write) -> None:
     assert len(tokens) == 4 * 4 + 1
 
 
+@pytest.mark.parametrize("seq_length", [1, 5, 16, 200])
+def test_lengths_are_those_of_the_documents(
+    write_corpus: Write, numbered_documents: Documents, seq_length: int
+) -> None:
+    """Also of documents that go through several samples: `numbered_documents` has 1 to 60 tokens each."""
+    document_of = np.concatenate([np.full(len(document), place) for place, document in enumerate(numbered_documents)])
+    samples = stream(write_corpus(numbered_documents), seq_length=seq_length)
+    for sample_id in range(2 * samples.samples_per_epoch):
+        sample = samples[sample_id]
+        places = document_of[sample.tokens]  # every token of these documents is another one
+        starts = np.flatnonzero(np.diff(places, prepend=-1))
+        assert sample.lengths == tuple(np.diff(starts, append=seq_length + 1))
+        assert sample.lengths == samples.lengths(sample_id)
+        assert sample.input_lengths == tuple(np.diff(np.append(starts[starts < seq_length], seq_length)))
+
+
+def test_an_eod_token_inside_a_document_ends_nothing(write_corpus: Write) -> None:
+    eod = 7
+    samples = stream(write_corpus([np.full(9, eod), np.full(8, eod)]), seq_length=16)
+    assert sorted(samples[0].lengths) == [8, 9]
+
+
+def test_one_token_documents(write_corpus: Write) -> None:
+    sample = stream(write_corpus([np.array([token]) for token in range(9)]), seq_length=8)[0]
+    assert sample.lengths == (1,) * 9
+    assert sample.input_lengths == (1,) * 8
+
+
+def test_first_tokens_of_documents_can_be_left_out_of_the_loss(write_corpus: Write) -> None:
+    documents = [np.arange(10), np.arange(10, 14), np.arange(14, 20)]
+    corpus = IndexedTokens(write_corpus(documents))
+    samples = SampleStream(
+        corpus,
+        range(3),
+        seq_length=19,
+        seed=3,
+        cache_dir=Path(corpus.prefix).parent / "cache",
+        vocab_size=20,
+        count_first_tokens=False,
+    )
+    sample = samples[0]
+    assert sorted(set(range(20)) - set(sample.tokens[1:][sample.loss_mask].tolist()) - {sample.tokens[0]}) == sorted(
+        {0, 10, 14} - {sample.tokens[0]}
+    )
+
+
 def test_any_order_of_asking_gives_the_same_samples(write_corpus: Write, numbered_documents: Documents) -> None:
     prefix = write_corpus(numbered_documents)
     first = stream(prefix)
