@@ -20,7 +20,7 @@ import torch
 from engine.config.data import AttentionScope, PositionOrigin
 from engine.data.documents import Documents, document_positions
 from engine.data.sampler import NOTHING_SKIPPED, step_sample_ids
-from engine.data.samples import SampleSource
+from engine.data.samples import SampleSource, input_lengths
 from engine.data.skipped import SkippedRanges
 from engine.errors import DataError
 
@@ -126,7 +126,7 @@ class Batches:
     def _read_microbatch(self, sample_ids: list[int]) -> MicroBatch:
         samples = [self.dataset[sample_id] for sample_id in sample_ids]
         tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
-        lengths = [sample.input_lengths for sample in samples]
+        lengths = [input_lengths(sample.lengths) for sample in samples]
         starts = [row if self.positions == "document" else (sum(row),) for row in lengths]
         loss_mask = np.stack([sample.loss_mask for sample in samples])
         microbatch = MicroBatch(

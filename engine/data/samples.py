@@ -12,6 +12,7 @@ run. A sample carries the lengths of its documents, from the corpus' index; an e
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -39,11 +40,11 @@ class Sample(NamedTuple):
     loss_mask: NDArray[np.bool_]
     lengths: tuple[int, ...]
 
-    @property
-    def input_lengths(self) -> tuple[int, ...]:
-        """Return the lengths of the documents in the s inputs: without the last token, which is a label only."""
-        *others, last = self.lengths
-        return (*others, last - 1) if last > 1 else tuple(others)
+
+def input_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
+    """Return the lengths of the documents in the s inputs of a sample: without its last token, which is a label only."""
+    *others, last = lengths
+    return (*others, last - 1) if last > 1 else tuple(others)
 
 
 class SampleSource(Protocol):

@@ -9,7 +9,7 @@ import torch
 
 from engine.config.data import AttentionScope, PositionOrigin
 from engine.data.loader import Batches, MicroBatch
-from engine.data.samples import Sample
+from engine.data.samples import Sample, input_lengths
 from engine.data.synthetic import SyntheticDataset
 from engine.errors import DataError
 
@@ -73,7 +73,7 @@ def test_documents_and_positions(attention: AttentionScope, positions: PositionO
     )
     (microbatch,) = batches.next_step()
     batches.close()
-    lengths = tuple(dataset[sample_id].input_lengths for sample_id in range(2))
+    lengths = tuple(input_lengths(dataset[sample_id].lengths) for sample_id in range(2))
     assert len(lengths[0]) > 1
     if attention == "within":
         assert microbatch.documents is not None and microbatch.documents.lengths == lengths
