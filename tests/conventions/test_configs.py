@@ -9,14 +9,19 @@ from launch import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+LONG_PIPELINES = ("gpt_530b", "gpt_1t")
+"""Hundreds of thousands of actions each, which the checker walks."""
+CASES = [
+    pytest.param(path, id=path.stem, marks=pytest.mark.slow if path.stem in LONG_PIPELINES else ()) for path in CONFIGS
+]
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", CASES)
 def test_config_check(path, capsys):
     assert cli.main(["config", "check", str(path)]) == 0, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", CASES)
 def test_schedule_check(path, capsys):
     assert cli.main(["schedule", "check", str(path)]) == 0, capsys.readouterr().err
 
@@ -29,7 +34,7 @@ def published_world_size(path):
     return int(found[1])
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", CASES)
 def test_at_the_published_world_size(path, capsys, monkeypatch):
     world_size = published_world_size(path)
     for command in ("config check", "schedule check"):
@@ -47,7 +52,7 @@ def test_at_the_published_world_size(path, capsys, monkeypatch):
     assert f"{world_size} on " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", CASES)
 def test_a_config_fits_other_numbers_of_gpus(path, capsys):
     world_size = published_world_size(path) // 2
     changes = ["parallel.dp=null"] if path.stem == "gpt_tiny" else []

@@ -13,7 +13,23 @@ from launch.cli import command_module, command_parser, main
 from models.specs import model_specs
 
 CONFIGS = Path(__file__).parents[3] / "configs"
-WORLD_SIZES = {"gpt_tiny": 8, "gpt_1p3b": 8, "gpt_175b": 1024, "llama3_8b": 64}
+WORLD_SIZES = {
+    "gpt_tiny": 8,
+    "gpt_125m": 8,
+    "gpt_345m": 8,
+    "gpt_1p3b": 8,
+    "gpt_2p7b": 32,
+    "gpt_22b": 64,
+    "gpt_175b": 1024,
+    "gpt_530b": 2240,
+    "gpt_1t": 3072,
+    "llama3_8b": 64,
+    "llama3_70b": 256,
+    "llama3_405b": 8192,
+    "qwen3_8b": 64,
+}
+LONG_PIPELINES = ("gpt_530b", "gpt_1t")
+"""A check of their schedules takes a minute or more."""
 TINY = str(CONFIGS / "gpt_tiny.yaml")
 LLAMA = {
     "model_type": "llama",
@@ -45,7 +61,9 @@ def test_every_shipped_config_is_listed_here() -> None:
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == WORLD_SIZES.keys()
 
 
-@pytest.mark.parametrize("name", WORLD_SIZES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LONG_PIPELINES else ()) for name in WORLD_SIZES]
+)
 def test_shipped_configs_check_alone_and_at_their_world_size(capsys: pytest.CaptureFixture[str], name: str) -> None:
     path = str(CONFIGS / f"{name}.yaml")
     text = shown(capsys, "check", path)
@@ -53,7 +71,7 @@ def test_shipped_configs_check_alone_and_at_their_world_size(capsys: pytest.Capt
     is_open = load_config(path).parallel.dp is None
     assert ("dp = world size / " if is_open else f": {WORLD_SIZES[name]:,} ranks") in text
     at_size = shown(capsys, "check", path, "--world-size", str(WORLD_SIZES[name]), "--ranks-per-node", "8")
-    assert f"{WORLD_SIZES[name]:,} ranks on {WORLD_SIZES[name] // 8} x 8" in at_size
+    assert f"{WORLD_SIZES[name]:,} ranks on {WORLD_SIZES[name] // 8:,} x 8" in at_size
     batch = load_config(path).train.global_batch_size
     dp = WORLD_SIZES[name] // (load_config(path).parallel.tp * load_config(path).parallel.pp)
     assert f"x dp {dp}; " in at_size and f"{batch:,} samples per step" in at_size
@@ -79,13 +97,27 @@ def test_shipped_configs_have_a_comment_on_each_line(name: str) -> None:
     assert not bare
 
 
+def gpt_parameters(layers: int, hidden: int, vocabulary: int, length: int = 2048) -> int:
+    """Count a GPT with biases, 2104.04473 (2): 12 l h^2 (1 + 13 / 12h) + (V + s) h, and 2 h of the final norm."""
+    return 12 * layers * hidden**2 + 13 * layers * hidden + (vocabulary + length) * hidden + 2 * hidden
+
+
 @pytest.mark.parametrize(
     ("name", "num_parameters"),
-    # GPT with biases, h hidden, l layers (formulas): 12 l h^2 (1 + 13 / 12h) + (V + s) h, and 2 h of the final norm.
     [
-        ("gpt_1p3b", 12 * 24 * 2048**2 + 13 * 24 * 2048 + (50257 + 2048) * 2048 + 2 * 2048),
-        ("gpt_175b", 12 * 96 * 12288**2 + 13 * 96 * 12288 + (50257 + 2048) * 12288 + 2 * 12288),
+        ("gpt_125m", gpt_parameters(12, 768, 50257)),
+        ("gpt_345m", gpt_parameters(24, 1024, 50257, 1024)),
+        ("gpt_1p3b", gpt_parameters(24, 2048, 50257)),
+        ("gpt_2p7b", gpt_parameters(32, 2560, 50257)),
+        ("gpt_22b", gpt_parameters(48, 6144, 51200)),
+        ("gpt_175b", gpt_parameters(96, 12288, 50257)),
+        ("gpt_530b", gpt_parameters(105, 20480, 51200)),
+        ("gpt_1t", gpt_parameters(128, 25600, 51200)),
+        # Sizes of the published safetensors.
         ("llama3_8b", 8_030_261_248),
+        ("llama3_70b", 70_553_706_496),
+        ("llama3_405b", 405_853_388_800),
+        ("qwen3_8b", 8_190_735_360),
     ],
 )
 def test_shipped_models_have_the_size_in_their_name(name: str, num_parameters: int) -> None:
