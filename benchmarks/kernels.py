@@ -26,9 +26,11 @@ from rich.table import Table
 from benchmarks.engine_overhead import Interval, machine, median_interval
 from engine.comm.collectives import Axis
 from engine.comm.ledger import Ledger
+from engine.config.attention_kinds import Rotary
 from engine.config.training import OptimizerConfig, PrecisionConfig
 from engine.kernels.elementwise import activation, apply_rope, keyed_dropout, layer_norm, rms_norm, rope_tables
 from engine.kernels.fusion import Fusion
+from engine.kernels.rotary import rotary_frequencies
 from engine.kernels.weight_grad import add_matmul
 from engine.layout.param_layout import layout_parameters
 from engine.layout.shard_spec import Init, ParamSpec, localize
@@ -88,7 +90,9 @@ def kernels(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Iterator[
     x, weight, bias = drawn(t, 1, h), drawn(h), drawn(h)
     yield "layer_norm", both(lambda fusion: layer_norm(x, weight, bias, 1e-5, fusion), x)
     yield "rms_norm", both(lambda fusion: rms_norm(x, weight, 1e-5, fusion), x)
-    q, tables = drawn(t, 1, heads, sizes.head_dim), rope_tables(torch.arange(t).view(1, -1), sizes.head_dim, 1e4, dtype)
+    rotary = Rotary(sizes.head_dim, 1e4, scaling=None, is_long=False)
+    frequencies = rotary_frequencies(rotary, accumulation_dtype(dtype), torch.device("cpu"))
+    q, tables = drawn(t, 1, heads, sizes.head_dim), rope_tables(torch.arange(t).view(1, -1), frequencies)
     tables = tables.to(device)
     yield "rope of q", both(lambda fusion: apply_rope(q, tables, fusion), q)
     gate_up = drawn(t, 1, 2 * sizes.ffn)

@@ -9,6 +9,7 @@ one name and one shape everywhere. h hidden size, d head size, f MLP width, V vo
     layers.N.attention.q.weight          [heads, d, h]       heads cut; shares a GEMM with kv
     layers.N.attention.kv.weight         [2, kv_heads, d, h] heads cut, replicated when kv_heads < tp
     layers.N.attention.{q,kv}.bias       [heads, d], [2, kv_heads, d]
+    layers.N.attention.sinks             [heads]             heads cut; kinds with sinks only
     layers.N.attention.{q,k}_norm.weight [d]                 QK-norm, one for all heads
     layers.N.attention.proj.weight       [h, heads, d]       input heads cut (row parallel)
     layers.N.attention.proj.bias         [h]
@@ -99,6 +100,8 @@ def layer_specs(model: ModelConfig, layer: int) -> Iterator[ParamSpec]:
         yield ParamSpec(
             f"{attention}.kv.bias", (2, kv_heads, d), Init("zeros"), decay=False, tp_dim=1, fused_with_previous=True
         )
+    if model.layer_kind(layer).sinks:
+        yield ParamSpec(f"{attention}.sinks", (heads,), normal, decay=False, tp_dim=0)
     if model.qk_norm:
         yield ParamSpec(f"{attention}.q_norm.weight", (d,), Init("ones"), decay=False, grad_is_partial="heads")
         yield ParamSpec(f"{attention}.k_norm.weight", (d,), Init("ones"), decay=False, grad_is_partial="heads")

@@ -7,10 +7,12 @@ slices them is what the tests check).
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from engine.config.attention_kinds import RopeScaling
 from engine.config.model import ModelConfig
 from engine.tensor_parallel.dropout import DropoutKeys, dropout
 
@@ -28,6 +30,58 @@ def oracle_weights(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str
     return weights
 
 
+def fields_of_layer(model: ModelConfig, layer: int) -> Mapping[str, Any]:
+    """The attention's fields of one layer: the model's own, and what its kind changes."""
+    names = [
+        name
+        for entry in model.layers or []
+        for name, _, times in [entry.partition("*")]
+        for _ in range(int(times or 1))
+    ]
+    own = {
+        name: getattr(model, name)
+        for name in ("window", "position", "rope_base", "rope_scaling", "rotary_share", "sinks")
+    }
+    return own | (dict(model.layer_kinds[names[layer % len(names)]]) if names else {})
+
+
+def rope_frequencies(r: int, base: float, scaling: RopeScaling | None, length: int) -> tuple[torch.Tensor, float]:
+    """The angle per position of each pair of r elements, and the length that a rotated pair gets, for samples of `length`.
+
+    Pair by pair, from the papers: position interpolation (2306.15595), Llama 3.1's rule, YaRN (2309.00071), LongRoPE (2402.13753).
+    """
+    plain = [base ** (-2 * i / r) for i in range(r // 2)]
+    if scaling is None:
+        return torch.tensor(plain, dtype=torch.float64), 1.0
+    factor, old = scaling.factor or 1.0, scaling.original_max_position_embeddings or 1
+    found, stretch = [], 1.0
+    for i, frequency in enumerate(plain):
+        waves = old * frequency / (2 * math.pi)
+        if scaling.type == "linear":
+            share = 0.0
+        elif scaling.type == "llama3":
+            low, high = scaling.low_freq_factor or 0.0, scaling.high_freq_factor or 0.0
+            share = 1.0 if waves > high else 0.0 if waves < low else (waves - low) / (high - low)
+        elif scaling.type == "yarn":
+            first, last = (
+                r * math.log(old / (turns * 2 * math.pi)) / (2 * math.log(base))
+                for turns in (scaling.beta_fast or 32, scaling.beta_slow or 1)
+            )
+            first, last = max(math.floor(first), 0), min(math.ceil(last), r - 1)
+            share = 1 - min(max((i - first) / ((last - first) or 0.001), 0.0), 1.0)
+        else:
+            factors = scaling.long_factor if length > old else scaling.short_factor
+            assert factors is not None
+            found.append(frequency / factors[i])
+            continue
+        found.append(share * frequency + (1 - share) * frequency / factor)
+    if scaling.type == "yarn":
+        stretch = 1 + 0.1 * math.log(factor)
+    if scaling.type == "longrope":
+        stretch = math.sqrt(1 + math.log(factor) / math.log(old))
+    return torch.tensor(found, dtype=torch.float64), scaling.attention_factor or stretch
+
+
 def oracle_loss_sum(
     model: ModelConfig,
     weights: Weights,
@@ -37,8 +91,9 @@ def oracle_loss_sum(
     position_ids: torch.Tensor,
     sample_ids: list[int],
     seed: int = 0,
+    documents: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sum of the unmasked tokens' losses. ids int64 [b, s], mask bool [b, s]."""
+    """Sum of the unmasked tokens' losses. ids int64 [b, s], mask bool [b, s]; documents: number of each token's, [b, s]."""
     b, s = tokens.shape
     h, d = model.hidden_size, model.head_size
     heads, kv_heads = model.num_attention_heads, model.kv_heads
@@ -59,15 +114,16 @@ def oracle_loss_sum(
             return x
         return x / (x.pow(2).mean(-1, keepdim=True) + model.norm_eps).sqrt() * weights[name]
 
-    def rotate(x: torch.Tensor) -> torch.Tensor:
-        """x [b, n, s, d] by complex multiplication, pairing dim i with dim i + d/2."""
-        if model.position != "rope":
+    def rotate(x: torch.Tensor, layer: Mapping[str, Any]) -> torch.Tensor:
+        """x [b, n, s, d] by complex multiplication, pairing dim i with dim i + r/2 of the first r; the others stay."""
+        if layer["position"] != "rope":
             return x
-        frequencies = model.rope_base ** (-torch.arange(d // 2, dtype=torch.float64) * 2 / d)
+        r = int(d * layer["rotary_share"])
+        frequencies, length = rope_frequencies(r, layer["rope_base"], layer["rope_scaling"], s)
         angles = position_ids.unsqueeze(-1) * frequencies
-        turn = torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
-        pairs = torch.complex(x[..., : d // 2], x[..., d // 2 :]) * turn
-        return torch.cat((pairs.real, pairs.imag), dim=-1)
+        turn = torch.polar(torch.full_like(angles, length), angles).unsqueeze(1)
+        pairs = torch.complex(x[..., : r // 2], x[..., r // 2 : r]) * turn
+        return torch.cat((pairs.real, pairs.imag, x[..., r:]), dim=-1)
 
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: int) -> torch.Tensor:
         return F.linear(x, weight.reshape(out, -1), None if bias is None else bias.reshape(-1))
@@ -77,20 +133,32 @@ def oracle_loss_sum(
         x = x + weights["embedding.position.weight"][position_ids]
     x = hidden_dropout(x, "embedding.dropout")
 
-    causal = torch.ones(s, s, dtype=torch.bool).tril()
+    same_document = torch.ones(b, s, s, dtype=torch.bool)
+    if documents is not None:
+        same_document = documents.unsqueeze(-1) == documents.unsqueeze(-2)
     for layer in range(model.num_layers):
         name = f"layers.{layer}.attention"
+        kind = fields_of_layer(model, layer)
+        distance = torch.arange(s).view(-1, 1) - torch.arange(s)
+        is_near = distance < (s if kind["window"] is None else kind["window"])
+        seen = ((distance >= 0) & is_near & same_document).unsqueeze(1)
         y = norm(x, f"{name}.norm")
         q = linear(y, weights[f"{name}.q.weight"], weights.get(f"{name}.q.bias"), heads * d)
         kv = linear(y, weights[f"{name}.kv.weight"], weights.get(f"{name}.kv.bias"), 2 * kv_heads * d)
         q = q.view(b, s, heads, d).transpose(1, 2)
         k, v = kv.view(b, s, 2, kv_heads, d).permute(2, 0, 3, 1, 4)
-        q = rotate(head_norm(q, f"{name}.q_norm.weight"))
-        k = rotate(head_norm(k, f"{name}.k_norm.weight"))
+        q = rotate(head_norm(q, f"{name}.q_norm.weight"), kind)
+        k = rotate(head_norm(k, f"{name}.k_norm.weight"), kind)
         group = heads // kv_heads
         k, v = (tensor.repeat_interleave(group, dim=1) for tensor in (k, v))
-        scores = (q @ k.transpose(-1, -2) / math.sqrt(d)).masked_fill(~causal, -math.inf)
-        probabilities = scores.softmax(-1)
+        scores = q @ k.transpose(-1, -2) * (model.attention_scale or 1 / math.sqrt(d))
+        if model.attention_softcap is not None:
+            scores = model.attention_softcap * torch.tanh(scores / model.attention_softcap)
+        weight = scores.exp() * seen
+        total = weight.sum(-1, keepdim=True)
+        if kind["sinks"]:
+            total = total + weights[f"{name}.sinks"].exp().view(-1, 1, 1)
+        probabilities = weight / total
         n, row, column = torch.arange(heads), torch.arange(s), torch.arange(s)
         where = ((n.view(-1, 1, 1) * s + row.view(-1, 1)) * s + column).unsqueeze(0)
         probabilities = dropout(probabilities, model.attention_dropout, keys, f"{name}.dropout", where, batch_dim=0)

@@ -62,6 +62,12 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "torch.ops.aten.gelu_backward.grad_input",
         "torch.ops.aten.silu_backward.grad_input",
     ),
+    "engine/kernels/masked_attention.py": (
+        "torch.ops.aten._flash_attention_backward",
+        "torch.ops.aten._flash_attention_forward",
+        "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
+        "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
+    ),
     "engine/kernels/weight_grad.py": ("torch.ops.aten.addmm.dtype_out",),
     "engine/optimizer/updates.py": ("torch.optim.adamw.adamw", "torch.optim.sgd.sgd"),
     "engine/pipeline/executor.py": ("torch.autograd.graph.GradientEdge", "torch.autograd.graph.get_gradient_edge"),

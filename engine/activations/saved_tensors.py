@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -62,7 +61,13 @@ class SavedTensors:
         self._sources: WeakKeyDictionary[torch.UntypedStorage, _Source] = WeakKeyDictionary()
 
     def run_layer(
-        self, function: Function, x: torch.Tensor, *, moves: bool = False, whole: bool = False, shared: Any = None
+        self,
+        function: Function,
+        x: torch.Tensor,
+        *,
+        moves: bool = False,
+        whole: bool = False,
+        shared: Iterable[torch.Tensor] = (),
     ) -> torch.Tensor:
         """Return `function(x)`, its saved tensors treated by these choices. Call layers in order, then `end_chunk`.
 
@@ -71,7 +76,7 @@ class SavedTensors:
             x: its input.
             moves: move its saved tensors to the host.
             whole: recompute all of it, so that only x is saved.
-            shared: a tensor that other layers save too, or None; it is not moved.
+            shared: tensors that other layers save too; they are not moved.
         """
         if not torch.is_grad_enabled():
             return function(x)
@@ -79,7 +84,7 @@ class SavedTensors:
         if moves:
             layer.stays = set(self._weight_storages)
             # A leaf came from another stage: the executor holds it for its gradient.
-            layer.stays |= {_identity(tensor) for tensor in (x if x.is_leaf else None, shared) if tensor is not None}
+            layer.stays |= {_identity(tensor) for tensor in ((x,) if x.is_leaf else ())} | set(map(_identity, shared))
         with self._opened(layer, hooks=moves or (self._has_hooks and not whole)):
             y = recompute(function, x) if whole else function(x)
         if self.host is not None:

@@ -78,8 +78,9 @@ class KernelsConfig(Section):
 
     on_resume: ClassVar[OnResume | None] = LAYOUT
 
-    attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "explicit"] = Field(
-        "auto", description="sdpa: torch chooses; flash, cudnn, efficient: that one; explicit: keeps probabilities"
+    attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "varlen", "blocks", "explicit"] = Field(
+        "auto",
+        description="sdpa: torch chooses; flash, cudnn, efficient, varlen: that; blocks, explicit: operators",
     )
     elementwise: Literal["auto", "eager", "compiled"] = Field(
         "auto", description="norms, RoPE, gates, dropout, cross-entropy: eager operators, or fused by torch.compile"
@@ -165,7 +166,7 @@ def recomputed_parts_exist(subject: Subject) -> Iterator[Problem]:
     model, parallel, parts = config.model, config.parallel, config.recompute.parts
     others = [name for name in config.recompute.modules or [] if name != "rope"]
     without_rope = {"recompute.modules": [others]} if others else {"recompute.granularity": ["none"]}
-    if "rope" in parts and model.position != "rope" and not model.qk_norm:
+    if "rope" in parts and not any(kind.rotary for kind in model.kinds) and not model.qk_norm:
         yield subject.problem(
             "recompute.modules",
             f"has rope, but with model.position = {model.position} and without qk_norm queries and keys are used as they are "

@@ -9,7 +9,7 @@ from typing import Literal
 
 ActivationName = Literal["gelu", "gelu_tanh", "swiglu", "geglu_tanh"]
 NormName = Literal["layernorm", "rmsnorm"]
-PositionName = Literal["learned", "rope"]
+PositionName = Literal["learned", "rope", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,7 @@ _NORMS = (
 _POSITIONS = (
     Position("learned", has_table=True, is_rotary=False, megatron="learned_absolute"),
     Position("rope", has_table=False, is_rotary=True, megatron="rope"),
+    Position("none", has_table=False, is_rotary=False, megatron="none"),
 )
 
 ACTIVATIONS: Mapping[str, Activation] = {kind.name: kind for kind in _ACTIVATIONS}

@@ -275,6 +275,8 @@ def _type_problems(error: ValidationError, origins: Mapping[str, str]) -> Iterat
                 yield f"{given}: must be less than {context['lt']}{_meaning(detail['loc'])}."
             case "model_type":
                 yield f"{given}: must be a section, that is keys with values."
+            case "extra_forbidden":
+                yield f"{given}: there is no such key{_meaning(detail['loc'])}. Remove it."
             case "value_error":
                 yield f"{given}: {context['error']}."
             case _:

@@ -5,7 +5,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from engine.config import layer_kinds
+from engine.config import attention_kinds, layer_kinds
+from engine.config.attention_kinds import ATTENTION_KIND_RULES, LONGEST_WINDOW, KindFields, LayerKind, RopeScaling
+from engine.config.layer_kinds import Activation, Norm, Position
 from engine.config.section import LAYOUT, MEANT, Problem, Rule, Section, Subject, divisors, multiples
 
 MOST_LAYERS = 10_000
@@ -51,8 +53,25 @@ class ModelConfig(Section):
     norm: layer_kinds.NormName = Field("layernorm", description="norm before each branch and the output head")
     norm_eps: float = Field(1e-5, gt=0, description="added to the variance (layernorm) or mean square (rmsnorm)")
     activation: layer_kinds.ActivationName = Field("gelu", description="nonlinearity of the MLP; gelu_tanh is GPT-2's")
-    position: layer_kinds.PositionName = Field("rope", description="learned: a table; rope: rotated queries and keys")
-    rope_base: float = Field(10000.0, gt=0, description="theta of RoPE (2104.09864)")
+    position: layer_kinds.PositionName = Field(
+        "rope", description="learned: a table; rope: rotated queries and keys; none: the causal mask alone"
+    )
+    # Training goes on with other frequencies where a context is extended.
+    rope_base: Annotated[float, MEANT] = Field(10000.0, gt=0, description="theta of RoPE (2104.09864)")
+    rope_scaling: Annotated[RopeScaling | None, MEANT] = Field(
+        None, description="change of RoPE's frequencies for longer contexts; null: none"
+    )
+    rotary_share: float = Field(1.0, gt=0, le=1, description="share of a head's elements that rotate, the first ones")
+    window: int | None = Field(
+        None, gt=0, le=LONGEST_WINDOW, description="keys that a query sees, its own among them; null: all before it"
+    )
+    sinks: bool = Field(False, description="a learned logit per head in the softmax's denominator (gpt-oss)")
+    attention_scale: float | None = Field(
+        None, gt=0, description="factor of attention's logits; null: 1 / sqrt(head_dim)"
+    )
+    attention_softcap: float | None = Field(
+        None, gt=0, description="c of attention's logits c tanh(logit / c) (Gemma 2); null: no cap"
+    )
     tie_embeddings: bool = Field(True, description="the output head is the input embedding")
     bias: Literal["all", "qkv", "none"] = Field("all", description="linear layers that have a bias")
     qk_norm: bool = Field(False, description="RMSNorm over each query and key head before RoPE")
@@ -65,6 +84,12 @@ class ModelConfig(Section):
     # Initial weights matter only where nothing is loaded.
     init_std: Annotated[float, LAYOUT] = Field(
         0.02, gt=0, description="std of normal initial weights; residual projections: init_std / sqrt(2 num_layers)"
+    )
+    layers: list[str] | None = Field(
+        None, description="kinds of the layers, such as [local*5, global]: repeated, cut at num_layers; null: all alike"
+    )
+    layer_kinds: dict[str, KindFields] = Field(
+        default_factory=dict, description="by name, what differs from the model's: window, position, rope_*, sinks"
     )
 
     @property
@@ -80,16 +105,25 @@ class ModelConfig(Section):
         return self.ffn_hidden_size or 4 * self.hidden_size
 
     @property
-    def norm_kind(self) -> layer_kinds.Norm:
+    def norm_kind(self) -> Norm:
         return layer_kinds.NORMS[self.norm]
 
     @property
-    def activation_kind(self) -> layer_kinds.Activation:
+    def activation_kind(self) -> Activation:
         return layer_kinds.ACTIVATIONS[self.activation]
 
     @property
-    def position_kind(self) -> layer_kinds.Position:
+    def position_kind(self) -> Position:
         return layer_kinds.POSITIONS[self.position]
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """Return the record of each layer, in order."""
+        return attention_kinds.layer_kinds(self)
+
+    def layer_kind(self, layer: int) -> LayerKind:
+        """Return the record of one layer."""
+        return self.kinds[layer]
 
     @property
     def padded_vocab_size(self) -> int:
@@ -239,4 +273,5 @@ MODEL_RULES: tuple[Rule, ...] = (
     sequence_over_tp,
     vocabulary_holds_tokens,
     dropout_on_probabilities,
+    *ATTENTION_KIND_RULES,
 )

@@ -1,19 +1,27 @@
-"""Fused attention by the kernel named in the configuration (torch's scaled_dot_product_attention).
+"""Attention by the kernel named in the configuration.
 
     sdpa                       torch chooses a kernel for the shapes; `chosen` names it
     flash, cudnn, efficient    this one, or an error before anything is built
+    varlen                     flash attention on a GPU, with windows, documents and sinks
+    blocks                     plain operators by blocks of queries: runs anywhere, and alone caps the logits
     math                       torch's own formula, operator by operator: for decoding where no fused kernel runs
 
-None of them keeps the probabilities; `explicit` attention, which does, is in the model (`models/gpt/attention.py`).
+Without window, documents, sinks and cap each is torch's scaled_dot_product_attention; on the CPU sdpa and flash have all but the
+cap. None of them keeps the probabilities; `explicit` attention, which does, is in the model (`models/gpt/attention.py`).
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from engine.config.attention_kinds import PLAIN, AttentionPattern
+from engine.data.documents import Documents
+from engine.kernels.masked_attention import Blocks, CpuFlash, Kernel, Mask, Varlen, masked_attention
 
 BACKENDS: Mapping[str, SDPBackend] = MappingProxyType(
     {
@@ -21,35 +29,90 @@ BACKENDS: Mapping[str, SDPBackend] = MappingProxyType(
         "cudnn": SDPBackend.CUDNN_ATTENTION,
         "efficient": SDPBackend.EFFICIENT_ATTENTION,
         "math": SDPBackend.MATH,
+        "varlen": SDPBackend.FLASH_ATTENTION,
     }
 )
+"""Backends of torch's function by the name of a choice."""
 
 _TRIED_LENGTH = 128
 
 
-def attention(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool) -> torch.Tensor:
-    """Compute scaled dot-product attention: q [b, n, s, d], k, v [b, n_kv, s_k, d] -> [b, n, s, d]."""
-    has_groups = k.shape[1] != q.shape[1]
+def attention(
+    kernel: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    is_causal: bool,
+    scale: float | None = None,
+    window: int | None = None,
+    documents: Documents | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute scaled dot-product attention: q [b, n, s, d], k, v [b, n_kv, s_k, d] -> [b, n, s, d].
+
+    Args:
+        kernel: a name of this module's table.
+        q, k, v: operands of one dtype.
+        is_causal: s_k = s, and a query sees no later key; False: s = 1, at the last of the s_k positions.
+        scale: factor of the logits; None: d ** -0.5.
+        window: a query sees the last `window` keys alone; None: all.
+        documents: of the rows, on q's device; None: each row is one.
+        softcap: c of the logits c tanh(logit / c); None: they have no cap.
+        sinks: [n], a logit per head in the denominator of the softmax; None: none.
+
+    Raises:
+        RuntimeError: the kernel cannot compute this.
+    """
+    if window is not None and window >= k.shape[2]:
+        window = None
+    elif window is not None and not is_causal:
+        k, v, window = k[:, :, -window:], v[:, :, -window:], None
+    if documents is not None and documents.is_one_per_row:
+        documents = None
+    is_plain = window is None and documents is None and sinks is None and softcap is None
+    if not is_plain or kernel == "blocks":
+        return masked_attention(_kernel(kernel, q.device, Mask(window, documents), scale, softcap), q, k, v, sinks)
+    options: dict[str, Any] = {"is_causal": is_causal, "enable_gqa": k.shape[1] != q.shape[1], "scale": scale}
     if kernel not in BACKENDS:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=has_groups)
+        return F.scaled_dot_product_attention(q, k, v, **options)
     with sdpa_kernel(BACKENDS[kernel]):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=has_groups)
+        return F.scaled_dot_product_attention(q, k, v, **options)
+
+
+def _kernel(name: str, device: torch.device, mask: Mask, scale: float | None, softcap: float | None) -> Kernel:
+    """Return the kernel of this name for a mask.
+
+    Raises:
+        RuntimeError: it has no windows, documents and sinks on this device, or no cap.
+    """
+    if name == "blocks":
+        return Blocks(mask, scale, softcap)
+    if softcap is not None:
+        raise RuntimeError("it cannot cap the logits; blocks can")
+    if name in ("sdpa", "flash") and device.type == "cpu":
+        return CpuFlash(mask, scale)
+    if name == "varlen" and device.type == "cuda":
+        return Varlen(mask, scale)
+    raise RuntimeError(f"it has no windows, documents or sinks on {device.type}; blocks has")
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The facts that decide whether a kernel runs: heads on one rank, their size, dtype and device."""
+    """The facts that decide whether a kernel runs: heads on one rank, their size, dtype and device, and what is asked of it."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    pattern: AttentionPattern = PLAIN
 
 
 def attention_failure(kernel: str, shape: AttentionShape) -> str:
     """Try a named kernel, forward and backward, on a short sequence; return torch's reason if it does not run, else ""."""
-    return _failure(kernel, lambda: _trial(kernel, shape).sum().backward())
+    return _failure(kernel, shape, lambda: _trial(kernel, shape).sum().backward())
 
 
 def decoding_failure(kernel: str, shape: AttentionShape) -> str:
@@ -57,13 +120,15 @@ def decoding_failure(kernel: str, shape: AttentionShape) -> str:
 
     def decode() -> None:
         q, k, v = _operands(shape, num_queries=1)
-        attention(kernel, q, k, v, is_causal=False)
+        options = _asked(shape) | {"documents": None}  # generated text is one document
+        attention(kernel, q, k, v, is_causal=False, **options)
 
-    return _failure(kernel, decode)
+    return _failure(kernel, shape, decode)
 
 
-def _failure(kernel: str, run: Callable[[], None]) -> str:
-    if kernel not in BACKENDS:
+def _failure(kernel: str, shape: AttentionShape, run: Callable[[], None]) -> str:
+    # What torch chooses runs, and so does what the model computes itself.
+    if kernel == "explicit" or (kernel == "sdpa" and shape.pattern.is_plain):
         return ""
     try:
         run()
@@ -75,17 +140,18 @@ def _failure(kernel: str, run: Callable[[], None]) -> str:
 def attention_refusal(kernel: str, shape: AttentionShape, reason: str) -> str:
     """Return the problem of a named kernel that does not run here."""
     dtype = str(shape.dtype).removeprefix("torch.")
+    other = "sdpa" if shape.pattern.is_plain else "auto"
     return (
         f"kernels.attention = {kernel} does not run here, with {shape.num_heads} query and {shape.num_kv_heads} key/value "
         f"heads of size {shape.head_dim} in {dtype} on {shape.device.type} (torch says: {reason}). Another kernel would "
-        "have other speed and other bits than what was asked for. Let torch choose with kernels.attention=sdpa, or "
+        f"have other speed and other bits than what was asked for. Let torch choose with kernels.attention={other}, or "
         "install a torch that has it."
     )
 
 
 def chosen(shape: AttentionShape) -> str:
     """Return torch's name of its choice for `sdpa`: FlashAttentionForCpu, CudnnAttention, ..., or math."""
-    node = _trial("sdpa", shape).grad_fn
+    node = _trial("sdpa", replace(shape, pattern=PLAIN)).grad_fn
     name = "" if node is None else node.name()
     fused = name.removeprefix("ScaledDotProduct").partition("Backward")[0]
     return fused if name.startswith("ScaledDotProduct") else "math"
@@ -94,7 +160,19 @@ def chosen(shape: AttentionShape) -> str:
 def _trial(kernel: str, shape: AttentionShape) -> torch.Tensor:
     q, k, v = (operand.requires_grad_() for operand in _operands(shape, num_queries=_TRIED_LENGTH))
     with torch.enable_grad():
-        return attention(kernel, q, k, v, is_causal=True)
+        return attention(kernel, q, k, v, is_causal=True, **_asked(shape))
+
+
+def _asked(shape: AttentionShape) -> dict[str, Any]:
+    """Return arguments of `attention` that ask for all of the shape's pattern."""
+    pattern, device = shape.pattern, shape.device
+    halves = [_TRIED_LENGTH // 2] * 2
+    return {
+        "window": _TRIED_LENGTH // 4 if pattern.windows else None,
+        "documents": Documents.of([halves]).map(lambda tensor: tensor.to(device)) if pattern.documents else None,
+        "softcap": 1.0 if pattern.softcap else None,
+        "sinks": torch.zeros(shape.num_heads, dtype=shape.dtype, device=device) if pattern.sinks else None,
+    }
 
 
 def _operands(shape: AttentionShape, num_queries: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

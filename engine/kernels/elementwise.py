@@ -224,28 +224,26 @@ def activation(name: str, x: torch.Tensor, fusion: Fusion) -> torch.Tensor:
     return _ACTIVATIONS[name](x, fusion)
 
 
-def rope_tables(position_ids: torch.Tensor, head_dim: int, base: float, dtype: torch.dtype) -> torch.Tensor:
+def rope_tables(position_ids: torch.Tensor, frequencies: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
     """Return the cosines and sines of RoPE (2104.09864, section 3.4.2) at the given positions.
 
     Args:
-        position_ids: int64 [b, s].
-        head_dim: d, even.
-        base: theta.
-        dtype: the run's dtype; tables are in its accumulation dtype.
+        position_ids: int64 [b, s]; rows may differ.
+        frequencies: [r / 2] radians per position, in the accumulation dtype of the run (`engine/kernels/rotary.py`).
+        factor: of cosines and sines.
 
     Returns:
-        [2, s, b, 1, d]: cosines, then sines; dims i and i + d/2 have equal angles ("rotate half"). The sines of the first half are
-        negated, as the factors of the second half.
+        [2, s, b, 1, r] in the dtype of the frequencies: cosines, then sines; dims i and i + r/2 have equal angles ("rotate half").
+        The sines of the first half are negated, as the factors of the second half.
     """
-    wide = accumulation_dtype(dtype)
-    exponents = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=wide) / head_dim
-    angles = position_ids.t().to(wide).unsqueeze(-1) * base**-exponents
+    angles = position_ids.t().to(frequencies.dtype).unsqueeze(-1) * frequencies
     angles = torch.cat((-angles, angles), dim=-1).unsqueeze(2)
-    return torch.stack((angles.cos(), angles.sin()))
+    tables = torch.stack((angles.cos(), angles.sin()))
+    return tables if factor == 1.0 else tables.mul_(factor)
 
 
 def apply_rope(x: torch.Tensor, tables: torch.Tensor, fusion: Fusion) -> torch.Tensor:
-    """Rotate x [s, b, heads, d] by the tables of `rope_tables`."""
+    """Rotate the first r elements of each head of x [s, b, heads, d] by the tables of `rope_tables`."""
     return _Rope.apply(x, tables, fusion)
 
 
@@ -265,14 +263,26 @@ class _Rope(torch.autograd.Function):
 
 
 def _rope(x: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+    if x.shape[-1] != tables.shape[-1]:
+        return _on_first(_rope, x, tables)
     wide = accumulate(x)
     return (wide * tables[0] + _swap(wide) * tables[1]).to(x.dtype)
 
 
 def _rope_backward(grad: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
     """Return dx = dy cos + swap(dy sin): the rotation back."""
+    if grad.shape[-1] != tables.shape[-1]:
+        return _on_first(_rope_backward, grad, tables)
     wide = accumulate(grad)
     return (wide * tables[0] + _swap(wide * tables[1])).to(grad.dtype)
+
+
+def _on_first(
+    rotate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], x: torch.Tensor, tables: torch.Tensor
+) -> torch.Tensor:
+    """Rotate the first elements of each head, as many as the tables have; return them with the others."""
+    first, others = x.tensor_split((tables.shape[-1],), dim=-1)
+    return torch.cat((rotate(first, tables), others), dim=-1)
 
 
 def _swap(x: torch.Tensor) -> torch.Tensor:

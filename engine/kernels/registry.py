@@ -1,11 +1,12 @@
 """The kernels of a run: the `kernels` section with each `auto` resolved for the device, tried before anything is built.
 
     kernels.      what                                          choices                                   reference, in float64
-    attention     scaled dot-product attention                  sdpa, flash, cudnn, efficient, explicit   explicit
+    attention     scaled dot-product attention                  sdpa, flash, cudnn, efficient, varlen,
+                                                                blocks, explicit                          explicit
     elementwise   norms, RoPE, SwiGLU, dropout, cross-entropy   eager, compiled                           plain torch
     weight_grad   dW += dY^T X                                  separate, fused                           separate
     optimizer     the update of the owned shards                torch, compiled                           torch
-    (decoding)    attention of one query to the cached keys     flash, math, sdpa, explicit               explicit
+    (decoding)    attention of one query to the cached keys     flash, math, sdpa, blocks, explicit       explicit
 
 Decoding is not configured: its key length changes with every token, and cuDNN would plan each. The steps:
 
@@ -25,6 +26,7 @@ import torch
 
 from engine.comm.topology import Topology
 from engine.config.activations import KernelsConfig
+from engine.config.attention_kinds import PLAIN, AttentionPattern, attention_pattern
 from engine.config.tree import Config
 from engine.errors import ConfigError
 from engine.kernels.attention import AttentionShape, attention_failure, attention_refusal, chosen, decoding_failure
@@ -36,8 +38,8 @@ OptimizerKernel = Literal["torch", "compiled"]
 
 ORDER: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "attention": ("cudnn", "flash", "sdpa"),
-        "decoding": ("flash", "math", "sdpa"),
+        "attention": ("varlen", "cudnn", "flash", "sdpa", "blocks"),
+        "decoding": ("flash", "math", "sdpa", "blocks"),
         "elementwise": ("compiled", "eager"),
         "weight_grad": ("fused", "separate"),
         "optimizer": ("compiled", "torch"),
@@ -64,6 +66,7 @@ class DeviceFacts:
         element_bytes: bytes of a weight or activation.
         main_grad_bytes: bytes of an element of the main grads.
         is_deterministic: `runtime.deterministic`.
+        pattern: what the model's attention needs.
     """
 
     capability: tuple[int, int] | None
@@ -72,6 +75,7 @@ class DeviceFacts:
     element_bytes: int
     main_grad_bytes: int
     is_deterministic: bool
+    pattern: AttentionPattern = PLAIN
 
     @classmethod
     def of(cls, config: Config, device: torch.device) -> "DeviceFacts":
@@ -86,6 +90,7 @@ class DeviceFacts:
             element_bytes=dtype.itemsize,
             main_grad_bytes=main_grad_dtype(dtype, config.precision.gradients).itemsize,
             is_deterministic=config.runtime.deterministic,
+            pattern=attention_pattern(config),
         )
 
 
@@ -128,8 +133,10 @@ def resolve(config: KernelsConfig, facts: DeviceFacts) -> Choices:
 
 
 def _fastest(facts: DeviceFacts) -> Choices:
+    pattern = facts.pattern
     if facts.capability is None:
-        return Choices("sdpa", "sdpa", "eager", "separate", "torch")
+        attention = "blocks" if pattern.softcap else "sdpa"
+        return Choices(attention, attention, "eager", "separate", "torch")
     is_half = facts.element_bytes == 2
     has_flash = is_half and facts.capability >= (8, 0)
     # Torch refuses cuDNN's attention in deterministic mode.
@@ -144,9 +151,13 @@ def _fastest(facts: DeviceFacts) -> Choices:
     is_float64 = facts.element_bytes == 8
     # A compiled reduction may pick block sizes by measuring, and so the order of additions; the optimizer has no reduction.
     is_eager = is_float64 or facts.is_deterministic
+    attention = "cudnn" if has_cudnn else "flash" if has_flash else "sdpa"
+    if not pattern.is_plain:
+        attention = "varlen" if has_flash and not pattern.softcap else "blocks"
+    decoding = "blocks" if pattern.softcap or pattern.sinks else "flash" if has_flash else "math"
     return Choices(
-        attention="cudnn" if has_cudnn else "flash" if has_flash else "sdpa",
-        decoding="flash" if has_flash else "math",
+        attention=attention,
+        decoding=decoding,
         elementwise="eager" if is_eager else "compiled",
         weight_grad="fused" if is_half and facts.main_grad_bytes > facts.element_bytes else "separate",
         optimizer="torch" if is_float64 else "compiled",
@@ -277,6 +288,7 @@ def attention_shape(config: Config, topology: Topology) -> AttentionShape:
         head_dim=model.head_size,
         dtype=DTYPES[config.precision.dtype],
         device=topology.device,
+        pattern=attention_pattern(config),
     )
 
 

@@ -21,12 +21,15 @@ from engine.activations.offload import HostMemory
 from engine.activations.saved_tensors import SavedTensors
 from engine.comm.topology import Topology
 from engine.config.activations import RecomputeConfig
+from engine.config.attention_kinds import Rotary
 from engine.config.tree import Config
+from engine.data.documents import Documents
 from engine.kernels.elementwise import rope_tables
 from engine.kernels.fusion import EAGER
 from engine.kernels.registry import Kernels
+from engine.kernels.rotary import rotary_factor, rotary_frequencies
 from engine.layout.shard_spec import localize
-from engine.numerics.precision import DTYPES
+from engine.numerics.precision import DTYPES, accumulation_dtype
 from engine.tensor_parallel.chunked_head import chunked_head_losses
 from engine.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from engine.tensor_parallel.dropout import DropoutKeys
@@ -34,7 +37,7 @@ from engine.tensor_parallel.layers import ColumnParallelLinear
 from engine.tensor_parallel.mappings import TensorParallelRegion
 from engine.tensor_parallel.parameter import ShardedParameter, WeightGradQueue
 from models.gpt.attention import Attention
-from models.gpt.context import BuildContext, Norm, hidden_dropout
+from models.gpt.context import BuildContext, Norm, Positions, hidden_dropout
 from models.gpt.embedding import Embedding
 from models.gpt.kv_cache import KVCache, LayerCache
 from models.gpt.mlp import MLP
@@ -50,6 +53,7 @@ class Batch(Protocol):
     loss_mask: torch.Tensor
     position_ids: torch.Tensor
     sample_ids: Sequence[int]
+    documents: Documents | None
 
 
 class Block(nn.Module):
@@ -60,16 +64,16 @@ class Block(nn.Module):
         self.context = context
         self.name = f"layers.{layer}"
         self.attention_norm = Norm(context, f"{self.name}.attention.norm")
-        self.attention = Attention(context, f"{self.name}.attention")
+        self.attention = Attention(context, f"{self.name}.attention", context.model.layer_kind(layer))
         self.mlp_norm = Norm(context, f"{self.name}.mlp.norm")
         self.mlp = MLP(context, f"{self.name}.mlp")
 
     def forward(
-        self, x: torch.Tensor, rope: torch.Tensor | None, keys: DropoutKeys, cache: LayerCache | None = None
+        self, x: torch.Tensor, positions: Positions, keys: DropoutKeys, cache: LayerCache | None = None
     ) -> torch.Tensor:
         """Run the layer: [s(/t), b, h] -> the same shape."""
         saved = self.context.saved
-        branch = self.attention(saved.recompute_output("norm", self.attention_norm, x), rope, keys, cache)
+        branch = self.attention(saved.recompute_output("norm", self.attention_norm, x), positions, keys, cache)
         x = hidden_dropout(self, self.context, branch, keys, f"{self.name}.attention.residual_dropout", x)
         branch = self.mlp(saved.recompute_output("norm", self.mlp_norm, x))
         return hidden_dropout(self, self.context, branch, keys, f"{self.name}.mlp.residual_dropout", x)
@@ -176,14 +180,22 @@ class GPTChunk(nn.Module):
         if self.embedding is not None:
             x = self.embedding(batch.tokens, batch.position_ids, keys)
         assert x is not None, "only the first stage starts from tokens"
-        model = self.context.model
-        rope = None
-        if model.position_kind.is_rotary:
-            rope = rope_tables(batch.position_ids, model.head_size, model.rope_base, self.context.dtype)
+        positions = Positions(self._tables(batch.position_ids), batch.documents)
+        shared = positions.tables.values()
         for group in self._groups():
-            run = partial(_run, group.blocks, rope=rope, keys=keys, cache=cache)
-            x = self.saved.run_layer(run, x, moves=group.is_moved, whole=group.is_recomputed, shared=rope)
+            run = partial(_run, group.blocks, positions=positions, keys=keys, cache=cache)
+            x = self.saved.run_layer(run, x, moves=group.is_moved, whole=group.is_recomputed, shared=shared)
         return x
+
+    def _tables(self, position_ids: torch.Tensor) -> dict[Rotary, torch.Tensor]:
+        """Return a table for each kind of rotation among the layers."""
+        wide, device = accumulation_dtype(self.context.dtype), position_ids.device
+        rotaries = dict.fromkeys(block.attention.kind.rotary for block in self._layers())
+        return {
+            rotary: rope_tables(position_ids, rotary_frequencies(rotary, wide, device), rotary_factor(rotary))
+            for rotary in rotaries
+            if rotary is not None
+        }
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         assert self.final_norm is not None and self.head is not None
@@ -219,12 +231,12 @@ def _run(
     blocks: Sequence[Block],
     x: torch.Tensor,
     *,
-    rope: torch.Tensor | None,
+    positions: Positions,
     keys: DropoutKeys,
     cache: KVCache | None = None,
 ) -> torch.Tensor:
     for block in blocks:
-        x = block(x, rope, keys, None if cache is None else cache[block.name])
+        x = block(x, positions, keys, None if cache is None else cache[block.name])
     return x
 
 

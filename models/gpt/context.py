@@ -7,7 +7,9 @@ import torch
 
 from engine.activations.saved_tensors import SavedTensors
 from engine.config.activations import RecomputeConfig
+from engine.config.attention_kinds import Rotary
 from engine.config.model import ModelConfig
+from engine.data.documents import Documents
 from engine.kernels.elementwise import norm
 from engine.kernels.registry import Kernels
 from engine.tensor_parallel.dropout import DropoutKeys, dropout
@@ -65,6 +67,19 @@ class BuildContext:
                 f"no module took {', '.join(left)}, so these parameters would not be trained. "
                 "Their names differ between models/specs.py and the modules of models/gpt."
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """The positions of a microbatch's tokens, as the layers of a chunk read them.
+
+    Attributes:
+        tables: [2, s, b, 1, r] of `rope_tables` for each record of the chunk's layers that rotate.
+        documents: of the rows; None: each row is one.
+    """
+
+    tables: Mapping[Rotary, torch.Tensor]
+    documents: Documents | None
 
 
 class Norm(torch.nn.Module):

@@ -116,6 +116,56 @@ BAD: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         {},
         ["attention_dropout = 0.1", "kernels.attention = explicit", "attention_dropout = 0"],
     ),
+    "kinds of layers that no layer is of": (
+        ["model.layer_kinds={local: {window: 8}, global: {}}"],
+        {},
+        ["model.layers = null", "local, global", "model.layers=[local, global]"],
+    ),
+    "a pattern of unknown kinds": (
+        ["model.layers=[local*5, global]", "model.layer_kinds={local: {window: 8}}"],
+        {},
+        ["model.layers", "names global", "model.layer_kinds has local", "global: {}"],
+    ),
+    "a pattern without a count": (
+        ["model.layers=['local*0']", "model.layer_kinds={}"],
+        {},
+        ["model.layers = local*0", "name*count", "local*5"],
+    ),
+    "a kind that no layer names": (
+        ["model.layers=[local]", "model.layer_kinds={local: {window: 8}, lokal: {}}"],
+        {},
+        ["model.layer_kinds = lokal", "does not name"],
+    ),
+    "a scaling without its factor": (
+        ["model.rope_scaling={type: linear}"],
+        {},
+        ["model.rope_scaling.factor", "type = linear"],
+    ),
+    "a scaling with another's field": (
+        ["model.rope_scaling={type: linear, factor: 8.0, beta_fast: 32}"],
+        {},
+        ["model.rope_scaling.beta_fast = 32", "no effect with type = linear"],
+    ),
+    "a rotation of less than a pair": (
+        ["model.rotary_share=0.2"],
+        {},
+        ["model.rotary_share", "rotates 1 of the 8", "even number"],
+    ),
+    "scaled positions without rotation": (
+        ["model.position=learned", "model.rope_scaling={type: linear, factor: 2.0}"],
+        {},
+        ["model.rope_scaling = linear", "no effect with position = learned", "rope_scaling = null"],
+    ),
+    "a kernel that cannot cap": (
+        ["model.attention_softcap=50", "kernels.attention=flash"],
+        {},
+        ["kernels.attention = flash", "cannot cap", "kernels.attention = auto or blocks"],
+    ),
+    "a kernel without windows": (
+        ["model.window=8", "kernels.attention=cudnn"],
+        {},
+        ["kernels.attention = cudnn", "no windows", "kernels.attention = auto or varlen"],
+    ),
     "fewer layers than stages": (
         ["parallel.pp=4", "parallel.vpp=3"],
         {},

@@ -48,7 +48,12 @@ def test_values_that_a_message_names_are_legal_when_typed_in(name: str) -> None:
     [message] = caught.value.problems
     named = re.search(r"Nearest legal: (.*?)\.(?: [A-Z]|$)", message)
     if named is None:
-        no_value_mends = ("no length", "a corpus without weight", "a corpus twice", "an empty name")
+        no_value_mends = (
+            *("no length", "a corpus without weight", "a corpus twice", "an empty name"),
+            *("kinds of layers that no layer is of", "a pattern of unknown kinds", "a pattern without a count"),
+            *("a kind that no layer names", "a scaling without its factor", "a scaling with another's field"),
+            "a rotation of less than a pair",
+        )
         assert name in (*no_value_mends, "a difference that is no field"), message
         return
     for choice in named[1].split("; "):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from engine.config.attention_kinds import Rotary
 from engine.config.layer_kinds import ACTIVATIONS, NORMS, Activation, Norm
 from engine.kernels.elementwise import (
     activation,
@@ -19,6 +20,7 @@ from engine.kernels.elementwise import (
 )
 from engine.kernels.elementwise import norm as norm_by_name
 from engine.kernels.fusion import EAGER, Fusion
+from engine.kernels.rotary import rotary_frequencies
 from tests.harness import compiler
 
 EPS = 1e-5
@@ -27,7 +29,8 @@ Function = Callable[..., torch.Tensor]
 Kernel = Callable[..., torch.Tensor]
 """A function whose last argument is the fusion."""
 
-TABLES = rope_tables(torch.arange(6).expand(3, 6), 8, 1e4, torch.float64)
+FREQUENCIES = rotary_frequencies(Rotary(8, 1e4, scaling=None, is_long=False), torch.float64, torch.device("cpu"))
+TABLES = rope_tables(torch.arange(6).expand(3, 6), FREQUENCIES)
 KEYS = torch.tensor([5, -7, 11]).view(1, 3, 1)
 POSITIONS = torch.arange(6).view(-1, 1, 1) * 16 + torch.arange(16)
 FACTOR = (keyed_hash(KEYS, POSITIONS) >= int(0.3 * 2**32)).double() / 0.7

@@ -15,6 +15,7 @@ import torch
 
 from engine.checkpoint.environment import describe_layout
 from engine.config.activations import KernelsConfig
+from engine.config.attention_kinds import AttentionPattern
 from engine.config.section import with_value
 from engine.errors import ConfigError
 from engine.kernels import registry
@@ -79,6 +80,42 @@ ON_CPU = Choices("sdpa", "sdpa", "eager", "separate", "torch")
 )
 def test_auto_takes_what_is_fast_on_the_device(facts: DeviceFacts, expected: Choices) -> None:
     assert resolve(KernelsConfig(), facts) == expected
+
+
+@pytest.mark.parametrize(
+    ("facts", "pattern", "expected"),
+    [
+        (H100, AttentionPattern(windows=True), ("varlen", "flash")),
+        (H100, AttentionPattern(documents=True), ("varlen", "flash")),
+        (H100, AttentionPattern(windows=True, sinks=True), ("varlen", "blocks")),
+        (H100, AttentionPattern(softcap=True), ("blocks", "blocks")),
+        (replace(H100, capability=(8, 0)), AttentionPattern(windows=True), ("varlen", "flash")),
+        (replace(H100, capability=(7, 5)), AttentionPattern(windows=True), ("blocks", "math")),
+        (replace(H100, element_bytes=4), AttentionPattern(documents=True), ("blocks", "math")),
+        (replace(H100, capability=None), AttentionPattern(windows=True, documents=True, sinks=True), ("sdpa", "sdpa")),
+        (replace(H100, capability=None), AttentionPattern(windows=True, softcap=True), ("blocks", "blocks")),
+    ],
+)
+def test_auto_takes_what_has_the_pattern(
+    facts: DeviceFacts, pattern: AttentionPattern, expected: tuple[str, str]
+) -> None:
+    choices = resolve(KernelsConfig(), replace(facts, pattern=pattern))
+    assert (choices.attention, choices.decoding) == expected
+
+
+def test_a_pattern_is_tried_with_the_kernel() -> None:
+    """On the CPU, what a GPU takes for windows falls to torch's kernel, and for a cap to blocks."""
+    windows = replace(SHAPE, pattern=AttentionPattern(windows=True, documents=True, sinks=True))
+    choices, notes = try_out(
+        KernelsConfig(), replace(ON_CPU, attention="varlen"), device_trials(windows, torch.float32)
+    )
+    assert choices.attention == "flash" and "varlen does not run here" in notes[0] and "blocks has" in notes[0]
+    capped = replace(SHAPE, pattern=AttentionPattern(softcap=True))
+    choices, notes = try_out(KernelsConfig(), ON_CPU, device_trials(capped, torch.float32))
+    assert (choices.attention, choices.decoding) == ("blocks", "blocks")
+    asked = KernelsConfig(attention="flash")
+    with pytest.raises(ConfigError, match=r"cannot cap the logits.*kernels\.attention=auto"):
+        try_out(asked, resolve(asked, replace(H100, capability=None)), device_trials(capped, torch.float32))
 
 
 def test_a_named_kernel_is_taken_on_every_device() -> None:

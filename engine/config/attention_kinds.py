@@ -1,0 +1,403 @@
+"""Kinds of layers: what differs between their attentions, resolved into one record per layer (no torch here).
+
+    layers: [local*5, global]                         repeated, and cut at num_layers
+    layer_kinds:
+      local: {window: 512, rope_base: 10000.0}        a kind gives what differs from the model's own fields
+      global: {rope_scaling: {type: linear, factor: 8.0}}
+
+    ->  model.layer_kind(0) .. model.layer_kind(num_layers - 1)
+
+Readers (specs, modules, FLOPs, memory) take the record of a layer, never the fields that it came from.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, Strict
+from typing_extensions import TypedDict
+
+from engine.config.section import Problem, Rule, Section, Subject
+
+if TYPE_CHECKING:
+    from engine.config.model import ModelConfig
+    from engine.config.tree import Config
+
+LONGEST_WINDOW = 2**30
+"""Keys."""
+
+LONGEST_PATTERN = 10_000
+"""Layers that `model.layers` may list."""
+
+WITHOUT_WINDOWS = ("cudnn", "efficient")
+"""Choices of `kernels.attention` that have no windows, documents or sinks on any device."""
+
+WITH_SOFTCAP = ("auto", "blocks", "explicit")
+"""Choices of `kernels.attention` that can cap the logits."""
+
+
+class RopeScaling(Section):
+    """A change of RoPE's frequencies for contexts longer than those of pretraining.
+
+    Names and defaults are those of Hugging Face's `rope_scaling` (transformers, modeling_rope_utils.py).
+    """
+
+    type: Literal["linear", "llama3", "yarn", "longrope"] = Field(description="rule by which frequencies change")
+    factor: float | None = Field(None, ge=1, description="how much longer contexts become")
+    original_max_position_embeddings: int | None = Field(
+        None, gt=1, le=LONGEST_WINDOW, description="tokens of a context in pretraining"
+    )
+    low_freq_factor: float | None = Field(
+        None, gt=0, description="llama3: longer waves than original / this are scaled"
+    )
+    high_freq_factor: float | None = Field(None, gt=0, description="llama3: shorter waves than original / this stay")
+    beta_fast: float | None = Field(None, gt=0, description="yarn: dims that turn more often stay; null: 32")
+    beta_slow: float | None = Field(None, gt=0, description="yarn: dims that turn less often are scaled; null: 1")
+    truncate: bool = Field(True, description="yarn: round the bounds between those dims to whole dims")
+    mscale: float | None = Field(None, gt=0, description="yarn: with mscale_all_dim, another factor on cos and sin")
+    mscale_all_dim: float | None = Field(None, gt=0, description="yarn: divisor of that factor")
+    attention_factor: float | None = Field(
+        None, gt=0, description="yarn, longrope: factor on cos and sin; null: by the rule's own formula"
+    )
+    short_factor: tuple[float, ...] | None = Field(
+        None, description="longrope: divisor per frequency, up to the original length"
+    )
+    long_factor: tuple[float, ...] | None = Field(None, description="longrope: divisor per frequency, beyond it")
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """The fields of one type of scaling."""
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+
+
+_SCALINGS: Mapping[str, _Fields] = {
+    "linear": _Fields(("factor",)),
+    "llama3": _Fields(("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")),
+    "yarn": _Fields(
+        ("factor", "original_max_position_embeddings"),
+        ("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor"),
+    ),
+    "longrope": _Fields(
+        ("factor", "original_max_position_embeddings", "short_factor", "long_factor"), ("attention_factor",)
+    ),
+}
+
+
+def _given(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    """Return the fields that are given, as JSON."""
+    return None if scaling is None else scaling.model_dump(mode="json", exclude_defaults=True)
+
+
+def _no_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("a yes or no where a number belongs")
+    return value
+
+
+class KindFields(TypedDict, total=False):
+    """The fields of a kind that differ from the model's own. A field that is absent is the model's."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)  # type: ignore[misc]
+
+    window: Annotated[int | None, Field(gt=0, le=LONGEST_WINDOW), BeforeValidator(_no_bool)]
+    position: Literal["rope", "none"]
+    rope_base: Annotated[float, Field(gt=0), BeforeValidator(_no_bool)]
+    rope_scaling: Annotated[RopeScaling | None, PlainSerializer(_given)]
+    rotary_share: Annotated[float, Field(gt=0, le=1), BeforeValidator(_no_bool)]
+    sinks: Annotated[bool, Strict()]
+
+
+_OF_ROPE = ("rope_base", "rope_scaling", "rotary_share")
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """The frequencies of RoPE; layers with an equal record share one table.
+
+    Attributes:
+        dim: elements of a head that rotate, the first ones.
+        base: theta.
+        scaling: change of the frequencies; None: none.
+        is_long: samples are longer than in pretraining, which longrope distinguishes.
+    """
+
+    dim: int
+    base: float
+    scaling: RopeScaling | None
+    is_long: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """The attention of one layer, where layers may differ.
+
+    Attributes:
+        name: in `model.layer_kinds`; "" where the model has no kinds.
+        window: keys that a query sees, its own among them; None: all before it.
+        rotary: of queries and keys; None: they do not rotate.
+        sinks: whether each head has a logit without a value.
+    """
+
+    name: str
+    window: int | None
+    rotary: Rotary | None
+    sinks: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPattern:
+    """Properties that some layer of a model asks of an attention kernel, besides causal attention."""
+
+    windows: bool = False
+    documents: bool = False
+    sinks: bool = False
+    softcap: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether nothing is asked."""
+        return not (self.windows or self.documents or self.sinks or self.softcap)
+
+
+PLAIN = AttentionPattern()
+"""Causal attention alone."""
+
+
+def attention_pattern(config: "Config") -> AttentionPattern:
+    """Return what the attention of a run needs. A window as long as the samples is none."""
+    model = config.model
+    kinds = set(model.kinds)
+    return AttentionPattern(
+        windows=any(kind.window is not None and kind.window < model.seq_length for kind in kinds),
+        sinks=any(kind.sinks for kind in kinds),
+        softcap=model.attention_softcap is not None,
+    )
+
+
+def layer_kinds(model: "ModelConfig") -> tuple[LayerKind, ...]:
+    """Return the record of each layer, in order. Names that rules refuse count as the model's own fields."""
+    names = [name for name in _listed(model.layers or ()) if isinstance(name, str)] or [""]
+    by_name = {name: _resolved(model, name) for name in dict.fromkeys(names)}
+    return tuple(by_name[names[layer % len(names)]] for layer in range(model.num_layers))
+
+
+def _resolved(model: "ModelConfig", name: str) -> LayerKind:
+    of_kind: Mapping[str, Any] = model.layer_kinds.get(name, {})
+
+    def value(field: str) -> Any:
+        return of_kind[field] if field in of_kind else getattr(model, field)
+
+    rotary = None
+    if value("position") == "rope":
+        scaling = value("rope_scaling")
+        original = None if scaling is None else scaling.original_max_position_embeddings
+        is_long = original is not None and scaling.type == "longrope" and model.seq_length > original
+        rotary = Rotary(int(model.head_size * value("rotary_share")), value("rope_base"), scaling, is_long)
+    return LayerKind(name, value("window"), rotary, value("sinks"))
+
+
+_ENTRY = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_-]*)( *\* *(?P<times>[0-9]{1,5}))?")
+
+
+def _listed(layers: tuple[str, ...] | list[str]) -> Iterator[str | Problem]:
+    """Yield the name of each layer that a pattern lists, and a problem for each entry that is none."""
+    for entry in layers:
+        match = _ENTRY.fullmatch(entry.strip())
+        times = int(match["times"] or 1) if match else 0
+        if match is None or not 0 < times <= LONGEST_PATTERN:
+            yield Problem(
+                "model.layers",
+                entry,
+                f"is no entry of a pattern: each is the name of a kind, or name*count with a count from 1 to "
+                f"{LONGEST_PATTERN:,}, such as local*5; the kinds of layers would be a guess",
+            )
+        else:
+            yield from [match["name"]] * times
+
+
+def layers_name_kinds(subject: Subject) -> Iterator[Problem]:
+    model = subject.config.model
+    if model.layers is None:
+        if model.layer_kinds:
+            yield subject.problem(
+                "model.layers",
+                f"must list kinds where model.layer_kinds has some ({', '.join(model.layer_kinds)}): no layer would be of them",
+                {},
+                f"For example model.layers=[{', '.join(model.layer_kinds)}].",
+            )
+        return
+    listed = list(_listed(model.layers))
+    yield from (each for each in listed if isinstance(each, Problem))
+    names = dict.fromkeys(each for each in listed if isinstance(each, str))
+    if not model.layers:
+        yield subject.problem(
+            "model.layers",
+            "must name a kind: the kinds of layers would be unknown",
+            {"model.layers": [None]},
+        )
+    if unknown := [name for name in names if name not in model.layer_kinds]:
+        known = ", ".join(model.layer_kinds) or "none"
+        yield subject.problem(
+            "model.layers",
+            f"names {', '.join(unknown)}, but model.layer_kinds has {known}: what those layers are would be a guess",
+            {},
+            f"Add the kind; {unknown[0]}: {{}} is a layer with the model's own fields.",
+        )
+    if unused := [name for name in model.layer_kinds if name not in names]:
+        yield Problem(
+            "model.layer_kinds",
+            unused[0],
+            "is a kind that model.layers does not name: no layer would be of it",
+            {},
+            "Name it there, or remove it.",
+        )
+
+
+def _scalings(model: "ModelConfig") -> Iterator[tuple[str, RopeScaling, str]]:
+    """Yield (dotted name, scaling, name of the kind) of each scaling that is given."""
+    if model.rope_scaling is not None:
+        yield "model.rope_scaling", model.rope_scaling, ""
+    for name, kind in model.layer_kinds.items():
+        if (scaling := kind.get("rope_scaling")) is not None:
+            yield f"model.layer_kinds.{name}.rope_scaling", scaling, name
+
+
+def scalings_have_their_fields(subject: Subject) -> Iterator[Problem]:
+    for key, scaling, _ in _scalings(subject.config.model):
+        fields = _SCALINGS[scaling.type]
+        given = [
+            name
+            for name, about in RopeScaling.model_fields.items()
+            if name != "type" and getattr(scaling, name) != about.default
+        ]
+        for name in fields.required:
+            if name not in given:
+                yield Problem(f"{key}.{name}", None, f"must be given with type = {scaling.type}: its formula needs it")
+        for name in given:
+            if name not in (*fields.required, *fields.optional):
+                yield Problem(
+                    f"{key}.{name}",
+                    getattr(scaling, name),
+                    f"has no effect with type = {scaling.type}, which has {', '.join((*fields.required, *fields.optional))}",
+                    {},
+                    "Remove it.",
+                )
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        if scaling.type == "llama3" and low is not None and high is not None and high <= low:
+            yield Problem(
+                f"{key}.high_freq_factor",
+                high,
+                f"must be above low_freq_factor = {low:g}: between the two, frequencies go from scaled to unscaled",
+            )
+        if (scaling.mscale is None) != (scaling.mscale_all_dim is None):
+            yield Problem(
+                f"{key}.mscale", scaling.mscale, "acts only together with mscale_all_dim: one alone has no effect"
+            )
+
+
+def rotation_fits_heads(subject: Subject) -> Iterator[Problem]:
+    model = subject.config.model
+    fills = model.head_dim is not None or model.hidden_size % model.num_attention_heads == 0
+    # `rope_pairs` reports an odd head_dim.
+    if not fills or (model.position_kind.is_rotary and model.head_size % 2):
+        return
+    for kind in dict.fromkeys(model.kinds):
+        rotary = kind.rotary
+        if rotary is None:
+            continue
+        own = "" if "rotary_share" not in model.layer_kinds.get(kind.name, {}) else f"layer_kinds.{kind.name}."
+        if rotary.dim % 2 or not rotary.dim:
+            yield Problem(
+                f"model.{own}rotary_share",
+                rotary.dim / model.head_size,
+                f"rotates {rotary.dim} of the {model.head_size} elements of a head, which must be an even number above 0: RoPE "
+                f"turns pairs",
+            )
+            continue
+        scaling = rotary.scaling
+        for name in ("short_factor", "long_factor"):
+            factors = None if scaling is None else getattr(scaling, name)
+            if factors is not None and (len(factors) != rotary.dim // 2 or min(factors) <= 0):
+                yield Problem(
+                    f"model.rope_scaling.{name}",
+                    f"{len(factors)} numbers",
+                    f"must be {rotary.dim // 2} numbers above 0, one for each pair of the {rotary.dim} elements that rotate",
+                )
+
+
+def rope_fields_have_effect(subject: Subject) -> Iterator[Problem]:
+    model = subject.config.model
+    if not any(kind.rotary for kind in model.kinds):
+        for name in ("rope_scaling", "rotary_share"):
+            if getattr(model, name) != type(model).model_fields[name].default:
+                value = getattr(model, name)
+                yield Problem(
+                    f"model.{name}",
+                    value.type if isinstance(value, RopeScaling) else value,
+                    f"has no effect with position = {model.position}: nothing rotates",
+                    {f"model.{name}": [type(model).model_fields[name].default], "model.position": ["rope"]},
+                )
+    for name, kind in model.layer_kinds.items():
+        if model.position_kind.has_table and kind.get("position") == "rope":
+            yield Problem(
+                f"model.layer_kinds.{name}.position",
+                "rope",
+                f"does not go with model.position = {model.position}: a token would have two positions. Set "
+                f"model.position=none for layers that rotate beside layers that do not",
+            )
+        given = [field for field in _OF_ROPE if field in kind]
+        if given and kind.get("position", model.position) != "rope":
+            yield Problem(
+                f"model.layer_kinds.{name}.{given[0]}",
+                kind.get(given[0]),
+                f"has no effect with position = {kind.get('position', model.position)}: nothing rotates in these layers",
+            )
+
+
+def kernel_has_pattern(subject: Subject) -> Iterator[Problem]:
+    config, kernel = subject.config, subject.config.kernels.attention
+    pattern = attention_pattern(config)
+    if pattern.softcap and kernel not in WITH_SOFTCAP:
+        yield subject.problem(
+            "kernels.attention",
+            "cannot cap the logits of attention (model.attention_softcap): torch's fused kernels have no such function",
+            {"kernels.attention": ["auto", "blocks", "explicit"], "model.attention_softcap": [None]},
+        )
+    elif not pattern.is_plain and kernel in WITHOUT_WINDOWS:
+        yield subject.problem(
+            "kernels.attention",
+            "has no windows, documents or sinks, which the model's attention needs",
+            {"kernels.attention": ["auto", "varlen", "blocks"]},
+        )
+
+
+ATTENTION_KIND_RULES: tuple[Rule, ...] = (
+    layers_name_kinds,
+    scalings_have_their_fields,
+    rotation_fits_heads,
+    rope_fields_have_effect,
+    kernel_has_pattern,
+)
+
+
+PLAIN_DEFAULTS: Mapping[str, object] = {
+    "window": None,
+    "sinks": False,
+    "rotary_share": 1.0,
+    "rope_scaling": None,
+    "attention_scale": None,
+    "attention_softcap": None,
+    "layers": None,
+    "layer_kinds": {},
+}
+"""Fields of `model` whose other values plain models of other engines cannot express, with their defaults."""
+
+
+def beyond_plain(model: "ModelConfig") -> list[str]:
+    """Return `field = value` of each field of `PLAIN_DEFAULTS` that has another value."""
+    values = {name: getattr(model, name) for name in PLAIN_DEFAULTS}
+    return [f"model.{name} = {value}" for name, value in values.items() if value != PLAIN_DEFAULTS[name]]
