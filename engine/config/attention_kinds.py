@@ -180,9 +180,20 @@ def attention_pattern(config: "Config") -> AttentionPattern:
 
 def layer_kinds(model: "ModelConfig") -> tuple[LayerKind, ...]:
     """Return the record of each layer, in order. Names that rules refuse count as the model's own fields."""
-    names = [name for name in _listed(model.layers or ()) if isinstance(name, str)] or [""]
+    names = _names(model)
     by_name = {name: _resolved(model, name) for name in dict.fromkeys(names)}
     return tuple(by_name[names[layer % len(names)]] for layer in range(model.num_layers))
+
+
+def layer_kind(model: "ModelConfig", layer: int) -> LayerKind:
+    """Return one of these records."""
+    names = _names(model)
+    return _resolved(model, names[layer % len(names)])
+
+
+def _names(model: "ModelConfig") -> list[str]:
+    """Return the names of the kinds in one period of the layers; "" where there are no kinds."""
+    return [name for name in _listed(model.layers or ()) if isinstance(name, str)] or [""]
 
 
 def _resolved(model: "ModelConfig", name: str) -> LayerKind:

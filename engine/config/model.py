@@ -123,7 +123,7 @@ class ModelConfig(Section):
 
     def layer_kind(self, layer: int) -> LayerKind:
         """Return the record of one layer."""
-        return self.kinds[layer]
+        return attention_kinds.layer_kind(self, layer)
 
     @property
     def padded_vocab_size(self) -> int:

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.config.attention_kinds import PLAIN, AttentionPattern
 from engine.data.documents import Documents
-from engine.kernels.masked_attention import Blocks, CpuFlash, Kernel, Mask, Varlen, masked_attention
+from engine.kernels.masked_attention import WHOLE, Blocks, CpuFlash, Kernel, Mask, Varlen, masked_attention
 
 BACKENDS: Mapping[str, SDPBackend] = MappingProxyType(
     {
@@ -42,11 +42,10 @@ def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    mask: Mask = WHOLE,
     *,
     is_causal: bool,
     scale: float | None = None,
-    window: int | None = None,
-    documents: Documents | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -55,25 +54,25 @@ def attention(
     Args:
         kernel: a name of this module's table.
         q, k, v: operands of one dtype.
+        mask: the keys that are seen, in addition to the causal mask; its documents are on q's device.
         is_causal: s_k = s, and a query sees no later key; False: s = 1, at the last of the s_k positions.
         scale: factor of the logits; None: d ** -0.5.
-        window: a query sees the last `window` keys alone; None: all.
-        documents: of the rows, on q's device; None: each row is one.
         softcap: c of the logits c tanh(logit / c); None: they have no cap.
         sinks: [n], a logit per head in the denominator of the softmax; None: none.
 
     Raises:
         RuntimeError: the kernel cannot compute this.
     """
+    window, documents = mask.window, mask.documents
     if window is not None and window >= k.shape[2]:
         window = None
     elif window is not None and not is_causal:
         k, v, window = k[:, :, -window:], v[:, :, -window:], None
     if documents is not None and documents.is_one_per_row:
         documents = None
-    is_plain = window is None and documents is None and sinks is None and softcap is None
-    if not is_plain or kernel == "blocks":
-        return masked_attention(_kernel(kernel, q.device, Mask(window, documents), scale, softcap), q, k, v, sinks)
+    mask = Mask(window, documents)
+    if kernel == "blocks" or mask != WHOLE or sinks is not None or softcap is not None:
+        return masked_attention(_kernel(kernel, q.device, mask, scale, softcap), q, k, v, sinks)
     options: dict[str, Any] = {"is_causal": is_causal, "enable_gqa": k.shape[1] != q.shape[1], "scale": scale}
     if kernel not in BACKENDS:
         return F.scaled_dot_product_attention(q, k, v, **options)
@@ -120,8 +119,8 @@ def decoding_failure(kernel: str, shape: AttentionShape) -> str:
 
     def decode() -> None:
         q, k, v = _operands(shape, num_queries=1)
-        options = _asked(shape) | {"documents": None}  # generated text is one document
-        attention(kernel, q, k, v, is_causal=False, **options)
+        mask, options = _asked(shape)
+        attention(kernel, q, k, v, replace(mask, documents=None), is_causal=False, **options)
 
     return _failure(kernel, shape, decode)
 
@@ -160,16 +159,16 @@ def chosen(shape: AttentionShape) -> str:
 def _trial(kernel: str, shape: AttentionShape) -> torch.Tensor:
     q, k, v = (operand.requires_grad_() for operand in _operands(shape, num_queries=_TRIED_LENGTH))
     with torch.enable_grad():
-        return attention(kernel, q, k, v, is_causal=True, **_asked(shape))
+        mask, options = _asked(shape)
+        return attention(kernel, q, k, v, mask, is_causal=True, **options)
 
 
-def _asked(shape: AttentionShape) -> dict[str, Any]:
-    """Return arguments of `attention` that ask for all of the shape's pattern."""
+def _asked(shape: AttentionShape) -> tuple[Mask, dict[str, Any]]:
+    """Return a mask and other arguments of `attention` that ask for all of the shape's pattern."""
     pattern, device = shape.pattern, shape.device
-    halves = [_TRIED_LENGTH // 2] * 2
-    return {
-        "window": _TRIED_LENGTH // 4 if pattern.windows else None,
-        "documents": Documents.of([halves]).map(lambda tensor: tensor.to(device)) if pattern.documents else None,
+    halves = Documents.of([[_TRIED_LENGTH // 2] * 2]).map(lambda tensor: tensor.to(device))
+    mask = Mask(_TRIED_LENGTH // 4 if pattern.windows else None, halves if pattern.documents else None)
+    return mask, {
         "softcap": 1.0 if pattern.softcap else None,
         "sinks": torch.zeros(shape.num_heads, dtype=shape.dtype, device=device) if pattern.sinks else None,
     }

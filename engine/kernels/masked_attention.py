@@ -41,6 +41,10 @@ class Mask:
     documents: Documents | None = None
 
 
+WHOLE = Mask()
+"""The causal mask alone."""
+
+
 class Kernel(Protocol):
     """Attention without sinks: q [b, n, s, d], k, v [b, n_kv, s_k, d]."""
 

@@ -5,15 +5,29 @@ rotate; pair i turns by base ** (-2 i / d) radians per position.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import TypeVar
 
 import torch
 
 from engine.config.attention_kinds import RopeScaling, Rotary
+from engine.kernels.elementwise import rope_tables
+from engine.numerics.precision import accumulation_dtype
 
 T = TypeVar("T")
+
+
+def tables_by_rotary(
+    rotaries: Iterable[Rotary | None], position_ids: torch.Tensor, dtype: torch.dtype
+) -> dict[Rotary, torch.Tensor]:
+    """Return the table of `rope_tables` for each distinct record, at positions int64 [b, s], for a run in `dtype`."""
+    wide, device = accumulation_dtype(dtype), position_ids.device
+    return {
+        rotary: rope_tables(position_ids, rotary_frequencies(rotary, wide, device), rotary_factor(rotary))
+        for rotary in dict.fromkeys(rotaries)
+        if rotary is not None
+    }
 
 
 def rotary_frequencies(rotary: Rotary, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -153,7 +153,10 @@ class Footprints:
         if self.full:
             return self.of(rank)
         mine = [self.stages[stage] for stage in self.program.schedule.placement.stages_on(pp)]
-        contents = tuple((len(stage.layers), stage.has_embedding, stage.has_head) for stage in mine)
+        kinds = self.config.model.kinds
+        contents = tuple(
+            (tuple(kinds[layer] for layer in stage.layers), stage.has_embedding, stage.has_head) for stage in mine
+        )
         steps = self._steps.setdefault(contents, [])
         at = self.grid.coordinates(rank)
         for found, book in steps:

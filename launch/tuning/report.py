@@ -13,7 +13,7 @@ from pathlib import Path
 
 from engine.config.tree import Config
 from engine.telemetry.outlets.format import in_bytes, significant
-from engine.telemetry.record.flops import CONVENTION, Peak, known_peak
+from engine.telemetry.record.flops import CONVENTION, Peak, convention, known_peak
 from launch.tuning.layouts import Failed, Measured, rank_outcomes
 from models.specs import num_parameters
 
@@ -146,7 +146,10 @@ def _heading(tried: Tried, measured: Sequence[Measured]) -> Iterator[tuple[str, 
         if peak is None
         else f"{peak.tflops:,g} TFLOP/s per {machine.rank} ({peak.source})"
     )
-    yield "MFU", f"tokens/s per {machine.rank} x FLOPs per token / peak; FLOPs per token = {CONVENTION}"
+    yield (
+        "MFU",
+        f"tokens/s per {machine.rank} x FLOPs per token / peak; FLOPs per token = {convention(one.config.model)}",
+    )
     yield "peak", about
     held = "allocated by torch" if machine.is_gpu else "resident, Python and torch included"
     yield "memory", f"of the rank that held most: {held}, and predicted (weights, gradients, optimizer, activations)"
@@ -197,7 +200,7 @@ def to_json(tried: Tried) -> dict[str, object]:
         "machine": asdict(tried.machine),
         "parameters": num_parameters(measured[0].config.model) if measured else None,
         "steps": tried.num_steps,
-        "flops_per_token": CONVENTION,
+        "flops_per_token": convention(measured[0].config.model) if measured else CONVENTION,
         "peak": None if peak is None else asdict(peak),
         "layouts": [
             asdict(one)

@@ -21,15 +21,13 @@ from engine.activations.offload import HostMemory
 from engine.activations.saved_tensors import SavedTensors
 from engine.comm.topology import Topology
 from engine.config.activations import RecomputeConfig
-from engine.config.attention_kinds import Rotary
 from engine.config.tree import Config
 from engine.data.documents import Documents
-from engine.kernels.elementwise import rope_tables
 from engine.kernels.fusion import EAGER
 from engine.kernels.registry import Kernels
-from engine.kernels.rotary import rotary_factor, rotary_frequencies
+from engine.kernels.rotary import tables_by_rotary
 from engine.layout.shard_spec import localize
-from engine.numerics.precision import DTYPES, accumulation_dtype
+from engine.numerics.precision import DTYPES
 from engine.tensor_parallel.chunked_head import chunked_head_losses
 from engine.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from engine.tensor_parallel.dropout import DropoutKeys
@@ -180,22 +178,13 @@ class GPTChunk(nn.Module):
         if self.embedding is not None:
             x = self.embedding(batch.tokens, batch.position_ids, keys)
         assert x is not None, "only the first stage starts from tokens"
-        positions = Positions(self._tables(batch.position_ids), batch.documents)
+        rotaries = [block.attention.kind.rotary for block in self._layers()]
+        positions = Positions(tables_by_rotary(rotaries, batch.position_ids, self.context.dtype), batch.documents)
         shared = positions.tables.values()
         for group in self._groups():
             run = partial(_run, group.blocks, positions=positions, keys=keys, cache=cache)
             x = self.saved.run_layer(run, x, moves=group.is_moved, whole=group.is_recomputed, shared=shared)
         return x
-
-    def _tables(self, position_ids: torch.Tensor) -> dict[Rotary, torch.Tensor]:
-        """Return a table for each kind of rotation among the layers."""
-        wide, device = accumulation_dtype(self.context.dtype), position_ids.device
-        rotaries = dict.fromkeys(block.attention.kind.rotary for block in self._layers())
-        return {
-            rotary: rope_tables(position_ids, rotary_frequencies(rotary, wide, device), rotary_factor(rotary))
-            for rotary in rotaries
-            if rotary is not None
-        }
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         assert self.final_norm is not None and self.head is not None

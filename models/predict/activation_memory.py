@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from engine.config.attention_kinds import LayerKind, Rotary
 from engine.config.tree import Config
 from engine.layout.rank_grid import ParallelSizes
 from models.specs import StageContents
@@ -101,14 +102,14 @@ class Sizes:
         )
 
 
-def block_terms(config: Config, sizes: ParallelSizes) -> list[Term]:
+def block_terms(config: Config, sizes: ParallelSizes, layer: int = 0) -> list[Term]:
     """List the tensors that one transformer layer keeps if it is not recomputed as a whole."""
     parts = config.recompute.parts | ({"activation"} if "mlp" in config.recompute.parts else set())
-    terms = _all_terms(config, sizes, is_core_again="attention" in parts)
+    terms = _all_terms(config, sizes, config.model.layer_kind(layer), is_core_again="attention" in parts)
     return [replace(term, ours=Fraction(0)) if term.part in parts else term for term in terms]
 
 
-def _all_terms(config: Config, sizes: ParallelSizes, *, is_core_again: bool) -> list[Term]:
+def _all_terms(config: Config, sizes: ParallelSizes, kind: LayerKind, *, is_core_again: bool) -> list[Term]:
     """List the tensors that parts of a layer keep; with attention's core recomputed, its operands are kept as they came."""
     at = Sizes.of(config, sizes)
     model = config.model
@@ -119,7 +120,7 @@ def _all_terms(config: Config, sizes: ParallelSizes, *, is_core_again: bool) -> 
     terms = [
         *_norm_terms(config, at, "attention_norm"),
         _column_input(config, at, "attention.qkv", "norm"),
-        *_attention_terms(config, at, is_core_again=is_core_again),
+        *_attention_terms(config, at, kind, is_core_again=is_core_again),
         Term("attention.proj", "input", at.w * at.q, at.w * at.q),
         Term("attention", "residual dropout", dropped, dropout),
         *_norm_terms(config, at, "mlp_norm"),
@@ -156,13 +157,13 @@ def _norm_terms(config: Config, at: Sizes, module: str) -> list[Term]:
     return [Term(module, "input", whole, whole), *(Term(module, name, nothing, number) for name in kind.statistics)]
 
 
-def _attention_terms(config: Config, at: Sizes, *, is_core_again: bool) -> list[Term]:
+def _attention_terms(config: Config, at: Sizes, kind: LayerKind, *, is_core_again: bool) -> list[Term]:
     """List the tensors between the projections. Paper: q, k 4 h; v 2 h; softmax 2 a s, its mask a s, its output 2 a s."""
     model, nothing = config.model, Fraction(0)
     is_fused = config.kernels.attention != "explicit"
     q, k = at.w * at.q, at.w * at.kv
     # Rotation and QK-norm make new q and k, while v keeps all three alive: they are parts of one product.
-    is_new = model.position_kind.is_rotary or model.qk_norm
+    is_new = kind.rotary is not None or model.qk_norm
     if is_fused or is_core_again:
         terms = [Term("attention", "q, k and v", q + 2 * k, q + 2 * k)]
         for name, num_bytes in (("new q", q), ("new k", k)):
@@ -182,8 +183,11 @@ def _attention_terms(config: Config, at: Sizes, *, is_core_again: bool) -> list[
     if is_fused:
         return [*terms, Term("attention", "logarithm of each row's sum", nothing, at.acc * at.heads, "attention")]
     dropout = at.w * scores if model.attention_dropout else nothing
+    # Sinks are one more column of the softmax.
+    columns = scores + at.heads * kind.sinks
     each = [
-        ("softmax", at.w * scores, at.acc * scores),
+        ("capped scores", nothing, at.acc * scores if model.attention_softcap is not None else nothing),
+        ("softmax", at.w * scores, at.acc * columns),
         ("softmax dropout", scores, dropout),
         ("probabilities", at.w * scores, at.w * scores),
         ("causal mask", nothing, Fraction(at.s, at.b)),
@@ -207,8 +211,8 @@ def end_terms(config: Config, sizes: ParallelSizes, stage: StageContents) -> lis
         terms.append(
             Term("embedding", "dropout", at.h * at.shard, whole if model.hidden_dropout else Fraction(0)),
         )
-    if model.position_kind.is_rotary and stage.layers and config.recompute.granularity != "full":
-        terms.append(Term("attention", "tables of rotation", Fraction(0), _tables(config, at)))
+    if config.recompute.granularity != "full":
+        terms += _tables(config, at, stage.layers)
     if stage.has_head:
         columns = Fraction(model.padded_vocab_size, sizes.tp)
         # The paper keeps the logits in 32 bits; here they stay in the run's dtype and the softmax is computed again.
@@ -295,10 +299,9 @@ def _groups(config: Config, sizes: ParallelSizes, stage: StageContents) -> list[
     """List the layers of a stage in order, as `GPTChunk` groups them."""
     at, recompute, num_layers = Sizes.of(config, sizes), config.recompute, len(stage.layers)
     assert recompute.granularity != "auto", "models.predict.rank_memory.resolve_recompute comes first"
-    terms = block_terms(config, sizes)
-    # A layer that is recomputed whole keeps all that it can while its own backward runs.
-    whole = _bytes(config, _all_terms(config, sizes, is_core_again=False))
-    tables = Term("attention", "tables of rotation", Fraction(0), _tables(config, at))
+    kinds = [config.model.layer_kind(layer) for layer in stage.layers]
+    # What a layer keeps if nothing of it is recomputed, and so while its backward runs after it was recomputed whole.
+    plain = {kind: _all_terms(config, sizes, kind, is_core_again=False) for kind in set(kinds)}
     entry = Term(ENTRY[0], ENTRY[1], Fraction(0), at.w * at.h * at.shard)
     again = recompute.granularity == "full"
     num_again = 0
@@ -309,18 +312,25 @@ def _groups(config: Config, sizes: ParallelSizes, stage: StageContents) -> list[
     for start in range(0, num_again, size):
         moved = _moved(config, [entry], start, stage)
         # One for all layers that need them; a group that is recomputed gets them from outside.
-        in_backward = min(size, num_again - start) * whole + _bytes(config, [tables])
+        stop = min(start + size, num_again)
+        in_backward = sum(_bytes(config, plain[kind]) for kind in kinds[start:stop])
+        in_backward += _bytes(config, _tables(config, at, stage.layers[start:stop]))
         groups.append(_Group(_bytes(config, [entry]) - moved, in_backward, moved))
-    layer = _bytes(config, terms)
-    in_core = _in_attention(config, at, terms, _all_terms(config, sizes, is_core_again=False))
+    seen: set[Rotary | None] = set()
     for start in range(num_again, num_layers):
+        kind = kinds[start]
+        terms = block_terms(config, sizes, stage.layers[start])
+        layer, in_core = _bytes(config, terms), _in_attention(config, at, kind, terms, plain[kind])
         moved = _moved(config, terms, start, stage)
-        outside = _bytes(config, [tables]) if again and start == num_again else 0
+        # The first layer that keeps a table keeps it for all.
+        is_first = again and kind.rotary not in seen
+        outside = _bytes(config, _tables(config, at, stage.layers[start : start + 1])) if is_first else 0
+        seen.add(kind.rotary)
         groups.append(_Group(outside + layer - moved, outside + max(layer, in_core), moved))
     return groups
 
 
-def _in_attention(config: Config, at: Sizes, terms: Sequence[Term], plain: Sequence[Term]) -> int:
+def _in_attention(config: Config, at: Sizes, kind: LayerKind, terms: Sequence[Term], plain: Sequence[Term]) -> int:
     """Return the bytes of a layer while its backward computes attention's core again: those before it, and its own.
 
     `terms` are the layer's, `plain` those that it would have if nothing were recomputed.
@@ -330,7 +340,7 @@ def _in_attention(config: Config, at: Sizes, terms: Sequence[Term], plain: Seque
     before = next(index for index, term in enumerate(terms) if term.module == "attention.proj")
     inside = [term for term in plain if term.part == "attention"]
     new_q, new_k = (
-        term for term in _attention_terms(config, at, is_core_again=True) if term.tensor in ("new q", "new k")
+        term for term in _attention_terms(config, at, kind, is_core_again=True) if term.tensor in ("new q", "new k")
     )
     is_made_again = "rope" in config.recompute.parts
     if config.kernels.attention != "explicit":
@@ -372,8 +382,14 @@ def _logits_at_a_time(config: Config, sizes: ParallelSizes, stage: StageContents
     return tokens * BYTES_PER_ELEMENT[config.precision.dtype] * config.model.padded_vocab_size // sizes.tp
 
 
-def _tables(config: Config, at: Sizes) -> Fraction:
-    return Fraction(2 * at.acc * config.model.head_size if config.model.position_kind.is_rotary else 0)
+def _tables(config: Config, at: Sizes, layers: Sequence[int]) -> list[Term]:
+    """List the tables of cosines and sines of some layers: one for each kind of rotation among them."""
+    rotaries = dict.fromkeys(config.model.layer_kind(layer).rotary for layer in layers)
+    return [
+        Term("attention", "tables of rotation", Fraction(0), Fraction(2 * at.acc * rotary.dim))
+        for rotary in rotaries
+        if rotary is not None
+    ]
 
 
 def _bytes(config: Config, terms: Sequence[Term]) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.config.activations import RecomputeConfig
+from engine.config.attention_kinds import LayerKind
 from engine.config.optimizer_kinds import OPTIMIZERS
 from engine.config.plan import batch_plan, local_seq_length, parallel_sizes, stages_of
 from engine.config.section import with_value
@@ -173,13 +174,14 @@ class _State:
 class _Contents:
     """Contents of a stage as far as bytes depend on them: stages that are equal in this hold the same."""
 
-    num_layers: int
+    layers: tuple[LayerKind, ...]
     has_embedding: bool
     has_head: bool
 
     @classmethod
-    def of(cls, stage: StageLayers) -> "_Contents":
-        return cls(len(stage.layers), stage.has_embedding, stage.has_head)
+    def of(cls, stage: StageLayers, kinds: Sequence[LayerKind]) -> "_Contents":
+        """Build the record of a stage from the kinds of all layers of the model."""
+        return cls(tuple(kinds[layer] for layer in stage.layers), stage.has_embedding, stage.has_head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,19 +199,20 @@ class _Pipeline:
         schedule = schedules.build(config.schedule.name, sizes.pp, sizes.vpp, num_microbatches)
         stages = stages_of(config)
         mine = tuple(tuple(stages[stage] for stage in schedule.placement.stages_on(pp)) for pp in range(sizes.pp))
-        kinds = [tuple(map(_Contents.of, chunks)) for chunks in mine]
-        known = {kind: _state(config, sizes, chunks) for kind, chunks in dict(zip(kinds, mine, strict=True)).items()}
-        return cls(sizes, mine, schedule.actions, tuple(known[kind] for kind in kinds))
+        kinds = config.model.kinds
+        held = [tuple(_Contents.of(stage, kinds) for stage in chunks) for chunks in mine]
+        known = {one: _state(config, sizes, chunks) for one, chunks in dict(zip(held, mine, strict=True)).items()}
+        return cls(sizes, mine, schedule.actions, tuple(known[one] for one in held))
 
     def memory(self, config: Config, *, nccl: bool) -> tuple[Memory, ...]:
         """Predict the memory of each pipeline rank with what `config` recomputes and offloads."""
-        sizes = self.sizes
-        contents = {_Contents.of(stage): stage for chunks in self.mine for stage in chunks}
-        held = {kind: _Held.of(config, sizes, stage) for kind, stage in contents.items()}
+        sizes, kinds = self.sizes, config.model.kinds
+        contents = {_Contents.of(stage, kinds): stage for chunks in self.mine for stage in chunks}
+        held = {one: _Held.of(config, sizes, stage) for one, stage in contents.items()}
         communicators = communicator_bytes(sizes, config.model.kv_heads) if nccl else (0,) * sizes.pp
         found = []
         for pp, (chunks, row, state) in enumerate(zip(self.mine, self.rows, self.states, strict=True)):
-            activations, host = _most_activations([held[_Contents.of(stage)] for stage in chunks], row)
+            activations, host = _most_activations([held[_Contents.of(stage, kinds)] for stage in chunks], row)
             found.append(
                 Memory(
                     state.parameters,

@@ -93,8 +93,9 @@ def _work(config: Config, sizes: ParallelSizes, part: str) -> tuple[Fraction, Fr
     if part == "norm":
         return 4 * whole, nothing
     if part == "rope":
-        passes = model.position_kind.is_rotary + model.qk_norm
-        tables = 2 * at.acc * model.head_size if model.position_kind.is_rotary else 0
+        rotary = next((kind.rotary for kind in model.kinds if kind.rotary is not None), None)
+        passes = (rotary is not None) + model.qk_norm
+        tables = 0 if rotary is None else 2 * at.acc * rotary.dim
         return 2 * passes * at.w * (at.q + at.kv) + tables, nothing
     if part == "activation":
         return at.w * (columns + at.f), nothing

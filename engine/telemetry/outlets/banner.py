@@ -15,7 +15,7 @@ from engine.config.tree import Config
 from engine.run.directory import RunDirectory
 from engine.telemetry.outlets.console import Report
 from engine.telemetry.outlets.format import compact, duration
-from engine.telemetry.record.flops import CONVENTION
+from engine.telemetry.record.flops import convention
 from engine.telemetry.record.metrics import Meter
 from engine.telemetry.record.parameters import comparison
 
@@ -56,7 +56,7 @@ def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Sta
         ("parameters", "\n".join(comparison(start.counted, start.config.model))),
         (
             "FLOPs",
-            f"model     {compact(meter.model_flops_per_token)} per token = {CONVENTION}\n"
+            f"model     {compact(meter.model_flops_per_token)} per token = {convention(start.config.model)}\n"
             f"hardware  {compact(meter.hardware_flops_per_token)} per token, with the padded vocabulary and recompute: "
             f"{start.recompute}",
         ),

@@ -5,6 +5,7 @@ A multiplication and an addition count as two. Forward 2 per weight and token, b
     model, causal      6 N + 6 L a d s      N: weights of all GEMMs, LM head once; a query sees s/2 keys on average
     model, non-causal  6 N + 12 L a d s     as if every query saw all s keys (2205.05198, NVIDIA's published tables)
     hardware           causal, plus forwards that recompute repeats, plus the padded columns of the head
+    a window W         W - W^2 / 2s keys instead of s/2: of the first W queries as many as without it (causal only)
 
 MFU divides model FLOPs by the peak, HFU hardware FLOPs. The four numbers that papers call "MFU" differ by up to a third:
 a printed one needs its convention.
@@ -35,7 +36,13 @@ def model_flops_per_token(model: ModelConfig, *, causal: bool = True) -> int:
         model: sizes.
         causal: count the half of the attention matrix that a causal mask leaves; False: all of it.
     """
-    return 3 * (2 * gemm_weights(model) + model.num_layers * _core_forward(model, causal=causal))
+    return 3 * (2 * gemm_weights(model) + sum(_cores_forward(model, causal=causal)))
+
+
+def convention(model: ModelConfig) -> str:
+    """Return the formula of `model_flops_per_token` with the share of attention that windows leave, if there are some."""
+    seen, whole = sum(_cores_forward(model, causal=True)), sum(_cores_forward(model, causal=False)) // 2
+    return CONVENTION if seen == whole else f"{CONVENTION}, {seen / whole:.0%} of the latter within windows"
 
 
 def hardware_flops_per_token(model: ModelConfig, recompute: RecomputeConfig, layers_per_chunk: Sequence[int]) -> int:
@@ -48,19 +55,21 @@ def hardware_flops_per_token(model: ModelConfig, recompute: RecomputeConfig, lay
         recompute: never `auto`, but what it came to. full, uniform repeats every layer's forward; full, block: that of the first
             `num_layers` layers of every chunk; of the other layers, attention's core and the MLP's first GEMM are repeated where
             they are among the parts (other parts have no GEMM). With `head_tokens`, the head's forward is repeated too.
-        layers_per_chunk: transformer layers of each of the pp x vpp chunks.
+        layers_per_chunk: transformer layers of each of the pp x vpp chunks, in the order of the model.
     """
     padding = 3 * 2 * (model.padded_vocab_size - model.vocab_size) * model.hidden_size
-    core = _core_forward(model, causal=True)
+    cores = _cores_forward(model, causal=True)
     assert recompute.granularity != "auto", "models.predict.rank_memory.resolve_recompute comes first"
-    whole = 0
+    limit = 0
     if recompute.granularity == "full":
         limit = recompute.num_layers if recompute.method == "block" else model.num_layers
-        whole = sum(min(layers, limit) for layers in layers_per_chunk)
     first_gemm = 2 * model.activation_kind.num_inputs * model.ffn_size * model.hidden_size
-    in_part = {"attention": core, "mlp": first_gemm}
-    again = whole * (2 * _layer_weights(model) + core)
-    again += (model.num_layers - whole) * sum(in_part.get(part, 0) for part in recompute.parts)
+    again = 0
+    place_in_chunk = [place for layers in layers_per_chunk for place in range(layers)]
+    for place, core in zip(place_in_chunk, cores, strict=True):
+        in_part = {"attention": core, "mlp": first_gemm}
+        is_whole = place < limit
+        again += 2 * _layer_weights(model) + core if is_whole else sum(in_part.get(part, 0) for part in recompute.parts)
     if recompute.head_tokens is not None:
         again += 2 * model.padded_vocab_size * model.hidden_size
     return model_flops_per_token(model) + padding + again
@@ -71,10 +80,17 @@ def _layer_weights(model: ModelConfig) -> int:
     return attention + (model.activation_kind.num_inputs + 1) * model.ffn_size * model.hidden_size
 
 
-def _core_forward(model: ModelConfig, *, causal: bool) -> int:
-    """Count FLOPs of one layer's scores and weighted sum per token: 2 GEMMs of s x a d, halved by a causal mask."""
-    full = 2 * 2 * model.num_attention_heads * model.head_size * model.seq_length
-    return full // 2 if causal else full
+def _cores_forward(model: ModelConfig, *, causal: bool) -> list[int]:
+    """Count FLOPs of each layer's scores and weighted sum per token: 2 GEMMs of s x a d, halved by a causal mask.
+
+    A window W leaves the share W (2s - W) / s^2 of the half. Without the causal mask no mask is counted.
+    """
+    s = model.seq_length
+    full = 2 * 2 * model.num_attention_heads * model.head_size * s
+    if not causal:
+        return [full] * model.num_layers
+    windows = (min(kind.window or s, s) for kind in model.kinds)
+    return [full // 2 * window * (2 * s - window) // s**2 for window in windows]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from engine.config.attention_kinds import beyond_plain
 from engine.config.layer_kinds import ACTIVATIONS
 from engine.config.model import ModelConfig
 from engine.errors import ConfigError
@@ -445,6 +446,8 @@ def _differences(model: ModelConfig, name: str) -> Iterator[str]:
             yield f"model.{ours} = {getattr(model, ours)}, there it is {value}"
     if model.activation not in (allowed := dict.fromkeys(FAMILIES[name].activations.values())):
         yield f"model.activation = {model.activation}, there it is {' or '.join(allowed)}"
+    for given in beyond_plain(model):
+        yield f"{given}, which is not built there yet"
     fills = model.head_size * model.num_attention_heads == model.hidden_size
     if name == "gpt2":
         if model.kv_heads != model.num_attention_heads:

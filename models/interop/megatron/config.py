@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from engine.config.attention_kinds import beyond_plain
 from engine.config.layer_kinds import ACTIVATIONS, NORMS, POSITIONS
 from engine.config.model import ModelConfig
 from engine.config.optimizer_kinds import OPTIMIZERS, OptimizerName
@@ -208,6 +209,7 @@ def megatron_args(model: ModelConfig) -> dict[str, Any]:
         if getattr(model, f"{field}_kind").megatron is None:
             given = f"model.{field} = {getattr(model, field)}"
             problems.append(f"{given}: Megatron-LM has no argument for it; the model would be another one.")
+    problems += [f"{given}: an exchange with Megatron-LM is not built for it." for given in beyond_plain(model)]
     if model.qk_norm and model.norm != "rmsnorm":
         problems.append(
             f"model.qk_norm with norm = {model.norm}: Megatron would normalise queries and keys by it, here it is RMSNorm."

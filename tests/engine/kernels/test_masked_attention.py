@@ -73,10 +73,9 @@ def compare(kernel: str, asked: Asked, dtype: torch.dtype = torch.float64, near:
     found = attention(
         kernel,
         *mine[:3],
+        Mask(asked.window, Documents.of(asked.rows)),
         is_causal=True,
         scale=asked.scale,
-        window=asked.window,
-        documents=Documents.of(asked.rows),
         softcap=asked.softcap,
         sinks=mine[3] if asked.has_sinks else None,
     )
@@ -168,7 +167,7 @@ def test_one_document_per_row_is_the_call_without_documents_to_the_bit() -> None
     )
     one = Documents.of([[11], [11]])
     for window in (None, 11, 12):
-        assert torch.equal(plain, attention("sdpa", q, k, v, is_causal=True, documents=one, window=window))
+        assert torch.equal(plain, attention("sdpa", q, k, v, Mask(window, one), is_causal=True))
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "blocks"])
@@ -177,11 +176,11 @@ def test_a_token_of_one_document_moves_no_bit_of_another(kernel: str) -> None:
     documents = Documents.of(asked.rows)
     for dtype in (torch.float64, torch.bfloat16):
         q, k, v, sinks = asked.operands(dtype)
-        options = {"is_causal": True, "documents": documents, "window": asked.window, "sinks": sinks}
-        before = attention(kernel, q, k, v, **options)  # type: ignore[arg-type]
+        mask = Mask(asked.window, documents)
+        before = attention(kernel, q, k, v, mask, is_causal=True, sinks=sinks)
         for x in (q, k, v):
             x[0, :, 4:9] += 1.0
-        after = attention(kernel, q, k, v, **options)  # type: ignore[arg-type]
+        after = attention(kernel, q, k, v, mask, is_causal=True, sinks=sinks)
         changed = (before != after).any(-1).any(1)
         assert changed[0, 4:9].all() and not changed[0, :4].any() and not changed[0, 9:].any() and not changed[1].any()
 
@@ -191,8 +190,8 @@ def test_a_single_query_sees_the_last_keys_of_its_window(kernel: str) -> None:
     """As the last row of the whole sequence does."""
     q, k, v, sinks = Asked().operands()
     for window in (None, 1, 4, 11, 20):
-        whole = attention(kernel, q, k, v, is_causal=True, window=window, sinks=sinks)
-        last = attention(kernel, q[:, :, -1:], k, v, is_causal=False, window=window, sinks=sinks)
+        whole = attention(kernel, q, k, v, Mask(window), is_causal=True, sinks=sinks)
+        last = attention(kernel, q[:, :, -1:], k, v, Mask(window), is_causal=False, sinks=sinks)
         assert torch.allclose(last, whole[:, :, -1:], rtol=0, atol=1e-14)
 
 
@@ -212,7 +211,7 @@ def test_no_tensor_of_all_pairs_exists(monkeypatch: pytest.MonkeyPatch) -> None:
         q, k, v = (torch.randn(1, 1, s, 8, requires_grad=True) for _ in range(3))
         largest = 0
         with Watch():
-            attention(kernel, q, k, v, is_causal=True, window=64).sum().backward()
+            attention(kernel, q, k, v, Mask(64), is_causal=True).sum().backward()
         assert largest <= limit < s * s
 
 
@@ -272,7 +271,7 @@ def test_varlen_on_a_gpu_equals_a_masked_softmax(rows: tuple[tuple[int, ...], ..
     mine = [each.detach().cuda().requires_grad_() for each in tensors]
     exact = [each.detach().double().requires_grad_() for each in tensors]
     documents = Documents.of(rows).map(lambda tensor: tensor.cuda())
-    found = attention("varlen", *mine[:3], is_causal=True, window=window, documents=documents, sinks=mine[3])
+    found = attention("varlen", *mine[:3], Mask(window, documents), is_causal=True, sinks=mine[3])
     wanted = naive(asked, *exact)
     found.sum().backward()
     wanted.sum().backward()

@@ -24,6 +24,17 @@ LLAMA = {
 }
 
 
+KINDS = {
+    "layers": ["near", "far", "near", "free"],
+    "layer_kinds": {
+        "near": {"window": 16, "rope_base": 100.0, "sinks": True},
+        "far": {"rope_scaling": {"type": "linear", "factor": 2.0}, "rotary_share": 0.5},
+        "free": {"position": "none", "sinks": True},
+    },
+}
+"""Two layers of each stage rotate in different ways, or one does not."""
+
+
 def config_of(model: dict[str, Any], *, tp: int, sp: bool = False, **choices: Any) -> Config:
     """Two stages of two layers of a small model with the proportions of a large one."""
     b = choices.get("b", 2)
@@ -79,8 +90,30 @@ CI = {
     "another gated activation": config_of({**LLAMA, "activation": "geglu_tanh"}, tp=2),
     "the head in pieces": config_of(LLAMA, tp=2, sp=True, recompute={"head_tokens": 100}),
     "gathered inputs kept": config_of(LLAMA, tp=4, sp=True, recompute=KEPT),
+    "kinds of layers": config_of({**LLAMA, **KINDS}, tp=2, sp=True),
+    "kinds of layers, some again": config_of(
+        {**LLAMA, **KINDS}, tp=2, recompute={"granularity": "full", "method": "block", "num_layers": 1}
+    ),
 }
 SLOW = {
+    "kinds of layers, explicit": config_of({**LLAMA, **KINDS, "attention_softcap": 5.0}, tp=2, attention="explicit"),
+    "kinds of layers, explicit, fp32": config_of({**LLAMA, **KINDS}, tp=1, b=1, dtype="fp32", attention="explicit"),
+    "kinds of layers, capped": config_of({**LLAMA, **KINDS, "attention_softcap": 5.0}, tp=2, attention="blocks"),
+    "kinds of layers, parts again": config_of(
+        {**LLAMA, **KINDS}, tp=2, recompute=parts("norm", "rope", "activation", "attention")
+    ),
+    "kinds of layers, explicit, parts again": config_of(
+        {**LLAMA, **KINDS, "attention_dropout": 0.1},
+        tp=2,
+        attention="explicit",
+        recompute=parts("norm", "rope", "attention"),
+    ),
+    "kinds of layers, whole again": config_of(
+        {**LLAMA, **KINDS},
+        tp=2,
+        recompute={"granularity": "full", "num_layers": 2},
+        offload={"num_layers": 2, "min_bytes": 1},
+    ),
     "cheap parts again, one layer on the host": config_of(
         LLAMA, tp=2, sp=True, recompute=parts(*CHEAP), offload={"num_layers": 1, "min_bytes": 2**15}
     ),

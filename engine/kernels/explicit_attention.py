@@ -1,0 +1,52 @@
+"""Attention that keeps its probabilities, in plain operators: for dropout on them, and as the reference of the other kernels."""
+
+from collections.abc import Callable
+
+import torch
+
+from engine.kernels.masked_attention import Mask
+from engine.numerics.precision import accumulate
+
+
+def explicit_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: Mask,
+    *,
+    scale: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    drop: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Compute attention with its probabilities [b, n, s, s_k] materialised: q [b, n, s, d], k, v [b, n_kv, s_k, d] -> q's shape.
+
+    Args:
+        q, k, v: operands; the queries are the last s of the s_k positions.
+        mask: the keys that are seen.
+        scale, softcap, sinks: as of `engine.kernels.attention.attention`.
+        drop: applied to the probabilities.
+    """
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = accumulate(q @ k.transpose(-1, -2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    scores = scores.masked_fill(_unseen(mask, q.shape[2], k.shape[2], q.device), -torch.inf)
+    if sinks is None:
+        probabilities = scores.softmax(-1)
+    else:
+        column = accumulate(sinks).view(-1, 1, 1).expand(*scores.shape[:3], 1)
+        probabilities = torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
+    return drop(probabilities.to(q.dtype)) @ v
+
+
+def _unseen(mask: Mask, s: int, s_k: int, device: torch.device) -> torch.Tensor:
+    """Return the keys that each query does not see: bool [s, s_k], with documents [b, 1, s, s_k]."""
+    unseen = torch.ones(s, s_k, dtype=torch.bool, device=device).triu(1 + s_k - s)
+    if mask.window is not None and mask.window < s_k:
+        unseen |= torch.ones(s, s_k, dtype=torch.bool, device=device).tril(s_k - s - mask.window)
+    if mask.documents is None or mask.documents.is_one_per_row:
+        return unseen
+    numbers = mask.documents.numbers.unsqueeze(1)
+    return unseen | (numbers.unsqueeze(-1) != numbers.unsqueeze(-2))
