@@ -4,15 +4,19 @@ Models are tiny but not simple: head counts, widths and vocabulary leave padding
 that do not divide. Gradients are read where the optimizer reads them, from the owned parts of the reduced main grads.
 """
 
+import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine.comm.topology import Topology
 from engine.config.tree import Config
-from engine.data.loader import Batches
+from engine.data.documents import Documents, document_positions
+from engine.data.loader import Batches, MicroBatch
 from engine.data.synthetic import SyntheticDataset
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.layout.shard_spec import Box
@@ -70,6 +74,64 @@ MODELS: dict[str, dict[str, Any]] = {
     "mqa_rope_bias": {**BASE, "num_kv_heads": 1, "ffn_hidden_size": 24, "bias": "all", "tie_embeddings": True},
 }
 
+_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 4.0}
+_LLAMA3 = {
+    "type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_LONGROPE = {
+    "type": "longrope",
+    "factor": 2.0,
+    "original_max_position_embeddings": 4,
+    "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [1.0, 3.0, 7.0],
+}
+_ROPE = {**MODELS["llama"], "head_dim": 6, "num_layers": 2, "rope_base": 50.0}
+ATTENTION: dict[str, dict[str, Any]] = {
+    "window": {"window": 3},
+    "window of one": {"window": 1},
+    "sinks": {"sinks": True},
+    "scale": {"attention_scale": 0.9},
+    "softcap": {"attention_softcap": 0.7},
+    "share": {"rotary_share": 0.7},
+    "linear": {"rope_scaling": {"type": "linear", "factor": 3.0}},
+    "llama3": {"rope_scaling": _LLAMA3},
+    "yarn": {"rope_scaling": _YARN},
+    "longrope": {"rope_scaling": _LONGROPE},
+    "longrope, short samples": {"rope_scaling": _LONGROPE | {"original_max_position_embeddings": 100}},
+    "no positions": {"position": "none"},
+    "every third without": {
+        "num_layers": 3,
+        "layers": ["turned*2", "free"],
+        "layer_kinds": {"turned": {}, "free": {"position": "none"}},
+    },
+}
+"""Each option of attention alone, as what it changes in a small Llama."""
+for option, fields in ATTENTION.items():
+    MODELS[option] = _ROPE | fields
+MODELS["plain"] = _ROPE | {"window": 8}
+MODELS["kinds"] = _ROPE | {
+    "layers": ["near*2", "far", "free"],
+    "layer_kinds": {
+        "near": {"window": 3, "sinks": True},
+        "far": {"rope_base": 1000.0, "rope_scaling": _YARN, "rotary_share": 0.7},
+        "free": {"position": "none", "window": 5},
+    },
+    "attention_scale": 0.6,
+    "num_layers": 8,
+}
+MODELS["kinds_tied"] = {
+    **MODELS["gpt"],
+    "layers": ["near", "far"],
+    "layer_kinds": {"near": {"window": 2}, "far": {"sinks": True}},
+}
+MODELS["kinds_capped"] = MODELS["kinds"] | {"attention_softcap": 0.8, "qk_norm": True, "num_kv_heads": 1}
+MODELS["kinds_dropout"] = MODELS["kinds"] | {"attention_dropout": 0.3, "attention_softcap": 0.8}
+"""Kinds of layers together, with learned positions and a tied head, a cap, dropout on the probabilities."""
+
 WIDE: dict[str, Any] = {
     "num_layers": 4,
     "hidden_size": 128,
@@ -117,6 +179,8 @@ class Case:
     compiled: bool = False
     """Elementwise functions and the optimizer by torch.compile."""
     optimizer: str = "adamw"
+    documents: bool = False
+    """Cut each sample into documents that do not see each other, by its id."""
     staged: bool = False
     """Carry what is sent through other memory (`engine.comm.staging`); on GPUs, over gloo, ranks share those that there are."""
     backend: str | None = None
@@ -145,6 +209,7 @@ class Case:
         parts += ["bf16_gradients"] if self.bf16_gradients else []
         parts += ["compiled"] if self.compiled else []
         parts += [self.optimizer] if self.optimizer != "adamw" else []
+        parts += ["documents"] if self.documents else []
         parts += ["staged"] if self.staged else []
         parts += [self.backend] if self.backend else []
         return "-".join(parts)
@@ -203,6 +268,26 @@ class Case:
 
 def dataset(config: Config) -> SyntheticDataset:
     return SyntheticDataset(11, config.model.vocab_size, config.model.seq_length, mask_fraction=0.3)
+
+
+def with_documents(batch: MicroBatch) -> MicroBatch:
+    """The same tokens as documents with positions of their own; of each sample the same ones in every layout."""
+    lengths = []
+    for sample_id in batch.sample_ids:
+        left, row = batch.tokens.shape[1], []
+        draw = random.Random(sample_id)
+        while left:
+            row.append(draw.randint(1, min(left, 5)))
+            left -= row[-1]
+        lengths.append(row)
+    position_ids = torch.from_numpy(np.stack([document_positions(row) for row in lengths]))
+    move = partial(torch.Tensor.to, device=batch.tokens.device)
+    return replace(batch, documents=Documents.of(lengths).map(move), position_ids=move(position_ids))
+
+
+def prepared(case: Case, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """The microbatches of a step as the case has them."""
+    return [with_documents(batch) if case.documents else batch for batch in batches]
 
 
 def weights_of(model: str, num_layers: int | None = None) -> dict[str, torch.Tensor]:
@@ -296,13 +381,13 @@ def run_case(rank: int, case: Case, weights: Mapping[str, torch.Tensor], num_ste
     """One rank of a layout: gradients of the first global batch, and `num_steps` updates, the first with them."""
     engine, batches = build_rank(rank, case)
     load_weights(engine, {name: weight.detach() for name, weight in weights.items()})
-    counts = engine.forward_backward(batches.next_step())
+    counts = engine.forward_backward(prepared(case, batches.next_step()))
     loss_sum, num_tokens = counts.tolist()
     grads = owned_pieces(engine, "grads")
     steps = []
     for step in range(num_steps):
         if step > 0:
-            counts = engine.forward_backward(batches.next_step())
+            counts = engine.forward_backward(prepared(case, batches.next_step()))
         result = engine.update(counts, lr=1e-2 / (step + 1)).wait()
         steps.append((result.loss, result.grad_norm))
     batches.close()
@@ -356,7 +441,7 @@ def run_oracle(case: Case, weights: Mapping[str, torch.Tensor], num_steps: int) 
     first_loss = 0.0
     steps = []
     for step in range(max(num_steps, 1)):
-        (batch,) = batches.next_step()
+        (batch,) = prepared(case, batches.next_step())
         loss_sum = oracle_loss_sum(
             config.model,
             weights,
@@ -366,6 +451,7 @@ def run_oracle(case: Case, weights: Mapping[str, torch.Tensor], num_steps: int) 
             batch.position_ids,
             batch.sample_ids,
             seed=config.train.seed,
+            documents=None if batch.documents is None else batch.documents.numbers,
         )
         tokens = int(batch.loss_mask.sum())
         optimizer.zero_grad()

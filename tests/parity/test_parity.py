@@ -7,6 +7,7 @@ hidden_size / heads; loss masks are in all of them. The slow tier adds the produ
 cases of eight ranks, and compiled kernels.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from tests.harness import compiler, run_ranks
-from tests.parity.cases import Case, OracleResult, assemble, run_case, run_oracle, weights_of
+from tests.parity.cases import Case, OracleResult, RankResult, assemble, run_case, run_oracle, weights_of
 
 NUM_STEPS = 5
 
@@ -124,13 +125,19 @@ def full_product() -> list[Case]:
 
 
 @cache
-def oracle(model: str, num_layers: int | None, global_batch_size: int, num_steps: int, optimizer: str) -> OracleResult:
-    case = Case(model, num_layers=num_layers, global_batch_size=global_batch_size, optimizer=optimizer)
-    return run_oracle(case, weights_of(model, num_layers), num_steps)
+def oracle(case: Case, num_steps: int) -> OracleResult:
+    return run_oracle(case, weights_of(case.model, case.num_layers), num_steps)
 
 
 def compare(case: Case, num_steps: int = NUM_STEPS) -> None:
-    expected = oracle(case.model, case.num_layers, case.global_batch_size, num_steps, case.optimizer)
+    alone = Case(
+        case.model,
+        num_layers=case.num_layers,
+        global_batch_size=case.global_batch_size,
+        optimizer=case.optimizer,
+        documents=case.documents,
+    )
+    expected = oracle(alone, num_steps)
     weights = weights_of(case.model, case.num_layers)
     results = run_ranks(
         run_case,
@@ -142,6 +149,11 @@ def compare(case: Case, num_steps: int = NUM_STEPS) -> None:
         staged=case.staged,
         backend=case.backend,
     )
+    check(results, expected, weights)
+
+
+def check(results: Sequence[RankResult], expected: OracleResult, weights: Mapping[str, torch.Tensor]) -> None:
+    """Loss, norms of each step, every gradient of the first and the weights after the last."""
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
 
     tokens = sum(result.num_tokens for result in results)
