@@ -255,6 +255,7 @@ def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch, capsys):
     [
         ({"norm": "layernorm", "qk_norm": True}, "model.qk_norm with norm = layernorm"),
         ({"activation": "geglu_tanh"}, "model.activation = geglu_tanh: Megatron-LM has no argument for it"),
+        ({"window": 4}, "model.window = 4: an exchange with Megatron-LM is not built for it"),
     ],
 )
 def test_what_megatron_cannot_express_is_refused(choices, refusal, tmp_path, capsys):

@@ -8,7 +8,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from engine.config.activations import RecomputeConfig
 from engine.config.model import ModelConfig
-from engine.telemetry.record.flops import gemm_weights, hardware_flops_per_token, known_peak, model_flops_per_token
+from engine.telemetry.record.flops import (
+    CONVENTION,
+    convention,
+    gemm_weights,
+    hardware_flops_per_token,
+    known_peak,
+    model_flops_per_token,
+)
 from models.specs import model_specs
 from tests.oracle import oracle_loss_sum, oracle_weights
 
@@ -86,6 +93,29 @@ def test_gqa_swiglu_head_size_and_vocabulary_each_change_the_weights() -> None:
     assert gemm_weights(model(head_dim=32)) == dense + 4 * 4 * h * h
     assert gemm_weights(model(activation="swiglu")) == dense + 4 * h * f
     assert gemm_weights(model(position="learned", qk_norm=True, bias="all")) == dense
+
+
+def test_a_window_costs_the_keys_that_are_seen() -> None:
+    """A query sees min(position, W) keys; half a key of each of the first W is left out, as in the formula without windows."""
+    s, plain = 32, model()
+    weights = 6 * gemm_weights(plain)
+    for window in (1, 5, 31, 32, 99):
+        keys = sum(min(position, window) for position in range(1, s + 1)) - min(window, s) / 2
+        seen = model_flops_per_token(model(window=window)) - weights
+        assert seen == pytest.approx(4 * 3 * 2 * 2 * 4 * 16 * keys / s, rel=1e-9)
+    half = model(layers=["near", "far"], layer_kinds={"near": {"window": 8}, "far": {}})
+    core = [2 * 4 * 16 * 32, 2 * 4 * 16 * 8 * (64 - 8) // 32]
+    assert model_flops_per_token(half) == weights + 3 * 2 * sum(core)
+    assert model_flops_per_token(half, causal=False) == model_flops_per_token(plain, causal=False)
+    assert convention(plain) == CONVENTION
+    assert convention(half) == f"{CONVENTION}, {sum(core) / (2 * core[0]):.0%} of the latter within windows"
+
+    again = RecomputeConfig.model_validate({"granularity": "full", "method": "block", "num_layers": 1})
+    base = hardware_flops_per_token(half, RecomputeConfig(), [2, 2])
+    layer = 2 * (gemm_weights(plain) - 100 * 64) // 4
+    assert hardware_flops_per_token(half, again, [2, 2]) - base == 2 * (layer + core[1])
+    assert hardware_flops_per_token(half, again, [1, 3]) - base == 2 * layer + core[0] + core[1]
+    assert hardware_flops_per_token(half, RecomputeConfig(granularity="selective"), [4]) - base == 2 * sum(core)
 
 
 def test_hardware_adds_what_recompute_repeats_and_the_padded_columns() -> None:

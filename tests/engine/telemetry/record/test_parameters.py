@@ -56,6 +56,13 @@ def test_the_formula_equals_the_list_of_parameters_for_every_combination_of_opti
         assert num_parameters(config) == counted_by_specs(config), config
 
 
+def test_sinks_count_in_the_layers_that_have_them() -> None:
+    kinds = {"layers": ["a*2", "b"], "layer_kinds": {"a": {"sinks": True}, "b": {}}}
+    config, plain = model(**kinds), model()
+    assert num_parameters(config) == counted_by_specs(config)
+    assert num_parameters(config)["attention"] == num_parameters(plain)["attention"] + 3 * 4
+
+
 def test_published_totals() -> None:
     gpt = model(
         num_layers=24, hidden_size=2048, num_attention_heads=16, ffn_hidden_size=8192, seq_length=2048, vocab_size=50304

@@ -395,6 +395,12 @@ def test_a_family_can_be_asked_for() -> None:
             {**TINY, "position": "learned", "norm": "layernorm", "activation": "gelu", "bias": "all", "head_dim": 6},
             r"as gpt2: model\.head_dim = 6, there heads x head_dim is the hidden size 16\.",
         ),
+        ({"window": 8}, r"as llama: model\.window = 8, which is not built there yet\."),
+        ({"position": "none"}, r"as llama: model\.position = none, there it is rope"),
+        (
+            {"layers": ["a"], "layer_kinds": {"a": {"sinks": True}}},
+            r"model\.layers = \['a'\], .* model\.layer_kinds = \{'a': \{'sinks': True\}\}, which is not built",
+        ),
     ],
 )
 def test_what_no_family_can_express_is_refused_by_name(change: dict[str, Any], words: str) -> None:
