@@ -25,8 +25,10 @@ from engine.checkpoint.environment import describe_layout
 from engine.checkpoint.resume import TOKENIZER, ResumePoint, resume_or_start
 from engine.checkpoint.saving import CheckpointSaver, RunFacts
 from engine.comm.stop import Stop, StopRequest
+from engine.config.data import reads_documents
 from engine.data.corpus.tokenizers import load_tokenizer
-from engine.data.datasets import Datasets, open_datasets
+from engine.data.datasets import Datasets, open_datasets, unbroken_corpora
+from engine.data.document_statistics import DocumentStatistics
 from engine.data.loader import Batches
 from engine.errors import CheckpointError
 from engine.resilience.guard import Guard
@@ -41,7 +43,7 @@ from engine.telemetry.outlets.rank_log import RankStreams, rank_log
 from engine.telemetry.record.metrics import Meter
 from engine.train import TrainingRun, build, train
 from launch.rank.banner import corpus_entropies, count_parameters, describe, predicted_memory
-from launch.rank.batches import open_batches
+from launch.rank.batches import open_batches, run_documents
 from launch.rank.directory import begin_attempt, open_directory
 from launch.rank.hang_watch import open_hang_watch
 from launch.rank.join import Rank, join_run
@@ -104,6 +106,7 @@ class _Attempt:
     engine: Engine
     telemetry: Telemetry
     meter: Meter
+    documents: DocumentStatistics | None
     watchers: Watchers
     stop: StopRequest
     explaining: Callable[[Engine], AbstractContextManager[None]]
@@ -120,6 +123,7 @@ def _train(rank: Rank, directory: RunDirectory, watchers: Watchers, streams: Ran
     with way_out.bounded(), explaining():
         engine = build(rank.resolved, watchers.topology, build_chunks, observers=watchers.observers)
     described = describe(engine)
+    documents = run_documents(config, topology, datasets.train)
     meter = Meter(
         rank.resolved,
         engine.plan,
@@ -127,6 +131,7 @@ def _train(rank: Rank, directory: RunDirectory, watchers: Watchers, streams: Ran
         world_size=topology.grid.world_size,
         device_name=described.device_name,
         attempt=directory.attempt,
+        documents=documents,
     )
     telemetry = open_telemetry(
         config,
@@ -138,7 +143,9 @@ def _train(rank: Rank, directory: RunDirectory, watchers: Watchers, streams: Ran
         layout={**describe_layout(engine), "sizes": str(topology.sizes), "backend": described.device},
     )
     stop = StopRequest(rank.number)
-    attempt = _Attempt(rank, directory, datasets, engine, telemetry, meter, watchers, stop, explaining, way_out)
+    attempt = _Attempt(
+        rank, directory, datasets, engine, telemetry, meter, documents, watchers, stop, explaining, way_out
+    )
     try:
         beginning, facts = _begin(attempt)
         saver = CheckpointSaver(engine, directory.checkpoints(config), facts, CheckpointNotices(telemetry, directory))
@@ -179,6 +186,8 @@ def _begin(attempt: _Attempt) -> tuple[ResumePoint, RunFacts]:
             predicted_memory(engine),
             counted,
             recompute=rank.resolved.recompute,
+            documents=attempt.documents,
+            unbroken=unbroken_corpora(attempt.datasets.train) if reads_documents(config.data) else (),
         )
         show_start(telemetry.report, directory, attempt.meter, start)
     data = {"samples": attempt.datasets.fingerprint}

@@ -173,6 +173,7 @@ def attention_pattern(config: "Config") -> AttentionPattern:
     kinds = set(model.kinds)
     return AttentionPattern(
         windows=any(kind.window is not None and kind.window < model.seq_length for kind in kinds),
+        documents=config.data.attention == "within",
         sinks=any(kind.sinks for kind in kinds),
         softcap=model.attention_softcap is not None,
     )

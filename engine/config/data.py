@@ -44,12 +44,17 @@ class DataConfig(Section):
     positions: Annotated[PositionOrigin, MEANT] = Field(
         "sample", description="positions count from the start of the sample, or of each document"
     )
-    count_first_tokens: Annotated[bool, MEANT] = Field(
+    count_document_starts: Annotated[bool, MEANT] = Field(
         True, description="the loss counts a document's first token, predicted from the end of the document before it"
     )
     skip_samples: Annotated[list[tuple[Count, Count]], MEANT] = Field(
         default_factory=list, description="training samples to leave out: [[first id, id after the last], ...]"
     )
+
+
+def reads_documents(data: DataConfig) -> bool:
+    """Return whether a run depends on where documents end."""
+    return data.attention == "within" or data.positions == "document" or not data.count_document_starts
 
 
 def corpora_are_named(subject: Subject) -> Iterator[Problem]:

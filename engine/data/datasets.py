@@ -17,6 +17,7 @@ from engine.config.data import DataConfig
 from engine.data.blend import Blend
 from engine.data.corpus.indexed import IndexedTokens
 from engine.data.corpus.record import read_record
+from engine.data.document_statistics import UNBROKEN
 from engine.data.samples import SampleSource, SampleStream
 from engine.data.split import PARTS, split_documents
 from engine.data.synthetic import SyntheticDataset
@@ -52,7 +53,9 @@ def open_datasets(
         DataError: a corpus is missing, damaged, too small for its split or of another vocabulary.
     """
     # Choices beyond the defaults are a part of what a sample is; without them the digest is that of older checkpoints.
-    chosen = data_config.model_dump(include={"synthetic_document_length", "count_first_tokens"}, exclude_defaults=True)
+    chosen = data_config.model_dump(
+        include={"synthetic_document_length", "count_document_starts"}, exclude_defaults=True
+    )
     choices = [chosen] if chosen else []
     if data_config.synthetic:
         train, valid, test = (
@@ -61,7 +64,7 @@ def open_datasets(
                 vocab_size,
                 seq_length,
                 mean_document_length=data_config.synthetic_document_length,
-                count_first_tokens=data_config.count_first_tokens,
+                count_document_starts=data_config.count_document_starts,
             )
             for number in range(len(PARTS))
         )
@@ -83,7 +86,7 @@ def open_datasets(
                 seed=seed,
                 cache_dir=Path(folder or f"{prefix}.cache"),
                 vocab_size=vocab_size,
-                count_first_tokens=data_config.count_first_tokens,
+                count_document_starts=data_config.count_document_starts,
             )
             for _, prefix in weighted
         ]
@@ -106,6 +109,17 @@ def open_datasets(
     }
     digest = _digest("split", identity(data_config.train), split, seed, seq_length, *choices)
     return Datasets(blends["train"], blends.get("valid"), blends.get("test"), digest)
+
+
+def unbroken_corpora(source: SampleSource) -> list[str]:
+    """Return the prefixes of corpora whose documents are longer than UNBROKEN samples on average: their ends seem to be lost."""
+    sources = source.sources if isinstance(source, Blend) else ()
+    streams = [each for each in sources if isinstance(each, SampleStream)]
+    return [
+        stream.corpus.prefix
+        for stream in streams
+        if stream.num_tokens > UNBROKEN * stream.seq_length * len(stream.documents)
+    ]
 
 
 def _open_corpus(prefix: str, vocab_size: int) -> IndexedTokens:

@@ -39,6 +39,11 @@ class DocumentStatistics:
     steps: tuple[tuple[tuple[int, ...], ...], ...]
 
     @property
+    def num_samples(self) -> int:
+        """Return the number of samples that were looked at."""
+        return sum(length for step in self.steps for rank in step for length in rank) // self.seq_length
+
+    @property
     def per_sample(self) -> float:
         """Return the mean number of documents in a sample, parts of documents included."""
         lengths = [length for step in self.steps for rank in step for length in rank]

@@ -74,7 +74,7 @@ class SampleStream:
         seed: with the epoch, decides both orders.
         cache_dir: folder of the epochs' orders.
         vocab_size: upper bound of the tokens.
-        count_first_tokens: the loss counts a document's first token, predicted from the end of the document before it.
+        count_document_starts: the loss counts a document's first token, predicted from the end of the document before it.
 
     Raises:
         DataError: the documents have fewer than s + 1 tokens.
@@ -89,11 +89,11 @@ class SampleStream:
         seed: int,
         cache_dir: Path,
         vocab_size: int,
-        count_first_tokens: bool = True,
+        count_document_starts: bool = True,
     ) -> None:
         self.corpus, self.documents = corpus, documents
         self.seq_length, self.seed, self.cache_dir, self.vocab_size = seq_length, seed, cache_dir, vocab_size
-        self.count_first_tokens = count_first_tokens
+        self.count_document_starts = count_document_starts
         self._fingerprint = corpus.fingerprint
         self._lengths = corpus.document_lengths(documents)
         self.num_tokens = int(self._lengths.sum())
@@ -122,7 +122,7 @@ class SampleStream:
                 f"another tokenizer; set model.vocab_size to that tokenizer's size, or prepare the corpus again."
             )
         loss_mask = np.ones(self.seq_length, np.bool_)
-        if not self.count_first_tokens:
+        if not self.count_document_starts:
             starts = np.cumsum([length for _, _, length in parts[:-1]], dtype=np.int64)
             loss_mask[starts - 1] = False  # the label in front of a start is the first token of another document
         return Sample(tokens, loss_mask, tuple(length for _, _, length in parts))

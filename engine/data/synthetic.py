@@ -19,7 +19,7 @@ class SyntheticDataset:
         seq_length: labels per sample.
         mask_fraction: probability that a label is masked, 0 <= mask_fraction < 1.
         mean_document_length: tokens of a document on average, at least 1; None: each sample is one document.
-        count_first_tokens: `data.count_first_tokens`.
+        count_document_starts: `data.count_document_starts`.
     """
 
     def __init__(
@@ -30,19 +30,19 @@ class SyntheticDataset:
         mask_fraction: float = 0.0,
         *,
         mean_document_length: int | None = None,
-        count_first_tokens: bool = True,
+        count_document_starts: bool = True,
     ) -> None:
         if not 0 <= mask_fraction < 1:
             raise DataError(f"mask_fraction = {mask_fraction}: a probability below 1; without labels there is no loss.")
         self.seed, self.vocab_size, self.seq_length, self.mask_fraction = seed, vocab_size, seq_length, mask_fraction
-        self.mean_document_length, self.count_first_tokens = mean_document_length, count_first_tokens
+        self.mean_document_length, self.count_document_starts = mean_document_length, count_document_starts
 
     def __getitem__(self, sample_id: int) -> Sample:
         """Return sample `sample_id`: tokens int64 [seq_length + 1], loss_mask bool [seq_length]."""
         tokens = random_bits(self.seq_length + 1, "synthetic tokens", self.seed, sample_id) % np.uint64(self.vocab_size)
         counted = self._draws("synthetic mask", sample_id) >= self.mask_fraction
         lengths = self.lengths(sample_id)
-        if not self.count_first_tokens:
+        if not self.count_document_starts:
             counted[np.cumsum(lengths[:-1], dtype=np.int64) - 1] = False
         return Sample(tokens.astype(np.int64), counted, lengths)
 

@@ -2,10 +2,24 @@
 
 from engine.comm.topology import Topology
 from engine.config.tree import Config
+from engine.data.document_statistics import DocumentStatistics, measure_documents
 from engine.data.loader import Batches
 from engine.data.sampler import NOTHING_SKIPPED
 from engine.data.samples import SampleSource
 from engine.data.skipped import SkippedRanges
+
+
+def run_documents(config: Config, topology: Topology, source: SampleSource) -> DocumentStatistics | None:
+    """Return the statistics of a run's documents, equal on every rank; None where tokens attend across documents."""
+    if config.data.attention == "across":
+        return None
+    return measure_documents(
+        source,
+        seq_length=config.model.seq_length,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        dp=topology.axis("dp").size,
+    )
 
 
 def open_batches(

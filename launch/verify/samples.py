@@ -22,7 +22,7 @@ def samples_of(config: Config) -> SampleSource:
         model.seq_length,
         MASKED_FRACTION,
         mean_document_length=config.data.synthetic_document_length,
-        count_first_tokens=config.data.count_first_tokens,
+        count_document_starts=config.data.count_document_starts,
     )
     if config.data.synthetic:
         return random

@@ -12,12 +12,16 @@ from dataclasses import dataclass
 from engine.config.activations import RecomputeConfig
 from engine.config.plan import BatchPlan
 from engine.config.tree import Config
+from engine.data.document_statistics import UNBROKEN, DocumentStatistics
 from engine.run.directory import RunDirectory
 from engine.telemetry.outlets.console import Report
 from engine.telemetry.outlets.format import compact, duration
-from engine.telemetry.record.flops import convention
+from engine.telemetry.record.flops import attention_share, convention, cost_of_imbalance
 from engine.telemetry.record.metrics import Meter
 from engine.telemetry.record.parameters import comparison
+
+LEAST_IMBALANCE = 0.01
+"""Share of a step's FLOPs from which unequal documents are worth a line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,8 @@ class Start:
         memory: predicted memory in a line.
         counted: parameters by module, summed over the ranks (`engine.telemetry.record.parameters.local_counts`).
         recompute: what `config.recompute` came to.
+        documents: within which tokens attend; None: across them.
+        unbroken: corpora that seem to have no document ends.
     """
 
     config: Config
@@ -41,6 +47,8 @@ class Start:
     memory: str
     counted: Mapping[str, int]
     recompute: RecomputeConfig
+    documents: DocumentStatistics | None = None
+    unbroken: Sequence[str] = ()
 
 
 def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Start) -> None:
@@ -52,11 +60,12 @@ def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Sta
         ("kernels", start.kernels),
         ("batch", str(start.plan)),
         ("memory", start.memory),
+        *_documents(start),
         *_activations(start),
         ("parameters", "\n".join(comparison(start.counted, start.config.model))),
         (
             "FLOPs",
-            f"model     {compact(meter.model_flops_per_token)} per token = {convention(start.config.model)}\n"
+            f"model     {compact(meter.model_flops_per_token)} per token = {convention(start.config.model, start.documents)}\n"
             f"hardware  {compact(meter.hardware_flops_per_token)} per token, with the padded vocabulary and recompute: "
             f"{start.recompute}",
         ),
@@ -68,6 +77,29 @@ def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Sta
     ]
     report.block(f"Triaxis: {directory.path.name}{attempt}", rows)
     report.say()
+
+
+def _documents(start: Start) -> Iterator[tuple[str, str]]:
+    """Describe what attention within documents saves, and what their unequal lengths cost; names corpora that have no ends."""
+    documents, model = start.documents, start.config.model
+    if documents is not None:
+        share = attention_share(model, documents)
+        samples = f"the first {documents.num_samples:,} samples"
+        yield (
+            "documents",
+            f"within, {documents.per_sample:.1f} per sample, attention FLOPs {share:.0%} of across ({samples})",
+        )
+        if (cost := cost_of_imbalance(model, documents)) >= LEAST_IMBALANCE:
+            yield (
+                "imbalance",
+                f"the replica with the longest documents of a step computes {cost:.1%} more than the mean, which all wait for",
+            )
+    if start.unbroken:
+        yield (
+            "documents",
+            f"{', '.join(start.unbroken)}: documents are longer than {UNBROKEN} samples on average, so their ends seem to be "
+            "lost; prepare the text again with --append-eod",
+        )
 
 
 def _activations(start: Start) -> Iterator[tuple[str, str]]:

@@ -6,6 +6,7 @@ A multiplication and an addition count as two. Forward 2 per weight and token, b
     model, non-causal  6 N + 12 L a d s     as if every query saw all s keys (2205.05198, NVIDIA's published tables)
     hardware           causal, plus forwards that recompute repeats, plus the padded columns of the head
     a window W         W - W^2 / 2s keys instead of s/2: of the first W queries as many as without it (causal only)
+    documents          with `data.attention: within`, the same of each document in place of s (`engine/data/document_statistics.py`)
 
 MFU divides model FLOPs by the peak, HFU hardware FLOPs. The four numbers that papers call "MFU" differ by up to a third:
 a printed one needs its convention.
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 
 from engine.config.activations import RecomputeConfig
 from engine.config.model import ModelConfig
+from engine.data.document_statistics import DocumentStatistics, one_document_per_sample
 
 CONVENTION = "6 x GEMM weights + 6 x layers x heads x head size x sequence (causal)"
 """The formula of `model_flops_per_token`, to be printed with it."""
@@ -26,7 +28,9 @@ def gemm_weights(model: ModelConfig) -> int:
     return model.num_layers * _layer_weights(model) + model.vocab_size * model.hidden_size
 
 
-def model_flops_per_token(model: ModelConfig, *, causal: bool = True) -> int:
+def model_flops_per_token(
+    model: ModelConfig, *, causal: bool = True, documents: DocumentStatistics | None = None
+) -> int:
     """Count FLOPs that the mathematics of a forward and backward needs, per token, whatever the engine does.
 
     The vocabulary is the logical one: padding it is the engine's choice. Norms, activations, embedding look-ups and the
@@ -35,17 +39,38 @@ def model_flops_per_token(model: ModelConfig, *, causal: bool = True) -> int:
     Args:
         model: sizes.
         causal: count the half of the attention matrix that a causal mask leaves; False: all of it.
+        documents: within which tokens attend; None: across them.
     """
-    return 3 * (2 * gemm_weights(model) + sum(_cores_forward(model, causal=causal)))
+    return 3 * (2 * gemm_weights(model) + sum(_cores_forward(model, documents, causal=causal)))
 
 
-def convention(model: ModelConfig) -> str:
-    """Return the formula of `model_flops_per_token` with the share of attention that windows leave, if there are some."""
-    seen, whole = sum(_cores_forward(model, causal=True)), sum(_cores_forward(model, causal=False)) // 2
-    return CONVENTION if seen == whole else f"{CONVENTION}, {seen / whole:.0%} of the latter within windows"
+def convention(model: ModelConfig, documents: DocumentStatistics | None = None) -> str:
+    """Return the formula of `model_flops_per_token`, with the share of attention that windows and documents leave."""
+    seen, whole = sum(_cores_forward(model, documents)), sum(_cores_forward(model, None, causal=False)) // 2
+    if seen == whole:
+        return CONVENTION
+    within = "windows" if documents is None else "documents"
+    return f"{CONVENTION}, {seen / whole:.0%} of the latter within {within}"
 
 
-def hardware_flops_per_token(model: ModelConfig, recompute: RecomputeConfig, layers_per_chunk: Sequence[int]) -> int:
+def attention_share(model: ModelConfig, documents: DocumentStatistics) -> float:
+    """Return the FLOPs of attention within documents over those across them."""
+    return sum(_cores_forward(model, documents)) / sum(_cores_forward(model, None))
+
+
+def cost_of_imbalance(model: ModelConfig, documents: DocumentStatistics) -> float:
+    """Return the FLOPs that the dp rank with most attention work has beyond the mean of all ranks, as a share of the mean."""
+    cores = zip(_cores_forward(model, documents), model.kinds, strict=True)
+    more = {kind.window: documents.imbalance(kind.window) - 1 for kind in set(model.kinds)}
+    return 3 * sum(core * more[kind.window] for core, kind in cores) / model_flops_per_token(model, documents=documents)
+
+
+def hardware_flops_per_token(
+    model: ModelConfig,
+    recompute: RecomputeConfig,
+    layers_per_chunk: Sequence[int],
+    documents: DocumentStatistics | None = None,
+) -> int:
     """Count FLOPs that are executed, per token: causal, padded vocabulary, recomputed forwards included.
 
     Not in it: the scores that flash attention computes again in its backward, kv projections of replicated heads.
@@ -56,9 +81,10 @@ def hardware_flops_per_token(model: ModelConfig, recompute: RecomputeConfig, lay
             `num_layers` layers of every chunk; of the other layers, attention's core and the MLP's first GEMM are repeated where
             they are among the parts (other parts have no GEMM). With `head_tokens`, the head's forward is repeated too.
         layers_per_chunk: transformer layers of each of the pp x vpp chunks, in the order of the model.
+        documents: within which tokens attend; None: across them.
     """
     padding = 3 * 2 * (model.padded_vocab_size - model.vocab_size) * model.hidden_size
-    cores = _cores_forward(model, causal=True)
+    cores = _cores_forward(model, documents)
     assert recompute.granularity != "auto", "models.predict.rank_memory.resolve_recompute comes first"
     limit = 0
     if recompute.granularity == "full":
@@ -72,7 +98,7 @@ def hardware_flops_per_token(model: ModelConfig, recompute: RecomputeConfig, lay
         again += 2 * _layer_weights(model) + core if is_whole else sum(in_part.get(part, 0) for part in recompute.parts)
     if recompute.head_tokens is not None:
         again += 2 * model.padded_vocab_size * model.hidden_size
-    return model_flops_per_token(model) + padding + again
+    return model_flops_per_token(model, documents=documents) + padding + again
 
 
 def _layer_weights(model: ModelConfig) -> int:
@@ -80,17 +106,15 @@ def _layer_weights(model: ModelConfig) -> int:
     return attention + (model.activation_kind.num_inputs + 1) * model.ffn_size * model.hidden_size
 
 
-def _cores_forward(model: ModelConfig, *, causal: bool) -> list[int]:
-    """Count FLOPs of each layer's scores and weighted sum per token: 2 GEMMs of s x a d, halved by a causal mask.
-
-    A window W leaves the share W (2s - W) / s^2 of the half. Without the causal mask no mask is counted.
-    """
-    s = model.seq_length
-    full = 2 * 2 * model.num_attention_heads * model.head_size * s
+def _cores_forward(model: ModelConfig, documents: DocumentStatistics | None, *, causal: bool = True) -> list[int]:
+    """Count FLOPs of each layer's scores and weighted sum per token: 2 GEMMs of keys x a d, every key without a causal mask."""
+    of_a_key = 2 * 2 * model.num_attention_heads * model.head_size
     if not causal:
-        return [full] * model.num_layers
-    windows = (min(kind.window or s, s) for kind in model.kinds)
-    return [full // 2 * window * (2 * s - window) // s**2 for window in windows]
+        return [of_a_key * model.seq_length] * model.num_layers
+    statistics = documents or one_document_per_sample(model.seq_length)
+    kinds = model.kinds
+    keys = {window: statistics.keys_per_query(window) for window in {kind.window for kind in kinds}}
+    return [round(of_a_key * keys[kind.window]) for kind in kinds]
 
 
 @dataclass(frozen=True, slots=True)

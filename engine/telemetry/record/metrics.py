@@ -12,6 +12,7 @@ from typing import Any
 
 from engine.config.plan import BatchPlan
 from engine.config.tree import Config
+from engine.data.document_statistics import DocumentStatistics
 from engine.run.phases import Phase
 from engine.telemetry.record.flops import Peak, hardware_flops_per_token, known_peak, model_flops_per_token
 from engine.telemetry.timing.time_split import TimeSplit
@@ -80,6 +81,7 @@ class Meter:
         layers_per_chunk: transformer layers of each of the pp x vpp chunks.
         world_size: devices that share the work.
         device_name: torch's; "cpu" has no peak.
+        documents: within which tokens attend; None: across them.
     """
 
     def __init__(
@@ -91,9 +93,11 @@ class Meter:
         world_size: int,
         device_name: str,
         attempt: int,
+        documents: DocumentStatistics | None = None,
     ) -> None:
-        self.model_flops_per_token = model_flops_per_token(config.model)
-        self.hardware_flops_per_token = hardware_flops_per_token(config.model, config.recompute, layers_per_chunk)
+        model = config.model
+        self.model_flops_per_token = model_flops_per_token(model, documents=documents)
+        self.hardware_flops_per_token = hardware_flops_per_token(model, config.recompute, layers_per_chunk, documents)
         self.peak = known_peak(device_name, config.precision.dtype)
         if config.telemetry.peak_tflops is not None:
             self.peak = Peak(config.telemetry.peak_tflops, "telemetry.peak_tflops")

@@ -112,7 +112,7 @@ def test_first_tokens_of_documents_can_be_left_out_of_the_loss(write_corpus: Wri
         seed=3,
         cache_dir=Path(corpus.prefix).parent / "cache",
         vocab_size=20,
-        count_first_tokens=False,
+        count_document_starts=False,
     )
     sample = samples[0]
     assert sorted(set(range(20)) - set(sample.tokens[1:][sample.loss_mask].tolist()) - {sample.tokens[0]}) == sorted(
