@@ -100,6 +100,20 @@ def _layers_of_stages(config: Config) -> list[tuple[object, ...]]:
     ]
 
 
+def _kinds_of_layers(config: Config) -> list[tuple[object, ...]]:
+    """Return the relations of each kind of layer, in the order in which they first occur."""
+    length = config.model.seq_length
+    return [
+        (
+            kind.window is not None and kind.window < length,
+            kind.sinks,
+            kind.rotary and (kind.rotary.dim < config.model.head_size, kind.rotary.is_long),
+            kind.rotary and kind.rotary.scaling and kind.rotary.scaling.type,
+        )
+        for kind in dict.fromkeys(config.model.kinds)
+    ]
+
+
 def _query_heads_of_a_rank(config: Config) -> tuple[bool, bool]:
     model, tp = config.model, config.parallel.tp
     on_rank, keys_on_rank = model.num_attention_heads // tp, max(1, model.kv_heads // tp)
@@ -127,6 +141,7 @@ RELATIONS: Mapping[str, Callable[[Config], object]] = MappingProxyType(
         "stages without layers": lambda c: [not count for count in layer_counts(c)],
         "recomputed and offloaded layers of each stage": _layers_of_stages,
         "several layers are recomputed together": lambda c: c.recompute.num_layers > 1,
+        "kinds of layers": _kinds_of_layers,
         "microbatches modulo stages": lambda c: num_microbatches(c) % c.parallel.pp,
         "rounds of microbatches": lambda c: min(num_microbatches(c) // c.parallel.pp, MOST_ROUNDS),
         "several samples in a microbatch": lambda c: c.train.micro_batch_size > 1,

@@ -20,6 +20,7 @@ from launch.verify.relations import (
     rows_of_ranks,
     stage_relations,
 )
+from launch.verify.shrink_attention import shrink_attention
 
 HEAD_DIM = 8
 LEAST_SEQ_LENGTH = 8
@@ -58,6 +59,7 @@ def shrink(config: Config) -> dict[str, dict[str, Any]]:
             "seq_length": seq_length,
             **_heads(config.model, config.parallel.tp),
             **_vocabulary(config.model, config.parallel.tp),
+            **shrink_attention(config.model, seq_length, HEAD_DIM),
         },
         "train": batch,
         "optimizer": {"bucket_bytes": BUCKET_BYTES},

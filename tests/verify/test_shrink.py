@@ -6,6 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from engine.config.load import load_config
+from engine.config.section import with_value
 from engine.config.tree import Config, problems
 from engine.layout.partition import partition
 from launch.verify.relations import RELATIONS, relations, rows_of_ranks
@@ -95,6 +96,24 @@ def test_relations_are_kept_and_sizes_are_not(config: Config) -> None:
 
 def _gpt_tiny(*words: str) -> Config:
     return load_config(ROOT / "configs" / "gpt_tiny.yaml", ("parallel.dp=1", *words))
+
+
+def test_kinds_of_layers_stay_what_they_are() -> None:
+    """Of a large model, the two kinds of layers occur in four, and their windows and frequencies are still such."""
+    longrope = {
+        "type": "longrope",
+        "factor": 4.0,
+        "original_max_position_embeddings": 100,
+        "short_factor": [1.0] * 12,
+        "long_factor": [2.0] * 12,
+    }
+    kinds = {"local": {"window": 100, "rotary_share": 0.75}, "global": {"sinks": True, "rope_scaling": longrope}}
+    words = ("num_layers=12", "layers=[local*5, global]", f"layer_kinds={kinds}", "position=rope", "head_dim=24")
+    large = _gpt_tiny("parallel.pp=2", "parallel.vpp=1", "parallel.tp=1", *(f"model.{word}" for word in words))
+    small = shrunk(large)
+    assert problems(with_value(small, "model.vocab_size", 257)) == [], "but for the tokenizer's own ids"
+    assert relations(large)["kinds of layers"] == relations(small)["kinds of layers"]
+    assert [kind.name for kind in small.model.kinds] == ["local", "global"] * (small.model.num_layers // 2)
 
 
 def test_a_rank_of_padding_stays_one() -> None:

@@ -136,9 +136,9 @@ def test_one_query_goes_through_the_decoding_kernel_and_a_prompt_through_the_tra
     """On a GPU the training kernel may be cuDNN's, which would plan anew for each number of keys."""
     called: list[tuple[str, int]] = []
 
-    def watched(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool) -> torch.Tensor:
+    def watched(kernel: str, q: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
         called.append((kernel, q.shape[2]))
-        return attention(kernel, q, k, v, is_causal=is_causal)
+        return attention(kernel, q, *others, **options)
 
     monkeypatch.setattr(models.gpt.attention, "attention", watched)
     model, kernels = model_with(Case("qwen", num_layers=1, attention="flash"), decoding="math")

@@ -1,0 +1,56 @@
+"""The attention of a smaller model of the same kind (no torch here).
+
+Kept: the kinds of layers in the order in which they first occur. Of each, whether its window is shorter than the samples, whether
+heads rotate in part, the rule that scales frequencies, and on which side of its original length LongRoPE is.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from engine.config.attention_kinds import RopeScaling
+from engine.config.model import ModelConfig
+
+PART = 0.5
+"""Share of a head that rotates where not all of it does."""
+
+
+def shrink_attention(model: ModelConfig, seq_length: int, head_dim: int) -> dict[str, Any]:
+    """Return the changes to the `model` section, for samples of `seq_length` and heads of `head_dim`."""
+    own = {name: getattr(model, name) for name in ("window", "rotary_share", "rope_scaling")}
+    changes = _fields(own, model, seq_length, head_dim, own["rotary_share"])
+    if model.layers is not None:
+        # Kinds that the last layers cut off come last, so that they are still named.
+        changes["layers"] = list(dict.fromkeys([*(kind.name for kind in model.kinds), *model.layer_kinds]))
+        changes["layer_kinds"] = {
+            name: {**kind, **_fields(kind, model, seq_length, head_dim, kind.get("rotary_share", model.rotary_share))}
+            for name, kind in model.layer_kinds.items()
+        }
+    return changes
+
+
+def _fields(
+    given: Mapping[str, Any], model: ModelConfig, seq_length: int, head_dim: int, share: float
+) -> dict[str, Any]:
+    """Return the fields of a kind (or of the model) that depend on sizes, as JSON."""
+    found: dict[str, Any] = {}
+    if "window" in given:
+        window = given["window"]
+        found["window"] = max(1, seq_length // 3) if window is not None and window < model.seq_length else window
+    if "rotary_share" in given:
+        found["rotary_share"] = PART if share < 1 else 1.0
+    if "rope_scaling" in given:
+        pairs = int(head_dim * (PART if share < 1 else 1.0)) // 2
+        found["rope_scaling"] = _scaling(given["rope_scaling"], model, seq_length, pairs)
+    return found
+
+
+def _scaling(scaling: RopeScaling | None, model: ModelConfig, seq_length: int, pairs: int) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    fields = scaling.model_dump(mode="json", exclude_defaults=True)
+    original = scaling.original_max_position_embeddings
+    if scaling.type == "longrope" and original is not None:
+        fields["original_max_position_embeddings"] = seq_length // 2 if model.seq_length > original else seq_length
+        for name in ("short_factor", "long_factor"):
+            fields[name] = fields[name][:pairs]
+    return fields
