@@ -98,6 +98,9 @@ FOREIGN_NAMES = {
     "wandb_entity": "telemetry.wandb.entity",
     "wandb_exp_name": "telemetry.wandb.name",
     "tensorboard_dir": "telemetry.tensorboard=true",
+    "reset_position_ids": "data.positions=document",
+    "reset_attention_mask": "data.attention=within",
+    "eod_mask_loss": "data.count_document_starts=false",
     # Hugging Face: config.json and TrainingArguments
     "n_layer": "model.num_layers",
     "num_hidden_layers": "model.num_layers",
@@ -192,8 +195,6 @@ NOT_BUILT = {
     "num_experts_per_tok": "mixture of experts",
     "moe_router_topk": "mixture of experts",
     "expert_tensor_parallel_size": "expert parallelism",
-    "reset_position_ids": "attention that ends at document boundaries",
-    "reset_attention_mask": "attention that ends at document boundaries",
     "multi_latent_attention": "latent attention",
     "mtp_num_layers": "multi-token prediction",
     "zero": "a ZeRO stage other than 1",

@@ -4,19 +4,15 @@ Models are tiny but not simple: head counts, widths and vocabulary leave padding
 that do not divide. Gradients are read where the optimizer reads them, from the owned parts of the reduced main grads.
 """
 
-import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from engine.comm.topology import Topology
 from engine.config.tree import Config
-from engine.data.documents import Documents, document_positions
-from engine.data.loader import Batches, MicroBatch
+from engine.data.loader import Batches
 from engine.data.synthetic import SyntheticDataset
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.layout.shard_spec import Box
@@ -112,6 +108,14 @@ ATTENTION: dict[str, dict[str, Any]] = {
 """Each option of attention alone, as what it changes in a small Llama."""
 for option, fields in ATTENTION.items():
     MODELS[option] = _ROPE | fields
+DOCUMENTS = {
+    "synthetic_document_length": 3,
+    "attention": "within",
+    "positions": "document",
+    "count_document_starts": False,
+}
+"""The data section of a case with documents."""
+
 MODELS["plain"] = _ROPE | {"window": 8}
 MODELS["kinds"] = _ROPE | {
     "layers": ["near*2", "far", "free"],
@@ -180,7 +184,7 @@ class Case:
     """Elementwise functions and the optimizer by torch.compile."""
     optimizer: str = "adamw"
     documents: bool = False
-    """Cut each sample into documents that do not see each other, by its id."""
+    """Samples are documents of some three tokens that do not see each other, with positions of their own."""
     staged: bool = False
     """Carry what is sent through other memory (`engine.comm.staging`); on GPUs, over gloo, ranks share those that there are."""
     backend: str | None = None
@@ -225,7 +229,7 @@ class Case:
         return Config.model_validate(
             {
                 "model": model,
-                "data": {"synthetic": True},
+                "data": {"synthetic": True, **(DOCUMENTS if self.documents else {})},
                 "train": {
                     "steps": 5,
                     "global_batch_size": self.global_batch_size,
@@ -267,27 +271,14 @@ class Case:
 
 
 def dataset(config: Config) -> SyntheticDataset:
-    return SyntheticDataset(11, config.model.vocab_size, config.model.seq_length, mask_fraction=0.3)
-
-
-def with_documents(batch: MicroBatch) -> MicroBatch:
-    """The same tokens as documents with positions of their own; of each sample the same ones in every layout."""
-    lengths = []
-    for sample_id in batch.sample_ids:
-        left, row = batch.tokens.shape[1], []
-        draw = random.Random(sample_id)
-        while left:
-            row.append(draw.randint(1, min(left, 5)))
-            left -= row[-1]
-        lengths.append(row)
-    position_ids = torch.from_numpy(np.stack([document_positions(row) for row in lengths]))
-    move = partial(torch.Tensor.to, device=batch.tokens.device)
-    return replace(batch, documents=Documents.of(lengths).map(move), position_ids=move(position_ids))
-
-
-def prepared(case: Case, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """The microbatches of a step as the case has them."""
-    return [with_documents(batch) if case.documents else batch for batch in batches]
+    return SyntheticDataset(
+        11,
+        config.model.vocab_size,
+        config.model.seq_length,
+        mask_fraction=0.3,
+        mean_document_length=config.data.synthetic_document_length,
+        count_document_starts=config.data.count_document_starts,
+    )
 
 
 def weights_of(model: str, num_layers: int | None = None) -> dict[str, torch.Tensor]:
@@ -373,6 +364,8 @@ def build_rank(rank: int, case: Case, marks: Sequence[TimeMarks] = ()) -> tuple[
         dp_rank=topology.coordinates.dp,
         consumed_samples=0,
         device=topology.device,
+        attention=config.data.attention,
+        positions=config.data.positions,
     )
     return engine, batches
 
@@ -381,13 +374,13 @@ def run_case(rank: int, case: Case, weights: Mapping[str, torch.Tensor], num_ste
     """One rank of a layout: gradients of the first global batch, and `num_steps` updates, the first with them."""
     engine, batches = build_rank(rank, case)
     load_weights(engine, {name: weight.detach() for name, weight in weights.items()})
-    counts = engine.forward_backward(prepared(case, batches.next_step()))
+    counts = engine.forward_backward(batches.next_step())
     loss_sum, num_tokens = counts.tolist()
     grads = owned_pieces(engine, "grads")
     steps = []
     for step in range(num_steps):
         if step > 0:
-            counts = engine.forward_backward(prepared(case, batches.next_step()))
+            counts = engine.forward_backward(batches.next_step())
         result = engine.update(counts, lr=1e-2 / (step + 1)).wait()
         steps.append((result.loss, result.grad_norm))
     batches.close()
@@ -424,6 +417,8 @@ def run_oracle(case: Case, weights: Mapping[str, torch.Tensor], num_steps: int) 
         dp_rank=0,
         consumed_samples=0,
         device="cpu",
+        attention=config.data.attention,
+        positions=config.data.positions,
     )
     decayed = {name: is_decayed(name) for name in weights}
     groups = [
@@ -441,7 +436,7 @@ def run_oracle(case: Case, weights: Mapping[str, torch.Tensor], num_steps: int) 
     first_loss = 0.0
     steps = []
     for step in range(max(num_steps, 1)):
-        (batch,) = prepared(case, batches.next_step())
+        (batch,) = batches.next_step()
         loss_sum = oracle_loss_sum(
             config.model,
             weights,

@@ -14,7 +14,7 @@ import pytest
 from engine.config.data import DataConfig
 from engine.data import datasets as datasets_module
 from engine.data.corpus.prepare import PrepareRequest, prepare
-from engine.data.datasets import Datasets, open_datasets
+from engine.data.datasets import Datasets, open_datasets, unbroken_corpora
 from engine.data.samples import SampleSource
 from engine.errors import DataError
 
@@ -107,6 +107,14 @@ def test_mistakes_are_found_when_it_opens(corpora: tuple[str, str], tmp_path: Pa
     with pytest.raises(DataError, match=r"Set model\.vocab_size=257"):
         opened(train=[(1.0, str(tmp_path / "prepared"))], split=(1, 0, 0), vocab_size=256)
     assert json.loads((tmp_path / "prepared.json").read_text())["num_tokens"] == 10
+
+
+def test_a_corpus_without_document_ends_is_named(write_corpus: Callable[..., str], tmp_path: Path) -> None:
+    broken, sound = write_corpus([np.arange(3000) % 50], "broken"), write_corpus([np.arange(30)] * 100, "sound")
+    train = open_datasets(
+        DataConfig(train=[(1.0, broken), (1.0, sound)], split=(1, 0, 0), cache_dir=str(tmp_path)), 16, 1, vocab_size=50
+    ).train
+    assert unbroken_corpora(train) == [broken]
 
 
 TENSORS = ("documents", "loader")

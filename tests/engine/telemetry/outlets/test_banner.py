@@ -8,7 +8,9 @@ import pytest
 
 from engine.config.activations import RecomputeConfig
 from engine.config.plan import batch_plan
+from engine.config.section import with_value
 from engine.config.tree import Config
+from engine.data.document_statistics import DocumentStatistics
 from engine.run.directory import RunDirectory
 from engine.telemetry.outlets.banner import End, Start, show_end, show_start
 from engine.telemetry.outlets.console import Report
@@ -71,6 +73,19 @@ def test_the_banner_names_a_head_in_pieces(
 ) -> None:
     said = start_rows(make_config(recompute={"granularity": granularity, "head_tokens": 8}), run)
     assert said["recompute"] == shown and said["FLOPs"].endswith(f"recompute: {shown}")
+
+
+def test_the_banner_describes_documents(make_config: Callable[..., Config], run: RunDirectory) -> None:
+    config = with_value(make_config(data={"synthetic": True, "attention": "within"}), "model.seq_length", 4096)
+    s = config.model.seq_length
+    unequal = DocumentStatistics(s, (((s,), (s // 2, s // 2)),))
+    plain = Start(config, batch_plan(config, 2), "", "cpu", "", "", num_parameters(config.model), config.recompute)
+    said = start_rows(config, run, replace(plain, documents=unequal))
+    assert said["documents"] == "within, 1.5 per sample, attention FLOPs 75% of across (the first 2 samples)"
+    assert "computes" in said["imbalance"] and "more than the mean" in said["imbalance"]
+    said = start_rows(config, run, replace(plain, unbroken=["data/web"]))
+    assert said["documents"].startswith("data/web: documents are longer than 100 samples on average")
+    assert "imbalance" not in said
 
 
 def test_the_banner_says_that_gathered_inputs_are_kept(make_config: Callable[..., Config], run: RunDirectory) -> None:

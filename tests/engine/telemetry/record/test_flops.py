@@ -8,9 +8,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from engine.config.activations import RecomputeConfig
 from engine.config.model import ModelConfig
+from engine.data.document_statistics import DocumentStatistics, one_document_per_sample
 from engine.telemetry.record.flops import (
     CONVENTION,
+    attention_share,
     convention,
+    cost_of_imbalance,
     gemm_weights,
     hardware_flops_per_token,
     known_peak,
@@ -186,3 +189,30 @@ def test_torch_counts_the_same_for_a_plain_gpt(fields: dict[str, Any]) -> None:
             config, weights, tokens, tokens, torch.ones(b, s, dtype=torch.bool), positions, [0, 1]
         ).backward()
     assert counter.get_total_flops() == b * s * model_flops_per_token(config, causal=False)
+
+
+def test_documents_leave_the_attention_within_them() -> None:
+    config, halves = model(), DocumentStatistics(32, (((16, 16),),))
+    weights = 6 * gemm_weights(config)
+    across = model_flops_per_token(config) - weights
+    assert model_flops_per_token(config, documents=one_document_per_sample(32)) - weights == across
+    assert 2 * (model_flops_per_token(config, documents=halves) - weights) == across
+    assert attention_share(config, halves) == 0.5
+    assert convention(config, halves) == f"{CONVENTION}, 50% of the latter within documents"
+    again = hardware_flops_per_token(config, RecomputeConfig(granularity="full"), [4], halves)
+    assert (
+        again - model_flops_per_token(config, documents=halves)
+        == hardware_flops_per_token(config, RecomputeConfig(), [4])
+        - model_flops_per_token(config)
+        + (2 * gemm_weights(config) - 2 * 100 * 64)
+        + across // 6
+    )
+
+
+def test_imbalance_costs_what_the_fullest_replica_computes_more() -> None:
+    config, unequal = model(), DocumentStatistics(32, (((32,), (16, 16)),))
+    keys = 0.75 * 16  # on average; the first replica has 16 per query
+    attention = model_flops_per_token(config, documents=unequal) - 6 * gemm_weights(config)
+    more = attention * (16 / keys - 1)
+    assert cost_of_imbalance(config, unequal) == pytest.approx(more / (attention + 6 * gemm_weights(config)))
+    assert cost_of_imbalance(config, one_document_per_sample(32)) == 0
