@@ -1,6 +1,7 @@
 """Tests marked `gpu` skip where torch finds no CUDA device. Tests start with SIGHUP as a terminal leaves it.
 
 Property tests draw new examples in every run; continuous integration repeats the same ones, so that a change is judged by itself.
+None has a deadline: a busy machine is not a wrong answer.
 """
 
 import os
@@ -9,12 +10,11 @@ import signal
 import hypothesis
 import pytest
 
-hypothesis.settings.register_profile("ci", derandomize=True)
-
 
 def pytest_configure() -> None:
-    if os.environ.get("TRIAXIS_CI") == "strict":
-        hypothesis.settings.load_profile("ci")
+    is_ci = os.environ.get("TRIAXIS_CI") == "strict"
+    hypothesis.settings.register_profile("triaxis", derandomize=is_ci, deadline=None)
+    hypothesis.settings.load_profile("triaxis")
     # A CI service, or nohup, may have ignored it. Every process that a test starts would ignore it too, and bash cannot undo that.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

@@ -182,7 +182,7 @@ def test_an_override_that_is_no_yaml(base: Path) -> None:
         ("precision.fp8", ["known, not built yet", "FP8"]),
         ("optimizer.kind", ["here it is optimizer.name"]),
         ("optimizer.zero_stage", ["known, not built yet", "ZeRO"]),
-        ("model.reset_position_ids", ["known, not built yet", "document boundaries"]),
+        ("model.reset_position_ids", ["data.positions=document"]),
         ("model.sliding_window", ["here it is model.window"]),
         ("schedule.qqq", ["section schedule has name"]),
         ("zzz", ["the sections are model, data, train"]),
