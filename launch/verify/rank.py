@@ -107,8 +107,11 @@ def report_path(folder: Path, rank: int) -> Path:
 
 def checksums(microbatch: MicroBatch) -> list[Sample]:
     """Return the id of each sample of a microbatch, and a checksum of its contents."""
-    rows = zip(microbatch.tokens.cpu(), microbatch.labels.cpu(), microbatch.loss_mask.cpu(), strict=True)
-    contents = [b"".join(part.numpy().tobytes() for part in row) for row in rows]
+    parts = [microbatch.tokens, microbatch.labels, microbatch.loss_mask, microbatch.position_ids]
+    if microbatch.documents is not None:
+        parts.append(microbatch.documents.numbers)
+    rows = zip(*(part.cpu() for part in parts), strict=True)
+    contents = [b"".join(part.contiguous().numpy().tobytes() for part in row) for row in rows]
     return [(number, zlib.crc32(read)) for number, read in zip(microbatch.sample_ids, contents, strict=True)]
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.config.data import DataConfig, reads_documents
 from engine.config.load import load_config
 from engine.config.optimizer_kinds import OPTIMIZERS
 from engine.config.plan import parallel_sizes
@@ -17,6 +18,9 @@ from engine.errors import ConfigError
 from launch.verify.shrink import shrink
 from launch.verify.verdict.bounds import TOLERANCES
 from models.predict.rank_memory import resolve_recompute
+
+DOCUMENT_LENGTH = 3
+"""Mean tokens of the documents of random samples, where the run depends on documents."""
 
 CLIP = 0.5
 """Below any gradient norm off the initial point, so that clipping is at work."""
@@ -79,7 +83,7 @@ def trial(path: Path, overrides: tuple[str, ...], *, small: bool, num_steps: int
     tree = asked.model_dump(mode="json")
     for section, values in (shrink(asked) if small else {}).items():
         tree[section] |= values
-    tree["data"] = {"synthetic": True}
+    tree["data"] = {"synthetic": True, **_documents(asked.data)}
     tree["train"] |= {"steps": num_steps, "tokens": None, "eval_interval": None}
     optimizer = asked.optimizer
     tree["optimizer"] |= {
@@ -104,6 +108,14 @@ def trial(path: Path, overrides: tuple[str, ...], *, small: bool, num_steps: int
     reference = checked(one)
     # Settled like the layout, so that a layout of one process is equal to it.
     return Trial(checked(tree), resolve_recompute(reference, parallel_sizes(reference)), _noise(one))
+
+
+def _documents(data: DataConfig) -> dict[str, Any]:
+    """Return the fields with which random samples have documents, where the run depends on them."""
+    if not reads_documents(data):
+        return {}
+    asked = data.model_dump(mode="json", include={"attention", "positions", "count_document_starts"})
+    return {**asked, "synthetic_document_length": DOCUMENT_LENGTH}
 
 
 def _noise(one: Mapping[str, Any]) -> Config | None:

@@ -1,7 +1,7 @@
 """Bugs that layouts have had in this field, planted at run time in ranks under verification. The verifier knows none of them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from engine.pipeline.executor import Executor
 from engine.step import Engine
 from models.gpt.attention import Attention
 from models.gpt.chunk import GPTChunk
+from models.gpt.context import Positions
 from tests.parity.cases import Case
-from tests.verify import planted_axes
+from tests.verify import planted_axes, planted_documents
 
 FULL = Case("gpt", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True, num_layers=4)
 
@@ -187,9 +188,10 @@ def padded_vocabulary_is_in_the_softmax() -> None:
 def rope_counts_from_each_shard() -> None:
     forward = Attention.forward
 
-    def shifted(self: Attention, x: torch.Tensor, rope: torch.Tensor | None, *args: Any, **kwargs: Any) -> torch.Tensor:
-        assert rope is not None
-        return forward(self, x, rope.roll(self.context.region.axis.index, dims=1), *args, **kwargs)
+    def shifted(self: Attention, x: torch.Tensor, positions: Positions, *args: Any, **kwargs: Any) -> torch.Tensor:
+        shard = self.context.region.axis.index
+        tables = {rotary: table.roll(shard, dims=1) for rotary, table in positions.tables.items()}
+        return forward(self, x, replace(positions, tables=tables), *args, **kwargs)
 
     Attention.forward = shifted  # type: ignore[method-assign]
 
@@ -284,6 +286,12 @@ def is_embedding(name: str) -> bool:
 def is_attention(layer: int) -> Callable[[str], bool]:
     return lambda name: name == f"layers.{layer}.attention"
 
+
+def is_sample(name: str) -> bool:
+    return "sample " in name
+
+
+PACKED = Case("kinds", tp=2, pp=2, documents=True, micro_batch_size=2, global_batch_size=8, num_layers=4)
 
 BUGS = (
     Bug(
@@ -464,4 +472,49 @@ BUGS = (
         "stays with pp=1",
     ),
     Bug(planted_axes.bias_correction_is_a_step_ahead, PIPE, "master", anything, None, "bias correction"),
+    Bug(
+        planted_documents.later_stages_take_documents_of_the_microbatch_before,
+        PACKED,
+        "output",
+        is_attention(2),
+        "pp",
+        "vanishes with pp=1",
+    ),
+    Bug(
+        planted_documents.kinds_of_layers_count_from_each_stage,
+        PACKED,
+        "output",
+        is_attention(2),
+        "pp",
+        "vanishes with pp=1",
+    ),
+    Bug(
+        planted_documents.every_rank_has_the_sinks_of_the_first,
+        PACKED,
+        "output",
+        is_attention(0),
+        "tp",
+        "vanishes with tp=1",
+    ),
+    Bug(planted_documents.documents_of_the_first_row_hold_for_all, PACKED, "output", is_attention(0), None, "stays"),
+    Bug(planted_documents.a_window_has_one_key_too_many, PACKED, "output", is_attention(0), None, "stays"),
+    Bug(planted_documents.scaled_frequencies_are_not_scaled, PACKED, "output", is_attention(2), None, "stays"),
+    Bug(planted_documents.first_tokens_of_documents_are_counted, PACKED, "samples", is_sample, None, "stays"),
+    Bug(planted_documents.documents_end_at_the_token_zero, PACKED, "samples", is_sample, None, "stays"),
+    Bug(
+        planted_documents.attention_that_is_computed_again_forgets_documents,
+        Case("kinds", dp=2, documents=True, num_layers=2, recompute=("selective", "uniform", 1)),
+        "gradient",
+        anything,
+        None,
+        "vanishes with recompute.granularity=none",
+    ),
+    Bug(
+        planted_documents.sinks_are_decayed,
+        PACKED,
+        "master",
+        lambda name: name.endswith("sinks"),
+        None,
+        "decay on norms or biases",
+    ),
 )

@@ -9,7 +9,7 @@ from engine.layout.rank_grid import ParallelSizes
 from launch.verify.verdict.bounds import DRAWS
 from launch.verify.verdict.deviation import Deviation
 from launch.verify.verdict.evidence import Evidence
-from launch.verify.verdict.judge import Verdict, judge
+from launch.verify.verdict.judge import OTHER_CONTENTS, Verdict, judge
 from launch.verify.verdict.records import ParameterFacts, RankReport, SiteReport, StepFacts, TensorKind, TensorReport
 
 KINDS: tuple[TensorKind, ...] = ("start", "gradient", "master", "exp_avg", "exp_avg_sq", "parameter")
@@ -88,4 +88,4 @@ def test_a_sample_that_is_read_twice_is_named() -> None:
 
 def test_other_tokens_of_a_sample_are_named() -> None:
     found = verdict(replace(report({}), samples=(((0, 8),),)))
-    assert {one.name for one in found.differences} == {"sample 0", "other tokens, labels or mask of sample 0"}
+    assert {one.name for one in found.differences} == {"sample 0", f"{OTHER_CONTENTS} of sample 0"}

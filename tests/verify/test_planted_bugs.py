@@ -94,6 +94,9 @@ UNSEEN = {
         "activations_between_stages_are_rounded",
         "later_owners_mix_up_decay",
         "weights_decay_twice",
+        "every_rank_has_the_sinks_of_the_first",
+        "scaled_frequencies_are_not_scaled",
+        "sinks_are_decayed",
     },
 }
 """Bugs that are not named rightly in a dtype: below its rounding, named by the place after, or (fp32, where weights and masters

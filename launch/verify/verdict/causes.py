@@ -174,7 +174,8 @@ def _appearance(evidence: Evidence, differing: Sequence[Difference]) -> str:
     if first.what in STATE_KINDS:
         return _of_update(evidence, differing)
     return {
-        "samples": "samples of the step are read twice, by no rank, or with other tokens: the deal of samples to dp ranks",
+        "samples": "samples of the step are read twice, by no rank, or with other contents: the deal of samples to dp ranks, "
+        "labels and masks, or where documents end",
         "start": "initial weights depend on the layout: a parameter is drawn from its part, not from the whole tensor",
         "loss": f"the outputs are right, and the loss of the global batch is {_times(first.factor)} what it should be: ranks that "
         "count the same tokens are added, or a mean of means is taken over microbatches with unequal masks",

@@ -117,6 +117,9 @@ def _distance(number: float, expected: float) -> float:
     return abs(number - expected) if math.isfinite(number) else math.inf
 
 
+OTHER_CONTENTS = "other tokens, labels, mask, positions or documents"
+
+
 def _samples(evidence: Evidence, step: int) -> Iterator[Difference]:
     """Compare how often each sample of the step is read by the dp ranks that have the same place on tp and pp."""
     if not evidence.samples:
@@ -133,5 +136,5 @@ def _samples(evidence: Evidence, step: int) -> Iterator[Difference]:
                 worst[sample] = read[sample]
     for sample, times in sorted(worst.items()):
         is_known = sample in wanted
-        name = f"sample {sample[0]}" if is_known else f"other tokens, labels or mask of sample {sample[0]}"
+        name = f"sample {sample[0]}" if is_known else f"{OTHER_CONTENTS} of sample {sample[0]}"
         yield Difference(step, "samples", name, wanted[sample], times, abs(times - wanted[sample]), None)

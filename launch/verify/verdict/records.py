@@ -30,7 +30,7 @@ NOISE_REPORT = "noise.json"
 """File of the one process in a wider dtype, with its `RankReport`: the rounding of the reference."""
 
 Sample = tuple[int, int]
-"""The id of a sample, and a checksum of its tokens, labels and mask."""
+"""The id of a sample, and a checksum of its tokens, labels, mask, positions and documents."""
 
 
 @dataclass(frozen=True, slots=True)

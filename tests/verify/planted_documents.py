@@ -1,0 +1,140 @@
+"""Bugs of documents and of layers with attentions of their own, planted in ranks under verification (see `planted.py`)."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import engine.kernels.masked_attention as masked
+import models.gpt.attention
+import models.gpt.chunk
+from engine.config.model import ModelConfig
+from engine.data.documents import Documents
+from engine.data.loader import Batches, MicroBatch
+from engine.data.samples import Sample
+from engine.data.synthetic import SyntheticDataset
+from models.gpt.attention import Attention
+from models.gpt.chunk import GPTChunk
+
+
+def _change_batches(change: Any) -> None:
+    """Let `change` replace the microbatch of every forward of a chunk."""
+    forward = GPTChunk.forward
+
+    def changed(self: GPTChunk, x: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
+        return forward(self, x, change(self, batch))
+
+    GPTChunk.forward = changed  # type: ignore[assignment, method-assign]
+
+
+def later_stages_take_documents_of_the_microbatch_before() -> None:
+    latest: dict[int, MicroBatch] = {}
+
+    def lag(chunk: GPTChunk, batch: MicroBatch) -> MicroBatch:
+        before = latest.get(id(chunk), batch)
+        latest[id(chunk)] = batch
+        return batch if chunk.embedding is not None else replace(batch, documents=before.documents)
+
+    _change_batches(lag)
+
+
+def documents_of_the_first_row_hold_for_all() -> None:
+    def spread(chunk: GPTChunk, batch: MicroBatch) -> MicroBatch:
+        assert batch.documents is not None
+        return replace(batch, documents=Documents.of([batch.documents.lengths[0]] * len(batch.sample_ids)))
+
+    _change_batches(spread)
+
+
+def kinds_of_layers_count_from_each_stage() -> None:
+    init = models.gpt.chunk.Block.__init__
+    seen: list[int] = []
+
+    def counted(self: Any, context: Any, layer: int) -> None:
+        init(self, context, layer)
+        seen.append(layer)
+        self.attention.kind = replace(context.model.layer_kind(layer - seen[0]), sinks=self.attention.kind.sinks)
+
+    models.gpt.chunk.Block.__init__ = counted  # type: ignore[method-assign]
+
+
+def every_rank_has_the_sinks_of_the_first() -> None:
+    core = Attention._core
+
+    def first(self: Attention, *args: Any) -> torch.Tensor:
+        sinks = self.sinks
+        if sinks is not None:
+            axis = self.context.region.axis
+            value = sinks.value.detach().clone()
+            axis.all_reduce(value if axis.index == 0 else value.zero_(), "planted").wait()
+            sinks.value.data.copy_(value)
+        return core(self, *args)
+
+    Attention._core = first  # type: ignore[method-assign]
+
+
+def a_window_has_one_key_too_many() -> None:
+    made = models.gpt.attention.Mask
+
+    def wider(window: int | None, documents: Documents | None) -> masked.Mask:
+        return made(None if window is None else window + 1, documents)
+
+    models.gpt.attention.Mask = wider  # type: ignore[assignment, misc]
+
+
+def scaled_frequencies_are_not_scaled() -> None:
+    tables = models.gpt.chunk.tables_by_rotary
+
+    def plain(rotaries: Any, position_ids: torch.Tensor, dtype: torch.dtype) -> Any:
+        found = tables(rotaries, position_ids, dtype)
+        return {rotary: tables([replace(rotary, scaling=None)], position_ids, dtype).popitem()[1] for rotary in found}
+
+    models.gpt.chunk.tables_by_rotary = plain
+
+
+def first_tokens_of_documents_are_counted() -> None:
+    get = SyntheticDataset.__getitem__
+
+    def counted(self: SyntheticDataset, sample_id: int) -> Sample:
+        self.count_document_starts = True
+        return get(self, sample_id)
+
+    SyntheticDataset.__getitem__ = counted  # type: ignore[method-assign]
+
+
+def documents_end_at_the_token_zero() -> None:
+    read = Batches._read_microbatch
+
+    def by_value(self: Batches, sample_ids: list[int]) -> MicroBatch:
+        batch = read(self, sample_ids)
+        lengths = []
+        for row in batch.tokens:
+            ends = (row[:-1] == 0).nonzero().flatten() + 1
+            lengths.append(torch.cat((ends, torch.tensor([len(row)]))).diff(prepend=torch.tensor([0])).tolist())
+        return replace(batch, documents=Documents.of(lengths))
+
+    Batches._read_microbatch = by_value  # type: ignore[method-assign]
+
+
+def attention_that_is_computed_again_forgets_documents() -> None:
+    core = Attention._core
+    seen: dict[int, masked.Mask] = {}
+
+    def forgetful(self: Attention, kernel: str, mask: masked.Mask, *args: Any) -> torch.Tensor:
+        is_again = id(mask) in seen
+        seen[id(mask)] = mask
+        return core(self, kernel, replace(mask, documents=None) if is_again else mask, *args)
+
+    Attention._core = forgetful  # type: ignore[method-assign]
+
+
+def sinks_are_decayed() -> None:
+    import models.specs as specs
+
+    layer_specs = specs.layer_specs
+
+    def decayed(model: ModelConfig, layer: int) -> Any:
+        for spec in layer_specs(model, layer):
+            yield replace(spec, decay=True) if spec.name.endswith("sinks") else spec
+
+    specs.layer_specs = decayed
