@@ -131,7 +131,7 @@ def _failure(kernel: str, shape: AttentionShape, run: Callable[[], None]) -> str
         return ""
     try:
         run()
-    except RuntimeError as error:
+    except (RuntimeError, AttributeError) as error:  # the latter: this torch has no such operator
         return str(error).splitlines()[0].rstrip(".")
     return ""
 

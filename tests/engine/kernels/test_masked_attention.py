@@ -106,11 +106,10 @@ ROWS: Sequence[tuple[tuple[int, ...], ...]] = (
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("kernel", ["sdpa", "flash", "blocks"])
+@pytest.mark.parametrize("kernel", ["flash", "blocks"])
 def test_kernels_equal_a_masked_softmax(kernel: str, rows: tuple[tuple[int, ...], ...]) -> None:
     for window in (None, 1, 3, 10, 11, 100):
-        for has_sinks in (False, True):
-            compare(kernel, Asked(rows=rows, window=window, has_sinks=has_sinks))
+        compare(kernel, Asked(rows=rows, window=window, has_sinks=window in (3, None)))
     compare(kernel, Asked(rows=rows, kv_heads=1, window=4, scale=0.7, has_sinks=True))
     compare(kernel, Asked(rows=rows, kv_heads=4, window=4, has_sinks=True), torch.bfloat16, 2e-2)
 
