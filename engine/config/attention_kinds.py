@@ -321,21 +321,24 @@ def rotation_fits_heads(subject: Subject) -> Iterator[Problem]:
         rotary = kind.rotary
         if rotary is None:
             continue
-        own = "" if "rotary_share" not in model.layer_kinds.get(kind.name, {}) else f"layer_kinds.{kind.name}."
+        given: Mapping[str, Any] = model.layer_kinds.get(kind.name, {})
+        of_share, of_scaling = (
+            f"model.layer_kinds.{kind.name}." if field in given else "model."
+            for field in ("rotary_share", "rope_scaling")
+        )
         if rotary.dim % 2 or not rotary.dim:
             yield Problem(
-                f"model.{own}rotary_share",
-                rotary.dim / model.head_size,
+                f"{of_share}rotary_share",
+                given.get("rotary_share", model.rotary_share),
                 f"rotates {rotary.dim} of the {model.head_size} elements of a head, which must be an even number above 0: RoPE "
                 f"turns pairs",
             )
             continue
-        scaling = rotary.scaling
         for name in ("short_factor", "long_factor"):
-            factors = None if scaling is None else getattr(scaling, name)
+            factors = None if rotary.scaling is None else getattr(rotary.scaling, name)
             if factors is not None and (len(factors) != rotary.dim // 2 or min(factors) <= 0):
                 yield Problem(
-                    f"model.rope_scaling.{name}",
+                    f"{of_scaling}rope_scaling.{name}",
                     f"{len(factors)} numbers",
                     f"must be {rotary.dim // 2} numbers above 0, one for each pair of the {rotary.dim} elements that rotate",
                 )

@@ -117,6 +117,12 @@ def test_any_kinds_survive_a_file(kinds: dict[str, Any], describe: bool) -> None
         ("{local: {position: none, rope_base: 5.0}}", "model.layer_kinds.local.rope_base.*nothing rotates"),
         ("{local: {rope_scaling: {type: llama3, factor: 2}}}", "rope_scaling.low_freq_factor.*must be given"),
         ("{local: {rope_scaling: {type: linear, factor: 2, mscale: 1}}}", "rope_scaling.mscale.*no effect"),
+        ("{local: {rotary_share: 0.2}}", "model.layer_kinds.local.rotary_share = 0.2: rotates 1 of the 8"),
+        (
+            "{local: {rope_scaling: {type: longrope, factor: 2, original_max_position_embeddings: 8, short_factor: [1, 1, 1, 1], "
+            "long_factor: [2, 2]}}}",
+            "model.layer_kinds.local.rope_scaling.long_factor = 2 numbers: must be 4 numbers",
+        ),
     ],
 )
 def test_a_wrong_kind_is_refused_by_name(change: str, words: str) -> None:
