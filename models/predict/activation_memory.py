@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from engine.config.attention_kinds import LayerKind, Rotary
+from engine.config.attention_kinds import LayerKind, Rotary, attention_pattern
 from engine.config.tree import Config
 from engine.layout.rank_grid import ParallelSizes
 from models.specs import StageContents
@@ -190,7 +190,8 @@ def _attention_terms(config: Config, at: Sizes, kind: LayerKind, *, is_core_agai
         ("softmax", at.w * scores, at.acc * columns),
         ("softmax dropout", scores, dropout),
         ("probabilities", at.w * scores, at.w * scores),
-        ("causal mask", nothing, Fraction(at.s, at.b)),
+        # Of the causal mask alone, one for all rows; documents differ from row to row.
+        ("mask", nothing, Fraction(at.s) if attention_pattern(config).documents else Fraction(at.s, at.b)),
     ]
     if at.acc == at.w and not model.attention_dropout:
         each.remove(("probabilities", at.w * scores, at.w * scores))

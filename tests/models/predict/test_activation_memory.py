@@ -1,15 +1,20 @@
 """The activation formula: the paper's equations term by term, and what autograd really keeps."""
 
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 import pytest
 
-from engine.config.plan import parallel_sizes
+from engine.config.attention_kinds import AttentionPattern
+from engine.config.plan import parallel_sizes, stages_of
 from engine.config.tree import Config
+from engine.data.documents import Documents
 from engine.layout.partition import partition
+from launch.footprint import run
 from launch.footprint.run import Footprint, Footprints
 from models.gpt.chunk import build_chunks
+from models.predict import activation_memory
 from models.predict.activation_memory import block_terms, kept_bytes, moved_bytes, paper_per_token
 from tests.harness import run_ranks
 
@@ -174,3 +179,17 @@ def test_autograd_keeps_what_the_formula_says(configs: dict[str, Config]) -> Non
             # Every kept tensor has a term, so this is not an estimate.
             expected = kept_bytes(config, sizes, stage) + moved_bytes(config, sizes, stage)
             assert measured == expected, f"{name}, stage {footprint.stages}"
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "blocks", "explicit"])
+def test_documents_change_the_mask_alone(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused kernels have none; the explicit one has a mask for each row."""
+    documents = Documents.of([[50, 78], [28, 100]])
+    made = run.microbatches
+    monkeypatch.setattr(run, "microbatches", lambda engine: [replace(one, documents=documents) for one in made(engine)])
+    pattern = AttentionPattern(windows=True, sinks=True, documents=True)
+    monkeypatch.setattr(activation_memory, "attention_pattern", lambda config: pattern)
+    config = config_of({**LLAMA, **KINDS}, tp=2, attention=attention)
+    sizes = parallel_sizes(config)
+    for stage, found in zip(stages_of(config), Footprints(config, build_chunks).of_stages(), strict=True):
+        assert sum(one.num_bytes for one in found.saved) == kept_bytes(config, sizes, stage)
