@@ -1,6 +1,6 @@
 """`triaxis prepare`: text files -> one corpus in Megatron's .bin/.idx format, with a progress bar.
 
-text/*.txt, more.jsonl, or --stdlib  -->  PREFIX.bin, PREFIX.idx (tokens)  +  PREFIX.json (what it is, its hashes)
+texts/, web.jsonl.zst, books/*.parquet, or --stdlib  -->  PREFIX.bin, PREFIX.idx (tokens)  +  PREFIX.json (what it is, its hashes)
 """
 
 import argparse
@@ -11,61 +11,69 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
-from rich.text import Text
+from rich.progress import BarColumn, Progress, TextColumn
 
 from engine.data.corpus.indexed import bin_path, idx_path
-from engine.data.corpus.prepare import Prepared, PrepareRequest, find_inputs, prepare
+from engine.data.corpus.inputs import Inputs, find_inputs
+from engine.data.corpus.parts import Done
+from engine.data.corpus.prepare import Prepared, PrepareRequest, prepare
 from engine.data.corpus.record import record_path
 from engine.data.corpus.stdlib import STDLIB_BYTES, stdlib_files
 from engine.errors import DataError
 
 EXAMPLES = """examples:
   triaxis prepare --stdlib --tokenizer bytes --output data/stdlib
-  triaxis prepare --input 'books/*.txt' --tokenizer bytes --output data/books --workers 4
-  triaxis prepare --input web.jsonl --json-key text --tokenizer tokenizer.json --output data/web
+  triaxis prepare --input books/ 'web/*.jsonl.zst' --tokenizer tokenizer.json --output data/web
+  triaxis prepare --input 'crawl/*.parquet' --text-key content --tokenizer train-bpe:32000 --output data/crawl
+  triaxis prepare --input books/ --tokenizer ranks.tiktoken --pattern cl100k_base --output data/books --on-bad skip
 """
-MOST_DEFAULT_WORKERS = 8
 SECONDS_BETWEEN_LINES = 30.0
 
 
-class DocumentsPerSecond(ProgressColumn):
-    """Column of a progress bar: the speed at which documents are written."""
-
-    def render(self, task: Task) -> Text:
-        documents = task.fields["documents"]
-        rate = documents / task.elapsed if task.elapsed else 0.0
-        return Text(f"{documents:,} documents, {rate:,.0f}/s")
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "triaxis prepare (--input GLOB ... | --stdlib) --output PREFIX [--tokenizer TOKENIZER] [options]"
+    parser.usage = "triaxis prepare (--input PATH ... | --stdlib) --output PREFIX [--tokenizer TOKENIZER] [options]"
     parser.epilog = EXAMPLES
+    _add_inputs(parser)
     parser.add_argument(
-        "--input",
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="GLOB",
-        help="text files, one document each, or .jsonl files, one document per line; in quotes, '**' enters folders; repeatable",
+        "--tokenizer",
+        default="bytes",
+        help="`bytes` (default), a tokenizer.json, a folder of transformers, a sentencepiece .model, ranks of tiktoken, or "
+        "train-bpe:N, which is trained on the input; only the end of a document is added, no beginning of text",
     )
     parser.add_argument(
-        "--stdlib", action="store_true", help="the sources of Python's standard library, in place of --input"
+        "--pattern",
+        help="with ranks of tiktoken: how they cut text, by name (cl100k_base, gpt2, ..) or as a regular expression",
     )
+    parser.add_argument("--eod-token", metavar="TOKEN", help="token that ends a document (default: the tokenizer's)")
     parser.add_argument(
-        "--tokenizer", default="bytes", help="`bytes` (default), or the path of a Hugging Face tokenizer.json"
+        "--append-eod",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="end each document with that token (default); without it a model cannot see where one ends and the next begins",
     )
     parser.add_argument("--output", required=True, metavar="PREFIX", help="path of the corpus, without an ending")
     parser.add_argument(
         "--workers",
         type=int,
-        default=min(len(os.sched_getaffinity(0)), MOST_DEFAULT_WORKERS),
+        default=len(os.sched_getaffinity(0)),
         metavar="N",
-        help=f"processes (default: one per usable core, at most {MOST_DEFAULT_WORKERS}); the corpus is the same for any number",
+        help="processes (default: one per usable core); the corpus is the same for any number",
     )
-    parser.add_argument("--json-key", default="text", metavar="KEY", help="field of a .jsonl line (default: text)")
+    parser.add_argument("--force", action="store_true", help="prepare again, and replace another corpus of that name")
+
+
+def _add_inputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--eod-token", metavar="TOKEN", help="token of a tokenizer.json that ends a document (default: usual names)"
+        "--input",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="files, folders, or globs in quotes ('**' enters folders): .jsonl, .parquet, .txt, .gz and .zst of them; any other "
+        "name is one document of text; repeatable",
+    )
+    parser.add_argument(
+        "--stdlib", action="store_true", help="the sources of Python's standard library, in place of --input"
     )
     parser.add_argument(
         "--max-bytes",
@@ -73,7 +81,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"with --stdlib: bytes of sources at most (default: {STDLIB_BYTES:,})",
     )
-    parser.add_argument("--force", action="store_true", help="prepare again, and replace another corpus of that name")
+    parser.add_argument(
+        "--text-key",
+        "--json-key",
+        default="text",
+        metavar="KEY",
+        help="field of a .jsonl line, or column of a .parquet, with the text (default: text)",
+    )
+    parser.add_argument(
+        "--on-bad",
+        choices=("stop", "skip"),
+        default="stop",
+        help="bad input (no UTF-8, no JSON, no such field, a truncated file, ..): stop and name its place (default), or leave it "
+        "out and count it",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -88,45 +109,74 @@ def run(args: argparse.Namespace) -> int:
             "--max-bytes belongs to --stdlib; files of --input are read whole. Leave it out, or name fewer files."
         )
     if args.stdlib:
-        files = stdlib_files(STDLIB_BYTES if args.max_bytes is None else args.max_bytes)
+        inputs = Inputs(stdlib_files(STDLIB_BYTES if args.max_bytes is None else args.max_bytes))
     else:
-        files = find_inputs(args.input)
-    request = PrepareRequest(files, args.tokenizer, args.output, args.json_key, args.eod_token)
+        inputs = find_inputs(args.input, args.on_bad)
+    request = PrepareRequest(
+        inputs.files,
+        args.tokenizer if args.pattern is None else f"{args.tokenizer}:{args.pattern}",
+        args.output,
+        text_key=args.text_key,
+        eod_token=args.eod_token,
+        append_eod=args.append_eod,
+        on_bad=args.on_bad,
+    )
     console = Console(highlight=False, soft_wrap=True)
+    if inputs.passed_over:
+        counts = ", ".join(f"{count:,} {ending}" for ending, count in sorted(inputs.passed_over.items()))
+        console.print(f"not read   {counts}: files in folders are read by their endings; name others with a pattern")
     with progress_shown(console, request.input_bytes) as progress:
         prepared = prepare(request, num_workers=args.workers, force=args.force, progress=progress)
     show_prepared(console, args.output, prepared)
     return 0
 
 
+class Speed:
+    """Tokens per second and the time that is left, from what this start has done itself."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self._total_bytes = total_bytes
+        self._start_seconds = time.monotonic()
+
+    def describe(self, done: Done) -> str:
+        seconds = time.monotonic() - self._start_seconds
+        own_bytes = done.num_bytes - done.found_bytes
+        rate = (done.num_tokens - done.found_tokens) / seconds if seconds else 0.0
+        left = f"{seconds * (self._total_bytes - done.num_bytes) / own_bytes:,.0f} s left" if own_bytes else "-"
+        found = f", {done.found_bytes / self._total_bytes:.0%} from an earlier start" if done.found_bytes else ""
+        return f"{done.num_documents:,} documents, {done.num_tokens:,} tokens, {rate:,.0f} tokens/s, {left}{found}"
+
+
 @contextmanager
-def progress_shown(console: Console, total_bytes: int) -> Iterator[Callable[[int, int], None]]:
+def progress_shown(console: Console, total_bytes: int) -> Iterator[Callable[[Done], None]]:
     """Show a bar on a terminal, or a line now and then in a log file."""
+    speed = Speed(total_bytes)
     if not console.is_terminal:
-        yield LogLines(console, total_bytes)
+        yield LogLines(console, speed, total_bytes)
         return
-    columns = (TextColumn("prepare"), BarColumn(), DownloadColumn(), DocumentsPerSecond(), TimeRemainingColumn())
+    columns = (
+        TextColumn("prepare"),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f} %"),
+        TextColumn("{task.description}"),
+    )
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=total_bytes, documents=0)
-        yield lambda done_bytes, documents: bar.update(task, completed=done_bytes, documents=documents)
+        task = bar.add_task("", total=total_bytes)
+        yield lambda done: bar.update(task, completed=done.num_bytes, description=speed.describe(done))
 
 
 class LogLines:
     """Progress as lines of a log, at most one in SECONDS_BETWEEN_LINES."""
 
-    def __init__(self, console: Console, total_bytes: int) -> None:
-        self.console, self.total_bytes = console, total_bytes
-        self.start_seconds = self.printed_seconds = time.monotonic()
+    def __init__(self, console: Console, speed: Speed, total_bytes: int) -> None:
+        self.console, self.speed, self.total_bytes = console, speed, total_bytes
+        self.printed_seconds = time.monotonic()
 
-    def __call__(self, done_bytes: int, documents: int) -> None:
-        now = time.monotonic()
-        if now - self.printed_seconds >= SECONDS_BETWEEN_LINES:
-            self.printed_seconds = now
-            left_seconds = (now - self.start_seconds) * (self.total_bytes / done_bytes - 1)
-            self.console.print(
-                f"prepare: {done_bytes / self.total_bytes:4.0%} of {self.total_bytes:,} bytes, {documents:,} documents, "
-                f"{left_seconds:,.0f} s left"
-            )
+    def __call__(self, done: Done) -> None:
+        if time.monotonic() - self.printed_seconds >= SECONDS_BETWEEN_LINES:
+            self.printed_seconds = time.monotonic()
+            share = done.num_bytes / self.total_bytes
+            self.console.print(f"prepare: {share:4.0%} of {self.total_bytes:,} bytes, {self.speed.describe(done)}")
 
 
 def show_prepared(console: Console, prefix: str, prepared: Prepared) -> None:
@@ -137,16 +187,23 @@ def show_prepared(console: Console, prefix: str, prepared: Prepared) -> None:
             f"{prefix} is already prepared from these inputs and whole; nothing to do (--force prepares it again)."
         )
     skipped = f", {record.num_skipped_documents:,} without text left out" if record.num_skipped_documents else ""
+    ends = (
+        f"id {record.eod_id} ends each document"
+        if record.append_eod
+        else "NO token between documents: a model cannot see where one ends, and never writes an end"
+    )
     for name, value in (
         ("corpus", f"{bin_path(prefix)}, {idx_path(prefix).name}, {record_path(prefix).name}"),
         ("text", f"{record.num_input_files:,} files, {record.input_bytes:,} bytes"),
         ("documents", f"{record.num_documents:,}{skipped}"),
         ("tokens", f"{record.num_tokens:,} as {record.dtype}, {record.bin_bytes:,} bytes"),
-        ("tokenizer", f"{record.tokenizer}, {record.vocab_size:,} tokens, id {record.eod_id} ends a document"),
+        ("tokenizer", f"{record.tokenizer}, {record.vocab_size:,} tokens, {ends}"),
         ("sha256", f"{record.bin_sha256} (.bin)"),
         ("", f"{record.idx_sha256} (.idx)"),
     ):
         console.print(f"{name:<10} {value}")
+    for kind, found in record.left_out.items():
+        console.print(f"left out   {found['count']:,} x {kind}: {'; '.join(found['places'])}", markup=False)
     overrides = [
         f'data.train=[[1.0,"{prefix}"]]',
         f"data.tokenizer={record.tokenizer}",

@@ -1,8 +1,6 @@
-"""The work of one worker of `triaxis prepare`: read a unit of text and encode it (no torch here).
+"""The work of one worker of `triaxis prepare`: read a unit of text and encode it into a part (no torch here).
 
-    unit = pieces of files  -->  document . eod | document . eod | ...   as bytes of the corpus's dtype, and their lengths
-
-A piece of a .jsonl is a range of bytes that may begin and end inside a line; a line belongs to the piece with its first byte.
+unit = pieces of files  -->  documents  -->  batches  -->  document . eod | document . eod | ...   PREFIX.parts/DIGEST
 """
 
 import multiprocessing
@@ -13,45 +11,37 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
+from engine.data.corpus.findings import Findings, Kind, OnBad, Place, Reading
+from engine.data.corpus.indexed import LONGEST_SEQUENCE
+from engine.data.corpus.parts import PROGRESS, Done, Part, PartWriter, ProgressTable, find_part
+from engine.data.corpus.pieces import InputFile, Piece, Unit
+from engine.data.corpus.readers import reader_of
 from engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
-from engine.errors import DataError
-from engine.storage.json_text import parse_json
 
-# A worker encodes many units with one tokenizer, whose .json may take a second to parse.
+BATCH_CHARACTERS = 2**19
+"""Characters that are encoded with one call: enough for a library's batch, small against a worker's memory."""
+BATCH_DOCUMENTS = 1024
+
+# A worker encodes many units with one tokenizer, whose file may take a second to parse.
 _loaded = lru_cache(maxsize=1)(load_tokenizer)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Bytes `start` to `stop` - 1 of a file: a whole text file, or a part of a file of lines."""
+class Job:
+    """The settings that all units of a preparation share."""
 
-    path: Path
-    lines: bool
-    start: int
-    stop: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.stop - self.start
-
-
-Unit = tuple[Piece, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedUnit:
-    """Documents one after another, each with its end-of-document token."""
-
-    data: bytes
-    lengths: list[int]
-    num_bytes: int
-    """Bytes of input."""
-    num_skipped: int
-    """Documents without text."""
+    tokenizer: str
+    eod_token: str | None
+    text_key: str
+    dtype: str
+    append_eod: bool
+    on_bad: OnBad
+    folder: Path
+    """Of the parts."""
+    num_units: int
 
 
 def start_worker() -> None:
@@ -60,6 +50,8 @@ def start_worker() -> None:
     A worker waits for work on a pipe that its siblings hold open too, so a killed parent would not wake it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # There is a worker per core, so the threads of a library would only get in each other's way.
+    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -70,72 +62,101 @@ def start_worker() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def encode_unit(unit: Unit, tokenizer_name: str, eod_token: str | None, json_key: str, dtype: str) -> EncodedUnit:
-    """Read and encode a unit.
+def make_part(unit: Unit, number: int, digest: str, job: Job) -> Part:
+    """Encode a unit into its part, or find the part whole.
 
     Raises:
-        DataError: bytes that are no UTF-8, or a line that is no JSON object with a text under `json_key`.
+        DataError: bad input, where the job stops at it.
+        OSError: a file of the input or of the part cannot be used.
     """
-    tokenizer: Tokenizer = _loaded(tokenizer_name, eod_token)
-    parts: list[bytes] = []
-    lengths: list[int] = []
-    num_skipped = 0
-    for piece in unit:
-        for text in _lines(piece, json_key) if piece.lines else [_whole(piece)]:
-            if not text:
-                num_skipped += 1
-                continue
-            ids = np.array([*tokenizer.encode(text), tokenizer.eod_id], dtype)
-            parts.append(ids.tobytes())
-            lengths.append(len(ids))
-    return EncodedUnit(b"".join(parts), lengths, sum(piece.num_bytes for piece in unit), num_skipped)
+    table = ProgressTable(job.folder / PROGRESS, job.num_units)
+    path = job.folder / digest
+    found = find_part(path, job.on_bad)
+    if found is not None:
+        done = (found.num_bytes, found.num_documents, found.num_tokens)
+        table.write(number, Done(*done, found_bytes=found.num_bytes, found_tokens=found.num_tokens))
+        return found
+    tokenizer: Tokenizer = _loaded(job.tokenizer, job.eod_token)
+    reading = Reading(job.on_bad)
+    done_bytes = 0
+    with PartWriter(path) as part:
+        for piece in unit:
+            for texts in _batches(documents(piece, job.text_key, reading)):
+                _encode(texts, tokenizer, job, piece, reading, part)
+                table.write(number, Done(done_bytes + reading.done_bytes(), part.num_documents, part.num_tokens))
+            done_bytes += piece.num_bytes
+        table.write(number, Done(done_bytes, part.num_documents, part.num_tokens))
+        return part.finish(done_bytes, reading.tally)
 
 
-def _whole(piece: Piece) -> str:
-    content = piece.path.read_bytes()
+def documents(piece: Piece, text_key: str, reading: Reading) -> Iterator[str]:
+    """Yield the documents of a piece, from a file that must be as it was when the units were planned.
+
+    Raises:
+        DataError: bad input, where the reading stops at it.
+        OSError: the file cannot be read, and it is not that it vanished or is forbidden.
+    """
+    path = piece.file.path
+    reading.done_bytes = lambda: 0
+    if not is_as_planned(piece.file, reading):
+        return
     try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{piece.path} is no UTF-8 text: byte {error.start:,} is 0x{content[error.start]:02x}. Guessing would train on "
-            f"wrong characters. Convert it first (iconv -f latin1 -t utf-8), or leave it out."
-        ) from error
+        yield from reader_of(path).documents(piece, text_key, reading)
+    except (FileNotFoundError, PermissionError) as error:
+        _unusable(path, error, reading)
+    reading.done_bytes = lambda: piece.num_bytes
 
 
-def _lines(piece: Piece, json_key: str) -> Iterator[str]:
-    """Yield the documents of the lines that begin in the piece; blank lines are none."""
-    with piece.path.open("rb") as handle:
-        if piece.start:
-            handle.seek(piece.start - 1)
-            handle.readline()
-        while (at := handle.tell()) < piece.stop:
-            line = handle.readline()
-            if line.strip():
-                try:
-                    yield _text(line, json_key)
-                except ValueError as error:
-                    raise DataError(
-                        f"{piece.path}, line {_line_number(handle, at):,}: {error}. Each line of a .jsonl is one document, for "
-                        f'example {{"{json_key}": "some text"}}; --json-key names another field.'
-                    ) from error
+def is_as_planned(file: InputFile, findings: Findings) -> bool:
+    """Return true if a file is there, readable and as it was when the units were planned; else add it to the findings."""
+    try:
+        now = InputFile.of(file.path)
+    except (FileNotFoundError, PermissionError) as error:
+        _unusable(file.path, error, findings)
+        return False
+    if now != file:
+        detail = f"changed while the corpus was made: it had {file.size:,} bytes and has {now.size:,}, or its time is another"
+        advice = "Its pieces would be of different texts. Start again when it is complete."
+        findings.add(Kind.CHANGED_FILE, Place(str(file.path), detail=detail), advice)
+    return now == file
 
 
-def _text(line: bytes, json_key: str) -> str:
-    """Return the document of a line; raise ValueError (or a kind of it, for undecodable bytes and broken JSON)."""
-    value = parse_json(line.decode())
-    if not isinstance(value, dict) or json_key not in value:
-        names = ", ".join(map(repr, value)) if isinstance(value, dict) else f"a {type(value).__name__}"
-        raise ValueError(f"it has no field {json_key!r}, but {names or 'no field'}")
-    if not isinstance(value[json_key], str):
-        raise ValueError(f"the field {json_key!r} is a {type(value[json_key]).__name__}, not text")
-    return str(value[json_key])
+def _unusable(path: Path, error: OSError, findings: Findings) -> None:
+    kind = Kind.VANISHED_FILE if isinstance(error, FileNotFoundError) else Kind.UNREADABLE_FILE
+    detail = "vanished" if kind is Kind.VANISHED_FILE else "may not be read by this user"
+    advice = "Its documents would be missing. Bring it back, or leave it out."
+    findings.add(kind, Place(str(path), detail=detail), advice)
 
 
-def _line_number(handle: BinaryIO, at: int) -> int:
-    """Return the number, from 1, of the line that begins at byte `at`."""
-    handle.seek(0)
-    number = 1
-    while handle.tell() < at:
-        handle.readline()
-        number += 1
-    return number
+def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    num_characters = 0
+    for text in texts:
+        batch.append(text)
+        num_characters += len(text)
+        if num_characters >= BATCH_CHARACTERS or len(batch) == BATCH_DOCUMENTS:
+            yield batch
+            batch, num_characters = [], 0
+    if batch:
+        yield batch
+
+
+def _encode(
+    texts: list[str], tokenizer: Tokenizer, job: Job, piece: Piece, findings: Findings, part: PartWriter
+) -> None:
+    tokens: list[int] = []
+    lengths: list[int] = []
+    path = str(piece.file.path)
+    for ids in tokenizer.encode_batch(texts):
+        length = len(ids) + job.append_eod
+        if not length:
+            findings.add(Kind.EMPTY_DOCUMENT, Place(path, detail="has a document whose text gives no token"))
+        elif length > LONGEST_SEQUENCE:
+            detail = f"has a document of {length:,} tokens, more than the format counts ({LONGEST_SEQUENCE:,})"
+            findings.add(Kind.TOO_LONG, Place(path, detail=detail), "Split the document.")
+        else:
+            tokens += ids
+            if job.append_eod:
+                tokens.append(tokenizer.eod_id)
+            lengths.append(length)
+    part.add(np.array(tokens, job.dtype), lengths)

@@ -14,6 +14,7 @@ index is checked at opening, because a wrong pointer would train on noise.
 import hashlib
 import struct
 from array import array
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +31,8 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 DTYPE_CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 """Megatron's numbers for numpy's dtypes; 6 and 7 (floats) are never tokens."""
+LONGEST_SEQUENCE = 2**31 - 1
+"""Tokens: the format counts those of a sequence in int32."""
 CHECK_BLOCK_SEQUENCES = 2**20
 FINGERPRINT_SAMPLES = 64
 FINGERPRINT_SAMPLE_BYTES = 4096
@@ -204,7 +207,7 @@ class IndexedTokens:
 
 
 class IndexedWriter:
-    """A writer of one `.bin/.idx` pair, one sequence per document; a context manager that leaves a whole pair or none.
+    """A writer of one `.bin/.idx` pair; a context manager that leaves a whole pair or none.
 
     An exception inside the `with` block removes the partial files. An older pair stays in place until the new one is complete; its
     `.idx` is removed first, so that no old index ever describes a new `.bin`.
@@ -224,6 +227,8 @@ class IndexedWriter:
             )
         self._code = codes[self.dtype]
         self._lengths = array("i")
+        self._document_ends = array("q", [0])
+        self._num_bytes = 0
         self._sha256 = hashlib.sha256()
 
     def __enter__(self) -> Self:
@@ -245,19 +250,31 @@ class IndexedWriter:
                 f"document {len(self._lengths):,} has a token id outside {limits.min} .. {limits.max}, the range of {self.dtype}; "
                 f"it would wrap round to another token. Use a dtype that holds the whole vocabulary."
             )
-        self.add_encoded(values.astype(self.dtype).tobytes(), [values.size])
-
-    def add_encoded(self, data: bytes, lengths: list[int]) -> None:
-        """Append documents whose tokens, already in `dtype`, follow one another in `data`."""
-        if lengths and max(lengths) > 2**31 - 1:
+        if values.size > LONGEST_SEQUENCE:
             raise DataError(
-                f"a document of {max(lengths):,} tokens does not fit: the format counts tokens of a sequence in int32, at most "
-                f"{2**31 - 1:,}. Split the document."
+                f"a document of {values.size:,} tokens does not fit: the format counts tokens of a sequence in int32, at most "
+                f"{LONGEST_SEQUENCE:,}. Split the document."
             )
-        assert len(data) == sum(lengths) * self.dtype.itemsize
-        self._handle.write(data)
-        self._sha256.update(data)
-        self._lengths.extend(lengths)
+        self.add_encoded([values.astype(self.dtype).tobytes()], np.array([values.size]))
+
+    def add_encoded(
+        self, blocks: Iterable[bytes], lengths: NDArray[np.integer[Any]], document_ends: NDArray[np.int64] | None = None
+    ) -> None:
+        """Append sequences whose tokens are already in `dtype`.
+
+        Args:
+            blocks: their bytes, one after another, cut anywhere.
+            lengths: tokens of each sequence, [sequences], each at most LONGEST_SEQUENCE.
+            document_ends: sequences up to the end of each document, [documents], rising; None: each sequence is a document.
+        """
+        first = len(self._lengths)
+        for block in blocks:
+            self._handle.write(block)
+            self._sha256.update(block)
+            self._num_bytes += len(block)
+        self._lengths.frombytes(lengths.astype("<i4").tobytes())
+        ends = np.arange(1, len(lengths) + 1) if document_ends is None else document_ends
+        self._document_ends.frombytes((ends + first).astype("<i8").tobytes())
 
     @property
     def bin_sha256(self) -> str:
@@ -267,11 +284,12 @@ class IndexedWriter:
     def _write_index(self) -> None:
         lengths = np.asarray(self._lengths, "<i4")
         ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
+        assert self._num_bytes == (int(ends[-1]) if len(ends) else 0), "the lengths are those of the tokens"
         with self._partial_idx.open("wb") as handle:
-            handle.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(lengths) + 1))
+            handle.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(self._document_ends)))
             handle.write(lengths.tobytes())
             handle.write((ends - lengths.astype(np.int64) * self.dtype.itemsize).astype("<i8").tobytes())
-            handle.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
+            handle.write(self._document_ends.tobytes())
             handle.flush()
             sync(handle.fileno())
 

@@ -1,60 +1,88 @@
 """The preparation of a corpus from text files, by processes whose number does not change a byte (no torch here).
 
-    files --plan--> pieces of about 1 MB --units--> worker 0: encode  \\
-      .txt (any name): one document             worker 1: encode   >--in the order of the plan--> PREFIX.bin, .idx, .json
-      .jsonl: a document per line               worker 2: encode  /
+    files --plan--> pieces --units--> worker 0: encode  \\
+      a reader per format             worker 1: encode   >--> PREFIX.parts --in the order of the plan--> PREFIX.bin, .idx, .json
+                                      worker 2: encode  /
 
-The plan depends only on the files, and results are written in its order: 1 and 32 workers give the same corpus. Everything that can
-be refused is refused before the first token. PREFIX.json, written last, marks the corpus as complete, records its inputs and
-hashes, and decides whether a second start has anything to do.
+The plan depends only on the files, and parts are joined in its order: 1 and 32 workers give the same corpus. A run that is killed
+leaves its whole parts, and the same command goes on from them to the same bytes. PREFIX.json, written last, marks the corpus as
+complete, records its inputs and hashes, and decides whether a second start has anything to do.
 """
 
-import glob
-import os
-from collections import deque
+import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import islice
-from multiprocessing import get_context
 from pathlib import Path
 
-from engine.data.corpus.encode import EncodedUnit, Piece, Unit, encode_unit, start_worker
+from engine.data.corpus.encode import Job, make_part, start_worker
+from engine.data.corpus.findings import Findings, Kind, OnBad, Place, Tally, add_up, is_allowed
 from engine.data.corpus.indexed import IndexedWriter, bin_path, idx_path, smallest_dtype
+from engine.data.corpus.parts import PROGRESS, SUFFIXES, Done, Part, ProgressTable, digest_of
+from engine.data.corpus.pieces import InputFile, Piece, Unit
+from engine.data.corpus.readers import reader_of
 from engine.data.corpus.record import CorpusRecord, read_record, record_path, request_digest
-from engine.data.corpus.tokenizers import load_tokenizer
+from engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
+from engine.data.corpus.train_bpe import size_to_train, train
 from engine.errors import DataError, shown
 from engine.storage.files import locked, sha256_of_file, write_atomically
 
 UNIT_BYTES = 2**20
-"""Input bytes per unit of work: large against the cost of passing it on, small against a worker's memory."""
+"""Least input bytes per unit of work: large against the cost of passing it on."""
+MOST_UNIT_BYTES = 64 * 2**20
+"""Most, where a file can be cut: what a killed run loses per worker, some seconds of work."""
+UNITS = 4096
+"""Units of a corpus whose size lies between: enough to occupy any node, few enough for a folder of parts."""
 MOST_WORKERS = 1024
 """Most processes that encode, far above the cores of any node."""
-
 UNITS_AHEAD = 3
-"""Units per worker that are encoded ahead of writing."""
-NAMES_SHOWN = 5
+"""Units per worker that have been handed out at any time."""
+PROGRESS_SECONDS = 0.2
+INSTALLING = "installing"
+"""The file in the folder of parts that names the request whose corpus is being put in place."""
 
-Progress = Callable[[int, int], None]
-"""Called as progress(bytes of input done, documents written)."""
+Progress = Callable[[Done], None]
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareRequest:
-    """Inputs, tokenizer and output of a preparation."""
+    """Inputs, tokenizer and output of a preparation.
+
+    Attributes:
+        files: of the text, in order.
+        tokenizer: as for `load_tokenizer`, or `train-bpe:N`.
+        output: prefix of the corpus.
+        text_key: field of a .jsonl line, or column of a .parquet, that holds the document.
+        eod_token: the token that ends a document; None: the tokenizer's.
+        append_eod: end each document with that token.
+        on_bad: stop at bad input, or count it.
+    """
 
     files: tuple[Path, ...]
     tokenizer: str
     output: str
-    """Prefix of the corpus."""
-    json_key: str = "text"
-    """Field of a .jsonl line that holds the document."""
+    text_key: str = "text"
     eod_token: str | None = None
+    append_eod: bool = True
+    on_bad: OnBad = "stop"
 
     @property
     def input_bytes(self) -> int:
-        return sum(path.stat().st_size for path in self.files)
+        """Return the bytes of the files that are there."""
+        return sum(path.stat().st_size for path in self.files if path.exists())
+
+    @property
+    def parts(self) -> Path:
+        """Return the folder of parts, beside the corpus."""
+        return Path(f"{self.output}.parts")
+
+    @property
+    def trained_tokenizer(self) -> Path:
+        """Return the path of the tokenizer of `train-bpe:N`."""
+        return Path(f"{self.output}.tokenizer.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,67 +93,64 @@ class Prepared:
     already_there: bool
 
 
-def find_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
-    """Return the files of some paths or globs: in the order of the patterns, sorted within one, each file once.
+def look_at(files: Sequence[Path], findings: Findings) -> list[InputFile]:
+    """Look at the input files; those that vanished or are empty go to the findings."""
+    found = []
+    for path in files:
+        try:
+            file = InputFile.of(path)
+        except FileNotFoundError:
+            place = Place(str(path), detail="vanished")
+            findings.add(Kind.VANISHED_FILE, place, "Its documents would be missing. Bring it back, or leave it out.")
+            continue
+        if file.size:
+            found.append(file)
+        else:
+            findings.add(Kind.EMPTY_FILE, Place(str(path), detail="is empty"), "Repair it, or leave it out.")
+    return found
+
+
+def plan(files: Sequence[InputFile], text_key: str, findings: Findings) -> list[Unit]:
+    """Return units of work, a function of the files alone; a text file is never cut, a .jsonl is, at any byte.
 
     Raises:
-        DataError: a pattern names no file or a folder, or files are empty or unreadable (all are named).
+        DataError: a file that is bad as a whole, where the findings stop at it.
     """
-    found: dict[Path, None] = {}
-    for pattern in patterns:
-        # Path.glob accepts no absolute patterns.
-        names = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
-        matches = [Path(name) for name in names] or [Path(pattern)]
-        files = [path for path in matches if path.is_file()]
-        if not files:
-            what = "is a folder" if Path(pattern).is_dir() else "names no file"
-            raise DataError(
-                f"--input {pattern!r} {what}. Give files or a pattern in quotes, for example '{pattern.rstrip('/*') or '.'}/*.txt' "
-                f"or '**/*.txt' for all folders below."
-            )
-        found |= dict.fromkeys(files)
-    for what, wrong in (
-        ("empty", [path for path in found if path.stat().st_size == 0]),
-        ("not readable by this user", [path for path in found if not os.access(path, os.R_OK)]),
-    ):
-        if wrong:
-            more = f" and {len(wrong) - NAMES_SHOWN:,} more" if len(wrong) > NAMES_SHOWN else ""
-            raise DataError(
-                f"{len(wrong):,} of {len(found):,} input files {'is' if len(wrong) == 1 else 'are'} {what}: "
-                f"{', '.join(map(str, wrong[:NAMES_SHOWN]))}{more}. A document without text would be an end-of-document "
-                f"token alone, and the loss of a silently skipped file would go unnoticed. Leave them out or repair them."
-            )
-    return tuple(found)
-
-
-def plan(files: Sequence[Path]) -> list[Unit]:
-    """Return units of about UNIT_BYTES, a function of the files alone. Text files are never cut; a .jsonl is, at any byte."""
+    step = min(max(UNIT_BYTES, sum(file.size for file in files) // UNITS), MOST_UNIT_BYTES)
     units: list[Unit] = []
     pieces: list[Piece] = []
     num_bytes = 0
-    for path in files:
-        size = path.stat().st_size
-        lines = path.suffix == ".jsonl"
-        step = UNIT_BYTES if lines else size
-        for start in range(0, size, step):
-            pieces.append(Piece(path, lines, start, min(start + step, size)))
-            num_bytes += pieces[-1].num_bytes
-            if num_bytes >= UNIT_BYTES:
+    for file in files:
+        for piece in _pieces(file, text_key, step, findings):
+            pieces.append(piece)
+            num_bytes += piece.num_bytes
+            if num_bytes >= step:
                 units.append(tuple(pieces))
                 pieces, num_bytes = [], 0
     return [*units, tuple(pieces)] if pieces else units
 
 
+def _pieces(file: InputFile, text_key: str, step: int, findings: Findings) -> Iterator[Piece]:
+    try:
+        yield from reader_of(file.path).pieces(file, text_key, step, findings)
+    except PermissionError:
+        place = Place(str(file.path), detail="may not be read by this user")
+        findings.add(
+            Kind.UNREADABLE_FILE, place, "Its documents would be missing. Change its permissions, or leave it out."
+        )
+
+
 def prepare(request: PrepareRequest, *, num_workers: int, force: bool = False, progress: Progress) -> Prepared:
     """Write the corpus PREFIX.bin, PREFIX.idx and PREFIX.json, or find it complete.
 
-    A second process with the same output waits for the first. After an error or a kill there is no corpus, or the older one.
+    A second process with the same output waits for the first. After an error or a kill there is no corpus, or the older one, and
+    PREFIX.parts has what was done.
 
     Args:
         request: inputs, tokenizer and output.
         num_workers: processes that encode.
         force: replace a corpus of other inputs.
-        progress: called after every unit.
+        progress: called several times a second.
 
     Raises:
         DataError: the tokenizer, an input or the output cannot be used, or the output holds another corpus.
@@ -137,29 +162,57 @@ def prepare(request: PrepareRequest, *, num_workers: int, force: bool = False, p
             f"--workers {shown(num_workers)}: at most {MOST_WORKERS:,}; each is a process with a tokenizer of its own, and more "
             "than there are cores gain nothing."
         )
-    tokenizer = load_tokenizer(request.tokenizer, request.eod_token)
-    digest = request_digest(request.files, tokenizer.identity, request.json_key)
+    identity = _identity(request)
+    findings = Findings(request.on_bad)
     folder = Path(request.output).parent
     try:
+        files = look_at(request.files, findings)
+        digest = request_digest(files, identity, request.text_key, append_eod=request.append_eod)
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder / f".{Path(request.output).name}.lock"):
             existing = read_record(request.output)
-            if existing and existing.request == digest and not force and existing.problem(request.output) is None:
+            if existing and not force and _is_complete(request, existing, digest):
                 return Prepared(existing, already_there=True)
-            _refuse_another_corpus(request.output, existing, digest, force)
-            record = _write(request, digest, num_workers, progress)
+            may_replace = force or _was_installing(request, digest)
+            _refuse_another_corpus(request, existing, digest, may_replace)
+            request.parts.mkdir(exist_ok=True)
+            try:
+                units = plan(files, request.text_key, findings)
+                tokenizer = _open_tokenizer(request, units, may_replace)
+                record = _write(request, units, tokenizer, findings.tally, digest, num_workers, progress)
+            finally:
+                _remove_unfinished(request.parts)
     except OSError as error:
         raise DataError(
             f"preparing {request.output} failed: {error.strerror or error} ({error.filename or folder}). There is "
             f"no complete corpus of these inputs. Check that file's permissions and the room on its disk, or choose another "
-            f"--output."
+            f"--output; what is whole is kept in {request.parts}."
         ) from error
     return Prepared(record, already_there=False)
 
 
-def _refuse_another_corpus(output: str, existing: CorpusRecord | None, digest: str, force: bool) -> None:
+def _identity(request: PrepareRequest) -> str:
+    """Return what stands for the tokenizer in the digest of the request: one that is to be trained follows from the inputs."""
+    if size_to_train(request.tokenizer) is not None:
+        return f"{request.tokenizer} {request.eod_token}"
+    return load_tokenizer(request.tokenizer, request.eod_token).identity
+
+
+def _is_complete(request: PrepareRequest, existing: CorpusRecord, digest: str) -> bool:
+    return (
+        existing.request == digest
+        and is_allowed(existing.left_out, request.on_bad)
+        and existing.problem(request.output) is None
+        and (size_to_train(request.tokenizer) is None or request.trained_tokenizer.is_file())
+    )
+
+
+def _refuse_another_corpus(
+    request: PrepareRequest, existing: CorpusRecord | None, digest: str, may_replace: bool
+) -> None:
+    output = request.output
     there = [path for path in (bin_path(output), idx_path(output)) if path.exists()]
-    if force or not there or (existing and existing.request == digest):
+    if may_replace or not there or (existing and existing.request == digest):
         return
     why = "it was made of other inputs, or of inputs that have changed since, or with another tokenizer or key"
     raise DataError(
@@ -168,65 +221,157 @@ def _refuse_another_corpus(output: str, existing: CorpusRecord | None, digest: s
     )
 
 
-def _write(request: PrepareRequest, digest: str, num_workers: int, progress: Progress) -> CorpusRecord:
-    tokenizer = load_tokenizer(request.tokenizer, request.eod_token)
-    dtype = smallest_dtype(tokenizer.vocab_size)
-    num_documents = num_tokens = num_skipped = done_bytes = 0
-    with IndexedWriter(request.output, dtype) as writer:
-        for unit in _encode_all(request, dtype.str, num_workers):
-            writer.add_encoded(unit.data, unit.lengths)
-            num_documents += len(unit.lengths)
-            num_tokens += sum(unit.lengths)
-            num_skipped += unit.num_skipped
-            done_bytes += unit.num_bytes
-            progress(done_bytes, num_documents)
+def _was_installing(request: PrepareRequest, digest: str) -> bool:
+    """Return true if a killed run of the same request was about to replace what is there."""
+    path = request.parts / INSTALLING
+    return path.is_file() and path.read_text() == digest
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTokenizer:
+    """The tokenizer of a preparation.
+
+    Attributes:
+        tokenizer: itself.
+        name: by which workers open it.
+        trained: the content of its file, where this preparation trained it.
+    """
+
+    tokenizer: Tokenizer
+    name: str
+    trained: bytes | None = None
+
+
+def _open_tokenizer(request: PrepareRequest, units: Sequence[Unit], may_replace: bool) -> OpenTokenizer:
+    """Open the tokenizer; train it first where that was asked for and no earlier run has."""
+    vocab_size = size_to_train(request.tokenizer)
+    if vocab_size is None:
+        return OpenTokenizer(load_tokenizer(request.tokenizer, request.eod_token), request.tokenizer)
+    pieces = tuple(piece for unit in units for piece in unit)
+    kept = request.parts / f"{digest_of(pieces, request.tokenizer, request.text_key, request.eod_token)}.json"
+    if not kept.is_file():
+        write_atomically(kept, [train(units, vocab_size, request.text_key, request.eod_token, request.on_bad)])
+    content, path = kept.read_bytes(), request.trained_tokenizer
+    if path.exists() and path.read_bytes() != content and not may_replace:
+        raise DataError(
+            f"{path} exists and is another tokenizer: models that were trained with it would read other words. Choose another "
+            f"--output, or replace it with --force."
+        )
+    return OpenTokenizer(load_tokenizer(str(kept), request.eod_token), str(kept), content)
+
+
+def _write(
+    request: PrepareRequest,
+    units: Sequence[Unit],
+    opened: OpenTokenizer,
+    left_out: Tally,
+    digest: str,
+    num_workers: int,
+    progress: Progress,
+) -> CorpusRecord:
+    """Make the parts, join them and put the corpus in place; `left_out` has what the plan left out."""
+    tokenizer, dtype = opened.tokenizer, smallest_dtype(opened.tokenizer.vocab_size)
+    options = (request.text_key, dtype.str, request.append_eod)
+    names = [digest_of(unit, tokenizer.identity, *options) for unit in units]
+    job = Job(opened.name, request.eod_token, *options, request.on_bad, request.parts, len(units))
+    num_documents = num_tokens = 0
+    with (
+        IndexedWriter(request.output, dtype) as writer,
+        closing(_parts_in_order(units, names, job, num_workers, progress)) as parts,
+    ):
+        for part in parts:
+            writer.add_encoded(part.token_blocks(), part.lengths())
+            num_documents += part.num_documents
+            num_tokens += part.num_tokens
+            add_up(left_out, part.left_out)
         if not num_documents:
+            _remove_parts(request.parts)
             raise DataError(
-                f"the inputs hold no text at all: {num_skipped:,} documents, all of them empty. Nothing was written."
+                f"the inputs hold no text at all: {_num_empty(left_out):,} documents, all of them empty. Nothing was written."
             )
+        write_atomically(request.parts / INSTALLING, [digest.encode()])
+        if opened.trained is not None:
+            write_atomically(request.trained_tokenizer, [opened.trained])
         record_path(request.output).unlink(missing_ok=True)
     record = CorpusRecord(
-        tokenizer=request.tokenizer,
+        tokenizer=request.tokenizer if opened.trained is None else str(request.trained_tokenizer),
         vocab_size=tokenizer.vocab_size,
         eod_id=tokenizer.eod_id,
         dtype=dtype.name,
         num_documents=num_documents,
         num_tokens=num_tokens,
-        num_skipped_documents=num_skipped,
+        num_skipped_documents=_num_empty(left_out),
         num_input_files=len(request.files),
-        input_bytes=request.input_bytes,
+        input_bytes=sum(piece.num_bytes for unit in units for piece in unit),
         bin_bytes=bin_path(request.output).stat().st_size,
         bin_sha256=writer.bin_sha256,
         idx_sha256=sha256_of_file(idx_path(request.output)),
         request=digest,
+        tokenizer_identity=tokenizer.identity,
+        append_eod=request.append_eod,
+        left_out={
+            kind: {"count": found.count, "places": [str(place.with_line()) for place in found.places]}
+            for kind, found in left_out.items()
+        },
     )
     write_atomically(record_path(request.output), [record.to_json().encode()])
+    _remove_parts(request.parts)
     return record
 
 
-def _encode_all(request: PrepareRequest, dtype: str, num_workers: int) -> Iterator[EncodedUnit]:
-    """Yield the encoded units in the order of the plan, a bounded number of them encoded ahead."""
-    units = iter(plan(request.files))
+def _num_empty(left_out: Tally) -> int:
+    return left_out[Kind.EMPTY_DOCUMENT].count if Kind.EMPTY_DOCUMENT in left_out else 0
+
+
+def _parts_in_order(
+    units: Sequence[Unit], names: Sequence[str], job: Job, num_workers: int, progress: Progress
+) -> Iterator[Part]:
+    """Yield the parts in the order of the plan, while workers make the next ones."""
+    if not units:
+        return
+    table = ProgressTable(job.folder / PROGRESS, len(units), create=True)
+    others = set(multiprocessing.active_children())
     # spawn: the caller may have threads or torch loaded, and a fork of that can hang.
-    pool = ProcessPoolExecutor(num_workers, mp_context=get_context("spawn"), initializer=start_worker)
+    pool = ProcessPoolExecutor(num_workers, mp_context=multiprocessing.get_context("spawn"), initializer=start_worker)
+    waiting = iter(enumerate(zip(units, names, strict=True)))
+    running: dict[Future[Part], int] = {}
+    made: dict[int, Part] = {}
     try:
-        ahead: deque[Future[EncodedUnit]] = deque()
-
-        def submit(count: int) -> None:
-            for unit in islice(units, count):
-                ahead.append(
-                    pool.submit(encode_unit, unit, request.tokenizer, request.eod_token, request.json_key, dtype)
-                )
-
-        submit(UNITS_AHEAD * num_workers)
-        while ahead:
-            yield ahead.popleft().result()
-            submit(1)
+        for at in range(len(units)):
+            while at not in made:
+                for number, (unit, name) in islice(waiting, UNITS_AHEAD * num_workers - len(running)):
+                    running[pool.submit(make_part, unit, number, name, job)] = number
+                ready, _ = wait(running, PROGRESS_SECONDS, FIRST_COMPLETED)
+                made |= {running.pop(future): future.result() for future in ready}
+                progress(table.total())
+            yield made.pop(at)
     except BrokenProcessPool as error:
         raise DataError(
             "a worker process died. If it printed an error above, it could not start (a script of yours that prepares text "
             "needs `if __name__ == '__main__':`). Else it was most likely killed for want of memory, since a text file is one "
-            "document and is encoded whole: use fewer --workers, or cut very large files. Nothing was written."
+            f"document and is encoded whole: use fewer --workers, or cut very large files. What is whole is kept in {job.folder}."
         ) from error
+    except BaseException:
+        # Parts are whole or not there, so nothing is lost with a worker.
+        for worker in set(multiprocessing.active_children()) - others:
+            worker.terminate()
+        raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _remove_parts(folder: Path) -> None:
+    """Remove all that preparations write to the folder of parts."""
+    for path in folder.iterdir():
+        if path.suffix in (*SUFFIXES, ".partial") or path.name in (PROGRESS, INSTALLING):
+            path.unlink()
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove what no later start can use, and the folder where nothing is left: what is whole stays for the next start."""
+    for path in folder.iterdir():
+        unfinished = path.suffix in SUFFIXES and not path.with_suffix(".json").exists()
+        if unfinished or path.suffix == ".partial" or path.name == PROGRESS:
+            path.unlink()
+    with suppress(OSError):
+        folder.rmdir()

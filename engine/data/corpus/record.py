@@ -3,10 +3,12 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from engine.data.corpus.indexed import bin_path, idx_path
+from engine.data.corpus.pieces import InputFile
 from engine.errors import DataError
 from engine.storage.files import sha256_of_file
 from engine.storage.json_text import parse_json
@@ -32,6 +34,12 @@ class CorpusRecord:
     idx_sha256: str
     request: str
     """Digest of inputs, tokenizer and key; equal for equal corpora."""
+    tokenizer_identity: str = ""
+    """`Tokenizer.identity`; empty in records of earlier versions."""
+    append_eod: bool = True
+    """Each document ends with `eod_id`."""
+    left_out: dict[str, Any] = field(default_factory=dict)
+    """Kind of input that is not in the corpus -> its `count`, and the first `places`; documents without text are among them."""
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
@@ -63,7 +71,8 @@ def read_record(prefix: str) -> CorpusRecord | None:
         content = parse_json(path.read_bytes())
         if content.pop("format") != FORMAT:
             raise ValueError("another format")
-        return CorpusRecord(**{field.name: content[field.name] for field in fields(CorpusRecord)})
+        names = {field.name for field in fields(CorpusRecord)}
+        return CorpusRecord(**{name: value for name, value in content.items() if name in names})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"{path} is no record of `triaxis prepare` ({type(error).__name__}: {error}), so it is neither read nor replaced: "
@@ -71,10 +80,14 @@ def read_record(prefix: str) -> CorpusRecord | None:
         ) from error
 
 
-def request_digest(files: Sequence[Path], tokenizer_identity: str, json_key: str) -> str:
+def request_digest(
+    files: Sequence[InputFile], tokenizer_identity: str, text_key: str, *, append_eod: bool = True
+) -> str:
     """Return the hexadecimal sha256 of all inputs of a corpus: files in order (path, size, time of change), tokenizer, key.
 
-    Contents are not read, since inputs may be terabytes; a touched file counts as another one.
+    Contents are not read, since inputs may be terabytes; a touched file counts as another one. What has its default is not part
+    of it, so that digests of earlier versions stay valid.
     """
-    inputs = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return hashlib.sha256(json.dumps([FORMAT, inputs, tokenizer_identity, json_key]).encode()).hexdigest()
+    inputs = [(str(file.path.resolve()), file.size, file.mtime_ns) for file in files]
+    options = [] if append_eod else ["no end of document"]
+    return hashlib.sha256(json.dumps([FORMAT, inputs, tokenizer_identity, text_key, *options]).encode()).hexdigest()

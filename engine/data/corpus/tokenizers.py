@@ -1,21 +1,31 @@
-"""Text to token ids and back: bytes, or a Hugging Face `tokenizers` .json (no torch here).
+"""Text to token ids and back: one record of KINDS per kind of tokenizer (no torch here).
 
-    load_tokenizer("bytes")            ids 0 .. 255 are the bytes of UTF-8, 256 ends a document; vocab_size 257
-    load_tokenizer("tokenizer.json")   ids of the file; one of END_OF_DOCUMENT_NAMES, or a named token, ends a document
+    load_tokenizer("bytes")                 ids 0 .. 255 are the bytes of UTF-8, 256 ends a document; vocab_size 257
+    load_tokenizer("tokenizer.json")        a file of Hugging Face's `tokenizers` library
+    load_tokenizer("some/folder")           a folder of transformers: its tokenizer.json, and the special tokens of its config
+    load_tokenizer("tokenizer.model")       a model of sentencepiece
+    load_tokenizer("gpt2.tiktoken")         ranks of tiktoken; .tiktoken:PATTERN names how a text is cut
 
 Text is data: a document that spells the name of a special token gets the ids of its characters, never that token. So no text can
-end its own document.
+end its own document. No special token is added either, such as a beginning of text that a library would put before each document.
 """
 
 import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from engine.data.corpus.end_of_document import end_of_document
+from engine.data.corpus.sentencepiece_model import SentencePieceTokenizer
+from engine.data.corpus.tiktoken_ranks import ENDING, TiktokenTokenizer
 from engine.errors import DataError
 from engine.storage.files import sha256_of_file
+from engine.storage.json_text import parse_json
 
-END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
-"""Names of the token, tried in this order where none is given."""
+BYTES = "bytes"
+TOKENIZER_JSON = "tokenizer.json"
 
 
 class Tokenizer(Protocol):
@@ -27,9 +37,15 @@ class Tokenizer(Protocol):
     """Id that ends a document."""
     identity: str
     """Hexadecimal sha256 of everything that decides the ids; equal where two tokenizers encode alike."""
+    json_file: Path | None
+    """Its tokenizer.json, which other libraries read; None where it has none."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without an end-of-document id."""
+        """Return the ids of a text, without any special token."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text, as `encode` gives them."""
         ...
 
     def decode(self, ids: list[int]) -> str:
@@ -40,6 +56,8 @@ class Tokenizer(Protocol):
 class BytesTokenizer:
     """One id per byte of UTF-8."""
 
+    json_file: Path | None = None
+
     def __init__(self) -> None:
         self.eod_id = 256
         self.vocab_size = 257
@@ -48,47 +66,93 @@ class BytesTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
     def decode(self, ids: list[int]) -> str:
         """Return the text; bytes that are no UTF-8 (a model may write any) become the replacement character."""
         return bytes(token for token in ids if token < 256).decode(errors="replace")
 
 
 class JsonTokenizer:
-    """A tokenizer of the Hugging Face `tokenizers` library from its .json file.
+    """A tokenizer of the Hugging Face `tokenizers` library.
 
     Args:
-        path: the file.
-        eod_token: the token that ends a document; None: the first of END_OF_DOCUMENT_NAMES that it has.
+        path: its .json file, or a folder of transformers with a tokenizer.json.
+        eod_token: the token that ends a document; None: the folder's eos_token, else the first of END_OF_DOCUMENT_NAMES.
 
     Raises:
         DataError: no such file, no tokenizer, or no token that ends a document.
     """
 
     def __init__(self, path: Path, eod_token: str | None = None) -> None:
-        self._tokenizer: Any = _open(path)
+        folder = path if path.is_dir() else None
+        self.json_file: Path | None = path / TOKENIZER_JSON if folder else path
+        self._tokenizer: Any = _open(self.json_file)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        own, added = _of_folder(folder, self._tokenizer) if folder else (None, [])
         self._tokenizer.encode_special_tokens = True
-        ids: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        names = END_OF_DOCUMENT_NAMES if eod_token is None else (eod_token,)
-        found = [name for name in names if name in ids]
-        if not found:
-            raise DataError(
-                f"{path} has no token {' or '.join(names)}: without a token between documents the model would learn that one "
-                f"document continues the other. Name the token with --eod-token."
-            )
-        self.eod_id = ids[found[0]]
+        self.eod_id = end_of_document(path, self._tokenizer.token_to_id, eod_token, own)
         self.vocab_size = _vocab_size(self._tokenizer)
-        self.identity = hashlib.sha256(f"{sha256_of_file(path)} {self.eod_id}".encode()).hexdigest()
+        parts = [sha256_of_file(self.json_file), str(self.eod_id), *([json.dumps(added)] if added else [])]
+        self.identity = hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        # "fast" leaves out the places of tokens in the text, not any id.
+        return [found.ids for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
     def decode(self, ids: list[int]) -> str:
         known = [token for token in ids if token < self.vocab_size and token != self.eod_id]
         text: str = self._tokenizer.decode(known, skip_special_tokens=True)
         return text
+
+
+def _of_folder(folder: Path, tokenizer: Any) -> tuple[str | None, list[str]]:
+    """Add the tokens of a folder's tokenizer_config.json that its tokenizer.json lacks; return its eos_token and their names.
+
+    transformers does the same when it opens the folder (`added_tokens_decoder` in PreTrainedTokenizerFast).
+    """
+    config = _json_of(folder / "tokenizer_config.json")
+    added = []
+    for number, token in sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):
+        name = token["content"]
+        if tokenizer.token_to_id(name) is None:
+            _add_token(tokenizer, token)
+            added.append(name)
+        if (found := tokenizer.token_to_id(name)) != int(number):
+            raise DataError(
+                f"{folder}: tokenizer_config.json gives {name!r} the id {number}, and {TOKENIZER_JSON} {found}: the two are of "
+                f"different models. Copy both from one place."
+            )
+    eos = config.get("eos_token") or _json_of(folder / "special_tokens_map.json").get("eos_token")
+    return (eos["content"] if isinstance(eos, dict) else eos), added
+
+
+def _add_token(tokenizer: Any, token: dict[str, Any]) -> None:
+    import tokenizers
+
+    names = ("special", "single_word", "lstrip", "rstrip", "normalized")
+    tokenizer.add_tokens(
+        [tokenizers.AddedToken(token["content"], **{name: token[name] for name in names if name in token})]
+    )
+
+
+def _json_of(path: Path) -> dict[str, Any]:
+    """Read a file of a tokenizer's folder; empty where there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        content: dict[str, Any] = parse_json(path.read_bytes())
+        return content
+    except ValueError as error:
+        raise DataError(
+            f"{path} is no JSON ({error}), so the tokens that it names are unknown. Copy it again."
+        ) from error
 
 
 def check_tokenizer(path: Path, vocab_size: int) -> None:
@@ -111,8 +175,8 @@ def _open(path: Path) -> Any:
 
     if not path.is_file():
         raise DataError(
-            f"there is no tokenizer at {path}. Give `bytes`, or the path of a tokenizer.json of the Hugging Face "
-            f"`tokenizers` library."
+            f"there is no tokenizer at {path}. Give {', '.join(kind.shown for kind in KINDS)}; `triaxis prepare` also trains one: "
+            f"train-bpe:32000. A folder of transformers without tokenizer.json gets one from AutoTokenizer(..).save_pretrained."
         )
     try:
         return tokenizers.Tokenizer.from_file(str(path))
@@ -129,14 +193,60 @@ def _vocab_size(tokenizer: Any) -> int:
     return max(ids.values(), default=-1) + 1
 
 
+@dataclass(frozen=True, slots=True)
+class TokenizerKind:
+    """A kind of tokenizer."""
+
+    shown: str
+    """How it is given, for messages."""
+    fits: Callable[[Path, str | None], bool]
+    """Returns true for a path, and the pattern after its colon, that is of this kind."""
+    open: Callable[[Path, str | None, str | None], Tokenizer]
+    """Opens it: path, pattern, end-of-document token."""
+
+
+KINDS = (
+    TokenizerKind(
+        "`bytes`",
+        lambda path, pattern: str(path) == BYTES,
+        lambda path, pattern, eod_token: _bytes_tokenizer(eod_token),
+    ),
+    TokenizerKind(
+        "ranks of tiktoken (NAME.tiktoken:PATTERN)",
+        lambda path, pattern: path.name.endswith(ENDING) or (pattern is not None and path.is_file()),
+        TiktokenTokenizer,
+    ),
+    TokenizerKind(
+        "a sentencepiece .model",
+        lambda path, pattern: path.suffix == ".model" and path.is_file(),
+        lambda path, pattern, eod_token: SentencePieceTokenizer(path, eod_token),
+    ),
+    TokenizerKind(
+        "a Hugging Face tokenizer.json or its folder",
+        lambda path, pattern: True,
+        lambda path, pattern, eod_token: JsonTokenizer(path, eod_token),
+    ),
+)
+"""The kinds of tokenizers; the first that fits opens a name."""
+
+
+def split_name(name: str) -> tuple[Path, str | None]:
+    """Return the path in the name of a tokenizer, and the pattern after its colon."""
+    path, colon, pattern = name.partition(":")
+    return (Path(name), None) if not colon or Path(name).exists() else (Path(path), pattern)
+
+
 def load_tokenizer(name: str, eod_token: str | None = None) -> Tokenizer:
-    """Return the tokenizer that `data.tokenizer` or `--tokenizer` names: `bytes`, or the path of a tokenizers .json.
+    """Return the tokenizer that `data.tokenizer` or `--tokenizer` names; KINDS has what can be named.
 
     Raises:
-        DataError: see `JsonTokenizer`; or an end-of-document token for bytes, which have their own.
+        DataError: see the kinds; or an end-of-document token for bytes, which have their own.
     """
-    if name != "bytes":
-        return JsonTokenizer(Path(name), eod_token)
+    path, pattern = split_name(name)
+    return next(kind for kind in KINDS if kind.fits(path, pattern)).open(path, pattern, eod_token)
+
+
+def _bytes_tokenizer(eod_token: str | None) -> BytesTokenizer:
     if eod_token is not None:
         raise DataError(
             f"the bytes tokenizer ends a document with id 256; it has no token {eod_token!r}. Leave --eod-token out."

@@ -6,7 +6,8 @@ The `tokenizers` library works on letters, so GPT-2 gave every byte one: itself 
 U+0100 on. Here the letter of byte b has the id b, and 256 ends a document.
 """
 
-from engine.data.corpus.tokenizers import END_OF_DOCUMENT_NAMES, BytesTokenizer
+from engine.data.corpus.end_of_document import END_OF_DOCUMENT_NAMES
+from engine.data.corpus.tokenizers import BytesTokenizer
 
 _PRINTABLE = (*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1))
 

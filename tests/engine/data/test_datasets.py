@@ -103,7 +103,7 @@ def test_mistakes_are_found_when_it_opens(corpora: tuple[str, str], tmp_path: Pa
         opened(train=[(1.0, corpora[0])], split=(98, 3, 1))
     (tmp_path / "a.txt").write_text("some text")
     request = PrepareRequest((tmp_path / "a.txt",), "bytes", str(tmp_path / "prepared"))
-    prepare(request, num_workers=1, progress=lambda done_bytes, documents: None)
+    prepare(request, num_workers=1, progress=lambda done: None)
     with pytest.raises(DataError, match=r"Set model\.vocab_size=257"):
         opened(train=[(1.0, str(tmp_path / "prepared"))], split=(1, 0, 0), vocab_size=256)
     assert json.loads((tmp_path / "prepared.json").read_text())["num_tokens"] == 10

@@ -7,28 +7,33 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 
 from engine.data.corpus import prepare as prepare_module
-from engine.data.corpus.encode import Piece, encode_unit
+from engine.data.corpus.encode import documents as documents_of
+from engine.data.corpus.findings import Findings, Reading
 from engine.data.corpus.indexed import IndexedTokens, bin_path
-from engine.data.corpus.prepare import Prepared, PrepareRequest, find_inputs, plan, prepare
+from engine.data.corpus.inputs import find_inputs
+from engine.data.corpus.parts import Done
+from engine.data.corpus.pieces import InputFile, Piece
+from engine.data.corpus.prepare import Prepared, PrepareRequest, look_at, plan, prepare
 from engine.data.corpus.record import read_record
 from engine.data.corpus.tokenizers import load_tokenizer
 from engine.errors import DataError
+from engine.storage.files import write_atomically
 from launch.commands import prepare as command
 
 LINES = ["first", "", "zwei\nmit Umbruch", "drei \u2028 🙂", "x" * 500, "last"]
 
 
-def quietly(done_bytes: int, num_documents: int) -> None:
-    assert done_bytes > 0
+def quietly(done: Done) -> None:
+    assert done.num_bytes >= 0
 
 
-def make(files: tuple[Path, ...], output: Path, num_workers: int = 1, force: bool = False, **fields: str) -> Prepared:
+def make(files: tuple[Path, ...], output: Path, num_workers: int = 1, force: bool = False, **fields: Any) -> Prepared:
     request = PrepareRequest(files, fields.pop("tokenizer", "bytes"), str(output), **fields)
     return prepare(request, num_workers=num_workers, force=force, progress=quietly)
 
@@ -54,9 +59,9 @@ def documents(prefix: Path) -> list[str]:
 
 def test_the_corpus_is_the_text_in_order(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare_module, "UNIT_BYTES", 100)  # several units, the .jsonl cut inside lines
-    files = find_inputs([str(texts / "*.txt"), str(texts / "*")])
+    files = find_inputs([str(texts / "*.txt"), str(texts / "*")]).files
     assert [path.name for path in files] == ["a.txt", "b.txt", "c.md", "d.jsonl"]
-    assert len(plan(files)) > 5
+    assert len(plan(look_at(files, Findings("stop")), "text", Findings("stop"))) > 5
     one, three = make(files, tmp_path / "out" / "one"), make(files, tmp_path / "out" / "three", num_workers=3)
     assert documents(tmp_path / "out" / "one") == ["a a a", "bé\r\n", "c" * 3000, *filter(None, LINES)]
     assert (one.record.num_documents, one.record.num_skipped_documents, one.record.num_input_files) == (8, 1, 4)
@@ -75,12 +80,12 @@ def test_the_corpus_is_the_text_in_order(texts: Path, tmp_path: Path, monkeypatc
 def test_every_line_belongs_to_one_piece(texts: Path, cut: int) -> None:
     path = texts / "d.jsonl"
     size = path.stat().st_size
-    pieces = [Piece(path, True, start, min(start + cut, size)) for start in range(0, size, cut)]
-    units = [encode_unit((piece,), "bytes", None, "text", "<u2") for piece in pieces]
-    ids = np.frombuffer(b"".join(unit.data for unit in units), "<u2")
-    assert bytes(ids[ids < 256].astype(np.uint8)).decode() == "".join(LINES)
-    assert sum(unit.num_skipped for unit in units) == 1
-    assert sum(unit.num_bytes for unit in units) == size
+    file = InputFile.of(path)
+    pieces = [Piece(file, at, min(at + cut, size), min(cut, size - at)) for at in range(0, size, cut)]
+    reading = Reading("stop")
+    assert [text for piece in pieces for text in documents_of(piece, "text", reading)] == list(filter(None, LINES))
+    (empty,) = reading.tally.values()
+    assert (empty.count, [place.with_line().where for place in empty.places]) == (1, ["line 2"])
 
 
 def test_a_killed_run_leaves_no_worker_and_no_corpus(tmp_path: Path) -> None:
@@ -91,9 +96,11 @@ def test_a_killed_run_leaves_no_worker_and_no_corpus(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from engine.data.corpus import prepare as p\n"
         "if __name__ == '__main__':\n"
-        "    p.plan = lambda files: [(p.Piece(path, path.suffix == '.jsonl', 0, 1),) for path in files]\n"
+        "    p.plan = lambda files, *rest: [(p.Piece(file, 0, file.size, 1),) for file in files]\n"
+        "    p.look_at = lambda paths, *rest: [p.InputFile.of(path) for path in paths]\n"
         "    request = p.PrepareRequest(tuple(map(Path, sys.argv[1:3])), 'bytes', sys.argv[3])\n"
-        "    p.prepare(request, num_workers=2, progress=lambda *done: print('started', flush=True))\n"
+        "    done = lambda done: done.num_documents and print('started', flush=True)\n"
+        "    p.prepare(request, num_workers=2, progress=done)\n"
     )
     (tmp_path / "script.py").write_text(script)
     output = tmp_path / "corpus"
@@ -117,7 +124,7 @@ def test_a_killed_run_leaves_no_worker_and_no_corpus(tmp_path: Path) -> None:
 
 
 def test_a_second_start_has_nothing_to_do(texts: Path, tmp_path: Path) -> None:
-    files, output = find_inputs([str(texts / "*.txt")]), tmp_path / "corpus"
+    files, output = find_inputs([str(texts / "*.txt")]).files, tmp_path / "corpus"
     first = make(files, output)
     assert not first.already_there
     when = bin_path(output).stat().st_mtime_ns
@@ -127,7 +134,7 @@ def test_a_second_start_has_nothing_to_do(texts: Path, tmp_path: Path) -> None:
 
 
 def test_a_damaged_corpus_is_made_again(texts: Path, tmp_path: Path) -> None:
-    files, output = find_inputs([str(texts / "*.txt")]), tmp_path / "corpus"
+    files, output = find_inputs([str(texts / "*.txt")]).files, tmp_path / "corpus"
     first = make(files, output)
     content = bin_path(output).read_bytes()
     bin_path(output).write_bytes(b"\1" + content[1:])
@@ -137,8 +144,8 @@ def test_a_damaged_corpus_is_made_again(texts: Path, tmp_path: Path) -> None:
 
 def test_another_corpus_is_replaced_only_by_force(texts: Path, tmp_path: Path) -> None:
     output = tmp_path / "corpus"
-    first = make(find_inputs([str(texts / "*.txt")]), output)
-    other = find_inputs([str(texts / "c.md")])
+    first = make(find_inputs([str(texts / "*.txt")]).files, output)
+    other = find_inputs([str(texts / "c.md")]).files
     with pytest.raises(DataError, match="made of other inputs"):
         make(other, output)
     assert read_record(str(output)) == first.record
@@ -150,14 +157,16 @@ def test_another_corpus_is_replaced_only_by_force(texts: Path, tmp_path: Path) -
 
 def test_a_record_never_describes_another_corpus(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "corpus"
-    make(find_inputs([str(texts / "*.txt")]), output)
+    make(find_inputs([str(texts / "*.txt")]).files, output)
 
-    def stop(path: Path, parts: object) -> None:
-        raise OSError(28, "No space left on device")
+    def stop(path: Path, parts: list[bytes]) -> None:
+        if path.name == "corpus.json":
+            raise OSError(28, "No space left on device")
+        write_atomically(path, parts)
 
     monkeypatch.setattr(prepare_module, "write_atomically", stop)
     with pytest.raises(DataError, match="No space left on device"):
-        make(find_inputs([str(texts / "c.md")]), output, force=True)
+        make(find_inputs([str(texts / "c.md")]).files, output, force=True)
     assert IndexedTokens(output).num_documents == 1
     assert read_record(str(output)) is None
 
@@ -165,37 +174,8 @@ def test_a_record_never_describes_another_corpus(texts: Path, tmp_path: Path, mo
 def test_a_foreign_json_is_never_replaced(texts: Path, tmp_path: Path) -> None:
     (tmp_path / "corpus.json").write_text('{"model": {"type": "BPE"}}')
     with pytest.raises(DataError, match="neither read nor replaced"):
-        make(find_inputs([str(texts / "*.txt")]), tmp_path / "corpus", force=True)
+        make(find_inputs([str(texts / "*.txt")]).files, tmp_path / "corpus", force=True)
     assert "BPE" in (tmp_path / "corpus.json").read_text()
-
-
-BAD_INPUTS = {
-    "latin1.txt": (b"caf\xe9", r"latin1\.txt is no UTF-8 text: byte 3 is 0xe9"),
-    "broken.jsonl": (b'{"text": "a"}\n\n{"text": ', r"broken\.jsonl, line 3: .*Each line of a \.jsonl is one document"),
-    "nokey.jsonl": (b'{"text": "a"}\n{"content": "b"}\n', r"line 2: it has no field 'text', but 'content'"),
-    "list.jsonl": (b"[1]\n", r"line 1: it has no field 'text', but a list"),
-    "number.jsonl": (b'{"text": 3}\n', r"line 1: the field 'text' is a int, not text"),
-    "void.jsonl": (b'{"text": ""}\n', r"no text at all: 1 documents"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_INPUTS)
-def test_a_bad_input_is_named_and_leaves_nothing(tmp_path: Path, name: str) -> None:
-    content, message = BAD_INPUTS[name]
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=message):
-        make((tmp_path / name,), tmp_path / "out" / "corpus")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == [".corpus.lock"]
-
-
-def test_empty_and_missing_inputs_are_refused_before_any_work(texts: Path) -> None:
-    (texts / "empty.txt").touch()
-    with pytest.raises(DataError, match=r"1 of 5 input files is empty: .*empty\.txt"):
-        find_inputs([str(texts / "*")])
-    with pytest.raises(DataError, match="names no file"):
-        find_inputs([str(texts / "*.rst")])
-    with pytest.raises(DataError, match="is a folder"):
-        find_inputs([str(texts)])
 
 
 def test_a_json_tokenizer_with_many_ids_is_written_as_int32(tmp_path: Path, texts: Path) -> None:

@@ -30,7 +30,7 @@ def test_stdlib_files_are_sources_up_to_a_size() -> None:
 def test_a_split_of_the_stdlib_holds_back_text_like_the_rest(tmp_path: Path) -> None:
     prefix = str(tmp_path / "stdlib")
     request = PrepareRequest(stdlib_files(2_000_000), "bytes", prefix)
-    record = prepare(request, num_workers=1, progress=lambda done_bytes, num_documents: None).record
+    record = prepare(request, num_workers=1, progress=lambda done: None).record
     assert record.num_tokens == record.input_bytes + record.num_documents
     whole = entropies(prefix, 257)
     assert whole.uniform == math.log(257)

@@ -1,0 +1,84 @@
+"""The input files of a corpus, from paths, globs and folders (no torch here).
+
+texts/a.txt      the file, whatever its ending
+'texts/**/*.md'  the files that match, whatever their endings; where folders alone match, the folders
+texts            files of the folder and those below it with an ending of READERS, without hidden ones
+"""
+
+import glob
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from engine.data.corpus.findings import OnBad
+from engine.data.corpus.readers import READERS
+from engine.errors import DataError
+
+NAMES_SHOWN = 5
+
+
+@dataclass(slots=True)
+class Inputs:
+    """Files in the order of the patterns, sorted within one, each once; and what folders hold besides."""
+
+    files: tuple[Path, ...] = ()
+    passed_over: Counter[str] = field(default_factory=Counter)
+    """Files in folders that are no input, by ending."""
+
+
+def find_inputs(patterns: Sequence[str], on_bad: OnBad = "stop") -> Inputs:
+    """Find the files of some paths, globs or folders.
+
+    Raises:
+        DataError: a pattern names no file with text; or, with `stop`, files are empty or unreadable (all are named).
+    """
+    found: dict[Path, None] = {}
+    inputs = Inputs()
+    for pattern in patterns:
+        # Path.glob accepts no absolute patterns.
+        matches = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))] or [Path(pattern)]  # noqa: PTH207
+        folders = [path for path in matches if path.is_dir()]
+        files = [path for path in matches if path.is_file()] or [
+            path for folder in folders for path in _files_below(folder, inputs.passed_over)
+        ]
+        if not files:
+            what = "is a folder without text" if folders else "names no file"
+            raise DataError(
+                f"--input {pattern!r} {what}. Give files, a folder with files that end in {', '.join(READERS)}, or a pattern in "
+                f"quotes, for example '{pattern.rstrip('/*') or '.'}/*.md' or '**/*.md' for all folders below."
+            )
+        found |= dict.fromkeys(files)
+    inputs.files = tuple(found)
+    if on_bad == "stop":
+        _refuse_unusable(inputs.files)
+    return inputs
+
+
+def _files_below(folder: Path, passed_over: Counter[str]) -> Iterator[Path]:
+    """Yield the files with a known ending, sorted by their paths; the others are counted."""
+    paths = []
+    for above, below, names in os.walk(folder):
+        below[:] = [name for name in below if not name.startswith(".")]
+        paths += [Path(above, name) for name in names if not name.startswith(".")]
+    for path in sorted(paths, key=str):
+        if path.name.endswith(tuple(READERS)):
+            yield path
+        else:
+            passed_over[path.suffix or path.name] += 1
+
+
+def _refuse_unusable(files: Sequence[Path]) -> None:
+    for what, wrong in (
+        ("empty", [path for path in files if path.stat().st_size == 0]),
+        ("not readable by this user", [path for path in files if not os.access(path, os.R_OK)]),
+    ):
+        if wrong:
+            more = f" and {len(wrong) - NAMES_SHOWN:,} more" if len(wrong) > NAMES_SHOWN else ""
+            raise DataError(
+                f"{len(wrong):,} of {len(files):,} input files {'is' if len(wrong) == 1 else 'are'} {what}: "
+                f"{', '.join(map(str, wrong[:NAMES_SHOWN]))}{more}. A document without text would be an end-of-document "
+                f"token alone, and the loss of a silently skipped file would go unnoticed. Repair them, leave them out, or "
+                f"count them with --on-bad skip."
+            )

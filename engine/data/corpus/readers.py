@@ -1,0 +1,179 @@
+"""Files to documents: one record of READERS per ending of a name (no torch here).
+
+    .txt (any other name)   one document                          a piece is the file
+    .jsonl                  a document per line                   a piece is a range of bytes
+    .gz, .zst of both       the same, decompressed as a stream    a piece is the file
+    .parquet                a document per row                    a piece is a row group
+
+A new format is a class with `pieces` and `documents`, and its row here.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from engine.data.corpus.findings import Findings, Kind, Place, Reading
+from engine.data.corpus.parquet import Parquet
+from engine.data.corpus.pieces import InputFile, Piece
+from engine.data.corpus.streams import DamagedStreamError, Opener, Stream, open_gzip, open_plain, open_zstandard
+from engine.storage.json_text import parse_json
+
+DAMAGED = "What follows the damage cannot be read. Copy or download the file again."
+NOT_UTF8 = "Guessing would train on wrong characters. Convert it first (iconv -f latin1 -t utf-8), or leave it out."
+
+
+class Reader(Protocol):
+    """A format of files with text."""
+
+    def pieces(self, file: InputFile, text_key: str, step: int, findings: Findings) -> Iterator[Piece]:
+        """Yield the pieces of a file in order: a function of the file and of `step`, and nothing of a file that is bad as a whole.
+
+        Args:
+            file: not empty.
+            text_key: field that holds a document, where the format has fields.
+            step: bytes of a piece, where a file can be cut anywhere.
+            findings: takes the bad file.
+        """
+        ...
+
+    def documents(self, piece: Piece, text_key: str, reading: Reading) -> Iterator[str]:
+        """Yield the documents of a piece that have text; `reading` takes the others, and may be given how far the piece is read.
+
+        Raises:
+            OSError: the file cannot be opened or read.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WholeText:
+    """A file that is one document."""
+
+    open: Opener
+
+    def pieces(self, file: InputFile, text_key: str, step: int, findings: Findings) -> Iterator[Piece]:
+        yield Piece(file, 0, file.size, file.size)
+
+    def documents(self, piece: Piece, text_key: str, reading: Reading) -> Iterator[str]:
+        path = piece.file.path
+        try:
+            with self.open(path) as stream:
+                content = stream.content.read()
+            text = content.decode()
+        except DamagedStreamError as error:
+            place = Place(str(path), detail=f"is damaged or truncated ({error})")
+            reading.add(Kind.DAMAGED_FILE, place, DAMAGED)
+        except UnicodeDecodeError as error:
+            detail = f"is no UTF-8 text: byte {error.start:,} is 0x{content[error.start]:02x}"
+            reading.add(Kind.NOT_UTF8, Place(str(path), detail=detail), NOT_UTF8)
+        else:
+            if text:
+                yield text
+            else:
+                reading.add(Kind.EMPTY_DOCUMENT, Place(str(path), detail="has no text"))
+
+
+@dataclass(frozen=True, slots=True)
+class JsonLines:
+    """A file with a JSON object per line; blank lines are none."""
+
+    open: Opener
+
+    def pieces(self, file: InputFile, text_key: str, step: int, findings: Findings) -> Iterator[Piece]:
+        if self.open is not open_plain:
+            step = file.size
+        for start in range(0, file.size, step):
+            stop = min(start + step, file.size)
+            yield Piece(file, start, stop, stop - start)
+
+    def documents(self, piece: Piece, text_key: str, reading: Reading) -> Iterator[str]:
+        path = str(piece.file.path)
+        number = 0
+        with self.open(piece.file.path) as stream:
+            reading.done_bytes = lambda: min(stream.raw.tell() - piece.start, piece.num_bytes)
+            try:
+                for number, (at, line) in enumerate(self._lines(piece, stream), start=1):
+                    if line.strip():
+                        place = Place(path, byte=at) if piece.start else Place(path, f"line {number:,}")
+                        yield from _document(line, text_key, place, reading)
+            except DamagedStreamError as error:
+                detail = f"the file is damaged or truncated here ({error})"
+                reading.add(Kind.DAMAGED_FILE, Place(path, f"line {number + 1:,}", detail=detail), DAMAGED)
+
+    def _lines(self, piece: Piece, stream: Stream) -> Iterator[tuple[int, bytes]]:
+        """Yield the lines that begin in the piece, each with the byte at which it begins."""
+        is_cut = piece.num_bytes < piece.file.size
+        at = piece.start
+        if at:
+            stream.content.seek(at - 1)
+            at += len(stream.content.readline()) - 1
+        for line in stream.content:
+            if is_cut and at >= piece.stop:
+                return
+            yield at, line
+            at += len(line)
+
+
+def _document(line: bytes, text_key: str, place: Place, reading: Reading) -> Iterator[str]:
+    """Yield the document of a line, or add the line to the findings."""
+    try:
+        kind, detail, text = _parse(line, text_key)
+    except ValueError as error:
+        kind = Kind.NOT_UTF8 if isinstance(error, UnicodeDecodeError) else Kind.NOT_JSON
+        detail, text = str(error), ""
+    if kind is None:
+        yield text
+    else:
+        example = f'{{"{text_key}": "some text"}}'
+        advice = f"Each line of a .jsonl is one document, for example {example}; --text-key names another field."
+        reading.add(kind, replace(place, detail=detail), advice)
+
+
+def _parse(line: bytes, text_key: str) -> tuple[Kind | None, str, str]:
+    """Return the kind of fault and its detail, or None and the document; ValueError where a line is no JSON."""
+    value = parse_json(line.decode())
+    if not isinstance(value, dict) or text_key not in value:
+        names = ", ".join(map(repr, value)) if isinstance(value, dict) else f"a {type(value).__name__}"
+        return Kind.NO_FIELD, f"it has no field {text_key!r}, but {names or 'no field'}", ""
+    text = value[text_key]
+    if not isinstance(text, str):
+        return Kind.NOT_TEXT, f"the field {text_key!r} is a {type(text).__name__}, not text", ""
+    if not text:
+        return Kind.EMPTY_DOCUMENT, f"the field {text_key!r} is empty", ""
+    if not _is_unicode(text):
+        return Kind.NOT_UNICODE, f"the field {text_key!r} has half a surrogate pair, which is no character", ""
+    return None, "", text
+
+
+def _is_unicode(text: str) -> bool:
+    """Return false for a lone surrogate, which JSON can spell and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+READERS: dict[str, Reader] = {
+    ".txt": WholeText(open_plain),
+    ".txt.gz": WholeText(open_gzip),
+    ".txt.zst": WholeText(open_zstandard),
+    ".jsonl": JsonLines(open_plain),
+    ".jsonl.gz": JsonLines(open_gzip),
+    ".jsonl.zst": JsonLines(open_zstandard),
+    # C4 and Dolma name their compressed lines like this.
+    ".json.gz": JsonLines(open_gzip),
+    ".json.zst": JsonLines(open_zstandard),
+    ".parquet": Parquet(),
+    ".gz": WholeText(open_gzip),
+    ".zst": WholeText(open_zstandard),
+}
+"""The format of each ending; the longest that fits counts. A folder is searched for these."""
+ANY_OTHER = READERS[".txt"]
+
+
+def reader_of(path: Path) -> Reader:
+    """Return the reader of a file, by the ending of its name; any other name is one document of text."""
+    fitting = [ending for ending in READERS if path.name.endswith(ending)]
+    return READERS[max(fitting, key=len)] if fitting else ANY_OTHER

@@ -1,0 +1,113 @@
+"""Files as streams of bytes: as they are, or decompressed while they are read (no torch here).
+
+A compressed file has no places to begin in the middle, so each of these is read from its first byte to its last. The
+bytes before a damage are handed out; at the damage `DamagedStreamError` is raised.
+"""
+
+import gzip
+import io
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from engine.data.corpus.optional import need
+
+BLOCK_BYTES = 2**20
+LARGEST_ZSTANDARD_WINDOW = 2**31
+"""Bytes; the widest that `zstd --ultra --long=31` writes. The library refuses more than 2^27 unless it is allowed."""
+
+
+class DamagedStreamError(Exception):
+    """A compressed file that ends too early or whose content is not what was compressed."""
+
+
+@dataclass(slots=True)
+class Stream:
+    """A file that is read."""
+
+    content: BinaryIO
+    """The text's bytes, decompressed."""
+    raw: BinaryIO
+    """The file itself: its position shows how far it is read."""
+
+
+Opener = Callable[[Path], AbstractContextManager[Stream]]
+
+
+@contextmanager
+def open_plain(path: Path) -> Iterator[Stream]:
+    """Open a file that is not compressed."""
+    with path.open("rb") as handle:
+        yield Stream(handle, handle)
+
+
+@contextmanager
+def open_gzip(path: Path) -> Iterator[Stream]:
+    """Open a .gz of one or several members."""
+    with path.open("rb") as raw:
+        yield Stream(io.BufferedReader(_Blocks(_gzip_blocks(raw)), BLOCK_BYTES), raw)
+
+
+@contextmanager
+def open_zstandard(path: Path) -> Iterator[Stream]:
+    """Open a .zst of one or several frames.
+
+    Raises:
+        DataError: the package zstandard is not installed.
+    """
+    need("zstandard", f"{path}, a .zst,")
+    with path.open("rb") as raw:
+        yield Stream(io.BufferedReader(_Blocks(_zstandard_blocks(raw)), BLOCK_BYTES), raw)
+
+
+def _gzip_blocks(raw: BinaryIO) -> Iterator[bytes]:
+    with gzip.GzipFile(fileobj=raw) as handle:
+        try:
+            # read1 and not read: a read of several blocks would lose those before the damage.
+            while block := handle.read1(BLOCK_BYTES):
+                yield block
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise DamagedStreamError(str(error)) from error
+
+
+def _zstandard_blocks(raw: BinaryIO) -> Iterator[bytes]:
+    """Yield what the frames hold. The library's own reader takes a truncated frame for the end of the file."""
+    zstandard = need("zstandard", "a .zst")
+    decompressor = zstandard.ZstdDecompressor(max_window_size=LARGEST_ZSTANDARD_WINDOW)
+    frame = None
+    while data := raw.read(BLOCK_BYTES):
+        while data:
+            frame = frame or decompressor.decompressobj()
+            try:
+                yield frame.decompress(data)
+            except zstandard.ZstdError as error:
+                raise DamagedStreamError(str(error)) from error
+            data = b""
+            if frame.eof:
+                frame, data = None, frame.unused_data
+    if frame is not None:
+        raise DamagedStreamError("the file ends in the middle of a frame")
+
+
+class _Blocks(io.RawIOBase):
+    """Blocks of bytes as a file, for BufferedReader."""
+
+    def __init__(self, blocks: Iterator[bytes]) -> None:
+        self._blocks, self._rest = blocks, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, target: memoryview) -> int:  # type: ignore[override]
+        while not self._rest:
+            try:
+                self._rest = memoryview(next(self._blocks))
+            except StopIteration:
+                return 0
+        count = min(len(target), len(self._rest))
+        target[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
+        return count

@@ -1,0 +1,115 @@
+"""Tokenizers of the tiktoken library, from a file of ranks (no torch here).
+
+    cl100k_base.tiktoken            a line per token, "IQ== 0": its bytes in base64, and its rank, which is its id
+    cl100k_base.tiktoken:PATTERN    PATTERN cuts a text before it is merged: a name of PATTERNS, or a regular expression
+
+The file has no pattern, and another one gives other ids. So it must be named, unless the file's own name begins with one of
+PATTERNS.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.data.corpus.end_of_document import end_of_document
+from engine.data.corpus.optional import need
+from engine.errors import DataError
+from engine.storage.files import sha256_of_file
+
+ENDING = ".tiktoken"
+END = "<|endoftext|>"
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """A way to cut text, with the special tokens that end a document."""
+
+    regex: str
+    ends: Mapping[str, int]
+    """Ids of the tokens; they are not in the file of ranks."""
+
+
+# The expressions and ids that define these encodings: tiktoken_ext/openai_public.py; for Llama 3 models/llama3/tokenizer.py.
+_GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+_CL100K = (
+    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"""
+    r"""| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"""
+)
+_O200K = "|".join(
+    [
+        r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?""",
+        r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?""",
+        r"""\p{N}{1,3}""",
+        r""" ?[^\s\p{L}\p{N}]+[\r\n/]*""",
+        r"""\s*[\r\n]+""",
+        r"""\s+(?!\S)""",
+        r"""\s+""",
+    ]
+)
+_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+PATTERNS = {
+    "gpt2": Pattern(_GPT2, {END: 50256}),
+    "r50k_base": Pattern(_GPT2, {END: 50256}),
+    "p50k_base": Pattern(_GPT2, {END: 50256}),
+    "cl100k_base": Pattern(_CL100K, {END: 100257}),
+    "o200k_base": Pattern(_O200K, {END: 199999}),
+    "llama3": Pattern(_LLAMA3, {"<|begin_of_text|>": 128000, "<|end_of_text|>": 128001}),
+}
+
+
+class TiktokenTokenizer:
+    """A tokenizer from a file of ranks.
+
+    Args:
+        path: the file.
+        pattern: a name of PATTERNS or a regular expression; None: the name with which the file's begins. With an expression,
+            `<|endoftext|>` is the first id after the ranks.
+        eod_token: the token that ends a document; None: the first of END_OF_DOCUMENT_NAMES that it has.
+
+    Raises:
+        DataError: the package tiktoken is missing, the file holds no ranks, or no pattern is known.
+    """
+
+    json_file: Path | None = None
+
+    def __init__(self, path: Path, pattern: str | None = None, eod_token: str | None = None) -> None:
+        tiktoken, load = (
+            need("tiktoken", f"{path}, ranks of tiktoken,"),
+            need("tiktoken.load", f"{path}, ranks of tiktoken,"),
+        )
+        chosen = pattern or next((name for name in PATTERNS if path.name.startswith(name)), None)
+        if chosen is None:
+            raise DataError(
+                f"{path} holds ranks alone, and how a text is cut before they apply is not in the file: another pattern gives "
+                f"other ids. Name it with --pattern, or after a colon ({path}:cl100k_base): {', '.join(PATTERNS)}, or a regular "
+                f"expression."
+            )
+        try:
+            # The path is absolute, so that a relative name is never taken for an address.
+            ranks: dict[bytes, int] = load.load_tiktoken_bpe(str(path.absolute()))
+            known = PATTERNS.get(chosen, Pattern(chosen, {END: max(ranks.values()) + 1}))
+            self._encoding: Any = tiktoken.Encoding(
+                path.name, pat_str=known.regex, mergeable_ranks=ranks, special_tokens=dict(known.ends)
+            )
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{path} with the pattern {chosen!r} is no tokenizer of tiktoken ({error}). Give a file of lines such as "
+                f"'IQ== 0', and {', '.join(PATTERNS)} or a regular expression."
+            ) from error
+        self._tokens = frozenset(ranks.values())
+        self.vocab_size = max(max(ranks.values()), *known.ends.values()) + 1
+        self.eod_id = end_of_document(path, known.ends.get, eod_token)
+        self.identity = hashlib.sha256(f"{sha256_of_file(path)} {known.regex} {self.eod_id}".encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._encoding.encode_ordinary(text)
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: list[int]) -> str:
+        text: str = self._encoding.decode([token for token in ids if token in self._tokens])
+        return text

@@ -1,0 +1,76 @@
+"""A tokenizer that is trained on the corpus: `train-bpe:32000` (no torch here).
+
+    units of the corpus --evenly spread, TRAINING_BYTES at most--> documents --tokenizers' BpeTrainer--> PREFIX.tokenizer.json
+
+A byte-level BPE as GPT-2's: 256 bytes, so that any text has ids, and merges of what occurs most. Equal counts are decided by
+ids, so the same text gives the same file.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from engine.data.corpus.encode import documents
+from engine.data.corpus.end_of_document import END_OF_DOCUMENT_NAMES
+from engine.data.corpus.findings import OnBad, Reading
+from engine.data.corpus.pieces import Unit
+from engine.errors import DataError
+
+PREFIX = "train-bpe:"
+TRAINING_BYTES = 256 * 2**20
+"""Most bytes of text from which merges are learned; the rest of a larger corpus changes them little."""
+SMALLEST_VOCABULARY = 257
+"""256 bytes and the end of a document."""
+
+
+def size_to_train(name: str) -> int | None:
+    """Return N of `train-bpe:N`; None for another name of a tokenizer.
+
+    Raises:
+        DataError: N is no number, or too small.
+    """
+    if not name.startswith(PREFIX):
+        return None
+    number = name.removeprefix(PREFIX)
+    if not number.isdecimal() or int(number) < SMALLEST_VOCABULARY:
+        raise DataError(
+            f"--tokenizer {name}: a vocabulary is a number of at least {SMALLEST_VOCABULARY} tokens, 256 bytes and the end of a "
+            f"document, for example {PREFIX}32000."
+        )
+    return int(number)
+
+
+def train(units: Sequence[Unit], vocab_size: int, text_key: str, eod_token: str | None, on_bad: OnBad) -> bytes:
+    """Train a tokenizer and return its tokenizer.json; it may have fewer tokens where the text has too few pairs.
+
+    Raises:
+        DataError: bad input, where `on_bad` stops at it.
+    """
+    import tokenizers  # 10 MB of native code, only needed here
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[eod_token or END_OF_DOCUMENT_NAMES[0]],
+        # Sorted, since the library's list of bytes has another order in each process.
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_sample(units, text_key, on_bad), trainer)
+    content: str = tokenizer.to_str(pretty=True)
+    return content.encode()
+
+
+def _sample(units: Sequence[Unit], text_key: str, on_bad: OnBad) -> Iterator[str]:
+    """Yield documents of units that are evenly spread over the corpus. What is bad is counted when it is encoded."""
+    total = sum(piece.num_bytes for unit in units for piece in unit)
+    step = max(1, -(-total // TRAINING_BYTES))
+    left = TRAINING_BYTES
+    for unit in units[::step]:
+        for piece in unit:
+            for text in documents(piece, text_key, Reading(on_bad)):
+                yield text
+                left -= len(text)
+                if left < 0:
+                    return
