@@ -36,6 +36,7 @@ GROUPS = {
     },
     "data and checkpoints": {
         "prepare": "turn text into a .bin/.idx corpus",
+        "data": "look into .bin/.idx corpora, join them and cut them",
         "checkpoint": "look into checkpoints: contents, differences, damage, fingerprints",
         "convert": "bring a model in from Hugging Face or Megatron-Core, or take a checkpoint out",
     },

@@ -35,7 +35,7 @@ DRY_FORMS = [
     # needs a run; tests/launch/report/test_report.py makes some
     (re.compile(r"(triaxis report)\b.*"), r"\1 --help"),
     # quick and harmless: as it is
-    (re.compile(r"(triaxis (?:config|topology|schedule|prepare|footprint)\b.*)"), r"\1"),
+    (re.compile(r"(triaxis (?:config|topology|schedule|prepare|data|footprint)\b.*)"), r"\1"),
 ]
 
 

@@ -14,8 +14,9 @@ index is checked at opening, because a wrong pointer would train on noise.
 import hashlib
 import struct
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -185,6 +186,40 @@ class IndexedTokens:
         bounds = self._documents[documents.start : documents.stop + 1]
         ends = np.concatenate([[0], np.cumsum(self._lengths[bounds[0] : bounds[-1]], dtype=np.int64)])
         return np.diff(ends[bounds - bounds[0]])
+
+    def encoded(self, documents: range) -> tuple[Iterator[bytes], NDArray[np.int32], NDArray[np.int64]]:
+        """Return a contiguous range of documents as `IndexedWriter.add_encoded` takes it: blocks, lengths, document ends."""
+        first, last = int(self._documents[documents.start]), int(self._documents[documents.stop])
+        ends = self._documents[documents.start + 1 : documents.stop + 1] - first
+        return self._blocks(first, last), self._lengths[first:last], ends
+
+    def _blocks(self, first: int, last: int) -> Iterator[bytes]:
+        """Yield the bytes of sequences `first` to `last` - 1, in runs that follow one another in the file."""
+        pointers = self._pointers[first:last]
+        stops = pointers + self._lengths[first:last].astype(np.int64) * self.dtype.itemsize
+        breaks = (np.flatnonzero(pointers[1:] != stops[:-1]) + 1).tolist()
+        with self._bin_path.open("rb") as handle:
+            for begin, end in pairwise([0, *breaks, last - first]):
+                handle.seek(int(pointers[begin]))
+                left = int(stops[end - 1]) - int(pointers[begin])
+                while left:
+                    block = handle.read(min(left, HASH_BLOCK_BYTES))
+                    if not block:
+                        raise self._damaged(self._bin_path, "those that it had when it was opened", handle.tell())
+                    left -= len(block)
+                    yield block
+
+    def last_tokens(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the last token of each of these documents, int64 [len(documents)]; -1 for a document without any."""
+        last = self._documents[documents + 1] - 1
+        found = np.full(len(documents), -1, np.int64)
+        # A sequence may be empty, so a document ends with the last one that is not.
+        while (open_ := (found < 0) & (last >= self._documents[documents])).any():
+            filled = open_ & (self._lengths[last] > 0)
+            at = self._pointers[last[filled]] // self.dtype.itemsize + self._lengths[last[filled]] - 1
+            found[filled] = self._tokens[at]
+            last = np.where(open_ & ~filled, last - 1, last)
+        return found
 
     @cached_property
     def fingerprint(self) -> str:

@@ -1,0 +1,174 @@
+"""Corpora joined and cut by documents, without encoding anything again (no torch here).
+
+merge   A, B  -->  C          the documents of A, then those of B: the bytes of one preparation of both texts
+split   C     -->  A, B       the first documents and the last ones: merged again they are C
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+from engine.data.corpus.indexed import IndexedTokens, IndexedWriter, bin_path, idx_path
+from engine.data.corpus.record import CorpusRecord, read_record, record_path
+from engine.errors import DataError
+from engine.storage.files import locked, sha256_of_file, write_atomically
+
+
+def merge(prefixes: Sequence[str], output: str, *, force: bool = False) -> CorpusRecord | None:
+    """Write the documents of all corpora, in this order, as one.
+
+    Args:
+        prefixes: of the corpora; those of Megatron's tools have no record, and their tokens are taken as they are.
+        output: prefix of the new corpus.
+        force: replace a corpus of that name.
+
+    Returns:
+        The record of the new corpus; None where one of the corpora has none.
+
+    Raises:
+        DataError: a corpus is missing or damaged, they are of different tokenizers, or the output exists.
+    """
+    corpora = [IndexedTokens(prefix) for prefix in prefixes]
+    records = [read_record(prefix) for prefix in prefixes]
+    _check_agreement(corpora, records)
+    record = None if None in records else _sum([record for record in records if record is not None])
+    return _write(output, [(corpus, range(corpus.num_documents)) for corpus in corpora], record, prefixes, force)
+
+
+def split(
+    prefix: str, outputs: Sequence[str], bounds: Sequence[int], *, force: bool = False
+) -> list[CorpusRecord | None]:
+    """Write contiguous ranges of a corpus's documents as corpora of their own.
+
+    Args:
+        prefix: of the corpus.
+        outputs: prefix of each part.
+        bounds: documents before each part and after the last one, rising from 0 to all, [len(outputs) + 1].
+        force: replace corpora of these names.
+
+    Returns:
+        The record of each part; None where the corpus has none.
+
+    Raises:
+        DataError: the corpus is missing or damaged, a part would be empty, or an output exists.
+    """
+    corpus, record = IndexedTokens(prefix), read_record(prefix)
+    ranges = [range(start, stop) for start, stop in pairwise(bounds)]
+    if len(ranges) != len(outputs) or not all(ranges) or bounds[0] != 0 or bounds[-1] != corpus.num_documents:
+        shares = ", ".join(f"{len(part):,}" for part in ranges)
+        raise DataError(
+            f"{prefix} has {corpus.num_documents:,} documents, and the {len(outputs)} parts would get {shares}: each part needs "
+            f"some, and each document a part. Give as many --output as parts, and shares that leave a document to each."
+        )
+    if len(set(outputs)) < len(outputs):
+        raise DataError(f"--output {' '.join(outputs)}: the second part would replace the first. Name each part once.")
+    for output in outputs:
+        _refuse_to_replace(output, [prefix], force)
+    # Of the text that a part came from, nothing more is known.
+    part = (
+        None
+        if record is None
+        else replace(record, num_input_files=0, input_bytes=0, num_skipped_documents=0, left_out={})
+    )
+    return [
+        _write(output, [(corpus, chosen)], part, [prefix], force)
+        for output, chosen in zip(outputs, ranges, strict=True)
+    ]
+
+
+def bounds_of_shares(num_documents: int, shares: Sequence[float]) -> list[int]:
+    """Return the bounds of parts with these shares of the documents, relative to their sum, rounded to the nearest document."""
+    return [0, *(round(num_documents * sum(shares[: at + 1]) / sum(shares)) for at in range(len(shares)))]
+
+
+def _write(
+    output: str,
+    sources: Sequence[tuple[IndexedTokens, range]],
+    record: CorpusRecord | None,
+    inputs: Sequence[str],
+    force: bool,
+) -> CorpusRecord | None:
+    """Write the documents of some corpora; the record, if there is one, gets their counts and hashes."""
+    folder = Path(output).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder / f".{Path(output).name}.lock"):
+            _refuse_to_replace(output, inputs, force)
+            with IndexedWriter(output, sources[0][0].dtype) as writer:
+                for corpus, documents in sources:
+                    writer.add_encoded(*corpus.encoded(documents))
+                record_path(output).unlink(missing_ok=True)
+            if record is None:
+                return None
+            written = IndexedTokens(output)
+            idx_sha256 = sha256_of_file(idx_path(output))
+            record = replace(
+                record,
+                num_documents=written.num_documents,
+                num_tokens=written.num_tokens,
+                bin_bytes=bin_path(output).stat().st_size,
+                bin_sha256=writer.bin_sha256,
+                idx_sha256=idx_sha256,
+                request=hashlib.sha256(f"{writer.bin_sha256} {idx_sha256}".encode()).hexdigest(),
+            )
+            write_atomically(record_path(output), [record.to_json().encode()])
+            return record
+    except OSError as error:
+        raise DataError(
+            f"writing {output} failed: {error.strerror or error} ({error.filename or folder}). There is no complete corpus of "
+            f"that name. Check that file's permissions and the room on its disk, or choose another --output."
+        ) from error
+
+
+def _refuse_to_replace(output: str, inputs: Sequence[str], force: bool) -> None:
+    if Path(output).absolute() in {Path(prefix).absolute() for prefix in inputs}:
+        raise DataError(f"--output {output} is one of the corpora that are read. Choose another name.")
+    read_record(output)  # refuses a file of another kind
+    if not force and any(path.exists() for path in (bin_path(output), idx_path(output))):
+        raise DataError(
+            f"{output} exists, and runs that read it would change. Choose another --output, or use --force."
+        )
+
+
+def _check_agreement(corpora: Sequence[IndexedTokens], records: Sequence[CorpusRecord | None]) -> None:
+    for corpus in corpora[1:]:
+        if corpus.dtype != corpora[0].dtype:
+            raise DataError(
+                f"{corpora[0].prefix} holds {corpora[0].dtype} and {corpus.prefix} {corpus.dtype}: a corpus has one type of "
+                f"tokens, and corpora of one tokenizer have the same. Prepare both with one tokenizer."
+            )
+    known = [(corpus.prefix, record) for corpus, record in zip(corpora, records, strict=True) if record is not None]
+    for prefix, record in known[1:]:
+        first_prefix, first = known[0]
+        has_identity = bool(first.tokenizer_identity and record.tokenizer_identity)
+        one, other = _tokens_of(first, has_identity), _tokens_of(record, has_identity)
+        if one != other:
+            raise DataError(
+                f"{first_prefix} and {prefix} do not mean the same by their ids: {one}; {other}. Half of the merged corpus "
+                f"would be noise to a model. Prepare both with one tokenizer."
+            )
+
+
+def _tokens_of(record: CorpusRecord, has_identity: bool) -> str:
+    """Describe what decides the meaning of ids: by the tokenizer's name where a record of an earlier version has no identity."""
+    tokenizer = f"sha256 {record.tokenizer_identity[:16]}" if has_identity else record.tokenizer
+    ends = f"id {record.eod_id} ends a document" if record.append_eod else "no token ends a document"
+    return f"{tokenizer}, {record.vocab_size:,} tokens, {ends}"
+
+
+def _sum(records: Sequence[CorpusRecord]) -> CorpusRecord:
+    """Return the first record with the counts of input of all."""
+    left_out: dict[str, dict[str, object]] = {}
+    for record in records:
+        for kind, found in record.left_out.items():
+            known = left_out.get(kind, {"count": 0, "places": []})
+            left_out[kind] = {name: known[name] + found[name] for name in known}
+    return replace(
+        records[0],
+        num_input_files=sum(record.num_input_files for record in records),
+        input_bytes=sum(record.input_bytes for record in records),
+        num_skipped_documents=sum(record.num_skipped_documents for record in records),
+        left_out=left_out,
+    )

@@ -1,0 +1,194 @@
+"""`triaxis data`: look into corpora, join them and cut them; tokens are copied, never encoded again.
+
+inspect   documents, tokens, lengths, ends of documents, the first text
+merge     A B ... -> C, the documents of A, then those of B
+split     C -> A B ..., the first documents, then the next ones
+
+A corpus is named by its prefix: the path of the .bin/.idx pair without an ending, of `triaxis prepare` or of Megatron's tools.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+
+from rich.console import Console
+
+from engine.data.corpus.combine import bounds_of_shares, merge, split
+from engine.data.corpus.describe import describe
+from engine.data.corpus.indexed import IndexedTokens
+from engine.data.corpus.record import CorpusRecord, read_record
+from engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
+from engine.errors import DataError
+from launch.start.command_line import CommandParser, refuse
+
+INSPECT_EXAMPLES = """examples:
+  triaxis data inspect data/web
+  triaxis data inspect data/from_megatron --tokenizer tokenizer.json --json
+"""
+MERGE_EXAMPLES = """examples:
+  triaxis data merge data/web data/books --output data/all
+"""
+SPLIT_EXAMPLES = """examples:
+  triaxis data split data/all --parts 0.99,0.01 --output data/train data/valid
+  triaxis data split data/all --documents 100000 --output data/first data/rest
+"""
+SHOWN_CHARACTERS = 300
+SHOWN_TOKENS = 100
+"""What is shown of the first document."""
+
+
+def add_arguments(parser: CommandParser) -> None:
+    look = parser.add_verb("inspect", "print what a corpus holds", "PREFIX [options]", INSPECT_EXAMPLES)
+    look.set_defaults(verb_function=inspect)
+    look.add_argument("prefix", metavar="PREFIX", help="path of the corpus, without an ending")
+    look.add_argument("--tokenizer", metavar="TOKENIZER", help="to show text with (default: what its record names)")
+    look.add_argument(
+        "--eod-token", metavar="TOKEN", help="token that ends a document (default: what its record names)"
+    )
+    look.add_argument("--json", action="store_true", help="for scripts")
+
+    summary = "join corpora of one tokenizer"
+    join = parser.add_verb("merge", summary, "PREFIX PREFIX ... --output PREFIX [--force]", MERGE_EXAMPLES)
+    join.set_defaults(verb_function=merge_corpora)
+    join.add_argument("prefixes", nargs="+", metavar="PREFIX", help="corpora, in the order of their documents")
+    join.add_argument("--output", required=True, metavar="PREFIX", help="the new corpus")
+    _add_force(join)
+
+    summary = "cut a corpus by documents into contiguous parts"
+    cut = parser.add_verb(
+        "split", summary, "PREFIX (--parts X,Y | --documents N) --output PREFIX PREFIX", SPLIT_EXAMPLES
+    )
+    cut.set_defaults(verb_function=split_corpus)
+    cut.add_argument("prefix", metavar="PREFIX", help="the corpus to cut")
+    how = cut.add_mutually_exclusive_group(required=True)
+    how.add_argument("--parts", metavar="X,Y,..", help="share of each part in the documents, relative to their sum")
+    how.add_argument("--documents", metavar="N,..", help="documents of each part but the last, which gets the rest")
+    cut.add_argument(
+        "--output", required=True, nargs="+", metavar="PREFIX", help="the parts, in the order of their documents"
+    )
+    _add_force(cut)
+
+
+def _add_force(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--force", action="store_true", help="replace a corpus of that name")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the chosen verb; DataError for corpora that are missing, damaged or of different tokenizers."""
+    function: Callable[[argparse.Namespace], int] = args.verb_function
+    return function(args)
+
+
+def inspect(args: argparse.Namespace) -> int:
+    """Print the counts of a corpus and its first text."""
+    corpus, record = IndexedTokens(args.prefix), read_record(args.prefix)
+    tokenizer = _tokenizer(args, record)
+    eod_id = tokenizer.eod_id if tokenizer else record.eod_id if record else None
+    found = describe(corpus, eod_id)
+    first = corpus.tokens(0, 0, SHOWN_TOKENS).tolist()
+    text = tokenizer.decode(first)[:SHOWN_CHARACTERS] if tokenizer else None
+    if args.json:
+        own = None if record is None else asdict(record)
+        print(json.dumps({**asdict(found), "eod_id": eod_id, "record": own, "first_tokens": first, "first_text": text}))
+        return 0
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    sequences = "" if found.sequences == found.documents else f" in {found.sequences:,} sequences"
+    seen = "" if found.looked_at == found.documents else f" (of {found.looked_at:,} documents, evenly spaced)"
+    lengths = ", ".join(f"{share} {length:,}" for share, length in found.quantiles.items())
+    rows = [
+        ("documents", f"{found.documents:,}{sequences}"),
+        ("tokens", f"{found.tokens:,} as {found.dtype}"),
+        ("length", f"{found.mean_length:,.1f} tokens per document; quantiles{seen}: {lengths}"),
+        ("ends", _ends(found.without_end, found.looked_at - found.without_tokens, eod_id, found.mean_length) + seen),
+        ("tokenizer", _described(record)),
+        *((("empty", f"{found.without_tokens:,} documents without any token{seen}"),) if found.without_tokens else ()),
+        *(("left out", f"{left['count']:,} x {kind}: {'; '.join(left['places'])}") for kind, left in _left_out(record)),
+        (
+            "first",
+            repr(text) if text is not None else f"ids {', '.join(map(str, first[:20]))} .. (--tokenizer shows text)",
+        ),
+    ]
+    for name, value in rows:
+        console.print(f"{name:<10} {value}")
+    return 0
+
+
+def _tokenizer(args: argparse.Namespace, record: CorpusRecord | None) -> Tokenizer | None:
+    """Open the tokenizer that was named, or the record's if it is still what the corpus was made with."""
+    if args.tokenizer is not None:
+        return load_tokenizer(args.tokenizer, args.eod_token)
+    if record is None:
+        return None
+    try:
+        tokenizer = load_tokenizer(record.tokenizer, args.eod_token)
+    except DataError:
+        return None
+    return tokenizer if record.tokenizer_identity in ("", tokenizer.identity) else None
+
+
+def _ends(without_end: int | None, num_documents: int, eod_id: int | None, mean_length: float) -> str:
+    if without_end is None:
+        return "unknown: the corpus has no record that names the id which ends a document; --tokenizer does"
+    ended = num_documents - without_end
+    share = ended / max(num_documents, 1) / mean_length
+    warning = f"; {without_end:,} do not, so each runs into the next one" if without_end else ""
+    return f"{ended:,} of {num_documents:,} documents end with id {eod_id}, {share:.2%} of all tokens{warning}"
+
+
+def _described(record: CorpusRecord | None) -> str:
+    if record is None:
+        return "unknown: there is no record of `triaxis prepare`"
+    identity = f", sha256 {record.tokenizer_identity[:16]}" if record.tokenizer_identity else ""
+    return f"{record.tokenizer}, {record.vocab_size:,} tokens{identity}"
+
+
+def _left_out(record: CorpusRecord | None) -> list[tuple[str, dict[str, list[str]]]]:
+    return [] if record is None else list(record.left_out.items())
+
+
+def merge_corpora(args: argparse.Namespace) -> int:
+    """Join corpora and describe the new one."""
+    record = merge(args.prefixes, args.output, force=args.force)
+    _show_written(args.output, record)
+    return 0
+
+
+def split_corpus(args: argparse.Namespace) -> int:
+    """Cut a corpus and describe the parts."""
+    num_documents = IndexedTokens(args.prefix).num_documents
+    if args.parts is not None:
+        shares = _numbers("--parts", args.parts)
+        bounds = bounds_of_shares(num_documents, shares)
+    else:
+        bounds = [0]
+        for count in _numbers("--documents", args.documents):
+            bounds.append(bounds[-1] + int(count))
+        bounds.append(num_documents)
+    records = split(args.prefix, args.output, bounds, force=args.force)
+    for output, record in zip(args.output, records, strict=True):
+        _show_written(output, record)
+    return 0
+
+
+def _numbers(option: str, text: str) -> list[float]:
+    """Parse numbers with commas between them; ConfigError for anything else."""
+    try:
+        numbers = [float(word) for word in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or not all(0 < number < float("inf") for number in numbers):
+        refuse(
+            [
+                f"{option} {text}: must be numbers above 0 with commas between them, such as 0.99,0.01; a part would be empty."
+            ]
+        )
+    return numbers
+
+
+def _show_written(prefix: str, record: CorpusRecord | None) -> None:
+    corpus = IndexedTokens(prefix)
+    note = "" if record else "; no record, since a corpus that was read has none"
+    Console(highlight=False, soft_wrap=True, markup=False).print(
+        f"{prefix}: {corpus.num_documents:,} documents, {corpus.num_tokens:,} tokens as {corpus.dtype}{note}"
+    )

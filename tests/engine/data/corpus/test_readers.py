@@ -1,0 +1,279 @@
+"""Every format gives the documents that were written to it, and whatever cannot become tokens is named and counted."""
+
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as arrow
+import pyarrow.parquet as parquet
+import pytest
+import zstandard
+
+from engine.data.corpus.encode import documents
+from engine.data.corpus.findings import Findings, Kind, Reading
+from engine.data.corpus.indexed import IndexedTokens
+from engine.data.corpus.inputs import find_inputs
+from engine.data.corpus.parts import Done
+from engine.data.corpus.pieces import InputFile
+from engine.data.corpus.prepare import Prepared, PrepareRequest, look_at, plan, prepare
+from engine.data.corpus.readers import reader_of
+from engine.data.corpus.tokenizers import load_tokenizer
+from engine.errors import DataError
+
+TEXTS = ["first", "zwei\nZeilen", "", "drei 🙂", "x" * 3000, *(f"row {number}" for number in range(3000))]
+WITH_TEXT = [text for text in TEXTS if text]
+
+
+def lines(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts).encode()
+
+
+def write_parquet(path: Path, column: arrow.Array, name: str = "text", group_rows: int = 700) -> None:
+    parquet.write_table(arrow.table({name: column, "id": list(range(len(column)))}), path, row_group_size=group_rows)
+
+
+def two_members(content: bytes, compress: Callable[[bytes], bytes]) -> bytes:
+    """Compressed data may be several streams one after another."""
+    return compress(content[: len(content) // 2]) + compress(content[len(content) // 2 :])
+
+
+def zst(content: bytes) -> bytes:
+    return zstandard.ZstdCompressor().compress(content)
+
+
+def read(path: Path, step: int = 1000, on_bad: str = "stop") -> tuple[list[str], Reading]:
+    """All documents of a file, piece by piece, and the findings."""
+    reading = Reading(on_bad)  # type: ignore[arg-type]
+    pieces = list(reader_of(path).pieces(InputFile.of(path), "text", step, reading))
+    assert sum(piece.num_bytes for piece in pieces) in (path.stat().st_size, 0)
+    found = []
+    for piece in pieces:
+        found += documents(piece, "text", reading)
+        assert reading.done_bytes() == piece.num_bytes or reading.tally
+    return found, reading
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.json.gz"])
+def test_lines_are_documents(tmp_path: Path, name: str) -> None:
+    content = lines(TEXTS)
+    packed = {"l": content, "z": two_members(content, gzip.compress), "t": two_members(content, zst)}[name[-1]]
+    (tmp_path / name).write_bytes(packed)
+    found, reading = read(tmp_path / name)
+    assert found == WITH_TEXT
+    (empty,) = reading.tally.values()
+    assert [str(place.with_line()) for place in empty.places] == [
+        f"{tmp_path / name}, line 3: the field 'text' is empty"
+    ]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "README", "a.txt.gz", "a.txt.zst", "b.gz"])
+def test_a_text_is_one_document(tmp_path: Path, name: str) -> None:
+    content = b"Zeile\r\nzwei" * 1000
+    packed = {"z": two_members(content, gzip.compress), "t": two_members(content, zst)}
+    (tmp_path / name).write_bytes(content if "." not in name or name == "a.txt" else packed[name[-1]])
+    assert read(tmp_path / name)[0] == [content.decode()]
+
+
+@pytest.mark.parametrize(
+    "kind", [arrow.string(), arrow.large_string(), arrow.dictionary(arrow.int32(), arrow.string())]
+)
+def test_rows_are_documents_and_row_groups_pieces(tmp_path: Path, kind: arrow.DataType) -> None:
+    write_parquet(tmp_path / "a.parquet", arrow.array(TEXTS).cast(kind))
+    file = InputFile.of(tmp_path / "a.parquet")
+    assert len(list(reader_of(file.path).pieces(file, "text", 10, Findings("stop")))) == -(-len(TEXTS) // 700) > 3
+    found, reading = read(file.path)
+    assert found == WITH_TEXT
+    (empty,) = reading.tally.values()
+    assert empty.places[0].where == "row 3"
+
+
+def test_folders_are_searched_by_endings_in_order(tmp_path: Path) -> None:
+    for name in ("b/2.txt", "b/1.jsonl.gz", "b/c/x.parquet", "a.json.zst", "b/notes.md", "b/.hidden/h.txt", ".h.txt"):
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_text("x")
+    expected = ["a.json.zst", "b/1.jsonl.gz", "b/2.txt", "b/c/x.parquet"]
+    for pattern in (f"{tmp_path}/in", f"{tmp_path}/i*"):
+        inputs = find_inputs([pattern])
+        assert [str(path.relative_to(tmp_path / "in")) for path in inputs.files] == expected
+        assert inputs.passed_over == {".md": 1}
+    assert [path.name for path in find_inputs([f"{tmp_path}/in/b/*"]).files] == ["1.jsonl.gz", "2.txt", "notes.md"]
+
+
+@pytest.mark.parametrize(("name", "package"), [("a.zst", "zstandard"), ("a.parquet", "pyarrow")])
+def test_a_missing_package_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str
+) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    monkeypatch.setitem(__import__("sys").modules, package, None)
+    with pytest.raises(DataError, match=rf"needs the package {package}.*pip install 'triaxis\[text\]'"):
+        read(tmp_path / name)
+
+
+def test_a_wide_window_is_read(tmp_path: Path) -> None:
+    """`zstd --long=28` and wider: windows that the library refuses by default."""
+    parameters = zstandard.ZstdCompressionParameters(window_log=28, hash_log=6, chain_log=6, write_content_size=False)
+    packed = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    (tmp_path / "a.txt.zst").write_bytes(packed.compress(b"text") + packed.flush())
+    with pytest.raises(zstandard.ZstdError, match="too much memory"):
+        zstandard.ZstdDecompressor().decompressobj().decompress((tmp_path / "a.txt.zst").read_bytes())
+    assert read(tmp_path / "a.txt.zst")[0] == ["text"]
+
+
+def damaged_parquet(path: Path) -> None:
+    """A column whose second row group has other bytes than were written."""
+    write_parquet(path, arrow.array([f"good p{number}" for number in range(20)]), group_rows=10)
+    start = parquet.ParquetFile(path).metadata.row_group(1).column(0).dictionary_page_offset
+    content = bytearray(path.read_bytes())
+    content[start : start + 12] = b"\xff" * 12
+    path.write_bytes(content)
+
+
+def invalid_parquet(path: Path) -> None:
+    """Rows: good, no UTF-8, null, good."""
+    binary = arrow.array([b"good u1", b"caf\xe9", None, b"good u2"], arrow.binary())
+    text = arrow.StringArray.from_buffers(4, *binary.buffers()[1:], binary.buffers()[0], binary.null_count)
+    write_parquet(path, text)
+
+
+GOOD = lines([f"good line {number}" for number in range(200)])
+DAMAGES: dict[str, tuple[Kind, str, str]] = {
+    "latin1.txt": (Kind.NOT_UTF8, r"latin1\.txt is no UTF-8 text: byte 3 is 0xe9", ""),
+    "latin1.jsonl": (Kind.NOT_UTF8, r"latin1\.jsonl, line 2: .*can't decode byte 0xe9", "a"),
+    "broken.jsonl": (Kind.NOT_JSON, r"broken\.jsonl, line 3: .*Each line of a \.jsonl is one document", "a"),
+    "nokey.jsonl": (Kind.NO_FIELD, r"nokey\.jsonl, line 2: it has no field 'text', but 'content'", "a"),
+    "list.jsonl": (Kind.NO_FIELD, r"list\.jsonl, line 2: it has no field 'text', but a list", "a"),
+    "number.jsonl": (Kind.NOT_TEXT, r"number\.jsonl, line 2: the field 'text' is a int, not text", "a"),
+    "half.jsonl": (Kind.NOT_UNICODE, r"half\.jsonl, line 2: .*half a surrogate pair", "a"),
+    "cut.jsonl.gz": (Kind.DAMAGED_FILE, r"cut\.jsonl\.gz, line \d+: the file is damaged or truncated here", "lines"),
+    "cut.jsonl.zst": (Kind.DAMAGED_FILE, r"cut\.jsonl\.zst, line \d+: .*in the middle of a frame", "lines"),
+    "other.txt.gz": (Kind.DAMAGED_FILE, r"other\.txt\.gz is damaged or truncated \(Not a gzipped file", ""),
+    "cut.parquet": (Kind.DAMAGED_FILE, r"cut\.parquet is no whole parquet file", ""),
+    "page.parquet": (Kind.DAMAGED_FILE, r"page\.parquet, rows 11 to 20: they are damaged", "rows"),
+    "column.parquet": (Kind.NO_FIELD, r"column\.parquet has no column 'text', but 'content', 'id'", ""),
+    "number.parquet": (Kind.NOT_TEXT, r"number\.parquet has the column 'text', but of int64, not of text", ""),
+    "invalid.parquet": (Kind.NOT_UTF8, r"invalid\.parquet, row 2: .*can't decode byte 0xe9", "u"),
+    "empty.txt": (Kind.EMPTY_FILE, r"empty\.txt is empty", ""),
+    "gone.txt": (Kind.VANISHED_FILE, r"gone\.txt vanished", ""),
+}
+"""File -> its fault, the message, and which documents of it are good."""
+
+
+def make_damages(folder: Path) -> None:
+    first = lines(["good a"])
+    contents = {
+        "latin1.txt": b"caf\xe9",
+        "latin1.jsonl": first + b'{"text": "caf\xe9"}\n' + lines(["good b"]),
+        "broken.jsonl": first + b"\n" + b'{"text": \n' + lines(["good b"]),
+        "nokey.jsonl": first + b'{"content": "b"}\n' + lines(["good b"]),
+        "list.jsonl": first + b"[1]\n" + lines(["good b"]),
+        "number.jsonl": first + b'{"text": 3}\n' + lines(["good b"]),
+        "half.jsonl": first + b'{"text": "\\ud83d"}\n' + lines(["good b"]),
+        "cut.jsonl.gz": gzip.compress(GOOD)[:-300],
+        # Two frames, of which the second is cut.
+        "cut.jsonl.zst": zst(GOOD) + zst(GOOD)[:-20],
+        "other.txt.gz": b"never compressed",
+        "empty.txt": b"",
+        "gone.txt": b"x",
+        "whole.txt": b"good whole",
+    }
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    write_parquet(folder / "cut.parquet", arrow.array(["lost"]))
+    os.truncate(folder / "cut.parquet", 100)
+    damaged_parquet(folder / "page.parquet")
+    write_parquet(folder / "column.parquet", arrow.array(["lost"]), "content")
+    write_parquet(folder / "number.parquet", arrow.array([1, 2]))
+    invalid_parquet(folder / "invalid.parquet")
+
+
+def make(files: tuple[Path, ...], output: Path, on_bad: str) -> Prepared:
+    request = PrepareRequest(files, "bytes", str(output), on_bad=on_bad)  # type: ignore[arg-type]
+    return prepare(request, num_workers=1, progress=lambda done: None)
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Path:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    make_damages(folder)
+    return folder
+
+
+def test_every_damage_is_counted_and_nothing_else_is_lost(damaged: Path, tmp_path: Path, in_process: None) -> None:
+    files = find_inputs([str(damaged)], "skip").files
+    assert {path.name for path in files} == {*DAMAGES, "whole.txt"}
+    (damaged / "gone.txt").unlink()
+    record = make(files, tmp_path / "corpus", "skip").record
+    corpus = IndexedTokens(tmp_path / "corpus")
+    decode = load_tokenizer("bytes").decode
+    texts = [decode(corpus.tokens(document).tolist()) for document in range(corpus.num_documents)]
+    assert all(text.startswith("good ") for text in texts)
+    assert texts.count("good a") == texts.count("good b") == 6
+    assert {"good whole", "good u1", "good u2", *(f"good p{number}" for number in range(10))} < set(texts)
+    in_frames = [text for text in texts if text.startswith("good line")]
+    # The whole first frame of the .zst, and what can be decompressed of the .gz.
+    from_gzip = zlib.decompressobj(31).decompress((damaged / "cut.jsonl.gz").read_bytes()).count(b"\n")
+    assert in_frames == [f"good line {number}" for number in (*range(from_gzip), *range(200))] and from_gzip > 50
+    assert len(texts) == record.num_documents == 12 + 3 + 10 + len(in_frames)
+    expected: dict[str, int] = {}
+    for kind, _, _ in [*DAMAGES.values(), (Kind.NOT_TEXT, "the null of invalid.parquet", "")]:
+        expected[kind] = expected.get(kind, 0) + 1
+    assert {kind: found["count"] for kind, found in record.left_out.items()} == expected
+    places = "\n".join(place for found in record.left_out.values() for place in found["places"])
+    for name in DAMAGES:
+        assert name in places
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_the_first_damage_stops_and_is_named(damaged: Path, name: str) -> None:
+    path = damaged / name
+    if name == "gone.txt":
+        path.unlink()
+    findings = Reading("stop")
+    with pytest.raises(DataError, match=DAMAGES[name][1]) as raised:
+        for unit in plan(look_at((path,), findings), "text", findings):
+            for piece in unit:
+                list(documents(piece, "text", findings))
+    assert "--on-bad skip" in str(raised.value)
+
+
+def test_a_line_deep_in_a_file_is_named_by_its_number(
+    tmp_path: Path, in_process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.data.corpus.prepare.UNIT_BYTES", 500)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(GOOD + b"{\n" + GOOD + b"[]\n")
+    with pytest.raises(DataError, match=r"a\.jsonl, line 201: Expecting property name"):
+        make((path,), tmp_path / "corpus", "stop")
+    assert any((tmp_path / "corpus.parts").glob("*.json")), "what is whole stays"
+    record = make((path,), tmp_path / "corpus", "skip").record
+    assert record.num_documents == 400
+    assert [
+        "line 201" in place or "line 402" in place
+        for kind in record.left_out
+        for place in record.left_out[kind]["places"]
+    ]
+    assert not (tmp_path / "corpus.parts").exists()
+    with pytest.raises(DataError, match="line 201"):
+        make((path,), tmp_path / "corpus", "stop")
+    assert make((path,), tmp_path / "corpus", "skip").already_there
+
+
+def test_a_file_that_changes_under_way_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("text")
+    (unit,) = plan(look_at((path,), Findings("stop")), "text", Findings("stop"))
+    path.write_text("longer text")
+    with pytest.raises(DataError, match=r"a\.txt changed while the corpus was made: it had 4 bytes and has 11"):
+        list(documents(unit[0], "text", Reading("stop")))
+
+
+def test_an_empty_text_leaves_no_parts(tmp_path: Path, in_process: None) -> None:
+    (tmp_path / "void.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(DataError, match="no text at all: 1 documents"):
+        make((tmp_path / "void.jsonl",), tmp_path / "out" / "corpus", "stop")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".corpus.lock"]
+    assert Done().num_bytes == 0
