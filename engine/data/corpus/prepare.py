@@ -172,6 +172,8 @@ def prepare(request: PrepareRequest, *, num_workers: int, force: bool = False, p
         with locked(folder / f".{Path(request.output).name}.lock"):
             existing = read_record(request.output)
             if existing and not force and _is_complete(request, existing, digest):
+                if request.parts.is_dir():  # of a start that was killed after its last step
+                    _remove_parts(request.parts)
                 return Prepared(existing, already_there=True)
             may_replace = force or _was_installing(request, digest)
             _refuse_another_corpus(request, existing, digest, may_replace)
@@ -361,15 +363,17 @@ def _parts_in_order(
 
 
 def _remove_parts(folder: Path) -> None:
-    """Remove all that preparations write to the folder of parts."""
+    """Remove all that preparations write to the folder of parts, and the folder where nothing else is in it."""
     for path in folder.iterdir():
         if path.suffix in (*SUFFIXES, ".partial") or path.name in (PROGRESS, INSTALLING):
             path.unlink()
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _remove_unfinished(folder: Path) -> None:
     """Remove what no later start can use, and the folder where nothing is left: what is whole stays for the next start."""
-    for path in folder.iterdir():
+    for path in folder.glob("*"):
         unfinished = path.suffix in SUFFIXES and not path.with_suffix(".json").exists()
         if unfinished or path.suffix == ".partial" or path.name == PROGRESS:
             path.unlink()
