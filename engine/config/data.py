@@ -29,7 +29,7 @@ class DataConfig(Section):
     )
     # A path. Its content is compared with the checkpoint separately (`engine/checkpoint/resume.py`).
     tokenizer: Annotated[str, LAYOUT] = Field(
-        "bytes", description="`bytes`, or the path of a Hugging Face tokenizer.json"
+        "bytes", description="`bytes`, or the path of a tokenizer: the kinds of docs/data.md"
     )
     synthetic: Annotated[bool, MEANT] = Field(
         False, description="random tokens instead of a corpus; each sample is a function of (seed, sample id)"

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from engine.checkpoint.directory import Candidate
 from engine.checkpoint.inspect.recorded import recorded_tokenizer
 from engine.config.model import ModelConfig
-from engine.data.corpus.tokenizers import check_tokenizer, load_tokenizer
+from engine.data.corpus.tokenizers import check_tokenizer, load_tokenizer, split_name
 from engine.errors import CheckpointError, DataError
 from engine.storage.files import sha256_of_file
 from launch.commands import convert_megatron
@@ -225,7 +225,7 @@ def _tokenizer(given: str | None, candidate: Candidate, vocab_size: int) -> tupl
         return None, None, ["the checkpoint names no tokenizer; give one with --tokenizer"]
     # Synthetic data have no tokenizer, and an import without one names the place where it belongs.
     is_in_use = candidate.manifest.content == "training" and not candidate.manifest.config["data"].get("synthetic")
-    if given is None and named != "bytes" and not Path(named).is_file() and is_in_use:
+    if given is None and named != "bytes" and not split_name(named)[0].exists() and is_in_use:
         raise DataError(
             f"{candidate.folder} names the tokenizer {named}, which is not there: the export would lack it. Say where it is now "
             "with --tokenizer PATH, or --tokenizer none to export without one."
@@ -241,7 +241,12 @@ def _tokenizer(given: str | None, candidate: Candidate, vocab_size: int) -> tupl
         if given is not None:
             raise
         return None, None, [f"no tokenizer was written: {error}"]
-    return named, tokenizer.eod_id, []
+    if named == "bytes":
+        return named, tokenizer.eod_id, []
+    if tokenizer.json_file is None:
+        note = f"no tokenizer was written: {named} is no {TOKENIZER}, which transformers reads; copy its file to the folder"
+        return None, tokenizer.eod_id, [note]
+    return str(tokenizer.json_file), tokenizer.eod_id, []
 
 
 def _import_record(candidate: Candidate, tokenizer: str | None) -> ImportRecord | None:

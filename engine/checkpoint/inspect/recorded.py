@@ -7,10 +7,9 @@ run       tok/tokenizer.json       as typed: relative to the folder of the run's
 from pathlib import Path
 
 from engine.checkpoint.directory import Candidate
-from engine.data.corpus.tokenizers import load_tokenizer
+from engine.data.corpus.tokenizers import BYTES, load_tokenizer, split_name
 from engine.errors import DataError
 
-BYTES = "bytes"
 TOKENIZER = "tokenizer"
 """Key of the tokenizer's identity in `TrainingState.data`."""
 
@@ -27,18 +26,20 @@ def recorded_tokenizer(candidate: Candidate) -> str | None:
     if not isinstance(name, str) or name == BYTES:
         return name if name == BYTES else None
     folder = candidate.folder.resolve()
-    for path in (folder / name, Path(name)):
-        if path.is_file():
-            return str(path.resolve())
+    relative, pattern = split_name(name)
+    after = "" if pattern is None else f":{pattern}"
+    for path in (folder / relative, relative):
+        if path.exists():
+            return f"{path.resolve()}{after}"
     identity = candidate.manifest.state.data.get(TOKENIZER)
-    for path in (parent / name for parent in folder.parents):
-        if path.is_file() and identity is not None and _identity(path) == identity:
-            return str(path)
+    for path in (parent / relative for parent in folder.parents):
+        if path.exists() and identity is not None and _identity(f"{path}{after}") == identity:
+            return f"{path}{after}"
     return name
 
 
-def _identity(path: Path) -> str | None:
+def _identity(name: str) -> str | None:
     try:
-        return load_tokenizer(str(path)).identity
+        return load_tokenizer(name).identity
     except DataError:
         return None
