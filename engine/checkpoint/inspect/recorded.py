@@ -4,8 +4,6 @@ import    ../tokenizer.json        relative to the folder of the checkpoint
 run       tok/tokenizer.json       as typed: relative to the folder of the run's start, or absolute
 """
 
-from pathlib import Path
-
 from engine.checkpoint.directory import Candidate
 from engine.data.corpus.tokenizers import BYTES, load_tokenizer, split_name
 from engine.errors import DataError

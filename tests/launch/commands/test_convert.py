@@ -1,5 +1,6 @@
 """`triaxis convert hf-import` and `hf-export`, as a person types them."""
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from engine.checkpoint.directory import find
 from engine.checkpoint.format.manifest import Ancestor, TrainingState
 from engine.checkpoint.import_weights import read_tensor, whole, write_checkpoint
+from engine.checkpoint.inspect.recorded import recorded_tokenizer
 from engine.config.load import load_config
 from engine.config.model import ModelConfig
 from engine.config.optimizer_kinds import OPTIMIZERS
@@ -375,3 +377,24 @@ def test_the_tokenizer_of_a_run_is_found_above_it_or_asked_for(
     assert "names the tokenizer tok/t.json, which is not there" in error and not Path("more").exists()
     text = said(capsys, "convert", "hf-export", start / "runs/a/checkpoints", "more", "--tokenizer", "none")
     assert "none was written" in text and "no tokenizer was asked for" in text
+
+
+def test_a_folder_and_ranks_are_tokenizers_of_a_checkpoint(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder's tokenizer.json is copied; ranks have none, and are still found by the path that was typed."""
+    start = tmp_path / "start"
+    (start / "tok").mkdir(parents=True)
+    (start / "tok" / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+    lines = [b"%s %d\n" % (base64.b64encode(bytes([byte])), byte) for byte in range(256)]
+    (start / "tok" / "mine.tiktoken").write_bytes(b"".join(lines))
+    monkeypatch.chdir(start)
+    folder = checkpoint(start / "runs" / "folder", MODEL, "tok")
+    assert str(start / "tok" / "tokenizer.json") not in said(capsys, "convert", "hf-export", folder, "of_folder")
+    assert Path("of_folder/tokenizer.json").read_bytes() == tokenizer.read_bytes()
+    ranks = find(checkpoint(start / "runs" / "ranks", MODEL, r"tok/mine.tiktoken:\w+|\W+"))
+    assert recorded_tokenizer(ranks) == rf"{start}/tok/mine.tiktoken:\w+|\W+"
+    text = said(capsys, "convert", "hf-export", ranks.folder, "of_ranks")
+    assert "mine.tiktoken" in text and "is no tokenizer.json, which transformers reads" in text
+    assert json.loads(Path("of_ranks/config.json").read_text())["eos_token_id"] == 256
+    assert not Path("of_ranks/tokenizer.json").exists()

@@ -22,6 +22,9 @@ from engine.data.corpus.tiktoken_ranks import PATTERNS
 from engine.data.corpus.tokenizers import load_tokenizer
 from engine.data.corpus.train_bpe import SMALLEST_VOCABULARY, size_to_train, train
 from engine.errors import DataError
+from launch.inference.evaluate import bytes_of
+from launch.inference.text_stream import TextStream
+from models.inference.evaluate import ListedTokens
 from tests.engine.data.corpus.conftest import many_scripts
 
 VOCABULARY = 3000
@@ -138,6 +141,18 @@ def test_text_comes_back_and_ends_no_document(files: Path, name: str) -> None:
     assert tokenizer.eod_id not in ids
     assert tokenizer.decode([*ids, tokenizer.eod_id, 10**6]) == text
     assert tokenizer.json_file == {"tokenizer.json": files / name, "hf": files / name / "tokenizer.json"}.get(name)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_generate_and_evaluate_read_every_kind(files: Path, name: str) -> None:
+    """A stream shows a text as its tokens come, and an evaluation counts its bytes, document by document."""
+    tokenizer = load_tokenizer(str(files / name))
+    texts = ["Größe 3,5 km", "слова и 🙂 слова", "単語"]
+    stream = TextStream(tokenizer, tokenizer.encode(texts[0]))
+    shown = "".join(stream.add(token) for token in tokenizer.encode(" and more 単語 🙂")) + stream.finish()
+    assert shown.strip() == "and more 単語 🙂"
+    ids = [token for text in texts for token in (*tokenizer.encode(text), tokenizer.eod_id)]
+    assert bytes_of(ListedTokens(ids), tokenizer) == sum(len(text.encode()) for text in texts)
 
 
 def test_each_kind_has_its_own_end_of_document(files: Path) -> None:
