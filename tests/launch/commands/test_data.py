@@ -89,9 +89,7 @@ def test_look_join_and_cut(capsys: pytest.CaptureFixture[str]) -> None:
     assert "must be numbers above 0" in said(
         capsys, "data", "split", "both", "--parts", "1,no", "--output", "p", "q", code=2
     )
-    assert "would get 30, 0" in said(
-        capsys, "data", "split", "both", "--documents", "30", "--output", "p", "q", code=2
-    )
+    assert "would get 30, 0" in said(capsys, "data", "split", "both", "--documents", "30", "--output", "p", "q", code=2)
 
 
 def test_a_corpus_without_a_record_shows_ids(capsys: pytest.CaptureFixture[str]) -> None:
