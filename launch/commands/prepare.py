@@ -19,6 +19,7 @@ from engine.data.corpus.parts import Done
 from engine.data.corpus.prepare import Prepared, PrepareRequest, prepare
 from engine.data.corpus.record import record_path
 from engine.data.corpus.stdlib import STDLIB_BYTES, stdlib_files
+from engine.data.corpus.train_bpe import TRAINING_BYTES, size_to_train
 from engine.errors import DataError
 
 EXAMPLES = """examples:
@@ -125,6 +126,10 @@ def run(args: argparse.Namespace) -> int:
     if inputs.passed_over:
         counts = ", ".join(f"{count:,} {ending}" for ending, count in sorted(inputs.passed_over.items()))
         console.print(f"not read   {counts}: files in folders are read by their endings; name others with a pattern")
+    if size_to_train(request.tokenizer) is not None:
+        console.print(
+            f"tokenizer  {request.trained_tokenizer} is trained first, on at most {TRAINING_BYTES:,} bytes of text"
+        )
     with progress_shown(console, request.input_bytes) as progress:
         prepared = prepare(request, num_workers=args.workers, force=args.force, progress=progress)
     show_prepared(console, args.output, prepared)

@@ -10,7 +10,7 @@ complete, records its inputs and hashes, and decides whether a second start has 
 """
 
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, suppress
@@ -327,7 +327,7 @@ def _num_empty(left_out: Tally) -> int:
 
 def _parts_in_order(
     units: Sequence[Unit], names: Sequence[str], job: Job, num_workers: int, progress: Progress
-) -> Iterator[Part]:
+) -> Generator[Part, None, None]:
     """Yield the parts in the order of the plan, while workers make the next ones."""
     if not units:
         return

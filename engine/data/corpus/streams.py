@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from engine.data.corpus.optional import need
 
@@ -77,7 +77,7 @@ def _zstandard_blocks(raw: BinaryIO) -> Iterator[bytes]:
     """Yield what the frames hold. The library's own reader takes a truncated frame for the end of the file."""
     zstandard = need("zstandard", "a .zst")
     decompressor = zstandard.ZstdDecompressor(max_window_size=LARGEST_ZSTANDARD_WINDOW)
-    frame = None
+    frame: Any = None
     while data := raw.read(BLOCK_BYTES):
         while data:
             frame = frame or decompressor.decompressobj()

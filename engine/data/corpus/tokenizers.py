@@ -213,7 +213,7 @@ KINDS = (
     ),
     TokenizerKind(
         "ranks of tiktoken (NAME.tiktoken:PATTERN)",
-        lambda path, pattern: path.name.endswith(ENDING) or (pattern is not None and path.is_file()),
+        lambda path, pattern: path.name.endswith(ENDING) or pattern is not None,
         TiktokenTokenizer,
     ),
     TokenizerKind(
@@ -233,7 +233,8 @@ KINDS = (
 def split_name(name: str) -> tuple[Path, str | None]:
     """Return the path in the name of a tokenizer, and the pattern after its colon."""
     path, colon, pattern = name.partition(":")
-    return (Path(name), None) if not colon or Path(name).exists() else (Path(path), pattern)
+    is_ranks = colon and not Path(name).exists() and (Path(path).is_file() or path.endswith(ENDING))
+    return (Path(path), pattern) if is_ranks else (Path(name), None)
 
 
 def load_tokenizer(name: str, eod_token: str | None = None) -> Tokenizer:

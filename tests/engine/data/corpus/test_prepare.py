@@ -4,8 +4,10 @@ import argparse
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +125,53 @@ def test_a_killed_run_leaves_no_worker_and_no_corpus(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("corpus*")) == ["corpus.bin", "corpus.idx", "corpus.json"]
 
 
-def test_a_second_start_has_nothing_to_do(texts: Path, tmp_path: Path) -> None:
+def test_bad_input_ends_workers_that_are_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One worker waits for ever on a pipe, the other one meets a line that is no JSON."""
+    (tmp_path / "bad.jsonl").write_text("{")
+    os.mkfifo(tmp_path / "stuck.txt")
+    files = [InputFile.of(tmp_path / name) for name in ("stuck.txt", "bad.jsonl")]
+    monkeypatch.setattr(prepare_module, "look_at", lambda *_: files)
+    monkeypatch.setattr(prepare_module, "plan", lambda *_: [(Piece(file, 0, file.size, 1),) for file in files])
+    children = set(psutil.Process().children())
+    with pytest.raises(DataError, match=r"bad\.jsonl, line 1: "):
+        make(tuple(file.path for file in files), tmp_path / "corpus", num_workers=2)
+    new = set(psutil.Process().children()) - children
+    assert not [process for process in new if "resource_tracker" not in " ".join(process.cmdline())]
+    assert not (tmp_path / "corpus.parts").exists()
+
+
+@pytest.mark.slow
+def test_processes_that_are_killed_go_on_to_the_same_bytes(tmp_path: Path) -> None:
+    """The command and its workers, killed together from outside whenever some more parts are whole."""
+    lines = [json.dumps({"text": f"line {number} " * 50}) for number in range(20_000)]
+    for name in "abcdef":
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    parts, kills = tmp_path / "killed.parts", 0
+
+    def command_line(output: str) -> list[str]:
+        words = ["prepare", "--input", str(tmp_path), "--output", str(tmp_path / output), "--workers", "2"]
+        return [sys.executable, "-m", "launch.cli", *words]
+
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[4])}
+    while True:
+        before = len(list(parts.glob("*.json")))
+        process = subprocess.Popen(command_line("killed"), env=environment, start_new_session=True)
+        while process.poll() is None and len(list(parts.glob("*.json"))) < before + 8:
+            time.sleep(0.01)
+        if process.poll() is not None:
+            break
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        kills += 1
+        assert not bin_path(tmp_path / "killed").exists()
+    assert process.returncode == 0 and kills >= 5
+    subprocess.run(command_line("undisturbed"), env=environment, check=True)
+    for ending in (".bin", ".idx"):
+        assert Path(f"{tmp_path}/killed{ending}").read_bytes() == Path(f"{tmp_path}/undisturbed{ending}").read_bytes()
+    assert not parts.exists()
+
+
+def test_a_second_start_has_nothing_to_do(texts: Path, tmp_path: Path, in_process: None) -> None:
     files, output = find_inputs([str(texts / "*.txt")]).files, tmp_path / "corpus"
     first = make(files, output)
     assert not first.already_there
@@ -133,7 +181,7 @@ def test_a_second_start_has_nothing_to_do(texts: Path, tmp_path: Path) -> None:
     assert not make(files, output, force=True).already_there
 
 
-def test_a_damaged_corpus_is_made_again(texts: Path, tmp_path: Path) -> None:
+def test_a_damaged_corpus_is_made_again(texts: Path, tmp_path: Path, in_process: None) -> None:
     files, output = find_inputs([str(texts / "*.txt")]).files, tmp_path / "corpus"
     first = make(files, output)
     content = bin_path(output).read_bytes()
@@ -142,7 +190,7 @@ def test_a_damaged_corpus_is_made_again(texts: Path, tmp_path: Path) -> None:
     assert bin_path(output).read_bytes() == content
 
 
-def test_another_corpus_is_replaced_only_by_force(texts: Path, tmp_path: Path) -> None:
+def test_another_corpus_is_replaced_only_by_force(texts: Path, tmp_path: Path, in_process: None) -> None:
     output = tmp_path / "corpus"
     first = make(find_inputs([str(texts / "*.txt")]).files, output)
     other = find_inputs([str(texts / "c.md")]).files
@@ -171,14 +219,14 @@ def test_a_record_never_describes_another_corpus(texts: Path, tmp_path: Path, mo
     assert read_record(str(output)) is None
 
 
-def test_a_foreign_json_is_never_replaced(texts: Path, tmp_path: Path) -> None:
+def test_a_foreign_json_is_never_replaced(texts: Path, tmp_path: Path, in_process: None) -> None:
     (tmp_path / "corpus.json").write_text('{"model": {"type": "BPE"}}')
     with pytest.raises(DataError, match="neither read nor replaced"):
         make(find_inputs([str(texts / "*.txt")]).files, tmp_path / "corpus", force=True)
     assert "BPE" in (tmp_path / "corpus.json").read_text()
 
 
-def test_a_json_tokenizer_with_many_ids_is_written_as_int32(tmp_path: Path, texts: Path) -> None:
+def test_a_json_tokenizer_with_many_ids_is_written_as_int32(tmp_path: Path, texts: Path, in_process: None) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {"<unk>": 0, "</s>": 1, "a": 70_000}

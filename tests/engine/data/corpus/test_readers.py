@@ -6,6 +6,7 @@ import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO, Any
 
 import pyarrow as arrow
 import pyarrow.parquet as parquet
@@ -16,7 +17,6 @@ from engine.data.corpus.encode import documents
 from engine.data.corpus.findings import Findings, Kind, Reading
 from engine.data.corpus.indexed import IndexedTokens
 from engine.data.corpus.inputs import find_inputs
-from engine.data.corpus.parts import Done
 from engine.data.corpus.pieces import InputFile
 from engine.data.corpus.prepare import Prepared, PrepareRequest, look_at, plan, prepare
 from engine.data.corpus.readers import reader_of
@@ -271,9 +271,43 @@ def test_a_file_that_changes_under_way_is_named(tmp_path: Path) -> None:
         list(documents(unit[0], "text", Reading("stop")))
 
 
+def test_a_file_that_may_not_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_process: None
+) -> None:
+    """Between the first look and the reading, its permissions may change."""
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("good")
+    opened = Path.open
+
+    def refuse(path: Path, *arguments: Any, **named: Any) -> IO[Any]:
+        if path.name == "a.txt":
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *arguments, **named)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    files = (tmp_path / "a.txt", tmp_path / "b.txt")
+    with pytest.raises(DataError, match=r"a\.txt may not be read by this user"):
+        make(files, tmp_path / "corpus", "stop")
+    record = make(files, tmp_path / "corpus", "skip").record
+    assert record.left_out == {
+        Kind.UNREADABLE_FILE: {"count": 1, "places": [f"{files[0]} may not be read by this user"]}
+    }
+    assert record.num_documents == 1
+
+
+def test_a_document_that_the_format_cannot_count_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_process: None
+) -> None:
+    monkeypatch.setattr("engine.data.corpus.encode.LONGEST_SEQUENCE", 5)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines(["1234", "12345"]))
+    with pytest.raises(DataError, match=r"a\.jsonl has a document of 6 tokens, more than the format counts"):
+        make((path,), tmp_path / "corpus", "stop")
+    assert make((path,), tmp_path / "corpus", "skip").record.left_out[Kind.TOO_LONG]["count"] == 1
+
+
 def test_an_empty_text_leaves_no_parts(tmp_path: Path, in_process: None) -> None:
     (tmp_path / "void.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(DataError, match="no text at all: 1 documents"):
         make((tmp_path / "void.jsonl",), tmp_path / "out" / "corpus", "stop")
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".corpus.lock"]
-    assert Done().num_bytes == 0

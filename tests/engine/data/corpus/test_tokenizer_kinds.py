@@ -196,6 +196,8 @@ def test_ranks_without_a_pattern_are_refused(files: Path, tmp_path: Path) -> Non
     assert by_name.encode("some text") == load_tokenizer(str(files / "gpt2.tiktoken")).encode("some text")
     with pytest.raises(DataError, match="is no tokenizer of tiktoken"):
         load_tokenizer(f"{tmp_path / 'mine.tiktoken'}:(")
+    with pytest.raises(DataError, match="there is no tokenizer at bytes:gpt2"):
+        load_tokenizer("bytes:gpt2")
 
 
 @pytest.mark.parametrize(("name", "package"), [("sp.model", "sentencepiece"), ("gpt2.tiktoken", "tiktoken")])
