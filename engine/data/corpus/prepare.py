@@ -194,7 +194,7 @@ def prepare(request: PrepareRequest, *, num_workers: int, force: bool = False, p
 
 
 def _identity(request: PrepareRequest) -> str:
-    """Return what stands for the tokenizer in the digest of the request: one that is to be trained follows from the inputs."""
+    """Return the tokenizer's part of the request's digest; one that is to be trained follows from the inputs."""
     if size_to_train(request.tokenizer) is not None:
         return f"{request.tokenizer} {request.eod_token}"
     return load_tokenizer(request.tokenizer, request.eod_token).identity

@@ -16,6 +16,8 @@ from typing import Any, BinaryIO
 from engine.data.corpus.optional import need
 
 BLOCK_BYTES = 2**20
+COMPRESSED_BYTES = 2**17
+"""Read at a time from a .zst: what it becomes is in memory at once, and may be many times as large."""
 LARGEST_ZSTANDARD_WINDOW = 2**31
 """Bytes; the widest that `zstd --ultra --long=31` writes. The library refuses more than 2^27 unless it is allowed."""
 
@@ -78,7 +80,7 @@ def _zstandard_blocks(raw: BinaryIO) -> Iterator[bytes]:
     zstandard = need("zstandard", "a .zst")
     decompressor = zstandard.ZstdDecompressor(max_window_size=LARGEST_ZSTANDARD_WINDOW)
     frame: Any = None
-    while data := raw.read(BLOCK_BYTES):
+    while data := raw.read(COMPRESSED_BYTES):
         while data:
             frame = frame or decompressor.decompressobj()
             try:
