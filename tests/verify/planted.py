@@ -1,7 +1,7 @@
 """Bugs that layouts have had in this field, planted at run time in ranks under verification. The verifier knows none of them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,42 +18,9 @@ from models.gpt.chunk import GPTChunk
 from models.gpt.context import Positions
 from tests.parity.cases import Case
 from tests.verify import planted_axes, planted_documents
+from tests.verify.bug import Bug, anything, is_attention
 
 FULL = Case("gpt", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True, num_layers=4)
-
-
-@dataclass(frozen=True)
-class Bug:
-    """A bug, where it can happen, and what the verdict has to say.
-
-    Attributes:
-        plant: called in each rank before anything is built.
-        what: the kind of the first difference.
-        names: parameters (or the first place) that must be named, and nothing else of that kind.
-        axis: that must be given; None: none may be.
-        text: part of the cause.
-        dtype: of both runs.
-        lives_on: axes without which the bug is none; None: `axis` alone.
-    """
-
-    plant: Callable[[], None]
-    case: Case
-    what: str
-    names: Callable[[str], bool]
-    axis: str | None
-    text: str
-    dtype: str = "float64"
-    lives_on: frozenset[str] | None = None
-
-    def __str__(self) -> str:
-        return self.plant.__name__
-
-    @property
-    def axes(self) -> frozenset[str]:
-        """The axes that may be named for it."""
-        if self.lives_on is not None:
-            return self.lives_on
-        return frozenset() if self.axis is None else frozenset({self.axis})
 
 
 def _lose_sums(which: Callable[[FlatBuffer], bool]) -> None:
@@ -260,10 +227,6 @@ def is_summed_over_tp(name: str) -> bool:
     return is_norm(name) or name.endswith(("proj.bias", "down.bias")) or name == "embedding.position.weight"
 
 
-def anything(name: str) -> bool:
-    return True
-
-
 DROPOUT = Case("gpt_dropout", tp=2, dp=2, num_layers=2)
 KV = Case("llama", tp=4, dp=2, sequence_parallel=True, num_layers=2)
 QK = Case("qwen", tp=2, pp=2, dp=2, sequence_parallel=True, num_layers=2)
@@ -282,16 +245,6 @@ def is_down(name: str) -> bool:
 def is_embedding(name: str) -> bool:
     return name == "embedding.word.weight"
 
-
-def is_attention(layer: int) -> Callable[[str], bool]:
-    return lambda name: name == f"layers.{layer}.attention"
-
-
-def is_sample(name: str) -> bool:
-    return "sample " in name
-
-
-PACKED = Case("kinds", tp=2, pp=2, documents=True, micro_batch_size=2, global_batch_size=8, num_layers=4)
 
 BUGS = (
     Bug(
@@ -472,49 +425,5 @@ BUGS = (
         "stays with pp=1",
     ),
     Bug(planted_axes.bias_correction_is_a_step_ahead, PIPE, "master", anything, None, "bias correction"),
-    Bug(
-        planted_documents.later_stages_take_documents_of_the_microbatch_before,
-        PACKED,
-        "output",
-        is_attention(2),
-        "pp",
-        "vanishes with pp=1",
-    ),
-    Bug(
-        planted_documents.kinds_of_layers_count_from_each_stage,
-        PACKED,
-        "output",
-        is_attention(2),
-        "pp",
-        "vanishes with pp=1",
-    ),
-    Bug(
-        planted_documents.every_rank_has_the_sinks_of_the_first,
-        PACKED,
-        "output",
-        is_attention(0),
-        "tp",
-        "vanishes with tp=1",
-    ),
-    Bug(planted_documents.documents_of_the_first_row_hold_for_all, PACKED, "output", is_attention(0), None, "stays"),
-    Bug(planted_documents.a_window_has_one_key_too_many, PACKED, "output", is_attention(0), None, "stays"),
-    Bug(planted_documents.scaled_frequencies_are_not_scaled, PACKED, "output", is_attention(2), None, "stays"),
-    Bug(planted_documents.first_tokens_of_documents_are_counted, PACKED, "samples", is_sample, None, "stays"),
-    Bug(planted_documents.documents_end_at_the_token_zero, PACKED, "samples", is_sample, None, "stays"),
-    Bug(
-        planted_documents.attention_that_is_computed_again_forgets_documents,
-        Case("kinds", dp=2, documents=True, num_layers=2, recompute=("selective", "uniform", 1)),
-        "gradient",
-        anything,
-        None,
-        "vanishes with recompute.granularity=none",
-    ),
-    Bug(
-        planted_documents.sinks_are_decayed,
-        PACKED,
-        "master",
-        lambda name: name.endswith("sinks"),
-        None,
-        "decay on norms or biases",
-    ),
+    *planted_documents.BUGS,
 )

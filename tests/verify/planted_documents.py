@@ -15,6 +15,8 @@ from engine.data.samples import Sample
 from engine.data.synthetic import SyntheticDataset
 from models.gpt.attention import Attention
 from models.gpt.chunk import GPTChunk
+from tests.parity.cases import Case
+from tests.verify.bug import Bug, anything, is_attention, is_sample
 
 
 def _change_batches(change: Any) -> None:
@@ -138,3 +140,54 @@ def sinks_are_decayed() -> None:
             yield replace(spec, decay=True) if spec.name.endswith("sinks") else spec
 
     specs.layer_specs = decayed
+
+
+PACKED = Case("kinds", tp=2, pp=2, documents=True, micro_batch_size=2, global_batch_size=8, num_layers=4)
+
+BUGS = (
+    Bug(
+        later_stages_take_documents_of_the_microbatch_before,
+        PACKED,
+        "output",
+        is_attention(2),
+        "pp",
+        "vanishes with pp=1",
+    ),
+    Bug(
+        kinds_of_layers_count_from_each_stage,
+        PACKED,
+        "output",
+        is_attention(2),
+        "pp",
+        "vanishes with pp=1",
+    ),
+    Bug(
+        every_rank_has_the_sinks_of_the_first,
+        PACKED,
+        "output",
+        is_attention(0),
+        "tp",
+        "vanishes with tp=1",
+    ),
+    Bug(documents_of_the_first_row_hold_for_all, PACKED, "output", is_attention(0), None, "stays"),
+    Bug(a_window_has_one_key_too_many, PACKED, "output", is_attention(0), None, "stays"),
+    Bug(scaled_frequencies_are_not_scaled, PACKED, "output", is_attention(2), None, "stays"),
+    Bug(first_tokens_of_documents_are_counted, PACKED, "samples", is_sample, None, "stays"),
+    Bug(documents_end_at_the_token_zero, PACKED, "samples", is_sample, None, "stays"),
+    Bug(
+        attention_that_is_computed_again_forgets_documents,
+        Case("kinds", dp=2, documents=True, num_layers=2, recompute=("selective", "uniform", 1)),
+        "gradient",
+        anything,
+        None,
+        "vanishes with recompute.granularity=none",
+    ),
+    Bug(
+        sinks_are_decayed,
+        PACKED,
+        "master",
+        lambda name: name.endswith("sinks"),
+        None,
+        "decay on norms or biases",
+    ),
+)

@@ -11,7 +11,8 @@ from launch.verify.verdict.judge import Verdict
 from tests.documented import ROOT
 from tests.parity.cases import Case
 from tests.verify import planted_axes
-from tests.verify.planted import BUGS, DOWN, Bug
+from tests.verify.bug import Bug
+from tests.verify.planted import BUGS, DOWN
 from tests.verify.trials import Plant, run
 
 pytestmark = pytest.mark.distributed
