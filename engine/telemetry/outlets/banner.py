@@ -98,7 +98,7 @@ def _documents(start: Start) -> Iterator[tuple[str, str]]:
         yield (
             "documents",
             f"{', '.join(start.unbroken)}: documents are longer than {UNBROKEN} samples on average, so their ends seem to be "
-            "lost; prepare the text again with --append-eod",
+            "lost; prepare the text again, one document in each line, row or file",
         )
 
 
