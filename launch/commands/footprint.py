@@ -259,6 +259,7 @@ def show_footprint(console: Console, config: Config, rank: int, found: "Footprin
 
 def _show_formula(console: Console, config: Config, found: "Footprint") -> None:
     """Print the terms of a layer and their sum, with the measured bytes."""
+    from launch.footprint.run import assumed_documents
     from models.predict.activation_memory import block_terms, paper_per_token, per_token
 
     terms = block_terms(config, parallel_sizes(config))
@@ -280,6 +281,11 @@ def _show_formula(console: Console, config: Config, found: "Footprint") -> None:
     console.print(
         f"the formula for this rank's microbatch: {in_bytes(round(expected))}; kept: {in_bytes(measured)}{off}"
     )
+    if (lengths := assumed_documents(config)) is not None:
+        console.print(
+            f"documents: each sample has {len(lengths)}, of {lengths[0]:,} tokens (data.synthetic_document_length); others keep "
+            "the same bytes and take other times"
+        )
 
 
 def _formula_bytes(config: Config, found: "Footprint") -> float:

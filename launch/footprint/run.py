@@ -24,6 +24,7 @@ from engine.comm.topology import Topology
 from engine.config.plan import batch_plan, parallel_sizes, rank_grid, stages_of
 from engine.config.section import with_value
 from engine.config.tree import Config
+from engine.data.documents import Documents
 from engine.data.loader import MicroBatch
 from engine.errors import TopologyError
 from engine.layout.rank_grid import Coordinates, ParallelSizes
@@ -227,12 +228,26 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def assumed_documents(config: Config) -> list[int] | None:
+    """Return the lengths of documents in every sample, where attention ends with them; None: it does not.
+
+    All are `data.synthetic_document_length` long, or an eighth of the sample where that is not given; the last may be shorter.
+    """
+    if config.data.attention == "across":
+        return None
+    s = config.model.seq_length
+    length = config.data.synthetic_document_length or -(-s // 8)
+    return [min(length, s - start) for start in range(0, s, length)]
+
+
 def microbatches(engine: Engine) -> list[MicroBatch]:
-    """Make the microbatches of a step, all the same."""
+    """Make the microbatches of a step, all the same; with `data.attention: within`, of `assumed_documents`."""
     shape, device = (engine.plan.micro_batch_size, engine.config.model.seq_length), engine.topology.device
     ids = torch.zeros(shape, dtype=torch.int64, device=device)
     counted = torch.ones(shape, dtype=torch.bool, device=device)
-    one = MicroBatch(ids, ids, counted, ids, list(range(shape[0])), ids.numel())
+    lengths = assumed_documents(engine.config)
+    documents = None if lengths is None else Documents.of([lengths] * shape[0]).map(lambda tensor: tensor.to(device))
+    one = MicroBatch(ids, ids, counted, ids, list(range(shape[0])), ids.numel(), documents)
     return [one] * engine.plan.num_microbatches
 
 

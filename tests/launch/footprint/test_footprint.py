@@ -34,6 +34,7 @@ CASES = (
         modules=("norm", "rope", "activation", "mlp"),
         offload=2,
     ),
+    Case("kinds", tp=2, pp=2, sequence_parallel=True, num_layers=4, documents=True, micro_batch_size=2),
 )
 
 
