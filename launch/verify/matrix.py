@@ -48,8 +48,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "qk_norm": True,
     },
     "one kv head": _BASE | {"num_kv_heads": 1, "ffn_hidden_size": 24, "activation": "gelu_tanh"},
+    "kinds of layers": _BASE
+    | {
+        "num_kv_heads": 2,
+        "ffn_hidden_size": 24,
+        "norm": "rmsnorm",
+        "bias": "none",
+        "layers": ["near*2", "far", "free"],
+        "layer_kinds": {
+            "near": {"window": 3, "sinks": True},
+            "far": {"rope_scaling": {"type": "linear", "factor": 4.0}, "rotary_share": 0.5},
+            "free": {"position": "none"},
+        },
+    },
 }
-"""Models that have, between them, every parameter that is cut or summed in a way of its own."""
+"""Models that have, between them, every parameter that is cut or summed in a way of its own, and layers that differ."""
+
+DOCUMENTS = {"kinds of layers": {"attention": "within", "positions": "document", "count_document_starts": False}}
+"""Fields of `data` for the families whose samples are documents apart."""
 
 OWN = "own"
 """The family of a config that was given."""
@@ -138,10 +154,12 @@ def _family_file(folder: Path, family: str) -> Path:
         model = FAMILIES[family]
         tree = {
             "model": model,
-            "data": {"synthetic": True},
+            "data": {"synthetic": True, **DOCUMENTS.get(family, {})},
             "train": {"steps": 1, "global_batch_size": 1},
             "optimizer": {"bucket_bytes": 4096},
-            "kernels": {"attention": "explicit" if model.get("attention_dropout") else "sdpa"},
+            "kernels": {
+                "attention": "explicit" if model.get("attention_dropout") else "auto" if family in DOCUMENTS else "sdpa"
+            },
         }
         path.write_text(yaml.safe_dump(tree))
     return path
