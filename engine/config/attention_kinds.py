@@ -11,7 +11,7 @@ Readers (specs, modules, FLOPs, memory) take the record of a layer, never the fi
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -412,7 +412,7 @@ PLAIN_DEFAULTS: Mapping[str, object] = {
 """Fields of `model` whose other values plain models of other engines cannot express, with their defaults."""
 
 
-def beyond_plain(model: "ModelConfig") -> list[str]:
-    """Return `field = value` of each field of `PLAIN_DEFAULTS` that has another value."""
-    values = {name: getattr(model, name) for name in PLAIN_DEFAULTS}
+def beyond_plain(model: "ModelConfig", known: Collection[str] = ()) -> list[str]:
+    """Return `field = value` of each field of `PLAIN_DEFAULTS` that has another value and is not one of those that are `known`."""
+    values = {name: getattr(model, name) for name in PLAIN_DEFAULTS if name not in known}
     return [f"model.{name} = {value}" for name, value in values.items() if value != PLAIN_DEFAULTS[name]]

@@ -111,7 +111,13 @@ class AttentionShape:
 
 def attention_failure(kernel: str, shape: AttentionShape) -> str:
     """Try a named kernel, forward and backward, on a short sequence; return torch's reason if it does not run, else ""."""
-    return _failure(kernel, shape, lambda: _trial(kernel, shape).sum().backward())
+
+    def train() -> None:
+        # An engine may be built where gradients are off, for its forwards alone.
+        with torch.enable_grad():
+            _trial(kernel, shape).sum().backward()
+
+    return _failure(kernel, shape, train)
 
 
 def decoding_failure(kernel: str, shape: AttentionShape) -> str:
@@ -150,7 +156,8 @@ def attention_refusal(kernel: str, shape: AttentionShape, reason: str) -> str:
 
 def chosen(shape: AttentionShape) -> str:
     """Return torch's name of its choice for `sdpa`: FlashAttentionForCpu, CudnnAttention, ..., or math."""
-    node = _trial("sdpa", replace(shape, pattern=PLAIN)).grad_fn
+    with torch.enable_grad():
+        node = _trial("sdpa", replace(shape, pattern=PLAIN)).grad_fn
     name = "" if node is None else node.name()
     fused = name.removeprefix("ScaledDotProduct").partition("Backward")[0]
     return fused if name.startswith("ScaledDotProduct") else "math"
@@ -158,9 +165,8 @@ def chosen(shape: AttentionShape) -> str:
 
 def _trial(kernel: str, shape: AttentionShape) -> torch.Tensor:
     q, k, v = (operand.requires_grad_() for operand in _operands(shape, num_queries=_TRIED_LENGTH))
-    with torch.enable_grad():
-        mask, options = _asked(shape)
-        return attention(kernel, q, k, v, mask, is_causal=True, **options)
+    mask, options = _asked(shape)
+    return attention(kernel, q, k, v, mask, is_causal=True, **options)
 
 
 def _asked(shape: AttentionShape) -> tuple[Mask, dict[str, Any]]:

@@ -13,6 +13,7 @@ Sources: the configuration classes of transformers (`configuration_gpt2.py`, `..
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from pydantic import ValidationError
@@ -36,6 +37,7 @@ class Family:
         names: their key -> our field.
         fixed: our fields that the family decides, not the file.
         defaults: values of keys that a file may leave out; other keys of `names` must be there.
+        attention: our fields of attention that it has too (`engine.config.attention_kinds.PLAIN_DEFAULTS`).
     """
 
     architecture: str
@@ -44,6 +46,7 @@ class Family:
     names: Mapping[str, str]
     fixed: Mapping[str, object]
     defaults: Mapping[str, object]
+    attention: tuple[str, ...] = ()
 
     @property
     def activations(self) -> dict[str, str]:
@@ -80,10 +83,19 @@ _LLAMA_DEFAULTS = {
 }
 
 
-def _llama_like(architecture: str, fixed: Mapping[str, object] | None = None, **defaults: object) -> Family:
+def _llama_like(
+    architecture: str,
+    fixed: Mapping[str, object] | None = None,
+    attention: tuple[str, ...] = ("rope_scaling",),
+    **defaults: object,
+) -> Family:
     """Build a family with Llama's keys and with these fixed fields and defaults in place of Llama's."""
     fixed, defaults = {**_LLAMA_FIXED, **(fixed or {})}, {**_LLAMA_DEFAULTS, **defaults}
-    return Family(architecture, "hidden_act", True, _LLAMA_NAMES, fixed, defaults)
+    return Family(architecture, "hidden_act", True, _LLAMA_NAMES, fixed, defaults, attention)
+
+
+_BY_LAYER = ("rope_scaling", "window", "layers", "layer_kinds")
+"""Windows on some layers, which `layer_types` lists."""
 
 
 FAMILIES = {
@@ -116,18 +128,24 @@ FAMILIES = {
         },
     ),
     "llama": _llama_like("LlamaForCausalLM"),
-    "mistral": _llama_like("MistralForCausalLM", num_key_value_heads=8),
-    "qwen2": _llama_like("Qwen2ForCausalLM", {"bias": "qkv"}, num_key_value_heads=32),
-    "qwen3": _llama_like("Qwen3ForCausalLM", {"qk_norm": True}, num_key_value_heads=32, head_dim=128),
+    "mistral": _llama_like("MistralForCausalLM", None, ("rope_scaling", "window"), num_key_value_heads=8),
+    "qwen2": _llama_like("Qwen2ForCausalLM", {"bias": "qkv"}, _BY_LAYER, num_key_value_heads=32),
+    "qwen3": _llama_like("Qwen3ForCausalLM", {"qk_norm": True}, _BY_LAYER, num_key_value_heads=32, head_dim=128),
 }
 """By `model_type`, those first that an export takes where several would do."""
 
 MISTRAL_WINDOW = 4096
 """The sliding window of a Mistral whose file does not name one; null in the file is none."""
 
+QWEN_WINDOW, QWEN_FIRST_WINDOW = 4096, 28
+"""The same of a Qwen, and the first layer that has it, where `use_sliding_window` switches windows on."""
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Names in `layer_types`, and of our kinds of layers."""
+
 OFF_ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "rope_scaling": ((None,), "scaled RoPE is not built yet"),
-    "rope_parameters": ((None,), "scaled RoPE is not built yet"),
+    "rope_scaling": ((None,), "is a mapping"),
+    "rope_parameters": ((None,), "is a mapping"),
     "mlp_bias": ((False, None), "biases in the MLP without LayerNorm biases are not built yet"),
     "attention_bias": ((False, None), "a bias on the attention's output projection alone is not built yet"),
     "rope_interleaved": ((False,), "RoPE that turns neighbouring elements is not built"),
@@ -156,7 +174,6 @@ WITHOUT_EFFECT = frozenset(
         "id2label",
         "is_llama_config",
         "label2id",
-        "max_window_layers",
         "model_type",
         "n_ctx",
         "name_or_path",
@@ -223,6 +240,7 @@ HANDLED = frozenset(
         "embd_pdrop",
         "hidden_act",
         "layer_types",
+        "max_window_layers",
         "sliding_window",
         "use_sliding_window",
     }
@@ -253,7 +271,7 @@ def from_hugging_face(
             ],
             source,
         )
-    keys, problems = _with_rope_parameters(keys)
+    keys, scaling, problems = _with_rope_parameters(keys)
     problems += _unusable({key: value for key, value in keys.items() if key not in ignore}, family)
     problems += _not_to_ignore(keys, family, ignore)
     model: dict[str, Any] = {}
@@ -263,11 +281,12 @@ def from_hugging_face(
         elif not (ours == "seq_length" and seq_length is not None):
             problems.append(f"{theirs} is missing: it is our model.{ours}. Add it to the file.")
     model |= family.fixed
+    model["rope_scaling"] = scaling
     if seq_length is not None:
         problems += _too_long(model, seq_length)
         model["seq_length"] = seq_length
     problems += _activation(keys, family, model)
-    problems += _sliding_window(keys, model)
+    problems += _windows(keys, family, model)
     if keys["model_type"] == "gpt2" and keys.get("embd_pdrop", 0.1) != model["hidden_dropout"]:
         problems.append(
             f"embd_pdrop = {keys.get('embd_pdrop', 0.1)} and resid_pdrop = {model['hidden_dropout']}: here both are "
@@ -287,33 +306,57 @@ def from_hugging_face(
     return {"model": section}
 
 
-def _with_rope_parameters(keys: Keys) -> tuple[Keys, list[str]]:
-    """Return the keys with one `rope_theta`, and problems.
+def _with_rope_parameters(keys: Keys) -> tuple[Keys, dict[str, Any] | None, list[str]]:
+    """Return the keys with one `rope_theta`, our `rope_scaling`, and problems.
 
-    transformers 5 writes {"rope_parameters": {"rope_theta": ..., "rope_type": "default"}}; before it, `rope_theta` stood by
-    itself, and `rope_scaling` was for scaled RoPE (or for none: type "default").
+    transformers 5 writes {"rope_parameters": {"rope_theta": ..., "rope_type": ..., ...}}; before it, `rope_theta` stood by itself,
+    and `rope_scaling` had the rest ("type" in place of "rope_type" in old files). A type "default" scales nothing.
     """
     rope_theta: dict[str, object] = {"rope_theta": keys["rope_theta"]} if "rope_theta" in keys else {}
     problems: list[str] = []
+    scalings = []
     for key in ("rope_parameters", "rope_scaling"):
         rope = keys.get(key)
         if not isinstance(rope, Mapping):
             continue
-        scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
-        others = rope.keys() - {"rope_type", "type", "rope_theta"}
-        if scaled or (others and not (others == {"partial_rotary_factor"} and rope["partial_rotary_factor"] == 1.0)):
-            problems.append(f"{key} = {dict(rope)!r}: scaled RoPE is not built yet; the model would be another one.")
-        elif rope.get("rope_theta", rope_theta.get("rope_theta")) != rope_theta.get(
-            "rope_theta", rope.get("rope_theta")
-        ):
+        if rope.get("rope_theta", rope_theta.get("rope_theta")) != rope_theta.get("rope_theta", rope.get("rope_theta")):
             problems.append(
                 f"{key} has rope_theta = {rope['rope_theta']!r}, and elsewhere it is {rope_theta['rope_theta']!r}: which one the "
                 f"model was trained with would be a guess. Remove one of them."
             )
         elif "rope_theta" in rope:
             rope_theta = {"rope_theta": rope["rope_theta"]}
+        fields = {name: value for name, value in rope.items() if name not in ("rope_type", "type", "rope_theta")}
+        scaling = {"type": rope.get("rope_type", rope.get("type", "default")), **fields}
+        scaling = _without_whole_heads(scaling)
+        if scaling["type"] != "default":
+            scalings.append(_completed(scaling, keys))
+        elif len(scaling) > 1:
+            problems.append(
+                f"{key} = {dict(rope)!r}: RoPE of this form is not built yet; the model would be another one."
+            )
+    if any(scaling != scalings[0] for scaling in scalings):
+        problems.append(
+            "rope_parameters and rope_scaling differ: which of them the model has would be a guess. Remove one."
+        )
     seen = {key: value for key, value in keys.items() if not (key.startswith("rope_") and isinstance(value, Mapping))}
-    return {**seen, **rope_theta}, problems
+    return {**seen, **rope_theta}, scalings[0] if scalings else None, problems
+
+
+def _without_whole_heads(scaling: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields without a `partial_rotary_factor` of 1, which changes nothing."""
+    return {name: value for name, value in scaling.items() if (name, value) != ("partial_rotary_factor", 1.0)}
+
+
+def _completed(scaling: dict[str, Any], keys: Keys) -> dict[str, Any]:
+    """Return the fields with those that transformers takes from elsewhere in the file (modeling_rope_utils.py)."""
+    longest = keys.get("max_position_embeddings")
+    if scaling["type"] in ("yarn", "longrope"):
+        original = keys.get("original_max_position_embeddings", longest)
+        scaling = {"original_max_position_embeddings": original, **scaling}
+    if scaling["type"] == "longrope" and "factor" not in scaling and isinstance(longest, int):
+        scaling["factor"] = longest / scaling["original_max_position_embeddings"]
+    return {name: value for name, value in scaling.items() if value is not None}
 
 
 def _unusable(keys: Keys, family: Family) -> Iterator[str]:
@@ -368,21 +411,62 @@ def _activation(keys: Keys, family: Family, model: dict[str, Any]) -> Sequence[s
     return ()
 
 
-def _sliding_window(keys: Keys, model: Keys) -> Iterator[str]:
-    """Check that a window is at least as long as the samples, which changes nothing; Qwen switches it with a key of its own."""
+def _windows(keys: Keys, family: Family, model: dict[str, Any]) -> Iterator[str]:
+    """Write the windows of the layers to `model`, and yield problems.
+
+    A Mistral has one on every layer; a Qwen where `layer_types` says so, or from `max_window_layers` on, and a key of its own
+    switches them. transformers lets a query see the keys > q - sliding_window, as here.
+    """
     is_mistral = keys["model_type"] == "mistral"
-    window = keys.get("sliding_window", MISTRAL_WINDOW if is_mistral else None)
-    layer_types = keys.get("layer_types") or ()
-    if unknown := sorted(set(layer_types) - {"full_attention", "sliding_attention"}):
-        yield f"layer_types = {', '.join(unknown)}: only full_attention is built."
-    used = keys.get("use_sliding_window", is_mistral) or "sliding_attention" in layer_types
-    length = model.get("seq_length")
-    if isinstance(window, int) and isinstance(length, int) and used and window < length:
-        named = "" if "sliding_window" in keys else f" (the default of {keys['model_type']})"
+    window = keys.get("sliding_window", MISTRAL_WINDOW if is_mistral else QWEN_WINDOW)
+    types = keys.get("layer_types")
+    if unknown := sorted(set(types or ()) - {FULL, SLIDING}):
+        yield f"layer_types = {', '.join(unknown)}: only {FULL} and {SLIDING} are built."
+        return
+    if window is None or not keys.get("use_sliding_window", is_mistral):
+        if SLIDING in (types or ()):
+            yield f"layer_types has {SLIDING}, and use_sliding_window or sliding_window switches it off. Remove one of them."
+        return
+    if is_mistral:
+        types = types or [SLIDING] * model["num_layers"]
+    elif types is None:
+        first = keys.get("max_window_layers", QWEN_FIRST_WINDOW)
+        types = [FULL if layer < first else SLIDING for layer in range(model["num_layers"])]
+    if "window" not in family.attention or len(types) != model["num_layers"]:
         yield (
-            f"sliding_window = {window}{named}: attention in a sliding window is not built yet, and samples of {length} "
-            f"tokens reach beyond it. Train on shorter ones with --seq-length {window}."
+            f"{len(types)} layer_types with sliding_window = {window}: no {keys['model_type']} of {model['num_layers']} layers has "
+            "these; the model would be another one."
         )
+    elif set(types) == {SLIDING}:
+        model["window"] = window
+    elif SLIDING in types:
+        model["layers"] = [f"{name}*{len(list(run))}" for name, run in groupby(types)]
+        model["layer_kinds"] = {FULL: {}, SLIDING: {"window": window}}
+
+
+def _unknown_kinds(model: ModelConfig) -> Iterator[str]:
+    """List the kinds of layers that are no full attention and no window of one length."""
+    for name, kind in model.layer_kinds.items():
+        if others := sorted(set(kind) - {"window"}):
+            yield f"model.layer_kinds.{name} has {', '.join(others)}, which no layer of it has on its own"
+    if len(windows := {kind.window for kind in model.kinds if kind.window is not None}) > 1:
+        yield f"windows of {', '.join(map(str, sorted(windows)))} keys, there all have one length"
+
+
+def _window_keys(model: ModelConfig, family: Family) -> Iterator[tuple[str, object]]:
+    """Yield the keys that give a family's layers their windows, also where none has one."""
+    if "window" not in family.attention:
+        return
+    windows = [kind.window for kind in model.kinds]
+    window = next((each for each in windows if each is not None), None)
+    yield "sliding_window", window
+    if "layers" in family.attention:
+        yield "use_sliding_window", window is not None
+        if window is not None:
+            types = [FULL if each is None else SLIDING for each in windows]
+            yield "layer_types", types
+            # Read by releases of transformers that do not know `layer_types`.
+            yield "max_window_layers", types.index(SLIDING)
 
 
 def _too_long(model: Keys, seq_length: int) -> Iterator[str]:
@@ -428,10 +512,10 @@ def to_hugging_face(
         keys["embd_pdrop"] = model.hidden_dropout
     elif model.hidden_dropout:
         notes.append(f"model.hidden_dropout = {model.hidden_dropout} has no key in {family}: it acts in training only")
-    if family == "mistral":
-        keys["sliding_window"] = None
-    if family.startswith("qwen"):
-        keys["use_sliding_window"] = False
+    if model.rope_scaling is not None:
+        fields = model.rope_scaling.model_dump(mode="json", exclude_defaults=True)
+        keys["rope_scaling"] = {"rope_type": fields.pop("type"), **fields}
+    keys |= dict(_window_keys(model, chosen))
     # Left out, these would be ids of the family's own vocabulary: generation would stop at a token that means something else.
     none_but_eos = {"bos_token_id": None, "eos_token_id": end_of_document, "pad_token_id": None}
     keys |= none_but_eos if special_ids is None else special_ids
@@ -446,8 +530,9 @@ def _differences(model: ModelConfig, name: str) -> Iterator[str]:
             yield f"model.{ours} = {getattr(model, ours)}, there it is {value}"
     if model.activation not in (allowed := dict.fromkeys(FAMILIES[name].activations.values())):
         yield f"model.activation = {model.activation}, there it is {' or '.join(allowed)}"
-    for given in beyond_plain(model):
-        yield f"{given}, which is not built there yet"
+    for given in beyond_plain(model, FAMILIES[name].attention):
+        yield f"{given}, which it does not have"
+    yield from _unknown_kinds(model)
     fills = model.head_size * model.num_attention_heads == model.hidden_size
     if name == "gpt2":
         if model.kv_heads != model.num_attention_heads:

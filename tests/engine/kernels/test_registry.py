@@ -44,6 +44,14 @@ ON_H100 = Choices("cudnn", "flash", "compiled", "fused", "compiled")
 ON_CPU = Choices("sdpa", "sdpa", "eager", "separate", "torch")
 
 
+def test_kernels_are_tried_where_gradients_are_off() -> None:
+    """As where a model is built for its forwards alone."""
+    shape = replace(SHAPE, dtype=torch.float64, pattern=AttentionPattern(windows=True, documents=True, sinks=True))
+    with torch.no_grad():
+        chosen, notes = try_out(KernelsConfig(), ON_CPU, device_trials(shape, torch.float64))
+    assert (chosen, notes) == (ON_CPU, [])
+
+
 @pytest.mark.parametrize(
     ("facts", "expected"),
     [

@@ -192,9 +192,90 @@ def test_key_value_heads_that_a_file_leaves_out_are_those_of_transformers(name: 
 
 def test_a_mistral_without_the_key_has_a_window() -> None:
     keys = without(PUBLISHED["mistral_7b_v0.3"][0], "sliding_window")
-    with pytest.raises(ConfigError, match=r"sliding_window = 4096 \(the default of mistral\)"):
-        from_hugging_face(keys)
-    assert from_hugging_face(keys, seq_length=4096)["model"]["seq_length"] == 4096
+    assert from_hugging_face(keys)["model"]["window"] == 4096
+    assert "window" not in from_hugging_face(PUBLISHED["mistral_7b_v0.3"][0])["model"]
+
+
+def test_windows_of_a_qwen_begin_at_a_layer() -> None:
+    keys = {**PUBLISHED["qwen2.5_0.5b"][0], "use_sliding_window": True, "sliding_window": 1024}
+    model = ModelConfig.model_validate(from_hugging_face({**keys, "max_window_layers": 20})["model"])
+    assert [kind.window for kind in model.kinds] == [None] * 20 + [1024] * 4
+    everywhere = from_hugging_face({**keys, "max_window_layers": 0})["model"]
+    assert (everywhere["window"], "layers" in everywhere) == (1024, False)
+    assert "window" not in from_hugging_face({**keys, "max_window_layers": 24})["model"]
+    assert "window" not in from_hugging_face({**keys, "use_sliding_window": False})["model"]
+    types = ["sliding_attention", "full_attention"] * 12
+    model = ModelConfig.model_validate(from_hugging_face({**keys, "layer_types": types})["model"])
+    assert [kind.window for kind in model.kinds] == [1024, None] * 12
+    with pytest.raises(ConfigError, match="use_sliding_window or sliding_window switches it off"):
+        from_hugging_face({**keys, "layer_types": types, "use_sliding_window": False})
+    with pytest.raises(ConfigError, match="23 layer_types with sliding_window = 1024"):
+        from_hugging_face({**keys, "layer_types": types[:23]})
+
+
+LLAMA3_SCALING = {
+    "factor": 8.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+"""Of Llama 3.1."""
+
+
+def test_scaled_rope_is_read_in_every_form() -> None:
+    keys = without(PUBLISHED["llama3_8b"][0], "rope_scaling")
+    ours = {"type": "llama3", **without(LLAMA3_SCALING, "rope_type")}
+    old = {**without(LLAMA3_SCALING, "rope_type"), "type": "llama3"}
+    new = {**LLAMA3_SCALING, "rope_theta": 500000.0}
+    for given in ({"rope_scaling": LLAMA3_SCALING}, {"rope_scaling": old}, {"rope_parameters": new}):
+        assert from_hugging_face({**keys, **given})["model"]["rope_scaling"] == ours
+    yarn = from_hugging_face({**PUBLISHED["qwen2.5_0.5b"][0], "rope_scaling": {"type": "yarn", "factor": 4.0}})["model"]
+    # As in transformers: the length of the file is the original one, and seq_length.
+    assert yarn["rope_scaling"] == {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    with pytest.raises(ConfigError, match="rope_parameters and rope_scaling differ"):
+        from_hugging_face({**keys, "rope_scaling": LLAMA3_SCALING, "rope_parameters": {**new, "factor": 4.0}})
+    with pytest.raises(ConfigError, match=r"model\.rope_scaling = .*dynamic"):
+        from_hugging_face({**keys, "rope_scaling": {"type": "dynamic", "factor": 2.0}})
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+        (
+            "mistral",
+            {"window": 8, "rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8}},
+        ),
+        ("qwen2", {"bias": "qkv", "window": 8}),
+        (
+            "qwen3",
+            {
+                "qk_norm": True,
+                "layers": ["full_attention*1", "sliding_attention*1"],
+                "layer_kinds": {"full_attention": {}, "sliding_attention": {"window": 8}},
+            },
+        ),
+    ],
+)
+def test_windows_and_scalings_go_there_and_back(family: str, fields: dict[str, Any]) -> None:
+    model = ModelConfig.model_validate(LLAMA_LIKE | fields)
+    assert family_of(model) == family
+    keys, _ = to_hugging_face(model, family, dtype="float32")
+    again = ModelConfig.model_validate(from_hugging_face(json.loads(json.dumps(keys)))["model"])
+    assert again.kinds == model.kinds and again.rope_scaling == model.rope_scaling
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"layers": ["a", "b"], "layer_kinds": {"a": {"window": 3}, "b": {"window": 4}}}, "windows of 3, 4 keys"),
+        ({"layers": ["a"], "layer_kinds": {"a": {"rope_base": 5.0}}}, "layer_kinds.a has rope_base"),
+    ],
+)
+def test_kinds_that_no_family_has_are_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        family_of(ModelConfig.model_validate(LLAMA_LIKE | {"qk_norm": True} | fields), "qwen3")
 
 
 def test_layer_types_that_are_not_built_are_refused() -> None:
@@ -207,11 +288,9 @@ def test_rope_parameters_of_newer_files() -> None:
     keys = without(PUBLISHED["llama3_8b"][0], "rope_theta", "rope_scaling")
     rope = {"rope_theta": 7.0, "rope_type": "default"}
     assert from_hugging_face({**keys, "rope_parameters": rope})["model"]["rope_base"] == 7.0
-    with pytest.raises(ConfigError, match="scaled RoPE is not built yet"):
-        from_hugging_face({**keys, "rope_parameters": {**rope, "rope_type": "llama3", "factor": 8.0}})
-    with pytest.raises(ConfigError, match="scaled RoPE is not built yet"):
+    with pytest.raises(ConfigError, match="RoPE of this form is not built yet"):
         from_hugging_face({**keys, "rope_parameters": {**rope, "partial_rotary_factor": 0.5}})
-    with pytest.raises(ConfigError, match="scaled RoPE is not built yet"):
+    with pytest.raises(ConfigError, match="RoPE of this form is not built yet"):
         from_hugging_face({**keys, "rope_parameters": {"full_attention": rope, "sliding_attention": rope}})
     with pytest.raises(ConfigError, match=r"has rope_theta = 7\.0, and elsewhere it is 8\.0"):
         from_hugging_face({**keys, "rope_parameters": rope, "rope_theta": 8.0})
@@ -222,11 +301,6 @@ def test_rope_parameters_of_newer_files() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        (
-            "llama3_8b",
-            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-            "rope_scaling = .*scaled RoPE is not built",
-        ),
         ("llama3_8b", {"attention_bias": True}, "attention_bias = True"),
         ("llama3_8b", {"mlp_bias": True}, "mlp_bias = True"),
         ("llama3_8b", {"rope_interleaved": True}, "rope_interleaved = True: RoPE that turns neighbouring"),
@@ -238,13 +312,6 @@ def test_rope_parameters_of_newer_files() -> None:
         ("llama3_8b", {"num_local_experts": 8}, "num_local_experts = 8: not a key that is known here"),
         ("llama3_8b", {"hidden_size": "wide"}, "model.hidden_size = 'wide'"),
         ("llama3_8b", {"model_type": "mixtral"}, "model_type = 'mixtral': must be one of gpt2, llama"),
-        ("mistral_7b_v0.3", {"sliding_window": 4096}, "sliding_window = 4096: .*--seq-length 4096"),
-        ("qwen2.5_0.5b", {"use_sliding_window": True, "sliding_window": 1024}, "sliding_window = 1024"),
-        (
-            "qwen3_0.6b",
-            {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64},
-            "sliding_window = 64",
-        ),
         ("gpt2", {"activation_function": "relu"}, "activation_function = 'relu'"),
         ("gpt2", {"embd_pdrop": 0.0}, "embd_pdrop = 0.0 and resid_pdrop = 0.1"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scaled by layer is not built"),
@@ -300,9 +367,7 @@ def test_all_problems_at_once() -> None:
     assert starts == {"hidden_size", "vocab_size", "mlp_bias", "strange"}
 
 
-def test_a_shorter_sample_fits_a_window_and_a_longer_one_only_rope() -> None:
-    windowed = {**PUBLISHED["mistral_7b_v0.3"][0], "sliding_window": 4096}
-    assert from_hugging_face(windowed, seq_length=4096)["model"]["seq_length"] == 4096
+def test_samples_may_have_another_length_with_rope() -> None:
     assert from_hugging_face(PUBLISHED["llama3_8b"][0], seq_length=16384)["model"]["seq_length"] == 16384
     assert (
         from_hugging_face(without(PUBLISHED["llama3_8b"][0], "max_position_embeddings"), seq_length=8)["model"][
@@ -395,11 +460,11 @@ def test_a_family_can_be_asked_for() -> None:
             {**TINY, "position": "learned", "norm": "layernorm", "activation": "gelu", "bias": "all", "head_dim": 6},
             r"as gpt2: model\.head_dim = 6, there heads x head_dim is the hidden size 16\.",
         ),
-        ({"window": 8}, r"as llama: model\.window = 8, which is not built there yet\."),
+        ({"window": 8, "bias": "all"}, r"as llama: .*model\.window = 8, which it does not have\."),
         ({"position": "none"}, r"as llama: model\.position = none, there it is rope"),
         (
             {"layers": ["a"], "layer_kinds": {"a": {"sinks": True}}},
-            r"model\.layers = \['a'\], .* model\.layer_kinds = \{'a': \{'sinks': True\}\}, which is not built",
+            r"model\.layers = \['a'\], .* model\.layer_kinds = \{'a': \{'sinks': True\}\}, which it does not have",
         ),
     ],
 )

@@ -75,6 +75,45 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "qwen2": {"model_type": "qwen2", **_LLAMA},
     "qwen2_tied": {"model_type": "qwen2", **_LLAMA, "tie_word_embeddings": True, "head_dim": 8},
+    "llama_llama3": {
+        "model_type": "llama",
+        **_LLAMA,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 24,
+        },
+    },
+    "llama_linear": {
+        "model_type": "llama",
+        **_LLAMA,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0},
+    },
+    "mistral_window": {"model_type": "mistral", **_LLAMA, "head_dim": 6, "sliding_window": 5},
+    "qwen2_yarn_windows": {
+        "model_type": "qwen2",
+        **_LLAMA,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 1,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 500.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+        },
+    },
+    "qwen3_window_first": {
+        "model_type": "qwen3",
+        **_LLAMA,
+        "head_dim": 8,
+        "use_sliding_window": True,
+        "sliding_window": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "qwen3": {"model_type": "qwen3", **_LLAMA, "head_dim": 8},
     "qwen3_tied": {"model_type": "qwen3", **_LLAMA, "head_dim": 8, "tie_word_embeddings": True},
 }
@@ -103,6 +142,28 @@ def random_model(name: str) -> Any:
     return model
 
 
+class WideTorch:
+    """torch, in which float and float32 are float64."""
+
+    float = float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def wide_frequencies(config: Any) -> tuple[torch.Tensor, float]:
+    """The frequencies [d / 2] of a configuration in float64 and the factor on cosines, by transformers' own functions."""
+    from transformers import modeling_rope_utils
+
+    kind = config.rope_parameters["rope_type"]
+    if kind == "default":
+        d = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return config.rope_parameters["rope_theta"] ** -(torch.arange(0, d, 2, dtype=torch.float64) / d), 1.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modeling_rope_utils, "torch", WideTorch())
+        return modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+
+
 def wide(model: Any) -> Any:
     """transformers computes RMSNorm and the angles of RoPE in fp32 whatever the model's dtype is; here in float64."""
 
@@ -110,20 +171,16 @@ def wide(model: Any) -> Any:
         return module.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon))
 
     def rotary(module: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        d, base = module.config.head_dim_of_test, module.config.rope_parameters["rope_theta"]
-        frequencies = base ** -(torch.arange(0, d, 2, dtype=torch.float64) / d)
+        frequencies, factor = module.frequencies_of_test
         angles = torch.cat((position_ids[..., None] * frequencies,) * 2, dim=-1)
-        return angles.cos(), angles.sin()
+        return angles.cos() * factor, angles.sin() * factor
 
     for module in model.modules():
         kind = type(module).__name__
         if kind.endswith("RMSNorm"):
             module.forward = lambda x, module=module: norm(module, x)
         elif kind.endswith("RotaryEmbedding"):
-            module.config.head_dim_of_test = (
-                getattr(module.config, "head_dim", None)
-                or module.config.hidden_size // module.config.num_attention_heads
-            )
+            module.frequencies_of_test = wide_frequencies(module.config)
             module.forward = lambda x, position_ids, module=module: rotary(module, x, position_ids)
     return model
 
