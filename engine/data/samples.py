@@ -141,11 +141,15 @@ class SampleStream:
                 self._epochs.popitem(last=False)
         return self._epochs[epoch]
 
+    def _place(self, sample_id: int) -> tuple[EpochIndex, int]:
+        """Return the epoch of a sample, and the place of its first token in the epoch's stream."""
+        epoch, place = divmod(sample_id, self.samples_per_epoch)
+        index = self._epoch(epoch)
+        return index, int(index.sample_order[place]) * self.seq_length
+
     def _parts(self, sample_id: int) -> list[_Part]:
         """List the parts of documents that make the s + 1 tokens of a sample, in order; a document without tokens has none."""
-        epoch, place_in_epoch = divmod(sample_id, self.samples_per_epoch)
-        index = self._epoch(epoch)
-        start = int(index.sample_order[place_in_epoch]) * self.seq_length
+        index, start = self._place(sample_id)
         left = self.seq_length + 1
         place = int(np.searchsorted(index.token_offsets, start, side="right")) - 1
         parts = []

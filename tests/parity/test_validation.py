@@ -78,7 +78,7 @@ def oracle_validation_loss(model: str, num_layers: int | None) -> float:
     loss_sum, num_tokens = 0.0, 0
     first = NUM_TRAINED * case.global_batch_size
     for number in range(first, first + NUM_EVALUATED * case.global_batch_size):
-        tokens, loss_mask = (torch.from_numpy(values)[None] for values in samples[number])
+        tokens, loss_mask = (torch.from_numpy(values)[None] for values in samples[number][:2])
         positions = torch.arange(config.model.seq_length)[None]
         with torch.no_grad():
             one = oracle_loss_sum(plain, weights, tokens[:, :-1], tokens[:, 1:], loss_mask, positions, [number])

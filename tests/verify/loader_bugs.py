@@ -33,9 +33,10 @@ def the_last_label_of_a_row_is_not_counted() -> None:
 
 def each_sample_begins_one_token_early() -> None:
     """Plant samples that overlap by two tokens in place of one."""
-    read = SampleStream._read
+    place = SampleStream._place
 
-    def early(self: SampleStream, index: EpochIndex, start: int):
-        return read(self, index, max(0, start - 1))
+    def early(self: SampleStream, sample_id: int) -> tuple[EpochIndex, int]:
+        index, start = place(self, sample_id)
+        return index, max(0, start - 1)
 
-    SampleStream._read = early  # type: ignore[method-assign]
+    SampleStream._place = early  # type: ignore[method-assign]
