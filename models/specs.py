@@ -103,8 +103,8 @@ def layer_specs(model: ModelConfig, layer: int) -> Iterator[ParamSpec]:
     if model.layer_kind(layer).sinks:
         yield ParamSpec(f"{attention}.sinks", (heads,), normal, decay=False, tp_dim=0)
     if model.qk_norm:
-        yield ParamSpec(f"{attention}.q_norm.weight", (d,), Init("ones"), decay=False, grad_is_partial="heads")
-        yield ParamSpec(f"{attention}.k_norm.weight", (d,), Init("ones"), decay=False, grad_is_partial="heads")
+        yield ParamSpec(f"{attention}.q_norm.weight", (d,), _initial_gain(model), decay=False, grad_is_partial="heads")
+        yield ParamSpec(f"{attention}.k_norm.weight", (d,), _initial_gain(model), decay=False, grad_is_partial="heads")
     yield ParamSpec(f"{attention}.proj.weight", (h, heads, d), residual, tp_dim=1)
     if model.bias == "all":
         yield ParamSpec(f"{attention}.proj.bias", (h,), Init("zeros"), decay=False, grad_is_partial="sequence")
@@ -139,6 +139,11 @@ def _vocabulary_matrix(model: ModelConfig, name: str, *, tied_ends: bool) -> Par
 
 
 def _norm(model: ModelConfig, name: str) -> Iterator[ParamSpec]:
-    initial = {"weight": Init("ones"), "bias": Init("zeros")}
+    initial = {"weight": _initial_gain(model), "bias": Init("zeros")}
     for each in model.norm_kind.parameters:
         yield ParamSpec(f"{name}.{each}", (model.hidden_size,), initial[each], decay=False, grad_is_partial="sequence")
+
+
+def _initial_gain(model: ModelConfig) -> Init:
+    """Return the stored start of a gain of 1."""
+    return Init("zeros" if model.norm_kind.offset else "ones")

@@ -99,6 +99,8 @@ def oracle_loss_sum(
     heads, kv_heads = model.num_attention_heads, model.kv_heads
     keys = DropoutKeys(seed, sample_ids)
 
+    first_gain = 1.0 if model.norm == "rmsnorm_1p" else 0.0
+
     def hidden_dropout(x: torch.Tensor, site: str) -> torch.Tensor:
         positions = (torch.arange(s).view(1, s, 1) * h + torch.arange(h)).expand(1, s, h)
         return dropout(x, model.hidden_dropout, keys, site, positions, batch_dim=0)
@@ -107,12 +109,12 @@ def oracle_loss_sum(
         gain = weights[f"{name}.weight"]
         if model.norm == "layernorm":
             return F.layer_norm(x, (h,), gain, weights[f"{name}.bias"], model.norm_eps)
-        return x / (x.pow(2).mean(-1, keepdim=True) + model.norm_eps).sqrt() * gain
+        return x / (x.pow(2).mean(-1, keepdim=True) + model.norm_eps).sqrt() * (gain + first_gain)
 
     def head_norm(x: torch.Tensor, name: str) -> torch.Tensor:
         if name not in weights:
             return x
-        return x / (x.pow(2).mean(-1, keepdim=True) + model.norm_eps).sqrt() * weights[name]
+        return x / (x.pow(2).mean(-1, keepdim=True) + model.norm_eps).sqrt() * (weights[name] + first_gain)
 
     def rotate(x: torch.Tensor, layer: Mapping[str, Any]) -> torch.Tensor:
         """x [b, n, s, d] by complex multiplication, pairing dim i with dim i + r/2 of the first r; the others stay."""
@@ -169,14 +171,18 @@ def oracle_loss_sum(
         name = f"layers.{layer}.mlp"
         y = norm(x, f"{name}.norm")
         f = model.ffn_size
-        if model.activation in ("swiglu", "geglu_tanh"):
+        if model.activation in ("swiglu", "geglu", "geglu_tanh"):
             bias = weights.get(f"{name}.gate_up.bias")
             gate, up = linear(y, weights[f"{name}.gate_up.weight"], bias, 2 * f).split(f, dim=-1)
+            approximate = "tanh" if model.activation == "geglu_tanh" else "none"
             is_silu = model.activation == "swiglu"
-            y = (gate * torch.sigmoid(gate) if is_silu else F.gelu(gate, approximate="tanh")) * up
+            y = (gate * torch.sigmoid(gate) if is_silu else F.gelu(gate, approximate=approximate)) * up
         else:
             y = linear(y, weights[f"{name}.up.weight"], weights.get(f"{name}.up.bias"), f)
-            y = F.gelu(y, approximate="tanh" if model.activation == "gelu_tanh" else "none")
+            if model.activation == "relu2":
+                y = torch.where(y > 0, y * y, torch.zeros_like(y))
+            else:
+                y = F.gelu(y, approximate="tanh" if model.activation == "gelu_tanh" else "none")
         branch = linear(y, weights[f"{name}.down.weight"], weights.get(f"{name}.down.bias"), h)
         x = x + hidden_dropout(branch, f"{name}.residual_dropout")
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-ActivationName = Literal["gelu", "gelu_tanh", "swiglu", "geglu_tanh"]
-NormName = Literal["layernorm", "rmsnorm"]
+ActivationName = Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh"]
+NormName = Literal["layernorm", "rmsnorm", "rmsnorm_1p"]
 PositionName = Literal["learned", "rope", "none"]
 
 
@@ -45,6 +45,8 @@ class Norm:
         parameters: vectors [h], in the order in which the kernel takes them.
         statistics: numbers per token that are kept.
         statistics_dtype: dtype of those, the run's or the accumulation dtype.
+        offset: number that the kernel adds to the stored weight, in the accumulation dtype; 1: the stored weight starts at 0.
+        of_heads: norm of queries and keys in a model with this norm.
         megatron: `normalization` of Megatron-LM. None: Megatron-LM has no such norm.
     """
 
@@ -52,6 +54,8 @@ class Norm:
     parameters: tuple[Literal["weight", "bias"], ...]
     statistics: tuple[str, ...]
     statistics_dtype: Literal["run", "accumulation"]
+    offset: Literal[0, 1]
+    of_heads: Literal["rmsnorm", "rmsnorm_1p"]
     megatron: str | None
 
 
@@ -75,13 +79,17 @@ class Position:
 _ACTIVATIONS = (
     Activation("gelu", "gelu", False, ("gelu",), ""),
     Activation("gelu_tanh", "gelu_tanh", False, ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "openai_gelu"),
+    Activation("relu2", "relu2", False, ("relu2",), "squared_relu"),
     Activation("swiglu", "silu", True, ("silu", "swish"), "swiglu"),
+    Activation("geglu", "gelu", True, ("gelu",), None),
     Activation("geglu_tanh", "gelu_tanh", True, ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), None),
 )
 _NORMS = (
     # torch's own kernel on the CPU returns its statistics in the input's dtype.
-    Norm("layernorm", ("weight", "bias"), ("mean", "deviation"), "run", "LayerNorm"),
-    Norm("rmsnorm", ("weight",), ("deviation",), "accumulation", "RMSNorm"),
+    Norm("layernorm", ("weight", "bias"), ("mean", "deviation"), "run", 0, "rmsnorm", "LayerNorm"),
+    Norm("rmsnorm", ("weight",), ("deviation",), "accumulation", 0, "rmsnorm", "RMSNorm"),
+    # Gemma's. A weight near 1 has fewer bits left for its distance from 1 than the distance itself, so that is what is stored.
+    Norm("rmsnorm_1p", ("weight",), ("deviation",), "accumulation", 1, "rmsnorm_1p", None),
 )
 _POSITIONS = (
     Position("learned", has_table=True, is_rotary=False, megatron="learned_absolute"),

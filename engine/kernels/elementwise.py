@@ -73,45 +73,62 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, fusion: Fusion) 
     """Apply RMSNorm over the last dim (1910.07467). x [.., h]; weight [h]. torch has a kernel of it only on CUDA."""
     if x.is_cuda and not fusion.is_compiled:
         return F.rms_norm(x, weight.shape, weight, eps)
-    return _RMSNorm.apply(x, weight, eps, fusion)
+    return _RMSNorm.apply(x, weight, eps, 0, fusion)
+
+
+def rms_norm_1p(x: torch.Tensor, weight: torch.Tensor, eps: float, fusion: Fusion) -> torch.Tensor:
+    """Apply RMSNorm with the gains 1 + weight. x [.., h]; weight [h], less 1, so that a small change keeps its bits.
+
+    Sum and product are in the accumulation dtype, rounded once, as in Gemma (transformers' `Gemma2RMSNorm`).
+    """
+    return _RMSNorm.apply(x, weight, eps, 1, fusion)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """y = n w with n = x r, r = 1 / sqrt(mean(x^2) + eps). Saves x and r."""
+    """y = n g with n = x r, r = 1 / sqrt(mean(x^2) + eps), gains g = offset + w. Saves x and r."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, fusion: Fusion) -> torch.Tensor:
-        y, r = fusion(_rms_norm)(x, weight, eps)
-        ctx.fusion = fusion
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: int, fusion: Fusion
+    ) -> torch.Tensor:
+        y, r = fusion(_rms_norm)(x, weight, eps, offset)
+        ctx.offset, ctx.fusion = offset, fusion
         ctx.save_for_backward(x, weight, r)
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        grad_x, grad_weight = ctx.fusion(_rms_norm_backward)(*ctx.saved_tensors, grad)
-        return grad_x, grad_weight, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+        grad_x, grad_weight = ctx.fusion(_rms_norm_backward)(*ctx.saved_tensors, grad, ctx.offset)
+        return grad_x, grad_weight, None, None, None
 
 
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _gains(weight: torch.Tensor, offset: int) -> torch.Tensor:
+    return accumulate(weight) + offset if offset else weight
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return y, and the r of each token."""
     wide = accumulate(x)
     r = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return (wide * r).mul_(weight).to(x.dtype), r
+    return (wide * r).mul_(_gains(weight, offset)).to(x.dtype), r
 
 
 def _rms_norm_backward(
-    x: torch.Tensor, weight: torch.Tensor, r: torch.Tensor, grad: torch.Tensor
+    x: torch.Tensor, weight: torch.Tensor, r: torch.Tensor, grad: torch.Tensor, offset: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return dx = r (dy w - n mean(dy w n)), dw = sum of dy n over the tokens."""
+    """Return dx = r (dy g - n mean(dy g n)), dw = sum of dy n over the tokens."""
+    gains = _gains(weight, offset)
     n = accumulate(x) * r
     products = (n * grad).flatten(0, -2)
     grad_weight = products.sum(0)
-    mean = products.mv(accumulate(weight)).div_(x.shape[-1]).view(r.shape)
-    grad_x = n.mul_(mean.neg_()).add_(accumulate(grad) * weight).mul_(r)
+    mean = products.mv(accumulate(gains)).div_(x.shape[-1]).view(r.shape)
+    grad_x = n.mul_(mean.neg_()).add_(accumulate(grad) * gains).mul_(r)
     return grad_x.to(x.dtype), grad_weight.to(weight.dtype)
 
 
-_NORMS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType({"layernorm": layer_norm, "rmsnorm": rms_norm})
+_NORMS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
+    {"layernorm": layer_norm, "rmsnorm": rms_norm, "rmsnorm_1p": rms_norm_1p}
+)
 
 
 def norm(name: str, x: torch.Tensor, weights: Sequence[torch.Tensor], eps: float, fusion: Fusion) -> torch.Tensor:
@@ -202,14 +219,64 @@ def _geglu_tanh_backward_in_parts(x: torch.Tensor, grad: torch.Tensor) -> torch.
     return grad_x
 
 
+def _geglu(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate).mul_(up)
+
+
+def _geglu_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Return [dy up g'(gate) | dy g(gate)] with g(z) = z P(z), P the normal distribution (1606.08415): g'(z) = P(z) + z P'(z)."""
+    gate, up = (accumulate(each) for each in x.chunk(2, dim=-1))
+    below = 0.5 * (1 + torch.erf(gate * math.sqrt(0.5)))
+    slope = below + gate * torch.exp(-0.5 * gate * gate) / math.sqrt(2 * math.pi)
+    return torch.cat((grad * up * slope, grad * gate * below), dim=-1).to(x.dtype)
+
+
+def _geglu_backward_in_parts(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Compute the same, and write each half in its place."""
+    gate, up = x.chunk(2, dim=-1)
+    grad_x = torch.empty_like(x)
+    grad_gate, grad_up = grad_x.chunk(2, dim=-1)
+    torch.mul(grad, F.gelu(gate), out=grad_up)
+    torch.ops.aten.gelu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+    return grad_x
+
+
+class _SquaredReLU(torch.autograd.Function):
+    """y = max(x, 0)^2 (2109.08668). Saves only its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, fusion: Fusion) -> torch.Tensor:
+        ctx.fusion = fusion
+        ctx.save_for_backward(x)
+        return fusion(_squared_relu)(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return ctx.fusion(_squared_relu_backward)(x, grad), None
+
+
+def _squared_relu(x: torch.Tensor) -> torch.Tensor:
+    return x.relu().square_()
+
+
+def _squared_relu_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Return dx = 2 dy max(x, 0)."""
+    return x.relu().mul_(grad).mul_(2)
+
+
 _SWIGLU = _Gate(_swiglu, _swiglu_backward, _swiglu_backward_in_parts)
+_GEGLU = _Gate(_geglu, _geglu_backward, _geglu_backward_in_parts)
 _GEGLU_TANH = _Gate(_geglu_tanh, _geglu_tanh_backward, _geglu_tanh_backward_in_parts)
 
 _ACTIVATIONS: Mapping[str, Callable[[torch.Tensor, Fusion], torch.Tensor]] = MappingProxyType(
     {
         "gelu": lambda x, fusion: F.gelu(x),
         "gelu_tanh": lambda x, fusion: F.gelu(x, approximate="tanh"),
+        "relu2": lambda x, fusion: _SquaredReLU.apply(x, fusion),
         "swiglu": lambda x, fusion: _Gated.apply(x, _SWIGLU, fusion),
+        "geglu": lambda x, fusion: _Gated.apply(x, _GEGLU, fusion),
         "geglu_tanh": lambda x, fusion: _Gated.apply(x, _GEGLU_TANH, fusion),
     }
 )

@@ -15,7 +15,8 @@ from torch import nn
 from engine.activations.saved_tensors import ATTENTION
 from engine.config.attention_kinds import LayerKind
 from engine.kernels.attention import attention
-from engine.kernels.elementwise import apply_rope, rms_norm
+from engine.kernels.elementwise import apply_rope
+from engine.kernels.elementwise import norm as norm_by_name
 from engine.kernels.explicit_attention import explicit_attention
 from engine.kernels.masked_attention import Mask
 from engine.layout.shard_spec import cut
@@ -84,7 +85,8 @@ class Attention(nn.Module):
         """Normalise and rotate queries or keys [s, b, heads, d]; x itself where the model has neither."""
         fusion = self.context.kernels.fusion
         if norm is not None:
-            x = rms_norm(x, norm.tracked(), self.context.model.norm_eps, fusion)
+            model = self.context.model
+            x = norm_by_name(model.norm_kind.of_heads, x, [norm.tracked()], model.norm_eps, fusion)
         return x if rope is None else apply_rope(x, rope, fusion)
 
     def _core(

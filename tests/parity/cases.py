@@ -108,6 +108,15 @@ ATTENTION: dict[str, dict[str, Any]] = {
 """Each option of attention alone, as what it changes in a small Llama."""
 for option, fields in ATTENTION.items():
     MODELS[option] = _ROPE | fields
+BLOCKS: dict[str, dict[str, Any]] = {
+    "exact gelu gate": {"activation": "geglu"},
+    "squared relu": {"activation": "relu2"},
+    "norm 1p": {"norm": "rmsnorm_1p"},
+    "norm 1p, also of heads": {"norm": "rmsnorm_1p", "qk_norm": True},
+}
+"""Each option of a block alone, as what it changes in the same model."""
+for option, fields in BLOCKS.items():
+    MODELS[option] = _ROPE | fields
 DOCUMENTS = {
     "synthetic_document_length": 3,
     "attention": "within",

@@ -89,13 +89,14 @@ def gpt_model(model: ModelConfig, dtype: torch.dtype, *, rows: int, parallel_out
         parallel_output: logits stay cut over tp, as its loss wants them.
     """
     from megatron.core import parallel_state
+    from megatron.core.activations import squared_relu
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.utils import openai_gelu
 
     functional = torch.nn.functional
-    functions = {"gelu": functional.gelu, "gelu_tanh": openai_gelu, "silu": functional.silu}
+    functions = {"gelu": functional.gelu, "gelu_tanh": openai_gelu, "silu": functional.silu, "relu2": squared_relu}
     config = TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,

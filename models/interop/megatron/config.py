@@ -92,7 +92,6 @@ OFF_ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
     "softmax_type": (("vanilla", None), "attention sinks are not built"),
     "softmax_scale": ((None,), "attention with another scale than 1 / sqrt(head_dim) is not built"),
     "qk_l2_norm": ((False, None), "L2 norm of queries and keys is not built"),
-    "squared_relu": ((False, None), "squared ReLU is not built"),
     "quick_geglu": ((False, None), "a gate of x sigmoid(1.702 x) is not built"),
     "glu_linear_offset": ((0, 0.0, None), "an offset in the gated MLP is not built"),
     "activation_func_clamp_value": ((None,), "clamped activations are not built"),

@@ -228,7 +228,7 @@ def test_names_that_yaml_does_not_read_as_text_are_refused_by_name(tmp_path: Pat
         ("optimizer.warmup_steps=-1", ["at least 0"]),
         ("optimizer.beta1=1.0", ["less than 1"]),
         ("optimizer.lr=.inf", ["optimizer.lr", "finite"]),
-        ("model.norm=rmsnrom", ["layernorm or rmsnorm", "Did you mean rmsnorm?"]),
+        ("model.norm=rmsnrom", ["layernorm, rmsnorm or rmsnorm_1p", "Did you mean rmsnorm?"]),
         ("precision.dtype=bfloat16", ["bf16", "float64"]),
         ("data.train=[[a, b]]", ["data.train.0.0", "number"]),
         ("data.train=prefix", ["data.train", "list"]),

@@ -16,6 +16,7 @@ from engine.kernels.elementwise import (
     keyed_hash,
     layer_norm,
     rms_norm,
+    rms_norm_1p,
     rope_tables,
 )
 from engine.kernels.elementwise import norm as norm_by_name
@@ -52,6 +53,32 @@ def geglu_tanh(x: torch.Tensor, fusion: Fusion) -> torch.Tensor:
 def plain_geglu_tanh(x: torch.Tensor) -> torch.Tensor:
     gate, up = x.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
+
+
+def geglu(x: torch.Tensor, fusion: Fusion) -> torch.Tensor:
+    return activation("geglu", x, fusion)
+
+
+def plain_geglu(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate) * up
+
+
+def relu2(x: torch.Tensor, fusion: Fusion) -> torch.Tensor:
+    return activation("relu2", x, fusion)
+
+
+def plain_relu2(x: torch.Tensor) -> torch.Tensor:
+    return F.relu(x).square()
+
+
+def norm_1p(x: torch.Tensor, weight: torch.Tensor, fusion: Fusion) -> torch.Tensor:
+    return rms_norm_1p(x, weight, EPS, fusion)
+
+
+def plain_norm_1p(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    wide = x if x.dtype == torch.float64 else x.float()
+    return F.rms_norm(wide, weight.shape, 1 + weight.to(wide.dtype), EPS).to(x.dtype)
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, fusion: Fusion) -> torch.Tensor:
@@ -105,6 +132,9 @@ def plain_dropped_on(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
 KERNELS = [
     pytest.param(swiglu, plain_swiglu, [(6, 3, 16)], id="swiglu"),
     pytest.param(geglu_tanh, plain_geglu_tanh, [(6, 3, 16)], id="geglu_tanh"),
+    pytest.param(geglu, plain_geglu, [(6, 3, 16)], id="geglu"),
+    pytest.param(relu2, plain_relu2, [(6, 3, 16)], id="relu2"),
+    pytest.param(norm_1p, plain_norm_1p, [(6, 3, 16), (16,)], id="rms_norm_1p"),
     pytest.param(norm, plain_norm, [(6, 3, 16), (16,)], id="rms_norm"),
     pytest.param(norm, plain_norm, [(5, 1, 4, 8), (8,)], id="rms_norm of heads"),
     pytest.param(centred_norm, plain_centred_norm, [(6, 3, 16), (16,), (16,)], id="layer_norm"),

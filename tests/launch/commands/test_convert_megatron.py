@@ -182,7 +182,7 @@ def test_rows_of_padding_are_dropped_and_named(theirs, tmp_path, capsys):
         ({"window_size": (128, 0)}, "window_size = (128, 0)"),
         ({"normalization": "L2Norm"}, "normalization = 'L2Norm': must be one of LayerNorm, RMSNorm"),
         ({"position_embedding_type": "yarn"}, "position_embedding_type = 'yarn'"),
-        ({"squared_relu": True}, "squared ReLU is not built"),
+        ({"quick_geglu": True}, "a gate of x sigmoid(1.702 x) is not built"),
         ({"qk_layernorm": True, "normalization": "LayerNorm"}, "normalised by RMSNorm only"),
     ],
 )

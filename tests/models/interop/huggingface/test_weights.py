@@ -62,6 +62,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "n_inner": 40,
     },
     "llama": {"model_type": "llama", **_LLAMA},
+    "llama_exact_geglu": {"model_type": "llama", **_LLAMA, "hidden_act": "gelu"},
     "llama_geglu": {"model_type": "llama", **_LLAMA, "hidden_act": "gelu_pytorch_tanh"},
     "llama_tied_mha": {"model_type": "llama", **_LLAMA, "num_key_value_heads": 4, "tie_word_embeddings": True},
     "llama_wide_heads_mqa": {"model_type": "llama", **_LLAMA, "num_key_value_heads": 1, "head_dim": 10},
