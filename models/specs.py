@@ -6,6 +6,7 @@ one name and one shape everywhere. h hidden size, d head size, f MLP width, V vo
     embedding.word.weight                [V, h]              rows cut (padded to vocab_multiple); tied: also the head
     embedding.position.weight            [S, h]              learned positions only
     layers.N.attention.norm.{weight,bias}     [h]            bias with LayerNorm only
+    layers.N.attention.post_norm.{weight,bias} [h]           norm_placement after or both; the others before or both
     layers.N.attention.q.weight          [heads, d, h]       heads cut; shares a GEMM with kv
     layers.N.attention.kv.weight         [2, kv_heads, d, h] heads cut, replicated when kv_heads < tp
     layers.N.attention.{q,kv}.bias       [heads, d], [2, kv_heads, d]
@@ -13,7 +14,7 @@ one name and one shape everywhere. h hidden size, d head size, f MLP width, V vo
     layers.N.attention.{q,k}_norm.weight [d]                 QK-norm, one for all heads
     layers.N.attention.proj.weight       [h, heads, d]       input heads cut (row parallel)
     layers.N.attention.proj.bias         [h]
-    layers.N.mlp.norm.{weight,bias}      [h]
+    layers.N.mlp.{norm,post_norm}.{weight,bias} [h]
     layers.N.mlp.up.weight               [f, h]              not gated; rows cut
     layers.N.mlp.gate_up.weight          [2, f, h]           gated; dim 1 cut
     layers.N.mlp.down.weight             [h, f]              columns cut (row parallel)
@@ -92,7 +93,8 @@ def layer_specs(model: ModelConfig, layer: int) -> Iterator[ParamSpec]:
     residual = Init("normal", model.init_std / math.sqrt(2 * model.num_layers))
     attention, mlp = f"layers.{layer}.attention", f"layers.{layer}.mlp"
 
-    yield from _norm(model, f"{attention}.norm")
+    if model.norms_before:
+        yield from _norm(model, f"{attention}.norm")
     yield ParamSpec(f"{attention}.q.weight", (heads, d, h), normal, tp_dim=0)
     yield ParamSpec(f"{attention}.kv.weight", (2, kv_heads, d, h), normal, tp_dim=1, fused_with_previous=True)
     if model.bias in ("all", "qkv"):
@@ -109,7 +111,10 @@ def layer_specs(model: ModelConfig, layer: int) -> Iterator[ParamSpec]:
     if model.bias == "all":
         yield ParamSpec(f"{attention}.proj.bias", (h,), Init("zeros"), decay=False, grad_is_partial="sequence")
 
-    yield from _norm(model, f"{mlp}.norm")
+    if model.norms_after:
+        yield from _norm(model, f"{attention}.post_norm")
+    if model.norms_before:
+        yield from _norm(model, f"{mlp}.norm")
     up, rows = ("gate_up", (2, f)) if model.activation_kind.is_gated else ("up", (f,))
     yield ParamSpec(f"{mlp}.{up}.weight", (*rows, h), normal, tp_dim=len(rows) - 1)
     if model.bias == "all":
@@ -117,6 +122,8 @@ def layer_specs(model: ModelConfig, layer: int) -> Iterator[ParamSpec]:
     yield ParamSpec(f"{mlp}.down.weight", (h, f), residual, tp_dim=1)
     if model.bias == "all":
         yield ParamSpec(f"{mlp}.down.bias", (h,), Init("zeros"), decay=False, grad_is_partial="sequence")
+    if model.norms_after:
+        yield from _norm(model, f"{mlp}.post_norm")
 
 
 def final_norm_specs(model: ModelConfig) -> Iterator[ParamSpec]:

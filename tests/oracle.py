@@ -130,7 +130,7 @@ def oracle_loss_sum(
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: int) -> torch.Tensor:
         return F.linear(x, weight.reshape(out, -1), None if bias is None else bias.reshape(-1))
 
-    x = F.embedding(tokens, weights["embedding.word.weight"])
+    x = F.embedding(tokens, weights["embedding.word.weight"]) * model.embedding_multiplier
     if model.position == "learned":
         x = x + weights["embedding.position.weight"][position_ids]
     x = hidden_dropout(x, "embedding.dropout")
@@ -144,7 +144,8 @@ def oracle_loss_sum(
         distance = torch.arange(s).view(-1, 1) - torch.arange(s)
         is_near = distance < (s if kind["window"] is None else kind["window"])
         seen = ((distance >= 0) & is_near & same_document).unsqueeze(1)
-        y = norm(x, f"{name}.norm")
+        entry = x
+        y = norm(x, f"{name}.norm") if model.norm_placement != "after" else x
         q = linear(y, weights[f"{name}.q.weight"], weights.get(f"{name}.q.bias"), heads * d)
         kv = linear(y, weights[f"{name}.kv.weight"], weights.get(f"{name}.kv.bias"), 2 * kv_heads * d)
         q = q.view(b, s, heads, d).transpose(1, 2)
@@ -166,10 +167,13 @@ def oracle_loss_sum(
         probabilities = dropout(probabilities, model.attention_dropout, keys, f"{name}.dropout", where, batch_dim=0)
         mixed = (probabilities @ v).transpose(1, 2).reshape(b, s, heads * d)
         branch = linear(mixed, weights[f"{name}.proj.weight"], weights.get(f"{name}.proj.bias"), h)
-        x = x + hidden_dropout(branch, f"{name}.residual_dropout")
+        if model.norm_placement != "before":
+            branch = norm(branch, f"{name}.post_norm")
+        x = x + model.residual_multiplier * hidden_dropout(branch, f"{name}.residual_dropout")
 
         name = f"layers.{layer}.mlp"
-        y = norm(x, f"{name}.norm")
+        y = entry if model.parallel_block else x
+        y = norm(y, f"{name}.norm") if model.norm_placement != "after" else y
         f = model.ffn_size
         if model.activation in ("swiglu", "geglu", "geglu_tanh"):
             bias = weights.get(f"{name}.gate_up.bias")
@@ -184,7 +188,9 @@ def oracle_loss_sum(
             else:
                 y = F.gelu(y, approximate="tanh" if model.activation == "gelu_tanh" else "none")
         branch = linear(y, weights[f"{name}.down.weight"], weights.get(f"{name}.down.bias"), h)
-        x = x + hidden_dropout(branch, f"{name}.residual_dropout")
+        if model.norm_placement != "before":
+            branch = norm(branch, f"{name}.post_norm")
+        x = x + model.residual_multiplier * hidden_dropout(branch, f"{name}.residual_dropout")
 
     head = weights["embedding.word.weight" if model.tie_embeddings else "head.weight"]
     logits = norm(x, "final_norm") @ head.t()

@@ -180,7 +180,14 @@ def recomputed_parts_exist(subject: Subject) -> Iterator[Problem]:
             "would save nothing",
             {"kernels.attention": ["sdpa"], "recompute.modules": [[*(config.recompute.modules or []), "attention"]]},
         )
-    if "norm" in parts and config.recompute.gathered_inputs == "keep" and parallel.cuts_sequence:
+    if "norm" in parts and not model.norms_before:
+        without_norm = [name for name in config.recompute.modules or [] if name != "norm"]
+        yield subject.problem(
+            "recompute.modules",
+            "has norm, but with model.norm_placement = after no norm's output is kept: recomputing it would save nothing",
+            {"recompute.modules": [without_norm]} if without_norm else {"recompute.granularity": ["none"]},
+        )
+    elif "norm" in parts and config.recompute.gathered_inputs == "keep" and parallel.cuts_sequence:
         without_norm = [name for name in config.recompute.modules or [] if name != "norm"]
         yield subject.problem(
             "recompute.modules",

@@ -406,6 +406,10 @@ PLAIN_DEFAULTS: Mapping[str, object] = {
     "rope_scaling": None,
     "attention_scale": None,
     "attention_softcap": None,
+    "norm_placement": "before",
+    "parallel_block": False,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
     "layers": None,
     "layer_kinds": {},
 }

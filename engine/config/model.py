@@ -50,7 +50,11 @@ class ModelConfig(Section):
     vocab_multiple: Annotated[int, LAYOUT] = Field(
         128, gt=0, le=LARGEST_VOCABULARY, description="the vocabulary is padded to this multiple, whatever tp is"
     )
-    norm: layer_kinds.NormName = Field("layernorm", description="norm before each branch and the output head")
+    norm: layer_kinds.NormName = Field("layernorm", description="norm of each branch and before the output head")
+    norm_placement: Literal["before", "after", "both"] = Field(
+        "before", description="norm before each branch; after it: x + norm(f(x)) (OLMo 2); or both (Gemma 2)"
+    )
+    parallel_block: bool = Field(False, description="attention and MLP read the same x, and both are added (GPT-NeoX)")
     norm_eps: float = Field(1e-5, gt=0, description="added to the variance (layernorm) or mean square (rmsnorm)")
     activation: layer_kinds.ActivationName = Field("gelu", description="nonlinearity of the MLP; gelu_tanh is GPT-2's")
     position: layer_kinds.PositionName = Field(
@@ -71,6 +75,12 @@ class ModelConfig(Section):
     )
     attention_softcap: float | None = Field(
         None, gt=0, description="c of attention's logits c tanh(logit / c) (Gemma 2); null: no cap"
+    )
+    embedding_multiplier: float = Field(
+        1.0, gt=0, description="factor of the word embedding, rounded to precision.dtype (Gemma: sqrt(h); Granite)"
+    )
+    residual_multiplier: float = Field(
+        1.0, gt=0, description="factor of each branch that is added to the residual stream (Granite)"
     )
     tie_embeddings: bool = Field(True, description="the output head is the input embedding")
     bias: Literal["all", "qkv", "none"] = Field("all", description="linear layers that have a bias")
@@ -107,6 +117,14 @@ class ModelConfig(Section):
     @property
     def norm_kind(self) -> Norm:
         return layer_kinds.NORMS[self.norm]
+
+    @property
+    def norms_before(self) -> bool:
+        return self.norm_placement != "after"
+
+    @property
+    def norms_after(self) -> bool:
+        return self.norm_placement != "before"
 
     @property
     def activation_kind(self) -> Activation:

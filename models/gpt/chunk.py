@@ -28,17 +28,15 @@ from engine.kernels.registry import Kernels
 from engine.kernels.rotary import tables_by_rotary
 from engine.layout.shard_spec import localize
 from engine.numerics.precision import DTYPES
-from engine.tensor_parallel.chunked_head import chunked_head_losses
-from engine.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from engine.tensor_parallel.dropout import DropoutKeys
 from engine.tensor_parallel.layers import ColumnParallelLinear
 from engine.tensor_parallel.mappings import TensorParallelRegion
 from engine.tensor_parallel.parameter import ShardedParameter, WeightGradQueue
-from models.gpt.attention import Attention
-from models.gpt.context import BuildContext, Norm, Positions, hidden_dropout
+from models.gpt.block import Block
+from models.gpt.context import BuildContext, Norm, Positions
 from models.gpt.embedding import Embedding
 from models.gpt.kv_cache import KVCache, LayerCache
-from models.gpt.mlp import MLP
+from models.gpt.losses import TokenLosses
 from models.predict.rank_memory import resolve_recompute
 from models.specs import StageContents, stage_specs
 
@@ -52,46 +50,6 @@ class Batch(Protocol):
     position_ids: torch.Tensor
     sample_ids: Sequence[int]
     documents: Documents | None
-
-
-class Block(nn.Module):
-    """One transformer layer, norms before each branch: x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(self, context: BuildContext, layer: int) -> None:
-        super().__init__()
-        self.context = context
-        self.name = f"layers.{layer}"
-        self.attention_norm = Norm(context, f"{self.name}.attention.norm")
-        self.attention = Attention(context, f"{self.name}.attention", context.model.layer_kind(layer))
-        self.mlp_norm = Norm(context, f"{self.name}.mlp.norm")
-        self.mlp = MLP(context, f"{self.name}.mlp")
-
-    def forward(
-        self, x: torch.Tensor, positions: Positions, keys: DropoutKeys, cache: LayerCache | None = None
-    ) -> torch.Tensor:
-        """Run the layer: [s(/t), b, h] -> the same shape."""
-        saved = self.context.saved
-        branch = self.attention(saved.recompute_output("norm", self.attention_norm, x), positions, keys, cache)
-        x = hidden_dropout(self, self.context, branch, keys, f"{self.name}.attention.residual_dropout", x)
-        branch = self.mlp(saved.recompute_output("norm", self.mlp_norm, x))
-        return hidden_dropout(self, self.context, branch, keys, f"{self.name}.mlp.residual_dropout", x)
-
-
-class TokenLosses(nn.Module):
-    """The head and the cross-entropy of each token, from this rank's columns of the logits."""
-
-    def __init__(self, context: BuildContext) -> None:
-        super().__init__()
-        self.context = context
-
-    def forward(self, x: torch.Tensor, head: ColumnParallelLinear, labels: torch.Tensor) -> torch.Tensor:
-        """Return the losses [s, b], equal on every tp rank, of x [s(/t), b, h] that the head reads and labels int64 [b, s]."""
-        context, targets = self.context, labels.t()
-        vocab_size, fusion = context.model.vocab_size, context.kernels.fusion
-        at_a_time = context.recompute.head_tokens
-        if at_a_time is not None:
-            return chunked_head_losses(x, targets, head, vocab_size, at_a_time, fusion)
-        return vocab_parallel_cross_entropy(head(x), targets, context.region.axis, vocab_size, fusion)
 
 
 class GPTChunk(nn.Module):

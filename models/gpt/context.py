@@ -104,9 +104,15 @@ def hidden_dropout(
     site: str,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Apply dropout to [s(/t), b, h] while `module` trains, and add the residual; positions count through the whole [s, h]."""
+    """Apply dropout to [s(/t), b, h] while `module` trains, and add the residual; positions count through the whole [s, h].
+
+    What is added to a residual is multiplied by `model.residual_multiplier`.
+    """
+    factor = context.model.residual_multiplier
     if not (module.training and context.model.hidden_dropout):
-        return x if residual is None else residual + x
+        return x if residual is None else torch.add(residual, x, alpha=factor)
+    if residual is not None and factor != 1:
+        x = x * factor
     h = context.model.hidden_size
     length = x.shape[0] * (context.region.axis.size if context.region.sequence_parallel else 1)
     rows = torch.arange(length, device=x.device)[context.region.shard_of_sequence(length)]

@@ -17,6 +17,8 @@ class Embedding(nn.Module):
         super().__init__()
         self.context = context
         self.word = VocabParallelEmbedding(context.parameter("embedding.word.weight"), context.region)
+        # Gemma's factor is a tensor of the weights' dtype (transformers' `Gemma2TextScaledWordEmbedding`).
+        self.multiplier = torch.tensor(context.model.embedding_multiplier, dtype=context.dtype).item()
         has_table = context.model.position_kind.has_table
         self.position = context.parameter("embedding.position.weight") if has_table else None
 
@@ -25,6 +27,8 @@ class Embedding(nn.Module):
         # Indexing keeps the memory order of the ids, and elementwise ops keep it from there on: were these only
         # transposed, the whole residual stream would be.
         x = self.word(tokens.t().contiguous())
+        if self.multiplier != 1:
+            x = x * self.multiplier
         if self.position is not None:
             # The sum over the vocabulary is already scattered: each rank adds the positions of its own tokens.
             shard = self.context.region.shard_of_sequence(tokens.shape[1])

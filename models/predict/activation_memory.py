@@ -118,13 +118,13 @@ def _all_terms(config: Config, sizes: ParallelSizes, kind: LayerKind, *, is_core
     nothing = Fraction(0)
     dropout = whole if model.hidden_dropout else nothing
     terms = [
-        *_norm_terms(config, at, "attention_norm"),
-        _column_input(config, at, "attention.qkv", "norm"),
+        *(_norm_terms(config, at, "attention_norm") if model.norms_before else []),
+        _column_input(config, at, "attention.qkv", "norm" if model.norms_before else ""),
         *_attention_terms(config, at, kind, is_core_again=is_core_again),
         Term("attention.proj", "input", at.w * at.q, at.w * at.q),
+        *(_norm_terms(config, at, "attention_post_norm") if model.norms_after else []),
         Term("attention", "residual dropout", dropped, dropout),
-        *_norm_terms(config, at, "mlp_norm"),
-        _column_input(config, at, "mlp.up", "norm"),
+        *_inputs_of_mlp(config, at),
     ]
     if model.activation_kind.is_gated:
         # Megatron-LM without fusions keeps the activated gate too; here it is computed again.
@@ -136,9 +136,22 @@ def _all_terms(config: Config, sizes: ParallelSizes, kind: LayerKind, *, is_core
         terms.append(Term("mlp", "activation input", at.w * at.f, at.w * at.f, "mlp"))
     terms += [
         Term("mlp.down", "input", at.w * at.f, at.w * at.f, "activation"),
+        *(_norm_terms(config, at, "mlp_post_norm") if model.norms_after else []),
         Term("mlp", "residual dropout", dropped, dropout),
     ]
     return terms
+
+
+def _inputs_of_mlp(config: Config, at: Sizes) -> list[Term]:
+    """List what is kept before the MLP's first GEMM. A parallel block reads the input of attention again, which is kept once."""
+    model = config.model
+    norm = _norm_terms(config, at, "mlp_norm") if model.norms_before else []
+    entry = _column_input(config, at, "mlp.up", "norm" if norm else "")
+    if not model.parallel_block:
+        return [*norm, entry]
+    first, *others = [*norm, entry]
+    is_gathered = not norm and entry.ours != entry.paper
+    return [first if is_gathered else replace(first, ours=Fraction(0)), *others]
 
 
 def _column_input(config: Config, at: Sizes, module: str, part: str = "") -> Term:
@@ -303,7 +316,7 @@ def _groups(config: Config, sizes: ParallelSizes, stage: StageContents) -> list[
     kinds = [config.model.layer_kind(layer) for layer in stage.layers]
     # What a layer keeps if nothing of it is recomputed, and so while its backward runs after it was recomputed whole.
     plain = {kind: _all_terms(config, sizes, kind, is_core_again=False) for kind in set(kinds)}
-    entry = Term(ENTRY[0], ENTRY[1], Fraction(0), at.w * at.h * at.shard)
+    entry = Term("attention_norm", "input", Fraction(0), at.w * at.h * at.shard)
     again = recompute.granularity == "full"
     num_again = 0
     if again:
@@ -311,7 +324,7 @@ def _groups(config: Config, sizes: ParallelSizes, stage: StageContents) -> list[
     size = recompute.num_layers if recompute.method == "uniform" else 1
     groups = []
     for start in range(0, num_again, size):
-        moved = _moved(config, [entry], start, stage)
+        moved = _moved(config, at, [entry], start, stage)
         # One for all layers that need them; a group that is recomputed gets them from outside.
         stop = min(start + size, num_again)
         in_backward = sum(_bytes(config, plain[kind]) for kind in kinds[start:stop])
@@ -322,7 +335,7 @@ def _groups(config: Config, sizes: ParallelSizes, stage: StageContents) -> list[
         kind = kinds[start]
         terms = block_terms(config, sizes, stage.layers[start])
         layer, in_core = _bytes(config, terms), _in_attention(config, at, kind, terms, plain[kind])
-        moved = _moved(config, terms, start, stage)
+        moved = _moved(config, at, terms, start, stage)
         # The first layer that keeps a table keeps it for all.
         is_first = again and kind.rotary not in seen
         outside = _bytes(config, _tables(config, at, stage.layers[start : start + 1])) if is_first else 0
@@ -356,18 +369,15 @@ def _in_attention(config: Config, at: Sizes, kind: LayerKind, terms: Sequence[Te
     return _bytes(config, [*terms[:before], *inside])
 
 
-ENTRY = ("attention_norm", "input")
-"""The tensor with which a layer begins."""
-
-
-def _moved(config: Config, terms: Sequence[Term], layer: int, stage: StageContents) -> int:
+def _moved(config: Config, at: Sizes, terms: Sequence[Term], layer: int, stage: StageContents) -> int:
     """Return the bytes that layer number `layer` of a chunk moves to the host."""
     if layer >= config.offload.num_layers:
         return 0
     total = 0
-    for term in terms:
-        # What comes from another stage is held for its gradient.
-        is_received = layer == 0 and not stage.has_embedding and (term.module, term.tensor) == ENTRY
+    for index, term in enumerate(terms):
+        # What comes from another stage is held for its gradient; gathered for the first GEMM it is another tensor.
+        is_entry = index == 0 and term.ours == at.w * at.h * at.shard
+        is_received = layer == 0 and not stage.has_embedding and is_entry
         num_bytes = _bytes(config, [term])
         if num_bytes >= config.offload.min_bytes and not is_received:
             total += num_bytes

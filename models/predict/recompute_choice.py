@@ -91,7 +91,7 @@ def _work(config: Config, sizes: ParallelSizes, part: str) -> tuple[Fraction, Fr
     whole = at.w * at.h * at.shard
     columns = model.activation_kind.num_inputs * at.f
     if part == "norm":
-        return 4 * whole, nothing
+        return 4 * whole * model.norms_before, nothing
     if part == "rope":
         rotary = next((kind.rotary for kind in model.kinds if kind.rotary is not None), None)
         passes = (rotary is not None) + model.qk_norm
@@ -130,6 +130,7 @@ def _whole_layer(config: Config, sizes: ParallelSizes) -> Fraction:
     work = [_work(config, sizes, part) for part in PARTS]
     # The other GEMMs: qkv, proj, down; and two residual additions of three tensors each.
     moved = at.w * (3 * at.h + 2 * at.q + 2 * at.kv + at.f + 6 * at.h * at.shard)
+    moved += at.w * 4 * at.h * at.shard * config.model.norms_after
     flops = 2 * at.h * (2 * at.q + 2 * at.kv + at.f)
     return moved + sum(moved for moved, _ in work) + (flops + sum(flops for _, flops in work)) / FLOPS_PER_BYTE
 

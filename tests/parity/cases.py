@@ -113,6 +113,14 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "squared relu": {"activation": "relu2"},
     "norm 1p": {"norm": "rmsnorm_1p"},
     "norm 1p, also of heads": {"norm": "rmsnorm_1p", "qk_norm": True},
+    "norms after": {"norm_placement": "after"},
+    "norms before and after": {"norm_placement": "both"},
+    "parallel": {"parallel_block": True},
+    "parallel, norms after": {"parallel_block": True, "norm_placement": "after"},
+    "embedding multiplier": {"embedding_multiplier": 3.3},
+    "residual multiplier": {"residual_multiplier": 0.22},
+    "parallel gpt": {"parallel_block": True, "norm": "layernorm", "bias": "all", "position": "learned"},
+    "multipliers, dropout": {"residual_multiplier": 0.3, "embedding_multiplier": 2.5, "hidden_dropout": 0.2},
 }
 """Each option of a block alone, as what it changes in the same model."""
 for option, fields in BLOCKS.items():

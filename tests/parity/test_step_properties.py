@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from engine.comm.ledger import Event
-from models.gpt.chunk import Block
+from models.gpt.block import Block
 from models.predict.traffic import Flow, Volume, expected_traffic, measured_traffic
 from tests.engine.comm.test_collectives import CountCalls
 from tests.harness import run_ranks

@@ -161,6 +161,11 @@ BAD: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         {},
         ["kernels.attention = flash", "cannot cap", "kernels.attention = auto or blocks"],
     ),
+    "a norm whose output is not kept": (
+        ["model.norm_placement=after", "recompute.granularity=selective", "recompute.modules=[norm, activation]"],
+        {},
+        ["recompute.modules", "no norm's output is kept", "recompute.modules = [activation]"],
+    ),
     "a kernel without windows": (
         ["model.window=8", "kernels.attention=cudnn"],
         {},

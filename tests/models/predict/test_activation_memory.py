@@ -100,6 +100,28 @@ CI = {
         {**LLAMA, **KINDS}, tp=2, recompute={"granularity": "full", "method": "block", "num_layers": 1}
     ),
 }
+BLOCKS = {
+    "norms after": config_of({**LLAMA, "norm_placement": "after"}, tp=2, sp=True),
+    "norms after, on the host": config_of(
+        {**LLAMA, "norm_placement": "after"}, tp=2, offload={"num_layers": 1, "min_bytes": 1}
+    ),
+    "norms after, gathered inputs kept, on the host": config_of(
+        {**LLAMA, "norm_placement": "after", "parallel_block": True},
+        tp=2,
+        sp=True,
+        recompute=KEPT,
+        offload={"num_layers": 2, "min_bytes": 1},
+    ),
+    "norms before and after, parts again": config_of(
+        {**LLAMA, "norm_placement": "both", "norm": "rmsnorm_1p", "activation": "geglu"}, tp=2, recompute=parts(*CHEAP)
+    ),
+    "parallel": config_of({**GPT, "parallel_block": True, "activation": "relu2"}, tp=2, attention="explicit"),
+    "parallel, parts again": config_of({**LLAMA, "parallel_block": True}, tp=2, sp=True, recompute=parts(*CHEAP)),
+    "parallel, norms after": config_of({**LLAMA, "parallel_block": True, "norm_placement": "after"}, tp=2),
+    "multipliers": config_of(
+        {**GPT, "embedding_multiplier": 3.0, "residual_multiplier": 0.5}, tp=1, attention="explicit"
+    ),
+}
 SLOW = {
     "kinds of layers, explicit": config_of({**LLAMA, **KINDS, "attention_softcap": 5.0}, tp=2, attention="explicit"),
     "kinds of layers, explicit, fp32": config_of({**LLAMA, **KINDS}, tp=1, b=1, dtype="fp32", attention="explicit"),
@@ -168,7 +190,9 @@ def ends_of_all(rank: int, configs: dict[str, Config]) -> dict[str, list[Footpri
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("configs", [pytest.param(CI, id="ci"), pytest.param(SLOW, id="rest", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "configs", [pytest.param(CI | BLOCKS, id="ci"), pytest.param(SLOW, id="rest", marks=pytest.mark.slow)]
+)
 def test_autograd_keeps_what_the_formula_says(configs: dict[str, Config]) -> None:
     (found,) = run_ranks(ends_of_all, 1, configs, timeout_seconds=600)
     for name, config in configs.items():

@@ -1,0 +1,51 @@
+"""One transformer layer: attention and an MLP, each a branch that is added to the residual stream."""
+
+import torch
+from torch import nn
+
+from engine.tensor_parallel.dropout import DropoutKeys
+from models.gpt.attention import Attention
+from models.gpt.context import BuildContext, Norm, Positions, hidden_dropout
+from models.gpt.kv_cache import LayerCache
+from models.gpt.mlp import MLP
+
+
+class Block(nn.Module):
+    """One transformer layer of two branches, each post_norm(f(norm(x))) with the norms that the model has.
+
+    One after the other: x + attention(x), then x + mlp(x) of that. Parallel: x + attention(x) + mlp(x).
+    """
+
+    def __init__(self, context: BuildContext, layer: int) -> None:
+        super().__init__()
+        self.context = context
+        self.name = f"layers.{layer}"
+        self.attention_norm, self.attention_post_norm = self._norms("attention")
+        self.attention = Attention(context, f"{self.name}.attention", context.model.layer_kind(layer))
+        self.mlp_norm, self.mlp_post_norm = self._norms("mlp")
+        self.mlp = MLP(context, f"{self.name}.mlp")
+
+    def forward(
+        self, x: torch.Tensor, positions: Positions, keys: DropoutKeys, cache: LayerCache | None = None
+    ) -> torch.Tensor:
+        """Run the layer: [s(/t), b, h] -> the same shape."""
+        branch = self.attention(self._before(self.attention_norm, x), positions, keys, cache)
+        y = self._added(x, branch, self.attention_post_norm, keys, "attention")
+        branch = self.mlp(self._before(self.mlp_norm, x if self.context.model.parallel_block else y))
+        return self._added(y, branch, self.mlp_post_norm, keys, "mlp")
+
+    def _norms(self, branch: str) -> tuple[Norm | None, Norm | None]:
+        """Build the norms before and after a branch; None for one that the model lacks."""
+        model, name = self.context.model, f"{self.name}.{branch}"
+        before = Norm(self.context, f"{name}.norm") if model.norms_before else None
+        return before, Norm(self.context, f"{name}.post_norm") if model.norms_after else None
+
+    def _before(self, norm: Norm | None, x: torch.Tensor) -> torch.Tensor:
+        return x if norm is None else self.context.saved.recompute_output("norm", norm, x)
+
+    def _added(
+        self, x: torch.Tensor, branch: torch.Tensor, norm: Norm | None, keys: DropoutKeys, name: str
+    ) -> torch.Tensor:
+        """Add a branch's output, normalised where the model has a norm after it, to the residual stream x."""
+        branch = branch if norm is None else norm(branch)
+        return hidden_dropout(self, self.context, branch, keys, f"{self.name}.{name}.residual_dropout", x)

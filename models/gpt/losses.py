@@ -1,0 +1,26 @@
+"""The output head with the losses of tokens."""
+
+import torch
+from torch import nn
+
+from engine.tensor_parallel.chunked_head import chunked_head_losses
+from engine.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from engine.tensor_parallel.layers import ColumnParallelLinear
+from models.gpt.context import BuildContext
+
+
+class TokenLosses(nn.Module):
+    """The head and the cross-entropy of each token, from this rank's columns of the logits."""
+
+    def __init__(self, context: BuildContext) -> None:
+        super().__init__()
+        self.context = context
+
+    def forward(self, x: torch.Tensor, head: ColumnParallelLinear, labels: torch.Tensor) -> torch.Tensor:
+        """Return the losses [s, b], equal on every tp rank, of x [s(/t), b, h] that the head reads and labels int64 [b, s]."""
+        context, targets = self.context, labels.t()
+        vocab_size, fusion = context.model.vocab_size, context.kernels.fusion
+        at_a_time = context.recompute.head_tokens
+        if at_a_time is not None:
+            return chunked_head_losses(x, targets, head, vocab_size, at_a_time, fusion)
+        return vocab_parallel_cross_entropy(head(x), targets, context.region.axis, vocab_size, fusion)
