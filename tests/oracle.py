@@ -193,6 +193,11 @@ def oracle_loss_sum(
         x = x + model.residual_multiplier * hidden_dropout(branch, f"{name}.residual_dropout")
 
     head = weights["embedding.word.weight" if model.tie_embeddings else "head.weight"]
-    logits = norm(x, "final_norm") @ head.t()
+    logits = norm(x, "final_norm") @ head.t() / model.logit_divisor
+    if model.logit_softcap is not None:
+        logits = model.logit_softcap * torch.tanh(logits / model.logit_softcap)
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(b, s)
+    extra = model.z_loss * logits.logsumexp(-1).square()
+    # The z-loss is trained and not counted.
+    losses = losses + (extra - extra.detach())
     return (losses * loss_mask).sum()

@@ -410,6 +410,8 @@ PLAIN_DEFAULTS: Mapping[str, object] = {
     "parallel_block": False,
     "embedding_multiplier": 1.0,
     "residual_multiplier": 1.0,
+    "logit_divisor": 1.0,
+    "logit_softcap": None,
     "layers": None,
     "layer_kinds": {},
 }

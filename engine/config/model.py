@@ -82,6 +82,15 @@ class ModelConfig(Section):
     residual_multiplier: float = Field(
         1.0, gt=0, description="factor of each branch that is added to the residual stream (Granite)"
     )
+    logit_divisor: float = Field(1.0, gt=0, description="logits are the head's product divided by it (Granite)")
+    logit_softcap: float | None = Field(
+        None, gt=0, description="c of logits c tanh(logit / c) of the head (Gemma 2); null: no cap"
+    )
+    z_loss: Annotated[float, MEANT] = Field(
+        0.0,
+        ge=0,
+        description="factor of the mean log(sum of exp(logits))^2 in what is trained, not in the printed loss (PaLM)",
+    )
     tie_embeddings: bool = Field(True, description="the output head is the input embedding")
     bias: Literal["all", "qkv", "none"] = Field("all", description="linear layers that have a bias")
     qk_norm: bool = Field(False, description="RMSNorm over each query and key head before RoPE")

@@ -25,6 +25,7 @@ from engine.comm.collectives import Pending
 from engine.kernels.fusion import EAGER, Fusion
 from engine.tensor_parallel.cross_entropy import LocalTargets
 from engine.tensor_parallel.layers import ColumnParallelLinear
+from engine.tensor_parallel.logits import PLAIN, LogitOptions
 
 
 def chunked_head_losses(
@@ -34,8 +35,9 @@ def chunked_head_losses(
     vocab_size: int,
     tokens_at_a_time: int,
     fusion: Fusion = EAGER,
+    options: LogitOptions = PLAIN,
 ) -> torch.Tensor:
-    """Return the loss per token from the input of the head.
+    """Return the cross-entropy per token from the input of the head; its gradient is also the z-loss's.
 
     The weight's gradient is added in the backward itself: to defer it, as some schedules do, all logits' gradients would be kept.
 
@@ -46,11 +48,12 @@ def chunked_head_losses(
         vocab_size: V, without padding.
         tokens_at_a_time: n, at most s b.
         fusion: runs the passes over the logits.
+        options: of the logits.
 
     Returns:
         [s, b] in the accumulation dtype; the same on every tp rank.
     """
-    return _ChunkedHead.apply(x, targets, head, vocab_size, tokens_at_a_time, fusion)
+    return _ChunkedHead.apply(x, targets, head, vocab_size, tokens_at_a_time, fusion, options)
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -63,6 +66,7 @@ class _ChunkedHead(torch.autograd.Function):
         vocab_size: int,
         tokens_at_a_time: int,
         fusion: Fusion,
+        options: LogitOptions,
     ) -> torch.Tensor:
         x = x.contiguous()
         axis = head.region.axis
@@ -75,6 +79,7 @@ class _ChunkedHead(torch.autograd.Function):
         of_pieces = []
         for rows in pieces:
             logits = F.linear(inputs[rows], matrix)
+            options.shape_(logits, fusion)
             here = at[rows].largest(logits)
             of_pieces.append((here, at[rows].sums(logits, here, fusion)))
         mine = torch.cat([here for here, _ in of_pieces])
@@ -85,11 +90,12 @@ class _ChunkedHead(torch.autograd.Function):
         log_sum = sums[0].log() + largest
 
         ctx.save_for_backward(head.region.kept(x, entered), log_sum, at.local, at.held)
-        ctx.head, ctx.real, ctx.pieces, ctx.fusion = head, at.real, pieces, fusion
+        ctx.head, ctx.real, ctx.pieces = head, at.real, pieces
+        ctx.fusion, ctx.options = fusion, options
         return (log_sum - sums[1]).view(targets.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None, None]:
         head: ColumnParallelLinear = ctx.head
         kept, log_sum, local, held = ctx.saved_tensors
         at, grad = LocalTargets(local, held, ctx.real), grad.flatten()
@@ -101,11 +107,12 @@ class _ChunkedHead(torch.autograd.Function):
         for main_grad, _, overwrite in head.weights.main_grads():
             for rows in ctx.pieces:
                 logits = F.linear(inputs[rows], matrix)
-                at[rows].write_gradient(logits, log_sum[rows], grad[rows], ctx.fusion)
+                ctx.options.shape_(logits, ctx.fusion)
+                at[rows].write_gradient(logits, log_sum[rows], grad[rows], ctx.fusion, ctx.options)
                 torch.mm(logits, matrix, out=grad_inputs.flatten(0, 1)[rows])
                 if rows is ctx.pieces[-1]:
                     reduced.append(head.region.enter_backward(grad_inputs, f"{head.name} backward"))
                     head.region.axis.ledger.mark("weight_grad", head.name)
                 is_first = overwrite and rows is ctx.pieces[0]
                 head.queue.add_matmul(main_grad, logits, inputs[rows], overwrite=is_first)
-        return reduced[0].wait(), None, None, None, None, None
+        return reduced[0].wait(), None, None, None, None, None, None

@@ -10,9 +10,7 @@ compiled code keeps them in registers. The backward recomputes the softmax from 
 writes the gradient over the logits. `engine.tensor_parallel.chunked_head` keeps no logits either.
 """
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,34 +18,47 @@ import torch
 from engine.comm.collectives import Axis
 from engine.kernels.fusion import EAGER, Fusion
 from engine.numerics.precision import accumulate, accumulation_dtype
-
-CHUNK_NUMEL: Mapping[str, int] = MappingProxyType({"cpu": 2**18, "cuda": 2**25})
-"""Exponentials at a time, by device: on a CPU those that fit a core's cache, on a GPU enough for few kernels."""
+from engine.tensor_parallel.logits import PLAIN, LogitOptions, chunks, slope
 
 
 def vocab_parallel_cross_entropy(
-    logits: torch.Tensor, targets: torch.Tensor, axis: Axis, vocab_size: int, fusion: Fusion = EAGER
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    axis: Axis,
+    vocab_size: int,
+    fusion: Fusion = EAGER,
+    options: LogitOptions = PLAIN,
 ) -> torch.Tensor:
-    """Return the loss per token.
+    """Return the cross-entropy per token; its gradient is also the z-loss's, which the value leaves out.
 
     Args:
-        logits: [s, b, V_padded / t], this rank's columns, contiguous. The backward overwrites them with their gradient.
+        logits: [s, b, V_padded / t], this rank's columns of the head's product, contiguous. They become the logits, and in the
+            backward their gradient.
         targets: int64 [s, b], ids below `vocab_size`.
         axis: the tp axis.
         vocab_size: V, without padding.
         fusion: runs the passes over the logits.
+        options: of the logits.
 
     Returns:
         [s, b] in the accumulation dtype; the same on every tp rank.
     """
-    return _VocabParallelCrossEntropy.apply(logits, targets, axis, vocab_size, fusion)
+    return _VocabParallelCrossEntropy.apply(logits, targets, axis, vocab_size, fusion, options)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, axis: Axis, vocab_size: int, fusion: Fusion
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        axis: Axis,
+        vocab_size: int,
+        fusion: Fusion,
+        options: LogitOptions,
     ) -> torch.Tensor:
+        logits = logits.detach()  # written to without autograd's notice
+        options.shape_(logits, fusion)
         flat = logits.view(-1, logits.shape[-1])
         at = LocalTargets.of(targets, axis, flat.shape[1], vocab_size)
         largest = axis.all_reduce(at.largest(flat), "cross-entropy max", op="max").wait()
@@ -55,16 +66,15 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         log_sum = sums[0].log() + largest
 
         ctx.save_for_backward(logits, log_sum, at.local, at.held)
-        ctx.real = at.real
-        ctx.fusion = fusion
+        ctx.real, ctx.fusion, ctx.options = at.real, fusion, options
         return (log_sum - sums[1]).view(targets.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
         logits, log_sum, local, held = ctx.saved_tensors
         flat = logits.view(-1, logits.shape[-1])
-        LocalTargets(local, held, ctx.real).write_gradient(flat, log_sum, grad.flatten(), ctx.fusion)
-        return logits, None, None, None, None
+        LocalTargets(local, held, ctx.real).write_gradient(flat, log_sum, grad.flatten(), ctx.fusion, ctx.options)
+        return logits, None, None, None, None, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,22 +119,33 @@ class LocalTargets:
             if fusion.is_compiled:
                 sums[0] = fusion(_sum_of_exp)(z, largest)
             else:
-                for rows in _chunks(z):
+                for rows in chunks(z):
                     torch.sum(_exp_of_difference(z[rows], largest[rows]), -1, out=sums[0, rows])
             sums[1] = z.gather(-1, self.local.unsqueeze(-1)).squeeze(-1).where(self.held, 0)
         return sums
 
-    def write_gradient(self, logits: torch.Tensor, log_sum: torch.Tensor, grad: torch.Tensor, fusion: Fusion) -> None:
-        """Write the gradient over `logits`, from log_sum [tokens] and the losses' gradients [tokens]."""
+    def write_gradient(
+        self, logits: torch.Tensor, log_sum: torch.Tensor, grad: torch.Tensor, fusion: Fusion, options: LogitOptions
+    ) -> None:
+        """Write the gradient of the head's product over `logits`, from log_sum [tokens] and the losses' gradients [tokens].
+
+        With Z = log_sum: dy_v = (softmax_v (1 + 2 z_loss Z) - [v = target]) grad dz_v / dy_v.
+        """
         z, grad = logits[:, : self.real], grad.unsqueeze(-1)
         if self.real and fusion.is_compiled:
-            fusion(_write_gradient)(z, log_sum, self.local, self.held, grad)
+            shape = options.divisor, options.softcap, options.z_loss
+            fusion(_write_gradient)(z, log_sum, self.local, self.held, grad, *shape)
         elif self.real:
             ones = self.held.to(grad.dtype).neg_().unsqueeze(-1)
-            for rows in _chunks(z):
+            for rows in chunks(z):
                 softmax = _exp_of_difference(z[rows], log_sum[rows])
+                if options.z_loss:
+                    softmax.mul_((1 + 2 * options.z_loss * log_sum[rows]).unsqueeze(-1))
                 softmax.scatter_add_(-1, self.local[rows].unsqueeze(-1), ones[rows])
-                z[rows] = softmax.mul_(grad[rows])
+                softmax.mul_(grad[rows])
+                z[rows] = (
+                    softmax if options.is_plain else softmax.mul_(slope(z[rows], options.divisor, options.softcap))
+                )
         logits[:, self.real :].zero_()
 
 
@@ -134,19 +155,23 @@ def _sum_of_exp(z: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
 
 
 def _write_gradient(
-    z: torch.Tensor, log_sum: torch.Tensor, local: torch.Tensor, held: torch.Tensor, grad: torch.Tensor
+    z: torch.Tensor,
+    log_sum: torch.Tensor,
+    local: torch.Tensor,
+    held: torch.Tensor,
+    grad: torch.Tensor,
+    divisor: float,
+    softcap: float | None,
+    z_loss: float,
 ) -> None:
-    """Write (softmax - [v = target]) grad over z [tokens, v]. In one compiled pass comparing every column costs nothing."""
+    """Write the gradient over z [tokens, v]. In one compiled pass comparing every column costs nothing."""
     columns = torch.arange(z.shape[1], device=z.device)
     is_target = (columns == local.unsqueeze(-1)) & held.unsqueeze(-1)
-    z.copy_((_exp_of_difference(z, log_sum) - is_target.to(grad.dtype)) * grad)
-
-
-def _chunks(z: torch.Tensor) -> Iterator[slice]:
-    """Yield slices of the rows of z [tokens, v], each of about a chunk of elements."""
-    num_rows = max(1, CHUNK_NUMEL[z.device.type] // z.shape[1])
-    for start in range(0, z.shape[0], num_rows):
-        yield slice(start, start + num_rows)
+    softmax = _exp_of_difference(z, log_sum)
+    if z_loss:
+        softmax = softmax * (1 + 2 * z_loss * log_sum).unsqueeze(-1)
+    gradient = (softmax - is_target.to(grad.dtype)) * grad
+    z.copy_(gradient if softcap is None and divisor == 1 else gradient * slope(z, divisor, softcap))
 
 
 def _exp_of_difference(z: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ from models.gpt.block import Block
 from models.gpt.context import BuildContext, Norm, Positions
 from models.gpt.embedding import Embedding
 from models.gpt.kv_cache import KVCache, LayerCache
-from models.gpt.losses import TokenLosses
+from models.gpt.losses import TokenLosses, logit_options
 from models.predict.rank_memory import resolve_recompute
 from models.specs import StageContents, stage_specs
 
@@ -146,7 +146,9 @@ class GPTChunk(nn.Module):
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         assert self.final_norm is not None and self.head is not None
-        return self.head(self.final_norm(hidden))
+        logits: torch.Tensor = self.head(self.final_norm(hidden))
+        logit_options(self.context.model).shape_(logits, EAGER)
+        return logits
 
     def _layers(self) -> list[Block]:
         return [cast(Block, block) for block in self.blocks]

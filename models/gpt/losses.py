@@ -3,10 +3,17 @@
 import torch
 from torch import nn
 
+from engine.config.model import ModelConfig
 from engine.tensor_parallel.chunked_head import chunked_head_losses
 from engine.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from engine.tensor_parallel.layers import ColumnParallelLinear
+from engine.tensor_parallel.logits import LogitOptions
 from models.gpt.context import BuildContext
+
+
+def logit_options(model: ModelConfig) -> LogitOptions:
+    """Return what the model does with the head's product."""
+    return LogitOptions(model.logit_divisor, model.logit_softcap, model.z_loss)
 
 
 class TokenLosses(nn.Module):
@@ -15,6 +22,7 @@ class TokenLosses(nn.Module):
     def __init__(self, context: BuildContext) -> None:
         super().__init__()
         self.context = context
+        self.options = logit_options(context.model)
 
     def forward(self, x: torch.Tensor, head: ColumnParallelLinear, labels: torch.Tensor) -> torch.Tensor:
         """Return the losses [s, b], equal on every tp rank, of x [s(/t), b, h] that the head reads and labels int64 [b, s]."""
@@ -22,5 +30,5 @@ class TokenLosses(nn.Module):
         vocab_size, fusion = context.model.vocab_size, context.kernels.fusion
         at_a_time = context.recompute.head_tokens
         if at_a_time is not None:
-            return chunked_head_losses(x, targets, head, vocab_size, at_a_time, fusion)
-        return vocab_parallel_cross_entropy(head(x), targets, context.region.axis, vocab_size, fusion)
+            return chunked_head_losses(x, targets, head, vocab_size, at_a_time, fusion, self.options)
+        return vocab_parallel_cross_entropy(head(x), targets, context.region.axis, vocab_size, fusion, self.options)

@@ -41,7 +41,7 @@ def test_an_extra_kernel_in_a_block_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
     ) -> torch.Tensor:
         return residual + branch * 1.0
 
-    monkeypatch.setattr("models.gpt.chunk.hidden_dropout", copied)
+    monkeypatch.setattr("models.gpt.block.hidden_dropout", copied)
     after, _ = compare(config("gpt", "fp32"))
     assert after["blocks"].num_kernels - before["blocks"].num_kernels == 2 * 2 * 3 * 2
     assert {place for place in PLACES if before[place].kernels != after[place].kernels} == {"blocks"}

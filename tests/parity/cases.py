@@ -119,6 +119,8 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "parallel, norms after": {"parallel_block": True, "norm_placement": "after"},
     "embedding multiplier": {"embedding_multiplier": 3.3},
     "residual multiplier": {"residual_multiplier": 0.22},
+    "logit divisor": {"logit_divisor": 6.0},
+    "logit softcap": {"logit_softcap": 1.5},
     "parallel gpt": {"parallel_block": True, "norm": "layernorm", "bias": "all", "position": "learned"},
     "multipliers, dropout": {"residual_multiplier": 0.3, "embedding_multiplier": 2.5, "hidden_dropout": 0.2},
 }

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.parity.cases import BLOCKS, Case, run_case, run_oracle, weights_of
+from tests.parity.cases import BLOCKS, MODELS, Case, run_case, run_oracle, weights_of
 from tests.parity.test_parity import check, oracle
 
 STEPS = 2
@@ -17,6 +17,21 @@ def compare_here(case: Case) -> None:
 @pytest.mark.parametrize("option", BLOCKS)
 def test_each_option_equals_the_oracle(option: str) -> None:
     compare_here(Case(option, global_batch_size=2, micro_batch_size=2))
+
+
+@pytest.mark.parametrize("head_tokens", [None, 5])
+@pytest.mark.parametrize("options", [{"z_loss": 0.03}, {"z_loss": 0.5, "logit_softcap": 1.5, "logit_divisor": 0.3}])
+def test_logits_and_z_loss_equal_the_oracle(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, float], head_tokens: int | None
+) -> None:
+    monkeypatch.setitem(MODELS, "logits", MODELS["plain"] | options)
+    compare_here(Case("logits", global_batch_size=2, head_tokens=head_tokens))
+
+
+def test_the_reported_loss_has_no_z_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "z", MODELS["plain"] | {"z_loss": 0.5})
+    plain, z = (run_case(0, Case(name), weights_of("plain"), 2) for name in ("plain", "z"))
+    assert plain.loss_sum == z.loss_sum and plain.steps[0][1] != z.steps[0][1]
 
 
 def test_each_option_changes_the_loss() -> None:

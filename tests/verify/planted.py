@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import models.gpt.attention
-import models.gpt.chunk
+import models.gpt.losses
 from engine.comm.collectives import Axis
 from engine.optimizer.distributed import DistributedOptimizer, OwnedBucket
 from engine.optimizer.grad_buffer import FlatBuffer, GradBuffers
@@ -144,12 +144,12 @@ def chunks_run_in_another_order() -> None:
 
 
 def padded_vocabulary_is_in_the_softmax() -> None:
-    cross_entropy = models.gpt.chunk.vocab_parallel_cross_entropy
+    cross_entropy = models.gpt.losses.vocab_parallel_cross_entropy
 
     def padded(logits: torch.Tensor, labels: torch.Tensor, axis: Axis, vocab_size: int, *rest: Any) -> torch.Tensor:
         return cross_entropy(logits, labels, axis, logits.shape[-1] * axis.size, *rest)
 
-    models.gpt.chunk.vocab_parallel_cross_entropy = padded
+    models.gpt.losses.vocab_parallel_cross_entropy = padded
 
 
 def rope_counts_from_each_shard() -> None:

@@ -7,6 +7,7 @@ import torch
 
 import engine.kernels.masked_attention as masked
 import models.gpt.attention
+import models.gpt.block
 import models.gpt.chunk
 from engine.config.model import ModelConfig
 from engine.data.documents import Documents
@@ -49,7 +50,7 @@ def documents_of_the_first_row_hold_for_all() -> None:
 
 
 def kinds_of_layers_count_from_each_stage() -> None:
-    init = models.gpt.chunk.Block.__init__
+    init = models.gpt.block.Block.__init__
     seen: list[int] = []
 
     def counted(self: Any, context: Any, layer: int) -> None:
@@ -57,7 +58,7 @@ def kinds_of_layers_count_from_each_stage() -> None:
         seen.append(layer)
         self.attention.kind = replace(context.model.layer_kind(layer - seen[0]), sinks=self.attention.kind.sinks)
 
-    models.gpt.chunk.Block.__init__ = counted  # type: ignore[method-assign]
+    models.gpt.block.Block.__init__ = counted  # type: ignore[method-assign]
 
 
 def every_rank_has_the_sinks_of_the_first() -> None:

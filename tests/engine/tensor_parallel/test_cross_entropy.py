@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -10,11 +10,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import engine.tensor_parallel.cross_entropy as subject
+import engine.tensor_parallel.logits as subject
 from engine.comm.collectives import Axis
 from engine.comm.ledger import Ledger
 from engine.kernels.fusion import EAGER, Fusion
 from engine.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from engine.tensor_parallel.logits import LogitOptions
 from tests.harness import compiler, run_ranks
 
 S, B, VOCAB, COLUMNS = 5, 3, 19, 8
@@ -151,3 +152,17 @@ def test_the_gradient_is_written_over_the_logits_and_a_second_backward_is_refuse
     assert leaf.grad is not None and torch.equal(product.detach(), leaf.grad)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         losses.backward(grad)
+
+
+@pytest.mark.parametrize("form", ["eager", pytest.param("compiled", marks=compiler())])
+def test_logits_and_z_loss_equal_plain_torch(form: Literal["eager", "compiled"]) -> None:
+    generator = torch.Generator().manual_seed(2)
+    targets, options = torch.tensor([[3, 0], [6, 2]]), LogitOptions(0.5, 1.3, 0.2)
+    y = torch.randn(2, 2, 8, dtype=torch.float64, generator=generator).requires_grad_()
+    z = 1.3 * torch.tanh(y[..., :7] / 0.5 / 1.3)
+    plain = torch.nn.functional.cross_entropy(z.flatten(0, 1), targets.flatten(), reduction="none")
+    (want,) = torch.autograd.grad((plain + 0.2 * z.logsumexp(-1).flatten().square()).sum(), y)
+    ours = vocab_parallel_cross_entropy(y.clone(), targets, alone(), 7, Fusion(form), options)
+    (got,) = torch.autograd.grad(ours.sum(), y)
+    torch.testing.assert_close(ours.flatten(), plain, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-13)

@@ -1,0 +1,70 @@
+"""The way from the head's product y to the logits z = c tanh(y / (d c)), and the weight of their z-loss."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from engine.kernels.fusion import Fusion
+from engine.numerics.precision import accumulate
+
+CHUNK_NUMEL: Mapping[str, int] = MappingProxyType({"cpu": 2**18, "cuda": 2**25})
+"""Wide elements at a time, by device: on a CPU those that fit a core's cache, on a GPU enough for few kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitOptions:
+    """The options of a model's logits.
+
+    Attributes:
+        divisor: d, of what the head computes (Granite's `logits_scaling`).
+        softcap: c of z = c tanh(y / (d c)) (Gemma 2, 2408.00118); None: z = y / d.
+        z_loss: factor of log(sum_v exp(z_v))^2 in what is trained (PaLM, 2204.02311, section 5).
+    """
+
+    divisor: float = 1.0
+    softcap: float | None = None
+    z_loss: float = 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether logits are what the head computes."""
+        return self.divisor == 1 and self.softcap is None
+
+    def shape_(self, y: torch.Tensor, fusion: Fusion) -> None:
+        """Turn y [.., v] into logits in place: computed in the accumulation dtype, rounded once."""
+        if self.is_plain:
+            return
+        flat = y.view(-1, y.shape[-1])
+        if fusion.is_compiled:
+            fusion(_shape_all_)(flat, self.divisor, self.softcap)
+            return
+        for rows in chunks(flat):
+            flat[rows] = _shaped(flat[rows], self.divisor, self.softcap)
+
+
+PLAIN = LogitOptions()
+
+
+def chunks(z: torch.Tensor) -> Iterator[slice]:
+    """Yield slices of the rows of z [tokens, v], each of about a chunk of elements."""
+    num_rows = max(1, CHUNK_NUMEL[z.device.type] // z.shape[1])
+    for start in range(0, z.shape[0], num_rows):
+        yield slice(start, start + num_rows)
+
+
+def slope(z: torch.Tensor, divisor: float, softcap: float | None) -> torch.Tensor | float:
+    """Return dz / dy = (1 - (z / c)^2) / d from the logits, in the accumulation dtype."""
+    if softcap is None:
+        return 1 / divisor
+    return (1 - (accumulate(z) / softcap).square()) / divisor
+
+
+def _shaped(y: torch.Tensor, divisor: float, softcap: float | None) -> torch.Tensor:
+    z = accumulate(y) / divisor
+    return (z if softcap is None else softcap * torch.tanh(z / softcap)).to(y.dtype)
+
+
+def _shape_all_(y: torch.Tensor, divisor: float, softcap: float | None) -> None:
+    y.copy_(_shaped(y, divisor, softcap))
