@@ -13,7 +13,6 @@ Sources: the configuration classes of transformers (`configuration_gpt2.py`, `..
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 from pydantic import ValidationError
@@ -22,6 +21,7 @@ from engine.config.attention_kinds import beyond_plain
 from engine.config.layer_kinds import ACTIVATIONS
 from engine.config.model import ModelConfig
 from engine.errors import ConfigError
+from models.interop.huggingface.attention_keys import read_windows, unknown_kinds, window_keys, with_rope_parameters
 
 Keys = Mapping[str, Any]
 
@@ -133,15 +133,6 @@ FAMILIES = {
     "qwen3": _llama_like("Qwen3ForCausalLM", {"qk_norm": True}, _BY_LAYER, num_key_value_heads=32, head_dim=128),
 }
 """By `model_type`, those first that an export takes where several would do."""
-
-MISTRAL_WINDOW = 4096
-"""The sliding window of a Mistral whose file does not name one; null in the file is none."""
-
-QWEN_WINDOW, QWEN_FIRST_WINDOW = 4096, 28
-"""The same of a Qwen, and the first layer that has it, where `use_sliding_window` switches windows on."""
-
-FULL, SLIDING = "full_attention", "sliding_attention"
-"""Names in `layer_types`, and of our kinds of layers."""
 
 OFF_ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
     "rope_scaling": ((None,), "is a mapping"),
@@ -271,7 +262,7 @@ def from_hugging_face(
             ],
             source,
         )
-    keys, scaling, problems = _with_rope_parameters(keys)
+    keys, scaling, problems = with_rope_parameters(keys)
     problems += _unusable({key: value for key, value in keys.items() if key not in ignore}, family)
     problems += _not_to_ignore(keys, family, ignore)
     model: dict[str, Any] = {}
@@ -286,7 +277,7 @@ def from_hugging_face(
         problems += _too_long(model, seq_length)
         model["seq_length"] = seq_length
     problems += _activation(keys, family, model)
-    problems += _windows(keys, family, model)
+    problems += read_windows(keys, family.attention, model)
     if keys["model_type"] == "gpt2" and keys.get("embd_pdrop", 0.1) != model["hidden_dropout"]:
         problems.append(
             f"embd_pdrop = {keys.get('embd_pdrop', 0.1)} and resid_pdrop = {model['hidden_dropout']}: here both are "
@@ -304,59 +295,6 @@ def from_hugging_face(
         # Only explicit attention can drop probabilities (engine/config/model.py).
         return {"model": section, "kernels": {"attention": "explicit"}}
     return {"model": section}
-
-
-def _with_rope_parameters(keys: Keys) -> tuple[Keys, dict[str, Any] | None, list[str]]:
-    """Return the keys with one `rope_theta`, our `rope_scaling`, and problems.
-
-    transformers 5 writes {"rope_parameters": {"rope_theta": ..., "rope_type": ..., ...}}; before it, `rope_theta` stood by itself,
-    and `rope_scaling` had the rest ("type" in place of "rope_type" in old files). A type "default" scales nothing.
-    """
-    rope_theta: dict[str, object] = {"rope_theta": keys["rope_theta"]} if "rope_theta" in keys else {}
-    problems: list[str] = []
-    scalings = []
-    for key in ("rope_parameters", "rope_scaling"):
-        rope = keys.get(key)
-        if not isinstance(rope, Mapping):
-            continue
-        if rope.get("rope_theta", rope_theta.get("rope_theta")) != rope_theta.get("rope_theta", rope.get("rope_theta")):
-            problems.append(
-                f"{key} has rope_theta = {rope['rope_theta']!r}, and elsewhere it is {rope_theta['rope_theta']!r}: which one the "
-                f"model was trained with would be a guess. Remove one of them."
-            )
-        elif "rope_theta" in rope:
-            rope_theta = {"rope_theta": rope["rope_theta"]}
-        fields = {name: value for name, value in rope.items() if name not in ("rope_type", "type", "rope_theta")}
-        scaling = {"type": rope.get("rope_type", rope.get("type", "default")), **fields}
-        scaling = _without_whole_heads(scaling)
-        if scaling["type"] != "default":
-            scalings.append(_completed(scaling, keys))
-        elif len(scaling) > 1:
-            problems.append(
-                f"{key} = {dict(rope)!r}: RoPE of this form is not built yet; the model would be another one."
-            )
-    if any(scaling != scalings[0] for scaling in scalings):
-        problems.append(
-            "rope_parameters and rope_scaling differ: which of them the model has would be a guess. Remove one."
-        )
-    seen = {key: value for key, value in keys.items() if not (key.startswith("rope_") and isinstance(value, Mapping))}
-    return {**seen, **rope_theta}, scalings[0] if scalings else None, problems
-
-
-def _without_whole_heads(scaling: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields without a `partial_rotary_factor` of 1, which changes nothing."""
-    return {name: value for name, value in scaling.items() if (name, value) != ("partial_rotary_factor", 1.0)}
-
-
-def _completed(scaling: dict[str, Any], keys: Keys) -> dict[str, Any]:
-    """Return the fields with those that transformers takes from elsewhere in the file (modeling_rope_utils.py)."""
-    longest = keys.get("max_position_embeddings")
-    if scaling["type"] in ("yarn", "longrope"):
-        original = keys.get("original_max_position_embeddings", longest)
-        scaling = {"original_max_position_embeddings": original, **scaling}
-    if scaling["type"] == "longrope" and "factor" not in scaling and isinstance(longest, int):
-        scaling["factor"] = longest / scaling["original_max_position_embeddings"]
-    return {name: value for name, value in scaling.items() if value is not None}
 
 
 def _unusable(keys: Keys, family: Family) -> Iterator[str]:
@@ -411,64 +349,6 @@ def _activation(keys: Keys, family: Family, model: dict[str, Any]) -> Sequence[s
     return ()
 
 
-def _windows(keys: Keys, family: Family, model: dict[str, Any]) -> Iterator[str]:
-    """Write the windows of the layers to `model`, and yield problems.
-
-    A Mistral has one on every layer; a Qwen where `layer_types` says so, or from `max_window_layers` on, and a key of its own
-    switches them. transformers lets a query see the keys > q - sliding_window, as here.
-    """
-    is_mistral = keys["model_type"] == "mistral"
-    window = keys.get("sliding_window", MISTRAL_WINDOW if is_mistral else QWEN_WINDOW)
-    types = keys.get("layer_types")
-    if unknown := sorted(set(types or ()) - {FULL, SLIDING}):
-        yield f"layer_types = {', '.join(unknown)}: only {FULL} and {SLIDING} are built."
-        return
-    if window is None or not keys.get("use_sliding_window", is_mistral):
-        if SLIDING in (types or ()):
-            yield f"layer_types has {SLIDING}, and use_sliding_window or sliding_window switches it off. Remove one of them."
-        return
-    if is_mistral:
-        types = types or [SLIDING] * model["num_layers"]
-    elif types is None:
-        first = keys.get("max_window_layers", QWEN_FIRST_WINDOW)
-        types = [FULL if layer < first else SLIDING for layer in range(model["num_layers"])]
-    if "window" not in family.attention or len(types) != model["num_layers"]:
-        yield (
-            f"{len(types)} layer_types with sliding_window = {window}: no {keys['model_type']} of {model['num_layers']} layers has "
-            "these; the model would be another one."
-        )
-    elif set(types) == {SLIDING}:
-        model["window"] = window
-    elif SLIDING in types:
-        model["layers"] = [f"{name}*{len(list(run))}" for name, run in groupby(types)]
-        model["layer_kinds"] = {FULL: {}, SLIDING: {"window": window}}
-
-
-def _unknown_kinds(model: ModelConfig) -> Iterator[str]:
-    """List the kinds of layers that are no full attention and no window of one length."""
-    for name, kind in model.layer_kinds.items():
-        if others := sorted(set(kind) - {"window"}):
-            yield f"model.layer_kinds.{name} has {', '.join(others)}, which no layer of it has on its own"
-    if len(windows := {kind.window for kind in model.kinds if kind.window is not None}) > 1:
-        yield f"windows of {', '.join(map(str, sorted(windows)))} keys, there all have one length"
-
-
-def _window_keys(model: ModelConfig, family: Family) -> Iterator[tuple[str, object]]:
-    """Yield the keys that give a family's layers their windows, also where none has one."""
-    if "window" not in family.attention:
-        return
-    windows = [kind.window for kind in model.kinds]
-    window = next((each for each in windows if each is not None), None)
-    yield "sliding_window", window
-    if "layers" in family.attention:
-        yield "use_sliding_window", window is not None
-        if window is not None:
-            types = [FULL if each is None else SLIDING for each in windows]
-            yield "layer_types", types
-            # Read by releases of transformers that do not know `layer_types`.
-            yield "max_window_layers", types.index(SLIDING)
-
-
 def _too_long(model: Keys, seq_length: int) -> Iterator[str]:
     longest = model.get("seq_length")
     if model["position"] == "learned" and isinstance(longest, int) and seq_length > longest:
@@ -515,7 +395,7 @@ def to_hugging_face(
     if model.rope_scaling is not None:
         fields = model.rope_scaling.model_dump(mode="json", exclude_defaults=True)
         keys["rope_scaling"] = {"rope_type": fields.pop("type"), **fields}
-    keys |= dict(_window_keys(model, chosen))
+    keys |= dict(window_keys(model, chosen.attention))
     # Left out, these would be ids of the family's own vocabulary: generation would stop at a token that means something else.
     none_but_eos = {"bos_token_id": None, "eos_token_id": end_of_document, "pad_token_id": None}
     keys |= none_but_eos if special_ids is None else special_ids
@@ -532,7 +412,7 @@ def _differences(model: ModelConfig, name: str) -> Iterator[str]:
         yield f"model.activation = {model.activation}, there it is {' or '.join(allowed)}"
     for given in beyond_plain(model, FAMILIES[name].attention):
         yield f"{given}, which it does not have"
-    yield from _unknown_kinds(model)
+    yield from unknown_kinds(model)
     fills = model.head_size * model.num_attention_heads == model.hidden_size
     if name == "gpt2":
         if model.kv_heads != model.num_attention_heads:
