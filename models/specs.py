@@ -11,7 +11,7 @@ one name and one shape everywhere. h hidden size, d head size, f MLP width, V vo
     layers.N.attention.kv.weight         [2, kv_heads, d, h] heads cut, replicated when kv_heads < tp
     layers.N.attention.{q,kv}.bias       [heads, d], [2, kv_heads, d]
     layers.N.attention.sinks             [heads]             heads cut; kinds with sinks only
-    layers.N.attention.{q,k}_norm.weight [d]                 QK-norm, one for all heads
+    layers.N.attention.{q,k}_norm.weight [d]                 QK-norm; over all heads [heads, d], [kv_heads, d], cut
     layers.N.attention.proj.weight       [h, heads, d]       input heads cut (row parallel)
     layers.N.attention.proj.bias         [h]
     layers.N.mlp.{norm,post_norm}.{weight,bias} [h]
@@ -104,7 +104,10 @@ def layer_specs(model: ModelConfig, layer: int) -> Iterator[ParamSpec]:
         )
     if model.layer_kind(layer).sinks:
         yield ParamSpec(f"{attention}.sinks", (heads,), normal, decay=False, tp_dim=0)
-    if model.qk_norm:
+    if model.qk_norm == "all_heads":
+        for name, count in (("q_norm", heads), ("k_norm", kv_heads)):
+            yield ParamSpec(f"{attention}.{name}.weight", (count, d), _initial_gain(model), decay=False, tp_dim=0)
+    elif model.qk_norm:
         yield ParamSpec(f"{attention}.q_norm.weight", (d,), _initial_gain(model), decay=False, grad_is_partial="heads")
         yield ParamSpec(f"{attention}.k_norm.weight", (d,), _initial_gain(model), decay=False, grad_is_partial="heads")
     yield ParamSpec(f"{attention}.proj.weight", (h, heads, d), residual, tp_dim=1)

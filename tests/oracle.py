@@ -114,7 +114,10 @@ def oracle_loss_sum(
     def head_norm(x: torch.Tensor, name: str) -> torch.Tensor:
         if name not in weights:
             return x
-        return x / (x.pow(2).mean(-1, keepdim=True) + model.norm_eps).sqrt() * (weights[name] + first_gain)
+        gain = weights[name] + first_gain
+        if model.qk_norm == "all_heads":  # x [b, n, s, d], gains [n, d]
+            return x / (x.pow(2).mean((1, 3), keepdim=True) + model.norm_eps).sqrt() * gain.unsqueeze(1)
+        return x / (x.pow(2).mean(-1, keepdim=True) + model.norm_eps).sqrt() * gain
 
     def rotate(x: torch.Tensor, layer: Mapping[str, Any]) -> torch.Tensor:
         """x [b, n, s, d] by complex multiplication, pairing dim i with dim i + r/2 of the first r; the others stay."""

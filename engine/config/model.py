@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from engine.config import attention_kinds, layer_kinds
 from engine.config.attention_kinds import ATTENTION_KIND_RULES, LONGEST_WINDOW, KindFields, LayerKind, RopeScaling
@@ -27,6 +27,11 @@ LARGEST_VOCABULARY = 2**28
 
 BYTES_VOCABULARY = 257
 """Ids of the bytes tokenizer: 256 bytes and the end of a document."""
+
+
+def _head_is_true(value: object) -> object:
+    """Return the value as it is written: true is a norm over each head."""
+    return True if value == "head" else value
 
 
 class ModelConfig(Section):
@@ -89,11 +94,13 @@ class ModelConfig(Section):
     z_loss: Annotated[float, MEANT] = Field(
         0.0,
         ge=0,
-        description="factor of the mean log(sum of exp(logits))^2 in what is trained, not in the printed loss (PaLM)",
+        description="factor of the mean log(sum of exp(logits))^2, trained but not printed (PaLM)",
     )
     tie_embeddings: bool = Field(True, description="the output head is the input embedding")
     bias: Literal["all", "qkv", "none"] = Field("all", description="linear layers that have a bias")
-    qk_norm: bool = Field(False, description="RMSNorm over each query and key head before RoPE")
+    qk_norm: Annotated[bool | Literal["all_heads"], BeforeValidator(_head_is_true)] = Field(
+        False, description="RMSNorm of queries and keys before RoPE: over each head (true, or head), or over all_heads"
+    )
     hidden_dropout: Annotated[float, MEANT] = Field(
         0.0, ge=0, lt=1, description="dropout after the embedding and on both residual branches"
     )

@@ -63,7 +63,7 @@ class Section(BaseModel):
     @classmethod
     def _yes_is_no_number(cls, value: object, info: ValidationInfo) -> object:
         """Refuse a bool where none belongs: YAML reads `on` and `yes` as true, which would count as 1."""
-        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+        if isinstance(value, bool) and bool not in _types(cls.model_fields[str(info.field_name)].annotation):
             raise ValueError(
                 "a yes or no (YAML reads on, off, yes and no as such) where none belongs; quote it if it is text"
             )
@@ -189,6 +189,11 @@ def divisors(number: int, near: int) -> Iterator[int]:
 def numbers(near: int, least: int = 1) -> Iterator[int]:
     """Yield whole numbers from `least` on, nearest to `near` first, the smaller of two before the larger."""
     return (number + least - 1 for number in multiples(1, near - least + 1))
+
+
+def _types(annotation: Any) -> tuple[Any, ...]:
+    """Return the annotation and, of a union, its members."""
+    return annotation, *get_args(annotation)
 
 
 def _plain(value: Any) -> str:

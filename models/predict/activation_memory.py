@@ -189,7 +189,9 @@ def _attention_terms(config: Config, at: Sizes, kind: LayerKind, *, is_core_agai
             Term("attention", name, paper, copied)
             for name, paper, copied in (("q", q, first), ("k", k, q), ("v", k, q))
         ]
-    if model.qk_norm:
+    if model.qk_norm == "all_heads":
+        terms.append(Term("attention", "squares of q and of k", nothing, Fraction(2 * at.acc)))
+    elif model.qk_norm:
         for name, heads in (("q", at.heads), ("k", at.kv_heads)):
             terms.append(Term("attention", f"deviations of {name}-norm", nothing, at.acc * heads))
     scores = at.heads * at.s

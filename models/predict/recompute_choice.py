@@ -94,7 +94,7 @@ def _work(config: Config, sizes: ParallelSizes, part: str) -> tuple[Fraction, Fr
         return 4 * whole * model.norms_before, nothing
     if part == "rope":
         rotary = next((kind.rotary for kind in model.kinds if kind.rotary is not None), None)
-        passes = (rotary is not None) + model.qk_norm
+        passes = (rotary is not None) + bool(model.qk_norm)
         tables = 0 if rotary is None else 2 * at.acc * rotary.dim
         return 2 * passes * at.w * (at.q + at.kv) + tables, nothing
     if part == "activation":

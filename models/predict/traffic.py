@@ -8,6 +8,7 @@ whole tensor, n ranks: all-reduce 2 (n-1)/n N, all-gather and reduce-scatter (n-
     layer, no SP      2 all-reduces forward, 2 backward (+ 2 when the whole layer is recomputed), each of w b s h
     layer, SP         2 all-gathers + 2 reduce-scatters each way, + 2 all-gathers to regather inputs, unless they are kept
                       (`recompute.gathered_inputs`) (+ 2 + 2 recomputed)
+    layer, QK-norm    over all heads: an all-reduce of [s, b, 2] squares in the accumulation dtype forward, and one backward
 """
 
 from collections import Counter
@@ -115,12 +116,15 @@ def _tensor_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, stage:
     else:
         reduces = 4 * num_layers + 2 * recomputed + stage.has_embedding + stage.has_head
         tally.add("tp", "activations", "all_reduce", t, whole, m * reduces)
+    element = max(4, BYTES_PER_ELEMENT[config.precision.dtype])
+    tokens = config.train.micro_batch_size * config.model.seq_length
+    if config.model.qk_norm == "all_heads":
+        # Squares of q and k forward, again where the layer is recomputed, and their gradients backward.
+        tally.add("tp", "qk-norm", "all_reduce", t, 2 * element * tokens, m * (2 * num_layers + recomputed))
     if stage.has_head:
         # The largest logit of each token, then its sum of exponentials and target logit together.
-        element = max(4, BYTES_PER_ELEMENT[config.precision.dtype])
-        per_token = element * config.train.micro_batch_size * config.model.seq_length
         for count in (1, 2):
-            tally.add("tp", "cross-entropy", "all_reduce", t, count * per_token, m)
+            tally.add("tp", "cross-entropy", "all_reduce", t, count * element * tokens, m)
 
 
 def _pipeline(tally: _Tally, config: Config, sizes: ParallelSizes, stage: int, num_stages: int) -> None:
@@ -190,6 +194,6 @@ def measured_traffic(posted: Iterable[Event]) -> dict[Flow, Volume]:
         if event.axis in ("pp_forward", "pp_backward"):
             purpose = "hand-over"
         elif event.axis == "tp" and purpose != REPLICA_GRADIENTS:
-            purpose = "cross-entropy" if purpose.startswith("cross-entropy") else "activations"
+            purpose = next((name for name in ("cross-entropy", "qk-norm") if purpose.startswith(name)), "activations")
         tally.add(event.axis, purpose, event.op, event.group_size, event.numel * event.dtype.itemsize)
     return tally.volumes()

@@ -113,6 +113,9 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "squared relu": {"activation": "relu2"},
     "norm 1p": {"norm": "rmsnorm_1p"},
     "norm 1p, also of heads": {"norm": "rmsnorm_1p", "qk_norm": True},
+    "norm of heads": {"qk_norm": "head"},
+    "norm of all heads": {"qk_norm": "all_heads"},
+    "norm 1p of all heads": {"qk_norm": "all_heads", "norm": "rmsnorm_1p"},
     "norms after": {"norm_placement": "after"},
     "norms before and after": {"norm_placement": "both"},
     "parallel": {"parallel_block": True},
@@ -127,6 +130,33 @@ BLOCKS: dict[str, dict[str, Any]] = {
 """Each option of a block alone, as what it changes in the same model."""
 for option, fields in BLOCKS.items():
     MODELS[option] = _ROPE | fields
+MODELS["olmo2"] = _ROPE | {"norm_placement": "after", "qk_norm": "all_heads", "z_loss": 0.02, "num_layers": 4}
+MODELS["gemma2"] = _ROPE | {
+    "norm": "rmsnorm_1p",
+    "norm_placement": "both",
+    "activation": "geglu_tanh",
+    "qk_norm": True,
+    "embedding_multiplier": 4.0,
+    "logit_softcap": 2.0,
+    "tie_embeddings": True,
+    "num_layers": 4,
+}
+MODELS["neox"] = _ROPE | {
+    "parallel_block": True,
+    "norm": "layernorm",
+    "activation": "gelu",
+    "bias": "all",
+    "num_kv_heads": None,
+    "hidden_dropout": 0.2,
+    "num_layers": 4,
+}
+MODELS["granite"] = _ROPE | {
+    "residual_multiplier": 0.22,
+    "embedding_multiplier": 12.0,
+    "logit_divisor": 6.0,
+    "num_layers": 4,
+}
+"""Options of a block together, in the ways of four families."""
 DOCUMENTS = {
     "synthetic_document_length": 3,
     "attention": "within",

@@ -67,6 +67,7 @@ TRAFFIC = [
         gathered_inputs="keep",
         global_batch_size=3,
     ),
+    Case("olmo2", tp=4, recompute=("full", "block", 1), num_layers=3, global_batch_size=3),
 ]
 """Few layers and microbatches, but in most cases numbers of their own: a formula with one size for another is seen."""
 

@@ -25,7 +25,8 @@ def num_parameters(model: ModelConfig) -> dict[str, int]:
         embedding   V h  (+ S h with learned positions)
         attention   L (2 a d h + 2 g d h)     biases: qkv  L (a + 2 g) d      all  + L h      sinks: a in each layer with them
         mlp         L 2 f h   (gated: 3)      biases: all  L (f + h)   (gated: 2 f + h)
-        norms       (2 L + 1) h  (LayerNorm: 2 each)   before and after each branch  + 2 L h     QK-norm  + 2 L d
+        norms       (2 L + 1) h  (LayerNorm: 2 each)   before and after each branch  + 2 L h
+                    QK-norm  + 2 L d, over all heads  L (a + g) d
         head        V h, 0 where it is tied
     """
     h, d, f = model.hidden_size, model.head_size, model.ffn_size
@@ -40,13 +41,13 @@ def num_parameters(model: ModelConfig) -> dict[str, int]:
         attention += h
         mlp += inputs_of_mlp * f + h
     norm = len(model.norm_kind.parameters) * h
+    of_heads = {False: 0, True: 2 * d, "all_heads": (a + g) * d}
     positions = model.seq_length * h if model.position_kind.has_table else 0
     return {
         "embedding": model.vocab_size * h + positions,
         "attention": layers * attention + a * sum(kind.sinks for kind in model.kinds),
         "mlp": layers * mlp,
-        "norms": (2 * (model.norms_before + model.norms_after) * layers + 1) * norm
-        + (2 * layers * d if model.qk_norm else 0),
+        "norms": (2 * (model.norms_before + model.norms_after) * layers + 1) * norm + layers * of_heads[model.qk_norm],
         "head": 0 if model.tie_embeddings else model.vocab_size * h,
     }
 

@@ -111,7 +111,7 @@ def gpt_model(model: ModelConfig, dtype: torch.dtype, *, rows: int, parallel_out
         bias_activation_fusion=False,
         add_bias_linear=model.bias == "all",
         add_qkv_bias=model.bias == "qkv",
-        qk_layernorm=model.qk_norm,
+        qk_layernorm=bool(model.qk_norm),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         use_cpu_initialization=True,
@@ -123,7 +123,7 @@ def gpt_model(model: ModelConfig, dtype: torch.dtype, *, rows: int, parallel_out
     )
     return GPTModel(
         config,
-        get_gpt_layer_local_spec(qk_layernorm=model.qk_norm, normalization=model.norm_kind.megatron),
+        get_gpt_layer_local_spec(qk_layernorm=bool(model.qk_norm), normalization=model.norm_kind.megatron),
         vocab_size=rows,
         max_sequence_length=model.seq_length,
         pre_process=parallel_state.is_pipeline_first_stage(),

@@ -209,6 +209,8 @@ def megatron_args(model: ModelConfig) -> dict[str, Any]:
             given = f"model.{field} = {getattr(model, field)}"
             problems.append(f"{given}: Megatron-LM has no argument for it; the model would be another one.")
     problems += [f"{given}: an exchange with Megatron-LM is not built for it." for given in beyond_plain(model)]
+    if model.qk_norm == "all_heads":
+        problems.append("model.qk_norm = all_heads: Megatron-LM normalises each head by itself.")
     if model.qk_norm and model.norm != "rmsnorm":
         problems.append(
             f"model.qk_norm with norm = {model.norm}: Megatron would normalise queries and keys by it, here it is RMSNorm."
@@ -233,7 +235,7 @@ def megatron_args(model: ModelConfig) -> dict[str, Any]:
         "untie_embeddings_and_output_weights": not model.tie_embeddings,
         "add_bias_linear": bias,
         "add_qkv_bias": bias or model.bias == "qkv",
-        "qk_layernorm": model.qk_norm,
+        "qk_layernorm": bool(model.qk_norm),
         **{kind.megatron: kind == model.activation_kind for kind in ACTIVATIONS.values() if kind.megatron},
         # Their exact GELU is what they compute without fusion; their tanh form has a name of its own.
         "bias_gelu_fusion": False,

@@ -25,7 +25,7 @@ def models(draw: st.DrawFn) -> ModelConfig:
         activation=draw(st.sampled_from(["gelu", "swiglu"])),
         position=draw(st.sampled_from(["learned", "rope"])),
         bias=draw(st.sampled_from(["all", "qkv", "none"])),
-        qk_norm=draw(st.booleans()),
+        qk_norm=draw(st.sampled_from([False, True, "all_heads"])),
         tie_embeddings=draw(st.booleans()),
     )
 

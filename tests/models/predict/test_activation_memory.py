@@ -118,6 +118,10 @@ BLOCKS = {
     "parallel": config_of({**GPT, "parallel_block": True, "activation": "relu2"}, tp=2, attention="explicit"),
     "parallel, parts again": config_of({**LLAMA, "parallel_block": True}, tp=2, sp=True, recompute=parts(*CHEAP)),
     "parallel, norms after": config_of({**LLAMA, "parallel_block": True, "norm_placement": "after"}, tp=2),
+    "norms of all heads": config_of({**LLAMA, "qk_norm": "all_heads"}, tp=4, sp=True),
+    "norms of all heads, parts again": config_of(
+        {**LLAMA, "qk_norm": "all_heads"}, tp=2, recompute=parts(*CHEAP, "attention")
+    ),
     "multipliers": config_of(
         {**GPT, "embedding_multiplier": 3.0, "residual_multiplier": 0.5}, tp=1, attention="explicit"
     ),

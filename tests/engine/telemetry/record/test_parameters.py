@@ -43,11 +43,12 @@ def counted_by_specs(config: ModelConfig) -> dict[str, int]:
 def test_the_formula_equals_the_list_of_parameters_for_every_combination_of_options() -> None:
     options: dict[str, tuple[Any, ...]] = {
         "norm": ("layernorm", "rmsnorm"),
+        "norm_placement": ("before", "after", "both"),
         "activation": ("gelu", "swiglu"),
         "position": ("learned", "rope"),
         "tie_embeddings": (True, False),
         "bias": ("all", "qkv", "none"),
-        "qk_norm": (True, False),
+        "qk_norm": (True, False, "all_heads"),
         "num_kv_heads": (None, 2),
         "head_dim": (None, 20),
     }

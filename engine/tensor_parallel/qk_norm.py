@@ -1,0 +1,132 @@
+"""RMSNorm over all query heads, and over all key heads, of tokens whose heads are cut over tp (OLMo 2, 2501.00656).
+
+    y = x g / sqrt(S / n + eps)      S: squares of all n elements of a token's queries (or keys)
+
+S is a sum over tp: one all-reduce of [s, b, 2], queries and keys in one, and in the backward one of its gradients. The rest is
+local to a rank's heads, so it can be recomputed without communication. Where a key head has replicas, each rank counts 1/replicas
+of its squares: the gradients of replicas add up to the head's.
+"""
+
+from typing import Any
+
+import torch
+
+from engine.comm.collectives import Axis
+from engine.kernels.fusion import Fusion
+from engine.numerics.precision import accumulate
+
+PURPOSE = "qk-norm"
+"""In the ledger."""
+
+
+def squares(q: torch.Tensor, k: torch.Tensor, axis: Axis, replicas: int, fusion: Fusion) -> torch.Tensor:
+    """Return the sums of squares of all query heads and of all key heads.
+
+    Args:
+        q: [s, b, heads / t, d], this rank's.
+        k: [s, b, kv_heads / t, d], this rank's, at least one head.
+        axis: the tp axis.
+        replicas: ranks that hold each key head.
+        fusion: runs the local parts.
+
+    Returns:
+        [s, b, 2] in the accumulation dtype; the same on every tp rank.
+    """
+    return _Squares.apply(q, k, axis, replicas, fusion)
+
+
+class _Squares(torch.autograd.Function):
+    """S_q = sum over tp of sum(q^2), S_k = sum over tp of sum(k^2) / replicas. Saves q and k, which exist anyway."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, axis: Axis, replicas: int, fusion: Fusion) -> torch.Tensor:
+        ctx.axis, ctx.replicas, ctx.fusion = axis, replicas, fusion
+        ctx.save_for_backward(q, k)
+        return axis.all_reduce(fusion(_local_squares)(q, k, replicas), f"{PURPOSE} forward").wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+        whole = ctx.axis.all_reduce(grad.clone(), f"{PURPOSE} backward").wait()
+        grad_q, grad_k = ctx.fusion(_local_squares_backward)(*ctx.saved_tensors, whole, ctx.replicas)
+        return grad_q, grad_k, None, None, None
+
+
+def _local_squares(q: torch.Tensor, k: torch.Tensor, replicas: int) -> torch.Tensor:
+    of_q, of_k = (accumulate(each).square().sum((-2, -1)) for each in (q, k))
+    return torch.stack((of_q, of_k / replicas), dim=-1)
+
+
+def _local_squares_backward(
+    q: torch.Tensor, k: torch.Tensor, grad: torch.Tensor, replicas: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return dq = 2 q dS_q and dk = 2 k dS_k / replicas."""
+    of_q, of_k = (part.unsqueeze(-1) for part in (2 * grad).split(1, dim=-1))
+    return (q * of_q).to(q.dtype), (k * (of_k / replicas)).to(k.dtype)
+
+
+def normalised(
+    x: torch.Tensor, sums: torch.Tensor, weight: torch.Tensor, count: int, eps: float, offset: int, fusion: Fusion
+) -> torch.Tensor:
+    """Normalise heads x [s, b, heads, d] by their squares.
+
+    Args:
+        x: this rank's queries or keys.
+        sums: [s, b, 1], the squares of all n elements of a token.
+        weight: [heads, d].
+        count: n.
+        eps: added to the mean square.
+        offset: added to the weight (`layer_kinds.Norm.offset`).
+        fusion: runs the two functions.
+    """
+    return _Normalised.apply(x, sums, weight, count, eps, offset, fusion)
+
+
+class _Normalised(torch.autograd.Function):
+    """y = x r g with r = 1 / sqrt(S / n + eps), g = offset + w. Saves x and S."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        sums: torch.Tensor,
+        weight: torch.Tensor,
+        count: int,
+        eps: float,
+        offset: int,
+        fusion: Fusion,
+    ) -> torch.Tensor:
+        ctx.numbers, ctx.fusion = (count, eps, offset), fusion
+        ctx.save_for_backward(x, sums, weight)
+        return fusion(_normalise)(x, sums, weight, count, eps, offset)
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None, None, None]:
+        grads = ctx.fusion(_normalise_backward)(*ctx.saved_tensors, grad, *ctx.numbers)
+        return (*grads, None, None, None, None)
+
+
+def _root_and_gains(
+    sums: torch.Tensor, weight: torch.Tensor, count: int, eps: float, offset: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return r [s, b, 1, 1] and g [heads, d] in the accumulation dtype."""
+    return (sums / count + eps).rsqrt().unsqueeze(-1), accumulate(weight) + offset
+
+
+def _normalise(
+    x: torch.Tensor, sums: torch.Tensor, weight: torch.Tensor, count: int, eps: float, offset: int
+) -> torch.Tensor:
+    r, gains = _root_and_gains(sums, weight, count, eps, offset)
+    return (accumulate(x) * r * gains).to(x.dtype)
+
+
+def _normalise_backward(
+    x: torch.Tensor, sums: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, count: int, eps: float, offset: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return dx = dy r g, dS = -r^3 / 2n sum(dy g x), dw = sum of dy x r over the tokens."""
+    r, gains = _root_and_gains(sums, weight, count, eps, offset)
+    products = accumulate(x) * grad
+    grad_weight = (products * r).sum((0, 1))
+    grad_sums = (products * gains).sum((-2, -1)).unsqueeze(-1) * r.squeeze(-1).pow(3) / (-2 * count)
+    return (grad * r * gains).to(x.dtype), grad_sums, grad_weight.to(weight.dtype)
