@@ -15,17 +15,14 @@ from torch import nn
 from engine.activations.saved_tensors import ATTENTION
 from engine.config.attention_kinds import LayerKind
 from engine.kernels.attention import attention
-from engine.kernels.elementwise import apply_rope
-from engine.kernels.elementwise import norm as norm_by_name
 from engine.kernels.explicit_attention import explicit_attention
 from engine.kernels.masked_attention import Mask
 from engine.layout.shard_spec import cut
 from engine.tensor_parallel.dropout import DropoutKeys, dropout
 from engine.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from engine.tensor_parallel.parameter import ShardedParameter
-from engine.tensor_parallel.qk_norm import normalised, squares
 from models.gpt.context import BuildContext, Positions
 from models.gpt.kv_cache import LayerCache
+from models.gpt.qk_norm import NormalisedAndRotated
 
 
 class Attention(nn.Module):
@@ -47,9 +44,7 @@ class Attention(nn.Module):
             context.queue,
             f"{name}.qkv",
         )
-        self.q_norm = context.optional_parameter(f"{name}.q_norm.weight")
-        self.k_norm = context.optional_parameter(f"{name}.k_norm.weight")
-        self.normalises_all = model.qk_norm == "all_heads"
+        self.rotated = NormalisedAndRotated(context, name)
         self.sinks = context.optional_parameter(f"{name}.sinks")
         self.proj = RowParallelLinear(
             context.parameter(f"{name}.proj.weight"),
@@ -70,7 +65,7 @@ class Attention(nn.Module):
         k, v = (tensor.view(s, b, self.num_kv_heads, self.head_dim) for tensor in (k, v))
         saved = self.context.saved
         rope = None if self.kind.rotary is None else positions.tables[self.kind.rotary]
-        q, k = self._all_normalised(q, k, rope) if self.normalises_all else self._each_normalised(q, k, rope)
+        q, k = self.rotated(q, k, rope)
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
         if cache is not None:
             k, v = cache.extend(k, v)
@@ -79,43 +74,6 @@ class Attention(nn.Module):
         kernel = choices.decoding if cache is not None and s == 1 else choices.attention
         core = partial(self._core, kernel, Mask(self.kind.window, positions.documents), keys)
         return self.proj(saved.recompute_inside(ATTENTION, core, q, k, v))
-
-    def _each_normalised(
-        self, q: torch.Tensor, k: torch.Tensor, rope: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalise each head where the model has QK-norm, and rotate."""
-        again = self.context.saved.recompute_output
-        q = again("rope", lambda q: self._normalise_and_rotate(q, self.q_norm, rope), q)
-        return q, again("rope", lambda k: self._normalise_and_rotate(k, self.k_norm, rope), k)
-
-    def _all_normalised(
-        self, q: torch.Tensor, k: torch.Tensor, rope: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalise over all heads of a token, and rotate. What communicates is no part of what is made again."""
-        context, model = self.context, self.context.model
-        replicas = max(1, context.region.axis.size // model.kv_heads)
-        sums = squares(q, k, context.region.axis, replicas, context.kernels.fusion)
-
-        def made(which: int, norm: ShardedParameter, heads: int, x: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-            mine, count = sums[..., which : which + 1], heads * self.head_dim
-            fusion, offset = context.kernels.fusion, model.norm_kind.offset
-            x = normalised(x, mine, norm.tracked(), count, model.norm_eps, offset, fusion)
-            return x if rope is None else apply_rope(x, rope, fusion)
-
-        assert self.q_norm is not None and self.k_norm is not None
-        again = context.saved.recompute_output
-        q = again("rope", partial(made, 0, self.q_norm, model.num_attention_heads), q, sums)
-        return q, again("rope", partial(made, 1, self.k_norm, model.kv_heads), k, sums)
-
-    def _normalise_and_rotate(
-        self, x: torch.Tensor, norm: ShardedParameter | None, rope: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Normalise and rotate queries or keys [s, b, heads, d]; x itself where the model has neither."""
-        fusion = self.context.kernels.fusion
-        if norm is not None:
-            model = self.context.model
-            x = norm_by_name(model.norm_kind.of_heads, x, [norm.tracked()], model.norm_eps, fusion)
-        return x if rope is None else apply_rope(x, rope, fusion)
 
     def _core(
         self, kernel: str, mask: Mask, keys: DropoutKeys, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor

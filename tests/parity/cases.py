@@ -22,6 +22,7 @@ from engine.train import build
 from models.gpt.chunk import build_chunks
 from models.specs import model_specs
 from tests.oracle import oracle_loss_sum, oracle_weights
+from tests.parity.block_models import BLOCKS, TOGETHER
 
 BASE: dict[str, Any] = {
     "num_layers": 8,
@@ -108,55 +109,8 @@ ATTENTION: dict[str, dict[str, Any]] = {
 """Each option of attention alone, as what it changes in a small Llama."""
 for option, fields in ATTENTION.items():
     MODELS[option] = _ROPE | fields
-BLOCKS: dict[str, dict[str, Any]] = {
-    "exact gelu gate": {"activation": "geglu"},
-    "squared relu": {"activation": "relu2"},
-    "norm 1p": {"norm": "rmsnorm_1p"},
-    "norm 1p, also of heads": {"norm": "rmsnorm_1p", "qk_norm": True},
-    "norm of heads": {"qk_norm": "head"},
-    "norm of all heads": {"qk_norm": "all_heads"},
-    "norm 1p of all heads": {"qk_norm": "all_heads", "norm": "rmsnorm_1p"},
-    "norms after": {"norm_placement": "after"},
-    "norms before and after": {"norm_placement": "both"},
-    "parallel": {"parallel_block": True},
-    "parallel, norms after": {"parallel_block": True, "norm_placement": "after"},
-    "embedding multiplier": {"embedding_multiplier": 3.3},
-    "residual multiplier": {"residual_multiplier": 0.22},
-    "logit divisor": {"logit_divisor": 6.0},
-    "logit softcap": {"logit_softcap": 1.5},
-    "parallel gpt": {"parallel_block": True, "norm": "layernorm", "bias": "all", "position": "learned"},
-    "multipliers, dropout": {"residual_multiplier": 0.3, "embedding_multiplier": 2.5, "hidden_dropout": 0.2},
-}
-"""Each option of a block alone, as what it changes in the same model."""
-for option, fields in BLOCKS.items():
+for option, fields in (BLOCKS | TOGETHER).items():
     MODELS[option] = _ROPE | fields
-MODELS["olmo2"] = _ROPE | {"norm_placement": "after", "qk_norm": "all_heads", "z_loss": 0.02, "num_layers": 4}
-MODELS["gemma2"] = _ROPE | {
-    "norm": "rmsnorm_1p",
-    "norm_placement": "both",
-    "activation": "geglu_tanh",
-    "qk_norm": True,
-    "embedding_multiplier": 4.0,
-    "logit_softcap": 2.0,
-    "tie_embeddings": True,
-    "num_layers": 4,
-}
-MODELS["neox"] = _ROPE | {
-    "parallel_block": True,
-    "norm": "layernorm",
-    "activation": "gelu",
-    "bias": "all",
-    "num_kv_heads": None,
-    "hidden_dropout": 0.2,
-    "num_layers": 4,
-}
-MODELS["granite"] = _ROPE | {
-    "residual_multiplier": 0.22,
-    "embedding_multiplier": 12.0,
-    "logit_divisor": 6.0,
-    "num_layers": 4,
-}
-"""Options of a block together, in the ways of four families."""
 DOCUMENTS = {
     "synthetic_document_length": 3,
     "attention": "within",

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.parity.cases import BLOCKS, MODELS, Case, run_case, run_oracle, weights_of
+from tests.parity.block_models import BLOCKS
+from tests.parity.cases import MODELS, Case, run_case, run_oracle, weights_of
 from tests.parity.test_parity import ALL_PARTS, SELECTIVE, check, compare, oracle
 
 STEPS = 2
