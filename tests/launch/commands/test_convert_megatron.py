@@ -255,6 +255,8 @@ def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch, capsys):
     [
         ({"norm": "layernorm", "qk_norm": True}, "model.qk_norm with norm = layernorm"),
         ({"activation": "geglu_tanh"}, "model.activation = geglu_tanh: Megatron-LM has no argument for it"),
+        ({"qk_norm": "all_heads"}, "model.qk_norm = all_heads"),
+        ({"parallel_block": True}, "model.parallel_block = True: an exchange with Megatron-LM is not built"),
         ({"window": 4}, "model.window = 4: an exchange with Megatron-LM is not built for it"),
     ],
 )

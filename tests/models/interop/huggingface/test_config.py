@@ -463,6 +463,8 @@ def test_a_family_can_be_asked_for() -> None:
             r"as gpt2: model\.head_dim = 6, there heads x head_dim is the hidden size 16\.",
         ),
         ({"window": 8, "bias": "all"}, r"as llama: .*model\.window = 8, which it does not have\."),
+        ({"norm_placement": "after"}, r"as llama: model\.norm_placement = after, which it does not have\."),
+        ({"logit_softcap": 30}, r"as llama: model\.logit_softcap = 30\.0, which it does not have\."),
         ({"position": "none"}, r"as llama: model\.position = none, there it is rope"),
         (
             {"layers": ["a"], "layer_kinds": {"a": {"sinks": True}}},
