@@ -156,7 +156,9 @@ def _rank(rank: int, words: Sequence[str]) -> tuple[int, str, str]:
     def on_saved(self: CheckpointNotices, step: int, folder: Path, num_bytes: int, seconds: float) -> None:
         saved(self, step, folder, num_bytes, seconds)
         if rank == 0 and step == 2:
-            shutil.rmtree(folder.parents[1])
+            # Another thread may write a file in between, which makes the folder not empty.
+            for _ in range(100):
+                shutil.rmtree(folder.parents[1], ignore_errors=True)
 
     CheckpointNotices.on_saved = on_saved  # type: ignore[method-assign]
     return work(rank, "launch.pretrain_gpt", list(words))
