@@ -95,7 +95,7 @@ OFF_ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
     "quick_geglu": ((False, None), "a gate of x sigmoid(1.702 x) is not built"),
     "glu_linear_offset": ((0, 0.0, None), "an offset in the gated MLP is not built"),
     "activation_func_clamp_value": ((None,), "clamped activations are not built"),
-    "apply_layernorm_1p": ((False, None), "norm weights that are stored less one are not built"),
+    "apply_layernorm_1p": ((False, None), "an exchange of norm weights that are stored less one is not built"),
     "apply_residual_connection_post_layernorm": ((False, None), "residuals after the norm are not built"),
     "rotary_percent": ((1, 1.0, None), "RoPE on a part of each head is not built yet"),
     "rotary_interleaved": ((False, None), "RoPE that pairs neighbours is not built: pairs are i and i + head_dim / 2"),

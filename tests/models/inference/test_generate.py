@@ -105,7 +105,10 @@ def assert_cache_changes_nothing(case: Case, lengths: Sequence[int]) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("model", ["gpt", "llama", "qwen", "gpt_dropout", "kinds", "kinds_capped"])
+@pytest.mark.parametrize(
+    "model",
+    ["gpt", "llama", "qwen", "gpt_dropout", "kinds", "kinds_capped", "olmo2", "gemma2", "neox", "granite"],
+)
 def test_logits_with_a_cache_are_those_of_the_full_forward(model: str) -> None:
     """gpt_dropout computes attention by the explicit kernel."""
     assert_cache_changes_nothing(Case(model, num_layers=2), range(1, len(WINDOW) + 1))
