@@ -118,6 +118,7 @@ def listening() -> set[str]:
 
 
 def on_host(rank: int, hosts: Sequence[str]) -> None:
+    dist.barrier()  # a rank that leaves while another still connects would end that one
     dist.destroy_process_group()
     os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch asks for names, and there is no name server
     netns.enter(hosts[rank])
