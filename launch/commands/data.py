@@ -35,7 +35,7 @@ SPLIT_EXAMPLES = """examples:
 """
 SHOWN_CHARACTERS = 300
 SHOWN_TOKENS = 100
-"""What is shown of the first document."""
+"""Length of the excerpt of the first document."""
 
 
 def add_arguments(parser: CommandParser) -> None:

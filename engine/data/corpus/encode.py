@@ -40,7 +40,7 @@ class Job:
     append_eod: bool
     on_bad: OnBad
     folder: Path
-    """Of the parts."""
+    """The folder of the parts."""
     num_units: int
 
 

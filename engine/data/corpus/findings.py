@@ -76,7 +76,7 @@ class LeftOut:
 
 
 Tally = dict[str, LeftOut]
-"""What was left out, by the value of its kind."""
+"""Input that is left out, by the value of its kind."""
 
 
 def add_up(total: Tally, more: Mapping[str, LeftOut]) -> None:

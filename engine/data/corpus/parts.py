@@ -146,11 +146,11 @@ class Done:
     """The work of a preparation so far."""
 
     num_bytes: int = 0
-    """Of input, with those of parts that were whole before."""
+    """Bytes of input, with those of parts that were whole before."""
     num_documents: int = 0
     num_tokens: int = 0
     found_bytes: int = 0
-    """Of input, of parts that were whole before: they cost no time."""
+    """Bytes of input of parts that were whole before: they cost no time."""
     found_tokens: int = 0
 
 

@@ -195,7 +195,7 @@ def test_a_single_query_sees_the_last_keys_of_its_window(kernel: str) -> None:
 
 
 def test_no_tensor_of_all_pairs_exists(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 1,024 tokens with a window of 64, masks are [64, 127]; the blocks' scores are [256, 319]."""
+    """Masks of 1,024 tokens with a window of 64 are [64, 127]; the blocks' scores are [256, 319]."""
     s, largest = 1024, 0
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):

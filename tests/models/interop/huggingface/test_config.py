@@ -220,7 +220,7 @@ LLAMA3_SCALING = {
     "original_max_position_embeddings": 8192,
     "rope_type": "llama3",
 }
-"""Of Llama 3.1."""
+"""The scaling of Llama 3.1."""
 
 
 def test_scaled_rope_is_read_in_every_form() -> None:
