@@ -15,6 +15,9 @@ Op = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send", 
 REPLICA_GRADIENTS = "replica gradients"
 """Purpose of the sum of a gradient over the ranks that hold its parameter and each saw a part (`engine.layout.shard_spec`)."""
 
+CROSS_ENTROPY, QK_NORM = "cross-entropy", "qk-norm"
+"""First words of the purposes of the cross-entropy's reductions, and of those of QK-norm over all heads."""
+
 NO_PEER = -1
 """In place of the peer of a collective."""
 

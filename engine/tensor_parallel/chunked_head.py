@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.comm.collectives import Pending
+from engine.comm.ledger import CROSS_ENTROPY
 from engine.kernels.fusion import EAGER, Fusion
 from engine.tensor_parallel.cross_entropy import LocalTargets
 from engine.tensor_parallel.layers import ColumnParallelLinear
@@ -84,9 +85,9 @@ class _ChunkedHead(torch.autograd.Function):
             of_pieces.append((here, at[rows].sums(logits, here, fusion)))
         mine = torch.cat([here for here, _ in of_pieces])
         sums = torch.cat([sums for _, sums in of_pieces], dim=1)
-        largest = axis.all_reduce(mine.clone(), "cross-entropy max", op="max").wait()
+        largest = axis.all_reduce(mine.clone(), f"{CROSS_ENTROPY} max", op="max").wait()
         sums[0] *= (mine - largest).exp_()
-        sums = axis.all_reduce(sums, "cross-entropy sums").wait()
+        sums = axis.all_reduce(sums, f"{CROSS_ENTROPY} sums").wait()
         log_sum = sums[0].log() + largest
 
         ctx.save_for_backward(head.region.kept(x, entered), log_sum, at.local, at.held)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from engine.comm.collectives import Axis
+from engine.comm.ledger import CROSS_ENTROPY
 from engine.kernels.fusion import EAGER, Fusion
 from engine.numerics.precision import accumulate, accumulation_dtype
 from engine.tensor_parallel.logits import PLAIN, LogitOptions, chunks, slope
@@ -61,8 +62,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         options.shape_(logits, fusion)
         flat = logits.view(-1, logits.shape[-1])
         at = LocalTargets.of(targets, axis, flat.shape[1], vocab_size)
-        largest = axis.all_reduce(at.largest(flat), "cross-entropy max", op="max").wait()
-        sums = axis.all_reduce(at.sums(flat, largest, fusion), "cross-entropy sums").wait()
+        largest = axis.all_reduce(at.largest(flat), f"{CROSS_ENTROPY} max", op="max").wait()
+        sums = axis.all_reduce(at.sums(flat, largest, fusion), f"{CROSS_ENTROPY} sums").wait()
         log_sum = sums[0].log() + largest
 
         ctx.save_for_backward(logits, log_sum, at.local, at.held)

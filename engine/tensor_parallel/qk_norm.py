@@ -12,11 +12,9 @@ from typing import Any
 import torch
 
 from engine.comm.collectives import Axis
+from engine.comm.ledger import QK_NORM
 from engine.kernels.fusion import Fusion
 from engine.numerics.precision import accumulate
-
-PURPOSE = "qk-norm"
-"""In the ledger."""
 
 
 def squares(q: torch.Tensor, k: torch.Tensor, axis: Axis, replicas: int, fusion: Fusion) -> torch.Tensor:
@@ -42,11 +40,11 @@ class _Squares(torch.autograd.Function):
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, axis: Axis, replicas: int, fusion: Fusion) -> torch.Tensor:
         ctx.axis, ctx.replicas, ctx.fusion = axis, replicas, fusion
         ctx.save_for_backward(q, k)
-        return axis.all_reduce(fusion(_local_squares)(q, k, replicas), f"{PURPOSE} forward").wait()
+        return axis.all_reduce(fusion(_local_squares)(q, k, replicas), f"{QK_NORM} forward").wait()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
-        whole = ctx.axis.all_reduce(grad.clone(), f"{PURPOSE} backward").wait()
+        whole = ctx.axis.all_reduce(grad.clone(), f"{QK_NORM} backward").wait()
         grad_q, grad_k = ctx.fusion(_local_squares_backward)(*ctx.saved_tensors, whole, ctx.replicas)
         return grad_q, grad_k, None, None, None
 

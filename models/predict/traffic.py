@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.comm.agreement import NUM_NUMBERS
-from engine.comm.ledger import REPLICA_GRADIENTS, Event
+from engine.comm.ledger import CROSS_ENTROPY, QK_NORM, REPLICA_GRADIENTS, Event
 from engine.config.plan import batch_plan, local_seq_length
 from engine.config.tree import Config
 from engine.layout.rank_grid import Coordinates, ParallelSizes
@@ -25,6 +25,10 @@ from models.predict.rank_memory import resolve_recompute
 from models.specs import StageContents, stage_specs
 
 BYTES_PER_ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4, "float64": 8}
+
+
+HAND_OVER = "hand-over"
+"""All messages between stages: activations, and their gradients."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -120,11 +124,11 @@ def _tensor_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, stage:
     tokens = config.train.micro_batch_size * config.model.seq_length
     if config.model.qk_norm == "all_heads":
         # Squares of q and k forward, again where the layer is recomputed, and their gradients backward.
-        tally.add("tp", "qk-norm", "all_reduce", t, 2 * element * tokens, m * (2 * num_layers + recomputed))
+        tally.add("tp", QK_NORM, "all_reduce", t, 2 * element * tokens, m * (2 * num_layers + recomputed))
     if stage.has_head:
         # The largest logit of each token, then its sum of exponentials and target logit together.
         for count in (1, 2):
-            tally.add("tp", "cross-entropy", "all_reduce", t, count * element * tokens, m)
+            tally.add("tp", CROSS_ENTROPY, "all_reduce", t, count * element * tokens, m)
 
 
 def _pipeline(tally: _Tally, config: Config, sizes: ParallelSizes, stage: int, num_stages: int) -> None:
@@ -135,8 +139,8 @@ def _pipeline(tally: _Tally, config: Config, sizes: ParallelSizes, stage: int, n
         ("pp_forward", not is_last, not is_first),
         ("pp_backward", not is_first, not is_last),
     ):
-        tally.add(axis, "hand-over", "send", sizes.pp, num_bytes, m * sends)
-        tally.add(axis, "hand-over", "recv", sizes.pp, num_bytes, m * receives)
+        tally.add(axis, HAND_OVER, "send", sizes.pp, num_bytes, m * sends)
+        tally.add(axis, HAND_OVER, "recv", sizes.pp, num_bytes, m * receives)
 
 
 def _data_parallel(
@@ -192,8 +196,8 @@ def measured_traffic(posted: Iterable[Event]) -> dict[Flow, Volume]:
     for event in posted:
         purpose = event.purpose
         if event.axis in ("pp_forward", "pp_backward"):
-            purpose = "hand-over"
+            purpose = HAND_OVER
         elif event.axis == "tp" and purpose != REPLICA_GRADIENTS:
-            purpose = next((name for name in ("cross-entropy", "qk-norm") if purpose.startswith(name)), "activations")
+            purpose = next((name for name in (CROSS_ENTROPY, QK_NORM) if purpose.startswith(name)), "activations")
         tally.add(event.axis, purpose, event.op, event.group_size, event.numel * event.dtype.itemsize)
     return tally.volumes()
