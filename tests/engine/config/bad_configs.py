@@ -35,6 +35,11 @@ BAD: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         {},
         ["model.hidden_size = 60", "multiple of num_attention_heads = 8", "hidden_size = 64 or 48", "head_dim"],
     ),
+    "lengths of documents that a corpus has": (
+        ["data.synthetic_document_length=9"],
+        {},
+        ["data.synthetic_document_length = 9", "has no effect without data.synthetic", "data.synthetic = true"],
+    ),
     "weights of nothing": (
         ["checkpoint.load_what=weights"],
         {},
