@@ -98,16 +98,21 @@ def _no_bool(value: object) -> object:
     return value
 
 
+Window = Annotated[int, Field(gt=0, le=LONGEST_WINDOW)]
+RopeBase = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
 class KindFields(TypedDict, total=False):
     """The fields of a kind that differ from the model's own. A field that is absent is the model's."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)  # type: ignore[misc]
 
-    window: Annotated[int | None, Field(gt=0, le=LONGEST_WINDOW), BeforeValidator(_no_bool)]
+    window: Annotated[Window | None, BeforeValidator(_no_bool)]
     position: Literal["rope", "none"]
-    rope_base: Annotated[float, Field(gt=0), BeforeValidator(_no_bool)]
+    rope_base: Annotated[RopeBase, BeforeValidator(_no_bool)]
     rope_scaling: Annotated[RopeScaling | None, PlainSerializer(_given)]
-    rotary_share: Annotated[float, Field(gt=0, le=1), BeforeValidator(_no_bool)]
+    rotary_share: Annotated[Share, BeforeValidator(_no_bool)]
     sinks: Annotated[bool, Strict()]
 
 
@@ -399,26 +404,30 @@ ATTENTION_KIND_RULES: tuple[Rule, ...] = (
 )
 
 
-PLAIN_DEFAULTS: Mapping[str, object] = {
-    "window": None,
-    "sinks": False,
-    "rotary_share": 1.0,
-    "rope_scaling": None,
-    "attention_scale": None,
-    "attention_softcap": None,
-    "norm_placement": "before",
-    "parallel_block": False,
-    "embedding_multiplier": 1.0,
-    "residual_multiplier": 1.0,
-    "logit_divisor": 1.0,
-    "logit_softcap": None,
-    "layers": None,
-    "layer_kinds": {},
-}
-"""Fields of `model` whose other values plain models of other engines cannot express, with their defaults."""
+BEYOND_PLAIN = (
+    "window",
+    "sinks",
+    "rotary_share",
+    "rope_scaling",
+    "attention_scale",
+    "attention_softcap",
+    "norm_placement",
+    "parallel_block",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logit_divisor",
+    "logit_softcap",
+    "layers",
+    "layer_kinds",
+)
+"""Fields of `model` whose values other than the default plain models of other engines cannot express."""
 
 
 def beyond_plain(model: "ModelConfig", known: Collection[str] = ()) -> list[str]:
-    """Return `field = value` of each field of `PLAIN_DEFAULTS` that has another value and is not one of those that are `known`."""
-    values = {name: getattr(model, name) for name in PLAIN_DEFAULTS if name not in known}
-    return [f"model.{name} = {value}" for name, value in values.items() if value != PLAIN_DEFAULTS[name]]
+    """Return `field = value` of each field of BEYOND_PLAIN that has no default value and is not one of those that are `known`."""
+    fields = type(model).model_fields
+    return [
+        f"model.{name} = {getattr(model, name)}"
+        for name in BEYOND_PLAIN
+        if name not in known and getattr(model, name) != fields[name].get_default(call_default_factory=True)
+    ]

@@ -6,7 +6,15 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from engine.config import attention_kinds, layer_kinds
-from engine.config.attention_kinds import ATTENTION_KIND_RULES, LONGEST_WINDOW, KindFields, LayerKind, RopeScaling
+from engine.config.attention_kinds import (
+    ATTENTION_KIND_RULES,
+    KindFields,
+    LayerKind,
+    RopeBase,
+    RopeScaling,
+    Share,
+    Window,
+)
 from engine.config.layer_kinds import Activation, Norm, Position
 from engine.config.section import LAYOUT, MEANT, Problem, Rule, Section, Subject, divisors, multiples
 
@@ -66,14 +74,12 @@ class ModelConfig(Section):
         "rope", description="learned: a table; rope: rotated queries and keys; none: the causal mask alone"
     )
     # Training goes on with other frequencies where a context is extended.
-    rope_base: Annotated[float, MEANT] = Field(10000.0, gt=0, description="theta of RoPE (2104.09864)")
+    rope_base: Annotated[RopeBase, MEANT] = Field(10000.0, description="theta of RoPE (2104.09864)")
     rope_scaling: Annotated[RopeScaling | None, MEANT] = Field(
         None, description="change of RoPE's frequencies for longer contexts; null: none"
     )
-    rotary_share: float = Field(1.0, gt=0, le=1, description="share of a head's elements that rotate, the first ones")
-    window: int | None = Field(
-        None, gt=0, le=LONGEST_WINDOW, description="keys that a query sees, its own among them; null: all before it"
-    )
+    rotary_share: Share = Field(1.0, description="share of a head's elements that rotate, the first ones")
+    window: Window | None = Field(None, description="keys that a query sees, its own among them; null: all before it")
     sinks: bool = Field(False, description="a learned logit per head in the softmax's denominator (gpt-oss)")
     attention_scale: float | None = Field(
         None, gt=0, description="factor of attention's logits; null: 1 / sqrt(head_dim)"

@@ -37,7 +37,7 @@ class Family:
         names: their key -> our field.
         fixed: our fields that the family decides, not the file.
         defaults: values of keys that a file may leave out; other keys of `names` must be there.
-        attention: our fields of attention that it has too (`engine.config.attention_kinds.PLAIN_DEFAULTS`).
+        attention: our fields of attention that it has too (`engine.config.attention_kinds.BEYOND_PLAIN`).
     """
 
     architecture: str
