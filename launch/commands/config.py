@@ -22,7 +22,8 @@ from engine.pipeline import schedules
 from engine.pipeline.programs import Programs
 from engine.storage.json_text import parse_json
 from launch.start.command_line import CONFIG, CommandParser, add_ignore, add_world_size, check_counts, refuse
-from models.interop.huggingface.config import FAMILIES, from_hugging_face, passed_over_notes
+from models.interop.huggingface.config import from_hugging_face, passed_over_notes
+from models.interop.huggingface.families import FAMILIES
 from models.predict.fit import Devices, memory_line, memory_rule, uses_gpu, uses_nccl
 from models.predict.rank_memory import GB, predict, resolve_recompute
 from models.specs import num_parameters

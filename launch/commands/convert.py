@@ -27,7 +27,8 @@ from engine.errors import CheckpointError, DataError
 from engine.storage.files import sha256_of_file
 from launch.commands import convert_megatron
 from launch.start.command_line import CommandParser, add_checkpoint, add_ignore
-from models.interop.huggingface.config import FAMILIES, family_of, to_hugging_face
+from models.interop.huggingface.config import family_of, to_hugging_face
+from models.interop.huggingface.families import FAMILIES
 from models.interop.huggingface.record import GENERATION_CONFIG, RECORD, ImportRecord, read_record
 from models.specs import num_parameters
 

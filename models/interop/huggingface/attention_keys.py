@@ -1,133 +1,278 @@
-"""RoPE and windows in a Hugging Face config.json: our fields of attention, and the reverse (no torch here).
+"""RoPE, windows and kinds of layers in a Hugging Face config.json: our fields of attention, and the reverse (no torch here).
 
-rope_theta, rope_scaling | rope_parameters                             <->  rope_base, rope_scaling
-sliding_window, use_sliding_window, layer_types, max_window_layers     <->  window, or layers and layer_kinds
+rope_theta, rope_scaling | rope_parameters       <->  rope_base, rope_scaling, rotary_share: of all layers, or of kinds of them
+sliding_window, layer_types, no_rope_layers ..   <->  window and position, or layers and layer_kinds
+
+The keys of a family are data (`family.py`); a window of transformers lets a query see the keys > q - sliding_window, as ours.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
+from engine.config.attention_kinds import Rotary
 from engine.config.model import ModelConfig
+from models.interop.huggingface.family import FULL, OF_ROPE, SLIDING, Family, LayerKeys, Names, RopeKeys
 
 Keys = Mapping[str, Any]
+Fields = dict[str, Any]
 
-MISTRAL_WINDOW = 4096
-"""The sliding window of a Mistral whose file does not name one; null in the file is none."""
+NO_ROPE = "no_rope"
+"""Name of a kind of layers without RoPE; with a window, a suffix of that kind's."""
 
-QWEN_WINDOW, QWEN_FIRST_WINDOW = 4096, 28
-"""The same of a Qwen, and the first layer that has it, where `use_sliding_window` switches windows on."""
+PHI3_FIELDS = {"type", "factor", "original_max_position_embeddings", "short_factor", "long_factor"}
+"""Our fields of a scaling of which releases before transformers 5 want the type and the two lists, and nothing more, in a Phi-3."""
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-"""Names in `layer_types`, and of our kinds of layers."""
+OLD_TYPES = {"su": "longrope"}
+"""Types of scaling that had another name in the first files of Phi-3."""
 
 
-def with_rope_parameters(keys: Keys) -> tuple[Keys, dict[str, Any] | None, list[str]]:
-    """Return the keys with one `rope_theta`, our `rope_scaling`, and problems.
+def read_attention(keys: Keys, family: Family, model: Fields) -> list[str]:
+    """Write our fields of attention to `model`; return problems, and write nothing where there are some."""
+    rope = family.rope
+    if rope is None:
+        return []
+    ropes, problems = _read_ropes(keys, rope)
+    window, types, more = _read_types(keys, family.layers, model["num_layers"])
+    rotates, wrong = _read_rotates(keys, family.layers, model["num_layers"])
+    if problems := [*problems, *more, *wrong]:
+        return problems
+    by_type, first = len(rope.bases) > 1, ropes[next(iter(rope.bases))]
+    # Where types of layers differ, the model has the base of the first and no scaling, which is then that type's alone.
+    model |= {"rope_base": first["rope_base"]} if by_type else first
+    kinds: dict[str, Fields] = {}
+    names = []
+    for kind, is_rotated in zip(types, rotates, strict=True):
+        fields: Fields = {"window": window} if kind == SLIDING else {}
+        if not is_rotated:
+            fields["position"] = "none"
+        elif by_type:
+            fields |= {name: value for name, value in ropes[kind].items() if value != model.get(name)}
+        names.append(kind if is_rotated else NO_ROPE if kind == FULL else f"{kind}_{NO_ROPE}")
+        kinds[names[-1]] = fields
+    if len(kinds) == 1:
+        model |= kinds[names[0]]
+    else:
+        model["layers"] = [
+            name if (count := len(list(run))) == 1 else f"{name}*{count}" for name, run in groupby(names)
+        ]
+        model["layer_kinds"] = kinds
+    return []
 
-    transformers 5 writes {"rope_parameters": {"rope_theta": ..., "rope_type": ..., ...}}; before it, `rope_theta` stood by itself,
-    and `rope_scaling` had the rest ("type" in place of "rope_type" in old files). A type "default" scales nothing.
-    """
-    rope_theta: dict[str, object] = {"rope_theta": keys["rope_theta"]} if "rope_theta" in keys else {}
-    problems: list[str] = []
-    scalings = []
-    for key in ("rope_parameters", "rope_scaling"):
-        rope = keys.get(key)
-        if not isinstance(rope, Mapping):
-            continue
-        if rope.get("rope_theta", rope_theta.get("rope_theta")) != rope_theta.get("rope_theta", rope.get("rope_theta")):
+
+def _read_ropes(keys: Keys, rope: RopeKeys) -> tuple[dict[str, Fields], list[str]]:
+    """Return `rope_base`, `rope_scaling` and `rotary_share` by type of layer, and problems."""
+    ropes: dict[str, Fields] = {}
+    problems = [
+        f"{name} = {keys[name]!r}: must be a mapping; how the model's heads rotate would be a guess."
+        for name in OF_ROPE
+        if not isinstance(keys.get(name), Mapping | None)
+    ]
+    for number, (kind, (base_keys, default)) in enumerate(rope.bases.items()):
+        sources = dict(_sources(keys, kind, has_scaling=number == 0))
+        base, wrong = _agreed(keys, sources, base_keys, "rope_theta", default)
+        problems += wrong
+        fields: Fields = {"rope_base": base}
+        if rope.share is not None:
+            share, wrong = _agreed(keys, sources, rope.share[0], "partial_rotary_factor", rope.share[1])
+            problems += wrong
+            fields |= {} if share == 1.0 else {"rotary_share": share}
+        scalings = []
+        for place, source in sources.items():
+            scaling = _scaling(source, keys, rope)
+            if scaling["type"] != "default":
+                scalings.append(scaling)
+            elif len(scaling) > 1:
+                problems.append(
+                    f"{place} = {dict(source)!r}: RoPE of this form is not built yet; the model would be another one."
+                )
+        if any(scaling != scalings[0] for scaling in scalings):
             problems.append(
-                f"{key} has rope_theta = {rope['rope_theta']!r}, and elsewhere it is {rope_theta['rope_theta']!r}: which one the "
-                f"model was trained with would be a guess. Remove one of them."
+                f"{' and '.join(sources)} differ: which of them the model has would be a guess. Remove one."
             )
-        elif "rope_theta" in rope:
-            rope_theta = {"rope_theta": rope["rope_theta"]}
-        fields = {name: value for name, value in rope.items() if name not in ("rope_type", "type", "rope_theta")}
-        scaling = {"type": rope.get("rope_type", rope.get("type", "default")), **fields}
-        scaling = _without_whole_heads(scaling)
-        if scaling["type"] != "default":
-            scalings.append(_completed(scaling, keys))
-        elif len(scaling) > 1:
-            problems.append(
-                f"{key} = {dict(rope)!r}: RoPE of this form is not built yet; the model would be another one."
-            )
-    if any(scaling != scalings[0] for scaling in scalings):
-        problems.append(
-            "rope_parameters and rope_scaling differ: which of them the model has would be a guess. Remove one."
-        )
-    seen = {key: value for key, value in keys.items() if not (key.startswith("rope_") and isinstance(value, Mapping))}
-    return {**seen, **rope_theta}, scalings[0] if scalings else None, problems
+        fields |= {"rope_scaling": scalings[0]} if scalings else {}
+        ropes[kind] = fields
+    return ropes, problems
 
 
-def _without_whole_heads(scaling: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields without a `partial_rotary_factor` of 1, which changes nothing."""
-    return {name: value for name, value in scaling.items() if (name, value) != ("partial_rotary_factor", 1.0)}
+def _sources(keys: Keys, kind: str, *, has_scaling: bool) -> Iterator[tuple[str, Keys]]:
+    """Yield the place and content of each mapping of RoPE for a type of layer ("": all layers)."""
+    new, old = (keys.get(name) for name in OF_ROPE)
+    if isinstance(new, Mapping):
+        if not kind:
+            yield OF_ROPE[0], new
+        elif isinstance(new.get(kind), Mapping):
+            yield f"{OF_ROPE[0]}.{kind}", new[kind]
+        elif any(not isinstance(value, Mapping) for value in new.values()):
+            yield OF_ROPE[0], {"is of no type of layer": dict(new)}
+    if has_scaling and isinstance(old, Mapping):
+        yield OF_ROPE[1], old
 
 
-def _completed(scaling: dict[str, Any], keys: Keys) -> dict[str, Any]:
-    """Return the fields with those that transformers takes from elsewhere in the file (modeling_rope_utils.py)."""
+def _agreed(
+    keys: Keys, sources: Mapping[str, Keys], names: Names, inner: str, default: float
+) -> tuple[Any, Iterator[str]]:
+    """Return the one value that is given at the top of a file or in its mappings, else the default, and problems."""
+    given = {place: source[inner] for place, source in sources.items() if source.get(inner) is not None}
+    given |= {name: keys[name] for name in names if keys.get(name) is not None}
+    if not given:
+        return default, iter(())
+    (place, value), *others = given.items()
+    return value, (
+        f"{place} has {inner} = {value!r}, and elsewhere it is {other!r} ({where}): which one the model was trained with would be "
+        f"a guess. Remove one of them."
+        for where, other in others
+        if other != value
+    )
+
+
+def _scaling(source: Keys, keys: Keys, rope: RopeKeys) -> Fields:
+    """Return our fields of a scaling, with those that transformers takes from elsewhere in a file (modeling_rope_utils.py)."""
+    of_type = source.get("rope_type", source.get("type", "default"))
+    scaling = {"type": OLD_TYPES.get(of_type, of_type) if isinstance(of_type, str) else of_type}
+    for name, value in source.items():
+        is_share = name == "partial_rotary_factor" and (rope.share is not None or value == 1.0)
+        if name not in ("rope_type", "type", "rope_theta") and not is_share and value is not None:
+            scaling[name] = value
     longest = keys.get("max_position_embeddings")
-    if scaling["type"] in ("yarn", "longrope"):
-        original = keys.get("original_max_position_embeddings", longest)
-        scaling = {"original_max_position_embeddings": original, **scaling}
-    if scaling["type"] == "longrope" and "factor" not in scaling and isinstance(longest, int):
-        scaling["factor"] = longest / scaling["original_max_position_embeddings"]
-    return {name: value for name, value in scaling.items() if value is not None}
+    apart = keys.get("original_max_position_embeddings", rope.original_length)
+    if scaling["type"] in ("llama3", "yarn", "longrope") and apart is not None:
+        scaling["original_max_position_embeddings"] = apart
+    elif scaling["type"] in ("yarn", "longrope") and longest is not None:
+        scaling.setdefault("original_max_position_embeddings", longest)
+    original = scaling.get("original_max_position_embeddings")
+    if scaling["type"] == "longrope" and isinstance(longest, int) and isinstance(original, int):
+        scaling.setdefault("factor", longest / original)
+    return scaling
 
 
-def read_windows(keys: Keys, attention: Collection[str], model: dict[str, Any]) -> Iterator[str]:
-    """Write the windows of the layers to `model`, and yield problems; `attention` has the fields of the family.
-
-    A Mistral has one on every layer; a Qwen where `layer_types` says so, or from `max_window_layers` on, and a key of its own
-    switches them. transformers lets a query see the keys > q - sliding_window, as here.
-    """
-    is_mistral = keys["model_type"] == "mistral"
-    window = keys.get("sliding_window", MISTRAL_WINDOW if is_mistral else QWEN_WINDOW)
-    types = keys.get("layer_types")
+def _read_types(keys: Keys, layers: LayerKeys, num_layers: int) -> tuple[int | None, list[str], list[str]]:
+    """Return the window, FULL or SLIDING for each layer, and problems."""
+    window = keys.get("sliding_window", layers.default_window)
+    types = keys.get("layer_types") if layers.windows == "some" else None
     if unknown := sorted(set(types or ()) - {FULL, SLIDING}):
-        yield f"layer_types = {', '.join(unknown)}: only {FULL} and {SLIDING} are built."
-        return
-    if window is None or not keys.get("use_sliding_window", is_mistral):
-        if SLIDING in (types or ()):
-            yield f"layer_types has {SLIDING}, and use_sliding_window or sliding_window switches it off. Remove one of them."
-        return
-    if is_mistral:
-        types = types or [SLIDING] * model["num_layers"]
+        return None, [], [f"layer_types = {', '.join(unknown)}: only {FULL} and {SLIDING} are built."]
+    is_off = window is None or layers.windows == "none" or bool(layers.switch and not keys.get(layers.switch))
+    if types is not None and len(types) != num_layers:
+        return None, [], [f"{len(types)} layer_types are given for {num_layers} layers: some layers would be a guess."]
+    if is_off and SLIDING in (types or ()):
+        switches = " or ".join(name for name in (layers.switch, "sliding_window") if name)
+        return None, [], [f"layer_types has {SLIDING}, and {switches} switches it off. Remove one of them."]
+    if is_off:
+        types = [FULL] * num_layers
     elif types is None:
-        first = keys.get("max_window_layers", QWEN_FIRST_WINDOW)
-        types = [FULL if layer < first else SLIDING for layer in range(model["num_layers"])]
-    if "window" not in attention or len(types) != model["num_layers"]:
-        yield (
-            f"{len(types)} layer_types with sliding_window = {window}: no {keys['model_type']} of {model['num_layers']} layers has "
-            "these; the model would be another one."
-        )
-    elif set(types) == {SLIDING}:
-        model["window"] = window
-    elif SLIDING in types:
-        model["layers"] = [f"{name}*{len(list(run))}" for name, run in groupby(types)]
-        model["layer_kinds"] = {FULL: {}, SLIDING: {"window": window}}
+        types = [SLIDING if _has_window(keys, layers, layer) else FULL for layer in range(num_layers)]
+    return window, types, []
 
 
-def unknown_kinds(model: ModelConfig) -> Iterator[str]:
-    """List the kinds of layers that are no full attention and no window of one length."""
+def _has_window(keys: Keys, layers: LayerKeys, layer: int) -> bool:
+    """Return whether a layer has a window where no `layer_types` lists it."""
+    if layers.first is not None:
+        return bool(layer >= keys.get(*layers.first))
+    if layers.period is not None:
+        return bool((layer + 1) % keys.get(*layers.period))
+    if layers.no_rope is not None:
+        return not _rotates(keys, layers.no_rope, layer)
+    return True
+
+
+def _read_rotates(keys: Keys, layers: LayerKeys, num_layers: int) -> tuple[list[bool], list[str]]:
+    """Return whether each layer rotates queries and keys, and problems."""
+    if layers.no_rope is None:
+        return [True] * num_layers, []
+    key = layers.no_rope[0]
+    listed = keys.get(key)
+    if listed is not None and len(listed) < num_layers:
+        return [], [f"{key} has {len(listed)} entries for {num_layers} layers: some layers would be a guess."]
+    return [_rotates(keys, layers.no_rope, layer) for layer in range(num_layers)], []
+
+
+def _rotates(keys: Keys, no_rope: tuple[str, str, int], layer: int) -> bool:
+    key, interval, default = no_rope
+    listed = keys.get(key)
+    return bool(listed[layer] if listed is not None else (layer + 1) % keys.get(interval, default))
+
+
+def attention_differences(model: ModelConfig, family: Family) -> Iterator[str]:
+    """List what the layers of a model have that a family's layers cannot have."""
+    if family.rope is None:
+        return
+    by_type = len(family.rope.bases) > 1
+    allowed = {"window", *(("position",) if family.layers.no_rope else ())}
+    allowed |= {"rope_base", "rope_scaling"} if by_type else set()
     for name, kind in model.layer_kinds.items():
-        if others := sorted(set(kind) - {"window"}):
+        if others := sorted(set(kind) - allowed):
             yield f"model.layer_kinds.{name} has {', '.join(others)}, which no layer of it has on its own"
     if len(windows := {kind.window for kind in model.kinds if kind.window is not None}) > 1:
         yield f"windows of {', '.join(map(str, sorted(windows)))} keys, there all have one length"
+    if any(kind.sinks for kind in model.kinds):
+        yield "attention sinks, which it does not have"
+    for has_window, words in ((False, "without"), (True, "with")) if by_type else ():
+        ropes = {kind.rotary for kind in model.kinds if (kind.window is not None) == has_window}
+        if len(ropes) > 1:
+            yield f"layers {words} a window whose RoPE differs, there it is one"
+        elif has_window and any(rope is not None and rope.scaling is not None for rope in ropes):
+            yield "a scaled RoPE in layers with a window, there it is not scaled"
 
 
-def window_keys(model: ModelConfig, attention: Collection[str]) -> Iterator[tuple[str, object]]:
-    """Yield the keys that give a family's layers their windows, also where none has one."""
-    if "window" not in attention:
+def attention_keys(model: ModelConfig, family: Family) -> Iterator[tuple[str, object]]:
+    """Yield the keys that give a family's layers their RoPE and windows, also where no layer has a window."""
+    if family.rope is None:
         return
-    windows = [kind.window for kind in model.kinds]
-    window = next((each for each in windows if each is not None), None)
-    yield "sliding_window", window
-    if "layers" in attention:
-        yield "use_sliding_window", window is not None
-        if window is not None:
-            types = [FULL if each is None else SLIDING for each in windows]
-            yield "layer_types", types
+    yield from _rope_keys(model, family.rope)
+    layers, kinds = family.layers, model.kinds
+    if layers.no_rope is not None:
+        yield layers.no_rope[0], [int(kind.rotary is not None) for kind in kinds]
+    window = next((kind.window for kind in kinds if kind.window is not None), None)
+    if layers.switch:
+        yield layers.switch, window is not None
+    if layers.period is not None:
+        # Without a length transformers cannot make the mask, which none of these layers then uses.
+        yield "sliding_window", window or model.seq_length
+    elif layers.windows != "none":
+        yield "sliding_window", window
+    if layers.windows == "some" and (window is not None or layers.period is not None):
+        types = [FULL if kind.window is None else SLIDING for kind in kinds]
+        yield "layer_types", types
+        if layers.first is not None:
             # Read by releases of transformers that do not know `layer_types`.
-            yield "max_window_layers", types.index(SLIDING)
+            yield layers.first[0], types.index(SLIDING)
+
+
+def _rope_keys(model: ModelConfig, rope: RopeKeys) -> Iterator[tuple[str, object]]:
+    """Yield the keys of RoPE in the form of before transformers 5, which that reads too; where types differ, in both forms."""
+    top: dict[str, set[float]] = {}
+    new: dict[str, Fields] = {}
+    for kind, (names, default) in rope.bases.items():
+        of_kind = [each.rotary for each in model.kinds if not kind or (each.window is not None) == (kind == SLIDING)]
+        rotary = next((each for each in of_kind if each is not None), None)
+        # A type that no layer has keeps its default.
+        base = rotary.base if rotary is not None else default if kind else model.rope_base
+        scaling = {} if rotary is None else _scaling_keys(rotary, model, rope)
+        top.setdefault(names[0], set()).add(base)
+        new[kind] = {"rope_type": "default", **scaling, "rope_theta": base}
+        if scaling:
+            yield "rope_scaling", scaling
+        if rotary is not None and rope.share is not None:
+            yield rope.share[0][0], rotary.dim / model.head_size
+        if rope.original_length is not None:
+            given = (
+                None if rotary is None or rotary.scaling is None else rotary.scaling.original_max_position_embeddings
+            )
+            yield "original_max_position_embeddings", given or model.seq_length
+    # Types that share a key and differ are in the new form alone.
+    yield from ((name, bases.pop()) for name, bases in top.items() if len(bases) == 1)
+    if len(new) > 1:
+        yield OF_ROPE[0], new
+
+
+def _scaling_keys(rotary: Rotary, model: ModelConfig, rope: RopeKeys) -> Fields:
+    if rotary.scaling is None:
+        return {}
+    fields = rotary.scaling.model_dump(mode="json", exclude_defaults=True)
+    original = fields.get("original_max_position_embeddings")
+    is_derived = original is not None and fields["factor"] == model.seq_length / original
+    if rope.original_length is not None and is_derived and fields.keys() == PHI3_FIELDS:
+        # The other two follow from keys at the top.
+        return {"type": fields["type"], "short_factor": fields["short_factor"], "long_factor": fields["long_factor"]}
+    return {"rope_type": fields.pop("type"), **fields}

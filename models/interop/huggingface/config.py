@@ -3,140 +3,30 @@
     {"model_type": "llama", "hidden_size": 4096, "rms_norm_eps": 1e-5, ...}
       <->  {"model": {"hidden_size": 4096, "norm": "rmsnorm", "norm_eps": 1e-5, ...}}
 
-Each family is a table from their keys to our fields, with the values that a family fixes and its file omits (RMSNorm, biases
-on queries, keys and values). A key whose effect is not built here is refused unless its value switches it off. An unknown key
-is refused as well: a model that differs without a message costs more than a deleted line.
-
-Sources: the configuration classes of transformers (`configuration_gpt2.py`, `..._llama.py`, `..._mistral.py`,
-`..._qwen2.py`, `..._qwen3.py`) for keys and for the defaults of those that a file may leave out.
+Each family is a record (`families.py`): a table from their keys to our fields, with the values that a family fixes and its file
+omits. A key whose effect is not built here is refused unless its value switches it off. An unknown key is refused as well: a model
+that differs without a message costs more than a deleted line.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
 from engine.config.attention_kinds import beyond_plain
-from engine.config.layer_kinds import ACTIVATIONS
-from engine.config.model import ModelConfig
+from engine.config.model import MOST_LAYERS, ModelConfig
 from engine.errors import ConfigError
-from models.interop.huggingface.attention_keys import read_windows, unknown_kinds, window_keys, with_rope_parameters
+from models.interop.huggingface.attention_keys import attention_differences, attention_keys, read_attention
+from models.interop.huggingface.families import FAMILIES
+from models.interop.huggingface.family import Family
+from models.interop.huggingface.record import SPECIAL_IDS
 
 Keys = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """The keys and rules of one `model_type`.
-
-    Attributes:
-        architecture: the class of transformers that is a language model of this family.
-        activation_key: their key of the activation.
-        is_gated: the MLP is gated with any activation.
-        names: their key -> our field.
-        fixed: our fields that the family decides, not the file.
-        defaults: values of keys that a file may leave out; other keys of `names` must be there.
-        attention: our fields of attention that it has too (`engine.config.attention_kinds.BEYOND_PLAIN`).
-    """
-
-    architecture: str
-    activation_key: str
-    is_gated: bool
-    names: Mapping[str, str]
-    fixed: Mapping[str, object]
-    defaults: Mapping[str, object]
-    attention: tuple[str, ...] = ()
-
-    @property
-    def activations(self) -> dict[str, str]:
-        """Return our activation for each of theirs."""
-        kinds = [kind for kind in ACTIVATIONS.values() if kind.is_gated == self.is_gated]
-        return {theirs: kind.name for kind in kinds for theirs in kind.hugging_face}
-
-
-_LLAMA_NAMES = {
-    "num_hidden_layers": "num_layers",
-    "hidden_size": "hidden_size",
-    "num_attention_heads": "num_attention_heads",
-    "num_key_value_heads": "num_kv_heads",
-    "head_dim": "head_dim",
-    "intermediate_size": "ffn_hidden_size",
-    "max_position_embeddings": "seq_length",
-    "vocab_size": "vocab_size",
-    "rms_norm_eps": "norm_eps",
-    "rope_theta": "rope_base",
-    "tie_word_embeddings": "tie_embeddings",
-    "attention_dropout": "attention_dropout",
-    "initializer_range": "init_std",
-}
-_LLAMA_FIXED = {"norm": "rmsnorm", "position": "rope", "bias": "none", "qk_norm": False}
-_LLAMA_DEFAULTS = {
-    "hidden_act": "silu",
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "attention_dropout": 0.0,
-    "initializer_range": 0.02,
-}
-
-
-def _llama_like(
-    architecture: str,
-    fixed: Mapping[str, object] | None = None,
-    attention: tuple[str, ...] = ("rope_scaling",),
-    **defaults: object,
-) -> Family:
-    """Build a family with Llama's keys and with these fixed fields and defaults in place of Llama's."""
-    fixed, defaults = {**_LLAMA_FIXED, **(fixed or {})}, {**_LLAMA_DEFAULTS, **defaults}
-    return Family(architecture, "hidden_act", True, _LLAMA_NAMES, fixed, defaults, attention)
-
-
-_BY_LAYER = ("rope_scaling", "window", "layers", "layer_kinds")
-"""Windows on some layers, which `layer_types` lists."""
-
-
-FAMILIES = {
-    "gpt2": Family(
-        architecture="GPT2LMHeadModel",
-        activation_key="activation_function",
-        is_gated=False,
-        names={
-            "n_layer": "num_layers",
-            "n_embd": "hidden_size",
-            "n_head": "num_attention_heads",
-            "n_inner": "ffn_hidden_size",
-            "n_positions": "seq_length",
-            "vocab_size": "vocab_size",
-            "layer_norm_epsilon": "norm_eps",
-            "tie_word_embeddings": "tie_embeddings",
-            "resid_pdrop": "hidden_dropout",
-            "attn_pdrop": "attention_dropout",
-            "initializer_range": "init_std",
-        },
-        fixed={"norm": "layernorm", "position": "learned", "bias": "all", "qk_norm": False},
-        defaults={
-            "activation_function": "gelu_new",
-            "n_inner": None,
-            "layer_norm_epsilon": 1e-5,
-            "tie_word_embeddings": True,
-            "resid_pdrop": 0.1,
-            "attn_pdrop": 0.1,
-            "initializer_range": 0.02,
-        },
-    ),
-    "llama": _llama_like("LlamaForCausalLM"),
-    "mistral": _llama_like("MistralForCausalLM", None, ("rope_scaling", "window"), num_key_value_heads=8),
-    "qwen2": _llama_like("Qwen2ForCausalLM", {"bias": "qkv"}, _BY_LAYER, num_key_value_heads=32),
-    "qwen3": _llama_like("Qwen3ForCausalLM", {"qk_norm": True}, _BY_LAYER, num_key_value_heads=32, head_dim=128),
-}
-"""By `model_type`, those first that an export takes where several would do."""
-
 OFF_ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "rope_scaling": ((None,), "is a mapping"),
-    "rope_parameters": ((None,), "is a mapping"),
+    "rope_scaling": ((None,), "this family has no RoPE"),
+    "rope_parameters": ((None,), "this family has no RoPE"),
     "mlp_bias": ((False, None), "biases in the MLP without LayerNorm biases are not built yet"),
     "attention_bias": ((False, None), "a bias on the attention's output projection alone is not built yet"),
     "rope_interleaved": ((False,), "RoPE that turns neighbouring elements is not built"),
@@ -158,11 +48,13 @@ WITHOUT_EFFECT = frozenset(
         "auto_map",
         "bos_token_id",
         "chunk_size_feed_forward",
+        "classifier_dropout",
         "dtype",
         "eos_token_id",
         "finetuning_task",
         "gradient_checkpointing",
         "id2label",
+        "is_decoder",
         "is_llama_config",
         "label2id",
         "model_type",
@@ -191,6 +83,7 @@ WITHOUT_EFFECT = frozenset(
 OF_GENERATION = frozenset(
     {
         "begin_suppress_tokens",
+        "cache_implementation",
         "bad_words_ids",
         "decoder_start_token_id",
         "diversity_penalty",
@@ -225,18 +118,13 @@ OF_GENERATION = frozenset(
 )
 """Keys of text generation and of the tokenizer, which older releases of transformers wrote into config.json."""
 
-HANDLED = frozenset(
-    {
-        "activation_function",
-        "embd_pdrop",
-        "hidden_act",
-        "layer_types",
-        "max_window_layers",
-        "sliding_window",
-        "use_sliding_window",
-    }
+OF_OTHERS = frozenset(
+    {"hidden_act", "layer_types", "max_window_layers", "sliding_window", "sliding_window_size", "use_sliding_window"}
 )
-"""Keys that the functions below look at by name."""
+"""Keys that some families read, and that have no effect in the others."""
+
+OF_BOTH = frozenset({"tie_word_embeddings", *SPECIAL_IDS})
+"""Keys of a language model that a file with a `text_config` may have outside it."""
 
 
 def from_hugging_face(
@@ -254,6 +142,7 @@ def from_hugging_face(
         ConfigError: another family; keys that are missing, unknown, or switch on what is not built; a key to ignore that is not
             there or whose effect is known. All at once.
     """
+    keys = text_keys(keys)
     family = FAMILIES.get(str(keys.get("model_type")))
     if family is None:
         raise ConfigError(
@@ -262,9 +151,10 @@ def from_hugging_face(
             ],
             source,
         )
-    keys, scaling, problems = with_rope_parameters(keys)
-    problems += _unusable({key: value for key, value in keys.items() if key not in ignore}, family)
-    problems += _not_to_ignore(keys, family, ignore)
+    problems = [
+        *_unusable({key: value for key, value in keys.items() if key not in ignore}, family),
+        *_not_to_ignore(keys, family, ignore),
+    ]
     model: dict[str, Any] = {}
     for theirs, ours in family.names.items():
         if theirs in keys or theirs in family.defaults:
@@ -272,38 +162,65 @@ def from_hugging_face(
         elif not (ours == "seq_length" and seq_length is not None):
             problems.append(f"{theirs} is missing: it is our model.{ours}. Add it to the file.")
     model |= family.fixed
-    model["rope_scaling"] = scaling
+    if isinstance(num_layers := model.get("num_layers"), int) and 0 < num_layers <= MOST_LAYERS:
+        problems += read_attention(keys, family, model)
+    problems += _read_functions(keys, family, model)
     if seq_length is not None:
         problems += _too_long(model, seq_length)
         model["seq_length"] = seq_length
     problems += _activation(keys, family, model)
-    problems += read_windows(keys, family.attention, model)
-    if keys["model_type"] == "gpt2" and keys.get("embd_pdrop", 0.1) != model["hidden_dropout"]:
-        problems.append(
-            f"embd_pdrop = {keys.get('embd_pdrop', 0.1)} and resid_pdrop = {model['hidden_dropout']}: here both are "
-            f"model.hidden_dropout. Make them equal."
-        )
+    if family.embedding_dropout is not None:
+        given = keys.get("embd_pdrop", family.embedding_dropout)
+        if given != model["hidden_dropout"]:
+            problems.append(
+                f"embd_pdrop = {given} and resid_pdrop = {model['hidden_dropout']}: here both are model.hidden_dropout. Make them "
+                "equal."
+            )
     if problems:
         raise ConfigError(problems, source)
     section = {name: value for name, value in model.items() if value is not None}
     try:
-        ModelConfig.model_validate(section)
+        built = ModelConfig.model_validate(section)
     except ValidationError as error:
         wrong = [f"model.{detail['loc'][0]} = {detail['input']!r}: {detail['msg']}." for detail in error.errors()]
         raise ConfigError(wrong, source) from error
+    if built.attention_scale == built.head_size**-0.5:
+        del section["attention_scale"]
     if model.get("attention_dropout"):
         # Only explicit attention can drop probabilities (engine/config/model.py).
         return {"model": section, "kernels": {"attention": "explicit"}}
     return {"model": section}
 
 
+def text_keys(keys: Keys) -> Keys:
+    """Return the keys of the language model: those of `text_config` where a file has them, else the keys themselves."""
+    text = keys.get("text_config")
+    if not isinstance(text, Mapping):
+        return keys
+    return {**{key: value for key, value in keys.items() if key in OF_BOTH}, **text}
+
+
+def _read_functions(keys: Keys, family: Family, model: dict[str, Any]) -> Iterator[str]:
+    """Write our fields that are functions of a key or of another field to `model`, and yield problems."""
+    if family.scale is not None:
+        given = keys.get(family.scale.key, family.scale.default)
+        if isinstance(given, bool) or not isinstance(given, int | float) or not given > 0:
+            yield f"{family.scale.key} = {given!r}: must be a number above 0, on which the scale of attention depends."
+        else:
+            model["attention_scale"] = family.scale.to_ours(given)
+    for ours, (source, function) in family.computed.items():
+        if isinstance(value := model.get(source), int) and value > 0:
+            model[ours] = function(value)
+
+
 def _unusable(keys: Keys, family: Family) -> Iterator[str]:
+    known, rules = family.keys, {**OFF_ONLY, **family.off}
     for key, value in keys.items():
-        if key in OFF_ONLY:
-            off, why = OFF_ONLY[key]
+        if key in family.off or (key in OFF_ONLY and key not in known):
+            off, why = rules[key]
             if value not in off:
                 yield f"{key} = {value!r}: {why}; the model would be another one."
-        elif key not in family.names and key not in HANDLED and not _has_no_effect(key):
+        elif key not in known and key not in OF_OTHERS and not _has_no_effect(key):
             yield (
                 f"{key} = {value!r}: not a key that is known here, so whether it changes the model is not known either. If it "
                 f"does not, let it through with --ignore {key}."
@@ -314,7 +231,7 @@ def _not_to_ignore(keys: Keys, family: Family, ignore: Collection[str]) -> Itera
     for key in ignore:
         if key not in keys:
             yield f"--ignore {key}: the file has no such key, so another one may be meant. Remove the option."
-        elif key in family.names or key in HANDLED or key == "model_type" or key in OFF_ONLY:
+        elif key in family.keys or key in OF_OTHERS or key == "model_type" or key in OFF_ONLY:
             yield f"--ignore {key}: the key changes the model, which would be another one without it. Remove the option."
 
 
@@ -330,7 +247,12 @@ def passed_over(keys: Keys) -> list[str]:
 
 def passed_over_notes(keys: Keys, ignore: Collection[str] = ()) -> list[str]:
     """Return a line on the keys without effect, and one on those that `--ignore` named; empty where there is none."""
-    found, notes = passed_over(keys), []
+    found, notes = passed_over(text_keys(keys)), []
+    if "text_config" in keys:
+        others = sorted(key for key, value in keys.items() if isinstance(value, Mapping) and key != "text_config")
+        notes.append(
+            f"of a model of several parts the language model (text_config) was taken, without {', '.join(others)}"
+        )
     if found:
         notes.append(f"keys of config.json that compute nothing were passed over: {', '.join(found)}")
     if ignore:
@@ -386,16 +308,17 @@ def to_hugging_face(
     keys: dict[str, Any] = {"architectures": [chosen.architecture], "model_type": family}
     resolved = {"num_kv_heads": model.kv_heads, "head_dim": model.head_size, "ffn_hidden_size": model.ffn_size}
     keys |= {theirs: resolved.get(ours, getattr(model, ours)) for theirs, ours in chosen.names.items()}
+    if chosen.scale is not None:
+        keys[chosen.scale.key] = chosen.scale.to_theirs(_attention_scale(model))
     keys[chosen.activation_key] = model.activation_kind.hugging_face[0]
     notes = []
-    if family == "gpt2":
+    if chosen.embedding_dropout is not None:
         keys["embd_pdrop"] = model.hidden_dropout
-    elif model.hidden_dropout:
+    elif model.hidden_dropout and "hidden_dropout" not in chosen.fields:
         notes.append(f"model.hidden_dropout = {model.hidden_dropout} has no key in {family}: it acts in training only")
-    if model.rope_scaling is not None:
-        fields = model.rope_scaling.model_dump(mode="json", exclude_defaults=True)
-        keys["rope_scaling"] = {"rope_type": fields.pop("type"), **fields}
-    keys |= dict(window_keys(model, chosen.attention))
+    if model.z_loss:
+        notes.append(f"model.z_loss = {model.z_loss} has no key in {family}: it acts in training only")
+    keys |= dict(attention_keys(model, chosen))
     # Left out, these would be ids of the family's own vocabulary: generation would stop at a token that means something else.
     none_but_eos = {"bos_token_id": None, "eos_token_id": end_of_document, "pad_token_id": None}
     keys |= none_but_eos if special_ids is None else special_ids
@@ -403,24 +326,32 @@ def to_hugging_face(
     return {**keys, "torch_dtype": dtype}, notes
 
 
+def _attention_scale(model: ModelConfig) -> float:
+    """Return the factor of attention's logits."""
+    return model.attention_scale if model.attention_scale is not None else model.head_size**-0.5
+
+
 def _differences(model: ModelConfig, name: str) -> Iterator[str]:
     """List the features of the model that a family cannot express."""
-    for ours, value in FAMILIES[name].fixed.items():
+    family = FAMILIES[name]
+    for ours, value in family.fixed.items():
         if getattr(model, ours) != value:
             yield f"model.{ours} = {getattr(model, ours)}, there it is {value}"
-    if model.activation not in (allowed := dict.fromkeys(FAMILIES[name].activations.values())):
+    for ours, (source, function) in family.computed.items():
+        if getattr(model, ours) != (value := function(getattr(model, source))):
+            yield f"model.{ours} = {getattr(model, ours)}, there it is {value} for model.{source} = {getattr(model, source)}"
+    if model.activation not in (allowed := dict.fromkeys(family.activations.values())):
         yield f"model.activation = {model.activation}, there it is {' or '.join(allowed)}"
-    for given in beyond_plain(model, FAMILIES[name].attention):
+    if family.scale is not None and family.scale.to_theirs(_attention_scale(model)) is None:
+        yield f"model.attention_scale = {_attention_scale(model)}, which its {family.scale.key} cannot express"
+    for given in beyond_plain(model, family.fields):
         yield f"{given}, which it does not have"
-    yield from unknown_kinds(model)
-    fills = model.head_size * model.num_attention_heads == model.hidden_size
-    if name == "gpt2":
-        if model.kv_heads != model.num_attention_heads:
-            yield f"model.num_kv_heads = {model.kv_heads}, there each of the {model.num_attention_heads} heads has its own"
-        if not fills:
-            yield f"model.head_dim = {model.head_size}, there heads x head_dim is the hidden size {model.hidden_size}"
-    elif name == "llama" and model.hidden_size % model.num_attention_heads:
-        yield (
-            f"model.hidden_size = {model.hidden_size}, there it is a multiple of num_attention_heads = "
-            f"{model.num_attention_heads}"
-        )
+    yield from attention_differences(model, family)
+    fields = family.names.values()
+    heads, width = model.num_attention_heads, model.hidden_size
+    if "num_kv_heads" not in fields and model.kv_heads != heads:
+        yield f"model.num_kv_heads = {model.kv_heads}, there each of the {heads} heads has its own"
+    if "head_dim" not in fields and model.head_size * heads != width:
+        yield f"model.head_dim = {model.head_size}, there heads x head_dim is the hidden size {width}"
+    elif family.heads_divide_hidden and width % heads:
+        yield f"model.hidden_size = {width}, there it is a multiple of num_attention_heads = {heads}"

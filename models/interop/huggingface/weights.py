@@ -6,14 +6,13 @@
 
 Every tensor of ours is a matrix [out, in] or a vector seen with more dims. An exchange joins some of ours along `out` and cuts the
 result into equal parts that are theirs; GPT-2 keeps matrices as [in, out]. Nothing is permuted within a head: RoPE turns
-the pair (i, i + d/2) in both. The order of gate before up, and of keys before values, is that of the tables below.
+the pair (i, i + d/2) in both. The order of gate before up, and of keys before values, is that of the tables (`families.py`).
 
 Memory: one exchange at a time, here and in what reads and writes the files (`files.py`).
 """
 
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -29,104 +28,15 @@ from engine.errors import CheckpointError, ConfigError
 from engine.layout.shard_spec import ParamSpec
 from engine.storage.json_text import parse_json
 from models.interop.finite import check_finite
-from models.interop.huggingface.config import from_hugging_face, passed_over_notes
+from models.interop.huggingface.config import from_hugging_face, passed_over_notes, text_keys
+from models.interop.huggingface.families import FAMILIES
+from models.interop.huggingface.family import Names, Naming, Table
 from models.interop.huggingface.files import DTYPES, TensorPlan, WeightFiles, format_name
 from models.interop.huggingface.record import ImportRecord, record_of
 from models.specs import model_specs
 
-Names = tuple[str, ...]
-Table = Sequence[tuple[Names, Names]]
-
-_LLAMA_FIRST: Table = ((("embedding.word.weight",), ("model.embed_tokens.weight",)),)
-_LLAMA_LAST: Table = (
-    (("final_norm.weight",), ("model.norm.weight",)),
-    (("head.weight",), ("lm_head.weight",)),
-)
-_LLAMA_LAYER: Table = (
-    (("attention.norm.weight",), ("input_layernorm.weight",)),
-    (("attention.q.weight",), ("self_attn.q_proj.weight",)),
-    (("attention.kv.weight",), ("self_attn.k_proj.weight", "self_attn.v_proj.weight")),
-    (("attention.q.bias",), ("self_attn.q_proj.bias",)),
-    (("attention.kv.bias",), ("self_attn.k_proj.bias", "self_attn.v_proj.bias")),
-    (("attention.q_norm.weight",), ("self_attn.q_norm.weight",)),
-    (("attention.k_norm.weight",), ("self_attn.k_norm.weight",)),
-    (("attention.proj.weight",), ("self_attn.o_proj.weight",)),
-    (("mlp.norm.weight",), ("post_attention_layernorm.weight",)),
-    (("mlp.gate_up.weight",), ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
-    (("mlp.down.weight",), ("mlp.down_proj.weight",)),
-)
-_GPT2_FIRST: Table = (
-    (("embedding.word.weight",), ("transformer.wte.weight",)),
-    (("embedding.position.weight",), ("transformer.wpe.weight",)),
-)
-_GPT2_LAST: Table = (
-    (("final_norm.weight",), ("transformer.ln_f.weight",)),
-    (("final_norm.bias",), ("transformer.ln_f.bias",)),
-    (("head.weight",), ("lm_head.weight",)),
-)
-_GPT2_LAYER: Table = (
-    (("attention.norm.weight",), ("ln_1.weight",)),
-    (("attention.norm.bias",), ("ln_1.bias",)),
-    (("attention.q.weight", "attention.kv.weight"), ("attn.c_attn.weight",)),
-    (("attention.q.bias", "attention.kv.bias"), ("attn.c_attn.bias",)),
-    (("attention.proj.weight",), ("attn.c_proj.weight",)),
-    (("attention.proj.bias",), ("attn.c_proj.bias",)),
-    (("mlp.norm.weight",), ("ln_2.weight",)),
-    (("mlp.norm.bias",), ("ln_2.bias",)),
-    (("mlp.up.weight",), ("mlp.c_fc.weight",)),
-    (("mlp.up.bias",), ("mlp.c_fc.bias",)),
-    (("mlp.down.weight",), ("mlp.c_proj.weight",)),
-    (("mlp.down.bias",), ("mlp.c_proj.bias",)),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Naming:
-    """The names of a family's tensors.
-
-    Attributes:
-        first, last: tensors before and after the layers.
-        layer: those of a layer, without `layers.N.` and `layer_prefix`.
-        layer_prefix: theirs, with {} for the layer's number.
-        base_prefix: what names lack in a file that was saved from the model without its head.
-        transposed: their linear layers keep [in, out].
-        buffers: tensors of old files that are constants, not weights.
-    """
-
-    first: Table
-    layer: Table
-    last: Table
-    layer_prefix: str
-    base_prefix: str
-    transposed: bool
-    buffers: re.Pattern[str]
-
-
-_LLAMA_NAMING = Naming(
-    first=_LLAMA_FIRST,
-    layer=_LLAMA_LAYER,
-    last=_LLAMA_LAST,
-    layer_prefix="model.layers.{}.",
-    base_prefix="model.",
-    transposed=False,
-    buffers=re.compile(r".*\.self_attn\.rotary_emb\.inv_freq"),
-)
-NAMINGS: Mapping[str, Naming] = {
-    "gpt2": Naming(
-        first=_GPT2_FIRST,
-        layer=_GPT2_LAYER,
-        last=_GPT2_LAST,
-        layer_prefix="transformer.h.{}.",
-        base_prefix="transformer.",
-        transposed=True,
-        buffers=re.compile(r".*h\.\d+\.attn\.(masked_)?bias"),
-    ),
-    "llama": _LLAMA_NAMING,
-    "mistral": _LLAMA_NAMING,
-    "qwen2": _LLAMA_NAMING,
-    "qwen3": _LLAMA_NAMING,
-}
-"""By `model_type`, as in `hf_config.FAMILIES`."""
+OF_LANGUAGE = "language_model."
+"""Prefix of the language model's tensors in a model of several parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,22 +47,28 @@ class Exchange:
         ours: specs, joined along their output dim in this order.
         theirs: names of the equal parts into which the join is cut.
         transposed: theirs are [in, out].
+        num_heads: of theirs whose rows are [heads, parts, d]; 0: rows are those of one part after the other, as ours.
     """
 
     ours: tuple[ParamSpec, ...]
     theirs: Names
     transposed: bool
+    num_heads: int = 0
 
     def to_theirs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Convert tensors in our shapes, in the order of `ours`, to theirs in the order of `theirs`."""
         parts = [tensor.reshape(_matrix_shape(spec)) for spec, tensor in zip(self.ours, tensors, strict=True)]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if self.num_heads:
+            joined = _swapped(joined, len(joined) // self._rows_of_a_part, self.num_heads)
         return [self._transpose(part) for part in joined.chunk(len(self.theirs))]
 
     def to_ours(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Convert the other way."""
         parts = [self._transpose(tensor) for tensor in tensors]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if self.num_heads:
+            joined = _swapped(joined, self.num_heads, len(joined) // self._rows_of_a_part)
         cut = joined.split([_matrix_shape(spec)[0] for spec in self.ours])
         return [part.reshape(spec.shape) for spec, part in zip(self.ours, cut, strict=True)]
 
@@ -162,28 +78,37 @@ class Exchange:
         shapes = [tuple(tensor.shape) for tensor in self.to_theirs(nothing)]
         return [TensorPlan(name, shape, format_name(dtype)) for name, shape in zip(self.theirs, shapes, strict=True)]
 
+    @property
+    def _rows_of_a_part(self) -> int:
+        """Return the rows of all heads of the queries, which the keys and the values have too."""
+        return _matrix_shape(self.ours[0])[0]
+
     def _transpose(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.t() if self.transposed and tensor.ndim == 2 else tensor
 
 
 def exchanges(family: str, model: ModelConfig) -> list[Exchange]:
     """List the exchanges of all of the model's tensors, in forward order."""
-    naming = NAMINGS[family]
+    naming = FAMILIES[family].naming
     specs = {spec.name: spec for spec in model_specs(model)}
-    rows = list(naming.first)
+    found: list[Exchange] = []
+
+    def add(rows: Table, ours_prefix: str = "", prefix: str = "") -> None:
+        for ours, theirs in rows:
+            if f"{ours_prefix}{ours[0]}" in specs:
+                held = tuple(specs.pop(f"{ours_prefix}{name}") for name in ours)
+                num_heads = model.num_attention_heads if naming.by_head.intersection(theirs) else 0
+                # Tables of embeddings and the head are [V, h] everywhere; what GPT-2 turns are the layers' matrices.
+                found.append(
+                    Exchange(
+                        held, tuple(f"{prefix}{name}" for name in theirs), naming.transposed and bool(prefix), num_heads
+                    )
+                )
+
+    add(naming.first)
     for number in range(model.num_layers):
-        ours_prefix, prefix = f"layers.{number}.", naming.layer_prefix.format(number)
-        rows += [
-            (tuple(f"{ours_prefix}{name}" for name in ours), tuple(f"{prefix}{name}" for name in theirs))
-            for ours, theirs in naming.layer
-        ]
-    rows += naming.last
-    found = [
-        # Tables of embeddings and the head are [V, h] everywhere; what GPT-2 turns are the layers' matrices.
-        Exchange(tuple(specs.pop(name) for name in ours), theirs, naming.transposed and ours[0].startswith("layers."))
-        for ours, theirs in rows
-        if ours[0] in specs
-    ]
+        add(naming.layer, f"layers.{number}.", naming.layer_prefix.format(number))
+    add(naming.last)
     assert not specs, f"no tensor of a {family} holds {sorted(specs)}"
     return found
 
@@ -196,7 +121,8 @@ class HuggingFaceModel:
         sections: of our configuration: `model`, and what else the model needs.
         exchanges: of the tensors as they are stored.
         files: the weights; names as in the files.
-        prefix: what the files' names lack.
+        spelling: the name in the files of a tensor of the family.
+        is_part: the files are of a model of several parts, of which this is the language model.
         record: facts that an export gives back.
     """
 
@@ -205,7 +131,8 @@ class HuggingFaceModel:
     sections: dict[str, dict[str, Any]]
     exchanges: Sequence[Exchange]
     files: WeightFiles
-    prefix: str
+    spelling: Callable[[str], str]
+    is_part: bool
     notes: tuple[str, ...]
     record: ImportRecord
 
@@ -220,7 +147,7 @@ class HuggingFaceModel:
             CheckpointError: a tensor has elements that are not finite.
         """
         for exchange in self.exchanges:
-            names = [name.removeprefix(self.prefix) for name in exchange.theirs]
+            names = [self.spelling(name) for name in exchange.theirs]
             theirs = [self.files.read(name) for name in names]
             for name, tensor in zip(names, theirs, strict=True):
                 check_finite(tensor, name, self.files.folder)
@@ -233,7 +160,7 @@ class HuggingFaceModel:
     @property
     def num_bytes(self) -> int:
         """Return the bytes of the weights in the files."""
-        names = [name.removeprefix(self.prefix) for exchange in self.exchanges for name in exchange.theirs]
+        names = [self.spelling(name) for exchange in self.exchanges for name in exchange.theirs]
         return sum(self.files.tensors[name].num_bytes for name in names)
 
 
@@ -249,7 +176,8 @@ def open_folder(folder: Path, seq_length: int | None = None, ignore: Sequence[st
         ConfigError: of another family, or with features that are not built, by name.
         CheckpointError: pickles, or files that are missing, damaged, or of another model.
     """
-    keys = read_config(folder / "config.json")
+    whole_keys = read_config(folder / "config.json")
+    keys = text_keys(whole_keys)
     sections = from_hugging_face(keys, seq_length, str(folder / "config.json"), ignore)
     model = ModelConfig.model_validate(sections["model"])
     family = str(keys["model_type"])
@@ -263,8 +191,9 @@ def open_folder(folder: Path, seq_length: int | None = None, ignore: Sequence[st
         sections=sections,
         exchanges=exchanges(family, stored),
         files=(files := WeightFiles(folder)),
-        prefix=_missing_prefix(files, NAMINGS[family]),
-        notes=(*_notes(model, stored.seq_length), *passed_over_notes(keys, ignore)),
+        spelling=_spelling(files, FAMILIES[family].naming),
+        is_part="text_config" in whole_keys,
+        notes=(*_notes(model, stored.seq_length), *passed_over_notes(whole_keys, ignore)),
         record=record_of(folder, keys, {key: keys[key] for key in ignore}),
     )
     if problems := list(_mismatches(found)):
@@ -343,18 +272,36 @@ def plan_export(candidate: Candidate, family: str, model: ModelConfig, dtype: to
     return Export(candidate, found, plans, DTYPE_NAMES[DTYPES[plans[0].dtype]])
 
 
+def _swapped(tensor: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
+    """Return rows [outer, inner, d] in the order [inner, outer, d]."""
+    return tensor.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)
+
+
 def _matrix_shape(spec: ParamSpec) -> tuple[int, ...]:
     """Return [out, in] of a weight, [out] of a bias or norm."""
-    if spec.name.endswith(".bias") or len(spec.shape) == 1:
+    if spec.name.endswith((".bias", "norm.weight")) or len(spec.shape) == 1:
         return (spec.numel,)
     # The output projection reads heads; every other weight of more than two dims writes them.
     out = spec.shape[0] if spec.name.endswith(".proj.weight") else math.prod(spec.shape[:-1])
     return (out, spec.numel // out)
 
 
-def _missing_prefix(files: WeightFiles, naming: Naming) -> str:
-    """Return `transformer.` where a file was saved from the model without its head, whose names lack it; else ""."""
-    return "" if any(name.startswith(naming.base_prefix) for name in files.tensors) else naming.base_prefix
+def _spelling(files: WeightFiles, naming: Naming) -> Callable[[str], str]:
+    """Return the way in which names of the family are spelled in the files, found by the name of the word embedding.
+
+    A file of the model without its head lacks a prefix; in a model of several parts the language model has one more (before
+    transformers 5: before all of the name).
+    """
+    base = naming.base_prefix
+    embedding = naming.first[0][1][0]
+    ways: tuple[Callable[[str], str], ...] = (
+        lambda name: name,
+        lambda name: name.removeprefix(base),
+        lambda name: f"{OF_LANGUAGE}{name}",
+        lambda name: name.replace(base, f"{base}{OF_LANGUAGE}", 1),
+    )
+    has_base = any(name.startswith(base) for name in files.tensors)
+    return next((way for way in ways if way(embedding) in files.tensors), ways[0] if has_base else ways[1])
 
 
 def _notes(model: ModelConfig, rows: int) -> tuple[str, ...]:
@@ -367,19 +314,20 @@ def _mismatches(found: HuggingFaceModel) -> Iterator[str]:
     there = dict(found.files.tensors)
     for exchange in found.exchanges:
         for plan in exchange.plans(DTYPES["BF16"]):
-            stored = there.pop(plan.name.removeprefix(found.prefix), None)
+            stored = there.pop(spelled := found.spelling(plan.name), None)
             if stored is None:
-                yield f"{plan.name.removeprefix(found.prefix)} {list(plan.shape)} is missing"
+                yield f"{spelled} {list(plan.shape)} is missing"
             elif stored.shape != plan.shape:
                 yield f"{stored.name} has the shape {list(stored.shape)}; the config makes it {list(plan.shape)}"
             elif stored.dtype not in DTYPES:
                 yield f"{stored.name} is {stored.dtype}; weights may be {', '.join(DTYPES)}"
-    naming = NAMINGS[found.family]
+    naming = FAMILIES[found.family].naming
+    head = found.spelling(naming.last[-1][1][0])
     for name, stored in there.items():
-        if naming.buffers.fullmatch(name):
+        if naming.buffers.fullmatch(name) or (found.is_part and OF_LANGUAGE not in name and name != head):
             continue
-        if name == "lm_head.weight" and found.model.tie_embeddings:
-            word = found.exchanges[0].theirs[0].removeprefix(found.prefix)
+        if name == head and found.model.tie_embeddings:
+            word = found.spelling(found.exchanges[0].theirs[0])
             same = word in found.files.tensors and stored.shape == found.files.tensors[word].shape
             if not (same and torch.equal(found.files.read(name), found.files.read(word))):
                 yield f"{name} differs from {word}, and tie_word_embeddings says that they are one"

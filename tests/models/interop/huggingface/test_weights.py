@@ -24,101 +24,15 @@ from engine.layout.shard_spec import localize
 from engine.step import Engine
 from engine.train import build
 from models.gpt.chunk import build_chunks
-from models.interop.huggingface.config import FAMILIES, family_of, to_hugging_face
+from models.interop.huggingface.config import family_of, to_hugging_face
+from models.interop.huggingface.families import FAMILIES
 from models.interop.huggingface.files import WeightFiles, write_weights
-from models.interop.huggingface.weights import NAMINGS, exchanges, open_folder, plan_export
+from models.interop.huggingface.weights import exchanges, open_folder, plan_export
 from models.specs import model_specs
 from tests.harness import run_ranks
 from tests.lacking import need_package
+from tests.models.interop.huggingface.miniatures import LENGTH, MODELS
 from tests.models.interop.huggingface.wide import wide
-
-LENGTH = 16
-
-_LLAMA: dict[str, Any] = {
-    "hidden_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 40,
-    "vocab_size": 43,
-    "max_position_embeddings": LENGTH,
-    "rope_theta": 500.0,
-}
-_GPT2: dict[str, Any] = {
-    "n_embd": 24,
-    "n_layer": 3,
-    "n_head": 4,
-    "vocab_size": 43,
-    "n_positions": LENGTH,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "gpt2": {"model_type": "gpt2", **_GPT2},
-    "gpt2_untied_gelu": {
-        "model_type": "gpt2",
-        **_GPT2,
-        "tie_word_embeddings": False,
-        "activation_function": "gelu",
-        "n_inner": 40,
-    },
-    "llama": {"model_type": "llama", **_LLAMA},
-    "llama_exact_geglu": {"model_type": "llama", **_LLAMA, "hidden_act": "gelu"},
-    "llama_geglu": {"model_type": "llama", **_LLAMA, "hidden_act": "gelu_pytorch_tanh"},
-    "llama_tied_mha": {"model_type": "llama", **_LLAMA, "num_key_value_heads": 4, "tie_word_embeddings": True},
-    "llama_wide_heads_mqa": {"model_type": "llama", **_LLAMA, "num_key_value_heads": 1, "head_dim": 10},
-    "mistral": {"model_type": "mistral", **_LLAMA, "sliding_window": None},
-    "mistral_odd_width": {
-        "model_type": "mistral",
-        **_LLAMA,
-        "hidden_size": 30,
-        "head_dim": 8,
-        "sliding_window": LENGTH,
-    },
-    "qwen2": {"model_type": "qwen2", **_LLAMA},
-    "qwen2_tied": {"model_type": "qwen2", **_LLAMA, "tie_word_embeddings": True, "head_dim": 8},
-    "llama_llama3": {
-        "model_type": "llama",
-        **_LLAMA,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 500.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 24,
-        },
-    },
-    "llama_linear": {
-        "model_type": "llama",
-        **_LLAMA,
-        "rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0},
-    },
-    "mistral_window": {"model_type": "mistral", **_LLAMA, "head_dim": 6, "sliding_window": 5},
-    "qwen2_yarn_windows": {
-        "model_type": "qwen2",
-        **_LLAMA,
-        "use_sliding_window": True,
-        "sliding_window": 5,
-        "max_window_layers": 1,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 500.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 8,
-        },
-    },
-    "qwen3_window_first": {
-        "model_type": "qwen3",
-        **_LLAMA,
-        "head_dim": 8,
-        "use_sliding_window": True,
-        "sliding_window": 3,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    },
-    "qwen3": {"model_type": "qwen3", **_LLAMA, "head_dim": 8},
-    "qwen3_tied": {"model_type": "qwen3", **_LLAMA, "head_dim": 8, "tie_word_embeddings": True},
-}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -248,7 +162,7 @@ def test_logits_are_theirs_and_there_and_back_is_bit_identical(name: str, tmp_pa
 
 
 def test_every_family_is_tried_tied_and_untied() -> None:
-    assert {keys["model_type"] for keys in MODELS.values()} == FAMILIES.keys() == NAMINGS.keys()
+    assert {keys["model_type"] for keys in MODELS.values()} == FAMILIES.keys()
 
 
 def test_transformers_finds_nothing_missing_or_left_over(tmp_path: Path) -> None:
@@ -322,7 +236,7 @@ def test_mixed_dtypes_are_kept_each(tmp_path: Path) -> None:
     assert_identical(all_tensors(tmp_path / "source"), all_tensors(target))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_neox"])
 def test_files_of_the_model_without_its_head_and_old_buffers(name: str, tmp_path: Path) -> None:
     """As the first GPT-2 files are: no `transformer.` before the names, causal masks among the weights."""
     from safetensors.torch import save_file
@@ -330,16 +244,44 @@ def test_files_of_the_model_without_its_head_and_old_buffers(name: str, tmp_path
     model = random_model(name)
     model.save_pretrained(tmp_path / "source")
     expected = all_tensors(tmp_path / "source")
-    prefix = NAMINGS[name].base_prefix
+    prefix = FAMILIES[name].naming.base_prefix
     tensors = {key.removeprefix(prefix): value for key, value in expected.items()}
     extra = {
         "gpt2": ("h.0.attn.bias", "h.2.attn.masked_bias"),
         "llama": ("layers.0.self_attn.rotary_emb.inv_freq",) * 2,
+        "gpt_neox": ("layers.0.attention.masked_bias", "layers.1.attention.rotary_emb.inv_freq"),
     }
     tensors |= {buffer: torch.ones(1, 1, LENGTH, LENGTH) for buffer in extra[name]}
     save_file(tensors, tmp_path / "source" / "model.safetensors")
     candidate = imported(tmp_path / "source", tmp_path / "ours")
     assert_identical(all_tensors(exported(candidate, tmp_path / "target")), expected)
+
+
+@pytest.mark.parametrize("form", ["language_model.{}", "model.language_model.{}"])
+def test_the_language_model_of_several_parts_is_taken(form: str, tmp_path: Path) -> None:
+    """Files of both spellings, with a tensor of an image encoder and the head that is the embedding."""
+    from safetensors.torch import save_file
+
+    source = tmp_path / "source"
+    random_model("gemma3_text").save_pretrained(source)
+    expected = all_tensors(source)
+    kept = {form.format(name if form[0] == "l" else name.removeprefix("model.")): expected[name] for name in expected}
+    head = "language_model.lm_head.weight" if form[0] == "l" else "lm_head.weight"
+    more = {head: expected["model.embed_tokens.weight"].clone(), "vision_tower.patch.weight": torch.ones(2)}
+    save_file(kept | more, source / "model.safetensors")
+    keys = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(
+        json.dumps({"model_type": "gemma3", "text_config": keys, "vision_config": {}, "tie_word_embeddings": True})
+    )
+    found = open_folder(source)
+    assert found.notes[0].endswith("(text_config) was taken, without vision_config") and found.family == "gemma3_text"
+    assert_identical(all_tensors(exported(imported(source, tmp_path / "ours"), tmp_path / "target")), expected)
+    save_file(kept | more | {form.format("strange"): torch.ones(2)}, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"language_model\.strange \[2\] is not a tensor of this model"):
+        open_folder(source)
+    save_file(kept | more | {head: torch.zeros(43, 36)}, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{head} differs from .*language_model\..*embed_tokens"):
+        open_folder(source)
 
 
 def test_a_shorter_sample_cuts_learned_positions(tmp_path: Path) -> None:

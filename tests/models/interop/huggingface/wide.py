@@ -11,31 +11,62 @@ class WideTorch:
 
     float = float32 = torch.float64
 
+    def arange(self, *args: Any, **options: Any) -> torch.Tensor:
+        """Return the numbers; longrope calls their `float()`, not a name of torch."""
+        numbers = torch.arange(*args, **options)
+        numbers.float = numbers.double  # type: ignore[method-assign]
+        return numbers
+
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
 
-def wide_frequencies(config: Any) -> tuple[torch.Tensor, float]:
-    """The frequencies [d / 2] of a configuration in float64 and the factor on cosines, by transformers' own functions."""
+def wide_frequencies(config: Any, of_type: str | None, length: int) -> tuple[torch.Tensor, float]:
+    """Return the frequencies [d / 2] of a configuration in float64 and the factor on cosines, by transformers' own functions.
+
+    Args:
+        of_type: of layers whose RoPE it is; None: it is that of all of them.
+        length: tokens of the longest text, on which longrope depends.
+    """
     from transformers import modeling_rope_utils
 
-    kind = config.rope_parameters["rope_type"]
-    if kind == "default":
+    rope = config.rope_parameters if of_type is None else config.rope_parameters[of_type]
+    if rope["rope_type"] == "default":
         d = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return config.rope_parameters["rope_theta"] ** -(torch.arange(0, d, 2, dtype=torch.float64) / d), 1.0
+        d = int(d * rope.get("partial_rotary_factor", 1.0))
+        return rope["rope_theta"] ** -(torch.arange(0, d, 2, dtype=torch.float64) / d), 1.0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(modeling_rope_utils, "torch", WideTorch())
-        return modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        return modeling_rope_utils.ROPE_INIT_FUNCTIONS[rope["rope_type"]](
+            config, torch.device("cpu"), seq_len=length, layer_type=of_type
+        )
 
 
 def wide(model: Any) -> Any:
-    """transformers computes RMSNorm and the angles of RoPE in fp32 whatever the model's dtype is; here in float64."""
+    """Return the model with RMSNorm, the angles of RoPE and the softmax of Gemma 2 in float64.
+
+    transformers computes them in fp32 whatever the model's dtype is.
+    """
+    forward = model.forward
+
+    def with_wide_softmax(*args: Any, **kwargs: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.nn.functional, "softmax", lambda x, dim, dtype: torch.softmax(x, dim))
+            return forward(*args, **kwargs)
+
+    model.forward = with_wide_softmax
 
     def norm(module: Any, x: torch.Tensor) -> torch.Tensor:
-        return module.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon))
+        # Gemma's norms store the gain less 1, and call their epsilon by another name.
+        gain, eps = (
+            (1.0 + module.weight, module.eps) if hasattr(module, "eps") else (module.weight, module.variance_epsilon)
+        )
+        return gain * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
 
-    def rotary(module: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        frequencies, factor = module.frequencies_of_test
+    def rotary(
+        module: Any, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        frequencies, factor = wide_frequencies(module.config, layer_type, int(position_ids.max()) + 1)
         angles = torch.cat((position_ids[..., None] * frequencies,) * 2, dim=-1)
         return angles.cos() * factor, angles.sin() * factor
 
@@ -44,6 +75,7 @@ def wide(model: Any) -> Any:
         if kind.endswith("RMSNorm"):
             module.forward = lambda x, module=module: norm(module, x)
         elif kind.endswith("RotaryEmbedding"):
-            module.frequencies_of_test = wide_frequencies(module.config)
-            module.forward = lambda x, position_ids, module=module: rotary(module, x, position_ids)
+            module.forward = lambda *args, module=module, **kwargs: rotary(module, *args, **kwargs)
+        elif kind.endswith("ScaledWordEmbedding"):
+            module.embed_scale = torch.tensor(module.scalar_embed_scale, dtype=torch.float64)
     return model

@@ -1,0 +1,181 @@
+"""Records of what a family of Hugging Face models is: keys of a config.json, and names of the tensors (no torch here).
+
+`families.py` has the families.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from engine.config.layer_kinds import ACTIVATIONS
+
+Names = tuple[str, ...]
+Table = Sequence[tuple[Names, Names]]
+"""Rows of names: tensors of ours, joined along their output dim, are equal parts of theirs."""
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Names in `layer_types`, and of our kinds of layers."""
+
+OF_ROPE = ("rope_parameters", "rope_scaling")
+"""Mappings of RoPE: transformers 5 writes the first, with the base in it; before, the base was apart from the second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """The names of a family's tensors.
+
+    Attributes:
+        first, last: tensors before and after the layers.
+        layer: those of a layer, without `layers.N.` and `layer_prefix`.
+        layer_prefix: theirs, with {} for the layer's number.
+        base_prefix: what names lack in a file that was saved from the model without its head.
+        transposed: their linear layers keep [in, out].
+        by_head: names of `layer` whose rows are [heads, (query, key, value), d]; elsewhere all queries come first.
+        buffers: tensors of old files that are constants, not weights.
+    """
+
+    first: Table
+    layer: Table
+    last: Table
+    layer_prefix: str
+    base_prefix: str
+    transposed: bool = False
+    by_head: frozenset[str] = frozenset()
+    buffers: re.Pattern[str] = re.compile(r".*\.self_attn\.rotary_emb\.inv_freq")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeKeys:
+    """The keys of RoPE.
+
+    Attributes:
+        bases: by type of layer ("": all layers are alike), keys of the base at the top of a file, and its default. An export writes
+            the first key. A top-level `rope_scaling` is that of the first type.
+        share: the same of the share of a head that rotates; None: all of it.
+        original_length: default of `original_max_position_embeddings`; None: the longest text of the model.
+    """
+
+    bases: Mapping[str, tuple[Names, float]]
+    share: tuple[Names, float] | None = None
+    original_length: int | None = None
+
+    @property
+    def keys(self) -> set[str]:
+        """Return the keys at the top of a file."""
+        found = [*self.bases.values(), *(() if self.share is None else (self.share,))]
+        return {*OF_ROPE, "original_max_position_embeddings"} | {key for keys, _ in found for key in keys}
+
+    @property
+    def fields(self) -> set[str]:
+        """Return our fields of `model` that they can express."""
+        return {"rope_base", "rope_scaling"} | (set() if self.share is None else {"rotary_share"})
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKeys:
+    """The keys that make layers differ.
+
+    Attributes:
+        windows: layers that may have a window: none, all of them, or those that `layer_types` lists.
+        default_window: of a file without `sliding_window`; null in a file is none.
+        switch: key that must be true where there are windows; "": there is none.
+        first: key of the first layer with a window, and its default, in a file without `layer_types`.
+        period: key of p, and its default: each p-th layer has no window, in a file without `layer_types`. A key "" is none.
+        no_rope: key of a list with 0 for each layer without RoPE, the key of p where it is left out (each p-th has none), and
+            the default of p.
+    """
+
+    windows: Literal["none", "all", "some"] = "none"
+    default_window: int | None = None
+    switch: str = ""
+    first: tuple[str, int] | None = None
+    period: tuple[str, int] | None = None
+    no_rope: tuple[str, str, int] | None = None
+
+    @property
+    def keys(self) -> set[str]:
+        """Return all of them."""
+        of_windows = {"none": (), "all": ("sliding_window",), "some": ("sliding_window", "layer_types")}[self.windows]
+        others = [self.switch, *(pair[0] for pair in (self.first, self.period) if pair is not None)]
+        return {key for key in (*of_windows, *others, *(self.no_rope or ())[:2]) if key}
+
+    @property
+    def fields(self) -> set[str]:
+        """Return our fields of `model` that they can express."""
+        by_layer = self.windows == "some" or self.no_rope is not None
+        return ({"window"} if self.windows != "none" else set()) | ({"layers", "layer_kinds"} if by_layer else set())
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleKey:
+    """The key of the factor of attention's logits, where a family has one.
+
+    Attributes:
+        key: its name.
+        default: its value in a file that leaves it out.
+        to_ours, to_theirs: the factor as a function of the value, and the inverse, which is None where no value gives the factor.
+    """
+
+    key: str
+    default: float
+    to_ours: Callable[[float], float]
+    to_theirs: Callable[[float], float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The keys, rules and names of one `model_type`.
+
+    Attributes:
+        architecture: the class of transformers that is a language model of this family.
+        naming: of its tensors.
+        names: their key -> our field, with the same value.
+        fixed: our fields that the family decides, not the file.
+        defaults: values of keys that a file may leave out; other keys of `names` must be there.
+        activation_key: their key of the activation.
+        is_gated: the MLP is gated with any activation.
+        rope: keys of RoPE; None: no layer rotates.
+        layers: keys that make layers differ.
+        scale: key of the factor of attention's logits; None: it is 1 / sqrt(head_dim).
+        computed: our field -> (another of our fields, the function of that which it is here).
+        off: values that keys of this family must have, and why.
+        embedding_dropout: default of `embd_pdrop`, which must equal the branches' dropout; None: the family has no such key.
+        heads_divide_hidden: hidden_size must be a multiple of the number of heads, whatever head_dim is.
+    """
+
+    architecture: str
+    naming: Naming
+    names: Mapping[str, str]
+    fixed: Mapping[str, object]
+    defaults: Mapping[str, object]
+    activation_key: str = "hidden_act"
+    is_gated: bool = True
+    rope: RopeKeys | None = None
+    layers: LayerKeys = LayerKeys()
+    scale: ScaleKey | None = None
+    computed: Mapping[str, tuple[str, Callable[[Any], object]]] = field(default_factory=dict)
+    off: Mapping[str, tuple[tuple[object, ...], str]] = field(default_factory=dict)
+    embedding_dropout: float | None = None
+    heads_divide_hidden: bool = False
+
+    @property
+    def activations(self) -> dict[str, str]:
+        """Return our activation for each of theirs."""
+        kinds = [kind for kind in ACTIVATIONS.values() if kind.is_gated == self.is_gated]
+        return {theirs: kind.name for kind in kinds for theirs in kind.hugging_face}
+
+    @property
+    def keys(self) -> set[str]:
+        """Return the keys of a file that say what the model is."""
+        keys = {*self.names, *self.off, self.activation_key} | self.layers.keys
+        keys |= set() if self.rope is None else self.rope.keys
+        keys |= set() if self.scale is None else {self.scale.key}
+        return keys | (set() if self.embedding_dropout is None else {"embd_pdrop"})
+
+    @property
+    def fields(self) -> set[str]:
+        """Return our fields of `model` that the family decides or has a key for."""
+        fields = {*self.names.values(), *self.fixed, *self.computed} | self.layers.fields
+        fields |= set() if self.rope is None else self.rope.fields
+        return fields | (set() if self.scale is None else {"attention_scale"})
