@@ -10,6 +10,7 @@ from engine.errors import ConfigError
 from engine.pipeline.lowering import Program
 from engine.pipeline.validate import ScheduleFacts, check
 from launch.cli import command_module, command_parser, main
+from models.interop.huggingface.config import family_of
 from models.specs import model_specs
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -27,6 +28,10 @@ WORLD_SIZES = {
     "llama3_70b": 256,
     "llama3_405b": 8192,
     "qwen3_8b": 64,
+    "mistral_7b": 64,
+    "gemma2_9b": 128,
+    "olmo2_7b": 128,
+    "smollm3_3b": 384,
 }
 LONG_PIPELINES = ("gpt_530b", "gpt_1t")
 """A check of their schedules takes a minute or more."""
@@ -118,11 +123,30 @@ def gpt_parameters(layers: int, hidden: int, vocabulary: int, length: int = 2048
         ("llama3_70b", 70_553_706_496),
         ("llama3_405b", 405_853_388_800),
         ("qwen3_8b", 8_190_735_360),
+        ("mistral_7b", 7_241_732_096),
+        ("gemma2_9b", 9_241_705_984),
+        ("olmo2_7b", 7_298_617_344),
+        ("smollm3_3b", 3_075_098_624),
     ],
 )
 def test_shipped_models_have_the_size_in_their_name(name: str, num_parameters: int) -> None:
     model = load_config(CONFIGS / f"{name}.yaml").model
     assert sum(spec.numel for spec in model_specs(model)) == num_parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("llama3_8b", "llama"),
+        ("qwen3_8b", "qwen3"),
+        ("mistral_7b", "mistral"),
+        ("gemma2_9b", "gemma2"),
+        ("olmo2_7b", "olmo2"),
+        ("smollm3_3b", "smollm3"),
+    ],
+)
+def test_shipped_models_can_be_exported_as_the_family_in_their_name(name: str, family: str) -> None:
+    assert family_of(load_config(CONFIGS / f"{name}.yaml").model) == family
 
 
 def test_comments_about_derived_numbers_are_right() -> None:
