@@ -32,6 +32,7 @@ from models.interop.huggingface.config import from_hugging_face, passed_over_not
 from models.interop.huggingface.families import FAMILIES
 from models.interop.huggingface.family import Names, Naming, Table
 from models.interop.huggingface.files import DTYPES, TensorPlan, WeightFiles, format_name
+from models.interop.huggingface.gguf_file import GgufFile
 from models.interop.huggingface.record import ImportRecord, record_of
 from models.specs import model_specs
 
@@ -130,7 +131,7 @@ class HuggingFaceModel:
     model: ModelConfig
     sections: dict[str, dict[str, Any]]
     exchanges: Sequence[Exchange]
-    files: WeightFiles
+    files: WeightFiles | GgufFile
     spelling: Callable[[str], str]
     is_part: bool
     notes: tuple[str, ...]
@@ -168,7 +169,7 @@ def open_folder(folder: Path, seq_length: int | None = None, ignore: Sequence[st
     """Open a Hugging Face model and check all of it from the headers.
 
     Args:
-        folder: with config.json and safetensors.
+        folder: with config.json and safetensors, or a `.gguf` file.
         seq_length: our samples' length in place of the longest that the model was made for.
         ignore: unknown keys of config.json that are accepted.
 
@@ -176,24 +177,33 @@ def open_folder(folder: Path, seq_length: int | None = None, ignore: Sequence[st
         ConfigError: of another family, or with features that are not built, by name.
         CheckpointError: pickles, or files that are missing, damaged, or of another model.
     """
-    whole_keys = read_config(folder / "config.json")
+    if (ggufs := sorted(folder.glob("*.gguf"))) and not any(folder.glob("*.safetensors")):
+        raise CheckpointError(f"{folder} has its weights as GGUF: give the path of one file, such as {ggufs[0]}.")
+    gguf = GgufFile(folder) if folder.suffix == ".gguf" else None
+    source = str(folder if gguf is not None else folder / "config.json")
+    whole_keys = read_config(Path(source)) if gguf is None else gguf.keys
     keys = text_keys(whole_keys)
-    sections = from_hugging_face(keys, seq_length, str(folder / "config.json"), ignore)
+    sections = from_hugging_face(keys, seq_length, source, ignore)
     model = ModelConfig.model_validate(sections["model"])
     family = str(keys["model_type"])
     # A table of learned positions is stored whole, and cut where samples are shorter.
     stored = model
     if model.position_kind.has_table:
-        stored = ModelConfig.model_validate(from_hugging_face(keys, None, str(folder / "config.json"), ignore)["model"])
+        stored = ModelConfig.model_validate(from_hugging_face(keys, None, source, ignore)["model"])
+    files = WeightFiles(folder) if gguf is None else gguf
     found = HuggingFaceModel(
         family=family,
         model=model,
         sections=sections,
         exchanges=exchanges(family, stored),
-        files=(files := WeightFiles(folder)),
+        files=files,
         spelling=_spelling(files, FAMILIES[family].naming),
         is_part="text_config" in whole_keys,
-        notes=(*_notes(model, stored.seq_length), *passed_over_notes(whole_keys, ignore)),
+        notes=(
+            *_notes(model, stored.seq_length),
+            *(() if gguf is None else gguf.notes),
+            *passed_over_notes(whole_keys, ignore),
+        ),
         record=record_of(folder, keys, {key: keys[key] for key in ignore}),
     )
     if problems := list(_mismatches(found)):
@@ -286,7 +296,7 @@ def _matrix_shape(spec: ParamSpec) -> tuple[int, ...]:
     return (out, spec.numel // out)
 
 
-def _spelling(files: WeightFiles, naming: Naming) -> Callable[[str], str]:
+def _spelling(files: WeightFiles | GgufFile, naming: Naming) -> Callable[[str], str]:
     """Return the way in which names of the family are spelled in the files, found by the name of the word embedding.
 
     A file of the model without its head lacks a prefix; in a model of several parts the language model has one more (before

@@ -1,0 +1,204 @@
+"""A GGUF file of llama.cpp, read as the Hugging Face folder that it was made from.
+
+    general.architecture = llama, llama.embedding_length = 576, ..    ->  {"model_type": "llama", "hidden_size": 576, ..}
+    blk.3.attn_q.weight                                               ->  model.layers.3.self_attn.q_proj.weight
+
+The package gguf reads the file, expands quantized tensors to fp32, and has the names. What it has no part in is here: the names of
+keys (gguf/constants.py), and the order of rows in a llama's queries and keys (`LlamaModel.permute` of llama.cpp's converter).
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.checkpoint.format.store import TORCH_DTYPES
+from engine.errors import CheckpointError, ConfigError
+from models.interop.huggingface.families import FAMILIES
+from models.interop.huggingface.files import TensorPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """An architecture of GGUF that is a family here.
+
+    Attributes:
+        family: the `model_type` with its keys and names.
+        turns_neighbours: rows of queries and keys are in the order in which RoPE turns the pair (2 i, 2 i + 1) of a head, not
+            (i, i + d / 2).
+    """
+
+    family: str
+    turns_neighbours: bool = False
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture("llama", turns_neighbours=True),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3"),
+}
+"""By `general.architecture`; a Mistral without a window is a llama there."""
+
+_KEYS = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "feed_forward_length": "intermediate_size",
+    "context_length": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+}
+"""Fields of an architecture -> keys of a config.json."""
+
+_AS_HEADS = ("attention.value_length", "rope.dimension_count")
+"""Fields that must be the size of a head."""
+
+_IDS = {
+    "tokenizer.ggml.bos_token_id": "bos_token_id",
+    "tokenizer.ggml.eos_token_id": "eos_token_id",
+    "tokenizer.ggml.padding_token_id": "pad_token_id",
+    "tokenizer.ggml.unknown_token_id": "unk_token_id",
+}
+
+_AS_STORED = {"F64": "F64", "F32": "F32", "F16": "F16", "BF16": "BF16"}
+"""Types that are read as they are, and their names in the format of safetensors. Quantized ones become F32."""
+
+
+class GgufFile:
+    """The tensors of a GGUF file under the names of its family. They are mapped from the disk when they are read.
+
+    Attributes:
+        folder: the file.
+        keys: those of a config.json.
+        tensors: by name; one that the family does not have keeps the name of the file.
+        notes: what a reader should know.
+
+    Raises:
+        CheckpointError: the package gguf is missing, or the file is damaged.
+        ConfigError: another architecture, or fields that are not built here.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.folder = path
+        try:
+            import gguf
+        except ImportError:
+            raise CheckpointError(
+                f"{path} is a GGUF file, and the package gguf is not installed: it cannot be read. pip install 'triaxis[hf]'."
+            ) from None
+        self._gguf = gguf
+        try:
+            reader = gguf.GGUFReader(path)
+            fields = {name: field.contents() for name, field in reader.fields.items()}
+        except (ValueError, OSError, KeyError, IndexError) as error:
+            raise CheckpointError(
+                f"{path} is no whole GGUF file: {error}. Its tensors cannot be trusted. Get it again."
+            ) from None
+        name = str(fields.get("general.architecture"))
+        if name not in ARCHITECTURES:
+            raise ConfigError(
+                [f"general.architecture = {name}: must be one of {', '.join(ARCHITECTURES)}; no other one is read."],
+                str(path),
+            )
+        self._architecture = ARCHITECTURES[name]
+        self.keys = self._read_keys(name, fields, tied="output.weight" not in {each.name for each in reader.tensors})
+        names = self._names(name)
+        self._tensors = {names.get(each.name, each.name): each for each in reader.tensors}
+        self.tensors = {name: self._plan(name) for name in self._tensors}
+        kinds = Counter(each.tensor_type.name for each in reader.tensors if each.tensor_type.name not in _AS_STORED)
+        listed = ", ".join(f"{count} as {kind}" for kind, count in sorted(kinds.items()))
+        self.notes = (f"tensors are quantized ({listed}) and were expanded to fp32",) if kinds else ()
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read one tensor to the CPU, in the dtype of its plan.
+
+        Raises:
+            CheckpointError: the package gguf cannot expand its kind of quantization.
+        """
+        stored, plan = self._tensors[name], self.tensors[name]
+        try:
+            wide = stored.tensor_type.name in ("F64", "F32", "F16")
+            values = stored.data if wide else self._gguf.dequantize(stored.data, stored.tensor_type)
+        except NotImplementedError:
+            raise CheckpointError(
+                f"{self.folder}: {name} is quantized as {stored.tensor_type.name}, which the package gguf cannot expand. Get a "
+                "file in F16, BF16 or F32."
+            ) from None
+        tensor = torch.from_numpy(np.array(values)).reshape(plan.shape)
+        if plan.dtype == "BF16":
+            tensor = tensor.to(TORCH_DTYPES["bfloat16"])
+        heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
+        if heads is not None and self._architecture.turns_neighbours:
+            tensor = tensor.unflatten(0, (int(self.keys[heads]), -1, 2)).transpose(1, 2).flatten(0, 2)
+        return tensor
+
+    def _plan(self, name: str) -> TensorPlan:
+        stored = self._tensors[name]
+        shape = tuple(int(size) for size in reversed(stored.shape))
+        return TensorPlan(name, shape, _AS_STORED.get(stored.tensor_type.name, "F32"))
+
+    def _names(self, architecture: str) -> dict[str, str]:
+        """Return the family's name of each tensor by the file's, found by the names that the package knows."""
+        number = next(each for each, name in self._gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+        of_file = self._gguf.get_tensor_name_map(number, int(self.keys["num_hidden_layers"]))
+        found = {}
+        for name in self._names_of_family():
+            base, _, ending = name.rpartition(".")
+            if (given := of_file.get_name(base)) is not None:
+                found[f"{given}.{ending}"] = name
+        return found
+
+    def _names_of_family(self) -> Iterator[str]:
+        naming = FAMILIES[self._architecture.family].naming
+        yield from (name for _, theirs in (*naming.first, *naming.last) for name in theirs)
+        for number in range(self.keys["num_hidden_layers"]):
+            yield from (naming.layer_prefix.format(number) + name for _, theirs in naming.layer for name in theirs)
+
+    def _read_keys(self, architecture: str, fields: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:
+        """Convert the fields to keys of a config.json.
+
+        Raises:
+            ConfigError: fields that are missing or not known here; all at once.
+        """
+        keys: dict[str, Any] = {"model_type": self._architecture.family, "tie_word_embeddings": tied}
+        keys |= {key: int(fields[name]) for name, key in _IDS.items() if name in fields}
+        of_model = {
+            name.removeprefix(f"{architecture}."): _plain(value)
+            for name, value in fields.items()
+            if name.startswith(f"{architecture}.")
+        }
+        of_model.setdefault("vocab_size", len(fields.get("tokenizer.ggml.tokens", ())) or None)
+        keys |= {key: of_model[name] for name, key in _KEYS.items() if of_model.get(name) is not None}
+        problems = [
+            f"{architecture}.{name} = {value!r}: not a field that is known here; the model would be another one."
+            for name, value in of_model.items()
+            if name not in _KEYS and name not in _AS_HEADS
+        ]
+        needed = ("block_count", "embedding_length", "attention.head_count")
+        missing = [
+            f"{architecture}.{name} is missing: the model has no shape." for name in needed if name not in of_model
+        ]
+        if not missing:
+            heads = keys["num_attention_heads"]
+            keys.setdefault("num_key_value_heads", heads)
+            size = keys.setdefault("head_dim", keys["hidden_size"] // heads)
+            problems += [
+                f"{architecture}.{name} = {of_model[name]}: must be the size of a head, {size}; nothing else is built."
+                for name in _AS_HEADS
+                if of_model.get(name, size) != size
+            ]
+        if problems := [*missing, *problems]:
+            raise ConfigError(problems, str(self.folder))
+        return keys
+
+
+def _plain(value: Any) -> Any:
+    """Return a number as it was before it was stored in fp32: the shortest decimal that is the same fp32 number."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
