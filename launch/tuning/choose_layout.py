@@ -1,0 +1,199 @@
+"""The choice of a layout for a model and a machine, by predicted memory alone (no torch here).
+
+    tp x pp = 1, 2, 3, ..   ->   legal layouts   ->   those whose fullest rank fits   ->   least recomputation, then least pp
+    the smallest model-parallel size that fits is taken: it sends least, and has the most replicas
+
+tp is a power of two within a node and brings sequence parallelism, which sends as much as without and holds less. dp is the rest of
+the ranks. `recompute.granularity=auto` finds what each layout must recompute. A MARGIN of the memory stays free: a prediction has
+neither the workspace of operators, nor CUDA's context, nor an allocator's rounding. No layout is measured here; `triaxis try` does.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import floor
+
+from engine.config.activations import RecomputeConfig
+from engine.config.plan import parallel_sizes
+from engine.config.section import Subject
+from engine.config.tree import RULES, Config, broken_keys, require_legal
+from engine.errors import ConfigError
+from engine.layout.rank_grid import ParallelSizes
+from engine.telemetry.outlets.format import gigabytes
+from launch.tuning.machine import GPUS_PER_NODE, Machine, gpus
+from models.predict.communicators import communicator_bytes
+from models.predict.rank_memory import GB, Memory, Prediction, predict, resolve_recompute
+from models.predict.recompute_choice import candidates
+
+MARGIN = 0.1
+"""Share of a rank's memory that no prediction may use."""
+
+TOKENS_OF_A_MICROBATCH = 8192
+"""Tokens of a forward beyond which larger microbatches are not tried: a GEMM of so many rows fills a GPU."""
+
+MOST_BUBBLE = 0.25
+"""Idle share of a pipeline, (pp - 1) / microbatches, that larger microbatches may lead to."""
+
+_WEIGHT = {"none": 0, "selective": 1, "full": 2}
+"""Kinds of recomputation by the time that they cost."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenLayout:
+    """A layout that fits a machine.
+
+    Attributes:
+        config: the given one with `parallel`, `recompute` and the batch sizes of the layout.
+        sizes: of every axis.
+        recompute: the choice that `auto` comes to.
+        prediction: of every rank's memory.
+        usable_bytes: of a rank's memory, MARGIN left out.
+    """
+
+    config: Config
+    sizes: ParallelSizes
+    recompute: RecomputeConfig
+    prediction: Prediction
+    usable_bytes: int
+
+
+def choose_layout(config: Config, machine: Machine) -> ChosenLayout:
+    """Choose the layout of a run on all ranks of a machine.
+
+    Args:
+        config: the run with one sample per microbatch; `parallel` and `recompute` are replaced. Its global batch is a wish: the
+            chosen one is the nearest that gives every pipeline as many microbatches, and at least one per stage.
+        machine: the ranks and their memory.
+
+    Raises:
+        ConfigError: the config is illegal in every layout, or none fits; the nearest one is named, and what it lacks.
+    """
+    alone = _with_layout(config, machine, tp=1, pp=1, sequence_parallel=False)
+    require_legal(alone, "the run with tp=1 pp=1", machine.num_ranks, machine.ranks_per_node)
+    usable_bytes = floor(machine.memory_bytes * (1 - MARGIN))
+    too_large: list[_Least] = []
+    for size in _divisors(machine.num_ranks):
+        least = [_Least.of(trial, machine) for trial in legal_layouts(config, machine, size)]
+        found = [one for each in least if (one := _fit(each, machine, usable_bytes)) is not None]
+        if found:
+            best = min(found, key=lambda one: (_WEIGHT[one.recompute.granularity], one.sizes.pp))
+            return _with_larger_microbatches(best, machine)
+        too_large += least
+    raise _nothing_fits(config, machine, min(too_large, key=lambda each: each.held.total), usable_bytes)
+
+
+def legal_layouts(config: Config, machine: Machine, size: int) -> Iterator[Config]:
+    """Yield the run in every legal layout with tp x pp = `size` on all ranks of a machine, tp within a node a power of two."""
+    tps = [2**power for power in range(machine.ranks_per_node.bit_length())]
+    for tp in (tp for tp in tps if size % tp == 0 and machine.ranks_per_node % tp == 0):
+        for sequence_parallel in (True, False) if tp > 1 else (False,):
+            trial = _with_layout(config, machine, tp=tp, pp=size // tp, sequence_parallel=sequence_parallel)
+            if not broken_keys(Subject(trial, machine.num_ranks, machine.ranks_per_node), RULES):
+                yield trial
+                break
+
+
+def _with_layout(config: Config, machine: Machine, *, tp: int, pp: int, sequence_parallel: bool) -> Config:
+    """Return the run in a layout; nothing recomputed."""
+    dp = machine.num_ranks // (tp * pp)
+    num_microbatches = max(pp, round(config.train.global_batch_size / dp))
+    layout = {"tp": tp, "pp": pp, "vpp": 1, "dp": dp, "sequence_parallel": sequence_parallel, "layers_per_stage": None}
+    return config.model_copy(
+        update={
+            "parallel": config.parallel.model_copy(update=layout),
+            "recompute": RecomputeConfig(),
+            "train": config.train.model_copy(update={"global_batch_size": num_microbatches * dp}),
+            "runtime": config.runtime.model_copy(update={"ranks_per_node": machine.ranks_per_node}),
+        }
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Least:
+    """A legal layout, and the memory of its fullest rank with everything recomputed: the least that it can hold."""
+
+    trial: Config
+    sizes: ParallelSizes
+    held: Memory
+
+    @classmethod
+    def of(cls, trial: Config, machine: Machine) -> "_Least":
+        sizes = parallel_sizes(trial)
+        *_, most = candidates(trial, sizes)
+        recomputed = trial.model_copy(update={"recompute": most})
+        return cls(trial, sizes, predict(recomputed, sizes, nccl=machine.is_gpu).fullest)
+
+
+def _fit(least: _Least, machine: Machine, usable_bytes: int) -> ChosenLayout | None:
+    """Return the layout with what must be recomputed for it to fit; None where nothing is enough."""
+    sizes, is_gpu = least.sizes, machine.is_gpu
+    if least.held.total > usable_bytes:
+        return None
+    connections = max(communicator_bytes(sizes, least.trial.model.kv_heads)) if is_gpu else 0
+    # Whole megabytes, to be read; rounded down, so that the communicators fit as well.
+    memory_gb = floor((usable_bytes - connections) / 10**6) / 1000
+    if memory_gb <= 0:
+        return None
+    config = least.trial.model_copy(update={"recompute": RecomputeConfig(granularity="auto", memory_gb=memory_gb)})
+    try:
+        resolved = resolve_recompute(config, sizes)
+    except ConfigError:
+        return None
+    return ChosenLayout(config, sizes, resolved.recompute, predict(resolved, sizes, nccl=is_gpu), usable_bytes)
+
+
+def _with_larger_microbatches(chosen: ChosenLayout, machine: Machine) -> ChosenLayout:
+    """Double the microbatches while they are small, recompute no more, keep the pipeline full, and fit."""
+    train, sizes = chosen.config.train, chosen.sizes
+    size = train.micro_batch_size * 2
+    num_microbatches, rest = divmod(train.global_batch_size, size * sizes.dp)
+    if rest or size * chosen.config.model.seq_length > TOKENS_OF_A_MICROBATCH:
+        return chosen
+    if sizes.pp - 1 > MOST_BUBBLE * num_microbatches:
+        return chosen
+    larger_train = train.model_copy(update={"micro_batch_size": size})
+    trial = chosen.config.model_copy(update={"train": larger_train, "recompute": RecomputeConfig()})
+    larger = _fit(_Least.of(trial, machine), machine, chosen.usable_bytes)
+    if larger is None or larger.recompute != chosen.recompute:
+        return chosen
+    return _with_larger_microbatches(larger, machine)
+
+
+def _nothing_fits(config: Config, machine: Machine, least: _Least, usable_bytes: int) -> ConfigError:
+    """Build the error that names the layout with the least memory, and what it lacks."""
+    held = least.held
+    state = held.parameters + held.gradients + held.optimizer
+    more = "a machine with more memory, or GPUs (--gpus 8x80GB)"
+    if machine.is_gpu:
+        enough = _enough_gpus(config, machine, usable_bytes)
+        more = (
+            "GPUs with more memory"
+            if enough is None
+            else f"more GPUs (--gpus {enough}x{machine.memory_bytes / GB:g}GB)"
+        )
+    return ConfigError(
+        [
+            f"memory = {gigabytes(held.total)} on the fullest {machine.rank} of the nearest layout, {least.sizes}, with "
+            f"everything recomputed: must be at most {gigabytes(usable_bytes)}, {1 - MARGIN:.0%} of what it has: a rank would run "
+            f"out of memory. {gigabytes(held.total - usable_bytes)} are lacking; {gigabytes(state)} are parameters, gradients and "
+            f"optimizer state. Use {more}, a shorter sequence (--seq-length) or a smaller model."
+        ],
+        f"the layout for {machine.name}",
+    )
+
+
+def _enough_gpus(config: Config, machine: Machine, usable_bytes: int) -> int | None:
+    """Return a number of such GPUs for which a layout fits; None where a hundred times as many are not enough."""
+    for count in (machine.num_ranks * 2**doublings for doublings in range(1, 8)):
+        if count > GPUS_PER_NODE and count % GPUS_PER_NODE:
+            continue
+        larger = gpus(count, machine.memory_bytes)
+        # From the largest model-parallel size on, the one that holds least.
+        for size in reversed(_divisors(count)):
+            trials = legal_layouts(config, larger, size)
+            if any(_Least.of(trial, larger).held.total <= usable_bytes for trial in trials):
+                return count
+    return None
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
