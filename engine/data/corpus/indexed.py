@@ -221,6 +221,12 @@ class IndexedTokens:
             last = np.where(open_ & ~filled, last - 1, last)
         return found
 
+    def largest_id(self, most_tokens: int) -> int:
+        """Return the largest of up to `most_tokens` token ids, looked up in stretches that are evenly spaced over the file."""
+        length = -(-most_tokens // FINGERPRINT_SAMPLES)
+        starts = np.linspace(0, max(0, len(self._tokens) - length), FINGERPRINT_SAMPLES, dtype=np.int64)
+        return max(int(self._tokens[start : start + length].max()) for start in starts)
+
     @cached_property
     def fingerprint(self) -> str:
         """Return an identity of the corpus, hexadecimal: of the whole index, and of size and samples of the tokens.

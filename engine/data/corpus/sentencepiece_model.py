@@ -36,7 +36,12 @@ class SentencePieceTokenizer:
         self.vocab_size = int(self._model.vocab_size())
         own = self._model.id_to_piece(self._model.eos_id()) if self._model.eos_id() >= 0 else None
         self.eod_id = end_of_document(path, self._id_of, eod_token, own)
-        self.identity = hashlib.sha256(f"{sha256_of_file(path)} {self.eod_id}".encode()).hexdigest()
+        self._sha256 = sha256_of_file(path)
+        self.identity = self.identity_with(self.eod_id)
+
+    def identity_with(self, eod_id: int) -> str:
+        """Return the identity with another end of documents."""
+        return hashlib.sha256(f"{self._sha256} {eod_id}".encode()).hexdigest()
 
     def _id_of(self, name: str) -> int | None:
         found = int(self._model.piece_to_id(name))

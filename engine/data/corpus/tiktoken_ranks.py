@@ -101,7 +101,12 @@ class TiktokenTokenizer:
         self._tokens = frozenset(ranks.values())
         self.vocab_size = max(max(ranks.values()), *known.ends.values()) + 1
         self.eod_id = end_of_document(path, known.ends.get, eod_token)
-        self.identity = hashlib.sha256(f"{sha256_of_file(path)} {known.regex} {self.eod_id}".encode()).hexdigest()
+        self._content = f"{sha256_of_file(path)} {known.regex}"
+        self.identity = self.identity_with(self.eod_id)
+
+    def identity_with(self, eod_id: int) -> str:
+        """Return the identity with another end of documents."""
+        return hashlib.sha256(f"{self._content} {eod_id}".encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._encoding.encode_ordinary(text)

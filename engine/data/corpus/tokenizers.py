@@ -40,6 +40,10 @@ class Tokenizer(Protocol):
     json_file: Path | None
     """Its tokenizer.json, which other libraries read; None where it has none."""
 
+    def identity_with(self, eod_id: int) -> str:
+        """Return the identity of this tokenizer where another one of its tokens ends a document."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without any special token."""
         ...
@@ -62,6 +66,10 @@ class BytesTokenizer:
         self.eod_id = 256
         self.vocab_size = 257
         self.identity = hashlib.sha256(b"bytes of utf-8, 256 ends a document").hexdigest()
+
+    def identity_with(self, eod_id: int) -> str:
+        """Return the identity: no other id ends a document."""
+        return self.identity
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -95,8 +103,12 @@ class JsonTokenizer:
         self._tokenizer.encode_special_tokens = True
         self.eod_id = end_of_document(path, self._tokenizer.token_to_id, eod_token, own)
         self.vocab_size = _vocab_size(self._tokenizer)
-        parts = [sha256_of_file(self.json_file), str(self.eod_id), *([json.dumps(added)] if added else [])]
-        self.identity = hashlib.sha256(" ".join(parts).encode()).hexdigest()
+        self._sha256, self._added = sha256_of_file(self.json_file), [json.dumps(added)] if added else []
+        self.identity = self.identity_with(self.eod_id)
+
+    def identity_with(self, eod_id: int) -> str:
+        """Return the identity with another end of documents."""
+        return hashlib.sha256(" ".join([self._sha256, str(eod_id), *self._added]).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
