@@ -1,6 +1,6 @@
 """The `triaxis` command: it finds the subcommand's module, parses its arguments, and prints errors that a user can read.
 
-    triaxis COMMAND [arguments]      ->  launch/commands/COMMAND.py: add_arguments(parser), run(args) -> int
+    triaxis COMMAND [arguments]      ->  launch/commands/COMMAND.py (`_` for `-`): add_arguments(parser), run(args) -> int
 
 Only the module of the command that was asked for is imported, so `triaxis --help` costs no more than starting Python.
 Exit codes: 0 done; 2 a mistake in what was typed or configured; 1 a run that broke; 75 preempted and saved; 130 interrupted; the
@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # `triaxis --help` imports nothing of ours
 GROUPS = {
     "train": {
         "train": "start a training run on this machine, these nodes or this SLURM step",
+        "start-from": "import a Hugging Face folder, and write a config that trains it further on this machine",
         "try": "train a few steps on random tokens in some layouts: speed, memory and time of each",
         "evaluate": "measure loss and perplexity of a text or corpus under the model of a checkpoint",
         "generate": "continue a prompt with the model of a checkpoint",
@@ -70,14 +71,14 @@ class Command(Protocol):
 
 def command_module(name: str) -> Command:
     """Import the module of one subcommand."""
-    return cast(Command, importlib.import_module(f"launch.commands.{name}"))
+    return cast(Command, importlib.import_module(f"launch.commands.{name.replace('-', '_')}"))
 
 
 def command_parser(command: Command) -> "CommandParser":
     """Build the parser of one subcommand."""
     from launch.start.command_line import CommandParser
 
-    name = command.__name__.rpartition(".")[2]
+    name = command.__name__.rpartition(".")[2].replace("_", "-")
     summary = COMMANDS[name]
     parser = CommandParser(prog=f"triaxis {name}", description=f"{summary[0].upper()}{summary[1:]}.")
     command.add_arguments(parser)

@@ -349,11 +349,17 @@ def _lines(section: Section, indent: str, describe: bool) -> Iterator[str]:
             yield f"{indent}{name}:"
             yield from _lines(value, f"{indent}  ", describe)
             continue
-        plain = section.model_dump(mode="json", include={name})
-        first, *rest = yaml.dump(plain, Dumper=_ShortLists, allow_unicode=True, width=10_000).splitlines()
-        first = f"{indent}{first}"
-        yield f"{first:<{COMMENT_COLUMN}}  # {about.description}" if describe and about.description else first
-        yield from (f"{indent}{line}" for line in rest)
+        plain = section.model_dump(mode="json", include={name})[name]
+        yield from commented_lines(name, plain, about.description if describe else None, indent)
+
+
+def commented_lines(name: str, value: object, comment: str | None, indent: str) -> Iterator[str]:
+    """Yield the YAML lines of a field with plain data as its value; the comment follows the first one."""
+    text = yaml.dump({name: value}, Dumper=_ShortLists, allow_unicode=True, width=10_000)
+    first, *rest = text.splitlines()
+    first = f"{indent}{first}"
+    yield f"{first:<{COMMENT_COLUMN}}  # {comment}" if comment else first
+    yield from (f"{indent}{line}" for line in rest)
 
 
 class _ShortLists(yaml.SafeDumper):

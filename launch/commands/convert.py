@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import ValidationError
@@ -31,6 +31,9 @@ from models.interop.huggingface.config import family_of, to_hugging_face
 from models.interop.huggingface.families import FAMILIES
 from models.interop.huggingface.record import GENERATION_CONFIG, RECORD, ImportRecord, read_record
 from models.specs import num_parameters
+
+if TYPE_CHECKING:
+    from models.interop.huggingface.weights import HuggingFaceModel
 
 IMPORT_EXAMPLES = """examples:
   triaxis convert hf-import models/Qwen3-0.6B checkpoints/qwen3
@@ -93,41 +96,16 @@ def run(args: argparse.Namespace) -> int:
 
 def hf_import(args: argparse.Namespace) -> None:
     """Write the weights of a Hugging Face folder as our checkpoint, with a config for training."""
-    from engine.checkpoint.format.manifest import TrainingState
-    from engine.checkpoint.import_weights import write_checkpoint
-    from models.interop.huggingface.files import copy_file, whole_folder, write_text
     from models.interop.huggingface.weights import open_folder
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
     found = open_folder(args.source, args.seq_length, args.ignore)
-    tokenizer = args.source / TOKENIZER
-    if tokenizer.is_file():
-        check_tokenizer(tokenizer, found.model.vocab_size)
-    config = {**found.sections, "data": {"tokenizer": str((args.out / TOKENIZER).absolute())}}
-    with whole_folder(args.out) as partial:
-        with _progress(console, "import", found.num_bytes) as advance:
-            write_checkpoint(
-                partial,
-                found.shards(_torch_dtype(args.dtype), advance),
-                TrainingState.at_start(),
-                # Every field, as a run's own checkpoint has it: what is absent would count as changed.
-                # The tokenizer's path is relative to the checkpoint's folder, so that both can be moved.
-                config={
-                    **config,
-                    "model": found.model.model_dump(mode="json"),
-                    "data": {"tokenizer": f"../{TOKENIZER}"},
-                },
-                source=f"hf-import of a {found.family}: {args.source}",
-            )
-        if tokenizer.is_file():
-            copy_file(tokenizer, partial / TOKENIZER)
-        write_text(partial / RECORD, found.record.to_text())
-        write_text(partial / TRAIN_CONFIG, _train_config(found.family, config, args.out))
+    import_weights(found, args.source, args.out, args.dtype, console)
     console.print(f"model      {found.family}, {num_parameters(found.model):,} parameters, from {args.source}")
     for note in found.notes:
         console.print(f"note       {note}")
     console.print(f"weights    {args.out}")
-    if tokenizer.is_file():
+    if (args.source / TOKENIZER).is_file():
         console.print(f"tokenizer  {args.out / TOKENIZER}")
     else:
         console.print(
@@ -138,6 +116,54 @@ def hf_import(args: argparse.Namespace) -> None:
     console.print(f"  triaxis train {args.out / TRAIN_CONFIG} 'data.train=[[1.0, PREFIX]]'")
     console.print("in a config of your own: its model section, and")
     console.print(f"  checkpoint.load={args.out} checkpoint.load_what=weights")
+
+
+def import_weights(found: "HuggingFaceModel", source: Path, out: Path, dtype: str, console: Console) -> None:
+    """Write a Hugging Face model as a folder of checkpoints, with its tokenizer and a config for training.
+
+    Args:
+        found: the folder `source`, opened.
+        source: with config.json and the weights.
+        out: the folder to make; it must not exist.
+        dtype: of DTYPES.
+        console: where a bar shows the progress.
+
+    Raises:
+        CheckpointError: `out` exists or cannot be written, or a weight is not finite.
+        DataError: the folder's tokenizer is unreadable or of another model.
+    """
+    from engine.checkpoint.format.manifest import TrainingState
+    from engine.checkpoint.import_weights import write_checkpoint
+    from models.interop.huggingface.files import copy_file, whole_folder, write_text
+
+    tokenizer = source / TOKENIZER
+    if tokenizer.is_file():
+        check_tokenizer(tokenizer, found.model.vocab_size)
+    config = {**found.sections, "data": {"tokenizer": str((out / TOKENIZER).absolute())}}
+    with whole_folder(out) as partial:
+        with _progress(console, "import", found.num_bytes) as advance:
+            write_checkpoint(
+                partial,
+                found.shards(_torch_dtype(dtype), advance),
+                TrainingState.at_start(),
+                # Every field, as a run's own checkpoint has it: what is absent would count as changed.
+                # The tokenizer's path is relative to the checkpoint's folder, so that both can be moved.
+                config={
+                    **config,
+                    "model": found.model.model_dump(mode="json"),
+                    "data": {"tokenizer": f"../{TOKENIZER}"},
+                },
+                source=import_source(found.family, source),
+            )
+        if tokenizer.is_file():
+            copy_file(tokenizer, partial / TOKENIZER)
+        write_text(partial / RECORD, found.record.to_text())
+        write_text(partial / TRAIN_CONFIG, _train_config(found.family, config, out))
+
+
+def import_source(family: str, source: Path) -> str:
+    """Return the origin that the checkpoint of an import records."""
+    return f"hf-import of a {family}: {source}"
 
 
 def hf_export(args: argparse.Namespace) -> None:

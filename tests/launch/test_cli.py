@@ -15,7 +15,9 @@ from launch import cli
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = {"__init__", "convert_megatron"}
 """Modules in the folder that are no commands: verbs of `convert` stand in one of their own."""
-MODULES = sorted({path.stem for path in (ROOT / "launch" / "commands").glob("*.py")} - PARTS)
+MODULES = sorted(
+    path.stem.replace("_", "-") for path in (ROOT / "launch" / "commands").glob("*.py") if path.stem not in PARTS
+)
 
 
 def test_the_table_names_every_module():

@@ -73,7 +73,7 @@ def match_tokenizer(prefix: str, names: Sequence[str], vocab_size: int, model: s
             f"{prefix} has id {largest:,}, and the tokenizer of {model} ends at {tokenizer.vocab_size - 1:,}: the corpus was "
             f"encoded with another one, and its ids would mean other words. {_again(names, prefix)}"
         )
-    return Match(name, tokenizer, corpus, f"not recorded by the corpus; its ids are below {largest + 1:,}", False)
+    return Match(name, tokenizer, corpus, f"the corpus records none; its ids are below {largest + 1:,}", False)
 
 
 def _open(names: Sequence[str]) -> list[tuple[str, Tokenizer]]:

@@ -1,0 +1,287 @@
+"""A run that continues from imported weights: its configuration, and that as YAML with the reason of each value (no torch here).
+
+    model, corpus, tokens, machine  ->  recipe (batch, learning rate)  ->  choose_layout  ->  Config  ->  commented YAML
+
+Steps are tokens / (global batch x seq_length), rounded up: of the batch that the layout has rounded.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.config.load import commented_lines
+from engine.config.model import ModelConfig
+from engine.config.plan import planned_steps
+from engine.config.section import Section
+from engine.config.tree import FORMAT_VERSION, Config, require_legal
+from engine.data.corpus.indexed import IndexedTokens
+from engine.data.split import split_documents
+from engine.errors import DataError
+from engine.telemetry.outlets.format import gigabytes
+from launch.tuning.choose_layout import MARGIN, ChosenLayout, choose_layout
+from launch.tuning.machine import Machine
+from launch.tuning.recipe import LAST_SHARE, LEAST_STEPS, WARM_UP_SHARE, Recipe, recipe, warm_up_steps
+from models.predict.fit import Devices, memory_line, memory_rule
+from models.specs import num_parameters
+
+VALIDATION_SPLIT = (0.99, 0.01, 0.0)
+EVAL_STEPS = 4
+PARTS = 20
+"""Saves and validations of a run, if that many are not too far apart."""
+MOST_STEPS_BETWEEN = 500
+
+
+@dataclass(frozen=True, slots=True)
+class ContinuedRun:
+    """A run from imported weights.
+
+    Attributes:
+        config: of the run.
+        own_fields: fields of each section that the model's folder decides.
+        chosen: the layout, with the prediction of its memory.
+        recipe: batch and learning rate before a layout rounded the batch.
+        machine: that the layout is for.
+        num_tokens: asked for.
+        corpus_tokens: in the training corpus.
+        evidence: that the tokenizer is the corpus', as a few words.
+    """
+
+    config: Config
+    own_fields: Mapping[str, Mapping[str, object]]
+    chosen: ChosenLayout
+    recipe: Recipe
+    machine: Machine
+    num_tokens: int
+    corpus_tokens: int
+    evidence: str
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.train.global_batch_size * self.config.model.seq_length
+
+    @property
+    def num_steps(self) -> int:
+        steps = planned_steps(self.config)
+        assert steps is not None, "plan_run sets them"
+        return steps
+
+    @property
+    def passes(self) -> float:
+        """Return the number of times that the run reads its corpus."""
+        return self.num_steps * self.tokens_per_step / self.corpus_tokens
+
+
+def plan_run(
+    sections: Mapping[str, Mapping[str, Any]],
+    corpus: IndexedTokens,
+    *,
+    tokenizer: str,
+    evidence: str,
+    weights: Path,
+    num_tokens: int,
+    machine: Machine,
+) -> ContinuedRun:
+    """Plan a run that continues from imported weights.
+
+    Args:
+        sections: of the configuration that the model's folder decides, `model` among them.
+        corpus: to train on.
+        tokenizer: for `data.tokenizer`.
+        evidence: that it is the corpus'.
+        weights: folder of checkpoints to start from.
+        num_tokens: to train on; rounded up to whole steps.
+        machine: that the layout is for.
+
+    Raises:
+        ConfigError: no layout of the machine fits, or the model breaks a rule.
+        DataError: the corpus is shorter than a sample.
+    """
+    model = ModelConfig.model_validate(sections["model"])
+    if corpus.num_tokens <= model.seq_length:
+        raise DataError(
+            f"{corpus.prefix} has {corpus.num_tokens:,} tokens, and a sample takes {model.seq_length + 1:,}: there is nothing to "
+            "learn from. Prepare a larger corpus, or give a shorter --seq-length."
+        )
+    taken = recipe(num_parameters(model), num_tokens, model.seq_length)
+    wished = Config.model_validate(
+        {
+            **sections,
+            "data": {
+                "train": [(1.0, str(Path(corpus.prefix).absolute()))],
+                "split": _split(corpus, model.seq_length),
+                "tokenizer": tokenizer,
+            },
+            "train": {"tokens": num_tokens, "global_batch_size": taken.samples_per_step},
+            "optimizer": {"lr": taken.lr, "min_lr": taken.min_lr},
+            "precision": {"dtype": "bf16" if machine.is_gpu else "fp32"},
+            "checkpoint": {"load": str(weights.absolute()), "load_what": "weights"},
+        }
+    )
+    chosen = choose_layout(wished, machine)
+    return ContinuedRun(
+        _with_length(chosen.config, machine), sections, chosen, taken, machine, num_tokens, corpus.num_tokens, evidence
+    )
+
+
+def _with_length(config: Config, machine: Machine) -> Config:
+    """Replace tokens by steps, and give the run its warm-up, saves and validations."""
+    num_steps = planned_steps(config)
+    assert num_steps is not None, "the run has its tokens"
+    interval = max(1, min(num_steps // PARTS, MOST_STEPS_BETWEEN))
+    eval_interval = interval if config.data.split[1] else None
+    train = {"steps": num_steps, "tokens": None, "eval_interval": eval_interval, "eval_steps": EVAL_STEPS}
+    final = config.model_copy(
+        update={
+            "train": config.train.model_copy(update=train),
+            "optimizer": config.optimizer.model_copy(update={"warmup_steps": warm_up_steps(num_steps)}),
+            "checkpoint": config.checkpoint.model_copy(update={"interval": interval}),
+        }
+    )
+    rules = [memory_rule(Devices(machine.memory_bytes, machine.ranks_per_node))] if machine.is_gpu else []
+    require_legal(final, "the planned run", machine.num_ranks, machine.ranks_per_node, rules)
+    return final
+
+
+def _split(corpus: IndexedTokens, seq_length: int) -> tuple[float, float, float]:
+    """Return the shares of documents: a hundredth for validation, if those hold a sample."""
+    if corpus.num_documents * VALIDATION_SPLIT[1] >= 1:
+        held_back = split_documents(corpus.num_documents, VALIDATION_SPLIT, corpus.prefix)["valid"]
+        if corpus.document_lengths(held_back).sum() > seq_length:
+            return VALIDATION_SPLIT
+    return 1.0, 0.0, 0.0
+
+
+def to_commented_yaml(run: ContinuedRun, heading: str) -> str:
+    """Return the run as YAML that `load_config` reads back to its config, each value with its reason.
+
+    Args:
+        run: to be written.
+        heading: comment lines at the top, without their `#`.
+    """
+    lines = [f"# {line}".rstrip() for line in heading.splitlines()]
+    lines += ["", f"format_version: {FORMAT_VERSION}"]
+    for name, own in run.own_fields.items():
+        kind = Config.section_type(name)
+        assert kind is not None, "a section of the configuration"
+        lines += _section(run, name, {field: kind.model_fields[field].description for field in own})
+    for name, (fields, *remarks) in _chosen_sections(run).items():
+        lines += _section(run, name, fields, *remarks)
+    return "\n".join(lines) + "\n"
+
+
+def _chosen_sections(run: ContinuedRun) -> Mapping[str, tuple[Any, ...]]:
+    """Return the sections that follow from corpus, tokens and machine: their fields, and remarks above them."""
+    return {
+        "data": (
+            _data(run),
+            f"{run.corpus_tokens:,} tokens, which the run reads {run.passes:,.2f} times. With text as in the model's first",
+            "training as a second entry of `train`, the model forgets less of it (2403.08763).",
+        ),
+        "train": (_train(run),),
+        "parallel": (
+            _parallel(run),
+            f"For {run.machine.name}: the smallest tp x pp with which each rank fits {1 - MARGIN:.0%} of its memory,",
+            f"{gigabytes(run.chosen.usable_bytes)}. {memory_line(run.chosen.prediction)}.",
+            "`triaxis try run.yaml --layouts ..` measures this and other layouts.",
+        ),
+        "recompute": (_recompute(run),),
+        "optimizer": (
+            _optimizer(run),
+            f"The peak is that of GPT-3's {run.recipe.row.name}, the first in its table that is as large (2005.14165, table 2.1),",
+            "warmed up again and decayed again, as in 2403.08763. A higher peak learns faster and forgets more.",
+        ),
+        "precision": (_precision(run),),
+        "checkpoint": (_checkpoint(run),),
+        "runtime": (_runtime(run),),
+    }
+
+
+Fields = Mapping[str, str | None]
+"""Fields of a section in the order of the file, and the comment of each."""
+
+
+def _section(run: ContinuedRun, name: str, fields: Fields, *remarks: str) -> Iterator[str]:
+    """Yield an empty line, the remarks as comments, and the section's fields."""
+    section: Section = getattr(run.config, name)
+    plain = section.model_dump(mode="json", include=set(fields))
+    yield ""
+    yield from (f"# {remark}" for remark in remarks)
+    yield f"{name}:"
+    for field, comment in fields.items():
+        yield from commented_lines(field, plain[field], comment, "  ")
+
+
+def _data(run: ContinuedRun) -> Fields:
+    held_back = "" if run.config.data.split[1] else " (none held back: too few documents)"
+    return {
+        "train": "weight and prefix of a .bin/.idx pair",
+        "split": f"shares of the documents: train, valid, test{held_back}",
+        "tokenizer": run.evidence,
+    }
+
+
+def _train(run: ContinuedRun) -> Fields:
+    train, dp = run.config.train, run.chosen.sizes.dp
+    num_microbatches = train.global_batch_size // (train.micro_batch_size * dp)
+    batch = f"about those of GPT-3's {run.recipe.row.name}"
+    if run.recipe.row.tokens_per_step > run.num_tokens // LEAST_STEPS:
+        batch = f"about 1/{LEAST_STEPS:,} of all"
+    fields = {
+        "steps": f"{run.num_tokens:,} tokens / {run.tokens_per_step:,} per step, rounded up",
+        "global_batch_size": f"x {run.config.model.seq_length:,} = {run.tokens_per_step:,} tokens per step: {batch}",
+        "micro_batch_size": f"samples per forward; forwards of each replica in a step: {num_microbatches:,}",
+    }
+    validation = {"eval_interval": "steps between validations", "eval_steps": "global batches of a validation"}
+    return fields | (validation if train.eval_interval is not None else {})
+
+
+def _parallel(run: ContinuedRun) -> Fields:
+    sizes = run.chosen.sizes
+    return {
+        "tp": "ranks of a node that share each matrix",
+        "pp": "ranks that share the layers",
+        "dp": f"the other ranks: {sizes.world_size:,} / (tp x pp) replicas",
+        "sequence_parallel": "with tp: norms and residuals on a part of the sequence",
+    }
+
+
+def _recompute(run: ContinuedRun) -> Fields:
+    usable = gigabytes(run.chosen.usable_bytes)
+    rest = f"{usable} without NCCL's buffers" if run.machine.is_gpu else usable
+    return {
+        "granularity": f"the least that fits memory_gb; here: {run.chosen.recompute}",
+        "memory_gb": f"in 10^9 bytes: {rest}",
+    }
+
+
+def _optimizer(run: ContinuedRun) -> Fields:
+    return {
+        "lr": "peak",
+        "min_lr": f"at the last step: 1/{LAST_SHARE} of the peak",
+        "lr_schedule": "from peak to min_lr",
+        "warmup_steps": f"1/{WARM_UP_SHARE} of the steps: the optimizer's moments start from zero",
+        "weight_decay": "on matrices only",
+        "clip_grad": "largest global gradient norm",
+    }
+
+
+def _precision(run: ContinuedRun) -> Fields:
+    return {
+        "dtype": "weights and activations; sums and optimizer state are fp32"
+        if run.machine.is_gpu
+        else "faster than bf16 on most CPUs"
+    }
+
+
+def _checkpoint(run: ContinuedRun) -> Fields:
+    return {
+        "load": "the imported model",
+        "load_what": "step 0, a fresh optimizer",
+        "interval": "steps between saves",
+        "keep_last": "older ones are removed",
+    }
+
+
+def _runtime(run: ContinuedRun) -> Fields:
+    return {"ranks_per_node": "GPUs of a node" if run.machine.is_gpu else "a rank for each core"}
