@@ -61,7 +61,7 @@ def choose_layout(config: Config, machine: Machine) -> ChosenLayout:
 
     Args:
         config: the run with one sample per microbatch; `parallel` and `recompute` are replaced. Its global batch is a wish: the
-            chosen one is the nearest that gives every pipeline as many microbatches, and at least one per stage.
+            chosen one gives every pipeline about as many samples, in four binary digits, and at least one per stage.
         machine: the ranks and their memory.
 
     Raises:
@@ -95,7 +95,7 @@ def legal_layouts(config: Config, machine: Machine, size: int) -> Iterator[Confi
 def _with_layout(config: Config, machine: Machine, *, tp: int, pp: int, sequence_parallel: bool) -> Config:
     """Return the run in a layout; nothing recomputed."""
     dp = machine.num_ranks // (tp * pp)
-    num_microbatches = max(pp, round(config.train.global_batch_size / dp))
+    num_microbatches = max(pp, four_digits(config.train.global_batch_size / dp))
     layout = {"tp": tp, "pp": pp, "vpp": 1, "dp": dp, "sequence_parallel": sequence_parallel, "layers_per_stage": None}
     return config.model_copy(
         update={
@@ -105,6 +105,12 @@ def _with_layout(config: Config, machine: Machine, *, tp: int, pp: int, sequence
             "runtime": config.runtime.model_copy(update={"ranks_per_node": machine.ranks_per_node}),
         }
     )
+
+
+def four_digits(number: float) -> int:
+    """Round to four binary digits, so that many samples divide into larger microbatches."""
+    unit = 2 ** max(0, int(number).bit_length() - 4)
+    return round(number / unit) * unit
 
 
 @dataclass(frozen=True, slots=True)

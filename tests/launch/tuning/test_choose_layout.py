@@ -10,7 +10,7 @@ from engine.config.load import load_config
 from engine.config.plan import parallel_sizes
 from engine.config.tree import Config, problems
 from engine.errors import ConfigError
-from launch.tuning.choose_layout import MARGIN, MOST_BUBBLE, TOKENS_OF_A_MICROBATCH, choose_layout
+from launch.tuning.choose_layout import MARGIN, MOST_BUBBLE, TOKENS_OF_A_MICROBATCH, choose_layout, four_digits
 from launch.tuning.machine import Machine, written_machine
 from models.predict.communicators import communicator_bytes
 from models.predict.rank_memory import GB, predict, resolve_recompute
@@ -59,7 +59,7 @@ def layouts(config: Config, machine: Machine) -> dict[int, list[Config]]:
     for tp in (tp for tp in (1, 2, 4, 8) if machine.ranks_per_node % tp == 0):
         for pp in (pp for pp in range(1, machine.num_ranks + 1) if machine.num_ranks % (tp * pp) == 0):
             dp = machine.num_ranks // (tp * pp)
-            batch = max(pp, round(config.train.global_batch_size / dp)) * dp
+            batch = max(pp, four_digits(config.train.global_batch_size / dp)) * dp
             for cut in (True, False) if tp > 1 else (False,):
                 tree = config.model_dump()
                 tree["parallel"] |= {"tp": tp, "pp": pp, "dp": dp, "sequence_parallel": cut}
@@ -82,7 +82,7 @@ def lightest(trial: Config, machine: Machine) -> str | None:
     return None
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(st.data())
 def test_a_layout_is_legal_and_fits_and_is_the_smallest_that_does(data: st.DataObject) -> None:
     config = data.draw(runs())
@@ -137,6 +137,13 @@ def test_short_samples_share_a_microbatch() -> None:
     chosen = choose_layout(run("gpt_125m"), written_machine("8x80GB"))
     assert (chosen.config.model.seq_length, chosen.config.train.micro_batch_size) == (2048, 4)
     assert choose_layout(run("llama3_8b"), written_machine("8x141GB")).config.train.micro_batch_size == 1
+
+
+@given(st.floats(0, 10**6))
+def test_a_batch_of_four_binary_digits_is_near_and_divides(number: float) -> None:
+    rounded = four_digits(number)
+    assert abs(rounded - number) <= max(0.5, number / 16)
+    assert rounded < 16 or rounded % 2 ** (rounded.bit_length() - 5) == 0
 
 
 def test_a_model_without_a_layout_is_refused_with_the_nearest_and_how_many_gpus_are_enough() -> None:

@@ -1,0 +1,201 @@
+"""`triaxis start-from`: the config that it prints is legal and trains from the folder's weights, on a corpus of their tokenizer."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.checkpoint.directory import find
+from engine.config.load import load_config
+from engine.config.tree import Config
+from engine.data.corpus.prepare import PrepareRequest, prepare
+from engine.data.corpus.record import record_path
+from engine.data.datasets import open_datasets
+from launch.cli import main
+from models.interop.huggingface.tokenizer import bytes_tokenizer_json
+from tests.lacking import need_package
+from tests.launch.command_line import TRIAXIS, records, run
+
+TEXT = "the quick brown fox jumps over the lazy dog 0123456789"
+LENGTH = 32
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random Llama of transformers and a byte-level BPE."""
+    need_package("transformers", "pip install 'triaxis[dev]'")
+    import tokenizers
+    import transformers
+
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    config = transformers.LlamaConfig(
+        hidden_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=40,
+        vocab_size=301,
+        max_position_embeddings=LENGTH,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(1)
+    random = transformers.LlamaForCausalLM(config)
+    for parameter in random.parameters():  # far from uniform, so that the loss tells these weights from others
+        torch.nn.init.normal_(parameter, std=0.3)
+    random.save_pretrained(folder)
+    made = tokenizers.ByteLevelBPETokenizer()
+    made.train_from_iterator([TEXT] * 3, vocab_size=290)
+    made.add_special_tokens(["<|endoftext|>"])
+    made.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the model and a corpus of its tokenizer, on a machine of two cores."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    shutil.copytree(model, "tiny")
+    make_corpus("corpus", "tiny")
+    return tmp_path
+
+
+def make_corpus(prefix: str, tokenizer: str, num_documents: int = 20) -> None:
+    text = Path(f"{prefix}.jsonl")
+    text.write_text("".join(json.dumps({"text": TEXT[number:] + TEXT}) + "\n" for number in range(num_documents)))
+    prepare(PrepareRequest((text,), tokenizer, prefix), num_workers=1, progress=lambda done: None)
+
+
+def start_from(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> tuple[str, str]:
+    """Run the command; return stdout and stderr."""
+    capsys.readouterr()
+    assert main(["start-from", *map(str, words)]) == code
+    said = capsys.readouterr()
+    return said.out, said.err
+
+
+def read(text: str) -> Config:
+    Path("run.yaml").write_text(text)
+    return load_config(Path("run.yaml"), [], {})
+
+
+def loss_of_transformers(folder: Path, config: Config) -> float:
+    """The mean loss of the first step's samples under the folder's own weights."""
+    import transformers
+
+    theirs = transformers.LlamaForCausalLM.from_pretrained(folder).double()
+    model = config.model
+    samples = open_datasets(config.data, model.seq_length, config.train.seed, vocab_size=model.vocab_size).train
+    first = [samples[number] for number in range(config.train.global_batch_size)]
+    tokens = torch.tensor([sample.tokens.tolist() for sample in first])
+    with torch.no_grad():
+        logits = theirs(tokens[:, : model.seq_length]).logits
+    labels = tokens[:, 1:].flatten()
+    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels))
+
+
+@pytest.mark.distributed
+def test_what_it_prints_trains_from_the_folders_weights(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two steps on two ranks: the first loss is that of transformers with the folder's weights, the next is another."""
+    out, err = start_from(capsys, "tiny", "--data", "corpus", "--tokens", "128")
+    config = read(out)
+    assert (config.parallel.dp, config.train.steps, config.train.global_batch_size) == (2, 2, 2)
+    assert main(["config", "check", "run.yaml"]) == 0
+    trained = run(workplace, *TRIAXIS, "train", "run.yaml", "runtime.name=first")
+    assert trained.exit_code == 0, trained.err
+    first, second = (record["loss"] for record in records(workplace / "runs" / "first" / "metrics.jsonl"))
+    assert first == pytest.approx(loss_of_transformers(Path("tiny"), config), rel=1e-6)
+    assert first != pytest.approx(second, rel=1e-6)
+    assert "tiny: llama" in out and "llama, " in err
+
+
+def test_stdout_is_the_config_and_stderr_says_what_was_chosen(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, err = start_from(capsys, "tiny", "--data", "corpus", "--tokens", "20B", "--gpus", "64x80GB")
+    config = read(out)
+    assert (config.parallel.dp, config.runtime.ranks_per_node, config.precision.dtype) == (64, 8, "bf16")
+    assert config.data.train == [(1.0, str(workplace / "corpus"))]
+    assert config.data.tokenizer == str(workplace / "imported" / "tiny" / "tokenizer.json")
+    assert (config.checkpoint.load, config.checkpoint.load_what) == (str(workplace / "imported" / "tiny"), "weights")
+    assert find(Path("imported/tiny")).manifest.config["model"] == config.model.model_dump(mode="json")
+    assert "# Made by:  triaxis start-from tiny --data corpus --tokens 20B --gpus 64x80GB\n" in out
+    assert "the corpus records this tokenizer" in out and "the corpus records this tokenizer" in err
+    assert f"begins: {TEXT[:6]!r}"[:-1] in err and "64 GPUs of 80.0 GB on 8 nodes of 8" in err
+    assert "read more than four times" in err
+    assert main(["config", "check", "run.yaml", "--gpu-memory", "80"]) == 0
+
+
+@pytest.mark.parametrize("tokens", ["20B", "500M", "1_000_000", "1e6"])
+def test_tokens_as_people_write_them(workplace: Path, capsys: pytest.CaptureFixture[str], tokens: str) -> None:
+    number = {"20B": 20 * 10**9, "500M": 5 * 10**8, "1_000_000": 10**6, "1e6": 10**6}[tokens]
+    out, _ = start_from(capsys, "tiny", "--data", "corpus", "--tokens", tokens)
+    train = read(out).train
+    assert train.steps is not None
+    per_step = train.global_batch_size * LENGTH
+    assert (train.steps - 1) * per_step < number <= train.steps * per_step
+
+
+def test_an_import_is_used_again_until_the_folder_changes(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("tiny", "--data", "corpus", "--out", "ours", "--tokens")
+    start_from(capsys, *words, "1M")
+    kept = (find(Path("ours")).folder / "manifest.json").stat().st_ino
+    out, err = start_from(capsys, *words, "2M")
+    assert "imported before" in err and read(out).checkpoint.load == str(workplace / "ours")
+    assert (find(Path("ours")).folder / "manifest.json").stat().st_ino == kept
+    assert "ours is there already" in start_from(capsys, *words, "2M", "--seq-length", 16, code=2)[1]
+    os.utime("tiny/model.safetensors")
+    out, err = start_from(capsys, *words, "2M", code=2)
+    assert "ours is there already" in err and out == ""
+
+
+def test_a_corpus_of_another_tokenizer_is_refused_before_anything_is_imported(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_corpus("bytes", "bytes")
+    out, err = start_from(capsys, "tiny", "--data", "bytes", "--tokens", "1M", code=2)
+    assert "the same ids would mean other words" in err and "triaxis prepare --tokenizer tiny" in err
+    assert out == "" and not Path("imported").exists()
+
+
+def test_the_tokenizer_json_of_bytes_is_the_bytes_tokenizer(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_corpus("bytes", "bytes")
+    Path("tiny/tokenizer.json").write_text(bytes_tokenizer_json())
+    out, err = start_from(capsys, "tiny", "--data", "bytes", "--tokens", "1M")
+    assert read(out).data.tokenizer == "bytes" and "the corpus records this tokenizer" in err
+
+
+def test_a_folder_without_a_tokenizer_takes_that_of_the_corpus(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("tiny/tokenizer.json").rename("own.json")
+    make_corpus("other", "own.json")
+    out, err = start_from(capsys, "tiny", "--data", "other", "--tokens", "1M")
+    assert read(out).data.tokenizer == str(workplace / "own.json")
+    assert "the model came without one" in err
+    record_path("other").unlink()
+    assert "neither tiny nor other" in start_from(capsys, "tiny", "--data", "other", "--tokens", "1M", code=2)[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--tokens", "1.5"), "--tokens 1.5: must be a whole number"),
+        (("--tokens", "0"), "--tokens 0: must be at least 1"),
+        (("--tokens", "1M", "--gpus", "8"), "--gpus 8: must be a number of GPUs and the memory of each"),
+        (("--tokens", "1M", "--seq-length", "90000"), "a sample takes 90,001"),
+        (("--tokens", "1M", "--gpus", "8x0.001GB"), "are lacking"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_imports_nothing(
+    workplace: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], problem: str
+) -> None:
+    out, err = start_from(capsys, "tiny", "--data", "corpus", *words, code=2)
+    assert problem in err and out == "" and not Path("imported").exists()
