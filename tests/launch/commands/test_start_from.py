@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from engine.data.corpus.record import record_path
 from engine.data.datasets import open_datasets
 from launch.cli import main
 from models.interop.huggingface.tokenizer import bytes_tokenizer_json
+from tests.documented import ROOT, section
 from tests.lacking import need_package
 from tests.launch.command_line import TRIAXIS, records, run
 
@@ -112,6 +114,25 @@ def test_what_it_prints_trains_from_the_folders_weights(workplace: Path, capsys:
     assert first == pytest.approx(loss_of_transformers(Path("tiny"), config), rel=1e-6)
     assert first != pytest.approx(second, rel=1e-6)
     assert "tiny: llama" in out and "llama, " in err
+
+
+def test_the_commands_of_the_page_run_as_they_are_written(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a folder that has such a model and such text; the last one, which would train, without starting ranks."""
+    part = section((ROOT / "docs" / "huggingface.md").read_text(), "## From a folder to a run")
+    *lines, train = part.split("```")[1].strip().splitlines()
+    shutil.copytree("tiny", "models/Llama-3.1-8B")
+    Path("text").mkdir()
+    Path("corpus.jsonl").rename("text/some.jsonl")
+    for line in lines:
+        capsys.readouterr()
+        command, _, target = line.partition(" > ")
+        assert main(shlex.split(command)[1:]) == 0, capsys.readouterr().err
+        if target:
+            Path(target).write_text(capsys.readouterr().out)
+    assert train == "triaxis train run.yaml"
+    assert "imported/Llama-3.1-8B" in Path("run.yaml").read_text()
+    planned = run(workplace, *TRIAXIS, *train.split()[1:], "--dry-run")
+    assert planned.exit_code == 0, planned.err
 
 
 def test_stdout_is_the_config_and_stderr_says_what_was_chosen(
