@@ -39,6 +39,8 @@ The corpus is one of the model's own tokenizer, made by: triaxis prepare --token
 """
 IMPORTED = Path("imported")
 SENTENCEPIECE = "tokenizer.model"
+DEFAULT_SEQ_LENGTH = 8192
+"""Longest samples where none are asked for: those of models made for more would need many times the memory."""
 SHOWN_TOKENS = 24
 MOST_PASSES = 4
 REPEATED = (
@@ -63,7 +65,10 @@ def add_arguments(parser: CommandParser) -> None:
         "--out", type=Path, metavar="DIR", help=f"folder for the imported weights (default: {IMPORTED}/FOLDER's name)"
     )
     parser.add_argument(
-        "--seq-length", type=int, metavar="N", help="tokens in a training sample (default: the longest of the model)"
+        "--seq-length",
+        type=int,
+        metavar="N",
+        help=f"tokens in a training sample (default: the longest of the model, at most {DEFAULT_SEQ_LENGTH:,})",
     )
     add_ignore(parser)
 
@@ -72,11 +77,9 @@ def run(args: argparse.Namespace) -> int:
     """Import the weights and print the config; ConfigError, CheckpointError or DataError where that is impossible."""
     num_tokens = _tokens(args.tokens)
     machine = this_machine(os.environ) if args.gpus is None else written_machine(args.gpus)
-    from models.interop.huggingface.weights import open_folder  # torch, after the command line is right
-
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     out = args.out or IMPORTED / args.folder.resolve().name
-    found = open_folder(args.folder, args.seq_length, args.ignore)
+    found = _open(args)
     match = match_tokenizer(args.data, tokenizers_of(args.folder), found.model.vocab_size, str(args.folder))
     planned = plan_run(
         found.sections,
@@ -97,6 +100,16 @@ def run(args: argparse.Namespace) -> int:
     if not sys.stdout.isatty():
         console.print("train with the YAML on stdout:  triaxis train run.yaml")
     return 0
+
+
+def _open(args: argparse.Namespace) -> "HuggingFaceModel":
+    """Open the folder with samples of the asked length, or of the model's, at most DEFAULT_SEQ_LENGTH."""
+    from models.interop.huggingface.weights import open_folder  # torch, after the command line is right
+
+    found = open_folder(args.folder, args.seq_length, args.ignore)
+    if args.seq_length is None and found.model.seq_length > DEFAULT_SEQ_LENGTH:
+        return open_folder(args.folder, DEFAULT_SEQ_LENGTH, args.ignore)
+    return found
 
 
 def tokenizers_of(folder: Path) -> list[str]:
@@ -180,6 +193,7 @@ def _show(
     lines = [
         ("model", f"{found.family}, {num_parameters(found.model):,} parameters, from {args.folder}"),
         *(("note", note) for note in found.notes),
+        ("samples", f"of {config.model.seq_length:,} tokens (--seq-length)"),
         ("corpus", f"{args.data}: {size}; the run reads it {planned.passes:,.2f} times"),
         *([("note", REPEATED)] if planned.passes > MOST_PASSES else []),
         ("tokenizer", f"{config.data.tokenizer}: {match.evidence}"),

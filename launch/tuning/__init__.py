@@ -1,1 +1,1 @@
-"""Short training runs of a config in several layouts."""
+"""Short training runs of a config in several layouts, and the choice of a layout by predicted memory."""

@@ -168,20 +168,18 @@ def _nothing_fits(config: Config, machine: Machine, least: _Least, usable_bytes:
     """Build the error that names the layout with the least memory, and what it lacks."""
     held = least.held
     state = held.parameters + held.gradients + held.optimizer
-    more = "a machine with more memory, or GPUs (--gpus 8x80GB)"
+    ways = ["a machine with more memory", "GPUs (--gpus 8x80GB)"]
     if machine.is_gpu:
         enough = _enough_gpus(config, machine, usable_bytes)
-        more = (
-            "GPUs with more memory"
-            if enough is None
-            else f"more GPUs (--gpus {enough}x{machine.memory_bytes / GB:g}GB)"
-        )
+        given = f"{machine.memory_bytes / GB:g}GB"
+        ways = ["GPUs with more memory"] + ([] if enough is None else [f"more of them (--gpus {enough}x{given})"])
+    ways += ["a shorter sequence (--seq-length)"] if state < usable_bytes else []
     return ConfigError(
         [
             f"memory = {gigabytes(held.total)} on the fullest {machine.rank} of the nearest layout, {least.sizes}, with "
-            f"everything recomputed: must be at most {gigabytes(usable_bytes)}, {1 - MARGIN:.0%} of what it has: a rank would run "
-            f"out of memory. {gigabytes(held.total - usable_bytes)} are lacking; {gigabytes(state)} are parameters, gradients and "
-            f"optimizer state. Use {more}, a shorter sequence (--seq-length) or a smaller model."
+            f"everything recomputed: must be at most {gigabytes(usable_bytes)}, {1 - MARGIN:.0%} of what it has, or a rank would "
+            f"run out of memory. {gigabytes(held.total - usable_bytes)} are lacking; {gigabytes(state)} are parameters, gradients "
+            f"and optimizer state. Use {', '.join(ways)} or a smaller model."
         ],
         f"the layout for {machine.name}",
     )

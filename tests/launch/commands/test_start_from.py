@@ -162,6 +162,19 @@ def test_tokens_as_people_write_them(workplace: Path, capsys: pytest.CaptureFixt
     assert (train.steps - 1) * per_step < number <= train.steps * per_step
 
 
+def test_samples_are_as_long_as_the_model_takes_but_not_endless(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_corpus("long", "tiny", num_documents=500)
+    config = json.loads(Path("tiny/config.json").read_text())
+    words = ("tiny", "--data", "long", "--tokens", "1M", "--gpus", "1x80GB")
+    for longest, asked, length in ((100, None, 100), (131072, None, 8192), (131072, 9000, 9000)):
+        Path("tiny/config.json").write_text(json.dumps(config | {"max_position_embeddings": longest}))
+        more = () if asked is None else ("--seq-length", asked)
+        out, err = start_from(capsys, *words, "--out", f"of_{longest}_{length}", *more)
+        assert read(out).model.seq_length == length and f"of {length:,} tokens" in err
+
+
 def test_an_import_is_used_again_until_the_folder_changes(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("tiny", "--data", "corpus", "--out", "ours", "--tokens")
     start_from(capsys, *words, "1M")
