@@ -172,6 +172,7 @@ def to_commented_yaml(run: ContinuedRun, heading: str) -> str:
 
 def _chosen_sections(run: ContinuedRun) -> Mapping[str, tuple[Any, ...]]:
     """Return the sections that follow from corpus, tokens and machine: their fields, and remarks above them."""
+    which = "first in its table that is as large" if run.recipe.is_as_large else "largest in its table"
     return {
         "data": (
             _data(run),
@@ -188,7 +189,7 @@ def _chosen_sections(run: ContinuedRun) -> Mapping[str, tuple[Any, ...]]:
         "recompute": (_recompute(run),),
         "optimizer": (
             _optimizer(run),
-            f"The peak is that of GPT-3's {run.recipe.row.name}, the first in its table that is as large (2005.14165, table 2.1),",
+            f"The peak is that of GPT-3's {run.recipe.row.name}, the {which} (2005.14165, table 2.1),",
             "warmed up again and decayed again, as in 2403.08763. A higher peak learns faster and forgets more.",
         ),
         "precision": (_precision(run),),

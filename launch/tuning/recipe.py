@@ -57,11 +57,13 @@ class Recipe:
 
     Attributes:
         row: of GPT3 that they are taken from.
+        is_as_large: whether the row's model is; else it is the largest there.
         samples_per_step: the global batch that is aimed at; a layout may round it.
         lr, min_lr: peak, and learning rate at the last step.
     """
 
     row: Row
+    is_as_large: bool
     samples_per_step: int
     lr: float
     min_lr: float
@@ -79,7 +81,7 @@ def recipe(num_parameters: int, num_tokens: int, seq_length: int) -> Recipe:
     tokens_per_step = min(row.tokens_per_step, num_tokens // LEAST_STEPS)
     # Rounded, since 6e-4 / 10 has a long tail in binary.
     min_lr = float(f"{row.lr / LAST_SHARE:.3g}")
-    return Recipe(row, max(1, tokens_per_step // seq_length), row.lr, min_lr)
+    return Recipe(row, row.num_parameters >= num_parameters, max(1, tokens_per_step // seq_length), row.lr, min_lr)
 
 
 def warm_up_steps(num_steps: int) -> int:

@@ -142,7 +142,8 @@ def test_the_recipe_is_that_of_the_shipped_gpt_3(name: str) -> None:
     [(1, "125M"), (125 * 10**6, "125M"), (8 * 10**9, "13B"), (70 * 10**9, "175B"), (10**12, "175B")],
 )
 def test_the_row_is_the_first_that_is_as_large(parameters: int, row: str) -> None:
-    assert recipe(parameters, 10**12, 4096).row.name == row
+    found = recipe(parameters, 10**12, 4096)
+    assert (found.row.name, found.is_as_large) == (row, parameters < 10**12)
 
 
 def test_a_short_run_has_small_batches() -> None:
