@@ -139,7 +139,7 @@ def is_imported(found: "HuggingFaceModel", source: Path, out: Path) -> bool:
     except CheckpointError:
         return False
     manifest = candidate.manifest
-    newest = max(path.stat().st_mtime_ns for path in source.iterdir())
+    newest = max(path.stat().st_mtime_ns for path in (source.iterdir() if source.is_dir() else [source]))
     return (
         manifest.content == "weights"
         and manifest.run == import_source(found.family, source)
