@@ -55,6 +55,28 @@ MODELS: dict[str, dict[str, Any]] = {
 """Sizes of which every rank's part of a tensor is a multiple of 64 elements at tp=2: for others, Megatron-Core 0.16 says itself
 that what it saves of the optimizer may be corrupt (its buffers align each parameter to 64 and end unaligned)."""
 MODELS["qwen"] = MODELS["llama"] | {"bias": "qkv", "qk_norm": True, "tie_embeddings": True, "norm_eps": 1e-6}
+MODELS["kinds"] = MODELS["llama"] | {
+    "attention_scale": 0.3,
+    "rotary_share": 0.5,
+    "rope_scaling": {
+        "type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "layers": ["near*2", "still", "far"],
+    "layer_kinds": {"near": {"window": 4}, "still": {"position": "none", "window": 4}, "far": {}},
+}
+MODELS["sinks"] = MODELS["llama"] | {
+    "window": 5,
+    "sinks": True,
+    "rope_scaling": {"type": "linear", "factor": 2.0},
+    "activation": "relu2",
+    "num_attention_heads": 64,
+    "num_kv_heads": 32,
+    "head_dim": 2,
+}
 MODELS["gpt_tanh"] = MODELS["gpt"] | {"activation": "gelu_tanh", "num_kv_heads": 1, "position": "rope"}
 
 

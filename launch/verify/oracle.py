@@ -151,7 +151,8 @@ def refusals(oracle: str, config: Config) -> Iterator[str]:
         yield f"optimizer.name = {config.optimizer.name}: {oracle} is compared with AdamW alone. Add optimizer.name=adamw."
     try:
         if oracle == "megatron-core":
-            megatron_args(config.model)
+            if megatron_args(config.model)["apply_layernorm_1p"]:
+                yield f"model.norm = {config.model.norm}: on a CPU {oracle} has no norm whose weights are stored less one."
         else:
             family_of(config.model)
     except ConfigError as error:

@@ -13,6 +13,7 @@ from engine.data.loader import MicroBatch
 from engine.layout.shard_spec import ParamSpec
 from engine.numerics.precision import DTYPES
 from launch.verify.verdict.records import TensorKind
+from models.interop.megatron.config import megatron_args
 from models.interop.megatron.weights import Parameter, parameters
 from models.specs import model_specs
 
@@ -95,7 +96,7 @@ def gpt_model(model: ModelConfig, dtype: torch.dtype, *, rows: int, parallel_out
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.utils import openai_gelu
 
-    functional = torch.nn.functional
+    args, functional = megatron_args(model), torch.nn.functional
     functions = {"gelu": functional.gelu, "gelu_tanh": openai_gelu, "silu": functional.silu, "relu2": squared_relu}
     config = TransformerConfig(
         num_layers=model.num_layers,
@@ -112,6 +113,10 @@ def gpt_model(model: ModelConfig, dtype: torch.dtype, *, rows: int, parallel_out
         add_bias_linear=model.bias == "all",
         add_qkv_bias=model.bias == "qkv",
         qk_layernorm=bool(model.qk_norm),
+        **{
+            name: args[name]
+            for name in ("softmax_scale", "softmax_type", "window_size", "window_attn_skip_freq", "no_rope_freq")
+        },
         hidden_dropout=0.0,
         attention_dropout=0.0,
         use_cpu_initialization=True,
@@ -130,7 +135,11 @@ def gpt_model(model: ModelConfig, dtype: torch.dtype, *, rows: int, parallel_out
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=model.tie_embeddings,
         position_embedding_type=model.position_kind.megatron,
-        rotary_base=model.rope_base,  # it says int, and takes its powers
+        rotary_base=args["rotary_base"],  # it says int, and takes its powers
+        rotary_percent=args["rotary_percent"],
+        seq_len_interpolation_factor=args["rotary_seq_len_interpolation_factor"],
+        rope_scaling=args["use_rope_scaling"],
+        rope_scaling_factor=args["rope_scaling_factor"],
         parallel_output=parallel_output,
     ).to(dtype)
 

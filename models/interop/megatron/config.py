@@ -10,17 +10,19 @@ Source: megatron/training/arguments.py and the TransformerConfig of Megatron-Cor
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, get_type_hints
 
 from pydantic import ValidationError
 
-from engine.config.attention_kinds import beyond_plain
+from engine.config.attention_kinds import KindFields, beyond_plain
 from engine.config.layer_kinds import ACTIVATIONS, NORMS, POSITIONS
-from engine.config.model import ModelConfig
+from engine.config.model import MOST_LAYERS, ModelConfig
 from engine.config.optimizer_kinds import OPTIMIZERS, OptimizerName
 from engine.config.plan import planned_steps
 from engine.config.tree import Config
 from engine.errors import ConfigError, shown
+from models.interop.megatron.attention_args import FIELDS, attention_args, attention_differences, read_attention
 
 Args = Mapping[str, Any]
 
@@ -70,10 +72,20 @@ _CHOICES = (
     "padded_vocab_size",
     "vocab_size",
     "tokenizer_type",
+    "apply_layernorm_1p",
+    "rotary_percent",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "softmax_scale",
+    "softmax_type",
 )
 """Arguments that the functions below read by name, in addition to those of the tables."""
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "padded_vocab_size")
+
+_ONE_MORE = {"rmsnorm": "rmsnorm_1p"}
+"""Norms whose weights `apply_layernorm_1p` stores less one -> ours of that form."""
 
 _NORMS = {kind.megatron: name for name, kind in NORMS.items() if kind.megatron is not None}
 _POSITIONS = {kind.megatron: name for name, kind in POSITIONS.items() if kind.megatron is not None}
@@ -88,20 +100,12 @@ OFF_ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
     "experimental_attention_variant": ((None,), "other kinds of attention are not built"),
     "linear_attention_freq": ((None,), "linear attention is not built"),
     "attention_output_gate": ((False, None), "gated attention output is not built"),
-    "window_size": ((None,), "attention in a sliding window is not built yet"),
-    "softmax_type": (("vanilla", None), "attention sinks are not built"),
-    "softmax_scale": ((None,), "attention with another scale than 1 / sqrt(head_dim) is not built"),
     "qk_l2_norm": ((False, None), "L2 norm of queries and keys is not built"),
     "quick_geglu": ((False, None), "a gate of x sigmoid(1.702 x) is not built"),
     "glu_linear_offset": ((0, 0.0, None), "an offset in the gated MLP is not built"),
     "activation_func_clamp_value": ((None,), "clamped activations are not built"),
-    "apply_layernorm_1p": ((False, None), "an exchange of norm weights that are stored less one is not built"),
     "apply_residual_connection_post_layernorm": ((False, None), "residuals after the norm are not built"),
-    "rotary_percent": ((1, 1.0, None), "RoPE on a part of each head is not built yet"),
     "rotary_interleaved": ((False, None), "RoPE that pairs neighbours is not built: pairs are i and i + head_dim / 2"),
-    "rotary_seq_len_interpolation_factor": ((None, 1), "scaled RoPE is not built yet"),
-    "use_rope_scaling": ((False, None), "scaled RoPE is not built yet"),
-    "no_rope_freq": ((None, 0), "layers without RoPE are not built"),
 }
 """Arguments that must be absent or have one of these values, and why."""
 
@@ -138,7 +142,17 @@ def model_section(args: Args, vocab_size: int | None, source: str) -> dict[str, 
         if given not in values:
             problems.append(f"{theirs} = {shown(given)}: must be one of {', '.join(values)}; no other one is built.")
         model[ours] = values.get(given)
-    if model["qk_norm"] and model["norm"] not in ("rmsnorm", None):
+    if args.get("apply_layernorm_1p"):
+        one_more = _ONE_MORE.get(model["norm"])
+        if one_more is None:
+            problems.append(
+                f"apply_layernorm_1p with normalization = {shown(args.get('normalization', 'LayerNorm'))}: weights that are "
+                "stored less one are built for RMSNorm only."
+            )
+        model["norm"] = one_more
+    if isinstance(model.get("num_layers"), int) and 0 < model["num_layers"] <= MOST_LAYERS:
+        problems += read_attention(args, model)
+    if model["qk_norm"] and model["norm"] not in (*_ONE_MORE, *_ONE_MORE.values(), None):
         problems.append(
             f"qk_layernorm with normalization = {args.get('normalization', 'LayerNorm')}: queries and keys are normalised by "
             "RMSNorm only here."
@@ -204,14 +218,17 @@ def megatron_args(model: ModelConfig) -> dict[str, Any]:
         ConfigError: Megatron has no such model.
     """
     problems = []
-    for field in ("norm", "activation", "position"):
+    stored_less_one = {ours: plain for plain, ours in _ONE_MORE.items()}
+    norm = NORMS[stored_less_one.get(model.norm, model.norm)]
+    for field in ("activation", "position"):
         if getattr(model, f"{field}_kind").megatron is None:
             given = f"model.{field} = {getattr(model, field)}"
             problems.append(f"{given}: Megatron-LM has no argument for it; the model would be another one.")
-    problems += [f"{given}: an exchange with Megatron-LM is not built for it." for given in beyond_plain(model)]
+    problems += [f"{given}: an exchange with Megatron-LM is not built for it." for given in beyond_plain(model, FIELDS)]
+    problems += attention_differences(model)
     if model.qk_norm == "all_heads":
         problems.append("model.qk_norm = all_heads: Megatron-LM normalises each head by itself.")
-    if model.qk_norm and model.norm != "rmsnorm":
+    if model.qk_norm and model.norm not in ("rmsnorm", *stored_less_one):
         problems.append(
             f"model.qk_norm with norm = {model.norm}: Megatron would normalise queries and keys by it, here it is RMSNorm."
         )
@@ -219,30 +236,34 @@ def megatron_args(model: ModelConfig) -> dict[str, Any]:
         raise ConfigError(problems)
     bias = model.bias == "all"
     args = {theirs: getattr(model, ours) for theirs, ours in _NAMES.items()}
-    return args | {
-        "kv_channels": model.head_size,
-        "ffn_hidden_size": model.ffn_size,
-        "group_query_attention": model.kv_heads != model.num_attention_heads,
-        "num_query_groups": model.kv_heads,
-        "max_position_embeddings": model.seq_length,
-        "position_embedding_type": model.position_kind.megatron,
-        "add_position_embedding": True,
-        "use_rotary_position_embeddings": model.position_kind.is_rotary,
-        "rotary_percent": 1.0,
-        "rotary_interleaved": False,
-        "normalization": model.norm_kind.megatron,
-        "norm_epsilon": model.norm_eps,
-        "untie_embeddings_and_output_weights": not model.tie_embeddings,
-        "add_bias_linear": bias,
-        "add_qkv_bias": bias or model.bias == "qkv",
-        "qk_layernorm": bool(model.qk_norm),
-        **{kind.megatron: kind == model.activation_kind for kind in ACTIVATIONS.values() if kind.megatron},
-        # Their exact GELU is what they compute without fusion; their tanh form has a name of its own.
-        "bias_gelu_fusion": False,
-        "vocab_size": model.vocab_size,
-        "padded_vocab_size": model.vocab_size,
-        "make_vocab_size_divisible_by": 1,
-    }
+    return (
+        args
+        | attention_args(model)
+        | {
+            "kv_channels": model.head_size,
+            "ffn_hidden_size": model.ffn_size,
+            "group_query_attention": model.kv_heads != model.num_attention_heads,
+            "num_query_groups": model.kv_heads,
+            "max_position_embeddings": model.seq_length,
+            "position_embedding_type": model.position_kind.megatron,
+            "add_position_embedding": True,
+            "use_rotary_position_embeddings": model.position_kind.is_rotary,
+            "rotary_interleaved": False,
+            "normalization": norm.megatron,
+            "apply_layernorm_1p": model.norm in stored_less_one,
+            "norm_epsilon": model.norm_eps,
+            "untie_embeddings_and_output_weights": not model.tie_embeddings,
+            "add_bias_linear": bias,
+            "add_qkv_bias": bias or model.bias == "qkv",
+            "qk_layernorm": bool(model.qk_norm),
+            **{kind.megatron: kind == model.activation_kind for kind in ACTIVATIONS.values() if kind.megatron},
+            # Their exact GELU is what they compute without fusion; their tanh form has a name of its own.
+            "bias_gelu_fusion": False,
+            "vocab_size": model.vocab_size,
+            "padded_vocab_size": model.vocab_size,
+            "make_vocab_size_divisible_by": 1,
+        }
+    )
 
 
 def megatron_training_args(config: Config) -> dict[str, Any]:
@@ -269,6 +290,13 @@ def differences(section: Mapping[str, Any], model: ModelConfig) -> list[str]:
     if "rope" not in (theirs.position, model.position):
         free.add("rope_base")
     found = []
+    if theirs.layers is not None or model.layers is not None:
+        # Kinds of layers may have other names, and say the same.
+        free |= {"layers", "layer_kinds", *get_type_hints(KindFields)}
+        if [replace(kind, name="") for kind in theirs.kinds] != [replace(kind, name="") for kind in model.kinds]:
+            found.append(
+                "model.layers: windows, RoPE or sinks of some layers in the config are not those of Megatron's arguments."
+            )
     for field in ModelConfig.model_fields:
         there, here = (getattr(one, names.get(field, field)) for one in (theirs, model))
         if field not in free and there != here:

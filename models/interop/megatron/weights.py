@@ -61,6 +61,7 @@ _KEYS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "attention.q.bias": ((f"{_QKV}.bias",),),
     "attention.q_norm.weight": (("self_attention.q_layernorm.weight",),),
     "attention.k_norm.weight": (("self_attention.k_layernorm.weight",),),
+    "attention.sinks": (("self_attention.core_attention.softmax_offset",),),
     "attention.proj.weight": (("self_attention.linear_proj.weight",),),
     "attention.proj.bias": (("self_attention.linear_proj.bias",),),
     "mlp.norm.weight": ((f"{_FC1}.layer_norm_weight",), ("pre_mlp_layernorm.weight",)),

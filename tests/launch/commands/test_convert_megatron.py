@@ -175,11 +175,11 @@ def test_rows_of_padding_are_dropped_and_named(theirs, tmp_path, capsys):
     ("args", "said"),
     [
         ({"num_experts": 8}, "num_experts = 8: mixture of experts is not built yet"),
-        ({"rotary_percent": 0.5}, "rotary_percent = 0.5: RoPE on a part of each head"),
-        ({"use_rope_scaling": True}, "use_rope_scaling = True"),
+        ({"softmax_type": "off-by-one"}, "softmax_type = 'off-by-one': only vanilla and learnable are built"),
+        ({"multi_latent_attention": True}, "multi-latent attention is not built"),
         ({"rotary_interleaved": True}, "pairs are i and i + head_dim / 2"),
-        ({"apply_layernorm_1p": True}, "stored less one"),
-        ({"window_size": (128, 0)}, "window_size = (128, 0)"),
+        ({"apply_layernorm_1p": True, "normalization": "LayerNorm"}, "stored less one are built for RMSNorm only"),
+        ({"window_size": (128, 128)}, "window_size = (128, 128): must be (keys before the query, 0)"),
         ({"normalization": "L2Norm"}, "normalization = 'L2Norm': must be one of LayerNorm, RMSNorm"),
         ({"position_embedding_type": "yarn"}, "position_embedding_type = 'yarn'"),
         ({"quick_geglu": True}, "a gate of x sigmoid(1.702 x) is not built"),
@@ -257,7 +257,7 @@ def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch, capsys):
         ({"activation": "geglu_tanh"}, "model.activation = geglu_tanh: Megatron-LM has no argument for it"),
         ({"qk_norm": "all_heads"}, "model.qk_norm = all_heads"),
         ({"parallel_block": True}, "model.parallel_block = True: an exchange with Megatron-LM is not built"),
-        ({"window": 4}, "model.window = 4: an exchange with Megatron-LM is not built for it"),
+        ({"attention_softcap": 4}, "model.attention_softcap = 4.0: an exchange with Megatron-LM is not built for it"),
     ],
 )
 def test_what_megatron_cannot_express_is_refused(choices, refusal, tmp_path, capsys):

@@ -199,7 +199,7 @@ def fingerprint(folder: Path) -> dict[str, str]:
 # Import ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama", "qwen", "gpt_tanh"])
+@pytest.mark.parametrize("name", ["gpt", "llama", "qwen", "gpt_tanh", "kinds", "sinks"])
 def test_an_imported_run_goes_on_as_megatrons_does(saved, tmp_path, name):
     """Logits, and the losses of the next updates, which depend on both moments, Adam's step and what is decayed."""
     folder, said = saved

@@ -1,0 +1,168 @@
+"""Positions, windows and kinds of layers in Megatron-LM's arguments: our fields of attention, and the reverse (no torch here).
+
+    rotary_percent                                 <->  rotary_share
+    rotary_seq_len_interpolation_factor            <->  rope_scaling linear
+    use_rope_scaling, rope_scaling_factor          <->  rope_scaling llama3 with the lengths and bounds of Llama 3.1
+    window_size (left, 0), window_attn_skip_freq   <->  window = left + 1, on all layers or by kinds of layers
+    no_rope_freq                                   <->  kinds of layers with position none
+    softmax_scale, softmax_type learnable          <->  attention_scale, sinks
+
+Sources: TransformerConfig, `is_layer_window_attention`, `get_sliding_window_causal_mask` and RotaryEmbedding of Megatron-Core 0.16.
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from typing import Any
+
+from engine.config.model import ModelConfig
+from engine.errors import shown
+
+Args = Mapping[str, Any]
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""Constants of `RotaryEmbedding._apply_scaling`; the factor alone is an argument."""
+
+LISTS = ("window_size", "window_attn_skip_freq", "no_rope_freq")
+"""Arguments that may be lists or tuples of whole numbers."""
+
+FIELDS = frozenset({"rotary_share", "rope_scaling", "window", "layers", "layer_kinds", "attention_scale", "sinks"})
+"""Our fields of `model` that these arguments can express, as far as `attention_differences` finds nothing."""
+
+
+def read_attention(args: Args, model: dict[str, Any]) -> list[str]:
+    """Write our fields of attention to `model`, whose `num_layers` and `position` are there; return problems."""
+    problems = [
+        f"{name} = {shown(args[name])}: must be a number or a list of numbers; Megatron-LM writes no other."
+        for name in LISTS
+        if args.get(name) is not None and not _is_numbers(args[name])
+    ]
+    if problems:
+        return problems
+    num_layers = model["num_layers"]
+    if model["position"] == "rope":
+        problems += _read_rope(args, model)
+    model["attention_scale"] = args.get("softmax_scale")
+    kind = args.get("softmax_type") or "vanilla"
+    if kind == "learnable":
+        model["sinks"] = True
+    elif kind != "vanilla":
+        problems.append(
+            f"softmax_type = {shown(kind)}: only vanilla and learnable are built; the model would be another one."
+        )
+    window, more = _read_window(args)
+    by_layer = [
+        _each_layer(args.get(name), num_layers, default)
+        for name, default in (("window_attn_skip_freq", 0), ("no_rope_freq", 1))
+    ]
+    problems += more
+    for name, pattern in zip(LISTS[1:], by_layer, strict=True):
+        if pattern is None:
+            problems.append(
+                f"{name} = {shown(args[name])}: must have an entry for each of {num_layers} layers, or be a divisor of it."
+            )
+    windows, still = by_layer
+    if problems or windows is None or still is None:
+        return problems
+    has_window = [window is not None and bool(flag) for flag in windows]
+    _write_layers(model, window, has_window, [bool(flag) and model["position"] == "rope" for flag in still])
+    return problems
+
+
+def _read_rope(args: Args, model: dict[str, Any]) -> Iterator[str]:
+    share = args.get("rotary_percent")
+    if share is not None and share != 1:
+        model["rotary_share"] = share
+    factor = args.get("rotary_seq_len_interpolation_factor")
+    if args.get("use_rope_scaling"):
+        model["rope_scaling"] = {"type": "llama3", "factor": args.get("rope_scaling_factor", 8.0), **LLAMA3}
+        if factor not in (None, 1):
+            yield "use_rope_scaling with rotary_seq_len_interpolation_factor: two scalings of one RoPE are not built."
+    elif factor not in (None, 1):
+        model["rope_scaling"] = {"type": "linear", "factor": factor}
+
+
+def _read_window(args: Args) -> tuple[int | None, list[str]]:
+    """Return the keys that a query sees, and problems; (-1, 0) is no window."""
+    given = args.get("window_size")
+    if given is None:
+        return None, []
+    if not (isinstance(given, list | tuple) and len(given) == 2 and given[1] in (0, -1)):
+        return None, [f"window_size = {shown(given)}: must be (keys before the query, 0); queries see no later key."]
+    return (None if given[0] < 0 else given[0] + 1), []
+
+
+def _each_layer(given: Any, num_layers: int, last: int) -> list[int] | None:
+    """Return the flag of each layer: as listed, or with a number n `last` for each n-th layer and the other value for the rest.
+
+    Nothing given: the other value for all. None: a list or number that does not fit the layers.
+    """
+    if given is None or given == 0:
+        return [1 - last] * num_layers
+    if isinstance(given, list | tuple):
+        return list(given) if len(given) == num_layers else None
+    if last and num_layers % given:
+        return None
+    return [last if (layer + 1) % given == 0 else 1 - last for layer in range(num_layers)]
+
+
+def _write_layers(model: dict[str, Any], window: int | None, has_window: list[bool], still: list[bool]) -> None:
+    """Write windows and layers without RoPE: to the model where all layers are alike, else as kinds of layers."""
+    kinds: dict[str, dict[str, Any]] = {}
+    names = []
+    for windowed, is_still in zip(has_window, still, strict=True):
+        name = ("near" if windowed else "far") + ("_no_rope" if is_still else "")
+        kinds[name] = ({"window": window} if windowed else {}) | ({"position": "none"} if is_still else {})
+        names.append(name)
+    if len(kinds) == 1:
+        model |= kinds[names[0]]
+    else:
+        model["layers"] = [f"{name}*{len(list(run))}" for name, run in groupby(names)]
+        model["layer_kinds"] = kinds
+
+
+def attention_differences(model: ModelConfig) -> Iterator[str]:
+    """List what the attention of a model has that Megatron-LM's arguments cannot say."""
+    kinds = model.kinds
+    if len(windows := {kind.window for kind in kinds if kind.window is not None}) > 1:
+        yield f"windows of {', '.join(map(str, sorted(windows)))} keys: Megatron-LM has one length for all layers."
+    rotaries = {kind.rotary for kind in kinds if kind.rotary is not None}
+    if len(rotaries) > 1:
+        yield "layers that rotate in different ways: Megatron-LM has one RoPE for all layers that rotate."
+    if len({kind.sinks for kind in kinds}) > 1:
+        yield "sinks on some layers: Megatron-LM has them on all layers or none."
+    scaling = next((rotary.scaling for rotary in rotaries), None)
+    if scaling is None or scaling.type == "linear":
+        return
+    if scaling.type != "llama3":
+        yield f"model.rope_scaling.type = {scaling.type}: an exchange of it with Megatron-LM is not built."
+    elif any(getattr(scaling, name) != value for name, value in LLAMA3.items()):
+        constants = ", ".join(f"{name} = {value:g}" for name, value in LLAMA3.items())
+        yield f"model.rope_scaling of type llama3: Megatron-LM has {constants}, and no argument for others."
+
+
+def attention_args(model: ModelConfig) -> dict[str, Any]:
+    """Return the arguments of a model's attention, of which `attention_differences` finds nothing."""
+    kinds = model.kinds
+    rotary = next((kind.rotary for kind in kinds if kind.rotary is not None), None)
+    scaling = None if rotary is None else rotary.scaling
+    is_linear, is_llama3 = (scaling is not None and scaling.type == each for each in ("linear", "llama3"))
+    window = next((kind.window for kind in kinds if kind.window is not None), None)
+    windowed, still = [kind.window is not None for kind in kinds], [kind.rotary is None for kind in kinds]
+    has_still = rotary is not None and any(still)
+    return {
+        "rotary_base": model.rope_base if rotary is None else rotary.base,
+        "rotary_percent": 1.0 if rotary is None else rotary.dim / model.head_size,
+        "rotary_seq_len_interpolation_factor": scaling.factor if is_linear and scaling is not None else None,
+        "use_rope_scaling": is_llama3,
+        "rope_scaling_factor": scaling.factor if is_llama3 and scaling is not None else 8.0,
+        "softmax_scale": model.attention_scale,
+        "softmax_type": "learnable" if kinds[0].sinks else "vanilla",
+        "window_size": None if window is None else (window - 1, 0),
+        "window_attn_skip_freq": None if window is None or all(windowed) else [int(each) for each in windowed],
+        "no_rope_freq": [int(each) for each in still] if has_still else None,
+    }
+
+
+def _is_numbers(value: Any) -> bool:
+    each = value if isinstance(value, list | tuple) else [value]
+    return len(each) <= 10_000 and all(type(one) is int for one in each)
