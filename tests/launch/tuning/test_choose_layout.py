@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from engine.config.load import load_config
 from engine.config.plan import parallel_sizes
+from engine.config.section import with_value
 from engine.config.tree import Config, problems
 from engine.errors import ConfigError
 from launch.tuning.choose_layout import MARGIN, MOST_BUBBLE, TOKENS_OF_A_MICROBATCH, choose_layout, four_digits
@@ -101,6 +102,11 @@ def test_a_layout_is_legal_and_fits_and_is_the_smallest_that_does(data: st.DataO
     assert resolved.recompute == chosen.recompute
     held = predict(resolved, sizes, nccl=machine.is_gpu)
     assert held == chosen.prediction and held.fullest.total <= machine.memory_bytes * (1 - MARGIN)
+    budget_gb = final.recompute.memory_gb
+    assert budget_gb is not None
+    assert budget_gb * GB + held.fullest.communicators <= machine.memory_bytes * (1 - MARGIN) + 1
+    one_sample = with_value(final, "train.micro_batch_size", 1)
+    assert resolve_recompute(one_sample, sizes).recompute == chosen.recompute, "larger microbatches recompute more"
     size = sizes.tp * sizes.pp
     assert not any(lightest(trial, machine) for small in by_size if small < size for trial in by_size[small])
     # `lightest` leaves a megabyte over, so it may recompute more than the chosen layout, never less.
@@ -139,6 +145,12 @@ def test_short_samples_share_a_microbatch() -> None:
     assert choose_layout(run("llama3_8b"), written_machine("8x141GB")).config.train.micro_batch_size == 1
 
 
+def test_microbatches_do_not_grow_at_the_price_of_recomputation() -> None:
+    sizes = {gb: choose_layout(run("gpt_125m"), written_machine(f"8x{gb}GB")) for gb in ("2.5", "3.5", "5")}
+    assert [chosen.recompute.granularity for chosen in sizes.values()] == ["none"] * 3
+    assert [chosen.config.train.micro_batch_size for chosen in sizes.values()] == [1, 2, 4]
+
+
 @given(st.floats(0, 10**6))
 def test_a_batch_of_four_binary_digits_is_near_and_divides(number: float) -> None:
     rounded = four_digits(number)
@@ -168,3 +180,6 @@ def test_a_config_that_no_layout_mends_is_refused_with_all_its_problems() -> Non
 def test_memory_is_that_of_a_gpu_with_a_tenth_left_free() -> None:
     chosen = choose_layout(run("llama3_8b"), written_machine("8x80GB"))
     assert chosen.usable_bytes == 72 * GB
+    budget_gb, communicators = chosen.config.recompute.memory_gb, chosen.prediction.fullest.communicators
+    assert budget_gb is not None and communicators > 0
+    assert 72 * GB - 10**6 < budget_gb * GB + communicators <= 72 * GB, "what is recomputed leaves room for NCCL"
