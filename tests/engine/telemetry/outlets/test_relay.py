@@ -216,7 +216,10 @@ import psutil
 with rank_log(path, show=show) as streams:
     print("before")
     relay = psutil.Process().children()[0]
-    time.sleep(0.3)
+    for _ in range(3000):
+        if path.read_text():
+            break
+        time.sleep(0.01)
     relay.kill()
     relay.wait()
     print("printed")
