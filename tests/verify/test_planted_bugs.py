@@ -98,6 +98,9 @@ UNSEEN = {
         "every_rank_has_the_sinks_of_the_first",
         "scaled_frequencies_are_not_scaled",
         "sinks_are_decayed",
+        "z_loss_is_divided_by_each_ranks_own_tokens",
+        "squares_of_heads_are_not_added",
+        "squares_of_replicated_key_heads_are_added_whole",
     },
 }
 """Bugs that are not named rightly in a dtype: below its rounding, named by the place after, or (fp32, where weights and masters
