@@ -57,14 +57,20 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "torch.utils._python_dispatch.TorchDispatchMode",
         "torch.utils._pytree.tree_iter",
     ),
-    "engine/kernels/attention.py": ("torch.nn.attention.SDPBackend", "torch.nn.attention.sdpa_kernel"),
+    "engine/kernels/attention.py": (
+        "torch._subclasses.FakeTensor",
+        "torch.nn.attention.SDPBackend",
+        "torch.nn.attention.sdpa_kernel",
+    ),
     "engine/kernels/elementwise.py": (
         "torch.ops.aten.gelu_backward.grad_input",
         "torch.ops.aten.silu_backward.grad_input",
     ),
-    "engine/kernels/masked_attention.py": (
+    "engine/kernels/flash_attention.py": (
         "torch.ops.aten._flash_attention_backward",
         "torch.ops.aten._flash_attention_forward",
+    ),
+    "engine/kernels/masked_attention.py": (
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
     ),

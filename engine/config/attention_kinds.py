@@ -155,17 +155,23 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPattern:
-    """Properties that some layer of a model asks of an attention kernel, besides causal attention."""
+    """Properties that some layer of a run asks of an attention kernel, besides causal attention.
+
+    Attributes:
+        windows, documents, sinks, softcap: of the model and the data.
+        parts: queries are a part of the keys' positions (context parallelism).
+    """
 
     windows: bool = False
     documents: bool = False
     sinks: bool = False
     softcap: bool = False
+    parts: bool = False
 
     @property
     def is_plain(self) -> bool:
         """Return whether nothing is asked."""
-        return not (self.windows or self.documents or self.sinks or self.softcap)
+        return not (self.windows or self.documents or self.sinks or self.softcap or self.parts)
 
 
 PLAIN = AttentionPattern()
@@ -181,6 +187,7 @@ def attention_pattern(config: "Config") -> AttentionPattern:
         documents=config.data.attention == "within",
         sinks=any(kind.sinks for kind in kinds),
         softcap=model.attention_softcap is not None,
+        parts=config.parallel.cp > 1,
     )
 
 

@@ -17,11 +17,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.config.attention_kinds import PLAIN, AttentionPattern
 from engine.data.documents import Documents
-from engine.kernels.masked_attention import WHOLE, Blocks, CpuFlash, Kernel, Mask, Varlen, masked_attention
+from engine.data.sequence_part import SequencePart
+from engine.kernels.flash_attention import Varlen, VarlenParts
+from engine.kernels.masked_attention import WHOLE, Blocks, CpuFlash, Kernel, Mask, masked_attention
 
 BACKENDS: Mapping[str, SDPBackend] = MappingProxyType(
     {
@@ -72,7 +75,7 @@ def attention(
         documents = None
     mask = Mask(window, documents)
     if kernel == "blocks" or mask != WHOLE or sinks is not None or softcap is not None:
-        return masked_attention(_kernel(kernel, q.device, mask, scale, softcap), q, k, v, sinks)
+        return masked_attention(masked_kernel(kernel, q.device, mask, scale, softcap), q, k, v, sinks)
     options: dict[str, Any] = {"is_causal": is_causal, "enable_gqa": k.shape[1] != q.shape[1], "scale": scale}
     if kernel not in BACKENDS:
         return F.scaled_dot_product_attention(q, k, v, **options)
@@ -80,7 +83,7 @@ def attention(
         return F.scaled_dot_product_attention(q, k, v, **options)
 
 
-def _kernel(name: str, device: torch.device, mask: Mask, scale: float | None, softcap: float | None) -> Kernel:
+def masked_kernel(name: str, device: torch.device, mask: Mask, scale: float | None, softcap: float | None) -> Kernel:
     """Return the kernel of this name for a mask.
 
     Raises:
@@ -93,7 +96,7 @@ def _kernel(name: str, device: torch.device, mask: Mask, scale: float | None, so
     if name in ("sdpa", "flash") and device.type == "cpu":
         return CpuFlash(mask, scale)
     if name == "varlen" and device.type == "cuda":
-        return Varlen(mask, scale)
+        return Varlen(mask, scale) if mask.part is None else VarlenParts(mask, scale)
     raise RuntimeError(f"it has no windows, documents or sinks on {device.type}; blocks has")
 
 
@@ -117,7 +120,11 @@ def attention_failure(kernel: str, shape: AttentionShape) -> str:
         with torch.enable_grad():
             _trial(kernel, shape).sum().backward()
 
-    return _failure(kernel, shape, train)
+    def train_part() -> None:
+        with torch.enable_grad():
+            _try_part(kernel, shape)
+
+    return _failure(kernel, shape, train_part if shape.pattern.parts else train)
 
 
 def decoding_failure(kernel: str, shape: AttentionShape) -> str:
@@ -167,6 +174,38 @@ def _trial(kernel: str, shape: AttentionShape) -> torch.Tensor:
     q, k, v = (operand.requires_grad_() for operand in _operands(shape, num_queries=_TRIED_LENGTH))
     mask, options = _asked(shape)
     return attention(kernel, q, k, v, mask, is_causal=True, **options)
+
+
+def _try_part(kernel: str, shape: AttentionShape) -> None:
+    """Attend from the second and the last quarter of a row, forward and backward, and compare with plain operators.
+
+    Some kernels align the causal mask with the first key where queries are fewer than keys, and say nothing.
+
+    Raises:
+        RuntimeError: the kernel cannot compute this, or aligns the mask otherwise.
+    """
+    quarter = _TRIED_LENGTH // 4
+    _, options = _asked(replace(shape, pattern=replace(shape.pattern, parts=False)))
+    rows = [[_TRIED_LENGTH // 2] * 2 if shape.pattern.documents else [_TRIED_LENGTH]]
+    mine, other = ((quarter, 2 * quarter), (3 * quarter, 4 * quarter)), ((0, quarter), (2 * quarter, 3 * quarter))
+    part = SequencePart.of([[mine, other]], 0, rows).map(lambda tensor: tensor.to(shape.device))
+    documents = Documents.of(rows).map(lambda tensor: tensor.to(shape.device)) if shape.pattern.documents else None
+    mask = Mask(_TRIED_LENGTH // 4 if shape.pattern.windows else None, documents, part)
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    numbers = [
+        torch.randn(1, heads, length, shape.head_dim, generator=generator)
+        for heads, length in ((shape.num_heads, 2 * quarter), (shape.num_kv_heads, _TRIED_LENGTH))
+    ]
+    for name in (kernel, "blocks"):
+        q, k = (each.to(shape.device, shape.dtype).requires_grad_() for each in numbers)
+        by_name = masked_kernel(name, shape.device, mask, None, options["softcap"])
+        found.append(masked_attention(by_name, q, k, k, options["sinks"]))
+        found[-1].sum().backward()
+    mine_out, plain = (each.detach().double() for each in found)
+    # A footprint has tensors without values.
+    if not isinstance(plain, FakeTensor) and (mine_out - plain).norm() > 0.05 * plain.norm():
+        raise RuntimeError("its causal mask does not end at the last query and the last key")
 
 
 def _asked(shape: AttentionShape) -> tuple[Mask, dict[str, Any]]:

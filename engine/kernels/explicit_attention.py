@@ -42,11 +42,14 @@ def explicit_attention(
 
 
 def _unseen(mask: Mask, s: int, s_k: int, device: torch.device) -> torch.Tensor:
-    """Return the keys that each query does not see: bool [s, s_k], with documents [b, 1, s, s_k]."""
-    unseen = torch.ones(s, s_k, dtype=torch.bool, device=device).triu(1 + s_k - s)
+    """Return the keys that each query does not see: bool [s, s_k], with documents or a part [b, 1, s, s_k]."""
+    keys = torch.arange(s_k, device=device)
+    queries = keys[s_k - s :] if mask.part is None else mask.part.positions.unsqueeze(1)
+    unseen = keys > queries.unsqueeze(-1)
     if mask.window is not None and mask.window < s_k:
-        unseen |= torch.ones(s, s_k, dtype=torch.bool, device=device).tril(s_k - s - mask.window)
+        unseen |= keys <= queries.unsqueeze(-1) - mask.window
     if mask.documents is None or mask.documents.is_one_per_row:
         return unseen
     numbers = mask.documents.numbers.unsqueeze(1)
-    return unseen | (numbers.unsqueeze(-1) != numbers.unsqueeze(-2))
+    of_queries = numbers if mask.part is None else numbers.gather(-1, queries)
+    return unseen | (of_queries.unsqueeze(-1) != numbers.unsqueeze(-2))

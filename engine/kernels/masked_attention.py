@@ -2,6 +2,7 @@
 
     window      a query sees the last `window` keys, its own among them: keys > query - window
     documents   a query sees its own document (`engine/data/documents.py`)
+    part        the queries are some stretches of a row, the keys all of it (context parallelism)
     sinks       one learned logit per head in the softmax's denominator, with no value (gpt-oss)
     softcap     logits are capped, softcap tanh(logit / softcap), before the mask (Gemma 2)
 
@@ -10,18 +11,20 @@ that some of them see. So memory and FLOPs are those of what is seen. The kernel
 
     CpuFlash   torch's kernel for the CPU, any dtype; documents of equal length in one call
     Blocks     plain operators on any device: scores of one block of queries exist at a time, in the forward and the backward
-    Varlen     flash attention on a GPU, bf16 and fp16: windows by its own arguments, documents by their boundaries
+    Varlen     flash attention on a GPU (`engine/kernels/flash_attention.py`)
 
 One autograd function keeps q, k, v, the output and the logarithm of each row's sum, as a fused kernel does.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate as running_sums
 from typing import Any, Protocol
 
 import torch
 
 from engine.data.documents import Documents
+from engine.data.sequence_part import SequencePart
 from engine.numerics.precision import accumulate, accumulation_dtype
 
 Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -34,11 +37,15 @@ BLOCK = 256
 class Mask:
     """The keys that each query sees, in addition to the causal mask.
 
-    The queries are the last of the keys' positions: as many as keys, or one.
+    Attributes:
+        window: keys that a query sees, its own among them; None: all before it.
+        documents: of the keys' rows; None: each row is one.
+        part: of the keys' rows that the queries are; None: the last positions, as many as keys, or one.
     """
 
     window: int | None = None
     documents: Documents | None = None
+    part: SequencePart | None = None
 
 
 WHOLE = Mask()
@@ -72,23 +79,39 @@ def masked_attention(
     return _Attention.apply(q, k, v, sinks, kernel)
 
 
-class _Attention(torch.autograd.Function):
-    """The kernel's own forward and backward, once each.
+def attend(
+    kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output and the logarithms of the rows' sums, sinks among them; no gradient is recorded.
 
     A sink adds exp(sink) to each row's sum: lse' = log(exp(lse) + exp(sink)), out' = out exp(lse - lse'). Its value is zero, so the
-    kernel's backward from out' and lse' is the right one: it has P' = exp(scores - lse') and D' = rowsum(dO out'). The sink's own
-    probability is exp(sink - lse'), its gradient minus the sum over the rows of that times D'.
+    kernel's backward from out' and lse' is the right one: it has P' = exp(scores - lse') and D' = rowsum(dO out').
     """
+    out, lse = kernel.forward(q, k, v)
+    if sinks is None:
+        return out, lse
+    total = torch.logaddexp(lse, sinks.to(lse.dtype).view(-1, 1))
+    return out.mul_((lse - total).exp_().unsqueeze(-1)), total
+
+
+def grad_of_sinks(
+    grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Return the gradient of the sinks [n]: a sink's probability is exp(sink - lse'), times -D' summed over the rows."""
+    if sinks is None:
+        return None
+    share = (sinks.to(lse.dtype).view(-1, 1) - lse).exp_()
+    return (share * (accumulate(grad) * out).sum(-1)).sum((0, 2)).neg_().to(sinks.dtype)
+
+
+class _Attention(torch.autograd.Function):
+    """The kernel's own forward and backward, once each."""
 
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, kernel: Kernel
     ) -> torch.Tensor:
-        out, lse = kernel.forward(q, k, v)
-        if sinks is not None:
-            total = torch.logaddexp(lse, sinks.to(lse.dtype).view(-1, 1))
-            out.mul_((lse - total).exp_().unsqueeze(-1))
-            lse = total
+        out, lse = attend(kernel, q, k, v, sinks)
         ctx.kernel = kernel
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         return out
@@ -99,105 +122,132 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, None]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
         grads = ctx.kernel.backward(grad, q, k, v, out, lse)
-        grad_sinks = None
-        if sinks is not None:
-            share = (sinks.to(lse.dtype).view(-1, 1) - lse).exp_()
-            grad_sinks = (share * (accumulate(grad) * out).sum(-1)).sum((0, 2)).neg_().to(sinks.dtype)
-        return *grads, grad_sinks, None
+        return *grads, grad_of_sinks(grad, out, lse, sinks), None
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """`length` tokens from each (row, start); of all rows from one start where `starts` is an int."""
+
+    starts: tuple[tuple[int, int], ...] | int
+    length: int
+
+    def cut(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the tokens of each place: x [b, n, s, ..] -> [places, n, length, ..]."""
+        if isinstance(self.starts, int):
+            return x[:, :, self.starts : self.starts + self.length]
+        parts = [x[row, :, start : start + self.length] for row, start in self.starts]
+        return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
+
+    def put(self, x: torch.Tensor, values: torch.Tensor) -> None:
+        """Write what `cut` would return."""
+        if isinstance(self.starts, int):
+            x[:, :, self.starts : self.starts + self.length] = values
+            return
+        for (row, start), part in zip(self.starts, values, strict=True):
+            x[row, :, start : start + self.length] = part
+
+    def add(self, x: torch.Tensor, values: torch.Tensor) -> None:
+        """Add to what `cut` would return."""
+        if isinstance(self.starts, int):
+            x[:, :, self.starts : self.starts + self.length] += values
+            return
+        for (row, start), part in zip(self.starts, values, strict=True):
+            x[row, :, start : start + self.length] += part
+
+    def part(self, first: int, stop: int) -> "_Places":
+        """Return tokens [first, stop) of each place."""
+        if isinstance(self.starts, int):
+            return _Places(self.starts + first, stop - first)
+        return _Places(tuple((row, start + first) for row, start in self.starts), stop - first)
 
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """Tokens that see each other: `length` of them from each (row, start) of `places`; None: all rows, whole."""
+    """Queries that follow each other, of one document or of documents of one shape.
 
-    places: tuple[tuple[int, int], ...] | None
-    length: int
+    Attributes:
+        queries: their places among the queries.
+        keys: the places of the document's keys up to the last query.
+        position: of the first query among those keys.
+    """
 
-    def cut(self, x: torch.Tensor, first: int, stop: int) -> torch.Tensor:
-        """Return tokens [first, stop) of each place: x [b, n, s, ..] -> [places, n, stop - first, ..]."""
-        if self.places is None:
-            return x[:, :, first:stop]
-        parts = [x[row, :, start + first : start + stop] for row, start in self.places]
-        return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
-
-    def put(self, x: torch.Tensor, first: int, stop: int, values: torch.Tensor) -> None:
-        """Write what `cut` would return."""
-        if self.places is None:
-            x[:, :, first:stop] = values
-            return
-        for (row, start), part in zip(self.places, values, strict=True):
-            x[row, :, start + first : start + stop] = part
-
-    def add(self, x: torch.Tensor, first: int, stop: int, values: torch.Tensor) -> None:
-        """Add to what `cut` would return."""
-        if self.places is None:
-            x[:, :, first:stop] += values
-            return
-        for (row, start), part in zip(self.places, values, strict=True):
-            x[row, :, start + first : start + stop] += part
+    queries: _Places
+    keys: _Places
+    position: int
 
 
-def _stretches(documents: Documents | None, length: int) -> Iterator[_Stretch]:
-    """Yield the stretches of rows of `length` tokens; documents of equal length are one."""
-    if documents is None:
-        yield _Stretch(None, length)
-        return
-    places: dict[int, list[tuple[int, int]]] = {}
-    for row, lengths in enumerate(documents.lengths):
+def _stretches(mask: Mask, num_queries: int, num_keys: int) -> Iterator[_Stretch]:
+    """Yield the stretches of all queries; those of equal length and position in documents are one."""
+    if mask.documents is None:
+        # All rows are alike: without documents each has the same runs.
+        runs = ((num_keys - num_queries, num_keys),) if mask.part is None else mask.part.runs[0]
         start = 0
-        for each in lengths:
-            places.setdefault(each, []).append((row, start))
-            start += each
-    for each, found in places.items():
-        yield _Stretch(tuple(found), each)
+        for first, stop in runs:
+            yield _Stretch(_Places(start, stop - first), _Places(0, stop), first)
+            start += stop - first
+        return
+    places: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for row, lengths in enumerate(mask.documents.lengths):
+        ends = [*running_sums(lengths)]
+        start = 0
+        for first, stop in ((0, ends[-1]),) if mask.part is None else mask.part.runs[row]:
+            for end, length in zip(ends, lengths, strict=True):
+                low, high = max(first, end - length), min(stop, end)
+                if low < high:
+                    places.setdefault((low - end + length, high - low), []).append((row, start, end - length))
+                    start += high - low
+    for (position, length), found in places.items():
+        queries = _Places(tuple((row, query) for row, query, _ in found), length)
+        keys = _Places(tuple((row, key) for row, _, key in found), position + length)
+        yield _Stretch(queries, keys, position)
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Queries [first, stop) of a stretch, and the keys [first_key, stop_key) that some of them see.
+    """Queries that are computed at a time, and the keys that some of them see.
 
     Attributes:
+        queries, keys: their places.
         position: of the first query among the keys.
         window: of the mask.
     """
 
-    stretch: _Stretch
-    first: int
-    stop: int
-    first_key: int
-    stop_key: int
+    queries: _Places
+    keys: _Places
     position: int
     window: int | None
 
     @property
     def is_whole(self) -> bool:
         """Return whether every query sees every key."""
-        return self.stop - self.first == 1
+        return self.queries.length == 1
 
     @property
-    def is_causal(self) -> bool:
-        """Return whether query i sees keys 0 .. i and all of them."""
-        return self.first_key == self.position and (self.window is None or self.stop - self.first <= self.window)
+    def is_cut(self) -> bool:
+        """Return whether the window hides a key from some query that comes after it."""
+        return self.window is not None and self.keys.length > self.window
 
     def seen(self, device: torch.device) -> torch.Tensor:
         """Return which keys each query sees, bool [queries, keys]."""
-        queries = torch.arange(self.position, self.stop_key, device=device).unsqueeze(1)
-        keys = torch.arange(self.first_key, self.stop_key, device=device)
+        queries = torch.arange(self.position, self.keys.length, device=device).unsqueeze(1)
+        keys = torch.arange(self.keys.length, device=device)
         seen = keys <= queries
         return seen if self.window is None else seen & (keys > queries - self.window)
 
 
 def _pieces(mask: Mask, num_queries: int, num_keys: int, block: int | None) -> Iterator[_Piece]:
     """Yield the pieces of an attention, with at most `block` queries each; None: blocks only where there is a window."""
-    before = num_keys - num_queries
-    for stretch in _stretches(mask.documents, num_queries):
-        num_seen = stretch.length + before
-        window = mask.window if mask.window is not None and mask.window < num_seen else None
-        size = block or (stretch.length if window is None else min(window, BLOCK))
-        for first in range(0, stretch.length, size):
-            stop = min(first + size, stretch.length)
-            first_key = 0 if window is None else max(0, before + first - window + 1)
-            yield _Piece(stretch, first, stop, first_key, before + stop, before + first, window)
+    for stretch in _stretches(mask, num_queries, num_keys):
+        window = mask.window if mask.window is not None and mask.window < stretch.keys.length else None
+        length = stretch.queries.length
+        size = block or (length if window is None else min(window, BLOCK))
+        for first in range(0, length, size):
+            stop = min(first + size, length)
+            position = stretch.position + first
+            first_key = 0 if window is None else max(0, position - window + 1)
+            keys = stretch.keys.part(first_key, stretch.position + stop)
+            yield _Piece(stretch.queries.part(first, stop), keys, position - first_key, window)
 
 
 class _ByPieces:
@@ -221,10 +271,9 @@ class _ByPieces:
         out = q.new_empty(s, b, n, d).permute(1, 2, 0, 3)
         lse = q.new_empty(b, n, s, dtype=accumulation_dtype(q.dtype))
         for piece in _pieces(self.mask, s, k.shape[2], self.block):
-            stretch, queries, keys = piece.stretch, (piece.first, piece.stop), (piece.first_key, piece.stop_key)
-            found = self.part(piece, stretch.cut(q, *queries), stretch.cut(k, *keys), stretch.cut(v, *keys))
-            stretch.put(out, *queries, found[0])
-            stretch.put(lse, *queries, found[1])
+            found = self.part(piece, piece.queries.cut(q), piece.keys.cut(k), piece.keys.cut(v))
+            piece.queries.put(out, found[0])
+            piece.queries.put(lse, found[1])
         return out, lse
 
     def backward(
@@ -241,13 +290,12 @@ class _ByPieces:
         # Several pieces add to one key.
         grad_k, grad_v = (torch.zeros_like(each, dtype=wide) for each in (k, v))
         for piece in _pieces(self.mask, q.shape[2], k.shape[2], self.block):
-            stretch, queries, keys = piece.stretch, (piece.first, piece.stop), (piece.first_key, piece.stop_key)
-            grad_part, q_part, out_part, lse_part = (stretch.cut(each, *queries) for each in (grad, q, out, lse))
-            k_part, v_part = (stretch.cut(each, *keys) for each in (k, v))
+            grad_part, q_part, out_part, lse_part = (piece.queries.cut(each) for each in (grad, q, out, lse))
+            k_part, v_part = (piece.keys.cut(each) for each in (k, v))
             found = self.part_backward(piece, grad_part, q_part, out_part, lse_part, k_part, v_part)
-            stretch.put(grad_q, *queries, found[0])
-            stretch.add(grad_k, *keys, found[1])
-            stretch.add(grad_v, *keys, found[2])
+            piece.queries.put(grad_q, found[0])
+            piece.keys.add(grad_k, found[1])
+            piece.keys.add(grad_v, found[2])
         return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
 
     def part(
@@ -271,15 +319,28 @@ class _ByPieces:
 
 
 class CpuFlash(_ByPieces):
-    """torch's fused kernel for the CPU, which takes any float dtype and an additive mask."""
+    """torch's fused kernel for the CPU, which takes any float dtype and an additive mask.
+
+    Its causal mask begins at the first key. Queries that come later in their document see the keys before them whole, and their
+    own by that mask: two calls, whose outputs are one by their logarithms.
+    """
 
     def part(
         self, piece: _Piece, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        is_causal, mask = self._mask(piece, q)
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, is_causal, attn_mask=mask, scale=self.scale
-        )
+        found = [
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q, k[:, :, keys], v[:, :, keys], 0.0, is_causal, attn_mask=mask, scale=self.scale
+            )
+            for keys, is_causal, mask in self._calls(piece, q)
+        ]
+        if len(found) == 1:
+            return found[0]
+        (before, lse_before), (own, lse_own) = found
+        lse = torch.logaddexp(lse_before, lse_own)
+        before, own = accumulate(before), accumulate(own)
+        out = before * (lse_before - lse).exp_().unsqueeze(-1) + own * (lse_own - lse).exp_().unsqueeze(-1)
+        return out.to(q.dtype), lse
 
     def part_backward(
         self,
@@ -291,18 +352,29 @@ class CpuFlash(_ByPieces):
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> Tensors3:
-        is_causal, mask = self._mask(piece, q)
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=self.scale
-        )
+        # Each call has the probabilities of its keys among all, from the logarithms of all.
+        found = [
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *(grad, q, k[:, :, keys], v[:, :, keys], out, lse, 0.0, is_causal), attn_mask=mask, scale=self.scale
+            )
+            for keys, is_causal, mask in self._calls(piece, q)
+        ]
+        if len(found) == 1:
+            return found[0]
+        of_q, of_k, of_v = zip(*found, strict=True)
+        return of_q[0] + of_q[1], torch.cat(of_k, dim=2), torch.cat(of_v, dim=2)
 
     @staticmethod
-    def _mask(piece: _Piece, q: torch.Tensor) -> tuple[bool, torch.Tensor | None]:
-        """Return whether the piece is causal, and an additive mask [queries, keys] where that is not all."""
-        if piece.is_whole or piece.is_causal:
-            return not piece.is_whole, None
-        seen = piece.seen(q.device)
-        return False, torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill_(~seen, -torch.inf)
+    def _calls(piece: _Piece, q: torch.Tensor) -> list[tuple[slice, bool, torch.Tensor | None]]:
+        """Return the keys of each call, whether it is causal, and an additive mask [queries, keys] where that is not all."""
+        if piece.is_whole:
+            return [(slice(None), False, None)]
+        if piece.is_cut:
+            seen = piece.seen(q.device)
+            mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill_(~seen, -torch.inf)
+            return [(slice(None), False, mask)]
+        own = (slice(piece.position, None), True, None)
+        return [own] if piece.position == 0 else [(slice(0, piece.position), False, None), own]
 
 
 class Blocks(_ByPieces):
@@ -366,88 +438,3 @@ class Blocks(_ByPieces):
     @staticmethod
     def _seen(piece: _Piece, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return piece.seen(q.device).repeat(q.shape[1] // k.shape[1], 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Varlen:
-    """Flash attention on a GPU, with its own windows and, for documents, lengths that vary (`torch.nn.attention.varlen`).
-
-    torch's function for it has no gradient through the logarithms, which sinks need; so its operators are called directly.
-    """
-
-    mask: Mask
-    scale: float | None
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        b, _, s, _ = q.shape
-        out, lse = flash_forward(self._packed(q), self._packed(k), self._packed(v), *self._bounds(s), **self._options())
-        if self.mask.documents is not None:
-            lse = lse.unflatten(1, (b, s)).transpose(0, 1)
-        return self._unpacked(out, b), lse
-
-    def backward(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> Tensors3:
-        b, _, s, _ = q.shape
-        if self.mask.documents is not None:
-            lse = lse.transpose(0, 1).flatten(1)
-        grad, q, k, v, out = (self._packed(each) for each in (grad, q, k, v, out))
-        bounds, options = self._bounds(s), self._options()
-        grad_q, grad_k, grad_v = flash_backward(grad, q, k, v, out, lse.contiguous(), *bounds, **options)
-        return self._unpacked(grad_q, b), self._unpacked(grad_k, b), self._unpacked(grad_v, b)
-
-    def _packed(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x [b, n, s, d] as [b, s, n, d]; with documents as [b s, n, d]."""
-        x = x.transpose(1, 2)
-        return x if self.mask.documents is None else x.flatten(0, 1)
-
-    def _unpacked(self, x: torch.Tensor, b: int) -> torch.Tensor:
-        x = x if self.mask.documents is None else x.unflatten(0, (b, -1))
-        return x.transpose(1, 2)
-
-    def _bounds(self, s: int) -> tuple[torch.Tensor | None, int]:
-        """Return the boundaries of the documents and the longest one's length; of whole rows None and s."""
-        documents = self.mask.documents
-        return (None, s) if documents is None else (documents.boundaries, documents.longest)
-
-    def _options(self) -> dict[str, Any]:
-        window = self.mask.window
-        left = -1 if window is None else window - 1
-        return {"scale": self.scale, "window_size_left": left, "window_size_right": 0}
-
-
-def flash_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: torch.Tensor | None, longest: int, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call the kernel: q, k, v [b, s, n, d] or [tokens, n, d] -> the output, and logarithms fp32 [b, n, s] or [n, tokens]."""
-    is_causal = options["window_size_left"] < 0
-    found = torch.ops.aten._flash_attention_forward(
-        q, k, v, boundaries, boundaries, longest, longest, 0.0, is_causal, False, **options
-    )
-    return found[0], found[1]
-
-
-def flash_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    boundaries: torch.Tensor | None,
-    longest: int,
-    **options: Any,
-) -> Tensors3:
-    """Call the backward of `flash_forward`: the gradients of q, k and v."""
-    is_causal = options["window_size_left"] < 0
-    # The state of random numbers, which no dropout reads.
-    state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-    return torch.ops.aten._flash_attention_backward(
-        *(grad, q, k, v, out, lse, boundaries, boundaries, longest, longest, 0.0, is_causal, state, unused), **options
-    )

@@ -117,7 +117,7 @@ def test_a_corpus_without_document_ends_is_named(write_corpus: Callable[..., str
     assert unbroken_corpora(train) == [broken]
 
 
-TENSORS = ("documents", "loader")
+TENSORS = ("documents", "loader", "sequence_part")
 """Modules that make tensors."""
 
 

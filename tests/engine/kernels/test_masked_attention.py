@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.data.documents import Documents
-from engine.kernels import masked_attention
+from engine.kernels import flash_attention, masked_attention
 from engine.kernels.attention import attention
-from engine.kernels.masked_attention import Mask, Varlen
+from engine.kernels.flash_attention import Varlen
+from engine.kernels.masked_attention import Mask
 
 CPU = torch.device("cpu")
 
@@ -217,35 +218,52 @@ def test_no_tensor_of_all_pairs_exists(monkeypatch: pytest.MonkeyPatch) -> None:
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the two calls of the GPU's kernel by the CPU's, with the shapes and arguments that the GPU's takes."""
 
-    def rows_of(boundaries: torch.Tensor, longest: int) -> Documents:
-        lengths = boundaries.diff().tolist()
-        assert boundaries.dtype == torch.int32 and max(lengths) == longest
-        return Documents.of([[length for length in lengths if length]])
-
-    def kernel(boundaries: torch.Tensor | None, longest: int, options: dict) -> masked_attention.CpuFlash:  # type: ignore[type-arg]
+    def kernel(options: dict) -> masked_attention.CpuFlash:  # type: ignore[type-arg]
         assert options["window_size_right"] == 0
         window = None if options["window_size_left"] < 0 else options["window_size_left"] + 1
-        documents = None if boundaries is None else rows_of(boundaries, longest)
-        return masked_attention.CpuFlash(Mask(window, documents), options["scale"])
+        return masked_attention.CpuFlash(Mask(window), options["scale"])
 
-    def fold(x: torch.Tensor, packed: bool) -> torch.Tensor:
-        assert x.dim() == (3 if packed else 4)
-        return (x.unsqueeze(0) if packed else x).transpose(1, 2)
+    def sequences(x, boundaries, longest):  # type: ignore[no-untyped-def]
+        """Each sequence alone, [1, n, tokens, d]; of whole rows all, [b, n, tokens, d]."""
+        if boundaries is None:
+            assert x.dim() == 4 and x.shape[1] == longest
+            return [x.transpose(1, 2)]
+        lengths = boundaries.diff().tolist()
+        assert boundaries.dtype == torch.int32 and max(lengths) == longest and x.dim() == 3
+        return [each.unsqueeze(0).transpose(1, 2) for each in x.split([length for length in lengths if length])]
+
+    def both(boundaries, longest):  # type: ignore[no-untyped-def]
+        return zip(boundaries or (None, None), longest, strict=True)
+
+    def joined(parts, boundaries):  # type: ignore[no-untyped-def]
+        parts = [each.transpose(1, 2) for each in parts]
+        return parts[0] if boundaries is None else torch.cat(parts, dim=1)[0]
 
     def forward(q, k, v, boundaries, longest, **options):  # type: ignore[no-untyped-def]
-        packed = boundaries is not None
-        out, lse = kernel(boundaries, longest, options).forward(*(fold(x, packed) for x in (q, k, v)))
-        out = out.transpose(1, 2)
-        return (out[0], lse[0]) if packed else (out, lse)
+        of_q, of_k = both(boundaries, longest)
+        found = [
+            kernel(options).forward(*each)
+            for each in zip(sequences(q, *of_q), sequences(k, *of_k), sequences(v, *of_k), strict=True)
+        ]
+        logarithms = [lse for _, lse in found]
+        lse = logarithms[0] if boundaries is None else torch.cat(logarithms, dim=-1)[0]
+        return joined([out for out, _ in found], boundaries), lse
 
     def backward(grad, q, k, v, out, lse, boundaries, longest, **options):  # type: ignore[no-untyped-def]
-        packed = boundaries is not None
-        five = [fold(x, packed) for x in (grad, q, k, v, out)]
-        found = kernel(boundaries, longest, options).backward(*five, lse.unsqueeze(0) if packed else lse)
-        return tuple(x.transpose(1, 2)[0] if packed else x.transpose(1, 2) for x in found)
+        of_q, of_k = both(boundaries, longest)
+        assert lse.is_contiguous()
+        three = [sequences(each, *of_q) for each in (grad, q, out)]
+        keys, values = (sequences(each, *of_k) for each in (k, v))
+        sizes = [each.shape[2] for each in three[0]]
+        logarithms = [lse] if boundaries is None else [each.unsqueeze(0) for each in lse.split(sizes, dim=-1)]
+        found = [
+            kernel(options).backward(one[0], one[1], one[3], one[4], one[2], one[5])
+            for one in zip(*three, keys, values, logarithms, strict=True)
+        ]
+        return tuple(joined(each, boundaries) for each in zip(*found, strict=True))
 
-    monkeypatch.setattr(masked_attention, "flash_forward", forward)
-    monkeypatch.setattr(masked_attention, "flash_backward", backward)
+    monkeypatch.setattr(flash_attention, "flash_forward", forward)
+    monkeypatch.setattr(flash_attention, "flash_backward", backward)
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -256,7 +274,7 @@ def test_what_a_gpus_kernel_gets_and_returns(
     """All but the kernel itself: packing, boundaries, windows, logarithms, and sinks around it."""
     emulate(monkeypatch)
     monkeypatch.setattr(
-        "engine.kernels.attention._kernel", lambda name, device, mask, scale, softcap: Varlen(mask, scale)
+        "engine.kernels.attention.masked_kernel", lambda name, device, mask, scale, softcap: Varlen(mask, scale)
     )
     compare("varlen", Asked(rows=rows, window=window, has_sinks=True, scale=0.3))
 

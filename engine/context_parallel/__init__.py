@@ -1,0 +1,1 @@
+"""Context parallelism: a sample cut over ranks, which gather its keys and values for attention."""

@@ -1,0 +1,209 @@
+"""Flash attention on a GPU, bf16 and fp16: windows by its own arguments, documents by their boundaries, parts of rows.
+
+torch's function for it (`torch.nn.attention.varlen`) has no gradient through the logarithms, which sinks need; so its operators
+are called directly. A dense call is that of whole rows, a packed one has documents of any length one after the other.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.data.sequence_part import Stretch
+from engine.kernels.masked_attention import Mask, Tensors3
+from engine.numerics.precision import accumulation_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Varlen:
+    """The kernel for whole rows, dense or packed by documents."""
+
+    mask: Mask
+    scale: float | None
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        b, _, s, _ = q.shape
+        out, lse = flash_forward(self._packed(q), self._packed(k), self._packed(v), *self._bounds(s), **self._options())
+        if self.mask.documents is not None:
+            lse = lse.unflatten(1, (b, s)).transpose(0, 1)
+        return self._unpacked(out, b), lse
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> Tensors3:
+        b, _, s, _ = q.shape
+        if self.mask.documents is not None:
+            lse = lse.transpose(0, 1).flatten(1)
+        grad, q, k, v, out = (self._packed(each) for each in (grad, q, k, v, out))
+        bounds, options = self._bounds(s), self._options()
+        grad_q, grad_k, grad_v = flash_backward(grad, q, k, v, out, lse.contiguous(), *bounds, **options)
+        return self._unpacked(grad_q, b), self._unpacked(grad_k, b), self._unpacked(grad_v, b)
+
+    def _packed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x [b, n, s, d] as [b, s, n, d]; with documents as [b s, n, d]."""
+        x = x.transpose(1, 2)
+        return x if self.mask.documents is None else x.flatten(0, 1)
+
+    def _unpacked(self, x: torch.Tensor, b: int) -> torch.Tensor:
+        x = x if self.mask.documents is None else x.unflatten(0, (b, -1))
+        return x.transpose(1, 2)
+
+    def _bounds(self, s: int) -> "_Bounds":
+        """Return the boundaries of the documents and the longest one's length, twice; of whole rows None and s."""
+        documents = self.mask.documents
+        if documents is None:
+            return None, (s, s)
+        return (documents.boundaries, documents.boundaries), (documents.longest, documents.longest)
+
+    def _options(self) -> dict[str, Any]:
+        return flash_options(self.mask, self.scale)
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenParts:
+    """The same kernel for queries that are a part of the keys' rows: a call for each stretch of them.
+
+    The kernel's causal mask ends at the last query and the last key of a document (flash attention from 2.1 on), which is where a
+    stretch ends.
+    """
+
+    mask: Mask
+    scale: float | None
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        b, n, s, d = q.shape
+        out = q.new_empty(s, b, n, d).permute(1, 2, 0, 3)
+        lse = q.new_empty(b, n, s, dtype=accumulation_dtype(q.dtype))
+        for stretch in self._stretches():
+            mine, whole = (_of_stretch(stretch, run) for run in (stretch.queries, stretch.keys))
+            found = flash_forward(
+                *(mine.cut(q), whole.cut(k), whole.cut(v), stretch.boundaries, stretch.longest),
+                **flash_options(self.mask, self.scale),
+            )
+            mine.put(out, found[0])
+            mine.put_logarithms(lse, found[1])
+        return out, lse
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> Tensors3:
+        grad_q = torch.empty_like(q)
+        wide = accumulation_dtype(q.dtype)
+        grad_k, grad_v = (torch.zeros_like(each, dtype=wide) for each in (k, v))
+        for stretch in self._stretches():
+            mine, whole = (_of_stretch(stretch, run) for run in (stretch.queries, stretch.keys))
+            found = flash_backward(
+                *(mine.cut(grad), mine.cut(q), whole.cut(k), whole.cut(v), mine.cut(out), mine.cut_logarithms(lse)),
+                *(stretch.boundaries, stretch.longest),
+                **flash_options(self.mask, self.scale),
+            )
+            mine.put(grad_q, found[0])
+            whole.add(grad_k, found[1])
+            whole.add(grad_v, found[2])
+        return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
+
+    def _stretches(self) -> tuple[Stretch, ...]:
+        assert self.mask.part is not None, "whole rows have a kernel of their own"
+        return self.mask.part.stretches
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """Tokens [start, stop) of one row, packed as the kernel takes them, [tokens, n, d]; of all rows [b, tokens, n, d]."""
+
+    row: int | slice
+    run: tuple[int, int]
+
+    def cut(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the tokens of x [b, n, s, d], as a view."""
+        return self._part(x).transpose(-3, -2)
+
+    def put(self, x: torch.Tensor, values: torch.Tensor) -> None:
+        """Write what `cut` would return."""
+        self._part(x).copy_(values.transpose(-3, -2))
+
+    def add(self, x: torch.Tensor, values: torch.Tensor) -> None:
+        """Add to what `cut` would return."""
+        self._part(x).add_(values.transpose(-3, -2))
+
+    def put_logarithms(self, lse: torch.Tensor, values: torch.Tensor) -> None:
+        """Write [n, tokens], or [b, n, tokens], into [b, n, s]."""
+        self._part(lse).copy_(values)
+
+    def cut_logarithms(self, lse: torch.Tensor) -> torch.Tensor:
+        """Return the logarithms of the tokens, contiguous as the kernel asks."""
+        return self._part(lse).contiguous()
+
+    def _part(self, x: torch.Tensor) -> torch.Tensor:
+        return x[self.row, :, self.run[0] : self.run[1]]
+
+
+def _of_stretch(stretch: Stretch, run: tuple[int, int]) -> _Tokens:
+    return _Tokens(slice(None) if stretch.row is None else stretch.row, run)
+
+
+_Bounds = tuple[tuple[torch.Tensor, torch.Tensor] | None, tuple[int, int]]
+"""Boundaries of documents among queries and keys (None: rows are whole), and the longest of each."""
+
+
+def flash_options(mask: Mask, scale: float | None) -> dict[str, Any]:
+    """Return the kernel's arguments for a window and a scale."""
+    left = -1 if mask.window is None else mask.window - 1
+    return {"scale": scale, "window_size_left": left, "window_size_right": 0}
+
+
+def flash_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    boundaries: tuple[torch.Tensor, torch.Tensor] | None,
+    longest: tuple[int, int],
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Call the kernel: q, k, v [b, s, n, d] or [tokens, n, d] -> the output, and logarithms fp32 [b, n, s] or [n, tokens].
+
+    Args:
+        q, k, v: operands; there may be more keys than queries, which are the last of them.
+        boundaries: of the documents among queries and among keys; None: rows are whole.
+        longest: most queries and most keys of a document.
+        options: of `flash_options`.
+    """
+    is_causal = options["window_size_left"] < 0
+    of_queries, of_keys = (None, None) if boundaries is None else boundaries
+    found = torch.ops.aten._flash_attention_forward(
+        q, k, v, of_queries, of_keys, *longest, 0.0, is_causal, False, **options
+    )
+    return found[0], found[1]
+
+
+def flash_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    boundaries: tuple[torch.Tensor, torch.Tensor] | None,
+    longest: tuple[int, int],
+    **options: Any,
+) -> Tensors3:
+    """Call the backward of `flash_forward`: the gradients of q, k and v."""
+    is_causal = options["window_size_left"] < 0
+    # The state of random numbers, which no dropout reads.
+    state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+    of_queries, of_keys = (None, None) if boundaries is None else boundaries
+    return torch.ops.aten._flash_attention_backward(
+        *(grad, q, k, v, out, lse, of_queries, of_keys, *longest, 0.0, is_causal, state, unused), **options
+    )
