@@ -18,6 +18,9 @@ REPLICA_GRADIENTS = "replica gradients"
 CROSS_ENTROPY, QK_NORM = "cross-entropy", "qk-norm"
 """First words of the purposes of the cross-entropy's reductions, and of those of QK-norm over all heads."""
 
+KEYS_AND_VALUES = "keys and values"
+"""First words of the purposes of context parallelism's gathers, and of the sums of their gradients."""
+
 NO_PEER = -1
 """In place of the peer of a collective."""
 

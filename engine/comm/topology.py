@@ -4,6 +4,7 @@ A `Topology` is built from a `RankGrid` and an initialised default process group
 topologies can live in one process. Axes by name:
 
     tp            the peers that share each matrix
+    cp            the peers that share each sample's tokens: keys and values are gathered here
     dp            dense gradients are summed here: the data-parallel (and context-parallel) ranks
     pp            all stages of this pipeline (small collectives); connected by its first user, generation
     pp_forward    activations; a communicator of its own, so that the two directions never wait for each other

@@ -180,6 +180,14 @@ def recomputed_parts_exist(subject: Subject) -> Iterator[Problem]:
             "would save nothing",
             {"kernels.attention": ["sdpa"], "recompute.modules": [[*(config.recompute.modules or []), "attention"]]},
         )
+    if "attention" in parts and parallel.cp > 1 and config.kernels.attention != "explicit":
+        without_attention = [name for name in config.recompute.modules or [] if name != "attention"]
+        yield subject.problem(
+            "recompute.modules",
+            f"has attention, but with parallel.cp = {parallel.cp} its backward starts from what its forward kept: recomputing it "
+            "would gather keys and values once more and save nothing",
+            {"recompute.modules": [without_attention]} if without_attention else {"recompute.granularity": ["none"]},
+        )
     if "norm" in parts and not model.norms_before:
         without_norm = [name for name in config.recompute.modules or [] if name != "norm"]
         yield subject.problem(

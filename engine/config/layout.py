@@ -1,5 +1,6 @@
 """The `parallel` and `schedule` sections and their rules: how the model and a step are cut over ranks (no torch here)."""
 
+import math
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from types import MappingProxyType
@@ -8,10 +9,10 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from engine.config.model import MOST_LAYERS
-from engine.config.plan import unfilled_world
-from engine.config.section import LAYOUT, OnResume, Problem, Rule, Section, Subject, divisors, numbers
+from engine.config.plan import product_of_sizes, unfilled_world
+from engine.config.section import LAYOUT, OnResume, Problem, Rule, Section, Subject, divisors, multiples, numbers
 from engine.layout.partition import partition
-from engine.layout.rank_grid import MOST_RANKS, partial_node, too_many_ranks, tp_across_nodes
+from engine.layout.rank_rules import MOST_RANKS, partial_node, too_many_ranks, tp_across_nodes
 
 
 class ParallelConfig(Section):
@@ -22,8 +23,12 @@ class ParallelConfig(Section):
     tp: int = Field(1, gt=0, le=MOST_RANKS, description="tensor parallel: each matrix is cut over tp ranks of one node")
     pp: int = Field(1, gt=0, le=MOST_RANKS, description="pipeline parallel: layers are cut into pp x vpp stages")
     vpp: int = Field(1, gt=0, le=MOST_LAYERS, description="model chunks per pipeline rank (interleaved schedule)")
-    dp: int | None = Field(None, gt=0, le=MOST_RANKS, description="data parallel replicas; null: world size / (tp pp)")
-    cp: int = Field(1, gt=0, le=MOST_RANKS, description="context parallel: not built yet, must be 1")
+    dp: int | None = Field(
+        None, gt=0, le=MOST_RANKS, description="data parallel replicas; null: world size / (tp cp pp)"
+    )
+    cp: int = Field(
+        1, gt=0, le=MOST_RANKS, description="context parallel: the tokens of each sample are cut over cp ranks"
+    )
     ep: int = Field(1, gt=0, le=MOST_RANKS, description="expert parallel: not built yet, must be 1")
     sequence_parallel: bool = Field(False, description="cut the sequence over tp in norms, dropout and residuals")
     layers_per_stage: list[int] | None = Field(None, description="layers of each of the pp x vpp stages; null: even")
@@ -119,15 +124,34 @@ def schedule_problems(name: str, vpp: int) -> Iterator[Problem]:
     )
 
 
+def sequence_over_cp(subject: Subject) -> Iterator[Problem]:
+    model, parallel = subject.config.model, subject.config.parallel
+    tp = parallel.tp if parallel.sequence_parallel else 1
+    unit = parallel.cp * math.lcm(2, tp)
+    if parallel.cp == 1 or model.seq_length % unit == 0:
+        return
+    cut = "2 x parallel.cp" if tp == 1 else "2 x parallel.cp, and of parallel.cp x parallel.tp with sequence_parallel,"
+    yield subject.problem(
+        "model.seq_length",
+        f"must be a multiple of {cut} = {unit}: each context-parallel rank holds equally many tokens of every sample, in blocks of "
+        f"early and of late ones, and some would belong to none",
+        {
+            "model.seq_length": multiples(unit, model.seq_length),
+            "parallel.cp": [
+                cp for cp in divisors(model.seq_length, parallel.cp) if model.seq_length % (cp * math.lcm(2, tp)) == 0
+            ],
+            "parallel.sequence_parallel": [False] if tp > 1 and model.seq_length % (2 * parallel.cp) == 0 else [],
+        },
+    )
+
+
 def axes_are_built(subject: Subject) -> Iterator[Problem]:
-    for name, meaning in (("cp", "context"), ("ep", "expert")):
-        size = getattr(subject.config.parallel, name)
-        if size > 1:
-            yield subject.problem(
-                f"parallel.{name}",
-                f"{meaning} parallelism is known, not built yet: its axis has size 1 only",
-                {f"parallel.{name}": [1]},
-            )
+    if subject.config.parallel.ep > 1:
+        yield subject.problem(
+            "parallel.ep",
+            "expert parallelism is known, not built yet: its axis has size 1 only",
+            {"parallel.ep": [1]},
+        )
 
 
 def axes_fill_world(subject: Subject) -> Iterator[Problem]:
@@ -145,6 +169,7 @@ def axes_fill_world(subject: Subject) -> Iterator[Problem]:
             "parallel.dp": [world_size // replica, None] if parallel.dp is not None else [],
             "parallel.tp": divisors(world_size, parallel.tp),
             "parallel.pp": divisors(world_size, parallel.pp),
+            "parallel.cp": divisors(world_size, parallel.cp) if parallel.cp > 1 else [],
         },
         f"Or start {num_replicas * replica} ranks.",
     )
@@ -159,7 +184,7 @@ def nodes_are_whole(subject: Subject) -> Iterator[Problem]:
     if rule := partial_node(world_size, per_node):
         yield Problem(
             "parallel",
-            f"tp x pp x dp = {parallel.tp} x {parallel.pp} x {dp} = {world_size} ranks",
+            f"{product_of_sizes(parallel, dp)} = {world_size} ranks",
             rule,
             {"parallel.dp": numbers(dp), "parallel.pp": numbers(parallel.pp), "parallel.tp": numbers(parallel.tp)},
             "Or give another number of ranks per node.",
@@ -179,7 +204,7 @@ def ranks_can_be_listed(subject: Subject) -> Iterator[Problem]:
     if rule := too_many_ranks(world_size):
         yield Problem(
             "parallel",
-            f"tp x pp x dp = {parallel.tp} x {parallel.pp} x {subject.dp or 1}",
+            product_of_sizes(parallel, subject.dp or 1),
             rule,
             {} if parallel.dp is None else {"parallel.dp": divisors(parallel.dp, parallel.dp)},
             "Make the sizes smaller.",
@@ -190,6 +215,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     layers_fill_stages,
     layers_are_dealt_out,
     schedule_matches_chunks,
+    sequence_over_cp,
     axes_are_built,
     axes_fill_world,
     nodes_are_whole,

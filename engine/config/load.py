@@ -28,6 +28,7 @@ ENVIRONMENT = {
     "TP": "parallel.tp",
     "PP": "parallel.pp",
     "VPP": "parallel.vpp",
+    "CP": "parallel.cp",
     "DP": "parallel.dp",
     "MICRO_BATCH_SIZE": "train.micro_batch_size",
     "GLOBAL_BATCH_SIZE": "train.global_batch_size",

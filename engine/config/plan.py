@@ -98,12 +98,18 @@ def data_parallel_size(parallel: "ParallelConfig", world_size: int | None) -> in
     return dp
 
 
+def product_of_sizes(parallel: "ParallelConfig", dp: int | None) -> str:
+    """Return the sizes whose product is the number of ranks in words: "tp x pp x dp = 2 x 4 x 8"; cp where it is above 1."""
+    sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp, "dp": dp}
+    given = {name: size for name, size in sizes.items() if size is not None and not (name == "cp" and size == 1)}
+    return f"{' x '.join(given)} = {' x '.join(map(str, given.values()))}"
+
+
 def unfilled_world(parallel: "ParallelConfig", world_size: int) -> tuple[str, str]:
     """Return (the product of the sizes, the broken rule) where no data-parallel size fills `world_size` ranks."""
-    product = f"tp x pp = {parallel.tp} x {parallel.pp}"
+    product = product_of_sizes(parallel, parallel.dp)
     rule = f"must divide the world size {world_size}"
     if parallel.dp is not None:
-        product = f"tp x pp x dp = {parallel.tp} x {parallel.pp} x {parallel.dp}"
         rule = f"is {parallel.tp * parallel.pp * parallel.cp * parallel.dp} and must be the world size {world_size}"
     return product, f"{rule}: ranks would be left over, or missing from their groups"
 
@@ -136,7 +142,12 @@ def stages_of(config: "Config") -> tuple[StageLayers, ...]:
     return partition(config.model.num_layers, parallel.pp, parallel.vpp, parallel.layers_per_stage)
 
 
+def part_length(config: "Config") -> int:
+    """Return the tokens of a sample that a context-parallel rank holds."""
+    return config.model.seq_length // config.parallel.cp
+
+
 def local_seq_length(config: "Config") -> int:
     """Return the tokens of a sample that one rank holds outside of the tensor-parallel region."""
     parallel = config.parallel
-    return config.model.seq_length // (parallel.tp if parallel.sequence_parallel else 1)
+    return part_length(config) // (parallel.tp if parallel.sequence_parallel else 1)

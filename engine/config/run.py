@@ -7,7 +7,7 @@ from pydantic import Field, create_model
 
 from engine.config.counts import Count
 from engine.config.section import LAYOUT, OnResume, Problem, Rule, Section, Subject, multiples
-from engine.layout.rank_grid import MOST_RANKS
+from engine.layout.rank_rules import MOST_RANKS
 
 SHORTEST_TIMEOUT = 1.0
 """Seconds. Starting a process alone takes longer than any shorter time."""

@@ -21,6 +21,7 @@ from engine.config.data import AttentionScope, PositionOrigin
 from engine.data.documents import Documents, document_positions
 from engine.data.sampler import NOTHING_SKIPPED, step_sample_ids
 from engine.data.samples import SampleSource, input_lengths
+from engine.data.sequence_part import SequencePart
 from engine.data.skipped import SkippedRanges
 from engine.errors import DataError
 
@@ -43,6 +44,8 @@ class MicroBatch:
     """Number of counted labels, known on the host."""
     documents: Documents | None = None
     """The documents within which tokens attend; None: each token attends to all before it in its row."""
+    part: SequencePart | None = None
+    """The part of each row that the tensors above have, where a row is cut over ranks; s is s/cp then, documents are of the row."""
 
 
 class Batches:
@@ -56,6 +59,7 @@ class Batches:
         skipped: sample ids that are left out.
         prefetch_steps: steps read ahead, at least 1; host memory grows with it.
         attention, positions: `data.attention` and `data.positions`.
+        cut: takes this rank's part of a microbatch (`engine.context_parallel.cut`); None: ranks hold whole rows.
 
     Raises:
         DataError: prefetch_steps < 1.
@@ -75,6 +79,7 @@ class Batches:
         prefetch_steps: int = 2,
         attention: AttentionScope = "across",
         positions: PositionOrigin = "sample",
+        cut: Callable[[MicroBatch], MicroBatch] | None = None,
     ) -> None:
         if prefetch_steps < 1:
             raise DataError(f"prefetch_steps = {prefetch_steps}: at least 1; the step that is asked for must be read.")
@@ -83,6 +88,7 @@ class Batches:
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.dp, self.dp_rank = dp, dp_rank
         self.attention, self.positions = attention, positions
+        self._cut = cut
         self.skipped = skipped
         self.device = torch.device(device)
         self.consumed_samples = consumed_samples
@@ -138,6 +144,8 @@ class Batches:
             num_tokens=int(loss_mask.sum()),
             documents=Documents.of(lengths) if self.attention == "within" else None,
         )
+        # Labels were shifted above, in the whole row: a part's last label is the first token of another rank.
+        microbatch = microbatch if self._cut is None else self._cut(microbatch)
         # Only a copy from pinned memory overlaps with work of the GPU.
         return self._map(microbatch, torch.Tensor.pin_memory) if self.device.type == "cuda" else microbatch
 
@@ -153,4 +161,5 @@ class Batches:
             loss_mask=change(microbatch.loss_mask),
             position_ids=change(microbatch.position_ids),
             documents=None if microbatch.documents is None else microbatch.documents.map(change),
+            part=None if microbatch.part is None else microbatch.part.map(change),
         )

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from engine.layout.rank_grid import RankGrid
 
-AXIS_NAMES = ("world", "tp", "dp", "pp", "pp_forward", "pp_backward", "ends", "kv_replicas")
+AXIS_NAMES = ("world", "tp", "cp", "dp", "pp", "pp_forward", "pp_backward", "ends", "kv_replicas")
 """Names that `axis_groups` may yield; the last two only in some layouts."""
 
 CONNECTED_LATER = ("pp",)
@@ -16,6 +16,7 @@ def axis_groups(grid: RankGrid, kv_heads: int | None) -> Iterator[tuple[str, Seq
     """Yield (name, groups of ranks, channel) per axis in order of creation; equal ranks and channel are one process group."""
     yield "world", [tuple(range(grid.world_size))], ""
     yield "tp", grid.groups("tp"), ""
+    yield "cp", grid.groups("cp"), ""
     yield "dp", grid.groups("dp", "cp"), ""
     yield "pp", grid.groups("pp"), ""
     yield "pp_forward", grid.groups("pp"), "forward"
@@ -40,6 +41,8 @@ class StreamUse(NamedTuple):
 STREAM_USE: Mapping[str, StreamUse] = {
     # The computation waits for these, and posts them during GEMMs that would hold them up.
     "tp": StreamUse(is_urgent=True, max_ctas=None),
+    # Attention waits for keys and values, and for nothing else meanwhile.
+    "cp": StreamUse(is_urgent=True, max_ctas=None),
     # An early receive stays on its SMs until the peer sends.
     "pp_forward": StreamUse(is_urgent=True, max_ctas=4),
     "pp_backward": StreamUse(is_urgent=True, max_ctas=4),

@@ -21,12 +21,10 @@ from dataclasses import dataclass
 from itertools import product
 
 from engine.errors import TopologyError
+from engine.layout.rank_rules import partial_node, too_many_ranks, tp_across_nodes
 
 AXES = ("pp", "dp", "cp", "tp")
 """The mesh axes, slow to fast. No other place states this order."""
-
-MOST_RANKS = 2**20
-"""Largest number of ranks of a run, far above any real one; also the bound of each parallel size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +44,18 @@ class ParallelSizes:
                 raise TopologyError(
                     f"parallel.{name} = {getattr(self, name)}: sizes start at 1; an axis that is off has size 1."
                 )
-        assert self.cp == self.ep == 1, "not built yet, and refused by engine/config/layout.py"
+        assert self.ep == 1, "not built yet, and refused by engine/config/layout.py"
         if rule := too_many_ranks(self.world_size):
             raise TopologyError(f"{self} {rule}. Make the sizes smaller.")
 
     @property
     def world_size(self) -> int:
         return math.prod(self.size(axis) for axis in AXES)
+
+    @property
+    def dp_cp(self) -> int:
+        """Return the ranks over which dense gradients are summed and the optimizer's state is cut."""
+        return self.dp * self.cp
 
     def size(self, axis: str) -> int:
         return int(getattr(self, axis))
@@ -62,8 +65,15 @@ class ParallelSizes:
         """Return the sizes in the order of `AXES`."""
         return tuple(self.size(axis) for axis in AXES)
 
+    @property
+    def product(self) -> str:
+        """Return the sizes of the axes as a product: "tp 2 x pp 2 x dp 4", with cp where it is above 1."""
+        context = f"cp {self.cp} x " if self.cp > 1 else ""
+        return f"tp {self.tp} x {context}pp {self.pp} x dp {self.dp}"
+
     def __str__(self) -> str:
-        return f"tp={self.tp} pp={self.pp} vpp={self.vpp} dp={self.dp}"
+        context = f" cp={self.cp}" if self.cp > 1 else ""
+        return f"tp={self.tp}{context} pp={self.pp} vpp={self.vpp} dp={self.dp}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,32 +91,6 @@ class Coordinates:
             if self.cp == 0
             else f"pp {self.pp}, dp {self.dp}, cp {self.cp}, tp {self.tp}"
         )
-
-
-def too_many_ranks(world_size: int) -> str | None:
-    """Return the rule that too many ranks break; None: they can be listed."""
-    if world_size <= MOST_RANKS:
-        return None
-    return f"is {world_size:,} ranks, and at most {MOST_RANKS:,} are planned: the groups of so many would not fit in memory"
-
-
-def partial_node(world_size: int, ranks_per_node: int) -> str | None:
-    """Return the rule that a world breaks if it leaves a node partly used; None: it fills whole nodes, or fits one."""
-    if world_size <= ranks_per_node or world_size % ranks_per_node == 0:
-        return None
-    return (
-        f"must fill whole nodes of {ranks_per_node} ranks: the last node would be partly used, and its groups misplaced"
-    )
-
-
-def tp_across_nodes(tp: int, world_size: int, ranks_per_node: int) -> str | None:
-    """Return the rule that `tp` breaks where a group would span two nodes; None: each group is on one node."""
-    if world_size <= ranks_per_node or ranks_per_node % tp == 0:
-        return None
-    return (
-        f"must divide the {ranks_per_node} ranks of a node: a tensor-parallel group would span two nodes, and its collectives in "
-        f"every layer cross the slow network"
-    )
 
 
 class RankGrid:

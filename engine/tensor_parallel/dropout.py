@@ -20,10 +20,21 @@ from engine.numerics.hashing import key64
 
 @dataclass(frozen=True, slots=True)
 class DropoutKeys:
-    """The microbatch's part of the hash: the run's seed and the consumed-sample index of each of its b samples."""
+    """The microbatch's part of the hash.
+
+    Attributes:
+        seed: of the run.
+        sample_ids: the consumed-sample index of each of its b samples.
+        positions: int64 [b, s/cp], the place of each token in its sample; None: 0 .. s - 1.
+    """
 
     seed: int
     sample_ids: Sequence[int]
+    positions: torch.Tensor | None = None
+
+    def rows(self, length: int, device: torch.device) -> torch.Tensor:
+        """Return the place of each of `length` tokens in its sample: int64 [length, 1], or [length, b] where samples differ."""
+        return torch.arange(length, device=device).unsqueeze(1) if self.positions is None else self.positions.t()
 
     def site(self, name: str) -> list[int]:
         """Return one 64-bit key per sample for the dropout site `name` (which carries the global layer number)."""
@@ -47,8 +58,7 @@ def dropout(
         p: drop probability, 0 <= p < 1.
         keys: seed and samples.
         site: name of this dropout.
-        positions: int64, broadcastable to x with size 1 in `batch_dim`: index of each element in the whole (unsharded)
-            activation of one sample.
+        positions: int64, broadcastable to x: index of each element in the whole (unsharded) activation of one sample.
         batch_dim: the dim of x that runs over samples.
         fusion: runs the kernel.
         residual: of x's shape.

@@ -14,7 +14,7 @@ from rich.table import Table
 from engine.config.plan import parallel_sizes
 from engine.config.training import MOST_STEPS
 from engine.config.tree import Config
-from engine.layout.rank_grid import MOST_RANKS as LARGEST_WORLD
+from engine.layout.rank_rules import MOST_RANKS as LARGEST_WORLD
 from launch.start.command_line import (
     CONFIG,
     LAYOUT_WORDS,
@@ -208,7 +208,7 @@ def _run_oracle(console: Console, args: argparse.Namespace) -> int:
 
 
 def _features(row: Row) -> str:
-    sizes = " ".join(f"{size} {row[size]}" for size in ("tp", "pp", "vpp", "dp") if row[size] != 1)
+    sizes = " ".join(f"{size} {row[size]}" for size in ("tp", "cp", "pp", "vpp", "dp") if row[size] != 1)
     words = [sizes, "sp" if row["sp"] else "", str(row["schedule"]) if row["schedule"] != "auto" else ""]
     words += [f"{row['recompute']} recompute" if row["recompute"] != "none" else ""]
     words += [f"micro batch {row['micro batch']}" if row["micro batch"] != 1 else ""]

@@ -21,9 +21,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from engine.comm.ledger import Event
 from engine.comm.topology import Topology
-from engine.config.plan import batch_plan, parallel_sizes, rank_grid, stages_of
+from engine.config.plan import batch_plan, parallel_sizes, part_length, rank_grid, stages_of
 from engine.config.section import with_value
 from engine.config.tree import Config
+from engine.context_parallel.cut import ContextCut
 from engine.data.documents import Documents
 from engine.data.loader import MicroBatch
 from engine.errors import TopologyError
@@ -242,12 +243,17 @@ def assumed_documents(config: Config) -> list[int] | None:
 
 def microbatches(engine: Engine) -> list[MicroBatch]:
     """Make the microbatches of a step, all the same; with `data.attention: within`, of `assumed_documents`."""
-    shape, device = (engine.plan.micro_batch_size, engine.config.model.seq_length), engine.topology.device
+    config, topology = engine.config, engine.topology
+    b, device = engine.plan.micro_batch_size, topology.device
+    lengths = assumed_documents(config)
+    rows = [[config.model.seq_length] if lengths is None else lengths] * b
+    part = ContextCut.of(config, topology.sizes, topology.coordinates.cp).part(rows)
+    shape = (b, part_length(config))
     ids = torch.zeros(shape, dtype=torch.int64, device=device)
     counted = torch.ones(shape, dtype=torch.bool, device=device)
-    lengths = assumed_documents(engine.config)
-    documents = None if lengths is None else Documents.of([lengths] * shape[0]).map(lambda tensor: tensor.to(device))
-    one = MicroBatch(ids, ids, counted, ids, list(range(shape[0])), ids.numel(), documents)
+    documents = None if lengths is None else Documents.of(rows).map(lambda tensor: tensor.to(device))
+    part = None if part is None else part.map(lambda tensor: tensor.to(device))
+    one = MicroBatch(ids, ids, counted, ids, list(range(b)), ids.numel(), documents, part)
     return [one] * engine.plan.num_microbatches
 
 

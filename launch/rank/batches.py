@@ -2,6 +2,7 @@
 
 from engine.comm.topology import Topology
 from engine.config.tree import Config
+from engine.context_parallel.cut import ContextCut
 from engine.data.document_statistics import DocumentStatistics, measure_documents
 from engine.data.loader import Batches
 from engine.data.sampler import NOTHING_SKIPPED
@@ -18,7 +19,7 @@ def run_documents(config: Config, topology: Topology, source: SampleSource) -> D
         seq_length=config.model.seq_length,
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.micro_batch_size,
-        dp=topology.axis("dp").size,
+        dp=topology.sizes.dp,
     )
 
 
@@ -30,16 +31,18 @@ def open_batches(
     skipped: SkippedRanges = NOTHING_SKIPPED,
 ) -> Batches:
     """Open this rank's batches of a dataset at the first sample that is not consumed."""
-    dp = topology.axis("dp")
+    at = topology.coordinates
     return Batches(
         dataset,
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.micro_batch_size,
-        dp=dp.size,
-        dp_rank=dp.index,
+        dp=topology.sizes.dp,
+        # The cp ranks of a replica read the same samples.
+        dp_rank=at.dp,
         consumed_samples=consumed_samples,
         device=topology.device,
         skipped=skipped,
         attention=config.data.attention,
         positions=config.data.positions,
+        cut=ContextCut.of(config, topology.sizes, at.cp),
     )

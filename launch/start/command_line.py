@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError, shown
-from engine.layout.rank_grid import MOST_RANKS
+from engine.layout.rank_rules import MOST_RANKS
 
 OVERRIDES = "section.key=value"
 EXAMPLES = "examples:\n"
@@ -30,7 +30,7 @@ HELP_WIDTH = 110
 """Columns of `--help`: the examples below the options are about as wide."""
 
 
-LAYOUT_WORDS = {"tp": "tp", "pp": "pp", "vpp": "vpp", "dp": "dp", "sp": "sequence_parallel"}
+LAYOUT_WORDS = {"tp": "tp", "cp": "cp", "pp": "pp", "vpp": "vpp", "dp": "dp", "sp": "sequence_parallel"}
 """Words of a layout, and the keys of the section `parallel` that they set."""
 
 

@@ -96,7 +96,7 @@ def _smaller(config: Config, num_gpus: int, num_nodes: int, more_rules: Sequence
         model_ranks = 2**exponent
         dp = _largest_dp(config, num_ranks // model_ranks, model_ranks, num_nodes)
         for pp in (2**smaller for smaller in range(exponent + 1)):
-            sizes = {"tp": model_ranks // pp, "pp": pp, "vpp": 1, "dp": dp}
+            sizes = {"tp": model_ranks // pp, "cp": 1, "pp": pp, "vpp": 1, "dp": dp}
             parallel = config.parallel.model_copy(update=sizes)
             ranks_per_node, rest = divmod(model_ranks * dp, num_nodes)
             changed = config.model_copy(update={"parallel": parallel})
@@ -107,10 +107,11 @@ def _smaller(config: Config, num_gpus: int, num_nodes: int, more_rules: Sequence
 
 def _too_few(config: Config, ranks_per_node: int, num_gpus: int, num_nodes: int, more_rules: Sequence[Rule]) -> str:
     parallel = config.parallel
-    layout = f"tp={parallel.tp} pp={parallel.pp} dp={parallel.dp or 1}"
+    context = f" cp={parallel.cp}" if parallel.cp > 1 else ""
+    layout = f"tp={parallel.tp}{context} pp={parallel.pp} dp={parallel.dp or 1}"
     choices = []
     if smaller := _smaller(config, num_gpus, num_nodes, more_rules):
-        words = f"TP={smaller.tp} PP={smaller.pp} VPP={smaller.vpp} DP={smaller.dp}"
+        words = f"TP={smaller.tp} PP={smaller.pp} VPP={smaller.vpp} DP={smaller.dp}" + (" CP=1" if context else "")
         choices.append(f"Choose a smaller one, for example\n  {words} bash launch/pretrain_gpt.sh ...")
     choices.append("Train on the CPU:\n  bash launch/pretrain_gpt.sh ... runtime.device=cpu")
     shared = with_value(config, "runtime.collectives", "gloo")

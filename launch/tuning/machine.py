@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from engine.errors import ConfigError
-from engine.layout.rank_grid import MOST_RANKS
+from engine.layout.rank_rules import MOST_RANKS
 from engine.telemetry.outlets.format import gigabytes
 from launch.start.gpu_memory import read_devices
 from models.predict.rank_memory import GB

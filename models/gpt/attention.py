@@ -14,7 +14,7 @@ from torch import nn
 
 from engine.activations.saved_tensors import ATTENTION
 from engine.config.attention_kinds import LayerKind
-from engine.kernels.attention import attention
+from engine.kernels.attention import attention, masked_kernel
 from engine.kernels.explicit_attention import explicit_attention
 from engine.kernels.masked_attention import Mask
 from engine.layout.shard_spec import cut
@@ -72,7 +72,13 @@ class Attention(nn.Module):
 
         choices = self.context.kernels.choices
         kernel = choices.decoding if cache is not None and s == 1 else choices.attention
-        core = partial(self._core, kernel, Mask(self.kind.window, positions.documents), keys)
+        mask = Mask(self.kind.window, positions.documents, positions.part)
+        core = partial(self._core, kernel, mask, keys)
+        if mask.part is not None and kernel != "explicit":
+            # What is gathered is not saved, and nothing that communicates may run inside what is made again.
+            return self.proj(core(q, k, v))
+        if mask.part is not None:
+            k, v = self.context.cp.gathered(k, v, mask.part)
         return self.proj(saved.recompute_inside(ATTENTION, core, q, k, v))
 
     def _core(
@@ -80,13 +86,16 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """Compute scaled dot-product attention: q [b, n, s, d], k, v [b, n_kv, s_k, d] -> [s, b, n * d].
 
-        s_k = s, causal; or s = 1, with the query at the last of the s_k positions.
+        s_k = s, causal; or s = 1, with the query at the last of the s_k positions; or all are this rank's parts of the rows.
         """
         scale, softcap = self.context.model.attention_scale, self.context.model.attention_softcap
         sinks = None if self.sinks is None else self.sinks.tracked()
         if kernel == "explicit":
             drop = partial(self._drop, keys)
             mixed = explicit_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, drop=drop)
+        elif mask.part is not None:
+            by_name = masked_kernel(kernel, q.device, mask, scale, softcap)
+            mixed = self.context.cp.attention(by_name, q, k, v, mask.part, sinks)
         else:
             # A single query sees every key, and torch's causal mask would hide all but the first from it.
             causal = q.shape[2] > 1
@@ -94,11 +103,12 @@ class Attention(nn.Module):
         return mixed.permute(2, 0, 1, 3).flatten(2)
 
     def _drop(self, keys: DropoutKeys, probabilities: torch.Tensor) -> torch.Tensor:
-        """Apply dropout to probabilities [b, n, s, s] while the module trains."""
-        p, s = self.context.model.attention_dropout, probabilities.shape[2]
+        """Apply dropout to probabilities [b, n, s, s_k] while the module trains."""
+        p, (_, n, s, s_k) = self.context.model.attention_dropout, probabilities.shape
         if not (p and self.training):
             return probabilities
-        head, row, column = (torch.arange(n, device=probabilities.device) for n in (probabilities.shape[1], s, s))
-        positions = ((self.first_head + head).view(-1, 1, 1) * s + row.view(-1, 1)) * s + column
+        head, column = (torch.arange(count, device=probabilities.device) for count in (n, s_k))
+        row = keys.rows(s, probabilities.device).t()[:, None, :, None]
+        positions = ((self.first_head + head).view(-1, 1, 1) * s_k + row) * s_k + column
         fusion, site = self.context.kernels.fusion, f"{self.name}.dropout"
-        return dropout(probabilities, p, keys, site, positions.unsqueeze(0), batch_dim=0, fusion=fusion)
+        return dropout(probabilities, p, keys, site, positions, batch_dim=0, fusion=fusion)

@@ -22,7 +22,9 @@ from engine.activations.saved_tensors import SavedTensors
 from engine.comm.topology import Topology
 from engine.config.activations import RecomputeConfig
 from engine.config.tree import Config
+from engine.context_parallel.attention import ContextParallelRegion
 from engine.data.documents import Documents
+from engine.data.sequence_part import SequencePart
 from engine.kernels.fusion import EAGER
 from engine.kernels.registry import Kernels
 from engine.kernels.rotary import tables_by_rotary
@@ -50,6 +52,7 @@ class Batch(Protocol):
     position_ids: torch.Tensor
     sample_ids: Sequence[int]
     documents: Documents | None
+    part: SequencePart | None
 
 
 class GPTChunk(nn.Module):
@@ -132,12 +135,13 @@ class GPTChunk(nn.Module):
         return hidden if self.head is None else self._logits(hidden[-1:])
 
     def _hidden(self, x: torch.Tensor | None, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
-        keys = DropoutKeys(self.context.seed, batch.sample_ids)
+        part = batch.part
+        keys = DropoutKeys(self.context.seed, batch.sample_ids, None if part is None else part.positions)
         if self.embedding is not None:
             x = self.embedding(batch.tokens, batch.position_ids, keys)
         assert x is not None, "only the first stage starts from tokens"
         rotaries = [block.attention.kind.rotary for block in self._layers()]
-        positions = Positions(tables_by_rotary(rotaries, batch.position_ids, self.context.dtype), batch.documents)
+        positions = Positions(tables_by_rotary(rotaries, batch.position_ids, self.context.dtype), batch.documents, part)
         shared = positions.tables.values()
         for group in self._groups():
             run = partial(_run, group.blocks, positions=positions, keys=keys, cache=cache)
@@ -222,6 +226,7 @@ def build_chunks(
             num_offloaded=config.offload.num_layers,
             kernels=kernels,
             region=region,
+            cp=ContextParallelRegion(topology.axis("cp")),
             dtype=dtype,
             seed=config.train.seed,
             parameters=parameters,

@@ -9,7 +9,9 @@ from engine.activations.saved_tensors import SavedTensors
 from engine.config.activations import RecomputeConfig
 from engine.config.attention_kinds import Rotary
 from engine.config.model import ModelConfig
+from engine.context_parallel.attention import ContextParallelRegion
 from engine.data.documents import Documents
+from engine.data.sequence_part import SequencePart
 from engine.kernels.elementwise import norm
 from engine.kernels.registry import Kernels
 from engine.tensor_parallel.dropout import DropoutKeys, dropout
@@ -24,6 +26,7 @@ class BuildContext:
     Attributes:
         recompute: the recomputed parts; `auto` is already resolved.
         num_offloaded: layers of each chunk whose saved tensors are moved to the host.
+        region, cp: how activations enter and leave what is cut over tp, and how attention reaches the other cp ranks' tokens.
         parameters: this chunk's parameters by global name.
         saved: policy for tensors that are saved for the backward; one for all chunks of the rank.
         seed: of the run, for dropout.
@@ -35,6 +38,7 @@ class BuildContext:
     num_offloaded: int
     kernels: Kernels
     region: TensorParallelRegion
+    cp: ContextParallelRegion
     dtype: torch.dtype
     seed: int
     parameters: Mapping[str, ShardedParameter]
@@ -76,10 +80,12 @@ class Positions:
     Attributes:
         tables: [2, s, b, 1, r] of `rope_tables` for each record of the chunk's layers that rotate.
         documents: of the rows; None: each row is one.
+        part: of the rows that the microbatch has; None: all of them.
     """
 
     tables: Mapping[Rotary, torch.Tensor]
     documents: Documents | None
+    part: SequencePart | None
 
 
 class Norm(torch.nn.Module):
@@ -115,7 +121,7 @@ def hidden_dropout(
         x = x * factor
     h = context.model.hidden_size
     length = x.shape[0] * (context.region.axis.size if context.region.sequence_parallel else 1)
-    rows = torch.arange(length, device=x.device)[context.region.shard_of_sequence(length)]
-    positions = rows.view(-1, 1, 1) * h + torch.arange(h, device=x.device)
+    rows = keys.rows(length, x.device)[context.region.shard_of_sequence(length)]
+    positions = rows.unsqueeze(-1) * h + torch.arange(h, device=x.device)
     p, fusion = context.model.hidden_dropout, context.kernels.fusion
     return dropout(x, p, keys, site, positions, batch_dim=1, fusion=fusion, residual=residual)

@@ -2,7 +2,7 @@
 
 The formula of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (2205.05198), section 4,
 term by term, with what these kernels keep. In the paper's block (16 bits per element, 1 byte per dropout mask, MLP width 4 h,
-heads x head size = h) the terms add up to its equations, in bytes per token (s b of them; a heads, t tensor-parallel ranks):
+heads x head size = h) the terms add up to its equations, in bytes per token (s b / c of them; a heads, t tensor-parallel ranks):
 
     one rank (equation 1)                34 h + 5 a s
     tensor parallel (equation 2)         (10 + 24/t) h + 5 a s / t
@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from engine.config.attention_kinds import LayerKind, Rotary, attention_pattern
+from engine.config.plan import part_length
 from engine.config.tree import Config
 from engine.layout.rank_grid import ParallelSizes
 from models.specs import StageContents
@@ -66,7 +67,7 @@ class Term:
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Widths on one rank as fractions: w, acc bytes per element (of the run, of accumulation); `shard`: 1/t of the sequence
-    outside of the tensor-parallel region with sequence parallelism, else 1; heads, q, kv, f: on this rank.
+    outside of the tensor-parallel region with sequence parallelism, else 1; heads, q, kv, f: on this rank; c: ranks of a row.
     """
 
     w: int
@@ -80,6 +81,7 @@ class Sizes:
     f: Fraction
     s: int
     b: int
+    c: int
 
     @classmethod
     def of(cls, config: Config, sizes: ParallelSizes) -> "Sizes":
@@ -99,6 +101,7 @@ class Sizes:
             f=Fraction(model.ffn_size, t),
             s=model.seq_length,
             b=config.train.micro_batch_size,
+            c=sizes.cp,
         )
 
 
@@ -178,16 +181,20 @@ def _attention_terms(config: Config, at: Sizes, kind: LayerKind, *, is_core_agai
     # Rotation and QK-norm make new q and k, while v keeps all three alive: they are parts of one product.
     is_new = kind.rotary is not None or model.qk_norm
     if is_fused or is_core_again:
-        terms = [Term("attention", "q, k and v", q + 2 * k, q + 2 * k)]
-        for name, num_bytes in (("new q", q), ("new k", k)):
+        # What is made again from gathered keys and values keeps those, and of the product they came from what q still needs.
+        is_gathered = at.c > 1 and not is_fused
+        is_held = not is_gathered or not is_new or "rope" in config.recompute.parts
+        terms = [Term("attention", "q, k and v", q + 2 * k, q + 2 * k if is_held else nothing)]
+        for name, num_bytes in (("new q", q), ("new k", nothing if is_gathered else k)):
             terms.append(Term("attention", name, nothing, num_bytes if is_new else nothing, "rope"))
+        terms.append(Term("attention", "gathered k and v", nothing, 2 * k * at.c if is_gathered else nothing))
     else:
         # torch copies what it multiplies, with one k and v per query head; of one sample it need not copy q, which then keeps
         # the whole product of which it is a part.
         first = q if is_new or at.b > 1 else q + 2 * k
         terms = [
             Term("attention", name, paper, copied)
-            for name, paper, copied in (("q", q, first), ("k", k, q), ("v", k, q))
+            for name, paper, copied in (("q", q, first), ("k", k, q * at.c), ("v", k, q * at.c))
         ]
     if model.qk_norm == "all_heads":
         terms.append(Term("attention", "squares of q and of k", nothing, Fraction(2 * at.acc)))
@@ -196,17 +203,21 @@ def _attention_terms(config: Config, at: Sizes, kind: LayerKind, *, is_core_agai
             terms.append(Term("attention", f"deviations of {name}-norm", nothing, at.acc * heads))
     scores = at.heads * at.s
     if is_fused:
-        return [*terms, Term("attention", "logarithm of each row's sum", nothing, at.acc * at.heads, "attention")]
+        # With context parallelism nothing of attention is made again: its backward gathers keys and values itself.
+        part = "attention" if config.parallel.cp == 1 else ""
+        return [*terms, Term("attention", "logarithm of each row's sum", nothing, at.acc * at.heads, part)]
     dropout = at.w * scores if model.attention_dropout else nothing
     # Sinks are one more column of the softmax.
     columns = scores + at.heads * kind.sinks
+    pattern = attention_pattern(config)
+    by_row = pattern.documents or pattern.parts
     each = [
         ("capped scores", nothing, at.acc * scores if model.attention_softcap is not None else nothing),
         ("softmax", at.w * scores, at.acc * columns),
         ("softmax dropout", scores, dropout),
         ("probabilities", at.w * scores, at.w * scores),
-        # Of the causal mask alone, one for all rows; documents differ from row to row.
-        ("mask", nothing, Fraction(at.s) if attention_pattern(config).documents else Fraction(at.s, at.b)),
+        # Of the causal mask alone, one for all rows; documents and parts differ from row to row.
+        ("mask", nothing, Fraction(at.s) if by_row else Fraction(at.s, at.b)),
     ]
     if at.acc == at.w and not model.attention_dropout:
         each.remove(("probabilities", at.w * scores, at.w * scores))
@@ -391,7 +402,7 @@ def _logits_at_a_time(config: Config, sizes: ParallelSizes, stage: StageContents
     head_tokens = config.recompute.head_tokens
     if head_tokens is None or not stage.has_head:
         return 0
-    tokens = min(head_tokens, config.train.micro_batch_size * config.model.seq_length)
+    tokens = min(head_tokens, config.train.micro_batch_size * part_length(config))
     return tokens * BYTES_PER_ELEMENT[config.precision.dtype] * config.model.padded_vocab_size // sizes.tp
 
 
@@ -407,6 +418,6 @@ def _tables(config: Config, at: Sizes, layers: Sequence[int]) -> list[Term]:
 
 def _bytes(config: Config, terms: Sequence[Term]) -> int:
     """Sum the terms of a microbatch."""
-    total = per_token(terms) * config.train.micro_batch_size * config.model.seq_length
+    total = per_token(terms) * config.train.micro_batch_size * part_length(config)
     assert total.denominator == 1, "tensors have whole bytes"
     return total.numerator

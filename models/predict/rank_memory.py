@@ -2,7 +2,7 @@
 
     parameters     flat buffers, the run's dtype
     gradients      flat buffers, accumulation dtype (or as narrow as the parameters)
-    optimizer      moments, and masters where the parameters are not wide enough; 1/dp of each bucket
+    optimizer      moments, and masters where the parameters are not wide enough; 1/(dp cp) of each bucket
     activations    what microbatches in flight keep for their backwards (`models/predict/activation_memory.py`), at most
     messages       activations and gradients between stages that are received early, in use or being sent, the most at one time
     communicators  NCCL's buffers, outside of torch's allocator: an estimate (`models/predict/communicators.py`)
@@ -233,14 +233,14 @@ def _state(config: Config, sizes: ParallelSizes, chunks: Sequence[StageLayers]) 
     wide = accumulation_bytes(element)
     gradient = element if config.precision.gradients == "bf16" else wide
     layouts = layout_parameters(
-        _records(config, sizes, chunks), dp=sizes.dp, bucket_numel=config.optimizer.bucket_bytes // gradient
+        _records(config, sizes, chunks), dp=sizes.dp_cp, bucket_numel=config.optimizer.bucket_bytes // gradient
     )
     numel = sum(layout.numel for layout in layouts)
-    return _State(numel * element, numel * gradient, numel // sizes.dp * _state_bytes(config, element, wide))
+    return _State(numel * element, numel * gradient, numel // sizes.dp_cp * _state_bytes(config, element, wide))
 
 
 def _message_bytes(config: Config) -> int:
-    """Count the bytes of one activation between two stages, [s (/ t), b, h] in the run's dtype."""
+    """Count the bytes of one activation between two stages, [s/c (/ t), b, h] in the run's dtype."""
     elements = local_seq_length(config) * config.train.micro_batch_size * config.model.hidden_size
     return elements * BYTES_PER_ELEMENT[config.precision.dtype]
 
@@ -370,7 +370,7 @@ def savings(config: Config, pp: int, *, nccl: bool = True, most_bytes: int | Non
 def _candidates(config: Config, sizes: ParallelSizes) -> Iterator[Changes]:
     for key, value in single_changes(config, sizes):
         yield ((key, value),)
-    for key, size in (("parallel.tp", sizes.tp), ("parallel.pp", sizes.pp)):
+    for key, size in (("parallel.tp", sizes.tp), ("parallel.cp", sizes.cp), ("parallel.pp", sizes.pp)):
         if sizes.dp % 2 == 0:
             yield (key, size * 2), ("parallel.dp", sizes.dp // 2)
 

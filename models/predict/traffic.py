@@ -16,8 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.comm.agreement import NUM_NUMBERS
-from engine.comm.ledger import CROSS_ENTROPY, QK_NORM, REPLICA_GRADIENTS, Event
-from engine.config.plan import batch_plan, local_seq_length
+from engine.comm.ledger import CROSS_ENTROPY, KEYS_AND_VALUES, QK_NORM, REPLICA_GRADIENTS, Event
+from engine.config.plan import batch_plan, local_seq_length, part_length
 from engine.config.tree import Config
 from engine.layout.rank_grid import Coordinates, ParallelSizes
 from engine.layout.shard_spec import ParamRecord, localize
@@ -90,6 +90,7 @@ def expected_traffic(
     mine = range(at.pp, num_stages, sizes.pp)
     for stage in mine:
         _tensor_parallel(tally, config, sizes, stages[stage])
+        _context_parallel(tally, config, sizes, stages[stage])
         _pipeline(tally, config, sizes, stage, num_stages)
     _data_parallel(tally, config, sizes, at, [stages[stage] for stage in mine])
     tally.add("world", "step", "all_reduce", sizes.world_size, NUM_NUMBERS * BYTES_PER_ELEMENT["float64"])
@@ -103,14 +104,9 @@ def _activation_bytes(config: Config, seq_length: int) -> int:
 
 def _tensor_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, stage: StageContents) -> None:
     t, m = sizes.tp, batch_plan(config, sizes.dp).num_microbatches
-    whole = _activation_bytes(config, config.model.seq_length)
+    whole = _activation_bytes(config, part_length(config))
     shard = whole // t
-    num_layers = len(stage.layers)
-    recomputed = 0
-    if config.recompute.granularity == "full":
-        recomputed = (
-            num_layers if config.recompute.method == "uniform" else min(num_layers, config.recompute.num_layers)
-        )
+    num_layers, recomputed = len(stage.layers), _recomputed_layers(config, stage)
     if config.parallel.sequence_parallel:
         again = 0 if config.recompute.gathered_inputs == "keep" else 1
         gathers = (4 + 2 * again) * num_layers + 2 * recomputed + stage.has_embedding + (1 + again) * stage.has_head
@@ -121,7 +117,7 @@ def _tensor_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, stage:
         reduces = 4 * num_layers + 2 * recomputed + stage.has_embedding + stage.has_head
         tally.add("tp", "activations", "all_reduce", t, whole, m * reduces)
     element = max(4, BYTES_PER_ELEMENT[config.precision.dtype])
-    tokens = config.train.micro_batch_size * config.model.seq_length
+    tokens = config.train.micro_batch_size * part_length(config)
     if config.model.qk_norm == "all_heads":
         # Squares of q and k forward, again where the layer is recomputed, and their gradients backward.
         tally.add("tp", QK_NORM, "all_reduce", t, 2 * element * tokens, m * (2 * num_layers + recomputed))
@@ -129,6 +125,28 @@ def _tensor_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, stage:
         # The largest logit of each token, then its sum of exponentials and target logit together.
         for count in (1, 2):
             tally.add("tp", CROSS_ENTROPY, "all_reduce", t, count * element * tokens, m)
+
+
+def _context_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, stage: StageContents) -> None:
+    """Add the gathers of keys and values (forward, again where a layer is recomputed, and in the backward), and their gradients."""
+    model, m = config.model, batch_plan(config, sizes.dp).num_microbatches
+    kv_heads = max(1, model.kv_heads // sizes.tp)
+    numbers = 2 * kv_heads * model.head_size * config.train.micro_batch_size * model.seq_length
+    whole = numbers * BYTES_PER_ELEMENT[config.precision.dtype]
+    num_layers = len(stage.layers)
+    # Attention in plain operators keeps what was gathered.
+    again = 0 if config.kernels.attention == "explicit" else num_layers
+    gathers = num_layers + _recomputed_layers(config, stage) + again
+    tally.add("cp", KEYS_AND_VALUES, "all_gather", sizes.cp, whole // sizes.cp, m * gathers)
+    tally.add("cp", KEYS_AND_VALUES, "reduce_scatter", sizes.cp, whole, m * num_layers)
+
+
+def _recomputed_layers(config: Config, stage: StageContents) -> int:
+    """Return the number of a stage's layers that run forward once more, as a whole."""
+    if config.recompute.granularity != "full":
+        return 0
+    num_layers = len(stage.layers)
+    return num_layers if config.recompute.method == "uniform" else min(num_layers, config.recompute.num_layers)
 
 
 def _pipeline(tally: _Tally, config: Config, sizes: ParallelSizes, stage: int, num_stages: int) -> None:
@@ -163,11 +181,11 @@ def _data_parallel(
     keys = dict.fromkeys((record.replicas, record.sum_over) for record in records.values())
     for key in keys:
         held = [record for record in records.values() if (record.replicas, record.sum_over) == key]
-        for numel in _bucket_numels(held, config.optimizer.bucket_bytes // main_grad, 64 * sizes.dp):
-            tally.add("dp", "gradients", "reduce_scatter", sizes.dp, numel * main_grad)
-            tally.add("dp", "parameters", "all_gather", sizes.dp, numel * element // sizes.dp)
+        for numel in _bucket_numels(held, config.optimizer.bucket_bytes // main_grad, 64 * sizes.dp_cp):
+            tally.add("dp", "gradients", "reduce_scatter", sizes.dp_cp, numel * main_grad)
+            tally.add("dp", "parameters", "all_gather", sizes.dp_cp, numel * element // sizes.dp_cp)
             if key[1] is not None:
-                tally.add(key[1], REPLICA_GRADIENTS, "all_reduce", axis_sizes[key[1]], numel * main_grad // sizes.dp)
+                tally.add(key[1], REPLICA_GRADIENTS, "all_reduce", axis_sizes[key[1]], numel * main_grad // sizes.dp_cp)
 
 
 def _bucket_numels(records: Iterable[ParamRecord], bucket_numel: int, multiple: int) -> list[int]:
@@ -197,6 +215,8 @@ def measured_traffic(posted: Iterable[Event]) -> dict[Flow, Volume]:
         purpose = event.purpose
         if event.axis in ("pp_forward", "pp_backward"):
             purpose = HAND_OVER
+        elif event.axis == "cp":
+            purpose = KEYS_AND_VALUES
         elif event.axis == "tp" and purpose != REPLICA_GRADIENTS:
             purpose = next((name for name in (CROSS_ENTROPY, QK_NORM) if purpose.startswith(name)), "activations")
         tally.add(event.axis, purpose, event.op, event.group_size, event.numel * event.dtype.itemsize)

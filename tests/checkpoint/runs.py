@@ -16,6 +16,7 @@ from engine.checkpoint.shards import fingerprint
 from engine.comm.agreement import StepFlags
 from engine.comm.topology import Topology
 from engine.config.tree import Config
+from engine.context_parallel.cut import ContextCut
 from engine.data.loader import Batches
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.optimizer.lr import learning_rate
@@ -71,7 +72,7 @@ class Trace:
 def engine_of(rank: int, case: Case, checkpoint: dict[str, Any]) -> Engine:
     """One rank's engine of a layout, from initial weights."""
     config = Config.model_validate(case.config().model_dump() | {"checkpoint": checkpoint})
-    sizes = ParallelSizes(tp=case.tp, pp=case.pp, dp=case.dp, vpp=case.vpp)
+    sizes = ParallelSizes(tp=case.tp, pp=case.pp, dp=case.dp, cp=case.cp, vpp=case.vpp)
     topology = Topology(RankGrid(sizes), rank, torch.device("cpu"), kv_heads=config.model.kv_heads)
     return build(config, topology, build_chunks)
 
@@ -109,6 +110,7 @@ def run(
         dp_rank=engine.topology.coordinates.dp,
         consumed_samples=beginning.state.consumed_samples,
         device="cpu",
+        cut=ContextCut.of(engine.config, engine.topology.sizes, engine.topology.coordinates.cp),
     )
     for step in range(beginning.state.step, until):
         microbatches = batches.next_step()

@@ -12,6 +12,7 @@ import torch
 
 from engine.comm.topology import Topology
 from engine.config.tree import Config
+from engine.context_parallel.cut import ContextCut
 from engine.data.loader import Batches
 from engine.data.synthetic import SyntheticDataset
 from engine.layout.rank_grid import ParallelSizes, RankGrid
@@ -190,15 +191,18 @@ class Case:
     """Samples are documents of some three tokens that do not see each other, with positions of their own."""
     staged: bool = False
     """Carry what is sent through other memory (`engine.comm.staging`); on GPUs, over gloo, ranks share those that there are."""
+    cp: int = 1
+    """Ranks that share each sample."""
     backend: str | None = None
     """Of the groups, by its name; None: that of the device."""
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
     def __str__(self) -> str:
         parts = [self.model, f"tp{self.tp}", f"pp{self.pp}", f"vpp{self.vpp}", f"dp{self.dp}"]
+        parts += [f"cp{self.cp}"] if self.cp > 1 else []
         parts += ["sp"] if self.sequence_parallel else []
         parts += [self.schedule] if self.schedule != "auto" else []
         parts += ["-".join(map(str, self.recompute))] if self.recompute[0] != "none" else []
@@ -244,6 +248,7 @@ class Case:
                     "pp": self.pp,
                     "vpp": self.vpp,
                     "dp": self.dp,
+                    "cp": self.cp,
                     "sequence_parallel": self.sequence_parallel,
                     "layers_per_stage": list(self.layers_per_stage) if self.layers_per_stage else None,
                 },
@@ -356,7 +361,7 @@ class RankResult:
 def build_rank(rank: int, case: Case, marks: Sequence[TimeMarks] = ()) -> tuple[Engine, Batches]:
     """One rank of a layout, with the weights that its seed gives, and its part of the batches; `marks` follow it."""
     config = case.config()
-    grid = RankGrid(ParallelSizes(tp=case.tp, pp=case.pp, dp=case.dp, vpp=case.vpp))
+    grid = RankGrid(ParallelSizes(tp=case.tp, pp=case.pp, dp=case.dp, cp=case.cp, vpp=case.vpp))
     topology = Topology(grid, rank, case.device_of(rank), kv_heads=config.model.kv_heads, staged=case.staged)
     engine = build(config, topology.observed(marks), build_chunks, observers=[each.instruction for each in marks])
     batches = Batches(
@@ -369,6 +374,7 @@ def build_rank(rank: int, case: Case, marks: Sequence[TimeMarks] = ()) -> tuple[
         device=topology.device,
         attention=config.data.attention,
         positions=config.data.positions,
+        cut=ContextCut.of(config, grid.sizes, topology.coordinates.cp),
     )
     return engine, batches
 

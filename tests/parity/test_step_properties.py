@@ -68,6 +68,20 @@ TRAFFIC = [
         global_batch_size=3,
     ),
     Case("olmo2", tp=4, recompute=("full", "block", 1), num_layers=3, global_batch_size=3),
+    Case(
+        "llama",
+        cp=2,
+        tp=2,
+        dp=2,
+        sequence_parallel=True,
+        num_layers=3,
+        dtype="bf16",
+        documents=True,
+        global_batch_size=6,
+    ),
+    Case("kinds_dropout", cp=4, pp=2, recompute=("full", "block", 1), num_layers=6, global_batch_size=3),
+    Case("mqa_rope_bias", cp=2, tp=4, recompute=("full", "uniform", 2), num_layers=3, global_batch_size=3),
+    Case("olmo2", cp=2, tp=2, num_layers=3, micro_batch_size=2),
 ]
 """Few layers and microbatches, but in most cases numbers of their own: a formula with one size for another is seen."""
 

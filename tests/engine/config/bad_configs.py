@@ -213,7 +213,30 @@ BAD: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         {},
         ["schedule.name = interleaved", "vpp = 1", "1f1b or auto"],
     ),
-    "context parallel": (["parallel.cp=2"], {}, ["parallel.cp = 2", "not built yet", "parallel.cp = 1"]),
+    "parts of a sample": (
+        ["parallel.cp=3"],
+        {},
+        [
+            "model.seq_length = 32",
+            "multiple of 2 x parallel.cp = 6",
+            "model.seq_length = 30 or 36",
+            "parallel.cp = 2 or 4",
+        ],
+    ),
+    "shards of parts of a sample": (
+        ["parallel.cp=2", "parallel.tp=8", "parallel.sequence_parallel=true", "model.seq_length=24"],
+        {},
+        [
+            "parallel.cp x parallel.tp with sequence_parallel, = 16",
+            "seq_length = 16 or 32",
+            "sequence_parallel = false",
+        ],
+    ),
+    "attention made again in parts": (
+        ["parallel.cp=2", "recompute.granularity=selective"],
+        {},
+        ["recompute.modules", "has attention, but with parallel.cp = 2", "recompute.granularity = none"],
+    ),
     "expert parallel": (["parallel.ep=8"], {}, ["parallel.ep = 8", "not built yet", "parallel.ep = 1"]),
     "fp16": (["precision.dtype=fp16"], {}, ["precision.dtype = fp16", "not built yet", "bf16 or fp32"]),
     "world size without dp": (

@@ -19,7 +19,8 @@ from engine.config.training import MOST_STEPS
 from engine.config.tree import RULES, Config, broken_rules, problems
 from engine.errors import ConfigError, TopologyError
 from engine.layout.partition import partition
-from engine.layout.rank_grid import MOST_RANKS, RankGrid
+from engine.layout.rank_grid import RankGrid
+from engine.layout.rank_rules import MOST_RANKS
 from engine.layout.shard_spec import localize
 from engine.pipeline import schedules
 from models.specs import model_specs

@@ -124,10 +124,18 @@ def test_sizes_start_at_one(name: str) -> None:
         ParallelSizes(**{name: 0})
 
 
-@pytest.mark.parametrize("name", ["cp", "ep"])
-def test_axes_that_are_not_built_have_size_one(name: str) -> None:
+def test_an_axis_that_is_not_built_has_size_one() -> None:
     with pytest.raises(AssertionError, match="not built yet"):
-        ParallelSizes(**{name: 2})
+        ParallelSizes(ep=2)
+
+
+def test_context_parallel_ranks_are_between_tensor_and_data_parallel_ones() -> None:
+    sizes = ParallelSizes(tp=2, cp=2, pp=2, dp=2)
+    grid = RankGrid(sizes)
+    assert (str(sizes), sizes.product) == ("tp=2 cp=2 pp=2 vpp=1 dp=2", "tp 2 x cp 2 x pp 2 x dp 2")
+    assert grid.groups("cp")[:2] == ((0, 2), (1, 3)) and grid.groups("dp", "cp")[0] == (0, 2, 4, 6)
+    assert str(grid.coordinates(15)) == "pp 1, dp 1, cp 1, tp 1"
+    assert sizes.dp_cp == 4
 
 
 def test_ranks_coordinates_and_axes_that_do_not_exist() -> None:

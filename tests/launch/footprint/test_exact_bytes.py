@@ -20,6 +20,7 @@ CASES = (
     Case("gpt", tp=2, pp=4, dp=2, sequence_parallel=True, global_batch_size=12, dtype="bf16"),
     Case("llama", tp=4, pp=2, vpp=2, dp=3, global_batch_size=18, dtype="bf16"),
     Case("qwen", tp=2, pp=2, schedule="gpipe", global_batch_size=3, dtype="fp32"),
+    Case("llama", tp=2, cp=2, pp=2, dp=2, global_batch_size=4, dtype="bf16"),
 )
 
 
@@ -29,7 +30,7 @@ def all_stages(rank: int, config: Config) -> list[Footprint]:
 
 
 def state_bytes(config: Config, at: Coordinates) -> dict[str, int]:
-    """Parameters w, main grads and each optimizer state max(4, w) bytes per element, the latter on 1/dp of each bucket."""
+    """Parameters w, main grads and each optimizer state max(4, w) bytes per element, the latter on 1/(dp cp) of each bucket."""
     sizes = parallel_sizes(config)
     stages = stages_of(config)
     w = {"bf16": 2, "fp32": 4}[config.precision.dtype]
@@ -42,7 +43,7 @@ def state_bytes(config: Config, at: Coordinates) -> dict[str, int]:
     buffers: dict[object, list[ParamRecord]] = {}
     for record in held.values():
         buffers.setdefault((record.replicas, record.sum_over), []).append(record)
-    padded = 0
+    padded, shards = 0, sizes.dp * sizes.cp
     for records in buffers.values():
         bucket = 0
         for index in range(len(records) - 1, -1, -1):
@@ -50,11 +51,11 @@ def state_bytes(config: Config, at: Coordinates) -> dict[str, int]:
             shares_gemm = records[index].spec.fused_with_previous and records[index].replicas is None
             is_full = bucket * max(4, w) >= config.optimizer.bucket_bytes and not shares_gemm
             if index == 0 or is_full:
-                padded += -(-bucket // (64 * sizes.dp)) * 64 * sizes.dp
+                padded += -(-bucket // (64 * shards)) * 64 * shards
                 bucket = 0
     # Two moments, and a master where the parameter is not one itself.
     states = 3 if w < 4 else 2
-    return {"parameters": w * padded, "gradients": 4 * padded, "optimizer": states * 4 * padded // sizes.dp}
+    return {"parameters": w * padded, "gradients": 4 * padded, "optimizer": states * 4 * padded // shards}
 
 
 def most_pipeline_buffers(program: Program, rank: int) -> int:
@@ -88,7 +89,7 @@ def test_state_and_pipeline_buffers(case: Case) -> None:
     name = schedules.resolve(config.schedule.name, sizes.vpp)
     program = lower(schedules.build(name, sizes.pp, sizes.vpp, found[0].num_microbatches))
     w = {"bf16": 2, "fp32": 4}[case.dtype]
-    buffer = w * model.seq_length * model.hidden_size // (sizes.tp if case.sequence_parallel else 1)
+    buffer = w * model.seq_length // sizes.cp * model.hidden_size // (sizes.tp if case.sequence_parallel else 1)
     for pp, footprint in enumerate(found):
         assert footprint.state == state_bytes(config, footprint.coordinates), f"stage {pp}"
         assert footprint.most["p2p"] == buffer * most_pipeline_buffers(program, pp), f"stage {pp}"

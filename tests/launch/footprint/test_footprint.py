@@ -35,6 +35,7 @@ CASES = (
         offload=2,
     ),
     Case("kinds", tp=2, pp=2, sequence_parallel=True, num_layers=4, documents=True, micro_batch_size=2),
+    Case("kinds", tp=2, cp=2, pp=2, sequence_parallel=True, num_layers=4, documents=True),
 )
 
 

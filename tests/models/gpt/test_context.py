@@ -31,6 +31,7 @@ def context_of(model: ModelConfig, without: str = "") -> BuildContext:
         num_offloaded=0,
         kernels=Kernels(choices=unused, fusion=EAGER),
         region=unused,
+        cp=unused,
         dtype=torch.float64,
         seed=0,
         parameters={each.name: ShardedParameter(each, torch.float64) for each in records if each.name != without},

@@ -49,7 +49,7 @@ def config_of(model: dict[str, Any], *, tp: int, sp: bool = False, **choices: An
             "model": {**sizes, **model},
             "data": {"synthetic": True},
             "train": {"steps": 1, "global_batch_size": b, "micro_batch_size": b, "seed": 7},
-            "parallel": {"tp": tp, "pp": 2, "dp": 1, "sequence_parallel": sp},
+            "parallel": {"tp": tp, "pp": 2, "dp": 1, "cp": choices.get("cp", 1), "sequence_parallel": sp},
             "optimizer": {"lr": 1e-3},
             "precision": {"dtype": choices.get("dtype", "bf16")},
             "recompute": choices.get("recompute", {}),
@@ -126,6 +126,24 @@ BLOCKS = {
         {**GPT, "embedding_multiplier": 3.0, "residual_multiplier": 0.5}, tp=1, attention="explicit"
     ),
 }
+PARTS_OF_ROWS = {
+    "a part of each row": config_of({**LLAMA, "qk_norm": True}, tp=2, cp=2, sp=True),
+    "a part, kinds of layers, one again, one on the host": config_of(
+        {**LLAMA, **KINDS},
+        tp=2,
+        cp=4,
+        recompute={"granularity": "full", "method": "block", "num_layers": 1},
+        offload={"num_layers": 2, "min_bytes": 2**14},
+    ),
+    "a part, explicit": config_of(GPT, tp=2, cp=2, attention="explicit"),
+    "a part, explicit, attention again": config_of(
+        LLAMA, tp=1, cp=2, b=1, attention="explicit", recompute=parts("norm", "attention")
+    ),
+    "a part, explicit, attention and rotation again": config_of(
+        LLAMA, tp=2, cp=2, attention="explicit", recompute=parts("rope", "attention")
+    ),
+    "a part, parts again": config_of(LLAMA, tp=2, cp=2, recompute=parts(*CHEAP)),
+}
 SLOW = {
     "kinds of layers, explicit": config_of({**LLAMA, **KINDS, "attention_softcap": 5.0}, tp=2, attention="explicit"),
     "kinds of layers, explicit, fp32": config_of({**LLAMA, **KINDS}, tp=1, b=1, dtype="fp32", attention="explicit"),
@@ -195,7 +213,8 @@ def ends_of_all(rank: int, configs: dict[str, Config]) -> dict[str, list[Footpri
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "configs", [pytest.param(CI | BLOCKS, id="ci"), pytest.param(SLOW, id="rest", marks=pytest.mark.slow)]
+    "configs",
+    [pytest.param(CI | BLOCKS | PARTS_OF_ROWS, id="ci"), pytest.param(SLOW, id="rest", marks=pytest.mark.slow)],
 )
 def test_autograd_keeps_what_the_formula_says(configs: dict[str, Config]) -> None:
     (found,) = run_ranks(ends_of_all, 1, configs, timeout_seconds=600)

@@ -242,12 +242,13 @@ def test_savings_are_legal_and_save_what_they_say() -> None:
         "train.micro_batch_size",
         "recompute",
         "parallel.tp",
+        "parallel.cp",
         "parallel.pp",
     ]
     assert str(found[2]) == "'recompute={granularity: selective, modules: [activation, norm]}'"
     assert str(found[3]) == "'recompute={granularity: selective, modules: [activation, attention, mlp, norm]}'"
     assert str(found[4]) == "parallel.sequence_parallel=true"
-    assert str(found[-2]) == "parallel.tp=4 parallel.dp=2", "with the same number of ranks"
+    assert str(found[-3]) == "parallel.tp=4 parallel.dp=2", "with the same number of ranks"
     for saving in found:
         assert saving.total < predicted_memory(config, sizes, 0, nccl=False).total
         changed = config

@@ -1,0 +1,60 @@
+"""The cut of a microbatch along its rows, made once, on the host, after labels were shifted.
+
+    tokens, labels, loss_mask, position_ids  [b, s]  ->  [b, s/c]: the runs of this rank, row by row
+
+Documents stay whole: masks come from positions in the row. Every cp rank of a replica reads the same samples.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from engine.config.tree import Config
+from engine.context_parallel.deal import Windows, runs_of_ranks
+from engine.data.loader import MicroBatch
+from engine.data.sequence_part import SequencePart
+from engine.layout.rank_grid import ParallelSizes
+
+
+@dataclass(frozen=True, slots=True)
+class ContextCut:
+    """The cut of one cp rank; at size 1 a microbatch stays as it is.
+
+    Attributes:
+        size, index: of the cp axis, and this rank's place on it.
+        windows: of the model's layers, on which the weight of a token depends.
+    """
+
+    size: int
+    index: int
+    windows: Windows
+
+    @classmethod
+    def of(cls, config: Config, sizes: ParallelSizes, index: int) -> "ContextCut":
+        """Return the cut of a rank of a run."""
+        return cls(sizes.cp, index, Counter(kind.window for kind in config.model.kinds))
+
+    def __call__(self, whole: MicroBatch) -> MicroBatch:
+        """Return this rank's part of a microbatch on the CPU."""
+        b, s = whole.tokens.shape
+        part = self.part(((s,),) * b if whole.documents is None else whole.documents.lengths)
+        if part is None:
+            return whole
+        tokens, labels, loss_mask, position_ids = (
+            each.gather(1, part.positions) for each in (whole.tokens, whole.labels, whole.loss_mask, whole.position_ids)
+        )
+        return replace(
+            whole,
+            tokens=tokens,
+            labels=labels,
+            loss_mask=loss_mask,
+            position_ids=position_ids,
+            num_tokens=int(loss_mask.sum()),
+            part=part,
+        )
+
+    def part(self, rows: Sequence[Sequence[int]]) -> SequencePart | None:
+        """Return this rank's part of rows with these lengths of documents, on the CPU; None: it has all of them."""
+        if self.size == 1:
+            return None
+        return SequencePart.of([runs_of_ranks(row, self.size, self.windows) for row in rows], self.index, rows)

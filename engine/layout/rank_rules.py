@@ -1,0 +1,30 @@
+"""Rules that a number of ranks and its nodes keep, in words for an error (no torch here)."""
+
+MOST_RANKS = 2**20
+"""Largest number of ranks of a run, far above any real one; also the bound of each parallel size."""
+
+
+def too_many_ranks(world_size: int) -> str | None:
+    """Return the rule that too many ranks break; None: they can be listed."""
+    if world_size <= MOST_RANKS:
+        return None
+    return f"is {world_size:,} ranks, and at most {MOST_RANKS:,} are planned: the groups of so many would not fit in memory"
+
+
+def partial_node(world_size: int, ranks_per_node: int) -> str | None:
+    """Return the rule that a world breaks if it leaves a node partly used; None: it fills whole nodes, or fits one."""
+    if world_size <= ranks_per_node or world_size % ranks_per_node == 0:
+        return None
+    return (
+        f"must fill whole nodes of {ranks_per_node} ranks: the last node would be partly used, and its groups misplaced"
+    )
+
+
+def tp_across_nodes(tp: int, world_size: int, ranks_per_node: int) -> str | None:
+    """Return the rule that `tp` breaks where a group would span two nodes; None: each group is on one node."""
+    if world_size <= ranks_per_node or ranks_per_node % tp == 0:
+        return None
+    return (
+        f"must divide the {ranks_per_node} ranks of a node: a tensor-parallel group would span two nodes, and its collectives in "
+        f"every layer cross the slow network"
+    )

@@ -1,0 +1,49 @@
+"""Context parallelism equals one process: loss, gradients and weights, float64, with everything that acts on a part of a row."""
+
+import pytest
+
+from tests.parity.cases import Case
+from tests.parity.test_parity import compare
+
+FULL = ("full", "uniform", 1)
+SELECTIVE = ("selective", "uniform", 1)
+
+COVERING = (
+    Case("llama", cp=2),
+    Case("gpt", cp=4, micro_batch_size=2),
+    Case("gpt_dropout", cp=2, dp=2, documents=True),
+    Case("llama", cp=2, tp=2, sequence_parallel=True, documents=True),
+    Case("kinds", cp=2, pp=2, vpp=2, documents=True, recompute=FULL),
+    Case("mqa_rope_bias", cp=2, tp=4, micro_batch_size=2, documents=True),
+    Case("kinds_dropout", cp=2, tp=2, sequence_parallel=True, recompute=SELECTIVE, modules=("attention", "norm")),
+    Case("qwen", cp=2, pp=2, recompute=SELECTIVE, modules=("norm", "rope"), documents=True, micro_batch_size=2),
+    Case("kinds_capped", cp=4, tp=2, documents=True),
+    Case("kinds_tied", cp=2, pp=2, offload=2),
+)
+"""Pairs of cp with each other axis and feature: each is in some case, most with documents that end inside of a part."""
+
+MORE = (
+    Case("llama", cp=4, tp=2, sequence_parallel=False),
+    Case("llama", cp=2, tp=2, pp=2, sequence_parallel=True, documents=True, recompute=FULL),
+    Case("gpt_untied", cp=2, dp=2, pp=2, micro_batch_size=2),
+    Case("kinds", cp=4, dp=2, documents=True, head_tokens=3),
+    Case("kinds", cp=2, tp=2, pp=2, vpp=2, sequence_parallel=True, layers_per_stage=(1, 3, 2, 2)),
+    Case("gpt_dropout", cp=4, tp=2, sequence_parallel=False, documents=True, micro_batch_size=2),
+    Case("window", cp=2, documents=True, attention="blocks"),
+    Case("sinks", cp=4, attention="explicit", documents=True),
+    Case("softcap", cp=2, tp=2, documents=True),
+    Case("llama", cp=2, optimizer="sgd", documents=True),
+)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", COVERING, ids=str)
+def test_covering_layouts_equal_the_oracle(case: Case) -> None:
+    compare(case)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", MORE, ids=str)
+def test_more_layouts_equal_the_oracle(case: Case) -> None:
+    compare(case)
