@@ -88,6 +88,7 @@ def matrix(
     features: dict[str, tuple[Hashable, ...]] = {
         "model": (OWN,) if path is not None else tuple(FAMILIES),
         "tp": (2, 4, 8, 1),
+        "cp": (1, 2, 4),
         "pp": (2, 4, 1),
         "vpp": (2, 1),
         "dp": (2, 4, 1),
@@ -105,8 +106,8 @@ def matrix(
             return trial(source, (*overrides, *_overrides(row)), small=small, num_steps=num_steps, dtype=dtype)
 
         @cache
-        def is_legal(model: str, tp: int, pp: int, vpp: int, sp: bool) -> bool:
-            row: Row = {"model": model, "tp": tp, "pp": pp, "vpp": vpp, "dp": 1, "sp": sp, "micro batch": 1}
+        def is_legal(model: str, tp: int, cp: int, pp: int, vpp: int, sp: bool) -> bool:
+            row: Row = {"model": model, "tp": tp, "cp": cp, "pp": pp, "vpp": vpp, "dp": 1, "sp": sp, "micro batch": 1}
             try:
                 make(row | {"schedule": "auto", "recompute": "none"})
             except ConfigError:
@@ -114,11 +115,11 @@ def matrix(
             return True
 
         def can_run(row: Row) -> bool:
-            tp, pp, vpp, dp, sp = (row[size] for size in ("tp", "pp", "vpp", "dp", "sp"))
-            assert isinstance(tp, int) and isinstance(pp, int) and isinstance(vpp, int) and isinstance(dp, int)
-            fits = 1 < tp * pp * dp <= most_ranks and not (sp and tp == 1)
+            tp, cp, pp, vpp, dp = (int(str(row[size])) for size in ("tp", "cp", "pp", "vpp", "dp"))
+            sp = row["sp"]
+            fits = 1 < tp * cp * pp * dp <= most_ranks and not (sp and tp == 1)
             chunked = vpp == 1 or (pp > 1 and row["schedule"] == "auto")
-            return fits and chunked and is_legal(str(row["model"]), tp, pp, vpp, bool(sp))
+            return fits and chunked and is_legal(str(row["model"]), tp, cp, pp, vpp, bool(sp))
 
         if path is not None:
             load_config(path, overrides, os.environ)
@@ -136,6 +137,7 @@ def _overrides(row: Row) -> list[str]:
     num_microbatches = 2 * pp if row["vpp"] != 1 else 2 * pp + 1
     words: Mapping[str, Hashable] = {
         "parallel.tp": row["tp"],
+        "parallel.cp": row["cp"],
         "parallel.pp": row["pp"],
         "parallel.vpp": row["vpp"],
         "parallel.dp": row["dp"],
@@ -145,6 +147,9 @@ def _overrides(row: Row) -> list[str]:
         "train.micro_batch_size": micro,
         "train.global_batch_size": micro * dp * num_microbatches,
     }
+    if row["recompute"] == "selective" and row["cp"] != 1:
+        # Its default, attention, is never made again with context parallelism.
+        words = {**words, "recompute.modules": "[norm]"}
     return [f"{key}={str(value).lower()}" for key, value in words.items()]
 
 

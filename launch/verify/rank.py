@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -32,7 +33,7 @@ from launch.verify.verdict.records import (
     together,
 )
 from models.gpt.chunk import build_chunks
-from models.inference.probes import Probes, site_order
+from models.inference.probes import LOSS, Probes, site_order
 
 UNKNOWN = Deviation(0, 0.0, 0.0, 0.0, math.inf)
 REFERENCE_SITES = "reference.sites.safetensors"
@@ -80,7 +81,7 @@ def observe(
     probes = Probes(engine.chunks)
     notebook = Writing(folder) if is_reference else Comparing(folder)
     steps = batches_of_steps(config, topology)
-    samples = tuple(tuple(sample for microbatch in step for sample in checksums(microbatch)) for step in steps)
+    samples = tuple(_samples_of(step, topology) for step in steps)
     facts = run_steps(engine, steps, config.optimizer.lr, notebook, probes.open())
     if isinstance(notebook, Writing):
         (folder / REFERENCE_SAMPLES).write_text(json.dumps(samples))
@@ -93,10 +94,10 @@ def observe(
     at = topology.coordinates
     RankReport(
         rank=topology.rank,
-        coordinates={"pp": at.pp, "dp": at.dp, "tp": at.tp},
+        coordinates={"pp": at.pp, "dp": at.dp, "cp": at.cp, "tp": at.tp},
         steps=tuple(facts),
         tensors=tuple(notebook.reports()),
-        sites=tuple(_sites(folder, probes, config, topology, sites)),
+        sites=tuple(_sites(folder, probes, config, topology, steps, sites)),
         samples=samples,
     ).write(report_path(folder, topology.rank) if noise_of is None else folder / NOISE_REPORT)
 
@@ -106,13 +107,26 @@ def report_path(folder: Path, rank: int) -> Path:
 
 
 def checksums(microbatch: MicroBatch) -> list[Sample]:
-    """Return the id of each sample of a microbatch, and a checksum of its contents."""
+    """Return the id of each sample of a microbatch, and a checksum of its contents.
+
+    The checksum is the sum of those of the tokens, each with its label, mask, position and document. So the parts of a sample that
+    context-parallel ranks hold add up to that of the whole.
+    """
     parts = [microbatch.tokens, microbatch.labels, microbatch.loss_mask, microbatch.position_ids]
     if microbatch.documents is not None:
-        parts.append(microbatch.documents.numbers)
-    rows = zip(*(part.cpu() for part in parts), strict=True)
-    contents = [b"".join(part.contiguous().numpy().tobytes() for part in row) for row in rows]
-    return [(number, zlib.crc32(read)) for number, read in zip(microbatch.sample_ids, contents, strict=True)]
+        numbers, part = microbatch.documents.numbers, microbatch.part
+        parts.append(numbers if part is None else numbers.gather(1, part.positions))
+    tokens = torch.stack([part.cpu().to(torch.int64) for part in parts], dim=-1)
+    sums = [sum(zlib.crc32(token.tobytes()) for token in row) for row in tokens.numpy()]
+    return list(zip(microbatch.sample_ids, sums, strict=True))
+
+
+def _samples_of(step: Sequence[MicroBatch], topology: Topology) -> tuple[Sample, ...]:
+    """Return the samples of this rank's step, with the checksums of all parts."""
+    mine = [sample for microbatch in step for sample in checksums(microbatch)]
+    sums = torch.tensor([checksum for _, checksum in mine], device=topology.device)
+    whole = topology.axis("cp").all_reduce(sums, "samples").wait().tolist()
+    return tuple((number, checksum) for (number, _), checksum in zip(mine, whole, strict=True))
 
 
 def batches_of_steps(config: Config, topology: Topology) -> list[list[MicroBatch]]:
@@ -122,10 +136,21 @@ def batches_of_steps(config: Config, topology: Topology) -> list[list[MicroBatch
 
 
 def _sites(
-    folder: Path, probes: Probes, config: Config, topology: Topology, wanted_sites: Sequence[str] | None
+    folder: Path,
+    probes: Probes,
+    config: Config,
+    topology: Topology,
+    steps: Sequence[Sequence[MicroBatch]],
+    wanted_sites: Sequence[str] | None,
 ) -> list[SiteReport]:
     """Compare this rank's outputs with the reference's of the same tokens; samples that it lacks deviate infinitely."""
-    tp = topology.axis("tp")
+    tp, cp = topology.axis("tp"), topology.axis("cp")
+    places = {
+        str(sample): microbatch.part.positions[row].cpu()
+        for microbatch in steps[0]
+        if microbatch.part is not None
+        for row, sample in enumerate(microbatch.sample_ids)
+    }
     reports = []
     with safe_open(folder / REFERENCE_SITES, framework="pt") as reference:
         known = set(reference.keys())
@@ -138,6 +163,10 @@ def _sites(
                     parts.append(UNKNOWN)
                     continue
                 wanted = reference.get_tensor(key)
+                if site == LOSS:
+                    got = cp.all_reduce(got.to(topology.device), "loss").wait().cpu()
+                elif samples in places:
+                    wanted = wanted[places[samples]]
                 if len(got) < len(wanted):
                     wanted = wanted[tp.index * len(got) : (tp.index + 1) * len(got)]
                 parts.append(deviation(wanted, got))

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from engine.config.plan import data_parallel_size, stages_of
 from engine.config.tree import Config
+from engine.context_parallel.deal import block_length
 from engine.layout.shard_spec import cut
 
 MOST_ROUNDS = 3
@@ -68,6 +69,20 @@ def num_microbatches(config: Config) -> int:
     """Return the microbatches of a pipeline in a step."""
     dp = data_parallel_size(config.parallel, None) or 1
     return max(1, config.train.global_batch_size // (config.train.micro_batch_size * dp))
+
+
+def blocks_of_part(config: Config, seq_length: int | None = None) -> int:
+    """Return the blocks of a row that a context-parallel rank holds; 1 where it has whole rows.
+
+    Args:
+        config: of the run; where attention is within documents, rows have several.
+        seq_length: in place of the model's.
+    """
+    cp, length = config.parallel.cp, seq_length or config.model.seq_length
+    if cp == 1:
+        return 1
+    num_documents = 2 if config.data.attention == "within" else 1
+    return length // cp // block_length(length, cp, num_documents)
 
 
 def head_pieces(num_tokens: int, tokens_at_a_time: int | None) -> tuple[int, bool] | None:
@@ -134,6 +149,7 @@ RELATIONS: Mapping[str, Callable[[Config], object]] = MappingProxyType(
             c.model.vocab_size, c.model.padded_vocab_size, c.parallel.tp
         ),
         "sequence divides by tp": lambda c: c.model.seq_length % c.parallel.tp == 0,
+        "blocks of a context-parallel part": blocks_of_part,
         "pieces of a microbatch at the head": lambda c: head_pieces(
             c.train.micro_batch_size * c.model.seq_length, c.recompute.head_tokens
         ),

@@ -4,6 +4,7 @@ Bugs of a layout come from relations between sizes, not from sizes: whether head
 which ranks hold padding of the vocabulary. `launch/verify/relations.py` lists them, and each is kept; all else gets small.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from engine.config.plan import data_parallel_size
 from engine.config.tree import Config
 from launch.verify.relations import (
     MOST_ROUNDS,
+    blocks_of_part,
     head_pieces,
     layer_counts,
     num_microbatches,
@@ -42,7 +44,7 @@ Relation = tuple[object, ...]
 def shrink(config: Config) -> dict[str, dict[str, Any]]:
     """Return the changes to a configuration, as sections of new values; `parallel.dp` left open counts as 1.
 
-    Kept: tp, pp, vpp, dp, the schedule, and every relation of `launch/verify/relations.py`. Buckets and offloaded tensors
+    Kept: tp, cp, pp, vpp, dp, the schedule, and every relation of `launch/verify/relations.py`. Buckets and offloaded tensors
     are always small, so that there are several.
     """
     layers, per_group, num_offloaded = _layers(config)
@@ -106,8 +108,17 @@ def _vocabulary(model: ModelConfig, tp: int) -> dict[str, Any]:
 
 def _seq_length(config: Config) -> int:
     """Return a length of several tokens on each rank, odd where it was (then no two equal pieces are possible)."""
-    length, tp = config.model.seq_length, config.parallel.tp
+    length, tp, cp = config.model.seq_length, config.parallel.tp, config.parallel.cp
     least = max(LEAST_SEQ_LENGTH, 2 * tp)
+    if cp > 1:
+        # Parts of whole blocks, as many of them as before, and for sequence parallelism whole shards of parts.
+        blocks = blocks_of_part(config)
+        unit = cp * math.lcm(blocks, tp if length // cp % tp == 0 else 1)
+        return next(
+            n
+            for n in range(unit, 4 * (least + unit) * cp, unit)
+            if n >= least and (n % tp == 0) == (length % tp == 0) and blocks_of_part(config, n) == blocks
+        )
     kept = (length % 2, length % tp == 0)
     return next(n for n in range(least, least + 3 * tp + 2) if (n % 2, n % tp == 0) == kept)
 

@@ -19,6 +19,7 @@ from launch.verify.verdict.judge import Verdict
 COLLAPSED: Mapping[str, Mapping[str, object]] = {
     "tp": {"tp": 1, "sequence_parallel": False},
     "pp": {"pp": 1, "vpp": 1, "layers_per_stage": None},
+    "cp": {"cp": 1},
     "dp": {"dp": 1},
 }
 """What an axis of one rank cannot have goes with it."""

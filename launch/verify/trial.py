@@ -36,6 +36,7 @@ ONE_PROCESS = {
     "pp": 1,
     "vpp": 1,
     "dp": 1,
+    "cp": 1,
     "sequence_parallel": False,
     "layers_per_stage": None,
 }

@@ -79,8 +79,8 @@ def every_rank_has_the_sinks_of_the_first() -> None:
 def a_window_has_one_key_too_many() -> None:
     made = models.gpt.attention.Mask
 
-    def wider(window: int | None, documents: Documents | None) -> masked.Mask:
-        return made(None if window is None else window + 1, documents)
+    def wider(window: int | None, *others: Any) -> masked.Mask:
+        return made(None if window is None else window + 1, *others)
 
     models.gpt.attention.Mask = wider  # type: ignore[assignment, misc]
 

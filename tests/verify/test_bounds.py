@@ -27,7 +27,7 @@ def report(errors: dict[tuple[str, str], float], facts: StepFacts = FACTS, *, dp
     """Return one rank's report of one step; errors that are not given are 0."""
     return RankReport(
         dp,
-        {"pp": 0, "dp": dp, "tp": 0},
+        {"pp": 0, "dp": dp, "cp": 0, "tp": 0},
         (facts,),
         tuple(TensorReport(0, kind, name, off(errors.get((kind, name), 0.0))) for kind in KINDS for name in NAMES),
         (SiteReport(0, "token_losses", off(errors.get(("output", "token_losses"), 0.0))),),

@@ -41,7 +41,8 @@ def test_the_built_in_matrix_has_everything_and_stays_small() -> None:
     sizes = [parallel_sizes(asked.config) for _, asked in TRIALS]
     assert all(1 < one.world_size <= 8 for one in sizes)
     assert {one.tp for one in sizes} == {1, 2, 4, 8} and {one.pp for one in sizes} == {1, 2, 4}
-    assert len(TRIALS) <= 30
+    assert {one.cp for one in sizes} == {1, 2, 4}
+    assert len(TRIALS) <= 36
 
 
 def test_a_config_has_a_matrix_of_its_own() -> None:

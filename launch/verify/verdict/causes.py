@@ -19,7 +19,7 @@ from launch.verify.verdict.deviation import Deviation
 from launch.verify.verdict.evidence import Cause, Difference, Evidence, Outcome
 from launch.verify.verdict.records import RankReport, together
 
-AXES = ("tp", "pp", "dp")
+AXES = ("tp", "pp", "cp", "dp")
 LOOSEST_SUM = 0.05
 """Projections that add up to 1 within this speak for partial sums, where the bound is not tighter."""
 

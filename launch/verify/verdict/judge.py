@@ -121,13 +121,13 @@ OTHER_CONTENTS = "other tokens, labels, mask, positions or documents"
 
 
 def _samples(evidence: Evidence, step: int) -> Iterator[Difference]:
-    """Compare how often each sample of the step is read by the dp ranks that have the same place on tp and pp."""
+    """Compare how often each sample of the step is read by the dp ranks that have the same place on the other axes."""
     if not evidence.samples:
         return
     wanted = Counter(evidence.samples[step])
-    places: dict[tuple[int, int], Counter[Sample]] = {}
+    places: dict[tuple[int, ...], Counter[Sample]] = {}
     for rank in evidence.ranks:
-        place = (rank.coordinates["pp"], rank.coordinates["tp"])
+        place = tuple(at for axis, at in sorted(rank.coordinates.items()) if axis != "dp")
         places.setdefault(place, Counter()).update(rank.samples[step])
     worst: dict[Sample, int] = {}
     for read in places.values():
