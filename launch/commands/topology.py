@@ -26,10 +26,12 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: CommandParser) -> None:
-    parser.usage = "triaxis topology (CONFIG [--gpus N] [section.key=value ...] | --tp N --pp N --dp N) [options]"
+    parser.usage = (
+        "triaxis topology (CONFIG [--gpus N] [section.key=value ...] | --tp N --cp N --pp N --dp N) [options]"
+    )
     parser.epilog = EXAMPLES
-    parser.takes(CONFIG, "sizes and model of this run, in place of --tp --pp --dp", required=False)
-    for name, meaning in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
+    parser.takes(CONFIG, "sizes and model of this run, in place of --tp --cp --pp --dp", required=False)
+    for name, meaning in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline"), ("dp", "data")):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{meaning}-parallel size (default: 1)")
     add_world_size(parser, "with a config: ranks; needed where it leaves parallel.dp open")
     parser.add_argument(
@@ -63,14 +65,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sizes(args: argparse.Namespace) -> tuple[Config | None, ParallelSizes]:
-    given = {name: getattr(args, name) for name in ("tp", "pp", "dp") if getattr(args, name) is not None}
+    given = {name: getattr(args, name) for name in ("tp", "cp", "pp", "dp") if getattr(args, name) is not None}
     if args.config is None:
         if args.overrides:
             unnamed = "no config is named, so there is nothing to override. Name one first."
             refuse(f"{word}: {unnamed}" for word in args.overrides)
         if args.world_size is not None:
             raise TopologyError(
-                f"--world-size {args.world_size} belongs to a config; here the world is tp x pp x dp. Leave it out, or change "
+                f"--world-size {args.world_size} belongs to a config; here the world is tp x cp x pp x dp. Leave it out, or change "
                 f"--dp."
             )
         return None, ParallelSizes(**given)

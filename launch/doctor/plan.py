@@ -14,7 +14,7 @@ from models.predict.rank_memory import resolve_recompute
 from models.predict.traffic import BYTES_PER_ELEMENT, expected_traffic
 from models.specs import num_parameters
 
-AXES = ("tp", "kv_replicas", "dp", "ends", "pp_forward", "pp_backward")
+AXES = ("tp", "cp", "kv_replicas", "dp", "ends", "pp_forward", "pp_backward")
 """Axes in the order of measuring; `world` carries a few bytes a step only."""
 
 NODE_PATH_BYTES = 4 * 2**20
@@ -46,7 +46,7 @@ def message_sizes(config: Config, sizes: ParallelSizes) -> list[Size]:
 
 
 def _ranks(axis: str, config: Config, sizes: ParallelSizes) -> int:
-    others = {"kv_replicas": max(1, sizes.tp // config.model.kv_heads), "ends": min(2, sizes.pp)}
+    others = {"dp": sizes.dp_cp, "kv_replicas": max(1, sizes.tp // config.model.kv_heads), "ends": min(2, sizes.pp)}
     return others.get(axis) or sizes.size(axis.partition("_")[0])
 
 

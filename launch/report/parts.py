@@ -32,6 +32,7 @@ MISSING = '<p class="missing">{}</p>'
 PART_NAMES = {
     "compute": "compute",
     "exposed_tp": "waiting for tensor-parallel calls",
+    "exposed_cp": "waiting for keys and values over context-parallel ranks",
     "bubble": "pipeline bubble",
     "exposed_pp": "waiting for transfers between stages",
     "exposed_dp": "waiting for data-parallel calls",

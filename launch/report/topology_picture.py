@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 
 from engine.errors import TopologyError
-from engine.layout.rank_grid import RankGrid
+from engine.layout.rank_grid import Coordinates, RankGrid
 from launch.report.drawing import element, text, write_picture
 
 CELL = 40
@@ -51,7 +51,7 @@ def draw_topology(grid: RankGrid, path: Path) -> None:
     header = 2.2 * scale
     sizes, nodes = grid.sizes, "1 node" if grid.num_nodes == 1 else f"{grid.num_nodes:,} nodes"
     size = "1 rank" if grid.world_size == 1 else f"{grid.world_size:,} ranks"
-    title = f"{size} on {nodes}: tp {sizes.tp} x pp {sizes.pp} x dp {sizes.dp}"
+    title = f"{size} on {nodes}: {sizes.product}"
     left = (width - boxes_width) / 2 + MARGIN
     parts = [
         text(title, MARGIN * CELL, 0.35 * header * CELL, 18 * scale, weight="bold"),
@@ -73,7 +73,7 @@ def _draw_group(grid: RankGrid, ranks: list[int], left: float, top: float) -> li
     at = grid.coordinates(ranks[0])
     parts = [
         text(f"{axis} {index}", (left + LABEL - 0.15) * CELL, (top + y) * CELL, 10, anchor="end", fill="#555555")
-        for axis, index, y in (("pp", at.pp, 0.32), ("dp", at.dp, 0.66))
+        for axis, index, y in _labels(grid, at)
     ]
     for column, rank in enumerate(ranks):
         x = left + LABEL + column
@@ -81,6 +81,13 @@ def _draw_group(grid: RankGrid, ranks: list[int], left: float, top: float) -> li
         parts.append(_rect(x + 0.04, top + 0.02, 0.92, 0.92, colour))
         parts.append(text(str(rank), (x + 0.5) * CELL, (top + 0.48) * CELL, 13, fill=ink, anchor="middle"))
     return parts
+
+
+def _labels(grid: RankGrid, at: Coordinates) -> list[tuple[str, int, float]]:
+    """Return axis, index and height of each label in front of a line."""
+    if grid.sizes.cp == 1:
+        return [("pp", at.pp, 0.32), ("dp", at.dp, 0.66)]
+    return [("pp", at.pp, 0.24), ("dp", at.dp, 0.5), ("cp", at.cp, 0.76)]
 
 
 def _rect(x: float, y: float, width: float, height: float, fill: str, **rest: str | float) -> str:

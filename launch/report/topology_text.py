@@ -10,13 +10,15 @@ out is counted.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby, pairwise
 
 from engine.config.model import ModelConfig
-from engine.layout.rank_grid import RankGrid
+from engine.layout.rank_grid import Coordinates, RankGrid
 
 MEANINGS = {
     "tp": "one layer's matrices, cut",
+    "cp": "parts of the same samples",
     "dp": "the same part of the model, other samples",
     "pp": "one replica's stages, in order",
 }
@@ -33,12 +35,16 @@ def describe_layout(grid: RankGrid, model: ModelConfig | None = None) -> str:
     sizes = grid.sizes
     nodes = "1 node" if grid.num_nodes == 1 else f"{grid.num_nodes:,} nodes"
     lines = [
-        f"{_count(grid.world_size, 'rank')}: tp {sizes.tp} x pp {sizes.pp} x dp {sizes.dp}, on {nodes} of {grid.ranks_per_node}",
+        f"{_count(grid.world_size, 'rank')}: {sizes.product}, on {nodes} of {grid.ranks_per_node}",
         "",
         *_node_lines(grid),
     ]
     for axis, meaning in MEANINGS.items():
-        lines += ["", *_group_lines(grid, axis, meaning, grid.groups(axis))]
+        if axis != "cp" or sizes.cp > 1:
+            lines += ["", *_group_lines(grid, axis, meaning, grid.groups(axis))]
+    if sizes.cp > 1 and sizes.dp > 1:
+        meaning = "gradients are summed, and the optimizer's state is cut"
+        lines += ["", *_group_lines(grid, "dp and cp", meaning, grid.groups("dp", "cp"))]
     if model is not None and model.tie_embeddings and sizes.pp > 1:
         meaning = "first and last stage hold the tied embedding"
         lines += ["", *_group_lines(grid, "ends", meaning, grid.end_stage_groups())]
@@ -46,6 +52,10 @@ def describe_layout(grid: RankGrid, model: ModelConfig | None = None) -> str:
         meaning = f"replicas of one of {_count(model.kv_heads, 'key/value head')}"
         lines += ["", *_group_lines(grid, "kv replicas", meaning, grid.tp_blocks(sizes.tp // model.kv_heads))]
     return "\n".join(lines) + "\n"
+
+
+def _replica(grid: RankGrid, at: Coordinates) -> str:
+    return f"dp {at.dp} cp {at.cp}" if grid.sizes.cp > 1 else f"dp {at.dp}"
 
 
 def shorten(ranks: Sequence[int]) -> str:
@@ -59,15 +69,15 @@ def shorten(ranks: Sequence[int]) -> str:
 
 
 def _node_lines(grid: RankGrid) -> Iterator[str]:
-    """Return one line per node and pipeline stage on it: the tensor-parallel groups there, each behind its dp number."""
+    """Return one line per node and pipeline stage on it: the tensor-parallel groups there, each behind its replica."""
     rows: list[tuple[str, list[str]]] = []
     digits = len(str(grid.num_nodes - 1))
     for node in range(grid.num_nodes):
         ranks = range(node * grid.ranks_per_node, (node + 1) * grid.ranks_per_node)
         start = f"node {node:>{digits}}"
         for pp, on_stage in groupby(ranks, lambda rank: grid.coordinates(rank).pp):
-            by_dp = groupby(on_stage, lambda rank: grid.coordinates(rank).dp)
-            parts = [f"dp {dp} [{shorten(list(group))}]" for dp, group in by_dp]
+            by_replica = groupby(on_stage, lambda rank: replace(grid.coordinates(rank), pp=0, tp=0))
+            parts = [f"{_replica(grid, at)} [{shorten(list(group))}]" for at, group in by_replica]
             if sum(len(part) + 3 for part in parts) > WIDTH:
                 parts = [*parts[:3], f".. {len(parts) - 4} more ..", parts[-1]]
             rows.append((f"{start}   pp {pp}", parts))

@@ -125,8 +125,7 @@ class HangReport:
 
     def name(self, rank: int) -> str:
         """Return `rank 13 (pp 3, dp 0, tp 1)`."""
-        at = self._layout.grid.coordinates(rank)
-        return f"rank {rank} (pp {at.pp}, dp {at.dp}, tp {at.tp})"
+        return f"rank {rank} ({self._layout.grid.coordinates(rank)})"
 
     def _about_culprit(self, rank: int) -> str:
         status = self._statuses[rank]

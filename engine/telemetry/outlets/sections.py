@@ -25,6 +25,7 @@ _FRACTIONS = (
     ("pipeline", "bubble"),
     ("pipeline", "schedule_bubble"),
     ("comm", "exposed_tp"),
+    ("comm", "exposed_cp"),
     ("comm", "exposed_pp"),
     ("comm", "exposed_dp"),
 )

@@ -2,6 +2,7 @@
 
     compute        actions of the schedule, less what is waited for in them
     exposed_tp     waits for tensor-parallel calls, the cross-entropy's too
+    exposed_cp     waits for keys and values of the other context-parallel ranks, and for sums of their gradients
     bubble         idle time that would remain with messages that take no time
     exposed_pp     what the pipeline's messages cost: posting, waits beyond the bubble, waits until the last sends have left
     exposed_dp     waits for gradients to be reduced (sums of replicated parameters too), and for parameters to be gathered
@@ -29,6 +30,7 @@ from engine.telemetry.timing.marks import Activity
 Part = Literal[
     "compute",
     "exposed_tp",
+    "exposed_cp",
     "bubble",
     "exposed_pp",
     "exposed_dp",
@@ -72,6 +74,8 @@ def _span_of_wait(wait: Event) -> str:
         return ENDS_WAIT
     if wait.axis == "world":
         return END_WAIT
+    if wait.axis == "cp":
+        return "exposed_cp"
     return "exposed_tp" if wait.axis == "tp" and wait.purpose != REPLICA_GRADIENTS else "exposed_dp"
 
 

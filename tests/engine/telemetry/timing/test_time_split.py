@@ -108,7 +108,7 @@ def test_a_line_says_what_matters_and_fits_into_100_columns() -> None:
     even = dict.fromkeys(PARTS, 1.0)
     split = TimeSplit(2, 9, (even, even), (0.5, 0.7), (1.0, 1.0))
     assert str(split) == (
-        "compute 11%  tp 11%  bubble 11% (schedule 7%)  pp 11%  dp 11%  optimizer 11%  data 11%  checkpoint 11%  other 11%"
+        "compute 10%  tp 10%  cp 10%  bubble 10% (schedule 6%)  pp 10%  dp 10%  optimizer 10%  data 10%  checkpoint 10%  other 10%"
     )
     quiet = {**dict.fromkeys(PARTS, 0.0), "compute": 9.99, "data": 0.01}
     assert str(TimeSplit(2, 9, (quiet,), (0.0,), (9.99,))) == "compute 100%"
