@@ -32,6 +32,7 @@ WORLD_SIZES = {
     "gemma2_9b": 128,
     "olmo2_7b": 128,
     "smollm3_3b": 384,
+    "llama3_8b_128k": 64,
 }
 LONG_PIPELINES = ("gpt_530b", "gpt_1t")
 """A check of their schedules takes a minute or more."""
@@ -78,7 +79,8 @@ def test_shipped_configs_check_alone_and_at_their_world_size(capsys: pytest.Capt
     at_size = shown(capsys, "check", path, "--world-size", str(WORLD_SIZES[name]), "--ranks-per-node", "8")
     assert f"{WORLD_SIZES[name]:,} ranks on {WORLD_SIZES[name] // 8:,} x 8" in at_size
     batch = load_config(path).train.global_batch_size
-    dp = WORLD_SIZES[name] // (load_config(path).parallel.tp * load_config(path).parallel.pp)
+    parallel = load_config(path).parallel
+    dp = WORLD_SIZES[name] // (parallel.tp * parallel.cp * parallel.pp)
     assert f"x dp {dp}; " in at_size and f"{batch:,} samples per step" in at_size
     # The number of replicas stands in the comment of the micro batch, with what follows from it.
     text = Path(path).read_text()
@@ -120,6 +122,7 @@ def gpt_parameters(layers: int, hidden: int, vocabulary: int, length: int = 2048
         ("gpt_1t", gpt_parameters(128, 25600, 51200)),
         # Sizes of the published safetensors.
         ("llama3_8b", 8_030_261_248),
+        ("llama3_8b_128k", 8_030_261_248),
         ("llama3_70b", 70_553_706_496),
         ("llama3_405b", 405_853_388_800),
         ("qwen3_8b", 8_190_735_360),
