@@ -21,6 +21,7 @@ from engine.checkpoint.format.manifest import Ancestor, TrainingState, parse_man
 from engine.checkpoint.history import RunHistory, read_history
 from engine.checkpoint.resume_rules import ABSENT, changes, refuse
 from engine.checkpoint.shards import LoadWhat, fingerprint, restore, saved_numel
+from engine.comm.texts import announce, gather_text
 from engine.config.optimizer_kinds import MASTER
 from engine.data.skipped import SkippedRanges
 from engine.errors import CheckpointError
@@ -171,7 +172,7 @@ def _rank_0_decides(engine: Engine, decide: Callable[[], ResumeCandidate | None]
             text = "none" if one is None else f"{'own' if one.is_own else 'other'}\n{one.what}\n{one.folder}"
         except CheckpointError as error:
             text = f"error\n{error}"
-    verdict, _, rest = world.announce(text, device, "begin").partition("\n")
+    verdict, _, rest = announce(world, text, device, "begin").partition("\n")
     if verdict == "error":
         raise CheckpointError(rest)
     if verdict == "none":
@@ -192,7 +193,7 @@ def _load(engine: Engine, chosen: ResumeCandidate, data: dict[str, str]) -> tupl
         point = _resume_point(engine, candidate, chosen, state, data)
     except CheckpointError as error:
         reason = str(error)
-    reasons = [f"rank {rank}: {text}" for rank, text in enumerate(world.gather_text(reason, device, "begin")) if text]
+    reasons = [f"rank {rank}: {text}" for rank, text in enumerate(gather_text(world, reason, device, "begin")) if text]
     if reasons:
         return "\n".join(reasons[:3]), None
     assert candidate is not None and point is not None

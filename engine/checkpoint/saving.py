@@ -40,6 +40,7 @@ from engine.checkpoint.history import RunHistory
 from engine.checkpoint.shards import fingerprint
 from engine.checkpoint.writer import RankWriter, Written
 from engine.comm.agreement import SaveFlags
+from engine.comm.texts import gather_text
 from engine.errors import CheckpointError, SaveError
 from engine.step import Engine
 
@@ -256,8 +257,8 @@ class CheckpointSaver:
         assert self._saving is not None
         future = self._pending()
         error = future.exception() if future is not None else None
-        reasons = self._world.gather_text(
-            "" if error is None else _text(error), self._engine.topology.device, "checkpoint"
+        reasons = gather_text(
+            self._world, "" if error is None else _text(error), self._engine.topology.device, "checkpoint"
         )
         told = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
         self._failure = "; ".join(told[:3]) + (f"; and {len(told) - 3} more ranks" if len(told) > 3 else "")

@@ -22,9 +22,6 @@ ReduceOp = Literal["sum", "max"]
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
-TEXT_BYTES = 4096
-"""The most that `Axis.gather_text` carries per member, and `Axis.announce` in all: a path of a file, or some lines of an error."""
-
 
 class Pending:
     """A call under way. It keeps its tensors alive until `wait()`, which may be called again and again."""
@@ -159,6 +156,21 @@ class Axis:
         result, work, finish = backend.reduce_scatter(full, out)
         return Pending(result, work, finish, (self.ledger, posted), keep=[full])
 
+    def all_to_all(self, tensor: torch.Tensor, purpose: str) -> Pending:
+        """Send block i of `tensor` [size, ...] to member i. Block i of the result, of the same shape, comes from member i."""
+        backend = self._backend
+        if backend is None:
+            return Pending(tensor)
+        assert tensor.shape[0] == self.size, f"{tensor.shape[0]} blocks cannot go to {self.size} ranks, one each"
+        blocks = tensor.contiguous()
+        posted = self.ledger.post("all_to_all", self.name, purpose, blocks, self.size)
+        received = torch.empty_like(blocks)
+        work = backend.call(
+            lambda seen: [dist.all_to_all_single(seen(received), seen(blocks), group=backend.group, async_op=True)],
+            TensorUse([blocks], [received]),
+        )
+        return Pending(received, work, written=(self.ledger, posted), keep=[blocks])
+
     def broadcast(self, tensor: torch.Tensor, source: int, purpose: str) -> Pending:
         """Copy `tensor` from the member `source` into every member's `tensor`."""
         backend = self._backend
@@ -197,36 +209,3 @@ class Axis:
     def barrier(self, device: torch.device, purpose: str) -> None:
         """Wait until every member is here."""
         self.sum_values([0.0], device, purpose)
-
-    def gather_text(self, text: str, device: torch.device, purpose: str) -> list[str]:
-        """Gather every member's short text, in rank order: reasons of errors, say. No pickle is involved.
-
-        The members agree on the longest text first, so that a round in which all texts are empty costs one number per member.
-        Longer texts are cut to `TEXT_BYTES` of UTF-8.
-        """
-        content = text.encode()[:TEXT_BYTES]
-        length = torch.tensor([len(content)], dtype=AGREEMENT_DTYPE, device=device)
-        longest = int(self.all_reduce(length, purpose, op="max").wait().item())
-        if not longest:
-            return [""] * self.size
-        gathered = self.all_gather(_bytes_to(content.ljust(longest, b"\0"), device), purpose).wait()
-        flat = gathered.cpu().numpy().tobytes()
-        return [_text(flat[start : start + longest]) for start in range(0, len(flat), longest)]
-
-    def announce(self, text: str, device: torch.device, purpose: str) -> str:
-        """Return the first member's text on every member; the others' texts are ignored.
-
-        A text that is longer than `TEXT_BYTES` of UTF-8 is cut.
-        """
-        content = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
-        return _text(self.broadcast(_bytes_to(content, device), 0, purpose).wait().cpu().numpy().tobytes())
-
-
-def _bytes_to(content: bytes, device: torch.device) -> torch.Tensor:
-    """Copy bytes to a device, as uint8 [len(content)]."""
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
-
-
-def _text(content: bytes) -> str:
-    """Decode what `gather_text` and `announce` have padded with zeros."""
-    return content.rstrip(b"\0").decode(errors="ignore")

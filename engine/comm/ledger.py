@@ -10,7 +10,7 @@ A call is written down as it was made, with nothing derived from it.
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
-Op = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send", "recv"]
+Op = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv"]
 
 REPLICA_GRADIENTS = "replica gradients"
 """Purpose of the sum of a gradient over the ranks that hold its parameter and each saw a part (`engine.layout.shard_spec`)."""
@@ -18,8 +18,11 @@ REPLICA_GRADIENTS = "replica gradients"
 CROSS_ENTROPY, QK_NORM = "cross-entropy", "qk-norm"
 """First words of the purposes of the cross-entropy's reductions, and of those of QK-norm over all heads."""
 
-KEYS_AND_VALUES = "keys and values"
-"""First words of the purposes of context parallelism's gathers, and of the sums of their gradients."""
+KEYS_AND_VALUES, HEADS = "keys and values", "heads"
+"""First words of the purposes of context parallelism's gathers, and of the sums of their gradients; and of its exchanges."""
+
+ATTENTION = "attention"
+"""Mark of an attention call over gathered keys and values."""
 
 NO_PEER = -1
 """In place of the peer of a collective."""

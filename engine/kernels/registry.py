@@ -24,6 +24,7 @@ from typing import Literal
 
 import torch
 
+from engine.comm.texts import gather_text
 from engine.comm.topology import Topology
 from engine.config.activations import KernelsConfig
 from engine.config.attention_kinds import PLAIN, AttentionPattern, attention_pattern
@@ -314,7 +315,7 @@ def open_kernels(config: Config, topology: Topology, *, is_alone: bool = False) 
             choices,
             notes,
             lambda slower: try_out(asked, slower, trials),
-            lambda text: topology.axis("world").gather_text(text, device, "kernels"),
+            lambda text: gather_text(topology.axis("world"), text, device, "kernels"),
         )
     if topology.rank == 0 or is_alone:
         for note in notes:

@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from engine.comm.texts import gather_text
 from engine.pipeline.actions import Action, Kind
 from engine.step import Engine
 from engine.tensor_parallel.parameter import ShardedParameter
@@ -79,7 +80,7 @@ def locate(engine: Engine, microbatches: Sequence[Any]) -> Finding:
     world = engine.topology.axis("world")
     mine = "" if first is None else json.dumps([first.order, first.what, list(first.sample_ids)])
     found = []
-    for rank, text in enumerate(world.gather_text(mine, engine.topology.device, "non-finite")):
+    for rank, text in enumerate(gather_text(world, mine, engine.topology.device, "non-finite")):
         if text:
             order, what, sample_ids = json.loads(text)
             found.append((tuple(order), rank, Finding(rank, what, tuple(sample_ids))))

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.comm.collectives import Axis
+from engine.comm.texts import gather_text
 from engine.device.host_copy import HostCopy, to_device
 from engine.numerics.hashing import SAME_SIZE_INTEGERS
 from engine.step import Engine
@@ -77,7 +78,7 @@ class ReplicaCheck:
             return []
         world, device = self._engine.topology.axis("world"), self._engine.topology.device
         found = [sentence for group in self._groups for sentence in _differences(group, sums)]
-        told = world.gather_text("\n".join(found), device, PURPOSE)
+        told = gather_text(world, "\n".join(found), device, PURPOSE)
         # Of several findings of one fault, those that name the wrong rank come first.
         return sorted({line for text in told for line in text.splitlines()}, key=lambda line: ("differ" in line, line))
 

@@ -13,6 +13,7 @@ from engine.checkpoint.directory import CheckpointDirectory
 from engine.checkpoint.format.manifest import TrainingState
 from engine.checkpoint.history import RunHistory
 from engine.checkpoint.resume import go_back
+from engine.comm.texts import announce
 from engine.errors import CheckpointError, DivergenceError
 from engine.resilience.guard import Notices
 from engine.step import Engine, RollbackRequested
@@ -83,7 +84,7 @@ class Rollback:
                 self._history.write(folder)
             except OSError as error:
                 reason = f"{folder}: {error.strerror or error}"
-        reason = world.announce(reason, self._engine.topology.device, "rollback")
+        reason = announce(world, reason, self._engine.topology.device, "rollback")
         if reason:
             raise CheckpointError(
                 f"which samples are left out cannot be written down: {reason}. A later attempt would train on them. Make room or "

@@ -24,6 +24,7 @@ import torch
 
 from engine.comm.backends import Message
 from engine.comm.collectives import Axis
+from engine.comm.texts import announce, gather_text
 from engine.comm.topology import Topology
 from engine.numerics.precision import AGREEMENT_DTYPE
 from launch.doctor.records import Clock, GroupRate, RootFacts, Size
@@ -38,16 +39,6 @@ PINGS = 8
 PURPOSE = "doctor"
 PATIENCE_SECONDS = 10.0
 """A network file system may show the files of another node that much later."""
-
-
-def exchange_texts(axis: Axis, text: str, device: torch.device) -> list[str]:
-    """Gather every member's text of any length, in rank order. No pickle is involved."""
-    content = text.encode()
-    length = torch.tensor([len(content)], dtype=AGREEMENT_DTYPE, device=device)
-    longest = int(axis.all_reduce(length, PURPOSE, op="max").wait().item())
-    mine = torch.frombuffer(bytearray(content.ljust(longest, b" ")), dtype=torch.uint8).to(device)
-    rows = axis.all_gather(mine, PURPOSE).wait().cpu().view(axis.size, longest)
-    return [bytes(row.tolist()).decode().rstrip(" ") for row in rows]
 
 
 def group_rates(topology: Topology, sizes: Iterable[Size], dtype: torch.dtype) -> list[GroupRate]:
@@ -81,7 +72,8 @@ def group_rates(topology: Topology, sizes: Iterable[Size], dtype: torch.dtype) -
 
 def _ring_bytes(op: str, size: int, num_bytes: int) -> float:
     """Return the bytes that a rank sends; `num_bytes` is the shard's for an all-gather."""
-    shares = {"all_reduce": 2 * (size - 1) / size, "reduce_scatter": (size - 1) / size, "all_gather": size - 1}
+    part = (size - 1) / size
+    shares = {"all_reduce": 2 * part, "reduce_scatter": part, "all_to_all": part, "all_gather": size - 1}
     return shares[op] * num_bytes
 
 
@@ -91,6 +83,7 @@ def _seconds_of_a_call(axis: Axis, op: str, tensor: torch.Tensor) -> float:
         "all_reduce": lambda: axis.all_reduce(tensor, PURPOSE).wait(),
         "all_gather": lambda: axis.all_gather(tensor, PURPOSE).wait(),
         "reduce_scatter": lambda: axis.reduce_scatter(tensor, PURPOSE).wait(),
+        "all_to_all": lambda: axis.all_to_all(tensor.view(axis.size, -1), PURPOSE).wait(),
     }[op]
 
     def together(num_calls: int) -> float:
@@ -229,13 +222,13 @@ def check_folders(
     """
     world, device, grid = topology.axis("world"), topology.device, topology.grid
     is_first = topology.rank % grid.ranks_per_node == 0
-    nonce = world.announce(secrets.token_hex(8), device, PURPOSE)
+    nonce = announce(world, secrets.token_hex(8), device, PURPOSE)
     found = []
     for key, root in roots.items():
-        path = Path(world.announce(str(_nearest(root)), device, PURPOSE))
+        path = Path(announce(world, str(_nearest(root)), device, PURPOSE))
         mine = path / f".triaxis-doctor-{nonce}-{topology.rank}"
         problem = _write(mine, nonce) if is_first else ""
-        problems = world.gather_text(problem, device, PURPOSE)
+        problems = gather_text(world, problem, device, PURPOSE)
         wrote = [rank for rank in range(0, grid.world_size, grid.ranks_per_node) if not problems[rank]]
         deadline = time.monotonic() + patience_seconds
         seen = {
@@ -243,7 +236,8 @@ def check_folders(
             for rank in wrote
             if rank == 0 or topology.rank == 0  # rank 0 reads the files of all, the others that of rank 0
         }
-        answers = json.loads(exchange_texts(world, json.dumps(sorted(rank for rank in seen if seen[rank])), device)[0])
+        writers = json.dumps(sorted(rank for rank in seen if seen[rank]))
+        answers = json.loads(gather_text(world, writers, device, PURPOSE, most_bytes=None)[0])
         node_first = topology.rank // grid.ranks_per_node * grid.ranks_per_node
         # All ranks have read by now.
         if is_first and not problem:
@@ -286,7 +280,7 @@ def _reads(path: Path, content: str, deadline: float) -> bool:
 
 def gather_rates(world: Axis, mine: Sequence[GroupRate], device: torch.device) -> list[GroupRate]:
     """Gather each group's rate once, as its first rank measured it; of a path, as its sender did."""
-    texts = exchange_texts(world, json.dumps([asdict(one) for one in mine]), device)
+    texts = gather_text(world, json.dumps([asdict(one) for one in mine]), device, PURPOSE, most_bytes=None)
     found = []
     for rank, text in enumerate(texts):
         found += [one for one in map(GroupRate.from_json, json.loads(text)) if one.ranks[0] == rank]

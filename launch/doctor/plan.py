@@ -54,7 +54,7 @@ def _called_bytes(op: str, size: int, wire: int) -> int:
     """Invert `models.predict.traffic.wire_bytes`."""
     if op == "all_reduce":
         return wire * size // (2 * (size - 1))
-    if op == "reduce_scatter":
+    if op in ("reduce_scatter", "all_to_all"):
         return wire * size // (size - 1)
     return wire // (size - 1) if op == "all_gather" else wire
 

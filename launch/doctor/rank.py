@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from engine.comm.texts import gather_text
 from engine.comm.topology import Topology
 from engine.config.load import to_yaml
 from engine.config.tree import Config
@@ -20,7 +21,6 @@ from launch.doctor.judge import judge, worst
 from launch.doctor.measure import (
     PATIENCE_SECONDS,
     check_folders,
-    exchange_texts,
     gather_rates,
     group_rates,
     measure_clock,
@@ -96,7 +96,7 @@ def examine(
         first_of_node=rank % grid.ranks_per_node == 0,
     )
     mine = replace(mine, roots=seen_roots, clock=measure_clock(topology, clock))
-    texts = exchange_texts(world, dumps(asdict(mine)), device)
+    texts = gather_text(world, dumps(asdict(mine)), device, "doctor", most_bytes=None)
     facts = tuple(RankFacts.from_json(loads(text)) for text in texts)
 
     backend = NCCL if device.type == "cuda" and not topology.staged else GLOO

@@ -2,6 +2,7 @@
 
 import os
 
+from engine.comm.texts import announce, gather_text
 from engine.errors import ExitCode, StorageError, TriaxisError
 from engine.run.directory import RunDirectory, run_name
 from engine.storage.state_files import explaining_storage
@@ -61,7 +62,7 @@ def begin_attempt(rank: Rank, directory: RunDirectory) -> None:
         except StorageError as error:
             problem, is_passing = str(error), error.exit_code == ExitCode.BROKE
     world = rank.topology.axis("world")
-    text = world.announce(f"{'passing' if is_passing else 'lasting'} {problem}", rank.topology.device, "run directory")
+    text = announce(world, f"{'passing' if is_passing else 'lasting'} {problem}", rank.topology.device, "run directory")
     kind, _, problem = text.partition(" ")
     if problem:
         raise StorageError(problem, is_passing=kind == "passing")
@@ -83,7 +84,7 @@ def _try_logs(rank: Rank, directory: RunDirectory) -> None:
             path.touch()
     except StorageError as error:
         problem = str(error)
-    told = rank.topology.axis("world").gather_text(problem, rank.topology.device, "run directory")
+    told = gather_text(rank.topology.axis("world"), problem, rank.topology.device, "run directory")
     problems = [f"rank {number}: {text}" for number, text in enumerate(told) if text]
     if problems:
         raise TriaxisError("\n".join(problems[:3]))

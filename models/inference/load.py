@@ -13,6 +13,7 @@ from torch import nn
 
 from engine.checkpoint.directory import Candidate
 from engine.checkpoint.format.store import Shard, load
+from engine.comm.texts import gather_text
 from engine.comm.topology import Topology
 from engine.config.activations import OffloadConfig
 from engine.config.plan import stages_of
@@ -55,7 +56,7 @@ def load_model(candidate: Candidate, config: Config, topology: Topology) -> Load
     except CheckpointError as error:
         refused = str(error)
     # A rank that cannot load must not leave the others waiting for it in a collective.
-    reasons = [reason for reason in topology.axis("world").gather_text(refused, topology.device, "loading") if reason]
+    reasons = [reason for reason in gather_text(topology.axis("world"), refused, topology.device, "loading") if reason]
     if reasons:
         raise CheckpointError(reasons[0])
     return LoadedModel(config, topology, [chunk.train(False) for chunk in chunks])

@@ -2,13 +2,16 @@
 
 This is the expected side of the ledger: calls and wire bytes per rank, from the formulas of the papers (2104.04473 section
 3.2, 2205.05198 section 4.2.2, 1910.02054 section 7), written without looking at the engine. Ring costs, N = bytes of the
-whole tensor, n ranks: all-reduce 2 (n-1)/n N, all-gather and reduce-scatter (n-1)/n N; a send costs its bytes.
+whole tensor, n ranks: all-reduce 2 (n-1)/n N, all-gather, reduce-scatter and all-to-all (n-1)/n N; a send costs its bytes.
 
     b s h w t m: microbatch, sequence, hidden, bytes per element, tp size, microbatches per step
     layer, no SP      2 all-reduces forward, 2 backward (+ 2 when the whole layer is recomputed), each of w b s h
     layer, SP         2 all-gathers + 2 reduce-scatters each way, + 2 all-gathers to regather inputs, unless they are kept
                       (`recompute.gathered_inputs`) (+ 2 + 2 recomputed)
     layer, QK-norm    over all heads: an all-reduce of [s, b, 2] squares in the accumulation dtype forward, and one backward
+    layer, cp         all_gather: a gather of k and v forward (+ 1 recomputed), one backward unless they are kept
+                      (`recompute.gathered_kv`), and a reduce-scatter of their gradients, each in pieces of heads;
+                      ulysses: an all-to-all of q, k and v and one of the output, each way (+ 2 recomputed)
 """
 
 from collections import Counter
@@ -16,7 +19,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.comm.agreement import NUM_NUMBERS
-from engine.comm.ledger import CROSS_ENTROPY, KEYS_AND_VALUES, QK_NORM, REPLICA_GRADIENTS, Event
+from engine.comm.ledger import CROSS_ENTROPY, HEADS, KEYS_AND_VALUES, QK_NORM, REPLICA_GRADIENTS, Event
+from engine.config.context_parallel import gathers_keys, heads_of_pieces, local_kv_heads
 from engine.config.plan import batch_plan, local_seq_length, part_length
 from engine.config.tree import Config
 from engine.layout.rank_grid import Coordinates, ParallelSizes
@@ -54,7 +58,7 @@ def wire_bytes(op: str, size: int, num_bytes: int) -> int:
     """
     if op == "all_reduce":
         return 2 * (size - 1) * num_bytes // size
-    if op == "reduce_scatter":
+    if op in ("reduce_scatter", "all_to_all"):
         return (size - 1) * num_bytes // size
     if op == "all_gather":
         return (size - 1) * num_bytes
@@ -128,17 +132,29 @@ def _tensor_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, stage:
 
 
 def _context_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, stage: StageContents) -> None:
-    """Add the gathers of keys and values (forward, again where a layer is recomputed, and in the backward), and their gradients."""
+    """Add what attention sends over cp: forward, again where a layer is recomputed as a whole, and backward."""
     model, m = config.model, batch_plan(config, sizes.dp).num_microbatches
-    kv_heads = max(1, model.kv_heads // sizes.tp)
-    numbers = 2 * kv_heads * model.head_size * config.train.micro_batch_size * model.seq_length
-    whole = numbers * BYTES_PER_ELEMENT[config.precision.dtype]
+    kv_heads = local_kv_heads(config)
+    element = BYTES_PER_ELEMENT[config.precision.dtype]
+    # Numbers of one head in all of the rows.
+    head = model.head_size * config.train.micro_batch_size * model.seq_length
     num_layers = len(stage.layers)
-    # Attention in plain operators keeps what was gathered.
-    again = 0 if config.kernels.attention == "explicit" else num_layers
-    gathers = num_layers + _recomputed_layers(config, stage) + again
-    tally.add("cp", KEYS_AND_VALUES, "all_gather", sizes.cp, whole // sizes.cp, m * gathers)
-    tally.add("cp", KEYS_AND_VALUES, "reduce_scatter", sizes.cp, whole, m * num_layers)
+    forwards = num_layers + _recomputed_layers(config, stage)
+    if not gathers_keys(config):
+        heads = model.num_attention_heads // sizes.tp
+        for exchanged in (heads + 2 * kv_heads, heads):
+            tally.add(
+                "cp", HEADS, "all_to_all", sizes.cp, exchanged * head * element // sizes.cp, m * (forwards + num_layers)
+            )
+        return
+    # Attention in plain operators gathers at once, and keeps what was gathered.
+    is_explicit = config.kernels.attention == "explicit"
+    again = 0 if is_explicit or config.recompute.gathered_kv == "keep" else num_layers
+    summed = max(4, element) if config.parallel.cp_gradients == "accumulation" else element
+    for heads in [kv_heads] if is_explicit else heads_of_pieces(kv_heads):
+        gathered = 2 * heads * head
+        tally.add("cp", KEYS_AND_VALUES, "all_gather", sizes.cp, gathered * element // sizes.cp, m * (forwards + again))
+        tally.add("cp", KEYS_AND_VALUES, "reduce_scatter", sizes.cp, gathered * summed, m * num_layers)
 
 
 def _recomputed_layers(config: Config, stage: StageContents) -> int:
@@ -216,7 +232,7 @@ def measured_traffic(posted: Iterable[Event]) -> dict[Flow, Volume]:
         if event.axis in ("pp_forward", "pp_backward"):
             purpose = HAND_OVER
         elif event.axis == "cp":
-            purpose = KEYS_AND_VALUES
+            purpose = HEADS if event.op == "all_to_all" else KEYS_AND_VALUES
         elif event.axis == "tp" and purpose != REPLICA_GRADIENTS:
             purpose = next((name for name in (CROSS_ENTROPY, QK_NORM) if purpose.startswith(name)), "activations")
         tally.add(event.axis, purpose, event.op, event.group_size, event.numel * event.dtype.itemsize)

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.comm.backends import Message
-from engine.comm.collectives import TEXT_BYTES, Axis
+from engine.comm.collectives import Axis
 from engine.comm.ledger import Ledger
+from engine.comm.texts import TEXT_BYTES, announce, gather_text
 from engine.comm.topology import Topology
 from engine.errors import TopologyError
 from engine.layout.rank_grid import ParallelSizes, RankGrid
@@ -48,6 +49,7 @@ def every_verb(rank: int, device: str = "cpu", staged: bool = False, size: int =
             "max": axis.all_reduce(mine.clone(), "test", op="max").wait(),
             "gather": axis.all_gather(mine, "test").wait(),
             "scatter": axis.reduce_scatter(torch.arange(2.0 * size) * (rank + 1), "test").wait(),
+            "blocks": axis.all_to_all(torch.arange(2.0 * size).view(size, 2) + 100 * rank, "test").wait(),
             "broadcast": axis.broadcast(mine.clone(), size - 2, "test").wait(),
             "sum_values": axis.sum_values([1.0, rank], where, "test"),
         }
@@ -80,6 +82,7 @@ def check_every_verb(found: list[dict[str, Any]]) -> None:
         assert got["max"].tolist() == [10.0 * (size - 1) + i for i in range(3)]
         assert got["gather"].tolist() == [10.0 * r + i for r in range(size) for i in range(3)]
         assert got["scatter"].tolist() == [float(times * i) for i in mine]
+        assert got["blocks"].tolist() == [[100.0 * r + i for i in mine] for r in range(size)]
         assert got["broadcast"].tolist() == [10.0 * (size - 2) + i for i in range(3)]
         assert got["sum_values"] == [size, sum(range(size))]
         expected = [float(i * (rank + 1)) for i in range(2 * size)]
@@ -99,6 +102,7 @@ def test_every_verb_on_four_ranks() -> None:
             ("all_reduce", 3),
             ("all_gather", 3),
             ("reduce_scatter", 8),
+            ("all_to_all", 8),
             ("broadcast", 3),
             ("all_reduce", 2),
             ("reduce_scatter", 8),
@@ -110,6 +114,7 @@ def test_every_verb_on_four_ranks() -> None:
         names = {
             "all_reduce": "allreduce_",
             "reduce_scatter": "alltoall_base_",
+            "all_to_all": "alltoall_base_",
             "broadcast": "broadcast_",
             "send": "send",
         }
@@ -123,13 +128,14 @@ def test_a_one_rank_axis_is_the_identity_and_calls_nothing() -> None:
     assert axis.all_reduce(x, "a").wait() is x
     assert axis.all_gather(x, "a").wait() is x
     assert axis.reduce_scatter(x, "a").wait() is x
+    assert axis.all_to_all(x, "a").wait() is x
     assert axis.broadcast(x, 0, "a").wait() is x
     assert axis.sum_values([1.0, 2.0], CPU, "a") == [1.0, 2.0]
-    assert axis.gather_text("why", CPU, "a") == ["why"] and axis.announce("where", CPU, "a") == "where"
+    assert gather_text(axis, "why", CPU, "a") == ["why"] and announce(axis, "where", CPU, "a") == "where"
     assert axis.ledger.events == []
 
 
-def exchange_texts(rank: int) -> dict[str, Any]:
+def every_text(rank: int) -> dict[str, Any]:
     axis = Topology(RankGrid(ParallelSizes(tp=4)), rank, CPU).axis("tp")
     results: dict[str, Any] = {}
     for name, told in (
@@ -139,16 +145,16 @@ def exchange_texts(rank: int) -> dict[str, Any]:
         ("long", "x" * (TEXT_BYTES + rank)),
     ):
         axis.ledger.reset()
-        results[name] = axis.gather_text(told, CPU, "test")
+        results[name] = gather_text(axis, told, CPU, "test")
         results[f"calls of {name}"] = [(event.op, event.numel) for event in axis.ledger.posted]
     axis.ledger.reset()
-    results["announced"] = axis.announce(f"from {rank}", CPU, "test")
+    results["announced"] = announce(axis, f"from {rank}", CPU, "test")
     results["calls of announced"] = [(event.op, event.numel) for event in axis.ledger.posted]
     return results
 
 
 def test_texts_cost_as_many_bytes_as_the_longest_and_none_where_all_are_empty() -> None:
-    for got in run_ranks(exchange_texts, 4):
+    for got in run_ranks(every_text, 4):
         assert got["nobody"] == [""] * 4 and got["calls of nobody"] == [("all_reduce", 1)]
         assert got["one"] == ["", "", "größer", ""]
         assert got["calls of one"] == [("all_reduce", 1), ("all_gather", len("größer".encode()))]
@@ -207,7 +213,7 @@ def missing_axis(rank: int) -> str:
 
 def test_an_axis_that_is_off_is_named() -> None:
     messages = run_ranks(missing_axis, 4)
-    assert "rank 2 (pp 2, dp 0, tp 0) has no axis 'kv_replicas'; it has world, tp, dp, pp" in messages[2]
+    assert "rank 2 (pp 2, dp 0, tp 0) has no axis 'kv_replicas'; it has world, tp, cp, dp, pp" in messages[2]
 
 
 def wrong_world(rank: int) -> str:

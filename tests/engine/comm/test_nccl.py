@@ -13,6 +13,7 @@ import torch.distributed as dist
 from engine.comm.backends import Backend
 from engine.comm.collectives import Axis, Pending
 from engine.comm.ledger import Ledger
+from engine.comm.texts import gather_text
 
 pytestmark = pytest.mark.gpu
 
@@ -54,7 +55,7 @@ def test_every_verb_is_the_identity(axis: Axis, dtype: torch.dtype) -> None:
         assert each.completed
     assert [event.phase for event in axis.ledger.events].count("wait") == len(pending)
     assert axis.sum_values([2.0, 3.0], torch.device("cuda", 0), "test") == [2.0, 3.0]
-    assert axis.gather_text("a folder", torch.device("cuda", 0), "test") == ["a folder"]
+    assert gather_text(axis, "a folder", torch.device("cuda", 0), "test") == ["a folder"]
 
 
 def test_a_call_stands_behind_what_makes_its_tensor_and_the_host_waits_for_neither(axis: Axis) -> None:

@@ -46,6 +46,10 @@ def all_gather(axis: Axis) -> None:
     axis.all_gather(torch.ones(MESSAGE_BYTES // 2 // axis.size, dtype=torch.bfloat16), "test").wait()
 
 
+def all_to_all(axis: Axis) -> None:
+    axis.all_to_all(torch.ones(axis.size, MESSAGE_BYTES // 4 // axis.size), "test").wait()
+
+
 def hand_over(axis: Axis) -> None:
     """As in a pipeline: every member but the last sends to the next one."""
     messages = []
@@ -69,7 +73,7 @@ def gloos_own_reduce_scatter(axis: Axis) -> None:
 
 
 Verb = Callable[[Axis], None]
-VERBS: tuple[Verb, ...] = (all_reduce, reduce_scatter, all_gather, hand_over)
+VERBS: tuple[Verb, ...] = (all_reduce, reduce_scatter, all_gather, all_to_all, hand_over)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +144,8 @@ def test_with_a_rank_per_host_every_byte_crosses_the_link(hosts: list[str], num_
     check(measured, grid, netns.LINK)
     # The same by hand, so that no verb may turn into another one with a matching line in the ledger.
     part = MESSAGE_BYTES * (num_hosts - 1) // num_hosts
-    by_hand = {"all_reduce": 2 * part, "reduce_scatter": part, "all_gather": part, "hand_over": MESSAGE_BYTES}
+    by_hand = {"all_reduce": 2 * part, "hand_over": MESSAGE_BYTES}
+    by_hand |= dict.fromkeys(("reduce_scatter", "all_gather", "all_to_all"), part)
     assert {verb: one.recorded_bytes() for verb, one in measured[0].items()} == by_hand
     assert measured[-1]["hand_over"].recorded_bytes() == 0
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.comm.texts import gather_text
 from engine.comm.topology import Topology
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.numerics.precision import DTYPES
 from launch.doctor.facts import collect, driver
 from launch.doctor.measure import (
     check_folders,
-    exchange_texts,
     gather_rates,
     group_rates,
     measure_clock,
@@ -52,7 +52,7 @@ def look(rank: int, folder: Path) -> Found:
     grid = RankGrid(ParallelSizes(pp=2, dp=2), ranks_per_node=2)
     topology = Topology(grid, rank, CPU)
     world, node = topology.axis("world"), grid.node(rank)
-    texts = exchange_texts(world, "é" * 5000 * rank, CPU)
+    texts = gather_text(world, "é" * 5000 * rank, CPU, "test", most_bytes=None)
 
     def clock() -> float:
         return time.time() + (AHEAD_SECONDS if node == 1 else 0.0)

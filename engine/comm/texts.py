@@ -1,0 +1,48 @@
+"""Texts of ranks over an axis, as bytes in tensors: no pickle is involved."""
+
+import torch
+
+from engine.comm.collectives import Axis
+from engine.numerics.precision import AGREEMENT_DTYPE
+
+TEXT_BYTES = 4096
+"""The most that `gather_text` carries per member unless told, and `announce` in all: a path, or some lines of an error."""
+
+
+def gather_text(
+    axis: Axis, text: str, device: torch.device, purpose: str, most_bytes: int | None = TEXT_BYTES
+) -> list[str]:
+    """Gather every member's text, in rank order: reasons of errors, say.
+
+    The members agree on the longest text first, so that a round in which all texts are empty costs one number per member.
+
+    Args:
+        most_bytes: longer texts are cut to this many bytes of UTF-8; None: to none.
+    """
+    content = text.encode()[:most_bytes]
+    length = torch.tensor([len(content)], dtype=AGREEMENT_DTYPE, device=device)
+    longest = int(axis.all_reduce(length, purpose, op="max").wait().item())
+    if not longest:
+        return [""] * axis.size
+    gathered = axis.all_gather(_bytes_to(content.ljust(longest, b"\0"), device), purpose).wait()
+    flat = gathered.cpu().numpy().tobytes()
+    return [_text(flat[start : start + longest]) for start in range(0, len(flat), longest)]
+
+
+def announce(axis: Axis, text: str, device: torch.device, purpose: str) -> str:
+    """Return the first member's text on every member; the others' texts are ignored.
+
+    A text that is longer than `TEXT_BYTES` of UTF-8 is cut.
+    """
+    content = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+    return _text(axis.broadcast(_bytes_to(content, device), 0, purpose).wait().cpu().numpy().tobytes())
+
+
+def _bytes_to(content: bytes, device: torch.device) -> torch.Tensor:
+    """Copy bytes to a device, as uint8 [len(content)]."""
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
+
+
+def _text(content: bytes) -> str:
+    """Decode what was padded with zeros."""
+    return content.rstrip(b"\0").decode(errors="ignore")
