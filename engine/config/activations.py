@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from engine.config.context_parallel import gathers_keys
 from engine.config.counts import Count
 from engine.config.model import MOST_LAYERS
 from engine.config.section import LAYOUT, OnResume, Problem, Rule, Section, Subject
@@ -29,6 +30,10 @@ class RecomputeConfig(Section):
     )
     gathered_inputs: Literal["auto", "keep", "regather"] = Field(
         "auto", description="sequence parallelism: keep gathered inputs or regather; auto: keep if they fit `memory_gb`"
+    )
+    gathered_kv: Literal["auto", "keep", "regather"] = Field(
+        "auto",
+        description="cp by all_gather: keep gathered keys and values or regather; auto: keep if they fit",
     )
     memory_gb: float | None = Field(
         None, gt=0, description="auto: predicted memory that a rank may use, without communicators, in 10^9 bytes"
@@ -146,19 +151,27 @@ def recompute_has_its_fields(subject: Subject) -> Iterator[Problem]:
             "Or set recompute.granularity=none and leave them out.",
         )
     needs = recompute.granularity == "auto"
-    decides = needs or (recompute.gathered_inputs == "auto" and subject.config.parallel.cuts_sequence)
+    decides = needs or _decides_what_is_gathered(subject)
     if (recompute.memory_gb is None and needs) or (recompute.memory_gb is not None and not decides):
         yield subject.problem(
             "recompute.memory_gb",
             "must be given with granularity = auto: the memory to fit into would be unknown"
             if needs
-            else f"is what granularity = auto (and gathered_inputs = auto, where the sequence is cut) has to fit into: with "
-            f"{recompute.granularity} it would have no effect",
+            else f"is what granularity = auto (and gathered_inputs or gathered_kv = auto, where something is gathered) has to fit "
+            f"into: with {recompute.granularity} it would have no effect",
             {"recompute.granularity": ["none"] if needs else ["auto"], "recompute.memory_gb": [] if needs else [None]},
             "Set recompute.memory_gb to what a device holds, less some GB for operators and communication."
             if needs
             else "",
         )
+
+
+def _decides_what_is_gathered(subject: Subject) -> bool:
+    """Return whether memory decides about something that is gathered."""
+    config = subject.config
+    return (config.recompute.gathered_inputs == "auto" and config.parallel.cuts_sequence) or (
+        config.recompute.gathered_kv == "auto" and gathers_keys(config) and config.kernels.attention != "explicit"
+    )
 
 
 def recomputed_parts_exist(subject: Subject) -> Iterator[Problem]:
@@ -180,7 +193,7 @@ def recomputed_parts_exist(subject: Subject) -> Iterator[Problem]:
             "would save nothing",
             {"kernels.attention": ["sdpa"], "recompute.modules": [[*(config.recompute.modules or []), "attention"]]},
         )
-    if "attention" in parts and parallel.cp > 1 and config.kernels.attention != "explicit":
+    if "attention" in parts and gathers_keys(config) and config.kernels.attention != "explicit":
         without_attention = [name for name in config.recompute.modules or [] if name != "attention"]
         yield subject.problem(
             "recompute.modules",

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, Strict
 from typing_extensions import TypedDict
 
+from engine.config.context_parallel import gathers_keys
 from engine.config.section import Problem, Rule, Section, Subject
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ def attention_pattern(config: "Config") -> AttentionPattern:
         documents=config.data.attention == "within",
         sinks=any(kind.sinks for kind in kinds),
         softcap=model.attention_softcap is not None,
-        parts=config.parallel.cp > 1,
+        parts=gathers_keys(config),
     )
 
 

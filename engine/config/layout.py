@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from engine.config.context_parallel import local_kv_heads
 from engine.config.model import MOST_LAYERS
 from engine.config.plan import product_of_sizes, unfilled_world
 from engine.config.section import LAYOUT, OnResume, Problem, Rule, Section, Subject, divisors, multiples, numbers
@@ -28,6 +29,13 @@ class ParallelConfig(Section):
     )
     cp: int = Field(
         1, gt=0, le=MOST_RANKS, description="context parallel: the tokens of each sample are cut over cp ranks"
+    )
+    cp_method: Literal["auto", "all_gather", "ulysses"] = Field(
+        "auto", description="cp: gather keys and values, or exchange tokens for heads; auto: fewest exposed bytes"
+    )
+    cp_gradients: Literal["run", "accumulation"] = Field(
+        "run",
+        description="cp by all_gather: dtype in which gradients of keys and values are summed over ranks",
     )
     ep: int = Field(1, gt=0, le=MOST_RANKS, description="expert parallel: not built yet, must be 1")
     sequence_parallel: bool = Field(False, description="cut the sequence over tp in norms, dropout and residuals")
@@ -145,6 +153,21 @@ def sequence_over_cp(subject: Subject) -> Iterator[Problem]:
     )
 
 
+def heads_over_cp(subject: Subject) -> Iterator[Problem]:
+    """Yield a problem where ulysses has fewer key/value heads than ranks, or other than a multiple."""
+    model, parallel = subject.config.model, subject.config.parallel
+    kv_heads = local_kv_heads(subject.config)
+    if parallel.cp_method != "ulysses" or kv_heads % parallel.cp == 0:
+        return
+    yield subject.problem(
+        "parallel.cp_method",
+        f"gives each of parallel.cp = {parallel.cp} ranks whole rows of equally many heads, but a tensor-parallel rank has "
+        f"{kv_heads} key/value head{'s' * (kv_heads > 1)} ({model.kv_heads} over tp {parallel.tp}): some ranks would have none, or "
+        f"a part of one",
+        {"parallel.cp_method": ["all_gather"], "parallel.cp": divisors(kv_heads, parallel.cp)},
+    )
+
+
 def axes_are_built(subject: Subject) -> Iterator[Problem]:
     if subject.config.parallel.ep > 1:
         yield subject.problem(
@@ -216,6 +239,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     layers_are_dealt_out,
     schedule_matches_chunks,
     sequence_over_cp,
+    heads_over_cp,
     axes_are_built,
     axes_fill_world,
     nodes_are_whole,

@@ -5,45 +5,59 @@
 
 One autograd function has the gather and the attention: what it saves are q, the local k and v, the output and its logarithms.
 So the kernel's forward runs once, and whole keys and values exist while they are used.
+
+Key/value heads, and the query heads that read them, go in pieces. The next piece is gathered under the attention of this one, and
+a piece's gradients are summed under the backward of the next:
+
+    forward    gather 0   gather 1 | attention 0     gather 2 | attention 1     ...
+    backward   gather 0   gather 1 | backward 0      gather 2, sum 0 | backward 1      ...
 """
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
-from engine.comm.collectives import Axis
-from engine.comm.ledger import KEYS_AND_VALUES
+from engine.comm.collectives import Axis, Pending
+from engine.comm.ledger import ATTENTION, KEYS_AND_VALUES
+from engine.config.activations import RecomputeConfig
+from engine.config.context_parallel import heads_of_pieces
+from engine.config.layout import ParallelConfig
 from engine.data.sequence_part import SequencePart
 from engine.kernels.masked_attention import Kernel, attend, grad_of_sinks
+from engine.numerics.precision import accumulation_dtype
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """Some key/value heads of this rank, and the query heads that read them."""
+
+    keys: slice
+    queries: slice
+
+
+@dataclass(frozen=True, slots=True)
 class ContextParallelRegion:
-    """The cp axis, and whether gathered keys and values are kept for the backward.
+    """The cp axis, and what attention does over it.
 
     Attributes:
         axis: the ranks that share each row.
-        keeps_gathered: keep them whole; False: gather them again.
+        keeps_gathered: keep gathered keys and values for the backward; False: gather them again.
+        sums_wide: sum the gradients of keys and values in the accumulation dtype; False: in that of the run.
     """
 
     axis: Axis
     keeps_gathered: bool = False
+    sums_wide: bool = False
 
-    def gather(self, k: torch.Tensor, v: torch.Tensor, part: SequencePart, purpose: str) -> Pair:
-        """Gather keys and values [b, n_kv, s/c, d] to [b, n_kv, s, d], in the order of the row."""
-        packed = torch.stack((k, v)).permute(3, 1, 0, 2, 4).contiguous()
-        whole = self.axis.all_gather(packed, f"{KEYS_AND_VALUES} {purpose}").wait()
-        rows = _reordered(whole, part.to_rows)
-        return rows[:, :, 0].permute(1, 2, 0, 3), rows[:, :, 1].permute(1, 2, 0, 3)
-
-    def reduce(self, k: torch.Tensor, v: torch.Tensor, part: SequencePart) -> Pair:
-        """Sum gradients of whole keys and values over the ranks, and keep those of the local ones."""
-        packed = torch.stack((k, v)).permute(3, 1, 0, 2, 4)
-        mine = self.axis.reduce_scatter(_reordered(packed, part.to_parts), f"{KEYS_AND_VALUES} gradients").wait()
-        return mine[:, :, 0].permute(1, 2, 0, 3), mine[:, :, 1].permute(1, 2, 0, 3)
+    @classmethod
+    def of(cls, parallel: ParallelConfig, recompute: RecomputeConfig, axis: Axis) -> "ContextParallelRegion":
+        """Return the region of a rank; `auto` of `recompute` is already resolved."""
+        return cls(axis, recompute.gathered_kv == "keep", parallel.cp_gradients == "accumulation")
 
     def attention(
         self,
@@ -61,6 +75,48 @@ class ContextParallelRegion:
         """Gather keys and values with a gradient, for attention in plain operators."""
         return _Gather.apply(k, v, part, self)
 
+    def gathers(self, packed: Sequence[torch.Tensor], part: SequencePart, purpose: str) -> Iterator[Pair]:
+        """Yield keys and values [b, n_j, s, d] of each piece in the order of the row, the next one's gather under way."""
+        under_way: list[Pending] = []
+        for shard in packed:
+            under_way.append(self.axis.all_gather(shard, f"{KEYS_AND_VALUES} {purpose}"))
+            if len(under_way) == 2:
+                yield self._rows(under_way.pop(0), part)
+        yield self._rows(under_way.pop(), part)
+
+    @staticmethod
+    def _rows(gather: Pending, part: SequencePart) -> Pair:
+        rows = _reordered(gather.wait(), part.to_rows)
+        return rows[:, :, 0].permute(1, 2, 0, 3), rows[:, :, 1].permute(1, 2, 0, 3)
+
+    def sum_of(self, k: torch.Tensor, v: torch.Tensor, part: SequencePart, dtype: torch.dtype) -> Pending:
+        """Post the sum of gradients of whole keys and values [b, n_j, s, d] over the ranks; `local_gradients` reads its result.
+
+        Args:
+            dtype: of keys and values.
+        """
+        packed = torch.stack((k, v)).permute(3, 1, 0, 2, 4)
+        packed = packed.to(accumulation_dtype(dtype) if self.sums_wide else dtype)
+        return self.axis.reduce_scatter(_reordered(packed, part.to_parts), f"{KEYS_AND_VALUES} gradients")
+
+
+def pack(k: torch.Tensor, v: torch.Tensor, heads: slice) -> torch.Tensor:
+    """Copy some heads of k, v [b, n_kv, s/c, d] to [s/c, b, 2, n_j, d], as they are gathered."""
+    return torch.stack((k[:, heads], v[:, heads])).permute(3, 1, 0, 2, 4).contiguous()
+
+
+def local_gradients(summed: Pending, dtype: torch.dtype) -> Pair:
+    """Return the gradients of this rank's keys and values, [b, n_j, s/c, d] each."""
+    mine = summed.wait().to(dtype)
+    return mine[:, :, 0].permute(1, 2, 0, 3), mine[:, :, 1].permute(1, 2, 0, 3)
+
+
+def pieces_of(num_heads: int, num_kv_heads: int) -> list[Piece]:
+    """Return the pieces of a rank's heads."""
+    group = num_heads // num_kv_heads
+    bounds = pairwise(accumulate(heads_of_pieces(num_kv_heads), initial=0))
+    return [Piece(slice(first, stop), slice(first * group, stop * group)) for first, stop in bounds]
+
 
 def _reordered(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """Return x [s, b, ..] with element i of [s b] taken from `order[i]`."""
@@ -68,7 +124,7 @@ def _reordered(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 class _ContextAttention(torch.autograd.Function):
-    """The gather, and the kernel's own forward and backward, once each."""
+    """The gathers, and the kernel's own forward and backward, once for each piece."""
 
     @staticmethod
     def forward(
@@ -81,30 +137,63 @@ class _ContextAttention(torch.autograd.Function):
         part: SequencePart,
         region: ContextParallelRegion,
     ) -> torch.Tensor:
-        whole = region.gather(k, v, part, "forward")
-        out, lse = attend(kernel, q, *whole, sinks)
-        ctx.kernel, ctx.part, ctx.region = kernel, part, region
-        ctx.save_for_backward(q, *(whole if region.keeps_gathered else (k, v)), out, lse, sinks)
+        b, n, s, d = q.shape
+        pieces = pieces_of(n, k.shape[1])
+        # In memory as the next layer reads it, [s, b, n d].
+        out = q.new_empty(s, b, n, d).permute(1, 2, 0, 3)
+        lse = q.new_empty(b, n, s, dtype=accumulation_dtype(q.dtype))
+        # Copies: k and v may be views of a larger tensor, which need not be kept.
+        kept = [pack(k, v, piece.keys) for piece in pieces]
+        gathers = region.gathers(tuple(kept), part, "forward")
+        if region.keeps_gathered:
+            kept = []
+        for piece, whole in zip(pieces, gathers, strict=True):
+            heads = piece.queries
+            region.axis.ledger.mark(ATTENTION, "forward")
+            out[:, heads], lse[:, heads] = attend(kernel, q[:, heads], *whole, None if sinks is None else sinks[heads])
+            kept += whole if region.keeps_gathered else ()
+        ctx.kernel, ctx.part, ctx.region, ctx.pieces = kernel, part, region, pieces
+        ctx.save_for_backward(q, out, lse, sinks, *kept)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse, sinks = ctx.saved_tensors
+        q, out, lse, sinks, *kept = ctx.saved_tensors
+        part: SequencePart = ctx.part
         region: ContextParallelRegion = ctx.region
-        whole = (k, v) if region.keeps_gathered else region.gather(k, v, ctx.part, "backward")
-        grad_q, whole_k, whole_v = ctx.kernel.backward(grad, q, *whole, out, lse)
-        grad_k, grad_v = region.reduce(whole_k, whole_v, ctx.part)
+        pieces: list[Piece] = ctx.pieces
+        wholes: Iterable[Pair]
+        if region.keeps_gathered:
+            wholes = zip(kept[::2], kept[1::2], strict=True)
+        else:
+            wholes = region.gathers(kept, part, "backward")
+        grad_q = torch.empty_like(q)
+        local: list[Pair] = []
+        sums: list[Pending] = []
+        for piece, whole in zip(pieces, wholes, strict=True):
+            heads = piece.queries
+            region.axis.ledger.mark(ATTENTION, "backward")
+            grad_q[:, heads], whole_k, whole_v = ctx.kernel.backward(
+                grad[:, heads], q[:, heads], *whole, out[:, heads], lse[:, heads]
+            )
+            sums.append(region.sum_of(whole_k, whole_v, part, q.dtype))
+            if len(sums) == 2:
+                local.append(local_gradients(sums.pop(0), q.dtype))
+        local.append(local_gradients(sums.pop(), q.dtype))
+        grad_k, grad_v = (torch.cat(each, dim=1) for each in zip(*local, strict=True))
         return grad_q, grad_k, grad_v, grad_of_sinks(grad, out, lse, sinks), None, None, None
 
 
 class _Gather(torch.autograd.Function):
-    """Whole keys and values; the backward sums their gradients over the ranks."""
+    """Whole keys and values, in one piece; the backward sums their gradients over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, k: torch.Tensor, v: torch.Tensor, part: SequencePart, region: ContextParallelRegion) -> Pair:
         ctx.part, ctx.region = part, region
-        return region.gather(k, v, part, "forward")
+        return next(region.gathers([pack(k, v, slice(None))], part, "forward"))
 
     @staticmethod
     def backward(ctx: Any, grad_k: torch.Tensor, grad_v: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *ctx.region.reduce(grad_k, grad_v, ctx.part), None, None
+        region: ContextParallelRegion = ctx.region
+        summed = region.sum_of(grad_k, grad_v, ctx.part, grad_k.dtype)
+        return *local_gradients(summed, grad_k.dtype), None, None

@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from engine.config.context_parallel import gathers_keys
 from engine.config.tree import Config
-from engine.context_parallel.deal import Windows, runs_of_ranks
+from engine.context_parallel.deal import Windows, even_runs, runs_of_ranks
 from engine.data.loader import MicroBatch
 from engine.data.sequence_part import SequencePart
 from engine.layout.rank_grid import ParallelSizes
@@ -22,17 +23,19 @@ class ContextCut:
 
     Attributes:
         size, index: of the cp axis, and this rank's place on it.
-        windows: of the model's layers, on which the weight of a token depends.
+        windows: of the model's layers, on which the weight of a token depends; None: each rank has one run of s/c tokens,
+            since all heads' attention is shared alike (`engine/context_parallel/ulysses.py`).
     """
 
     size: int
     index: int
-    windows: Windows
+    windows: Windows | None
 
     @classmethod
     def of(cls, config: Config, sizes: ParallelSizes, index: int) -> "ContextCut":
         """Return the cut of a rank of a run."""
-        return cls(sizes.cp, index, Counter(kind.window for kind in config.model.kinds))
+        windows = Counter(kind.window for kind in config.model.kinds)
+        return cls(sizes.cp, index, windows if gathers_keys(config) else None)
 
     def __call__(self, whole: MicroBatch) -> MicroBatch:
         """Return this rank's part of a microbatch on the CPU."""
@@ -57,4 +60,8 @@ class ContextCut:
         """Return this rank's part of rows with these lengths of documents, on the CPU; None: it has all of them."""
         if self.size == 1:
             return None
-        return SequencePart.of([runs_of_ranks(row, self.size, self.windows) for row in rows], self.index, rows)
+        runs = [
+            even_runs(sum(row), self.size) if self.windows is None else runs_of_ranks(row, self.size, self.windows)
+            for row in rows
+        ]
+        return SequencePart.of(runs, self.index, rows)

@@ -71,6 +71,12 @@ def runs_of_ranks(documents: Sequence[int], size: int, windows: Windows) -> list
     return [_joined(hand, length) for hand in deal(block_work(documents, length, windows), size)]
 
 
+def even_runs(seq_length: int, size: int) -> list[tuple[tuple[int, int], ...]]:
+    """Return the run of each of `size` ranks where they follow each other in the row."""
+    length = seq_length // size
+    return [((rank * length, (rank + 1) * length),) for rank in range(size)]
+
+
 def rank_work(documents: Sequence[int], size: int, windows: Windows) -> list[int]:
     """Return the keys that the queries of each rank see, over all layers."""
     length = block_length(sum(documents), size, len(documents))

@@ -112,7 +112,7 @@ class VarlenParts:
             mine.put(grad_q, found[0])
             whole.add(grad_k, found[1])
             whole.add(grad_v, found[2])
-        return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
+        return grad_q, grad_k, grad_v
 
     def _stretches(self) -> tuple[Stretch, ...]:
         assert self.mask.part is not None, "whole rows have a kernel of their own"

@@ -68,7 +68,10 @@ class Kernel(Protocol):
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> Tensors3:
-        """Return the gradients of q, k and v. `lse` may be larger than the forward's, and `out` then smaller by the same factor."""
+        """Return the gradients of q, k and v, the last two in their dtype or in the accumulation dtype.
+
+        `lse` may be larger than the forward's, and `out` then smaller by the same factor.
+        """
         ...
 
 
@@ -121,8 +124,8 @@ class _Attention(torch.autograd.Function):
         ctx: Any, grad: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, None]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
-        grads = ctx.kernel.backward(grad, q, k, v, out, lse)
-        return *grads, grad_of_sinks(grad, out, lse, sinks), None
+        grad_q, grad_k, grad_v = ctx.kernel.backward(grad, q, k, v, out, lse)
+        return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), grad_of_sinks(grad, out, lse, sinks), None
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +299,7 @@ class _ByPieces:
             piece.queries.put(grad_q, found[0])
             piece.keys.add(grad_k, found[1])
             piece.keys.add(grad_v, found[2])
-        return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
+        return grad_q, grad_k, grad_v
 
     def part(
         self, piece: _Piece, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor

@@ -28,6 +28,7 @@ from engine.comm.texts import gather_text
 from engine.comm.topology import Topology
 from engine.config.activations import KernelsConfig
 from engine.config.attention_kinds import PLAIN, AttentionPattern, attention_pattern
+from engine.config.context_parallel import gathers_keys, local_kv_heads
 from engine.config.tree import Config
 from engine.errors import ConfigError
 from engine.kernels.attention import AttentionShape, attention_failure, attention_refusal, chosen, decoding_failure
@@ -282,10 +283,11 @@ def slowest(all_choices: Sequence[Choices]) -> Choices:
 
 def attention_shape(config: Config, topology: Topology) -> AttentionShape:
     """Return the shape of the attention that this rank computes."""
-    model, tp = config.model, topology.sizes.tp
+    model = config.model
+    ranks_of_heads = 1 if gathers_keys(config) else topology.sizes.cp
     return AttentionShape(
-        num_heads=model.num_attention_heads // tp,
-        num_kv_heads=max(model.kv_heads // tp, 1),
+        num_heads=model.num_attention_heads // topology.sizes.tp // ranks_of_heads,
+        num_kv_heads=local_kv_heads(config) // ranks_of_heads,
         head_dim=model.head_size,
         dtype=DTYPES[config.precision.dtype],
         device=topology.device,

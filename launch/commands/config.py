@@ -25,7 +25,7 @@ from launch.start.command_line import CONFIG, CommandParser, add_ignore, add_wor
 from models.interop.huggingface.config import from_hugging_face, passed_over_notes
 from models.interop.huggingface.families import FAMILIES
 from models.predict.fit import Devices, memory_line, memory_rule, uses_gpu, uses_nccl
-from models.predict.rank_memory import GB, predict, resolve_recompute
+from models.predict.rank_memory import GB, can_keep, predict, resolve_recompute
 from models.specs import num_parameters
 
 PRINT_EXAMPLES = """examples:
@@ -131,6 +131,8 @@ def _derived(
         lines.append(("recompute", str(chosen)))
     if parallel.cuts_sequence and chosen.gathered_inputs == "keep":
         lines.append(("gathered", "inputs of column-parallel layers are kept for the backward"))
+    if can_keep(resolved, "gathered_kv") and chosen.gathered_kv == "keep":
+        lines.append(("gathered", "keys and values of all cp ranks are kept for the backward"))
     most = devices.memory_bytes if devices is not None and uses_gpu(config) else None
     lines.append(("memory", memory_line(predict(resolved, sizes, nccl=uses_nccl(config)), most)))
     return lines

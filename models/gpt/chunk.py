@@ -21,8 +21,10 @@ from engine.activations.offload import HostMemory
 from engine.activations.saved_tensors import SavedTensors
 from engine.comm.topology import Topology
 from engine.config.activations import RecomputeConfig
+from engine.config.context_parallel import gathers_keys
 from engine.config.tree import Config
 from engine.context_parallel.attention import ContextParallelRegion
+from engine.context_parallel.ulysses import HeadExchange
 from engine.data.documents import Documents
 from engine.data.sequence_part import SequencePart
 from engine.kernels.fusion import EAGER
@@ -208,6 +210,7 @@ def build_chunks(
     tp = topology.axis("tp")
     choice = resolve_recompute(config, topology.sizes).recompute
     region = TensorParallelRegion(tp, config.parallel.sequence_parallel, choice.gathered_inputs == "keep")
+    cp = ContextParallelRegion.of(config.parallel, choice, topology.axis("cp"))
     dtype = DTYPES[config.precision.dtype]
     held: dict[str, ShardedParameter] = {}
     saved = SavedTensors(
@@ -226,7 +229,8 @@ def build_chunks(
             num_offloaded=config.offload.num_layers,
             kernels=kernels,
             region=region,
-            cp=ContextParallelRegion(topology.axis("cp")),
+            cp=cp,
+            exchange=None if gathers_keys(config) else HeadExchange(cp.axis),
             dtype=dtype,
             seed=config.train.seed,
             parameters=parameters,

@@ -10,6 +10,7 @@ from engine.config.activations import RecomputeConfig
 from engine.config.attention_kinds import Rotary
 from engine.config.model import ModelConfig
 from engine.context_parallel.attention import ContextParallelRegion
+from engine.context_parallel.ulysses import HeadExchange
 from engine.data.documents import Documents
 from engine.data.sequence_part import SequencePart
 from engine.kernels.elementwise import norm
@@ -26,7 +27,9 @@ class BuildContext:
     Attributes:
         recompute: the recomputed parts; `auto` is already resolved.
         num_offloaded: layers of each chunk whose saved tensors are moved to the host.
-        region, cp: how activations enter and leave what is cut over tp, and how attention reaches the other cp ranks' tokens.
+        region: how activations enter and leave what is cut over tp.
+        cp: how attention reaches the other cp ranks' tokens by gathering keys and values.
+        exchange: how it reaches them by trading tokens for heads; None: it gathers.
         parameters: this chunk's parameters by global name.
         saved: policy for tensors that are saved for the backward; one for all chunks of the rank.
         seed: of the run, for dropout.
@@ -39,6 +42,7 @@ class BuildContext:
     kernels: Kernels
     region: TensorParallelRegion
     cp: ContextParallelRegion
+    exchange: HeadExchange | None
     dtype: torch.dtype
     seed: int
     parameters: Mapping[str, ShardedParameter]

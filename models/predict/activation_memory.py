@@ -16,6 +16,8 @@ Kept here otherwise than there:
     RMSNorm            its input and one number per token
     recomputation      selective: what `models/predict/recompute_choice.py` lists is gone; full: the input of each group of layers
     gathered inputs    of column-parallel layers, kept whole (`recompute.gathered_inputs`): w h instead of w h / t
+    gathered k and v   of all cp ranks, kept whole (`recompute.gathered_kv`)
+    ulysses            q, k and v a second time, for some heads and all tokens, and attention's output once more
     head_tokens        no logits; those of some tokens while the head is at work
     offload            of the first layers of a chunk only small tensors, or those that are held elsewhere
 
@@ -27,6 +29,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from engine.config.attention_kinds import LayerKind, Rotary, attention_pattern
+from engine.config.context_parallel import gathers_keys
 from engine.config.plan import part_length
 from engine.config.tree import Config
 from engine.layout.rank_grid import ParallelSizes
@@ -180,14 +183,24 @@ def _attention_terms(config: Config, at: Sizes, kind: LayerKind, *, is_core_agai
     q, k = at.w * at.q, at.w * at.kv
     # Rotation and QK-norm make new q and k, while v keeps all three alive: they are parts of one product.
     is_new = kind.rotary is not None or model.qk_norm
-    if is_fused or is_core_again:
-        # What is made again from gathered keys and values keeps those, and of the product they came from what q still needs.
-        is_gathered = at.c > 1 and not is_fused
-        is_held = not is_gathered or not is_new or "rope" in config.recompute.parts
+    is_exchanged = at.c > 1 and not gathers_keys(config)
+    if is_exchanged:
+        # What was received is one storage. QK-norm still needs the product; explicit attention copies, as below.
+        terms = [Term("attention", "q, k and v", nothing, q + 2 * k if model.qk_norm else nothing)]
+        if is_fused or is_core_again:
+            terms.append(Term("attention", "exchanged q, k and v", q + 2 * k, q + 2 * k))
+        else:
+            copies = (("q", q, q if at.b > 1 else q + 2 * k), ("k", k, q), ("v", k, q))
+            terms += [Term("attention", f"exchanged {name}", paper, ours) for name, paper, ours in copies]
+    elif is_fused or is_core_again:
+        # With context parallelism k and v are copies, of all ranks or of this one, and the product is held where q needs it.
+        is_gathered = gathers_keys(config)
+        is_held = not is_gathered or not is_new or bool(model.qk_norm) or "rope" in config.recompute.parts
         terms = [Term("attention", "q, k and v", q + 2 * k, q + 2 * k if is_held else nothing)]
         for name, num_bytes in (("new q", q), ("new k", nothing if is_gathered else k)):
             terms.append(Term("attention", name, nothing, num_bytes if is_new else nothing, "rope"))
-        terms.append(Term("attention", "gathered k and v", nothing, 2 * k * at.c if is_gathered else nothing))
+        copied = at.c if not is_fused or config.recompute.gathered_kv == "keep" else 1
+        terms.append(Term("attention", "copied k and v", nothing, 2 * k * copied if is_gathered else nothing))
     else:
         # torch copies what it multiplies, with one k and v per query head; of one sample it need not copy q, which then keeps
         # the whole product of which it is a part.
@@ -203,9 +216,10 @@ def _attention_terms(config: Config, at: Sizes, kind: LayerKind, *, is_core_agai
             terms.append(Term("attention", f"deviations of {name}-norm", nothing, at.acc * heads))
     scores = at.heads * at.s
     if is_fused:
-        # With context parallelism nothing of attention is made again: its backward gathers keys and values itself.
-        part = "attention" if config.parallel.cp == 1 else ""
-        return [*terms, Term("attention", "logarithm of each row's sum", nothing, at.acc * at.heads, part)]
+        # With gathered keys and values nothing of attention is made again: its backward gathers them itself.
+        part = "" if gathers_keys(config) else "attention"
+        output = [Term("attention", "output of exchanged heads", nothing, q, part)] if is_exchanged else []
+        return [*terms, *output, Term("attention", "logarithm of each row's sum", nothing, at.acc * at.heads, part)]
     dropout = at.w * scores if model.attention_dropout else nothing
     # Sinks are one more column of the softmax.
     columns = scores + at.heads * kind.sinks
@@ -217,7 +231,7 @@ def _attention_terms(config: Config, at: Sizes, kind: LayerKind, *, is_core_agai
         ("softmax dropout", scores, dropout),
         ("probabilities", at.w * scores, at.w * scores),
         # Of the causal mask alone, one for all rows; documents and parts differ from row to row.
-        ("mask", nothing, Fraction(at.s) if by_row else Fraction(at.s, at.b)),
+        ("mask", nothing, Fraction(at.s * (at.c if is_exchanged else 1), 1 if by_row else at.b)),
     ]
     if at.acc == at.w and not model.attention_dropout:
         each.remove(("probabilities", at.w * scores, at.w * scores))
@@ -366,19 +380,19 @@ def _in_attention(config: Config, at: Sizes, kind: LayerKind, terms: Sequence[Te
         return 0
     before = next(index for index, term in enumerate(terms) if term.module == "attention.proj")
     inside = [term for term in plain if term.part == "attention"]
-    new_q, new_k = (
+    rotated = [
         term for term in _attention_terms(config, at, kind, is_core_again=True) if term.tensor in ("new q", "new k")
-    )
+    ]
     is_made_again = "rope" in config.recompute.parts
-    if config.kernels.attention != "explicit":
-        inside += [new_q, new_k] if is_made_again else []
-        inside.append(Term("attention", "output", Fraction(0), at.w * at.q))
+    is_exchanged = at.c > 1 and not gathers_keys(config)
+    if config.kernels.attention == "explicit":
+        copies = [f"exchanged {name}" if is_exchanged else name for name in ("k", "v", *(["q"] if at.b > 1 else []))]
+        inside += [term for term in plain if term.module == "attention" and term.tensor in copies]
+        inside += [term for term in rotated if is_made_again and at.b == 1 and term.tensor == "new q"]
     else:
-        inside += [term for term in plain if term.module == "attention" and term.tensor in ("k", "v")]
-        if at.b > 1:
-            inside += [term for term in plain if term.module == "attention" and term.tensor == "q"]
-        elif is_made_again:
-            inside.append(new_q)
+        inside += rotated if is_made_again else []
+        # The output of exchanged heads is a term of its own.
+        inside += [] if is_exchanged else [Term("attention", "output", Fraction(0), at.w * at.q)]
     return _bytes(config, [*terms[:before], *inside])
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from engine.config.activations import RecomputeConfig
 from engine.config.attention_kinds import LayerKind
+from engine.config.context_parallel import gathers_keys
 from engine.config.optimizer_kinds import OPTIMIZERS
 from engine.config.plan import batch_plan, local_seq_length, parallel_sizes, stages_of
 from engine.config.section import with_value
@@ -112,19 +113,18 @@ def resolve_recompute(config: Config, sizes: ParallelSizes) -> Config:
     """Replace each `auto` of `recompute` by what it comes to: the same on every rank.
 
     The granularity is the first of `models.predict.recompute_choice.candidates` with which no pipeline rank is predicted to hold
-    more than `memory_gb`, communicators left out: the choice must not depend on the device. Gathered inputs are kept where that
-    many bytes hold them as well; without `memory_gb` they are gathered again.
+    more than `memory_gb`, communicators left out: the choice must not depend on the device. Gathered keys and values, then gathered
+    inputs are kept where that many bytes hold them as well; without `memory_gb` they are gathered again.
 
     Raises:
         ConfigError: no choice is enough; the message has the predictions.
     """
     asked = config.recompute
-    if "auto" not in (asked.granularity, asked.gathered_inputs):
+    if "auto" not in (asked.granularity, asked.gathered_inputs, asked.gathered_kv):
         return config
-    gathered = "regather" if asked.gathered_inputs == "auto" else asked.gathered_inputs
-    config = config.model_copy(
-        update={"recompute": asked.model_copy(update={"gathered_inputs": gathered, "memory_gb": None})}
-    )
+    open_choices = [name for name in GATHERED if getattr(asked, name) == "auto"]
+    again = dict.fromkeys(open_choices, "regather")
+    config = config.model_copy(update={"recompute": asked.model_copy(update={**again, "memory_gb": None})})
     budget_gb = asked.memory_gb
     if budget_gb is None:
         assert asked.granularity != "auto", "a rule asks for it"
@@ -136,7 +136,9 @@ def resolve_recompute(config: Config, sizes: ParallelSizes) -> Config:
         ranks = pipeline.memory(changed, nccl=False)
         totals = [rank.total for rank in ranks]
         if max(totals) <= budget_gb * GB:
-            return _with_inputs_kept(changed, pipeline, budget_gb) if asked.gathered_inputs == "auto" else changed
+            for name in open_choices:
+                changed = _with_gathered_kept(changed, name, pipeline, budget_gb)
+            return changed
         worst = totals.index(max(totals))
         lines.append(f"{max(totals) / GB:,.4g} GB with {choice}" + (f" (pp {worst})" if sizes.pp > 1 else ""))
     whatever = ", whatever is recomputed" if asked.granularity == "auto" else ""
@@ -152,12 +154,24 @@ def resolve_recompute(config: Config, sizes: ParallelSizes) -> Config:
     )
 
 
-def _with_inputs_kept(config: Config, pipeline: "_Pipeline", budget_gb: float) -> Config:
-    """Keep gathered inputs if there are any and the budget holds them; not where norms, whose outputs they are, are made again."""
-    if not config.parallel.cuts_sequence or "norm" in config.recompute.parts:
+GATHERED = ("gathered_kv", "gathered_inputs")
+"""Fields of `recompute` for what is gathered, in the order of choice: cp's links are the slower ones."""
+
+
+def can_keep(config: Config, name: str) -> bool:
+    """Return whether there is something gathered of this name to keep."""
+    if name == "gathered_kv":
+        # Attention in plain operators keeps it anyway.
+        return gathers_keys(config) and config.kernels.attention != "explicit"
+    # Gathered inputs are outputs of norms: those are not kept where they are made again.
+    return config.parallel.cuts_sequence and "norm" not in config.recompute.parts
+
+
+def _with_gathered_kept(config: Config, name: str, pipeline: "_Pipeline", budget_gb: float) -> Config:
+    """Keep what is gathered if the budget holds it."""
+    if not can_keep(config, name):
         return config
-    recompute = config.recompute.model_copy(update={"gathered_inputs": "keep"})
-    kept = config.model_copy(update={"recompute": recompute})
+    kept = config.model_copy(update={"recompute": config.recompute.model_copy(update={name: "keep"})})
     return kept if max(rank.total for rank in pipeline.memory(kept, nccl=False)) <= budget_gb * GB else config
 
 
@@ -338,7 +352,7 @@ def _override(key: str, value: object) -> str:
     if isinstance(value, RecomputeConfig):
         modules = "null" if value.modules is None else f"[{', '.join(value.modules)}]"
         head = "" if value.head_tokens is None else f", head_tokens: {value.head_tokens}"
-        gathered = "" if value.gathered_inputs == "auto" else f", gathered_inputs: {value.gathered_inputs}"
+        gathered = "".join(f", {name}: {getattr(value, name)}" for name in GATHERED if getattr(value, name) != "auto")
         return f"'{key}={{granularity: {value.granularity}, modules: {modules}{head}{gathered}}}'"
     return f"{key}={str(value).lower()}"
 
@@ -383,8 +397,10 @@ def single_changes(config: Config, sizes: ParallelSizes) -> Iterator[tuple[str, 
     recompute = config.recompute
     if config.kernels.attention == "explicit":
         yield "kernels.attention", "sdpa"
-    if config.parallel.cuts_sequence and resolve_recompute(config, sizes).recompute.gathered_inputs == "keep":
-        yield "recompute.gathered_inputs", "regather"
+    resolved = resolve_recompute(config, sizes)
+    for name in GATHERED:
+        if can_keep(resolved, name) and getattr(resolved.recompute, name) == "keep":
+            yield f"recompute.{name}", "regather"
     yield "precision.masters", "split"
     if recompute.granularity in ("none", "selective"):
         parts = worthwhile_parts(config, sizes)

@@ -136,8 +136,8 @@ def _whole_layer(config: Config, sizes: ParallelSizes) -> Fraction:
 
 
 def choice_for_layers(recompute: RecomputeConfig, **choice: object) -> RecomputeConfig:
-    """Return another choice for the layers; that of the head and of gathered inputs stays."""
-    stays = {"head_tokens": recompute.head_tokens, "gathered_inputs": recompute.gathered_inputs}
+    """Return another choice for the layers; that of the head and of what is gathered stays."""
+    stays = {name: getattr(recompute, name) for name in ("head_tokens", "gathered_inputs", "gathered_kv")}
     return RecomputeConfig.model_validate({**stays, **choice})
 
 

@@ -193,6 +193,8 @@ class Case:
     """Carry what is sent through other memory (`engine.comm.staging`); on GPUs, over gloo, ranks share those that there are."""
     cp: int = 1
     """Ranks that share each sample."""
+    cp_method: str = "auto"
+    gathered_kv: str = "auto"
     backend: str | None = None
     """Of the groups, by its name; None: that of the device."""
 
@@ -203,6 +205,8 @@ class Case:
     def __str__(self) -> str:
         parts = [self.model, f"tp{self.tp}", f"pp{self.pp}", f"vpp{self.vpp}", f"dp{self.dp}"]
         parts += [f"cp{self.cp}"] if self.cp > 1 else []
+        parts += [self.cp_method] if self.cp_method != "auto" else []
+        parts += [f"kv-{self.gathered_kv}"] if self.gathered_kv != "auto" else []
         parts += ["sp"] if self.sequence_parallel else []
         parts += [self.schedule] if self.schedule != "auto" else []
         parts += ["-".join(map(str, self.recompute))] if self.recompute[0] != "none" else []
@@ -249,6 +253,7 @@ class Case:
                     "vpp": self.vpp,
                     "dp": self.dp,
                     "cp": self.cp,
+                    "cp_method": self.cp_method,
                     "sequence_parallel": self.sequence_parallel,
                     "layers_per_stage": list(self.layers_per_stage) if self.layers_per_stage else None,
                 },
@@ -269,6 +274,7 @@ class Case:
                     "modules": self.modules,
                     "head_tokens": self.head_tokens,
                     "gathered_inputs": self.gathered_inputs,
+                    "gathered_kv": self.gathered_kv,
                 },
                 # Everything is moved, however small.
                 "offload": {"num_layers": self.offload, "min_bytes": 1},

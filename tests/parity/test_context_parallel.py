@@ -18,7 +18,10 @@ COVERING = (
     Case("kinds_dropout", cp=2, tp=2, sequence_parallel=True, recompute=SELECTIVE, modules=("attention", "norm")),
     Case("qwen", cp=2, pp=2, recompute=SELECTIVE, modules=("norm", "rope"), documents=True, micro_batch_size=2),
     Case("kinds_capped", cp=4, tp=2, documents=True),
-    Case("kinds_tied", cp=2, pp=2, offload=2),
+    Case("kinds_tied", cp=2, pp=2, offload=2, gathered_kv="keep"),
+    Case("gpt_dropout", cp=4, dp=2, cp_method="ulysses", documents=True),
+    Case("qwen", cp=2, tp=2, sequence_parallel=True, cp_method="ulysses", documents=True, micro_batch_size=2),
+    Case("kinds", cp=2, pp=2, vpp=2, cp_method="ulysses", recompute=FULL, documents=True),
 )
 """Pairs of cp with each other axis and feature: each is in some case, most with documents that end inside of a part."""
 
@@ -33,6 +36,11 @@ MORE = (
     Case("sinks", cp=4, attention="explicit", documents=True),
     Case("softcap", cp=2, tp=2, documents=True),
     Case("llama", cp=2, optimizer="sgd", documents=True),
+    Case("qwen", cp=2, tp=2, gathered_kv="keep", recompute=SELECTIVE, modules=("norm", "rope"), documents=True),
+    Case("gpt", cp=4, gathered_kv="keep", recompute=FULL),
+    Case("kinds_dropout", cp=2, cp_method="ulysses", recompute=SELECTIVE, modules=("attention", "norm")),
+    Case("kinds_tied", cp=2, pp=2, cp_method="ulysses", offload=2),
+    Case("llama", cp=2, tp=1, pp=2, cp_method="ulysses", recompute=SELECTIVE, micro_batch_size=2),
 )
 
 

@@ -2,7 +2,9 @@
 
 import gc
 import weakref
+from collections import Counter
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -10,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from engine.comm.ledger import Event
+from engine.comm.ledger import ATTENTION, KEYS_AND_VALUES, Event
+from engine.config.context_parallel import exposed_share
 from models.gpt.block import Block
 from models.predict.traffic import Flow, Volume, expected_traffic, measured_traffic
 from tests.engine.comm.test_collectives import CountCalls
@@ -23,6 +26,7 @@ C10D_NAMES = {
     "all_reduce": "allreduce_",
     "reduce_scatter": "alltoall_base_",
     "all_gather": "_allgather_base_",
+    "all_to_all": "alltoall_base_",
     "broadcast": "broadcast_",
     "send": "send",
     "recv": "recv_",
@@ -81,7 +85,8 @@ TRAFFIC = [
     ),
     Case("kinds_dropout", cp=4, pp=2, recompute=("full", "block", 1), num_layers=6, global_batch_size=3),
     Case("mqa_rope_bias", cp=2, tp=4, recompute=("full", "uniform", 2), num_layers=3, global_batch_size=3),
-    Case("olmo2", cp=2, tp=2, num_layers=3, micro_batch_size=2),
+    Case("olmo2", cp=2, tp=2, num_layers=3, micro_batch_size=2, gathered_kv="keep"),
+    Case("qwen", cp=2, tp=2, num_layers=3, cp_method="ulysses", recompute=("full", "block", 1), global_batch_size=3),
 ]
 """Few layers and microbatches, but in most cases numbers of their own: a formula with one size for another is seen."""
 
@@ -161,6 +166,36 @@ def test_weight_gradients_run_under_the_input_gradients_reduction(sequence_paral
                 gemms = find(events, "mark", name)
                 assert len(posts) == len(waits) == len(gemms) == num_microbatches
                 assert all(post < gemm < wait for post, gemm, wait in zip(posts, gemms, waits, strict=True))
+
+
+def exposed_shares(events: list[Event]) -> dict[str, Fraction]:
+    """Return, by purpose, the share of the bytes sent over cp with no attention between post and wait."""
+    exposed: Counter[str] = Counter()
+    total: Counter[str] = Counter()
+    for place, event in enumerate(events):
+        if event.phase == "post" and event.axis == "cp":
+            waited = next(at for at, other in enumerate(events) if other.phase == "wait" and other.call == event.call)
+            is_hidden = any(other.op == ATTENTION for other in events[place:waited])
+            total[event.purpose] += event.numel
+            exposed[event.purpose] += 0 if is_hidden else event.numel
+    return {purpose: Fraction(exposed[purpose], total[purpose]) for purpose in total}
+
+
+@pytest.mark.parametrize(
+    ("case", "share"),
+    [
+        (Case("gpt", cp=2, num_layers=2, global_batch_size=2), Fraction(1, 4)),
+        (Case("llama", cp=2, num_layers=2, global_batch_size=2, documents=True), Fraction(1, 2)),
+        (Case("mqa_rope_bias", cp=2, num_layers=2, global_batch_size=2), Fraction(1)),
+    ],
+    ids=str,
+)
+def test_keys_and_values_travel_under_the_attention_of_other_pieces(case: Case, share: Fraction) -> None:
+    """There are up to four pieces of key/value heads; the first gather and the last sum of a layer are exposed."""
+    assert exposed_share(case.config().model.kv_heads) == share
+    for events in run_ranks(events_of_a_step, 2, case):
+        found = exposed_shares(events)
+        assert found == {f"{KEYS_AND_VALUES} {name}": share for name in ("forward", "backward", "gradients")}
 
 
 def test_a_head_in_pieces_sends_what_a_whole_one_does_its_last_under_a_weight_gradient() -> None:

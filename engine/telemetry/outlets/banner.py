@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.config.activations import RecomputeConfig
+from engine.config.context_parallel import gathers_keys
 from engine.config.plan import BatchPlan
 from engine.config.tree import Config
 from engine.data.document_statistics import UNBROKEN, DocumentStatistics
@@ -111,6 +112,9 @@ def _activations(start: Start) -> Iterator[tuple[str, str]]:
     if start.config.parallel.cuts_sequence and start.recompute.gathered_inputs == "keep":
         why = "" if asked.gathered_inputs == "keep" else f" (they fit {asked.memory_gb:g} GB)"
         yield "gathered", f"inputs of column-parallel layers are kept for the backward{why}"
+    if gathers_keys(start.config) and start.recompute.gathered_kv == "keep":
+        why = "" if asked.gathered_kv == "keep" else f" (they fit {asked.memory_gb:g} GB)"
+        yield "gathered", f"keys and values of all cp ranks are kept for the backward{why}"
     if offload.num_layers:
         yield (
             "offload",

@@ -237,6 +237,16 @@ BAD: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         {},
         ["recompute.modules", "has attention, but with parallel.cp = 2", "recompute.granularity = none"],
     ),
+    "heads over more ranks": (
+        ["parallel.cp=4", "parallel.tp=2", "model.num_kv_heads=4", "parallel.cp_method=ulysses"],
+        {},
+        [
+            "parallel.cp_method = ulysses",
+            "has 2 key/value heads (4 over tp 2)",
+            "parallel.cp_method = all_gather",
+            "parallel.cp = 2",
+        ],
+    ),
     "expert parallel": (["parallel.ep=8"], {}, ["parallel.ep = 8", "not built yet", "parallel.ep = 1"]),
     "fp16": (["precision.dtype=fp16"], {}, ["precision.dtype = fp16", "not built yet", "bf16 or fp32"]),
     "world size without dp": (

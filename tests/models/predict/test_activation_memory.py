@@ -49,7 +49,14 @@ def config_of(model: dict[str, Any], *, tp: int, sp: bool = False, **choices: An
             "model": {**sizes, **model},
             "data": {"synthetic": True},
             "train": {"steps": 1, "global_batch_size": b, "micro_batch_size": b, "seed": 7},
-            "parallel": {"tp": tp, "pp": 2, "dp": 1, "cp": choices.get("cp", 1), "sequence_parallel": sp},
+            "parallel": {
+                "tp": tp,
+                "pp": 2,
+                "dp": 1,
+                "cp": choices.get("cp", 1),
+                "cp_method": choices.get("cp_method", "auto"),
+                "sequence_parallel": sp,
+            },
             "optimizer": {"lr": 1e-3},
             "precision": {"dtype": choices.get("dtype", "bf16")},
             "recompute": choices.get("recompute", {}),
@@ -82,6 +89,7 @@ def parts(*modules: str) -> dict[str, Any]:
 
 
 KEPT = {"gathered_inputs": "keep"}
+KEPT_KV = {"gathered_kv": "keep"}
 
 CI = {
     "the paper's block, tp": config_of(GPT, tp=4, attention="explicit"),
@@ -143,6 +151,20 @@ PARTS_OF_ROWS = {
         LLAMA, tp=2, cp=2, attention="explicit", recompute=parts("rope", "attention")
     ),
     "a part, parts again": config_of(LLAMA, tp=2, cp=2, recompute=parts(*CHEAP)),
+    "a part, gathered keys and values kept": config_of(LLAMA, tp=2, cp=4, sp=True, recompute=KEPT_KV),
+    "a part, gathered keys and values kept, parts again": config_of(
+        {**LLAMA, "qk_norm": True},
+        tp=1,
+        cp=2,
+        recompute=parts(*CHEAP) | KEPT_KV,
+        offload={"num_layers": 1, "min_bytes": 1},
+    ),
+    "some heads": config_of({**LLAMA, **KINDS, "num_kv_heads": 4}, tp=2, cp=2, sp=True, cp_method="ulysses"),
+    "some heads, norms of each, parts again": config_of(
+        {"qk_norm": True}, tp=2, cp=4, cp_method="ulysses", recompute=parts("norm", "rope", "attention")
+    ),
+    "some heads, explicit": config_of(GPT, tp=2, cp=2, cp_method="ulysses", attention="explicit"),
+    "some heads, explicit, one sample": config_of(GPT, tp=1, cp=2, b=1, cp_method="ulysses", attention="explicit"),
 }
 SLOW = {
     "kinds of layers, explicit": config_of({**LLAMA, **KINDS, "attention_softcap": 5.0}, tp=2, attention="explicit"),

@@ -132,7 +132,7 @@ def test_what_cannot_fit_is_refused_with_the_predictions() -> None:
 
 @pytest.mark.parametrize("recompute", [{}, {"granularity": "selective"}, {"granularity": "full"}])
 def test_a_choice_that_is_made_stays(recompute: dict[str, Any]) -> None:
-    config = config_of(LLAMA, tp=2, recompute={**recompute, "gathered_inputs": "keep"})
+    config = config_of(LLAMA, tp=2, recompute={**recompute, "gathered_inputs": "keep", "gathered_kv": "regather"})
     assert resolve_recompute(config, parallel_sizes(config)) is config
 
 
@@ -161,10 +161,32 @@ def test_gathered_inputs_are_kept_where_the_budget_holds_them(granularity: str) 
     keep, again = most(gathered("keep", **fixed)), most(gathered("regather", **fixed))
     assert again < keep
     asked = {"granularity": granularity}
+    fixed |= {"gathered_kv": "regather"}
     assert chosen(gathered("auto", **asked, memory_gb=keep)) == RecomputeConfig(**fixed, gathered_inputs="keep")
     regather = RecomputeConfig(**fixed, gathered_inputs="regather")
     assert chosen(gathered("auto", **asked, memory_gb=keep - 1e-9)) == regather
     assert chosen(gathered("auto", **asked, memory_gb=again)) == regather
+
+
+def test_gathered_keys_and_values_are_kept_where_the_budget_holds_them_before_gathered_inputs() -> None:
+    """2 w g d s / (t c) per token of the row, less the own part; cp's links are slower than tp's."""
+
+    def over_cp(**recompute: Any) -> Config:
+        return config_of(LLAMA, tp=2, sp=True, cp=2, recompute=recompute)
+
+    def kept(**recompute: Any) -> float:
+        return most(over_cp(**{"gathered_inputs": "regather", "gathered_kv": "regather", **recompute}))
+
+    both = {"gathered_inputs": "keep", "gathered_kv": "keep"}
+    for budget, expected in (
+        (kept(), ("regather", "regather")),
+        (kept(gathered_kv="keep"), ("regather", "keep")),
+        (kept(**both) - 1e-9, ("regather", "keep")),
+        (kept(**both), ("keep", "keep")),
+    ):
+        found = chosen(over_cp(memory_gb=budget))
+        assert (found.gathered_inputs, found.gathered_kv) == expected
+    assert chosen(over_cp()).gathered_kv == "regather"
 
 
 def test_recomputing_less_comes_before_keeping_what_was_gathered() -> None:

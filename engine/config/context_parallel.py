@@ -1,0 +1,60 @@
+"""How attention reaches the tokens of other context-parallel ranks, and in what pieces (no torch here).
+
+    all_gather   each rank's queries attend to the gathered keys and values of the row (2407.21783, section 3.3.2)
+    ulysses      an all-to-all gives each rank whole rows of some heads, another one brings the output back (2309.14509, section 3)
+
+Bytes on the wire of a layer, forward and backward, in units of w b s d (c - 1) / (c t), with a query and g key/value heads:
+
+    all_gather   2 g + 2 g + 2 g      of which 1 / pieces are exposed: the rest hides behind the attention of other pieces
+    ulysses      4 (a + g) / c        all exposed
+"""
+
+from fractions import Fraction
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from engine.config.tree import Config
+
+Method = Literal["all_gather", "ulysses"]
+
+MOST_PIECES = 4
+"""Pieces in which keys and values are gathered, where there are as many key/value heads."""
+
+
+def heads_of_pieces(num_kv_heads: int) -> list[int]:
+    """Return the key/value heads of each piece of a rank that has so many; the first ones have one more where they are uneven."""
+    num_pieces = min(num_kv_heads, MOST_PIECES)
+    each, more = divmod(num_kv_heads, num_pieces)
+    return [each + (piece < more) for piece in range(num_pieces)]
+
+
+def local_kv_heads(config: "Config") -> int:
+    """Return the key/value heads of a tensor-parallel rank; with fewer heads than ranks each has one."""
+    return max(1, config.model.kv_heads // config.parallel.tp)
+
+
+def exposed_share(num_kv_heads: int) -> Fraction:
+    """Return the share of gathered bytes that no attention of another piece hides: those of the largest piece."""
+    return Fraction(heads_of_pieces(num_kv_heads)[0], num_kv_heads)
+
+
+def method_of(config: "Config") -> Method:
+    """Return the method of a checked configuration; `auto` exposes the fewest bytes.
+
+    Attention in plain operators gathers at once, so nothing of it is hidden, and it keeps what it gathered.
+    """
+    asked = config.parallel.cp_method
+    if asked != "auto":
+        return asked
+    kv_heads = local_kv_heads(config)
+    if kv_heads % config.parallel.cp:
+        return "all_gather"
+    heads = config.model.num_attention_heads // config.parallel.tp
+    is_explicit = config.kernels.attention == "explicit"
+    gathered = 4 * kv_heads if is_explicit else 6 * kv_heads * exposed_share(kv_heads)
+    return "ulysses" if Fraction(4 * (heads + kv_heads), config.parallel.cp) < gathered else "all_gather"
+
+
+def gathers_keys(config: "Config") -> bool:
+    """Return whether queries of a part of a row attend to gathered keys and values."""
+    return config.parallel.cp > 1 and method_of(config) == "all_gather"

@@ -1,0 +1,54 @@
+"""Attention of some heads to whole rows: an all-to-all trades tokens for heads, and another one back (2309.14509, section 3).
+
+    q [s/c, b, n, d], k, v [s/c, b, n_kv, d] --all-to-all--> q [s, b, n/c, d], k, v [s, b, n_kv/c, d]
+      --attention--> [s, b, n/c, d] --all-to-all--> [s/c, b, n, d]
+
+Rank i of c has tokens i s/c to (i + 1) s/c of each row, and heads i n/c to (i + 1) n/c. Every rank attends to as much as any other,
+whatever the documents are. The backward of an all-to-all is the all-to-all of the gradient.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.comm.collectives import Axis
+from engine.comm.ledger import HEADS
+from engine.layout.shard_spec import cut
+
+
+@dataclass(frozen=True, slots=True)
+class HeadExchange:
+    """The cp axis, whose ranks have tokens of all heads before and after attention, and all tokens of some heads in it."""
+
+    axis: Axis
+
+    def mine(self, num_heads: int) -> slice:
+        """Return which of `num_heads` heads this rank has in attention."""
+        first, stop = cut(num_heads, self.axis.size, self.axis.index)
+        return slice(first, stop)
+
+    def to_heads(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Exchange [s/c, b, n_i, d] for [s, b, n_i/c, d], all in one call; the results are views of one storage."""
+        c = self.axis.size
+        by_rank = [each.unflatten(2, (c, -1)).permute(2, 0, 1, 3, 4) for each in tensors]
+        received = _AllToAll.apply(torch.cat(by_rank, dim=3), self.axis, "in")
+        return received.flatten(0, 1).split([each.shape[3] for each in by_rank], dim=2)
+
+    def to_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """Exchange [s, b, n/c, d] for [s/c, b, n, d]."""
+        received = _AllToAll.apply(x.unflatten(0, (self.axis.size, -1)), self.axis, "out")
+        return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Block i of [c, ..] goes to rank i; block i of the result comes from there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, name: str) -> torch.Tensor:
+        ctx.axis, ctx.name = axis, name
+        return axis.all_to_all(x, f"{HEADS} {name} forward").wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.axis.all_to_all(grad, f"{HEADS} {ctx.name} backward").wait(), None, None
