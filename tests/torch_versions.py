@@ -7,6 +7,8 @@ A wheel is downloaded with pip, read as text and deleted; nothing is imported, s
 macOS are taken because they are small; the Python files and stubs in them are those of the Linux builds. What a Linux build is made
 for (CUDA, NCCL) is read from its metadata.
 
+Calls of operators that our kernels make (`tests/kernel_calls.py`) are bound to each version's schemas, which a wheel has as text.
+
 `tests/conventions/test_torch_names.py` compares `NAMES` with the source: a new private name has to be added here.
 """
 
@@ -27,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from launch.start.bootstrap import TESTED_CUDA, TORCH_OF_CUDA
+from tests.kernel_calls import ATEN, Call, kernel_calls, misfit
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -248,10 +251,8 @@ class Wheel:
 
     def has_name(self, name: str) -> bool:
         """Say if a dotted name is there: an operator in the list of operators, else a module, or words in the module's file."""
-        if name.startswith("torch.ops.aten."):
-            operator = name.removeprefix("torch.ops.aten.")
-            listed = self.read("torchgen/packaged/ATen/native/native_functions.yaml").decode()
-            return re.search(rf"^- func: {re.escape(operator)}\(", listed, flags=re.MULTILINE) is not None
+        if name.startswith(ATEN):
+            return self.schema(name.removeprefix(ATEN)) is not None
         parts = name.split(".")
         for length in range(len(parts), 0, -1):
             module = "/".join(parts[:length])
@@ -262,6 +263,12 @@ class Wheel:
                 texts = [self.read(file).decode() for file in own]
                 return all(any(_binds(text, part) for text in texts) for part in parts[length:])
         return False
+
+    def schema(self, operator: str) -> str | None:
+        """Return the schema of an operator, or of an overload such as "addmm.dtype_out"; None: it has no such operator."""
+        listed = self.read("torchgen/packaged/ATen/native/native_functions.yaml").decode()
+        found = re.search(rf"^- func: ({re.escape(operator)}\(.*)$", listed, flags=re.MULTILINE)
+        return None if found is None else found[1].strip()
 
 
 def _binds(text: str, name: str) -> bool:
@@ -277,7 +284,17 @@ def missing(wheel: Wheel) -> list[str]:
     for word in WORDS:
         if not any(wheel.has_word(one, word.found_in) for one in word.one_of):
             lacks.append(f"{' or '.join(word.one_of)} ({word.used_in})")
-    return lacks
+    return lacks + wrong_calls(wheel, kernel_calls())
+
+
+def wrong_calls(wheel: Wheel, calls: Sequence[Call]) -> list[str]:
+    """List calls of operators that this version would refuse, or take for something else, each with its reason once."""
+    found = []
+    for operator in dict.fromkeys(call.operator for call in calls):
+        if (schema := wheel.schema(operator)) is not None:
+            reasons = (misfit(call, schema) for call in calls if call.operator == operator)
+            found += [f"{ATEN}{operator}: {reason}" for reason in dict.fromkeys(reasons) if reason]
+    return found
 
 
 def _pip(*words: str) -> None:

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from launch.start.bootstrap import TORCH_OF_CUDA
-from tests.torch_versions import NAMES, ROOT, VERSIONS, WORDS, Wheel, missing, names_used, wrong_choices
+from tests.kernel_calls import MAKERS, kernel_calls, schema_at_hand
+from tests.torch_versions import NAMES, ROOT, VERSIONS, WORDS, Wheel, missing, names_used, wrong_calls, wrong_choices
 
 SOURCES = sorted(path for room in ("engine", "models", "launch") for path in (ROOT / room).rglob("*.py"))
 
@@ -69,6 +70,17 @@ def test_a_name_that_a_version_lacks_is_reported(tmp_path: Path) -> None:
     assert "torch.ops.aten.addmm.dtype_out (engine/kernels/weight_grad.py)" in lacks
     assert "multi_tenant (engine/comm/runtime.py)" not in lacks
     assert "signals_to_handle or _terminate_process_handler (launch/start/process/forward_signals.py)" in lacks
+
+
+def test_a_call_that_a_version_refuses_is_reported(tmp_path: Path) -> None:
+    wheel = tmp_path / "torch.whl"
+    schemas = {operator: schema_at_hand(operator) for operator in MAKERS}
+    schemas["_flash_attention_forward"] = schemas["_flash_attention_forward"].replace("window_size", "window")
+    with zipfile.ZipFile(wheel, "w") as archive:
+        text = "".join(f"- func: {schema}\n  variants: function\n" for schema in schemas.values())
+        archive.writestr("torchgen/packaged/ATen/native/native_functions.yaml", text)
+    (found,) = wrong_calls(Wheel(wheel), kernel_calls())
+    assert found.startswith("torch.ops.aten._flash_attention_forward: Unknown keyword argument 'window_size_")
 
 
 def test_the_versions_are_those_in_range() -> None:
