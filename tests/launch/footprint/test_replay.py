@@ -110,7 +110,7 @@ def test_planted_differences_are_found(of_eight: tuple[list[Footprint], list[Foo
     with pytest.raises(ScheduleError, match="every rank would hang"):
         replay(without(logs, 4, "send"), GRID, KV_HEADS)
     with pytest.raises(ScheduleError, match="no group of"):
-        replay(changed(logs, 0, "all_reduce", axis="cp"), GRID, KV_HEADS)
+        replay(changed(logs, 0, "all_reduce", axis="ep"), GRID, KV_HEADS)
 
 
 def log(*calls: str) -> tuple[Event, ...]:
