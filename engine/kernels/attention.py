@@ -87,7 +87,8 @@ def masked_kernel(name: str, device: torch.device, mask: Mask, scale: float | No
     """Return the kernel of this name for a mask.
 
     Raises:
-        RuntimeError: it has no windows, documents and sinks on this device, or no cap.
+        RuntimeError: it has no windows, documents and sinks on this device, or no cap. (varlen is refused where it runs, by torch:
+            a footprint runs it on tensors without memory, which are on the CPU.)
     """
     if name == "blocks":
         return Blocks(mask, scale, softcap)
@@ -95,7 +96,7 @@ def masked_kernel(name: str, device: torch.device, mask: Mask, scale: float | No
         raise RuntimeError("it cannot cap the logits; blocks can")
     if name in ("sdpa", "flash") and device.type == "cpu":
         return CpuFlash(mask, scale)
-    if name == "varlen" and device.type == "cuda":
+    if name == "varlen":
         return Varlen(mask, scale) if mask.part is None else VarlenParts(mask, scale)
     raise RuntimeError(f"it has no windows, documents or sinks on {device.type}; blocks has")
 
@@ -145,7 +146,8 @@ def _failure(kernel: str, shape: AttentionShape, run: Callable[[], None]) -> str
     try:
         run()
     except (RuntimeError, AttributeError) as error:  # the latter: this torch has no such operator
-        return str(error).splitlines()[0].rstrip(".")
+        # Of torch's own reasons the first sentence, which others follow that list every backend.
+        return str(error).splitlines()[0].partition(". ")[0].rstrip(".")
     return ""
 
 
