@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -38,14 +38,15 @@ if TYPE_CHECKING:
 EXAMPLES = """examples:
   triaxis footprint configs/gpt_tiny.yaml --layout tp=2,pp=2,vpp=2,dp=2,sp=true --rank 5
   triaxis footprint configs/llama3_8b.yaml --gpus 64 --full
+  triaxis footprint configs/llama3_8b_128k.yaml --gpus 64 kernels.attention=varlen
   triaxis footprint configs/gpt_tiny.yaml --layout tp=2,pp=4,dp=64 --rank 511 train.global_batch_size=1024 --json step.json
   triaxis footprint configs/gpt_tiny.yaml --layout tp=2,pp=2,dp=1 --replay
   triaxis footprint configs/gpt_tiny.yaml --layout tp=2,pp=2,dp=2 --rank 5 --real
   triaxis footprint configs/gpt_tiny.yaml --layout tp=2,pp=2,dp=2 --races
 
 The engine's own code runs in one process without the other ranks, so any layout can be examined. Bytes are those
-that tensors hold; an allocator rounds up. Kernels are those of the CPU, whose attention keeps other small tensors than a GPU's.
-docs/footprint.md says more.
+that tensors hold; an allocator rounds up. Kernels are those of the CPU, whose attention keeps other small tensors than a GPU's; with
+documents, windows or cp, kernels.attention=varlen takes the GPU's. docs/footprint.md says more.
 """
 
 SHOWN_OPS = 4
@@ -236,6 +237,11 @@ def show_footprint(console: Console, config: Config, rank: int, found: "Footprin
         memory.add_row(kind, in_bytes(found.peak.by_kind.get(kind, 0)), in_bytes(most))
     memory.add_row("all", in_bytes(found.peak.total), "", style="bold")
     console.print(memory)
+    one = found.largest
+    console.print(
+        f"the largest tensor that the step makes: {_form(one.shape, one.dtype)}, {in_bytes(one.num_bytes)}, by {one.operator} "
+        f"in {one.site or '(the chunk itself)'}"
+    )
 
     saved = _table("kept by a microbatch for its backward", "by", "tensor", "bytes", "times")
     for (site, tensor, num_bytes), times in _alike(found).items():
@@ -311,8 +317,16 @@ def _alike(found: "Footprint") -> Counter[tuple[str, str, int]]:
     rows: Counter[tuple[str, str, int]] = Counter()
     for one in found.saved:
         site = re.sub(r"\.\d+\.", ".N.", re.sub(r"^chunk \d+: ", "", one.site)) or "(the chunk itself)"
-        rows[site, f"{list(one.shape)} {str(one.dtype).removeprefix('torch.')}", one.num_bytes] += 1
+        rows[site, _form(one.shape, one.dtype), one.num_bytes] += 1
     return rows
+
+
+def _form(shape: Sequence[int], dtype: "torch.dtype") -> str:
+    return f"{list(shape)} {_name(dtype)}"
+
+
+def _name(dtype: "torch.dtype") -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _traffic(found: "Footprint") -> dict[tuple[str, str, str], tuple[int, int]]:
@@ -337,8 +351,9 @@ def as_json(config: Config, rank: int, found: "Footprint") -> dict[str, object]:
         "state_bytes": found.state,
         "peak_bytes": found.peak.by_kind,
         "most_bytes": found.most,
+        "largest": asdict(found.largest) | {"dtype": _name(found.largest.dtype)},
         "formula_activation_bytes": _formula_bytes(config, found),
-        "saved": [asdict(one) | {"dtype": str(one.dtype).removeprefix("torch.")} for one in found.saved],
+        "saved": [asdict(one) | {"dtype": _name(one.dtype)} for one in found.saved],
         "traffic": [
             {"axis": axis, "purpose": purpose, "op": op, "calls": calls, "wire_bytes": num_bytes}
             for (axis, purpose, op), (calls, num_bytes) in _traffic(found).items()

@@ -10,6 +10,8 @@ tensors hold, exactly and at every moment, with real tensors as with fake ones; 
 
 An operator of the backward belongs to the module whose forward made its autograd node: nodes are numbered in order, and the
 numbers at which modules begin and end are written down.
+
+The largest tensor that an operator made has a name too: the module and the operator.
 """
 
 import weakref
@@ -35,6 +37,17 @@ class SavedTensor:
     """One storage that autograd keeps for a backward: where it was saved, its shape as saved, and its bytes."""
 
     site: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewTensor:
+    """A tensor with memory of its own: the module that asked for it, the operator that made it, its shape, dtype and bytes."""
+
+    site: str
+    operator: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     num_bytes: int
@@ -66,11 +79,13 @@ class Extremes:
     Attributes:
         most: the most bytes of each kind that grew, each at a moment of its own.
         peak: the first of the largest moments at which a storage was new; None where none was.
+        largest: the first of the largest tensors that were made; None where none was.
         ops: how often each operator was dispatched, by (place, name).
     """
 
     most: dict[MemoryKind, int] = field(default_factory=dict)
     peak: Peak | None = None
+    largest: NewTensor | None = None
     ops: Counter[tuple[str, str]] = field(default_factory=Counter)
 
 
@@ -99,6 +114,7 @@ class MemoryWatch(TorchDispatchMode):
         self._logits: Sequence[str] | None = None
         self._first_nodes: list[int] = []
         self._node_places: list[str] = []
+        self._node_sites: list[str] = []
         self._forwards: Counter[str] = Counter()
         self._is_first = False
         self._is_outside = False
@@ -116,7 +132,7 @@ class MemoryWatch(TorchDispatchMode):
             self.part.ops[key] += 1
         for value in tree_iter(result):
             if isinstance(value, torch.Tensor):
-                self._see(value)
+                self._see(value, func.name())
         if func.namespace == "c10d" and func.name().endswith(("send", "recv_")):
             for value in tree_iter(args):
                 if isinstance(value, torch.Tensor):
@@ -238,25 +254,38 @@ class MemoryWatch(TorchDispatchMode):
         """Record the number from which autograd nodes belong to the running module."""
         self._first_nodes.append(torch.autograd._get_sequence_nr())
         self._node_places.append(self._place if self._sites else "")
+        self._node_sites.append("".join(self._site))
 
     @property
     def _place(self) -> str:
         if self._sites:
             child = self._sites[-1][1].split(".")[0] or self._last_child
             return self._places[child]
+        return self._of_node(self._node_places) or self.phase
+
+    @property
+    def _work(self) -> str:
+        """Return the module that is at work, forward or backward; outside of both, the phase."""
+        if self._sites:
+            return "".join(self._site)
+        of_node = self._of_node(self._node_sites)
+        return f"{of_node} (backward)" if of_node else self.phase
+
+    def _of_node(self, found: Sequence[str]) -> str:
+        """Return the entry of the module whose backward runs; "" where there is none."""
         node = torch._C._current_autograd_node()
-        if node is None or not self._first_nodes:
-            return self.phase
+        if node is None:
+            return ""
         # Sums of gradients into leaves have no number of their own, but the largest there is.
         index = bisect_right(self._first_nodes, node._sequence_nr()) - 1
-        return (self._node_places[index] if index >= 0 else "") or self.phase
+        return found[index] if index >= 0 else ""
 
     @property
     def _site(self) -> tuple[str, str]:
         """Return (the chunk, the module in it); empty outside of a forward, and in a backward's recomputation."""
         return self._sites[-1] if self._sites else ("", "")
 
-    def _see(self, tensor: torch.Tensor) -> None:
+    def _see(self, tensor: torch.Tensor, operator: str = "") -> None:
         storage = tensor.untyped_storage()
         if id(storage) in self._storages:
             return
@@ -267,6 +296,8 @@ class MemoryWatch(TorchDispatchMode):
         for extremes in (self.step, self.part):
             if extremes.peak is None or total > extremes.peak.total:
                 extremes.peak = Peak(dict(self.live), "".join(self._site))
+            if operator and (extremes.largest is None or num_bytes > extremes.largest.num_bytes):
+                extremes.largest = NewTensor(self._work, operator, tuple(tensor.shape), tensor.dtype, num_bytes)
 
     def on_saved(self, tensor: torch.Tensor) -> None:
         """Name a tensor that holds memory for a backward; outside of `looking_at`, nothing is saved that counts."""

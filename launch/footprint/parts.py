@@ -18,7 +18,7 @@ from engine.comm.ledger import Event, Ledger
 from engine.errors import ScheduleError
 from engine.pipeline.actions import Schedule
 from engine.pipeline.lowering import Instruction, Post, Program, Transfer, feeding_transfer
-from launch.footprint.memory import Extremes, MemoryKind, MemoryWatch, Peak
+from launch.footprint.memory import Extremes, MemoryKind, MemoryWatch, NewTensor, Peak
 
 Likeness = tuple[Any, ...]
 """Facts about an instruction; instructions of one rank (or of equal stages) with equal facts do equal work."""
@@ -44,6 +44,7 @@ class Part:
         change: bytes by kind at its end, less those at its beginning.
         most: the most of each kind that grew in it, less the live bytes of the kind at its beginning.
         peak: the largest moment at which a storage was new, less the live bytes at its beginning; None: no storage was new.
+        largest: the largest tensor that was made; None: none was.
     """
 
     calls: tuple[Event | Wait, ...]
@@ -51,6 +52,7 @@ class Part:
     change: dict[MemoryKind, int]
     most: dict[MemoryKind, int]
     peak: Peak | None
+    largest: NewTensor | None
 
 
 @dataclass
@@ -108,6 +110,7 @@ class Recorder:
                 change=_difference(self.watch.live, begin),
                 most={kind: most - begin[kind] for kind, most in extremes.most.items()},
                 peak=peak,
+                largest=extremes.largest,
             )
         )
         self._begin = Counter(self.watch.live)
@@ -268,6 +271,10 @@ class _Sum:
         if part.peak is not None and sum(live.values()) + part.peak.total > extremes.peak.total:
             kinds = live.keys() | part.peak.by_kind.keys()
             extremes.peak = Peak({kind: live[kind] + part.peak.by_kind.get(kind, 0) for kind in kinds}, part.peak.site)
+        if part.largest is not None and (
+            extremes.largest is None or part.largest.num_bytes > extremes.largest.num_bytes
+        ):
+            extremes.largest = part.largest
         for kind, change in part.change.items():
             live[kind] += change
 

@@ -33,7 +33,7 @@ from engine.pipeline import schedules
 from engine.pipeline.lowering import Program, lower
 from engine.step import Engine
 from engine.train import ModelBuilder, build
-from launch.footprint.memory import Extremes, MemoryKind, MemoryWatch, Peak, SavedTensor
+from launch.footprint.memory import Extremes, MemoryKind, MemoryWatch, NewTensor, Peak, SavedTensor
 from launch.footprint.parts import PartBook, Recorder, covers, likenesses
 
 HEAD_MODULES = ("head", "losses")
@@ -69,6 +69,7 @@ class Footprint:
         state: bytes between steps: parameters, gradients, optimizer.
         peak: the moment with the most bytes.
         most: the most bytes of each kind, each at a moment of its own.
+        largest: the largest tensor that an operator of the step made.
         saved: tensors that the first forward of each chunk keeps for its backward, in order.
         log: the posts and waits of the ledger.
         ops: operators dispatched, by name, for each place: `PLACES`, and `pipeline`, `gradients` and `optimizer` outside of the
@@ -82,6 +83,7 @@ class Footprint:
     state: dict[MemoryKind, int]
     peak: Peak
     most: dict[MemoryKind, int]
+    largest: NewTensor
     saved: tuple[SavedTensor, ...]
     log: tuple[Event, ...]
     ops: dict[str, Counter[str]]
@@ -309,7 +311,7 @@ def _footprint(
     saved: tuple[SavedTensor, ...],
     log: Sequence[Event],
 ) -> Footprint:
-    assert extremes.peak is not None
+    assert extremes.peak is not None and extremes.largest is not None
     ops: dict[str, Counter[str]] = {}
     for (place, name), count in extremes.ops.items():
         ops.setdefault(place, Counter())[name] = count
@@ -321,6 +323,7 @@ def _footprint(
         state=state,
         peak=Peak({kind: count for kind, count in extremes.peak.by_kind.items() if count}, extremes.peak.site),
         most={kind: most for kind, most in extremes.most.items() if most},
+        largest=extremes.largest,
         saved=saved,
         log=tuple(log),
         ops=ops,
