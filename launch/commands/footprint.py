@@ -45,8 +45,8 @@ EXAMPLES = """examples:
   triaxis footprint configs/gpt_tiny.yaml --layout tp=2,pp=2,dp=2 --races
 
 The engine's own code runs in one process without the other ranks, so any layout can be examined. Bytes are those
-that tensors hold; an allocator rounds up. Kernels are those of the CPU, whose attention keeps other small tensors than a GPU's; with
-documents, windows or cp, kernels.attention=varlen takes the GPU's. docs/footprint.md says more.
+that tensors hold; an allocator rounds up. Kernels are those of the CPU, whose attention keeps other small tensors than a GPU's.
+With documents, windows or cp, kernels.attention=varlen takes the GPU's. docs/footprint.md says more.
 """
 
 SHOWN_OPS = 4

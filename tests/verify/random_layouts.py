@@ -1,14 +1,15 @@
 """Random legal layouts of the matrix's model families, as functions of a number."""
 
+import math
 import random
 import tempfile
+from itertools import product
 from pathlib import Path
 
 import yaml
 
-from engine.config.plan import parallel_sizes
 from engine.errors import ConfigError
-from launch.verify.matrix import FAMILIES
+from launch.verify.matrix import DOCUMENTS, FAMILIES
 from launch.verify.run import Trial, trial
 
 NUM_STEPS = 2
@@ -19,20 +20,18 @@ def random_trial(number: int, dtype: str, *, most_ranks: int = 8) -> Trial:
     draw = random.Random(number)
     while True:
         family = draw.choice(sorted(FAMILIES))
-        words = _words(draw, dtype)
+        words = _words(draw, dtype, most_ranks)
         try:
-            found = _trial(family, words, dtype)
+            return _trial(family, words, dtype)
         except ConfigError:
             continue
-        if 1 < parallel_sizes(found.config).world_size <= most_ranks:
-            return found
 
 
 def _trial(family: str, words: list[str], dtype: str) -> Trial:
     model = FAMILIES[family]
     tree = {
         "model": model,
-        "data": {"synthetic": True},
+        "data": {"synthetic": True, **DOCUMENTS.get(family, {})},
         "train": {"steps": 1, "global_batch_size": 1},
         "kernels": {"attention": "explicit" if model.get("attention_dropout") else "auto"},
     }
@@ -42,8 +41,9 @@ def _trial(family: str, words: list[str], dtype: str) -> Trial:
         return trial(path, tuple(words), small=False, num_steps=NUM_STEPS, dtype=dtype)
 
 
-def _words(draw: random.Random, dtype: str) -> list[str]:
-    tp, pp, dp = draw.choice([1, 2, 4, 8]), draw.choice([1, 2, 3, 4]), draw.choice([1, 2, 3, 4])
+def _words(draw: random.Random, dtype: str, most_ranks: int) -> list[str]:
+    all_sizes = product((1, 2, 4, 8), (1, 2, 4), (1, 2, 3, 4), (1, 2, 3, 4))
+    tp, cp, pp, dp = draw.choice([sizes for sizes in all_sizes if 1 < math.prod(sizes) <= most_ranks])
     vpp = draw.choice([1, 2, 3]) if pp > 1 else 1
     micro = draw.choice([1, 2, 3])
     microbatches = pp * draw.choice([1, 2, 3]) if vpp > 1 else draw.randint(1, 7)
@@ -51,9 +51,11 @@ def _words(draw: random.Random, dtype: str) -> list[str]:
     is_listed = draw.random() < 0.4 and sum(layers) > 0
     words = {
         "model.num_layers": sum(layers) if is_listed else draw.randint(4, 9),
+        "model.seq_length": draw.choice([8, 16, 24, 48]),
         "model.vocab_size": draw.choice([17, 43, 60, 64]),
         "model.vocab_multiple": draw.choice([8, 64]),
         "parallel.tp": tp,
+        "parallel.cp": cp,
         "parallel.pp": pp,
         "parallel.vpp": vpp,
         "parallel.dp": dp,
@@ -71,6 +73,10 @@ def _words(draw: random.Random, dtype: str) -> list[str]:
         words["parallel.layers_per_stage"] = str(layers)
     if granularity == "full":
         words |= {"recompute.method": draw.choice(["uniform", "block"]), "recompute.num_layers": draw.randint(1, 3)}
+    if granularity == "selective" and (cp > 1 or draw.random() < 0.5):
+        # The default, attention, is never made again with context parallelism.
+        parts = draw.sample(["norm", "activation", "rope", "mlp"], draw.randint(1, 4))
+        words["recompute.modules"] = f"[{', '.join(parts)}]"
     if draw.random() < 0.3:
         words["recompute.head_tokens"] = draw.randint(1, 24)
     if dtype == "bf16":

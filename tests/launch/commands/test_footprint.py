@@ -29,7 +29,10 @@ def test_one_rank_of_eight(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert state["optimizer"] == 3 * state["gradients"] // 2
     assert tree["peak_bytes"].keys() <= tree["most_bytes"].keys()
     largest = tree["largest"]
-    assert f"makes: {largest['shape']} {largest['dtype']}, " in out and f"by {largest['operator']} in {largest['site']}" in out
+    assert (
+        f"makes: {largest['shape']} {largest['dtype']}, " in out
+        and f"by {largest['operator']} in {largest['site']}" in out
+    )
     assert {one["axis"] for one in tree["traffic"]} == {"dp", "ends", "pp_backward", "pp_forward", "tp", "world"}
 
 
