@@ -89,6 +89,7 @@ def matrix(
         "model": (OWN,) if path is not None else tuple(FAMILIES),
         "tp": (2, 4, 8, 1),
         "cp": (1, 2, 4),
+        "cp method": ("all_gather", "ulysses"),
         "pp": (2, 4, 1),
         "vpp": (2, 1),
         "dp": (2, 4, 1),
@@ -106,20 +107,30 @@ def matrix(
             return trial(source, (*overrides, *_overrides(row)), small=small, num_steps=num_steps, dtype=dtype)
 
         @cache
-        def is_legal(model: str, tp: int, cp: int, pp: int, vpp: int, sp: bool) -> bool:
-            row: Row = {"model": model, "tp": tp, "cp": cp, "pp": pp, "vpp": vpp, "dp": 1, "sp": sp, "micro batch": 1}
+        def is_legal(model: str, tp: int, cp: int, method: str, pp: int, vpp: int, sp: bool) -> bool:
+            row: Row = {
+                "model": model,
+                "tp": tp,
+                "cp": cp,
+                "cp method": method,
+                "pp": pp,
+                "vpp": vpp,
+                "dp": 1,
+                "sp": sp,
+            }
             try:
-                make(row | {"schedule": "auto", "recompute": "none"})
+                make(row | {"schedule": "auto", "recompute": "none", "micro batch": 1})
             except ConfigError:
                 return False
             return True
 
         def can_run(row: Row) -> bool:
             tp, cp, pp, vpp, dp = (int(str(row[size])) for size in ("tp", "cp", "pp", "vpp", "dp"))
-            sp = row["sp"]
-            fits = 1 < tp * cp * pp * dp <= most_ranks and not (sp and tp == 1)
+            sp, method = row["sp"], str(row["cp method"])
+            has_effect = not (sp and tp == 1) and not (method == "ulysses" and cp == 1)
+            fits = has_effect and 1 < tp * cp * pp * dp <= most_ranks
             chunked = vpp == 1 or (pp > 1 and row["schedule"] == "auto")
-            return fits and chunked and is_legal(str(row["model"]), tp, cp, pp, vpp, bool(sp))
+            return fits and chunked and is_legal(str(row["model"]), tp, cp, method, pp, vpp, bool(sp))
 
         if path is not None:
             load_config(path, overrides, os.environ)
@@ -138,6 +149,7 @@ def _overrides(row: Row) -> list[str]:
     words: Mapping[str, Hashable] = {
         "parallel.tp": row["tp"],
         "parallel.cp": row["cp"],
+        "parallel.cp_method": row["cp method"],
         "parallel.pp": row["pp"],
         "parallel.vpp": row["vpp"],
         "parallel.dp": row["dp"],
@@ -147,8 +159,8 @@ def _overrides(row: Row) -> list[str]:
         "train.micro_batch_size": micro,
         "train.global_batch_size": micro * dp * num_microbatches,
     }
-    if row["recompute"] == "selective" and row["cp"] != 1:
-        # Its default, attention, is never made again with context parallelism.
+    if row["recompute"] == "selective" and row["cp"] != 1 and row["cp method"] == "all_gather":
+        # Its default, attention, is never made again from gathered keys and values.
         words = {**words, "recompute.modules": "[norm]"}
     return [f"{key}={str(value).lower()}" for key, value in words.items()]
 

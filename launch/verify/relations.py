@@ -6,6 +6,7 @@
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from engine.config.context_parallel import gathers_keys, heads_of_pieces, local_kv_heads, method_of
 from engine.config.plan import data_parallel_size, stages_of
 from engine.config.tree import Config
 from engine.context_parallel.deal import block_length
@@ -72,17 +73,25 @@ def num_microbatches(config: Config) -> int:
 
 
 def blocks_of_part(config: Config, seq_length: int | None = None) -> int:
-    """Return the blocks of a row that a context-parallel rank holds; 1 where it has whole rows.
+    """Return the blocks of a row that a context-parallel rank holds; 1 where it has whole rows, or a run of each.
 
     Args:
         config: of the run; where attention is within documents, rows have several.
         seq_length: in place of the model's.
     """
     cp, length = config.parallel.cp, seq_length or config.model.seq_length
-    if cp == 1:
+    if not gathers_keys(config):
         return 1
     num_documents = 2 if config.data.attention == "within" else 1
     return length // cp // block_length(length, cp, num_documents)
+
+
+def _pieces_of_heads(config: Config) -> tuple[bool, bool] | None:
+    """Return (whether keys and values are gathered in several pieces, whether some are larger); None: they are not gathered."""
+    if not gathers_keys(config):
+        return None
+    pieces = heads_of_pieces(local_kv_heads(config))
+    return len(pieces) > 1, pieces[0] != pieces[-1]
 
 
 def head_pieces(num_tokens: int, tokens_at_a_time: int | None) -> tuple[int, bool] | None:
@@ -150,6 +159,8 @@ RELATIONS: Mapping[str, Callable[[Config], object]] = MappingProxyType(
         ),
         "sequence divides by tp": lambda c: c.model.seq_length % c.parallel.tp == 0,
         "blocks of a context-parallel part": blocks_of_part,
+        "how attention reaches other parts": lambda c: method_of(c) if c.parallel.cp > 1 else "",
+        "pieces of gathered heads": _pieces_of_heads,
         "pieces of a microbatch at the head": lambda c: head_pieces(
             c.train.micro_batch_size * c.model.seq_length, c.recompute.head_tokens
         ),

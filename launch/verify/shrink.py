@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from engine.config.context_parallel import gathers_keys, heads_of_pieces, method_of
 from engine.config.model import ModelConfig
 from engine.config.plan import data_parallel_size
 from engine.config.tree import Config
@@ -59,7 +60,7 @@ def shrink(config: Config) -> dict[str, dict[str, Any]]:
         "model": {
             "num_layers": sum(layers),
             "seq_length": seq_length,
-            **_heads(config.model, config.parallel.tp),
+            **_heads(config),
             **_vocabulary(config.model, config.parallel.tp),
             **shrink_attention(config.model, seq_length, HEAD_DIM),
         },
@@ -68,19 +69,22 @@ def shrink(config: Config) -> dict[str, dict[str, Any]]:
         "recompute": recompute,
         "offload": {"num_layers": num_offloaded, "min_bytes": 1},
     }
+    # By the sizes of the small model, auto could be another method.
+    changes["parallel"] = {"cp_method": method_of(config)} if config.parallel.cp > 1 else {}
     if config.parallel.layers_per_stage is not None:
-        changes["parallel"] = {"layers_per_stage": layers}
+        changes["parallel"]["layers_per_stage"] = layers
     return changes
 
 
-def _heads(model: ModelConfig, tp: int) -> dict[str, Any]:
+def _heads(config: Config) -> dict[str, Any]:
+    model, tp = config.model, config.parallel.tp
     kv_heads, group = model.kv_heads, model.num_attention_heads // model.kv_heads
     if kv_heads < tp:
         # Replicated: every rank has a head of its own, or two.
         least = tp // kv_heads
         group = least * min(group // least, 2)
     else:
-        kv_heads = tp * min(kv_heads // tp, 2)
+        kv_heads = tp * _kv_heads_of_a_rank(config, kv_heads // tp)
         group = min(group, 2)
     heads = kv_heads * group
     filled = model.num_attention_heads * model.head_size
@@ -98,6 +102,15 @@ def _heads(model: ModelConfig, tp: int) -> dict[str, Any]:
     }
 
 
+def _kv_heads_of_a_rank(config: Config, kv_heads: int) -> int:
+    """Return one head or two; more where cp needs them for exchanged heads, or for pieces that differ."""
+    pieces = heads_of_pieces(kv_heads)
+    if gathers_keys(config) and pieces[0] != pieces[-1]:
+        return len(pieces) + 1
+    unit = 1 if gathers_keys(config) else config.parallel.cp
+    return unit * min(kv_heads // unit, 2)
+
+
 def _vocabulary(model: ModelConfig, tp: int) -> dict[str, Any]:
     """Give each rank as many rows as the others, of which the same ranks as before hold padding."""
     kinds = rows_of_ranks(model.vocab_size, model.padded_vocab_size, tp)
@@ -113,7 +126,7 @@ def _seq_length(config: Config) -> int:
     if cp > 1:
         # Parts of whole blocks, as many of them as before, and for sequence parallelism whole shards of parts.
         blocks = blocks_of_part(config)
-        unit = cp * math.lcm(blocks, tp if length // cp % tp == 0 else 1)
+        unit = cp * math.lcm(2, blocks, tp if length // cp % tp == 0 else 1)
         return next(
             n
             for n in range(unit, 4 * (least + unit) * cp, unit)

@@ -327,9 +327,9 @@ def query_heads_take_keys_in_turn() -> None:
     """repeat in place of repeat_interleave: head 0, 1, 0, 1 instead of 0, 0, 1, 1."""
     core = Attention._core
 
-    def in_turn(self: Attention, kernel: str, mask: Any, keys: Any, q: torch.Tensor, *others: Any) -> torch.Tensor:
-        heads = torch.arange(self.num_heads).view(-1, self.num_kv_heads).t().flatten()
-        return core(self, kernel, mask, keys, q[:, heads], *others)
+    def in_turn(self: Attention, kernel: str, mask: Any, keys: Any, heads: slice, *qkv: torch.Tensor) -> torch.Tensor:
+        order = torch.arange(self.num_heads).view(-1, self.num_kv_heads).t().flatten()
+        return core(self, kernel, mask, keys, heads, qkv[0][:, order], *qkv[1:])
 
     Attention._core = in_turn  # type: ignore[method-assign]
 

@@ -5,10 +5,13 @@ from typing import Any
 
 import torch
 
+import engine.context_parallel.attention
 import models.gpt.attention
 import models.gpt.chunk
-from engine.context_parallel.attention import ContextParallelRegion
+from engine.comm.collectives import Pending
+from engine.context_parallel.attention import ContextParallelRegion, Piece, pack
 from engine.context_parallel.cut import ContextCut
+from engine.context_parallel.ulysses import HeadExchange, _AllToAll
 from engine.data.documents import Documents
 from engine.data.loader import MicroBatch
 from engine.data.sequence_part import SequencePart
@@ -72,20 +75,20 @@ def the_loss_is_averaged_over_cp() -> None:
 
 
 def gradients_of_keys_and_values_stay_where_they_are() -> None:
-    def own(self: ContextParallelRegion, k: torch.Tensor, v: torch.Tensor, part: SequencePart) -> Any:
+    def own(self: Any, k: torch.Tensor, v: torch.Tensor, part: SequencePart, dtype: torch.dtype) -> Pending:
         index = part.positions[:, None, :, None].expand(-1, k.shape[1], -1, k.shape[3])
-        return k.gather(2, index), v.gather(2, index)
+        return Pending(pack(k.gather(2, index), v.gather(2, index), slice(None)))
 
-    ContextParallelRegion.reduce = own  # type: ignore[method-assign]
+    ContextParallelRegion.sum_of = own  # type: ignore[method-assign]
 
 
 def keys_stay_in_the_order_of_ranks() -> None:
-    gather = ContextParallelRegion.gather
+    gathers = ContextParallelRegion.gathers
 
-    def unordered(self: Any, k: torch.Tensor, v: torch.Tensor, part: SequencePart, purpose: str) -> Any:
-        return gather(self, k, v, replace(part, to_rows=torch.arange(len(part.to_rows))), purpose)
+    def unordered(self: Any, packed: Any, part: SequencePart, purpose: str) -> Any:
+        return gathers(self, packed, replace(part, to_rows=torch.arange(len(part.to_rows))), purpose)
 
-    ContextParallelRegion.gather = unordered  # type: ignore[method-assign]
+    ContextParallelRegion.gathers = unordered  # type: ignore[method-assign]
 
 
 def masks_are_aligned_with_the_first_key() -> None:
@@ -102,13 +105,13 @@ def masks_are_aligned_with_the_first_key() -> None:
 
 def keys_of_the_backward_are_this_ranks_own() -> None:
     """The backward takes the gathered keys for local ones of the next layer: here, keys and values change places."""
-    gather = ContextParallelRegion.gather
+    gathers = ContextParallelRegion.gathers
 
-    def swapped(self: Any, k: torch.Tensor, v: torch.Tensor, part: SequencePart, purpose: str) -> Any:
-        found = gather(self, k, v, part, purpose)
-        return found[::-1] if purpose == "backward" else found
+    def swapped(self: Any, packed: Any, part: SequencePart, purpose: str) -> Any:
+        for found in gathers(self, packed, part, purpose):
+            yield found[::-1] if purpose == "backward" else found
 
-    ContextParallelRegion.gather = swapped  # type: ignore[method-assign]
+    ContextParallelRegion.gathers = swapped  # type: ignore[method-assign]
 
 
 def dropout_counts_rows_of_the_part() -> None:
@@ -137,9 +140,56 @@ def each_rank_has_the_parts_of_the_microbatch_before() -> None:
     GPTChunk._hidden = lag  # type: ignore[method-assign]
 
 
+def query_heads_of_a_piece_read_the_keys_of_another() -> None:
+    made = engine.context_parallel.attention.pieces_of
+
+    def turned(num_heads: int, num_kv_heads: int) -> list[Piece]:
+        pieces = made(num_heads, num_kv_heads)
+        return [replace(one, keys=other.keys) for one, other in zip(pieces, pieces[1:] + pieces[:1], strict=True)]
+
+    engine.context_parallel.attention.pieces_of = turned
+
+
+def the_last_piece_has_the_gradients_of_the_first() -> None:
+    made = engine.context_parallel.attention.local_gradients
+    first: list[Any] = []
+
+    def stale(summed: Pending, dtype: torch.dtype) -> Any:
+        first.append(made(summed, dtype))
+        # Two key/value heads are two pieces.
+        return first.pop(0) if len(first) == 2 else first[0]
+
+    engine.context_parallel.attention.local_gradients = stale
+
+
+def heads_come_back_in_another_order() -> None:
+    """The ranks' heads come back interleaved."""
+
+    def interleaved(self: HeadExchange, x: torch.Tensor) -> torch.Tensor:
+        received = _AllToAll.apply(x.unflatten(0, (self.axis.size, -1)), self.axis, "out")
+        return received.permute(1, 2, 3, 0, 4).flatten(2, 3)
+
+    HeadExchange.to_tokens = interleaved  # type: ignore[method-assign]
+
+
+def gradients_of_exchanged_heads_stay_where_they_are() -> None:
+    _AllToAll.backward = staticmethod(lambda ctx, grad: (grad.clone(), None, None))  # type: ignore[method-assign]
+
+
+def every_rank_has_the_dropout_of_the_first_heads() -> None:
+    mine = HeadExchange.mine
+
+    def first(self: HeadExchange, num_heads: int) -> slice:
+        found = mine(self, num_heads)
+        return slice(0, found.stop - found.start)
+
+    HeadExchange.mine = first  # type: ignore[method-assign]
+
+
 assert DropoutKeys is models.gpt.chunk.DropoutKeys
 
 ROPE = Case("llama", cp=2, dp=2, global_batch_size=8)
+HEADS = Case("gpt_untied", cp=2, dp=2, num_layers=2, cp_method="ulysses")
 KINDS = Case("kinds", cp=2, tp=2, documents=True, num_layers=4)
 
 BUGS = (
@@ -165,6 +215,18 @@ BUGS = (
     Bug(
         each_rank_has_the_parts_of_the_microbatch_before,
         KINDS,
+        "output",
+        is_attention(0),
+        "cp",
+        "vanishes with cp=1",
+    ),
+    Bug(query_heads_of_a_piece_read_the_keys_of_another, ROPE, "output", is_attention(0), "cp", "vanishes with cp=1"),
+    Bug(the_last_piece_has_the_gradients_of_the_first, ROPE, "gradient", anything, "cp", "vanishes with cp=1"),
+    Bug(heads_come_back_in_another_order, HEADS, "output", is_attention(0), "cp", "vanishes with cp=1"),
+    Bug(gradients_of_exchanged_heads_stay_where_they_are, HEADS, "gradient", anything, "cp", "vanishes with cp=1"),
+    Bug(
+        every_rank_has_the_dropout_of_the_first_heads,
+        Case("gpt_dropout", cp=2, num_layers=2, cp_method="ulysses"),
         "output",
         is_attention(0),
         "cp",

@@ -79,6 +79,9 @@ def _words(draw: random.Random, dtype: str, most_ranks: int) -> list[str]:
         words["recompute.modules"] = f"[{', '.join(parts)}]"
     if draw.random() < 0.3:
         words["recompute.head_tokens"] = draw.randint(1, 24)
+    if cp > 1:
+        words["parallel.cp_method"] = draw.choice(["auto", "all_gather", "ulysses"])
+        words["recompute.gathered_kv"] = draw.choice(["keep", "regather"])
     if dtype == "bf16":
         words["precision.gradients"] = draw.choice(["full", "full", "bf16"])
         words["precision.masters"] = draw.choice(["full", "full", "split"])

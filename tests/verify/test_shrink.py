@@ -14,11 +14,15 @@ from launch.verify.shrink import shrink
 from tests.documented import ROOT
 
 
+WITHIN = {"attention": "within", "positions": "document", "synthetic_document_length": 100}
+
+
 @st.composite
 def configs(draw: st.DrawFn) -> Config:
     tp, pp, vpp, dp = (draw(st.sampled_from(sizes)) for sizes in ((1, 2, 4, 8), (1, 2, 4), (1, 2, 3), (1, 2, 3)))
     vpp = vpp if pp > 1 else 1
-    kv_heads = draw(st.sampled_from([1, 2, 4, 8, 16, 32]))
+    cp = draw(st.sampled_from([1, 1, 2, 4]))
+    kv_heads = draw(st.sampled_from([1, 2, 4, 8, 16, 32, 5 * tp]))
     heads = kv_heads * draw(st.sampled_from([1, 2, 3, 8]))
     while heads % tp:
         heads *= 2
@@ -39,6 +43,7 @@ def configs(draw: st.DrawFn) -> Config:
         }
     head_dim = draw(st.sampled_from([None, 64]))
     multiple = draw(st.sampled_from([8, 64, 128, 1024]))
+    methods = ["ulysses"] if max(1, kv_heads // tp) % cp == 0 else []
     micro = draw(st.integers(1, 4))
     num_microbatches = pp * draw(st.integers(1, 9)) if vpp > 1 else draw(st.integers(1, 20))
     return Config.model_validate(
@@ -50,17 +55,19 @@ def configs(draw: st.DrawFn) -> Config:
                 "num_kv_heads": kv_heads,
                 "head_dim": head_dim,
                 "ffn_hidden_size": 8 * draw(st.integers(1, 500)),
-                "seq_length": draw(st.integers(1, 500)) * draw(st.sampled_from([1, 8])),
+                "seq_length": draw(st.integers(1, 500)) * draw(st.sampled_from([1, 8] if cp == 1 else [2 * cp * tp])),
                 "vocab_size": draw(st.integers(1, 3000) | st.integers(20, 50000)),
                 "vocab_multiple": multiple,
             },
-            "data": {"synthetic": True},
+            "data": {"synthetic": True} | (draw(st.sampled_from([{}, WITHIN])) if cp > 1 else {}),
             "train": {"steps": 1, "micro_batch_size": micro, "global_batch_size": num_microbatches * micro * dp},
             "parallel": {
                 "tp": tp,
                 "pp": pp,
                 "vpp": vpp,
                 "dp": dp,
+                "cp": cp,
+                "cp_method": draw(st.sampled_from(["auto", "all_gather", *methods])),
                 "sequence_parallel": tp > 1 and draw(st.booleans()),
                 "layers_per_stage": layers_per_stage,
             },
@@ -86,9 +93,13 @@ def test_relations_are_kept_and_sizes_are_not(config: Config) -> None:
     before, after = relations(config), relations(small)
     assert {name: (before[name], after[name]) for name in RELATIONS if before[name] != after[name]} == {}
     model, sizes = small.model, small.parallel
-    assert model.num_attention_heads <= 4 * max(sizes.tp, 4) and model.head_size == 8
+    # With cp: exchanged heads are a multiple of it; pieces that differ are of five heads.
+    assert model.num_attention_heads <= (4 if sizes.cp == 1 else 16) * max(sizes.tp, 4) and model.head_size == 8
     assert len(partition(model.num_layers, sizes.pp, sizes.vpp, sizes.layers_per_stage)) == sizes.pp * sizes.vpp
-    assert model.padded_vocab_size <= 40 + 8 * sizes.tp and model.seq_length <= max(8, 2 * sizes.tp) + 3 * sizes.tp + 2
+    assert model.padded_vocab_size <= 40 + 8 * sizes.tp
+    # With cp: eight blocks for each rank, whose tokens tp divides.
+    most = 3 * sizes.tp + 2 if sizes.cp == 1 else 8 * sizes.cp * sizes.tp
+    assert model.seq_length <= max(8, 2 * sizes.tp) + most
     stages = sizes.pp * sizes.vpp
     # The largest: groups of 3 with a border of what is offloaded in the second leave stages of 7 and of 8 layers.
     assert sizes.layers_per_stage is not None or model.num_layers <= 8 * stages
