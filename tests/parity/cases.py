@@ -195,6 +195,7 @@ class Case:
     """Ranks that share each sample."""
     cp_method: str = "auto"
     gathered_kv: str = "auto"
+    cp_gradients: str = "run"
     backend: str | None = None
     """Of the groups, by its name; None: that of the device."""
 
@@ -207,6 +208,7 @@ class Case:
         parts += [f"cp{self.cp}"] if self.cp > 1 else []
         parts += [self.cp_method] if self.cp_method != "auto" else []
         parts += [f"kv-{self.gathered_kv}"] if self.gathered_kv != "auto" else []
+        parts += [f"sums-{self.cp_gradients}"] if self.cp_gradients != "run" else []
         parts += ["sp"] if self.sequence_parallel else []
         parts += [self.schedule] if self.schedule != "auto" else []
         parts += ["-".join(map(str, self.recompute))] if self.recompute[0] != "none" else []
@@ -254,6 +256,7 @@ class Case:
                     "dp": self.dp,
                     "cp": self.cp,
                     "cp_method": self.cp_method,
+                    "cp_gradients": self.cp_gradients,
                     "sequence_parallel": self.sequence_parallel,
                     "layers_per_stage": list(self.layers_per_stage) if self.layers_per_stage else None,
                 },

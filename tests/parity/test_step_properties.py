@@ -82,6 +82,7 @@ TRAFFIC = [
         dtype="bf16",
         documents=True,
         global_batch_size=6,
+        cp_gradients="accumulation",
     ),
     Case("kinds_dropout", cp=4, pp=2, recompute=("full", "block", 1), num_layers=6, global_batch_size=3),
     Case("mqa_rope_bias", cp=2, tp=4, recompute=("full", "uniform", 2), num_layers=3, global_batch_size=3),

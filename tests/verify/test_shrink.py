@@ -13,7 +13,6 @@ from launch.verify.relations import RELATIONS, relations, rows_of_ranks
 from launch.verify.shrink import shrink
 from tests.documented import ROOT
 
-
 WITHIN = {"attention": "within", "positions": "document", "synthetic_document_length": 100}
 
 
