@@ -58,3 +58,15 @@ def method_of(config: "Config") -> Method:
 def gathers_keys(config: "Config") -> bool:
     """Return whether queries of a part of a row attend to gathered keys and values."""
     return config.parallel.cp > 1 and method_of(config) == "all_gather"
+
+
+def method_line(config: "Config") -> str:
+    """Return a line about the method of a configuration with cp above 1, and what of its bytes is exposed."""
+    kv_heads, is_explicit = local_kv_heads(config), config.kernels.attention == "explicit"
+    if not gathers_keys(config):
+        cp, heads = config.parallel.cp, config.model.num_attention_heads // config.parallel.tp
+        return f"ulysses: {heads // cp} query and {kv_heads // cp} key/value heads of whole samples on each rank"
+    pieces = 1 if is_explicit else len(heads_of_pieces(kv_heads))
+    share = 1.0 if is_explicit else float(exposed_share(kv_heads))
+    of_heads = f"of the {kv_heads} key/value heads of a rank, {share:.0%} of the bytes exposed"
+    return f"all_gather: keys and values in {pieces} piece{'s' * (pieces > 1)} {of_heads}"

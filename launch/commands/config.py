@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from engine.config.context_parallel import method_line
 from engine.config.load import load_config, to_yaml
 from engine.config.plan import batch_plan, parallel_sizes, stages_of
 from engine.config.tree import Config
@@ -125,6 +126,8 @@ def _derived(
     lines.append(("layout", f"{sizes}: {ranks}{nodes}"))
     lines.append(("batch", str(batch_plan(config, sizes.dp))))
     _check_programs(config, sizes)
+    if parallel.cp > 1:
+        lines.append(("attention", method_line(config)))
     resolved = resolve_recompute(config, sizes)
     chosen = resolved.recompute
     if config.recompute.is_any:

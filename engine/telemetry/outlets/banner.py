@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.config.activations import RecomputeConfig
-from engine.config.context_parallel import gathers_keys
+from engine.config.context_parallel import gathers_keys, method_line
 from engine.config.plan import BatchPlan
 from engine.config.tree import Config
 from engine.data.document_statistics import UNBROKEN, DocumentStatistics
@@ -60,6 +60,7 @@ def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Sta
         ("device", f"{start.device}, {start.config.precision.dtype}"),
         ("kernels", start.kernels),
         ("batch", str(start.plan)),
+        *([("attention", method_line(start.config))] if start.config.parallel.cp > 1 else []),
         ("memory", start.memory),
         *_documents(start),
         *_activations(start),

@@ -196,6 +196,19 @@ def test_check_says_that_gathered_inputs_are_kept(capsys: pytest.CaptureFixture[
     assert "gathered" not in shown(capsys, "check", TINY, "parallel.sequence_parallel=true")
 
 
+def test_check_says_how_attention_reaches_the_other_parts_of_a_sample(capsys: pytest.CaptureFixture[str]) -> None:
+    long = TINY.replace("gpt_tiny", "llama3_8b_128k")
+    text = shown(capsys, "check", long, "--gpus", "64")
+    assert (
+        "all_gather: keys and values in 4 pieces of the 4 key/value heads of a rank, 25% of the bytes exposed" in text
+    )
+    text = shown(capsys, "check", TINY, "parallel.cp=2", "parallel.cp_method=ulysses")
+    assert "ulysses: 1 query and 1 key/value heads of whole samples on each rank" in text
+    text = shown(capsys, "check", TINY, "parallel.cp=2", "recompute.memory_gb=1")
+    assert "  gathered   keys and values of all cp ranks are kept for the backward" in text
+    assert "  attention" not in shown(capsys, "check", TINY)
+
+
 def test_check_says_what_it_cannot_know(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "check", TINY, "parallel.dp=null")
     assert "dp = world size / 4: open" in text and "give --gpus N" in text and "batch" not in text
