@@ -1,8 +1,15 @@
 """Context parallelism equals one process: loss, gradients and weights, float64, with everything that acts on a part of a row."""
 
-import pytest
+from collections.abc import Iterator
+from itertools import accumulate
 
-from tests.parity.cases import Case
+import pytest
+import torch
+
+from engine.context_parallel.cut import ContextCut
+from engine.data.loader import Batches, MicroBatch
+from engine.layout.rank_grid import ParallelSizes
+from tests.parity.cases import Case, dataset
 from tests.parity.test_parity import compare
 
 FULL = ("full", "uniform", 1)
@@ -42,6 +49,42 @@ MORE = (
     Case("kinds_tied", cp=2, pp=2, cp_method="ulysses", offload=2),
     Case("llama", cp=2, tp=1, pp=2, cp_method="ulysses", recompute=SELECTIVE, micro_batch_size=2),
 )
+
+
+def parts_of(case: Case) -> Iterator[MicroBatch]:
+    """Yield the microbatches of the first step, of every rank of its samples."""
+    config = case.config()
+    for rank in range(case.cp):
+        batches = Batches(
+            dataset(config),
+            global_batch_size=case.global_batch_size,
+            micro_batch_size=case.micro_batch_size,
+            dp=1,
+            dp_rank=0,
+            consumed_samples=0,
+            device=torch.device("cpu"),
+            attention=config.data.attention,
+            positions=config.data.positions,
+            cut=ContextCut.of(config, ParallelSizes(cp=case.cp), rank),
+        )
+        yield from batches.next_step()
+        batches.close()
+
+
+def test_some_rank_has_no_label_and_some_document_ends_at_a_cut() -> None:
+    """The situations that were bugs elsewhere are in the first step of the covering layouts."""
+    parts = {case: list(parts_of(case)) for case in COVERING}
+    without_labels = [case for case, found in parts.items() if any(part.num_tokens == 0 for part in found)]
+    assert {case.cp_method for case in without_labels} == {"auto", "ulysses"}
+    ends_at_a_cut = [
+        case
+        for case, found in parts.items()
+        for part in found
+        if part.part is not None and part.documents is not None
+        for runs, lengths in zip(part.part.runs, part.documents.lengths, strict=True)
+        if {stop for _, stop in runs} & set(accumulate(lengths[:-1]))
+    ]
+    assert {case.cp_method for case in ends_at_a_cut} == {"auto", "ulysses"}
 
 
 @pytest.mark.distributed

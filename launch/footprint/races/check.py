@@ -100,9 +100,9 @@ def _staging(watch: RaceWatch) -> Callable[[str, Ledger], Carrier]:
 
 
 def representative_ranks(grid: RankGrid) -> list[int]:
-    """Return the first and last tensor- and data-parallel ranks of the first, middle and last pipeline ranks, in order."""
+    """Return the first and last tp, cp and dp ranks of the first, middle and last pipeline ranks, in order."""
     sizes = grid.sizes
-    ends = ({"tp": 0, "dp": 0}, {"tp": sizes.tp - 1, "dp": sizes.dp - 1})
+    ends = ({"tp": 0, "cp": 0, "dp": 0}, {"tp": sizes.tp - 1, "cp": sizes.cp - 1, "dp": sizes.dp - 1})
     return sorted({grid.rank(pp=pp, **end) for pp in (0, sizes.pp // 2, sizes.pp - 1) for end in ends})
 
 

@@ -57,6 +57,12 @@ IN_CI = [
         ),
         {"world", "tp", "dp", "offload"},
     ),
+    (
+        Case("gpt", cp=2, tp=2, dp=2, sequence_parallel=True, documents=True, num_layers=2, global_batch_size=2),
+        {"world", "tp", "cp", "dp"},
+    ),
+    # The dp axis is all ranks, whose group is that of the world.
+    (Case("gpt", cp=4, dp=2, cp_method="ulysses", num_layers=2, global_batch_size=2), {"world", "cp"}),
     (Case("gpt", pp=2, staged=True, num_layers=2, global_batch_size=2), {"world", "pp_forward", "pp_backward"}),
 ]
 """Layouts, and the streams beside the computation's that their last rank uses."""
@@ -107,7 +113,7 @@ def test_ranks_that_stand_for_all() -> None:
         return representative_ranks(RankGrid(ParallelSizes(**sizes), 8))
 
     assert of() == [0]
-    assert of(dp=4) == [0, 3]
+    assert of(dp=4) == of(cp=2, dp=2) == [0, 3]
     assert of(tp=2, pp=4, dp=2) == [0, 3, 8, 11, 12, 15]
 
 
