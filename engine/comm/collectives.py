@@ -40,6 +40,9 @@ class Pending:
         self._written = written
         self._keep = keep
         self._done = not work
+        if written is not None and work:
+            ledger, posted = written
+            ledger.under_way(posted, work)
 
     def wait(self) -> torch.Tensor:
         """Return the result once it is there. With NCCL the current stream waits, not the host."""

@@ -52,14 +52,15 @@ class Event(NamedTuple):
 
 
 class WaitObserver(Protocol):
-    """A follower of the calls that a rank waits for."""
+    """A follower of the calls that a rank posts and waits for; `handles` are the backend's (`engine.comm.staging.Work`)."""
 
+    def under_way(self, posted: Event, handles: Sequence[Any]) -> None: ...
     def wait_begins(self, posted: Event) -> None: ...
     def wait_ends(self) -> None: ...
 
 
 class Ledger:
-    """The calls of one rank; `observers` follow its waits, each in turn."""
+    """The calls of one rank; `observers` follow them and its waits, each in turn."""
 
     def __init__(self, observers: Sequence[WaitObserver] = ()) -> None:
         self._observers = tuple(observers)
@@ -80,6 +81,11 @@ class Ledger:
         self._num_calls += 1
         self.events.append(event)
         return event
+
+    def under_way(self, posted: Event, handles: Sequence[Any]) -> None:
+        """Note that the backend has a call, and gave these handles for it."""
+        for observer in self._observers:
+            observer.under_way(posted, handles)
 
     def wait_begins(self, posted: Event) -> None:
         """Note that the rank needs the result of a call now."""

@@ -95,6 +95,7 @@ class StagedWork:
         self._written = written
         self._rooms: _Rooms | None = rooms
         self._event = event
+        self._future: torch.futures.Future[None] | None = None
 
     def wait(self) -> None:
         """Wait for the backend, and copy back (tensor, stand-in) on the current stream. A second wait copies nothing."""
@@ -106,6 +107,14 @@ class StagedWork:
             for tensor, stand_in in self._written:
                 tensor.copy_(stand_in, non_blocking=True)
         rooms.over(self._event() if self._written and self._event is not None else None)
+        if self._future is not None:
+            self._future.set_result(None)
+
+    def get_future(self) -> "torch.futures.Future[None]":
+        """Return what completes at the end of `wait`: the tensors are not on their device before."""
+        if self._future is None:
+            self._future = torch.futures.Future()
+        return self._future
 
     def is_completed(self) -> bool:
         """Return whether `wait` would return at once, by an error too."""

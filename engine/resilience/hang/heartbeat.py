@@ -177,6 +177,9 @@ class Heartbeat(StepWatcher):
         self._words[_POSITION] = self._num_actions if isinstance(instruction, Action) else 0
         self._words[_BEATS] += 1
 
+    def under_way(self, posted: Event, handles: Sequence[Any]) -> None:
+        """Write nothing: a rank hangs in a wait, not in a post."""
+
     def wait_begins(self, posted: Event) -> None:
         """Write down the call that the rank waits for."""
         self._words[_PEER] = posted.peer

@@ -37,6 +37,7 @@ from engine.pipeline.simulate import Costs, simulate
 from engine.telemetry.timing.time_split import (
     END_WAIT,
     ENDS_WAIT,
+    HIDDEN_CP,
     INPUT_WAIT,
     PARTS,
     SPANS,
@@ -111,7 +112,14 @@ class Attribution:
             parts["other"] += max(at_the_end - float(waits.drain[rank] + waits.summed[rank]), 0.0)
             assert self._num_actions or span[INPUT_WAIT] == 0.0, "one stage waits for no other"
             ranks.append(parts)
-        return TimeSplit(first_step, last_step, tuple(ranks), waits.schedule, tuple(rows[:, USUAL].tolist()))
+        return TimeSplit(
+            first_step,
+            last_step,
+            tuple(ranks),
+            waits.schedule,
+            tuple(rows[:, USUAL].tolist()),
+            tuple(rows[:, SPANS.index(HIDDEN_CP)].tolist()) if any(place.cp for place in self._places) else None,
+        )
 
     def _causes(self, steps: Seconds) -> _Waits:
         """Return causes of the waits of `steps` [ranks, steps x numbers], `PipelineStep.numbers` one after the other."""

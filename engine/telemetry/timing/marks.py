@@ -9,6 +9,11 @@ Between two marks the rank does one thing, so a step is cut without gaps, by con
 instructions from the executor, waits from the ledger of calls. A mark is a reading of the host's clock where waits stop the host,
 and a CUDA event where they stop a stream (`engine.telemetry.timing.clocks`). An event has no time until the device has reached it,
 so marks are read when the numbers of their step are, and never waited for.
+
+Calls of context parallelism are under way while something else is computed. Each has two marks of its own: where it was posted, and
+where its future is complete. gloo runs a future's callback on its own thread once the result is there. NCCL's future is
+complete once the call is enqueued, and torch runs the callback with a current stream that waits for the call: an event that is
+recorded there is reached when the call is over (documentation of `torch.distributed.Work.get_future`).
 """
 
 from collections import deque
@@ -45,6 +50,13 @@ class Clock(Protocol):
         """Return a mark, and `time.perf_counter` at its moment; may wait for the device."""
 
 
+class CallMarks(NamedTuple):
+    """The marks of a call that may be hidden: where it was posted, and, one per handle, where it was over."""
+
+    posted: Any
+    over: list[Any]
+
+
 @dataclass(slots=True)
 class MarkedStep:
     """A step from the end of the one before it to its own end.
@@ -53,11 +65,21 @@ class MarkedStep:
         step: counts from 1.
         marks: of the clock, one more than `activities`.
         activities: what was done from each mark to the next.
+        calls: of context parallelism, which were under way in some of these activities.
     """
 
     step: int
     marks: list[Any] = field(default_factory=list)
     activities: list[Activity] = field(default_factory=list)
+    calls: list[CallMarks] = field(default_factory=list)
+
+    def calls_elapsed(self, clock: Clock) -> list[tuple[float, float]]:
+        """Return from when to when each call was under way, in seconds from the step's first mark. Its numbers have been read."""
+        ended = [call for call in self.calls if call.over]
+        marks = [mark for call in ended for mark in (call.posted, *call.over)]
+        _, *times, _ = clock.elapsed([self.marks[0], *marks, self.marks[-1]])
+        each = iter(times)
+        return [(next(each), max(next(each) for _ in call.over)) for call in ended]
 
 
 class TimeMarks:
@@ -89,6 +111,16 @@ class TimeMarks:
         """Follow the executor to its next instruction; None: it has run the last."""
         self._instruction = instruction
         self._switch(None)
+
+    def under_way(self, posted: Event, handles: Sequence[Any]) -> None:
+        """Mark a call that may be hidden, and its end once it is over."""
+        running = self._running
+        if running is None or posted.axis != "cp" or self._phase is not Phase.FORWARD_BACKWARD:
+            return
+        call = CallMarks(self.clock.mark(), [])
+        running.calls.append(call)
+        for handle in handles:
+            handle.get_future().add_done_callback(lambda _: call.over.append(self.clock.mark()))
 
     def wait_begins(self, posted: Event) -> None:
         """Mark the beginning of a wait for a call."""

@@ -13,11 +13,16 @@
 
 A rank sees that it waited for another stage, but not why: bubble and exposed_pp are separated where the times of all ranks
 are (`engine.telemetry.timing.bubble`). `StepTally` is of one rank, `TimeSplit` of all.
+
+`hidden_cp` is no part: in this time a call of context parallelism was under way, and the rank did not wait for one. A call is under
+way from its post until it is over, its turn behind other calls included. exposed_cp and hidden_cp are what the calls took in all;
+two that are under way together count once.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from statistics import fmean, median
 from typing import Any, Literal, get_args
 
@@ -43,9 +48,10 @@ PARTS: tuple[Part, ...] = get_args(Part)
 """In the order in which they are shown."""
 
 INPUT_WAIT, ENDS_WAIT, END_WAIT = "input_wait", "ends_wait", "end_wait"
-SPANS = (*(part for part in PARTS if part != "bubble"), INPUT_WAIT, ENDS_WAIT, END_WAIT)
+HIDDEN_CP = "hidden_cp"
+SPANS = (*(part for part in PARTS if part != "bubble"), INPUT_WAIT, ENDS_WAIT, END_WAIT, HIDDEN_CP)
 """Spans that a rank measures by itself; the bubble takes all ranks. First and last stage meet at the ends (tied embeddings),
-all ranks at the end of the step."""
+all ranks at the end of the step. The last one overlaps others."""
 
 USUAL = len(SPANS)
 """Place of the median of compute in `StepTally.numbers`; the steps follow, each as `PipelineStep.numbers`."""
@@ -77,6 +83,22 @@ def _span_of_wait(wait: Event) -> str:
     if wait.axis == "cp":
         return "exposed_cp"
     return "exposed_tp" if wait.axis == "tp" and wait.purpose != REPLICA_GRADIENTS else "exposed_dp"
+
+
+Interval = tuple[float, float]
+"""Seconds [start, stop)."""
+
+
+def seconds_without(inside: Sequence[Interval], outside: Sequence[Interval]) -> float:
+    """Return for how long there is an interval of `inside` and none of `outside`; none of them is turned round."""
+    edges = [(moment, step, 0) for interval in inside for moment, step in zip(interval, (1, -1), strict=True)]
+    edges += [(moment, 0, step) for interval in outside for moment, step in zip(interval, (1, -1), strict=True)]
+    total, before, num_inside, num_outside = 0.0, 0.0, 0, 0
+    for moment, of_inside, of_outside in sorted(edges):
+        if num_inside and not num_outside:
+            total += moment - before
+        before, num_inside, num_outside = moment, num_inside + of_inside, num_outside + of_outside
+    return total
 
 
 @dataclass(slots=True)
@@ -124,15 +146,20 @@ class StepTally:
         self._compute_seconds: list[float] = []
         self._pipeline: list[PipelineStep] = []
 
-    def add(self, step: int, activities: Sequence[Activity], times: Sequence[float]) -> None:
-        """Add one step: `activities[i]` lasted from `times[i]` to `times[i + 1]`, in seconds."""
+    def add(
+        self, step: int, activities: Sequence[Activity], times: Sequence[float], calls: Sequence[Interval] = ()
+    ) -> None:
+        """Add one step: `activities[i]` lasted from `times[i]` to `times[i + 1]`, in seconds, `calls` were under way."""
         self.steps.append(step)
+        spans = [span_of(activity) for activity in activities]
+        waits = [between for span, between in zip(spans, pairwise(times), strict=True) if span == "exposed_cp"]
+        # A thread of gloo may finish a call before this rank has marked its post.
+        lasting = [(start, stop) for start, stop in calls if stop > start]
+        self._seconds[HIDDEN_CP] += seconds_without(lasting, waits)
         computed = self._seconds["compute"]
         way = PipelineStep(times[-1], times[-1], times[-1])
         has_begun, before = False, None
-        for place, activity in enumerate(activities):
-            start, stop = times[place], times[place + 1]
-            span = span_of(activity)
+        for activity, span, (start, stop) in zip(activities, spans, pairwise(times), strict=True):
             if span is None:
                 continue
             seconds = stop - start
@@ -176,6 +203,7 @@ class TimeSplit:
         ranks: seconds by part, a mapping per rank; each adds up to that rank's step.
         schedule_bubbles: seconds per rank that the schedule waits, with the mean durations of each stage's actions.
         usual_compute: seconds per rank that it computes in the median step: one that was held up does not change it.
+        hidden_cp: seconds per rank in which calls of context parallelism were hidden; None: there is none.
     """
 
     first_step: int
@@ -183,6 +211,7 @@ class TimeSplit:
     ranks: tuple[Mapping[Part, float], ...]
     schedule_bubbles: tuple[float, ...]
     usual_compute: tuple[float, ...]
+    hidden_cp: tuple[float, ...] | None = None
 
     @cached_property
     def seconds(self) -> dict[Part, float]:
@@ -213,18 +242,24 @@ class TimeSplit:
             "step_seconds": self.step_seconds,
             **{f"{part}_seconds": seconds for part, seconds in self.seconds.items()},
             "schedule_bubble_seconds": self.schedule_bubble,
+            **({} if self.hidden_cp is None else {"hidden_cp_seconds": fmean(self.hidden_cp)}),
             "slowest_rank": slowest,
             "slowest_compute_seconds": self.usual_compute[slowest],
         }
 
     def __str__(self) -> str:
-        """Return `compute 61%  tp 12%  bubble 14% (schedule 13%)  other 13%`, without what is below half a percent."""
+        """Return `compute 61%  tp 8%  cp 4% (12 ms, 9 hidden)  bubble 14% (schedule 13%)  other 13%`, without parts below 0.5 %."""
         words = []
         for part, share in self.shares.items():
             name = part.removeprefix("exposed_")
             beside = ""
             if part == "bubble" and self.schedule_bubble:
                 beside = f" (schedule {self.schedule_bubble / self.step_seconds:.0%})"
+            if part == "exposed_cp" and self.hidden_cp is not None:
+                hidden = fmean(self.hidden_cp)
+                in_all = self.seconds[part] + hidden
+                digits = 0 if in_all >= 0.01 else 1
+                beside = f" ({1e3 * in_all:.{digits}f} ms, {1e3 * hidden:.{digits}f} hidden)"
             if share >= 0.005 or beside:
                 words.append(f"{name} {share:.0%}{beside}")
         return "  ".join(words)

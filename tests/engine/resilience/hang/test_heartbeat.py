@@ -75,6 +75,9 @@ def test_a_ledger_has_several_observers(heartbeat: Heartbeat) -> None:
     told: list[object] = []
 
     class Other:
+        def under_way(self, posted: object, handles: object) -> None:
+            told.append(("under way", posted))
+
         def wait_begins(self, posted: object) -> None:
             told.append((posted, heartbeat.read().op))
 
@@ -82,9 +85,10 @@ def test_a_ledger_has_several_observers(heartbeat: Heartbeat) -> None:
             told.append(heartbeat.read().op)
 
     ledger = Ledger([heartbeat, Other()])
+    ledger.under_way(CALL, [])
     ledger.wait_begins(CALL)
     ledger.wait_ends(CALL)
-    assert told == [(CALL, "recv"), ""], "each wait, in the order of the observers"
+    assert told == [("under way", CALL), (CALL, "recv"), ""], "each call and wait, in the order of the observers"
 
 
 def test_a_file_of_somebody_else_is_none_of_ours(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.layout.rank_grid import Coordinates
 from engine.pipeline import schedules
@@ -13,7 +15,16 @@ from engine.pipeline.lowering import Post
 from engine.run.phases import Phase
 from engine.telemetry.timing.bubble import Attribution
 from engine.telemetry.timing.marks import Activity
-from engine.telemetry.timing.time_split import PARTS, SPANS, USUAL, StepTally, TimeSplit, span_of
+from engine.telemetry.timing.time_split import (
+    PARTS,
+    SPANS,
+    USUAL,
+    Interval,
+    StepTally,
+    TimeSplit,
+    seconds_without,
+    span_of,
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +57,7 @@ STEP = Call("all_reduce", "world", "step")
         (Activity(Phase.FORWARD_BACKWARD, F0, Call("recv", "pp_backward")), "input_wait"),
         (Activity(Phase.FORWARD_BACKWARD, None, Call("send", "pp_forward")), "exposed_pp"),
         (Activity(Phase.FORWARD_BACKWARD, F0, Call("all_reduce", "tp", "cross-entropy max")), "exposed_tp"),
+        (Activity(Phase.FORWARD_BACKWARD, F0, Call("all_gather", "cp", "keys and values forward")), "exposed_cp"),
         (Activity(Phase.FORWARD_BACKWARD, F0, Call("all_gather", "dp", "parameters")), "exposed_dp"),
         (Activity(Phase.FORWARD_BACKWARD, None, Call("reduce_scatter", "dp", "gradients")), "exposed_dp"),
         (Activity(Phase.FORWARD_BACKWARD, None, Call("all_reduce", "tp", "replica gradients")), "exposed_dp"),
@@ -102,6 +114,49 @@ def test_a_step_that_was_held_up_does_not_make_a_rank_look_slow() -> None:
     split = split_of([tally])
     assert split.usual_compute == (1.5,)
     assert split.ranks[0]["compute"] == pytest.approx(11.5 / 3)
+
+
+_moments = st.integers(0, 30)
+_intervals = st.lists(st.tuples(_moments, _moments).map(lambda ends: (float(min(ends)), float(max(ends)))), max_size=6)
+
+
+@given(inside=_intervals, outside=_intervals)
+def test_time_in_some_interval_and_in_none_of_others(inside: list[Interval], outside: list[Interval]) -> None:
+    """Counted moment by moment, of intervals that overlap, touch, repeat or are empty."""
+
+    def is_in(moment: int, intervals: list[Interval]) -> bool:
+        return any(start <= moment < stop for start, stop in intervals)
+
+    expected = sum(is_in(moment, inside) and not is_in(moment, outside) for moment in range(30))
+    assert seconds_without(inside, outside) == expected
+
+
+def test_calls_of_context_parallelism_are_hidden_where_the_rank_does_not_wait_for_one() -> None:
+    """From 1 to 5 and from 3 to 9 of 10 seconds a call is under way; from 4 to 5 and from 8 to 9 the rank waits."""
+    gather = Call("all_gather", "cp", "keys and values forward")
+    activities = [
+        Activity(Phase.FORWARD_BACKWARD, F0, wait)
+        for wait in (None, gather, None, Call("all_reduce", "tp"), gather, None)
+    ]
+    tallies = [StepTally(), StepTally()]
+    tallies[0].add(2, activities, [0.0, 4.0, 5.0, 6.0, 8.0, 9.0, 10.0], [(1.0, 5.0), (3.0, 9.0), (9.5, 9.25)])
+    tallies[1].add(2, [Activity(Phase.FORWARD_BACKWARD, F0)], [0.0, 10.0])
+    places = [Coordinates(0, 0, rank, 0) for rank in range(2)]
+    rows = np.array([tally.numbers(0) for tally in tallies])
+    split = Attribution(schedules.build("1f1b", 1, 1, 2), places).work_out(rows, 2, 2)
+    assert split.hidden_cp == (6.0, 0.0)
+    assert [rank["exposed_cp"] for rank in split.ranks] == [2.0, 0.0]
+    assert split.to_record()["hidden_cp_seconds"] == 3.0
+    assert "cp 10% (4000 ms, 3000 hidden)" in str(split)
+    assert split_of(tallies[:1]).hidden_cp is None, "ranks without context parallelism"
+    assert "hidden_cp_seconds" not in split_of(tallies[:1]).to_record()
+
+
+def test_a_call_that_is_hidden_is_on_the_line_with_its_time() -> None:
+    parts = {**dict.fromkeys(PARTS, 0.0), "compute": 0.299, "exposed_cp": 0.001}
+    assert str(TimeSplit(2, 2, (parts,), (0.0,), (0.299,), (0.0025,))) == "compute 100%  cp 0% (3.5 ms, 2.5 hidden)"
+    parts["exposed_cp"] = 0.012
+    assert "cp 4% (21 ms, 9 hidden)" in str(TimeSplit(2, 2, (parts,), (0.0,), (0.299,), (0.009,)))
 
 
 def test_a_line_says_what_matters_and_fits_into_100_columns() -> None:

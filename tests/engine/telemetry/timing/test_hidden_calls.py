@@ -1,0 +1,151 @@
+"""When calls of context parallelism are over: gloo's, those that are carried through host memory, and a device's."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.comm.collectives import Pending
+from engine.comm.ledger import Ledger
+from engine.comm.staging import Staging, TensorUse
+from engine.comm.topology import Topology
+from engine.layout.rank_grid import ParallelSizes, RankGrid
+from engine.pipeline.actions import Action, Kind
+from engine.run.phases import Phase
+from engine.telemetry.timing.clocks import HostClock
+from engine.telemetry.timing.marks import MarkedStep, TimeMarks
+from tests.engine.telemetry.timing.test_marks import Device
+from tests.harness import run_ranks
+
+CPU = torch.device("cpu")
+F0 = Action(Kind.F, 0, 0)
+PURPOSE = "keys and values forward"
+
+
+def begun(clock: Any) -> TimeMarks:
+    marks = TimeMarks(clock)
+    marks.begin(1, is_marked=True)
+    marks.phase(Phase.FORWARD_BACKWARD)
+    marks.instruction(F0)
+    return marks
+
+
+def ended(marks: TimeMarks) -> MarkedStep:
+    marks.end_step(next_is_marked=False)
+    step = marks.take(2)
+    assert step is not None
+    return step
+
+
+def post_two_gathers(rank: int, flag: Path) -> tuple[list[tuple[float, float]], list[float]]:
+    """Rank 1 posts the first call once rank 0 has worked beside it; rank 0 works on after the second one is over."""
+    marks = begun(HostClock())
+    topology = Topology(RankGrid(ParallelSizes(tp=1, cp=2, pp=1, dp=1)), rank, CPU).observed([marks])
+    cp = topology.axis("cp")
+    mine, worked = torch.zeros(4), []
+
+    def work(seconds: float, is_enough: Callable[[], bool] = lambda: True) -> None:
+        start = time.perf_counter()
+        while time.perf_counter() - start < seconds or not is_enough():
+            time.sleep(0.001)
+        worked.append(time.perf_counter() - start)
+
+    if rank == 1:
+        work(0.0, flag.exists)
+    first = cp.all_gather(mine, PURPOSE)
+    if rank == 0:
+        work(0.05)
+        flag.touch()
+    first.wait()
+    second = cp.all_gather(mine, PURPOSE)
+    work(0.0, lambda: second.completed)
+    work(0.2)
+    second.wait()
+    step = ended(marks)
+    return step.calls_elapsed(marks.clock), worked
+
+
+def test_a_call_of_gloo_ends_when_its_result_is_there(tmp_path: Path) -> None:
+    (calls, (first_work, until_over, later)), _ = run_ranks(post_two_gathers, 2, tmp_path / "flag")
+    (start, stop), (second_start, second_stop) = calls
+    assert stop - start >= first_work >= 0.05, "under way while rank 1 has not posted it"
+    assert second_start >= stop
+    assert second_stop - second_start <= until_over + 0.01 < later, "what is computed after its end hides nothing"
+
+
+class Reached:
+    """A call of a device with streams: its callback runs at once, where a stream waits for the call (`Work.get_future`)."""
+
+    def __init__(self, device: Device, seconds: float) -> None:
+        self.device, self.seconds = device, seconds
+
+    def get_future(self) -> "Reached":
+        return self
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        self.device.seconds += self.seconds
+        callback(self)
+        self.device.seconds -= self.seconds
+
+    def wait(self) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(("axis", "calls"), [("cp", [(1.0, 5.0)]), ("tp", [])])
+def test_on_a_stream_the_end_is_an_event_behind_the_call(axis: str, calls: list[tuple[float, float]]) -> None:
+    device = Device()
+    clock = device.clock()
+    marks = begun(clock)
+    device.work(1.0)
+    ledger = Ledger([marks])
+    posted = ledger.post("all_gather", axis, PURPOSE, torch.zeros(1), 2)
+    pending = Pending(torch.zeros(1), [Reached(device, 4.0)], written=(ledger, posted))
+    device.work(8.0)
+    pending.wait()
+    step = ended(marks)
+    assert step.calls_elapsed(clock) == calls
+    # Nothing is waited for but the last event of the step.
+    assert not any(mark.is_awaited for call in step.calls for mark in (call.posted, *call.over))
+
+
+def test_calls_of_validations_are_not_followed() -> None:
+    marks = begun(HostClock())
+    marks.phase(Phase.VALIDATION)
+    ledger = Ledger([marks])
+    ledger.under_way(ledger.post("all_gather", "cp", PURPOSE, torch.zeros(1), 2), [object()])
+    assert ended(marks).calls == []
+
+
+class Instant:
+    """A handle whose call is over."""
+
+    def wait(self) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_a_call_through_host_memory_ends_with_its_wait() -> None:
+    """Its tensors are on their device then."""
+    tensor = torch.zeros(4)
+    staging = Staging(CPU)
+
+    def copied(seen: Any) -> list[Instant]:
+        seen(tensor).fill_(3.0)
+        return [Instant()]
+
+    (work,) = staging.post(copied, [TensorUse(written=[tensor])])
+    seen: list[float] = []
+    work.get_future().add_done_callback(lambda _: seen.append(float(tensor[0])))  # type: ignore[attr-defined]
+    assert seen == []
+    work.wait()
+    work.wait()
+    staging.close()
+    assert seen == [3.0]
