@@ -40,6 +40,7 @@ from benchmarks.megatron_peer import MegatronPeer
 from benchmarks.torch_peer import TorchPeer
 from engine.comm.runtime import RankEnvironment
 from engine.config.tree import Config
+from engine.context_parallel.cut import ContextCut
 from engine.data.loader import Batches, MicroBatch
 from engine.data.synthetic import SyntheticDataset
 from engine.layout.shard_spec import localize
@@ -80,6 +81,7 @@ RING_FACTORS: Mapping[str, float] = {
     "allreduce_": 2.0,
     "all_reduce": 2.0,
     "all_reduce_": 2.0,
+    "allgather_": 1.0,
     "_allgather_base_": 1.0,
     "all_gather_into_tensor": 1.0,
     "_reduce_scatter_base_": 1.0,
@@ -135,8 +137,8 @@ def group_size(name: str, args: Sequence[Any]) -> int:
     raise ValueError(f"{name}: no process group among its arguments")
 
 
-def config_of(options: argparse.Namespace, layout: Mapping[str, int]) -> Config:
-    """A Llama in fp32 in the layout; with tp > 1 sequence parallelism where the peer has it."""
+def config_of(options: argparse.Namespace, layout: Mapping[str, int], *, sequence_parallel: bool) -> Config:
+    """A Llama in fp32 in the layout."""
     return Config.model_validate(
         {
             "model": {
@@ -161,9 +163,15 @@ def config_of(options: argparse.Namespace, layout: Mapping[str, int]) -> Config:
             },
             "optimizer": {"lr": LEARNING_RATE},
             "precision": {"dtype": "fp32"},
-            "parallel": {**layout, "sequence_parallel": layout.get("tp", 1) > 1 and options.peer == "torch"},
+            "parallel": {**layout, "sequence_parallel": sequence_parallel},
         }
     )
+
+
+def config_of_layout(options: argparse.Namespace) -> Config:
+    """With tp > 1 there is sequence parallelism where the peer has it."""
+    layout = layout_of(options.layout)
+    return config_of(options, layout, sequence_parallel=layout.get("tp", 1) > 1 and options.peer == "torch")
 
 
 def whole_weights(config: Config) -> dict[str, torch.Tensor]:
@@ -176,8 +184,16 @@ def whole_weights(config: Config) -> dict[str, torch.Tensor]:
 
 
 def make_ours(config: Config, rank: Rank) -> Step:
-    engine = build(config, rank.topology, build_chunks)
-    return lambda microbatches: engine.train_step(microbatches, LEARNING_RATE).loss
+    topology = rank.topology
+    engine, cut = build(config, topology, build_chunks), ContextCut.of(config, topology.sizes, topology.coordinates.cp)
+
+    def step(microbatches: Sequence[MicroBatch]) -> float:
+        loss = engine.train_step([cut(one) for one in microbatches], LEARNING_RATE).loss
+        # Else parameters would be gathered under the peer's step, and while the profiler ends.
+        engine.buffers.wait_all()
+        return loss
+
+    return step
 
 
 def make_torch(config: Config, rank: Rank) -> Step:
@@ -311,9 +327,38 @@ def show(result: Result, console: Console) -> None:
     )
 
 
+def append(path: Path, module: str, num_ranks: int, argv: Sequence[str], result: Result) -> None:
+    """Append a line with machine, command and numbers."""
+    record = {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join([f"torchrun --nproc-per-node {num_ranks} -m benchmarks.{module}", *argv]),
+        "machine": machine(),
+        "result": asdict(result),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
 def layout_of(text: str) -> dict[str, int]:
     """tp=2,pp=2 as a mapping."""
     return {name: int(size) for name, size in (part.split("=") for part in text.split(","))}
+
+
+def add_sizes(
+    parser: argparse.ArgumentParser, module: str, *, seq: int, microbatches: int, micro_batch_size: int
+) -> None:
+    """Add the options of `config_of`, the number of pairs and the file of results."""
+    parser.add_argument("--hidden", type=int, default=512, help="hidden size, a multiple of 64")
+    parser.add_argument("--layers", type=int, default=4, help="transformer layers")
+    parser.add_argument("--seq", type=int, default=seq, help="tokens per sample")
+    parser.add_argument("--vocab", type=int, default=4096, help="vocabulary, a multiple of 128")
+    parser.add_argument(
+        "--microbatches", type=int, default=microbatches, help="microbatches per step and data-parallel rank"
+    )
+    parser.add_argument("--micro-batch-size", type=int, default=micro_batch_size, help="samples per microbatch")
+    parser.add_argument("--pairs", type=int, default=15, help="pairs of timed steps")
+    parser.add_argument("--json", type=Path, default=Path(f"runs/benchmarks/{module}.jsonl"), help="appended to")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -323,14 +368,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--layout", required=True, help="tp=2,pp=2,vpp=2,dp=1: as many ranks as torchrun starts")
     parser.add_argument("--peer", choices=list(PEERS), default="torch", help="the program to compare with")
-    parser.add_argument("--hidden", type=int, default=512, help="hidden size, a multiple of 64")
-    parser.add_argument("--layers", type=int, default=4, help="transformer layers")
-    parser.add_argument("--seq", type=int, default=256, help="tokens per sample")
-    parser.add_argument("--vocab", type=int, default=4096, help="vocabulary, a multiple of 128")
-    parser.add_argument("--microbatches", type=int, default=4, help="microbatches per step and data-parallel rank")
-    parser.add_argument("--micro-batch-size", type=int, default=2, help="samples per microbatch")
-    parser.add_argument("--pairs", type=int, default=15, help="pairs of timed steps")
-    parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/peers.jsonl"), help="appended to")
+    add_sizes(parser, "peers", seq=256, microbatches=4, micro_batch_size=2)
     options = parser.parse_args(argv)
     if options.peer == "deepspeed" and find_spec("deepspeed") is None:
         parser.error("DeepSpeed is not installed and no dependency of ours: pip install deepspeed, then run this again")
@@ -341,20 +379,12 @@ def main(argv: Sequence[str]) -> int:
     """Run it on every rank; rank 0 prints."""
     options = parse(argv)
     environment = RankEnvironment.from_variables(os.environ)
-    config = config_of(options, layout_of(options.layout))
+    config = config_of_layout(options)
     with join(config, environment) as rank:
         result = Contest(config, rank, PEERS[options.peer]).run(options.peer, options.layout, options.pairs)
         if rank.number == 0:
             show(result, Console())
-            record = {
-                "time": datetime.now(UTC).isoformat(timespec="seconds"),
-                "command": " ".join([f"torchrun --nproc-per-node {environment.world_size} -m benchmarks.peers", *argv]),
-                "machine": machine(),
-                "result": asdict(result),
-            }
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            with options.json.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+            append(options.json, "peers", environment.world_size, argv, result)
     return 0
 
 

@@ -26,12 +26,21 @@ POINTWISE: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 """By the function of an activation (`engine.config.layer_kinds.Activation.pointwise`)."""
 
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Attention of q [b, heads, s, d] to k, v [b, kv_heads, s, d]."""
+
+
+def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Attend within whole samples."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
 
 class PlainBlock(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), on [b, s, h]."""
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, attend: Attend) -> None:
         super().__init__()
+        self.attend = attend
         h, self.heads, self.kv_heads, self.d = (
             model.hidden_size,
             model.num_attention_heads,
@@ -54,7 +63,7 @@ class PlainBlock(nn.Module):
         q, k, v = (part.view(b, s, -1, self.d).transpose(1, 2) for part in parts)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
+        mixed = self.attend(q, k, v)
         x = x + self.proj(mixed.transpose(1, 2).reshape(b, s, -1))
         y = self.up(self.mlp_norm(x))
         if self.is_gated:
@@ -68,14 +77,14 @@ class PlainBlock(nn.Module):
 class PlainGPT(nn.Module):
     """A GPT with LayerNorm or RMSNorm, GELU or SwiGLU, learned positions or RoPE, tied or untied head."""
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, attend: Attend = causal) -> None:
         super().__init__()
         h, vocabulary = model.hidden_size, model.padded_vocab_size
         assert vocabulary == model.vocab_size, "the plain loop knows no padding: choose a vocabulary that needs none"
         self.model = model
         self.word = nn.Embedding(vocabulary, h)
         self.position = nn.Embedding(model.seq_length, h) if model.position == "learned" else None
-        self.blocks = nn.ModuleList([PlainBlock(model) for _ in range(model.num_layers)])
+        self.blocks = nn.ModuleList([PlainBlock(model, attend) for _ in range(model.num_layers)])
         self.final_norm = plain_norm(model)
         self.head = nn.Linear(h, vocabulary, bias=False)
         if model.tie_embeddings:
@@ -116,10 +125,10 @@ def rotate(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch
 class PlainLoop:
     """One process, one step at a time; `step` returns (loss per token, gradient norm before clipping)."""
 
-    def __init__(self, config: Config, weights: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, config: Config, weights: Mapping[str, torch.Tensor], attend: Attend = causal) -> None:
         self.config = config
         dtype = DTYPES[config.precision.dtype]
-        self.model = PlainGPT(config.model).to(dtype)
+        self.model = PlainGPT(config.model, attend).to(dtype)
         load(self.model, weights)
         self.parameters = list(self.model.parameters())
         wide = accumulation_dtype(dtype)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.deepspeed_peer import DeepSpeedPeer
-from benchmarks.peers import SentBytes, config_of, layout_of, parse
+from benchmarks.peers import SentBytes, config_of_layout, layout_of, parse
 from engine.layout.rank_grid import ParallelSizes
 from tests.harness import run_ranks
 from tests.launch.command_line import ROOT
@@ -94,7 +94,7 @@ def test_deepspeed_that_is_not_installed_is_asked_for(
 @pytest.mark.parametrize("layout", ["tp=2", "pp=2,vpp=2"])
 def test_deepspeed_is_not_asked_for_what_it_has_not(layout: str) -> None:
     options = parse(["--layout", layout])
-    config = config_of(options, layout_of(layout))
+    config = config_of_layout(options)
     with pytest.raises(ValueError, match="neither tensor parallelism nor an interleaved schedule"):
         DeepSpeedPeer(config, ParallelSizes(**({"tp": 1, "pp": 1, "vpp": 1, "dp": 1} | layout_of(layout))), {})
 
