@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -51,11 +51,13 @@ ModelBuilder = Callable[
 class Observer(ValidationObserver, Protocol):
     """A follower of the loop (`engine.telemetry`), called on every rank; steps count from 0.
 
-    `begin` has the number of steps that are made: when the run begins, and again after each rollback. `end_step` closes the time of
-    a step. `on_step` has its numbers, later where they were still on the device.
+    `begin` has the number of steps that are made: when the run begins, and again after each rollback. `on_batch` has a step's
+    microbatches, before its forward. `end_step` closes the time of a step. `on_step` has its numbers, later where they were still
+    on the device.
     """
 
     def begin(self, steps_made: int) -> None: ...
+    def on_batch(self, microbatches: Sequence[Any]) -> None: ...
     def end_step(self) -> None: ...
     def on_step(self, step: int, result: StepResult, lr: float) -> None: ...
     def on_allocator_retry(self, step: int, num_ranks: int) -> None: ...
@@ -207,6 +209,7 @@ def train_steps(run: TrainingRun, batches: StepSource, *, validation_is_due: boo
             is_last, validates = step + 1 == num_steps, validation.is_due(step)
             observer.phase(Phase.DATA)
             microbatches = batches.next_step()
+            observer.on_batch(microbatches)
 
             observer.phase(Phase.FORWARD_BACKWARD)
             counts = engine.forward_backward(microbatches)

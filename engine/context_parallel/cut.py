@@ -5,13 +5,13 @@
 Documents stay whole: masks come from positions in the row. Every cp rank of a replica reads the same samples.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from engine.config.context_parallel import gathers_keys
 from engine.config.tree import Config
-from engine.context_parallel.deal import Windows, even_runs, runs_of_ranks
+from engine.context_parallel.deal import Windows, even_runs, runs_of_ranks, windows_of
+from engine.context_parallel.imbalance import work_of_ranks
 from engine.data.loader import MicroBatch
 from engine.data.sequence_part import SequencePart
 from engine.layout.rank_grid import ParallelSizes
@@ -34,15 +34,18 @@ class ContextCut:
     @classmethod
     def of(cls, config: Config, sizes: ParallelSizes, index: int) -> "ContextCut":
         """Return the cut of a rank of a run."""
-        windows = Counter(kind.window for kind in config.model.kinds)
-        return cls(sizes.cp, index, windows if gathers_keys(config) else None)
+        return cls(sizes.cp, index, windows_of(config.model) if gathers_keys(config) else None)
 
     def __call__(self, whole: MicroBatch) -> MicroBatch:
         """Return this rank's part of a microbatch on the CPU."""
         b, s = whole.tokens.shape
-        part = self.part(((s,),) * b if whole.documents is None else whole.documents.lengths)
+        rows = ((s,),) * b if whole.documents is None else whole.documents.lengths
+        part = self.part(rows)
         if part is None:
             return whole
+        work = None
+        if whole.documents is not None and self.windows is not None:
+            work = work_of_ranks(rows, self.size, self.windows)
         tokens, labels, loss_mask, position_ids = (
             each.gather(1, part.positions) for each in (whole.tokens, whole.labels, whole.loss_mask, whole.position_ids)
         )
@@ -54,6 +57,7 @@ class ContextCut:
             position_ids=position_ids,
             num_tokens=int(loss_mask.sum()),
             part=part,
+            rank_work=work,
         )
 
     def part(self, rows: Sequence[Sequence[int]]) -> SequencePart | None:

@@ -9,8 +9,11 @@ Several documents, whose attentions end at their boundaries, make blocks of any 
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
+
+from engine.config.model import ModelConfig
 
 BLOCKS_OF_ONE = 2
 """Blocks of a rank where a row is one document."""
@@ -20,6 +23,11 @@ BLOCKS_OF_SEVERAL = 8
 
 Windows = Mapping[int | None, int]
 """Number of layers by the keys that their queries see (`LayerKind.window`)."""
+
+
+def windows_of(model: ModelConfig) -> Windows:
+    """Count the layers of a model by their windows."""
+    return Counter(kind.window for kind in model.kinds)
 
 
 def keys_seen(length: int, window: int | None) -> int:

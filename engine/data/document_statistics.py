@@ -49,6 +49,18 @@ class DocumentStatistics:
         lengths = [length for step in self.steps for rank in step for length in rank]
         return len(lengths) * self.seq_length / sum(lengths)
 
+    def rows(self) -> list[tuple[int, ...]]:
+        """Return the documents of each sample, in the order of training of one rank after the other, step by step."""
+        rows: list[tuple[int, ...]] = []
+        for lengths in (rank for step in self.steps for rank in step):
+            first, end = 0, 0
+            for place, length in enumerate(lengths, start=1):
+                end += length
+                if end % self.seq_length == 0:
+                    rows.append(lengths[first:place])
+                    first = place
+        return rows
+
     def keys_per_query(self, window: int | None) -> float:
         """Return the mean number of keys that a query sees within its document."""
         lengths = [length for step in self.steps for rank in step for length in rank]

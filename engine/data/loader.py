@@ -46,6 +46,8 @@ class MicroBatch:
     """The documents within which tokens attend; None: each token attends to all before it in its row."""
     part: SequencePart | None = None
     """The part of each row that the tensors above have, where a row is cut over ranks; s is s/cp then, documents are of the row."""
+    rank_work: tuple[int, ...] | None = None
+    """Keys that the queries of each rank that shares the rows see, over all layers; None: rows are not cut, or are one document."""
 
 
 class Batches:

@@ -17,6 +17,8 @@ import torch
 
 from engine.comm.gather import Gathering
 from engine.comm.topology import Topology
+from engine.context_parallel.imbalance import imbalance
+from engine.data.loader import MicroBatch
 from engine.device.host_copy import to_device
 from engine.numerics.precision import AGREEMENT_DTYPE
 from engine.run.phases import Phase, StepWatcher
@@ -36,6 +38,7 @@ class _Ended:
     spans_seconds: dict[Phase, float]
     unix_time_seconds: float
     peak_memory_bytes: int
+    cp_imbalance: float | None
 
 
 @dataclass(eq=False)
@@ -63,6 +66,7 @@ class TrainingObserver:
     memory: MemoryCheck | None = None
     loss: float | None = field(default=None, init=False)
     val_loss: float | None = field(default=None, init=False)
+    _cp_imbalance: float | None = field(default=None, init=False)
     _ended: deque[_Ended] = field(default_factory=deque, init=False)
 
     def begin(self, steps_made: int) -> None:
@@ -82,9 +86,15 @@ class TrainingObserver:
         for watcher in self.watchers:
             watcher.phase(phase)
 
+    def on_batch(self, microbatches: Sequence[MicroBatch]) -> None:
+        """Note how the attention work of the step that begins is dealt to the ranks that share its rows."""
+        work = [each.rank_work for each in microbatches if each.rank_work is not None]
+        self._cp_imbalance = imbalance(work) if work else None
+
     def end_step(self) -> None:
         """End the time of a step; its `on_step` follows, in order."""
-        self._ended.append(_Ended(self.timers.end_step(), time.time(), peak_memory_bytes(self.device)))
+        memory = peak_memory_bytes(self.device)
+        self._ended.append(_Ended(self.timers.end_step(), time.time(), memory, self._cp_imbalance))
         if self.times is not None:
             self.times.end_step()
 
@@ -105,6 +115,7 @@ class TrainingObserver:
             spans_seconds=ended.spans_seconds,
             unix_time_seconds=ended.unix_time_seconds,
             peak_memory_bytes=ended.peak_memory_bytes,
+            cp_imbalance=ended.cp_imbalance,
         )
         self.telemetry.step(replace(metrics, time_split=split))
         if compared is not None:

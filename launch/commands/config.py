@@ -13,15 +13,18 @@ from typing import Any
 
 import yaml
 
-from engine.config.context_parallel import method_line
+from engine.config.context_parallel import gathers_keys, method_line
 from engine.config.load import load_config, to_yaml
 from engine.config.plan import batch_plan, parallel_sizes, stages_of
 from engine.config.tree import Config
+from engine.data.datasets import open_datasets
+from engine.data.document_statistics import measure_documents
 from engine.errors import ConfigError
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.pipeline import schedules
 from engine.pipeline.programs import Programs
 from engine.storage.json_text import parse_json
+from engine.telemetry.outlets.banner import cp_imbalance_line
 from launch.start.command_line import CONFIG, CommandParser, add_ignore, add_world_size, check_counts, refuse
 from models.interop.huggingface.config import from_hugging_face, passed_over_notes
 from models.interop.huggingface.families import FAMILIES
@@ -112,10 +115,10 @@ def _derived(
         ("schedule", schedules.resolve(config.schedule.name, parallel.vpp)),
     ]
     if parallel.dp is None and world_size is None:
-        replica = parallel.tp * parallel.pp
-        lines.append(
-            ("layout", f"tp={parallel.tp} pp={parallel.pp} vpp={parallel.vpp}, dp = world size / {replica}: open")
-        )
+        replica = parallel.tp * parallel.cp * parallel.pp
+        cut = f" cp={parallel.cp}" if parallel.cp > 1 else ""
+        chosen_axes = f"tp={parallel.tp}{cut} pp={parallel.pp} vpp={parallel.vpp}"
+        lines.append(("layout", f"{chosen_axes}, dp = world size / {replica}: open"))
         lines.append(("", "give --gpus N to see the rest"))
         return lines
     sizes = parallel_sizes(config, world_size)
@@ -125,6 +128,8 @@ def _derived(
     nodes = "" if per_node is None else f" on {grid.num_nodes:,} x {grid.ranks_per_node}"
     lines.append(("layout", f"{sizes}: {ranks}{nodes}"))
     lines.append(("batch", str(batch_plan(config, sizes.dp))))
+    if gathers_keys(config) and config.data.attention == "within":
+        lines.append(("imbalance", _cp_imbalance(config, sizes.dp)))
     _check_programs(config, sizes)
     if parallel.cp > 1:
         lines.append(("attention", method_line(config)))
@@ -139,6 +144,22 @@ def _derived(
     most = devices.memory_bytes if devices is not None and uses_gpu(config) else None
     lines.append(("memory", memory_line(predict(resolved, sizes, nccl=uses_nccl(config)), most)))
     return lines
+
+
+def _cp_imbalance(config: Config, dp: int) -> str:
+    """Describe the unequal attention work of cp ranks, as far as documents are known without opening a corpus."""
+    if not config.data.synthetic:
+        return "over cp: it follows from the lengths of the corpus' documents; the banner of a run has it"
+    model, train = config.model, config.train
+    datasets = open_datasets(config.data, model.seq_length, train.seed, vocab_size=model.vocab_size)
+    documents = measure_documents(
+        datasets.train,
+        seq_length=model.seq_length,
+        global_batch_size=train.global_batch_size,
+        micro_batch_size=train.micro_batch_size,
+        dp=dp,
+    )
+    return cp_imbalance_line(config, documents)
 
 
 def _check_programs(config: Config, sizes: ParallelSizes) -> None:

@@ -143,6 +143,9 @@ class Loop:
 
     def phase(self, name: str) -> None: ...
 
+    def on_batch(self, microbatches: Sequence[Any]) -> None:
+        pass
+
     def end_step(self) -> None:
         self.log.append(("end", self.step))
 

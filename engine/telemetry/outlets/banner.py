@@ -13,11 +13,13 @@ from engine.config.activations import RecomputeConfig
 from engine.config.context_parallel import gathers_keys, method_line
 from engine.config.plan import BatchPlan
 from engine.config.tree import Config
+from engine.context_parallel.deal import windows_of
+from engine.context_parallel.imbalance import predicted_imbalance
 from engine.data.document_statistics import UNBROKEN, DocumentStatistics
 from engine.run.directory import RunDirectory
 from engine.telemetry.outlets.console import Report
 from engine.telemetry.outlets.format import compact, duration
-from engine.telemetry.record.flops import attention_share, convention, cost_of_imbalance
+from engine.telemetry.record.flops import attention_share, convention, cost_of_cp_imbalance, cost_of_imbalance
 from engine.telemetry.record.metrics import Meter
 from engine.telemetry.record.parameters import comparison
 
@@ -96,12 +98,24 @@ def _documents(start: Start) -> Iterator[tuple[str, str]]:
                 "imbalance",
                 f"the replica with the longest documents of a step computes {cost:.1%} more than the mean, which all wait for",
             )
+        if gathers_keys(start.config):
+            yield "imbalance", cp_imbalance_line(start.config, documents)
     if start.unbroken:
         yield (
             "documents",
             f"{', '.join(start.unbroken)}: documents are longer than {UNBROKEN} samples on average, so their ends seem to be "
             "lost; prepare the text again, one document in each line, row or file",
         )
+
+
+def cp_imbalance_line(config: Config, documents: DocumentStatistics) -> str:
+    """Describe what the unequal attention work of context-parallel ranks costs, where keys and values are gathered."""
+    most = predicted_imbalance(documents, config.train.micro_batch_size, config.parallel.cp, windows_of(config.model))
+    cost = cost_of_cp_imbalance(config.model, documents, most)
+    return (
+        f"over cp the rank with most attention work of a microbatch has {most - 1:.1%} more than the mean: {cost:.2%} of the "
+        "step's FLOPs, which the others wait for"
+    )
 
 
 def _activations(start: Start) -> Iterator[tuple[str, str]]:

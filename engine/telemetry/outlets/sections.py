@@ -44,5 +44,6 @@ def sections(metrics: StepMetrics) -> dict[str, float]:
         values |= {f"time/{name}": value for name, value in split.items() if name.endswith("_seconds")}
         for section, part in _FRACTIONS:
             values[f"{section}/{part}_fraction"] = split[f"{part}_seconds"] / split["step_seconds"]
+    values["perf/cp_imbalance"] = metrics.cp_imbalance
     values["memory/peak_gib"] = metrics.peak_memory_bytes / 2**30
     return {name: value for name, value in values.items() if value is not None}

@@ -65,6 +65,18 @@ def cost_of_imbalance(model: ModelConfig, documents: DocumentStatistics) -> floa
     return 3 * sum(core * more[kind.window] for core, kind in cores) / model_flops_per_token(model, documents=documents)
 
 
+def cost_of_cp_imbalance(model: ModelConfig, documents: DocumentStatistics, imbalance: float) -> float:
+    """Return the FLOPs of attention that the fullest cp rank has beyond the mean, as a share of the mean rank's FLOPs.
+
+    Args:
+        model: sizes.
+        documents: within which tokens attend.
+        imbalance: the fullest rank over the mean (`engine.context_parallel.imbalance`).
+    """
+    attention = 3 * sum(_cores_forward(model, documents))
+    return (imbalance - 1) * attention / model_flops_per_token(model, documents=documents)
+
+
 def hardware_flops_per_token(
     model: ModelConfig,
     recompute: RecomputeConfig,

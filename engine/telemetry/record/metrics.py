@@ -38,6 +38,8 @@ class StepMetrics:
         hardware_tflops_per_device: with recomputed forwards and the padded vocabulary.
         mfu, hfu: those two over the device's peak, 0 to 1; None where no peak is known.
         peak_memory_bytes: of the logging rank, since the start: allocated by torch on a GPU, resident on a CPU.
+        cp_imbalance: of attention work over the context-parallel ranks of the logging rank's replica, the fullest over the mean
+            (`engine.context_parallel.imbalance`); None where rows are not cut or are one document each.
         val_loss: nats per token of the validation that followed this step; None where none did.
         time_split: where the time of the steps before this one went, on all ranks (`engine.telemetry.timing.step_times`); None but
             on steps with a line.
@@ -60,14 +62,15 @@ class StepMetrics:
     mfu: float | None
     hfu: float | None
     peak_memory_bytes: int
+    cp_imbalance: float | None = None
     val_loss: float | None = None
     time_split: TimeSplit | None = None
 
     def to_record(self) -> dict[str, Any]:
-        """Return a JSON object; `val_loss` only where there was a validation, `time_split` (an object) only where one is known."""
+        """Return a JSON object, without those of `cp_imbalance`, `val_loss` and `time_split` (an object) that are None."""
         record = asdict(replace(self, time_split=None))
         record["time_split"] = None if self.time_split is None else self.time_split.to_record()
-        for optional in ("val_loss", "time_split"):
+        for optional in ("cp_imbalance", "val_loss", "time_split"):
             if record[optional] is None:
                 del record[optional]
         return record
@@ -116,6 +119,7 @@ class Meter:
         spans_seconds: Mapping[Phase, float],
         unix_time_seconds: float,
         peak_memory_bytes: int,
+        cp_imbalance: float | None = None,
     ) -> StepMetrics:
         """Make the record of a step that has ended; `step` counts from 1."""
         spans = {phase.value: seconds for phase, seconds in spans_seconds.items() if phase is not Phase.VALIDATION}
@@ -142,4 +146,5 @@ class Meter:
             mfu=model_tflops / self.peak.tflops if self.peak else None,
             hfu=hardware_tflops / self.peak.tflops if self.peak else None,
             peak_memory_bytes=peak_memory_bytes,
+            cp_imbalance=cp_imbalance,
         )

@@ -1,7 +1,7 @@
 """Runs of the parity tests' models through the real training loop, with what goes wrong planted in them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,6 +102,7 @@ class Trace:
     def on_validation(self, step: int, loss: float) -> None:
         self.validated.append((step, loss))
 
+    def on_batch(self, microbatches: Sequence[Any]) -> None: ...
     def end_step(self) -> None: ...
     def phase(self, name: str) -> None: ...
     def begin(self, steps_made: int) -> None: ...

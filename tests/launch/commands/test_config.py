@@ -1,6 +1,7 @@
 """`triaxis config`, and the configs that are shipped."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -207,6 +208,22 @@ def test_check_says_how_attention_reaches_the_other_parts_of_a_sample(capsys: py
     text = shown(capsys, "check", TINY, "parallel.cp=2", "recompute.memory_gb=1")
     assert "  gathered   keys and values of all cp ranks are kept for the backward" in text
     assert "  attention" not in shown(capsys, "check", TINY)
+
+
+def test_check_predicts_imbalance_over_cp(capsys: pytest.CaptureFixture[str]) -> None:
+    within = ["parallel.cp=2", "data.attention=within", "data.positions=document"]
+    synthetic = ["data.synthetic=true", "data.synthetic_document_length=60", "train.micro_batch_size=1"]
+    text = shown(capsys, "check", TINY, *within, *synthetic)
+    found = re.search(
+        r"  imbalance  over cp the rank with most attention .* has (\S+)% more than the mean: (\S+)% of the step's",
+        text,
+    )
+    assert found is not None and 0 < float(found[1]) < 50 and 0 < float(found[2]) < 5
+    assert "the banner of a run has it" in shown(capsys, "check", TINY, *within)
+    assert "imbalance" not in shown(capsys, "check", TINY, "parallel.cp=2")
+    assert "tp=2 cp=2 pp=2 vpp=2, dp = world size / 8: open" in shown(
+        capsys, "check", TINY, "parallel.cp=2", "parallel.dp=null"
+    )
 
 
 def test_check_says_what_it_cannot_know(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,10 +10,13 @@ from engine.config.activations import RecomputeConfig
 from engine.config.plan import batch_plan
 from engine.config.section import with_value
 from engine.config.tree import Config
+from engine.context_parallel.deal import windows_of
+from engine.context_parallel.imbalance import work_of_ranks
 from engine.data.document_statistics import DocumentStatistics
 from engine.run.directory import RunDirectory
 from engine.telemetry.outlets.banner import End, Start, show_end, show_start
 from engine.telemetry.outlets.console import Report
+from engine.telemetry.record.flops import cost_of_cp_imbalance
 from engine.telemetry.record.metrics import Meter
 from engine.telemetry.record.parameters import num_parameters
 
@@ -86,6 +89,26 @@ def test_the_banner_describes_documents(make_config: Callable[..., Config], run:
     said = start_rows(config, run, replace(plain, unbroken=["data/web"]))
     assert said["documents"].startswith("data/web: documents are longer than 100 samples on average")
     assert "imbalance" not in said
+
+
+def test_the_banner_describes_imbalance_over_cp(make_config: Callable[..., Config], run: RunDirectory) -> None:
+    data = {"synthetic": True, "attention": "within"}
+    config = make_config(data=data, parallel={"cp": 2})
+    s = config.model.seq_length
+    start = Start(config, batch_plan(config, 2), "", "cpu", "", "", num_parameters(config.model), config.recompute)
+    documents = DocumentStatistics(s, (((s - 4, 4), (s,)),))
+    work = [work_of_ranks([row], 2, windows_of(config.model)) for row in ((s - 4, 4), (s,))]
+    most = sum(map(max, work)) / (sum(map(sum, work)) / 2)
+    said = start_rows(config, run, replace(start, documents=documents))["imbalance"]
+    cost = cost_of_cp_imbalance(config.model, documents, most)
+    assert (
+        f"over cp the rank with most attention work of a microbatch has {most - 1:.1%} more than the mean: {cost:.2%} of"
+        in said
+    )
+    whole = with_value(config, "parallel.cp", 1)
+    assert "over cp" not in start_rows(whole, run, replace(start, config=whole, documents=documents)).get(
+        "imbalance", ""
+    )
 
 
 def test_the_banner_says_that_gathered_inputs_are_kept(make_config: Callable[..., Config], run: RunDirectory) -> None:

@@ -33,7 +33,8 @@ WANDB = {"wandb": {"project": "triaxis-tests", "tags": ["a", "b"]}}
 
 def test_sections_name_everything_that_is_known(make_metrics: MakeMetrics) -> None:
     split = TimeSplit(1, 3, (dict.fromkeys(PARTS, 0.125),), (0.05,), (0.125,))
-    values = sections(make_metrics(step=3, mfu=0.5, val_loss=2.0, time_split=split))
+    values = sections(make_metrics(step=3, mfu=0.5, val_loss=2.0, cp_imbalance=1.25, time_split=split))
+    assert values["perf/cp_imbalance"] == 1.25
     assert values["train/step"] == 3 and values["train/val_loss"] == 2.0 and values["perf/mfu"] == 0.5
     assert values["perf/data_seconds"] == 0.5 and values["memory/peak_gib"] == 1.0
     assert values["optim/lr"] == 1e-3 and values["data/loss_tokens"] == 128
@@ -41,7 +42,8 @@ def test_sections_name_everything_that_is_known(make_metrics: MakeMetrics) -> No
     assert {name.split("/")[0] for name in values} == {
         *("train", "perf", "time", "memory", "comm", "pipeline", "optim", "data")
     }
-    assert {"train/val_loss", "perf/mfu", "perf/hfu"}.isdisjoint(sections(make_metrics()))
+    assert {"train/val_loss", "perf/mfu", "perf/hfu", "perf/cp_imbalance"}.isdisjoint(sections(make_metrics()))
+    assert "cp_imbalance" not in make_metrics().to_record()
 
 
 @pytest.fixture

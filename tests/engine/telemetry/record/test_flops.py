@@ -13,6 +13,7 @@ from engine.telemetry.record.flops import (
     CONVENTION,
     attention_share,
     convention,
+    cost_of_cp_imbalance,
     cost_of_imbalance,
     gemm_weights,
     hardware_flops_per_token,
@@ -216,3 +217,11 @@ def test_imbalance_costs_what_the_fullest_replica_computes_more() -> None:
     more = attention * (16 / keys - 1)
     assert cost_of_imbalance(config, unequal) == pytest.approx(more / (attention + 6 * gemm_weights(config)))
     assert cost_of_imbalance(config, one_document_per_sample(32)) == 0
+
+
+def test_imbalance_over_cp_costs_attention_alone() -> None:
+    config, halves = model(), DocumentStatistics(32, (((16, 16),),))
+    flops = model_flops_per_token(config, documents=halves)
+    attention = flops - 6 * gemm_weights(config)
+    assert cost_of_cp_imbalance(config, halves, 1.25) == pytest.approx(0.25 * attention / flops)
+    assert cost_of_cp_imbalance(config, halves, 1.0) == 0
