@@ -17,9 +17,10 @@ together, as nearly as such a small message is fast.
 and not longer than it waited more than the rank that waited least. This is a wait for another stage like others. What is waited
 beyond it is exposed_dp in the sum over first and last stage (tied embeddings), and `other` in the agreement of all.
 
-**Echoes.** Tensor-parallel ranks of one stage get one message each. One whose message is there goes on, and waits in its next
-tensor-parallel call for one whose message is late. As far as it waited less for its input than another, and its action took
-longer, it waited for the message; this is taken out of exposed_tp and of the action.
+**Echoes.** The ranks of one stage of a replica (tp x cp) get one message each. One whose message is there goes on, and waits in its
+next tensor- or context-parallel call for one whose message is late. As far as it waited less for its input than another, and
+its action took longer, it waited for the message; this is taken out of the action, and of exposed_tp and exposed_cp in the
+proportion in which the rank waited for the calls of both.
 
 `schedule_bubbles` are the simulator's: mean durations of forwards and backwards per stage. The bubble that is measured beyond them
 comes of actions that did not always take the same time.
@@ -64,7 +65,7 @@ class _Waits:
 
     Attributes:
         bubble, late: [ranks], the two causes of waiting for another stage.
-        echo: [ranks], what of `late` and `bubble` was waited in tensor-parallel calls.
+        tp_echo, cp_echo: [ranks], what of `late` and `bubble` was waited in tensor- and in context-parallel calls.
         drain: [ranks], and at the end of the step.
         summed: [ranks], what the sum over first and last stage took beyond `drain`.
         schedule: per rank, by the simulator.
@@ -72,7 +73,8 @@ class _Waits:
 
     bubble: Seconds
     late: Seconds
-    echo: Seconds
+    tp_echo: Seconds
+    cp_echo: Seconds
     drain: Seconds
     summed: Seconds
     schedule: tuple[float, ...]
@@ -84,16 +86,15 @@ class Attribution:
     def __init__(self, schedule: Schedule, places: Sequence[Coordinates]) -> None:
         self._schedule = schedule
         self._places = places
-        replicas = sorted({(place.dp, place.cp) for place in places})
-        rank_at = {((place.dp, place.cp), place.pp, place.tp): rank for rank, place in enumerate(places)}
-        tp = 1 + max(place.tp for place in places)
+        peers = sorted({(place.cp, place.tp) for place in places})
+        rank_at = {(place.dp, place.pp, (place.cp, place.tp)): rank for rank, place in enumerate(places)}
         self._ranks = np.array(
             [
-                [[rank_at[replica, pp, peer] for peer in range(tp)] for pp in range(schedule.placement.pp)]
-                for replica in replicas
+                [[rank_at[dp, pp, peer] for peer in peers] for pp in range(schedule.placement.pp)]
+                for dp in range(1 + max(place.dp for place in places))
             ]
         )
-        """[replicas, pp, tp]: who holds a stage of a pipeline."""
+        """[dp, pp, cp x tp]: who holds a stage of a pipeline, and meets in each action."""
         self._num_actions = num_actions(schedule)
         self._order = _order(schedule) if self._num_actions else []
 
@@ -106,7 +107,8 @@ class Attribution:
             parts: dict[Part, float] = {part: span.get(part, 0.0) for part in PARTS}
             parts["bubble"] = float(waits.bubble[rank])
             parts["exposed_pp"] += float(waits.late[rank])
-            parts["exposed_tp"] = max(parts["exposed_tp"] - float(waits.echo[rank]), 0.0)
+            parts["exposed_tp"] = max(parts["exposed_tp"] - float(waits.tp_echo[rank]), 0.0)
+            parts["exposed_cp"] = max(parts["exposed_cp"] - float(waits.cp_echo[rank]), 0.0)
             parts["exposed_dp"] += float(waits.summed[rank])
             at_the_end = span[ENDS_WAIT] + span[END_WAIT]
             parts["other"] += max(at_the_end - float(waits.drain[rank] + waits.summed[rank]), 0.0)
@@ -126,14 +128,16 @@ class Attribution:
         num_ranks, most = len(self._places), self._num_actions
         if not most:
             nothing = np.zeros(num_ranks)
-            return _Waits(nothing, nothing, nothing, nothing, nothing, (0.0,) * num_ranks)
+            return _Waits(nothing, nothing, nothing, nothing, nothing, nothing, (0.0,) * num_ranks)
         told = steps.reshape(num_ranks, -1, len(STEP_NUMBERS) + 2 * most)[self._ranks]
-        begin, through, end_wait, ends_wait, tp_wait = np.moveaxis(told[..., : len(STEP_NUMBERS)], -1, 0)
+        begin, through, end_wait, ends_wait, tp_wait, cp_wait = np.moveaxis(told[..., : len(STEP_NUMBERS)], -1, 0)
         waits, durations = told[..., len(STEP_NUMBERS) : -most], told[..., -most:]
-        # All are [replicas, pp, tp, steps], the last two with a dim of actions behind.
+        # All are [dp, pp, cp x tp, steps], the last two with a dim of actions behind.
         echoes = np.minimum(waits.max(axis=2, keepdims=True) - waits, durations - durations.min(axis=2, keepdims=True))
         echo = echoes.sum(axis=-1)
-        most_echo = np.minimum(echo, tp_wait)
+        met_wait = tp_wait + cp_wait
+        most_echo = np.minimum(echo, met_wait)
+        tp_echo = most_echo * np.divide(tp_wait, met_wait, out=np.zeros_like(echo), where=met_wait > 0)
         echoes *= np.divide(most_echo, echo, out=np.zeros_like(echo), where=echo > 0)[..., None]
         computing = (durations - echoes).mean(axis=2)
         at_the_end = end_wait + ends_wait
@@ -146,22 +150,23 @@ class Attribution:
         return _Waits(
             bubble=self._by_rank(bubble),
             late=self._by_rank(waited - bubble),
-            echo=self._by_rank(most_echo),
+            tp_echo=self._by_rank(tp_echo),
+            cp_echo=self._by_rank(most_echo - tp_echo),
             drain=self._by_rank(drain),
             summed=self._by_rank(np.maximum(ends_wait - drain, 0.0)),
             schedule=tuple(ideal[place.pp] for place in self._places),
         )
 
     def _by_rank(self, seconds: Seconds) -> Seconds:
-        """Return means [ranks] over the steps of [replicas, pp, tp, steps]."""
+        """Return means [ranks] over the steps of [dp, pp, cp x tp, steps]."""
         result = np.empty(len(self._places))
         result[self._ranks] = seconds.mean(axis=-1)
         return result
 
     def _replayed(self, begin: Seconds, durations: Seconds) -> Seconds:
-        """Return what each stage's rank waits [replicas, pp, steps] where messages take no time.
+        """Return what each stage's rank waits [dp, pp, steps] where messages take no time.
 
-        `begin` is [replicas, pp, steps], `durations` [replicas, pp, steps, actions].
+        `begin` is [dp, pp, steps], `durations` [dp, pp, steps, actions].
         """
         durations = np.moveaxis(durations, -1, 0)
         now = [begin[:, rank] for rank in range(begin.shape[1])]

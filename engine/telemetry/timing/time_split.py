@@ -111,7 +111,7 @@ class PipelineStep:
         met: when it left the step's last meeting of all ranks.
         end_wait: how long it waited there.
         ends_wait: and before, for the sum over first and last stage.
-        tp_wait: how long it waited for tensor-parallel calls.
+        tp_wait, cp_wait: how long it waited for tensor-parallel calls, and for context-parallel ones.
         waits: of each action in order, for its input.
         durations: of each action in order, waits for its input left out, others not.
     """
@@ -122,6 +122,7 @@ class PipelineStep:
     end_wait: float = 0.0
     ends_wait: float = 0.0
     tp_wait: float = 0.0
+    cp_wait: float = 0.0
     waits: list[float] = field(default_factory=list)
     durations: list[float] = field(default_factory=list)
 
@@ -130,10 +131,11 @@ class PipelineStep:
         assert len(self.waits) <= num_actions, f"{len(self.waits)} actions of a schedule of {num_actions}"
         none = [0.0] * (num_actions - len(self.waits))
         moments = [self.begin - self.met, self.through - self.met]
-        return [*moments, self.end_wait, self.ends_wait, self.tp_wait, *self.waits, *none, *self.durations, *none]
+        waits = [self.end_wait, self.ends_wait, self.tp_wait, self.cp_wait]
+        return [*moments, *waits, *self.waits, *none, *self.durations, *none]
 
 
-STEP_NUMBERS = ("begin", "through", "end_wait", "ends_wait", "tp_wait")
+STEP_NUMBERS = ("begin", "through", "end_wait", "ends_wait", "tp_wait", "cp_wait")
 """The numbers before the actions in `PipelineStep.numbers`."""
 
 
@@ -178,6 +180,8 @@ class StepTally:
             way.through = stop
             if span == "exposed_tp":
                 way.tp_wait += seconds
+            elif span == "exposed_cp":
+                way.cp_wait += seconds
             if isinstance(instruction, Action):
                 if instruction is not before:
                     way.waits.append(0.0)

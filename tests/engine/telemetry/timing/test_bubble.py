@@ -1,7 +1,7 @@
 """Waits in a pipeline by their causes: on runs made up event by event, with messages that are late where a test says so."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -28,18 +28,19 @@ class Call:
 PHASE = Phase.FORWARD_BACKWARD
 RECEIVE = Call("recv", "pp_forward")
 TP = Call("all_reduce", "tp", "mlp forward")
+CP = Call("all_gather", "cp", "keys and values forward")
 STEP = Call("all_reduce", "world", "step")
 Doings = list[tuple[Activity, float]]
 
 
 @dataclass
 class Run:
-    """Some pipelines side by side (dp), each stage on `tp` ranks which meet in the middle of every action.
+    """Some pipelines side by side (dp), each stage on `cp` x `tp` ranks; in the middle of every action those of tp meet, then all.
 
     Attributes:
         begins: by pp rank, what it does before its first action.
         durations: by replica, pp rank and action.
-        delays: of every message from one pp rank to another, by tp rank; none where a link is missing.
+        delays: of every message from one pp rank to another, by peer; none where a link is missing.
         latency: of the meeting at the end of the step.
     """
 
@@ -49,15 +50,20 @@ class Run:
     durations: Sequence[Sequence[Sequence[float]]]
     delays: Mapping[tuple[int, int], Sequence[float]]
     latency: float = 0.0
+    cp: int = 1
+
+    @property
+    def peers(self) -> int:
+        return self.cp * self.tp
 
     def places(self) -> list[Coordinates]:
-        """Ranks in the order of the grid: pp, dp, tp."""
+        """Ranks in the order of the grid: pp, dp, cp, tp."""
         pp, dp = self.schedule.placement.pp, len(self.durations)
         return [
-            Coordinates(stage, replica, 0, peer)
+            Coordinates(stage, replica, *divmod(peer, self.tp))
             for stage in range(pp)
             for replica in range(dp)
-            for peer in range(self.tp)
+            for peer in range(self.peers)
         ]
 
     def step(self) -> tuple[list[Doings], list[float]]:
@@ -67,16 +73,17 @@ class Run:
         ranks = []
         for place in self.places():
             activities, nows = walks[place.dp][place.pp]
-            done = activities[place.tp]
-            done.append((Activity(Phase.OPTIMIZER, wait=STEP), max(spans) - nows[place.tp] + self.latency))
+            peer = place.cp * self.tp + place.tp
+            done = activities[peer]
+            done.append((Activity(Phase.OPTIMIZER, wait=STEP), max(spans) - nows[peer] + self.latency))
             done.append((Activity(Phase.OPTIMIZER), 0.25 * (1 + place.pp)))
             ranks.append(done)
         return ranks, spans
 
     def _walk(self, durations: Sequence[Sequence[float]]) -> list[tuple[list[Doings], list[float]]]:
-        """By pp rank: what its tp ranks do, and when each is through with its last action."""
-        placement, peers = self.schedule.placement, range(self.tp)
-        stages = [([[(Activity(Phase.DATA), begin)] for _ in peers], [begin] * self.tp) for begin in self.begins]
+        """By pp rank: what its peers do, and when each is through with its last action."""
+        placement, peers = self.schedule.placement, range(self.peers)
+        stages = [([[(Activity(Phase.DATA), begin)] for _ in peers], [begin] * self.peers) for begin in self.begins]
         made: dict[tuple[int, Kind, int], list[float]] = {}
         done = [0] * placement.pp
         while done != [len(row) for row in self.schedule.actions]:
@@ -90,16 +97,20 @@ class Run:
                     if source is not None:
                         if source not in made:
                             break
-                        late = self.delays.get((placement.rank_of(source.stage), rank), [0.0] * self.tp)
+                        late = self.delays.get((placement.rank_of(source.stage), rank), [0.0] * self.peers)
                         arrived = made[source]
                         ready = [max(nows[peer], arrived[peer] + late[peer]) for peer in peers]
                     half = durations[rank][done[rank]] / 2
+                    first = [peer - peer % self.tp for peer in peers]
+                    met = [max(ready[at : at + self.tp]) for at in first]
                     for peer in peers:
                         if ready[peer] > nows[peer]:
                             activities[peer].append((Activity(PHASE, action, RECEIVE), ready[peer] - nows[peer]))
                         activities[peer].append((Activity(PHASE, action), half))
                         if self.tp > 1:
-                            activities[peer].append((Activity(PHASE, action, TP), max(ready) - ready[peer]))
+                            activities[peer].append((Activity(PHASE, action, TP), met[peer] - ready[peer]))
+                        if self.cp > 1:
+                            activities[peer].append((Activity(PHASE, action, CP), max(ready) - met[peer]))
                         activities[peer].append((Activity(PHASE, action), half))
                         nows[peer] = max(ready) + 2 * half
                     if action.kind is not Kind.W:
@@ -141,22 +152,22 @@ def runs(draw: st.DrawFn, schedule: Schedule) -> Run:
 
     replicas = [[some(len(row)) for row in schedule.actions] for _ in range(draw(st.integers(1, 2)))]
     begins = some(pp) if draw(st.booleans()) else [0.125] * pp
-    return Run(schedule, draw(st.integers(1, 2)), begins, replicas, {}, draw(st.floats(0, 0.25)))
+    return Run(
+        schedule, draw(st.integers(1, 2)), begins, replicas, {}, draw(st.floats(0, 0.25)), draw(st.integers(1, 2))
+    )
 
 
 @settings(deadline=None, max_examples=30)
 @given(data=st.data())
 def test_what_late_messages_cost_is_exposed_pp_and_the_bubble_stays(data: st.DataObject) -> None:
-    """One link, or all of them, is slow in two steps, for each tensor-parallel rank differently."""
+    """One link, or all of them, is slow in two steps, for each tensor- and context-parallel rank differently."""
     schedule = data.draw(pipelines())
     pp = schedule.placement.pp
     prompt = data.draw(runs(schedule))
     links = [(rank, (rank + 1) % pp) for rank in range(pp)] + [((rank + 1) % pp, rank) for rank in range(pp)]
     slow = data.draw(st.sampled_from([*([link] for link in links), links]))
-    delay = st.lists(st.floats(0, 5), min_size=prompt.tp, max_size=prompt.tp)
-    late = Run(
-        schedule, prompt.tp, prompt.begins, prompt.durations, {link: data.draw(delay) for link in slow}, prompt.latency
-    )
+    delay = st.lists(st.floats(0, 5), min_size=prompt.peers, max_size=prompt.peers)
+    late = replace(prompt, delays={link: data.draw(delay) for link in slow})
 
     (prompt_step, spans), (late_step, late_spans) = prompt.step(), late.step()
     before = split_of(schedule, prompt.places(), [prompt_step])
@@ -165,7 +176,7 @@ def test_what_late_messages_cost_is_exposed_pp_and_the_bubble_stays(data: st.Dat
         grown = late_spans[place.dp] - spans[place.dp]
         assert before.ranks[rank]["exposed_pp"] == pytest.approx(0.0, abs=1e-9)
         assert after.ranks[rank]["exposed_pp"] == pytest.approx(grown, abs=1e-9)
-        for part in ("compute", "exposed_tp", "bubble", "optimizer", "data"):
+        for part in ("compute", "exposed_tp", "exposed_cp", "bubble", "optimizer", "data"):
             assert after.ranks[rank][part] == pytest.approx(before.ranks[rank][part], abs=1e-9), part
     both = split_of(schedule, prompt.places(), [prompt_step, late_step])
     for part in PARTS:
@@ -206,17 +217,19 @@ def test_where_only_the_schedule_waits_the_measured_bubble_is_the_simulated_one(
         assert parts["other"] == pytest.approx(0.0625, abs=1e-9)
 
 
-def test_waits_inside_an_action_lengthen_it_for_the_schedule_but_are_not_compute() -> None:
-    """Two ranks, one microbatch: 0F0 on rank 0 takes 1 s and waits 1 s for tp; what rank 1 then waits is the schedule's fault."""
+@pytest.mark.parametrize("call", [TP, CP])
+def test_waits_inside_an_action_lengthen_it_for_the_schedule_but_are_not_compute(call: Call) -> None:
+    """Two ranks, one microbatch: 0F0 on rank 0 takes 1 s and waits 1 s for tp or cp; what rank 1 then waits is the schedule's."""
     schedule = schedules.build("1f1b", 2, 1, 1)
     f0, b0 = Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)
-    first = [(Activity(PHASE, f0), 0.5), (Activity(PHASE, f0, TP), 1.0), (Activity(PHASE, f0), 0.5)]
+    first = [(Activity(PHASE, f0), 0.5), (Activity(PHASE, f0, call), 1.0), (Activity(PHASE, f0), 0.5)]
     first += [(Activity(PHASE, b0, RECEIVE), 2.5), (Activity(PHASE, b0), 1.0)]
     second = [(Activity(PHASE, f0, RECEIVE), 2.25), (Activity(PHASE, f0), 1.0), (Activity(PHASE, b0), 1.0)]
     second += [(Activity(Phase.OPTIMIZER, wait=STEP), 1.25)]
     split = split_of(schedule, [Coordinates(0, 0, 0, 0), Coordinates(1, 0, 0, 0)], [[first, second]])
     assert [rank["compute"] for rank in split.ranks] == [2.0, 2.0]
-    assert [rank["exposed_tp"] for rank in split.ranks] == [1.0, 0.0]
+    part = "exposed_tp" if call is TP else "exposed_cp"
+    assert [rank[part] for rank in split.ranks] == [1.0, 0.0]
     # The schedule: 2 s and 1 s of F, 1 s and 1 s of B. The transfers of 0.25 s each come on top.
     assert split.schedule_bubbles == (2.0, 3.0)
     assert [rank["bubble"] for rank in split.ranks] == [2.0, 3.0]

@@ -1,0 +1,77 @@
+"""What the observer of the loop makes of a step where ranks share rows."""
+
+import io
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.config.plan import batch_plan, parallel_sizes
+from engine.config.section import with_value
+from engine.config.tree import Config
+from engine.context_parallel.cut import ContextCut
+from engine.context_parallel.imbalance import imbalance, work_of_ranks
+from engine.run.phases import Phase
+from engine.step import StepResult
+from engine.telemetry.observer import TrainingObserver
+from engine.telemetry.outlets.console import Report
+from engine.telemetry.outlets.hub import Telemetry
+from engine.telemetry.record.events import EventLog
+from engine.telemetry.record.metrics import Meter, StepMetrics
+from tests.engine.context_parallel.test_deal import batch_of
+
+
+def meter_of(config: Config) -> Meter:
+    sizes = parallel_sizes(config, None)
+    plan = batch_plan(config, sizes.dp)
+    return Meter(config, plan, layers_per_chunk=[2], world_size=sizes.world_size, device_name="cpu", attempt=0)
+
+
+def test_a_record_has_the_imbalance_of_its_own_step(
+    make_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step's numbers come when the next one is posted, and the third step has whole rows."""
+    config, records = make_config(parallel={"dp": 1}), list[StepMetrics]()
+    report = Report(30, 10, terminal=io.StringIO(), log=None, show_mfu=False)
+    telemetry = Telemetry(report, EventLog(tmp_path / "events.jsonl", 0))
+    monkeypatch.setattr(telemetry, "step", records.append)
+    observer = TrainingObserver(telemetry, meter_of(config), torch.device("cpu"))
+    steps = [[[[3, 9, 4], [16]], [[15, 1], [1, 15]]], [[[2, 14], [16]]]]
+    cut = ContextCut(2, 0, {None: 2})
+    for number, step in enumerate([*steps, None]):
+        observer.phase(Phase.DATA)
+        whole = [replace(batch_of([[16]]), documents=None)]
+        observer.on_batch([cut(batch_of(rows)) for rows in step] if step else [cut(each) for each in whole])
+        observer.end_step()
+        if number:
+            observer.on_step(number - 1, StepResult(loss=3.0, grad_norm=0.5, num_tokens=100), lr=0.1)
+    observer.on_step(2, StepResult(loss=3.0, grad_norm=0.5, num_tokens=100), lr=0.1)
+    expected = [imbalance([work_of_ranks(rows, 2, {None: 2}) for rows in step]) for step in steps]
+    assert [record.cp_imbalance for record in records] == [*expected, None]
+    assert min(expected) >= 1.0 and expected[0] != expected[1]
+
+
+def test_flops_per_second_count_global_tokens_and_all_ranks(make_config: Callable[..., Config]) -> None:
+    """A sample's tokens are counted once however many ranks share them, and each of these ranks is a device."""
+    plain = make_config(parallel={"dp": 1})
+    cut = with_value(plain, "parallel.cp", 4)
+    whole, shared = (
+        meter_of(config).measure(
+            1,
+            loss=1.0,
+            loss_tokens=1,
+            lr=0.1,
+            grad_norm=1.0,
+            spans_seconds={Phase.FORWARD_BACKWARD: 2.0},
+            unix_time_seconds=0.0,
+            peak_memory_bytes=0,
+        )
+        for config in (plain, cut)
+    )
+    tokens = plain.train.global_batch_size * plain.model.seq_length
+    assert shared.tokens_per_second == whole.tokens_per_second == tokens / 2
+    assert shared.consumed_tokens == whole.consumed_tokens == tokens
+    for name in ("model_tflops_per_device", "hardware_tflops_per_device"):
+        assert getattr(shared, name) == getattr(whole, name) / 4
