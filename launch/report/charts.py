@@ -1,6 +1,6 @@
 """Charts as inline SVG: lines, stacked columns, bars (no torch, no drawing library).
 
-Colours come from the page's CSS (`--c0` .. `--c8`, light or dark as the reader's system is), so a chart holds classes and no
+Colours come from the page's CSS (`--c0` .. `--c9`, light or dark as the reader's system is), so a chart holds classes and no
 colours. Every text passes through `escape`.
 """
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from html import escape
 
 from engine.telemetry.outlets.format import significant
+from launch.report.style import NUM_COLOURS
 
 Point = tuple[float, float]
 
@@ -29,7 +30,7 @@ class Line:
     Attributes:
         name: in the legend.
         points: (x, y), x ascending; a y that is not finite is a gap.
-        style: CSS class: c0 .. c8 for the colour, `broad`, `dashed`, `dots` (no line) after it.
+        style: CSS class: c0 .. c9 for the colour, `broad`, `dashed`, `dots` (no line) after it.
     """
 
     name: str
@@ -194,11 +195,11 @@ def stacked_chart(label: str, names: Sequence[str], columns: Sequence[tuple[floa
             top, bottom = frame.y(below + value), frame.y(below)
             at = tick(first) if first == last else f"{tick(first)} to {tick(last)}"
             inside.append(
-                f'<rect class="c{number % 9}" x="{left}" y="{top}" width="{max(right - left - 0.4, 0.4):.1f}" '
+                f'<rect class="c{number % NUM_COLOURS}" x="{left}" y="{top}" width="{max(right - left - 0.4, 0.4):.1f}" '
                 f'height="{max(bottom - top, 0):.1f}"><title>{escape(name)}: {significant(value)} s, step {at}</title></rect>'
             )
             below += value
-    return _legend([(f"c{number % 9}", name) for number, name in enumerate(names)]) + frame.svg(label, inside)
+    return _legend([(f"c{number % NUM_COLOURS}", name) for number, name in enumerate(names)]) + frame.svg(label, inside)
 
 
 def bar_chart(label: str, rows: Sequence[tuple[str, Sequence[tuple[str, str, float, str]]]]) -> str:
@@ -236,7 +237,7 @@ def share_bar(label: str, parts: Mapping[str, float]) -> str:
     for number, (name, value) in enumerate(parts.items()):
         width = value / whole * WIDTH
         drawn.append(
-            f'<rect class="c{number % 9}" x="{left:.1f}" y="0" width="{max(width - 0.8, 0):.1f}" height="22">'
+            f'<rect class="c{number % NUM_COLOURS}" x="{left:.1f}" y="0" width="{max(width - 0.8, 0):.1f}" height="22">'
             f"<title>{escape(name)}: {value / whole:.1%}</title></rect>"
         )
         left += width

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
+from statistics import fmean
 
 from engine.config.plan import batch_plan, parallel_sizes
 from engine.config.tree import Config
@@ -16,6 +17,7 @@ from engine.telemetry.timing.time_split import PARTS
 from launch.report.charts import Line, bar_chart, line_chart, share_bar, stacked_chart
 from launch.report.record import RunRecord, number
 from launch.report.schedule_picture import schedule_chart
+from launch.report.style import NUM_COLOURS
 from models.predict.rank_memory import Memory, predict
 
 MOST_COLUMNS = 150
@@ -159,15 +161,35 @@ def times(run: RunRecord) -> str:
     means = {name: sum(row[place] for row in rows) / len(rows) for place, name in enumerate(labels)}
     whole = sum(means.values()) or 1.0
     table = "".join(
-        f'<tr><td><i class="key c{place % 9}"></i>{escape(name)}</td><td class="n">{1e3 * seconds:,.2f} ms</td>'
+        f'<tr><td><i class="key c{place % NUM_COLOURS}"></i>{escape(name)}</td><td class="n">{1e3 * seconds:,.2f} ms</td>'
         f'<td class="n">{seconds / whole:.1%}</td></tr>'
         for place, (name, seconds) in enumerate(means.items())
     )
+    said += _context_parallelism(run)
     return (
         f'<p class="soft">{escape(said)}</p>{share_bar("shares of a step", means)}'
         f'<table><tr><th>part</th><th class="n">per step</th><th class="n">share</th></tr>{table}</table>'
         f"<h3>Seconds per step</h3>{stacked_chart('seconds per step, by part', labels, _merged(columns))}"
     )
+
+
+def _context_parallelism(run: RunRecord) -> str:
+    """Describe what is hidden of its calls, and how unequal its ranks' attention is; "" where no step has it."""
+    said = ""
+    known = [each for each in run.steps if _has(each, "time_split", "hidden_cp_seconds")]
+    if known:
+        hidden, exposed = (
+            sum(number(each, "time_split", key) for each in known) / len(known)
+            for key in ("hidden_cp_seconds", "exposed_cp_seconds")
+        )
+        said += f" Calls of context parallelism took {1e3 * (hidden + exposed):,.1f} ms of a step, {1e3 * hidden:,.1f} ms of it hidden."
+    unequal = [y for _, y in series(run.steps, "cp_imbalance") if math.isfinite(y)]
+    if unequal:
+        said += (
+            f" The context-parallel rank with most attention work of a microbatch had {fmean(unequal) - 1:.1%} more than the mean, "
+            f"{max(unequal) - 1:.1%} in the most unequal step."
+        )
+    return said
 
 
 def _zero(value: float) -> float:

@@ -1,14 +1,17 @@
 """The page's CSS: one column of cards, light or dark as the reader's system is; nothing is loaded from anywhere."""
 
+NUM_COLOURS = 10
+"""Classes c0, c1, ..: one for each part of a step's time."""
+
 CSS = """
 :root { color-scheme: light dark; --page: #f4f5f7; --card: #ffffff; --ink: #1b1f24; --soft: #5b6470; --rule: #d9dde3;
   --grid: #e7eaee; --idle: #eceef1; --good: #1a7f4b; --warn: #a15c00; --bad: #c0262d;
   --c0: #2f6fb0; --c1: #d9822b; --c2: #3f8f4f; --c3: #b0413e; --c4: #7a5ca8; --c5: #8c6d4f; --c6: #c0699f; --c7: #8a8f98;
-  --c8: #2f9aa0; }
+  --c8: #2f9aa0; --c9: #b5a32c; }
 @media (prefers-color-scheme: dark) { :root { --page: #14171b; --card: #1d2127; --ink: #e4e7eb; --soft: #9aa4b1; --rule: #353b44;
   --grid: #2a3038; --idle: #2a3038; --good: #5cc48b; --warn: #e3a34a; --bad: #ff7b7f;
   --c0: #6aa9e6; --c1: #f0a45c; --c2: #72c182; --c3: #e5807c; --c4: #b39be0; --c5: #c2a282; --c6: #e79cca; --c7: #a3abb6;
-  --c8: #63c7cc; } }
+  --c8: #63c7cc; --c9: #d6c65a; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, "Segoe UI", Helvetica, Arial, sans-serif; }
 main { max-width: 1180px; margin: 0 auto; padding: 28px 20px 60px; }
@@ -64,5 +67,5 @@ footer { color: var(--soft); font-size: 13px; margin-top: 22px; }
 """ + "".join(
     f".c{number} {{ stroke: none; fill: var(--c{number}); background: var(--c{number}); }} "
     f"svg polyline.c{number} {{ stroke: var(--c{number}); fill: none; }}\n"
-    for number in range(9)
+    for number in range(NUM_COLOURS)
 )

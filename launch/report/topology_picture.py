@@ -1,8 +1,8 @@
 """A layout as a picture: each node a box, each rank a cell in it (no torch here).
 
 hue         the pipeline stage        }  so every tensor-parallel group has a colour of its own, and the groups that
-lightness   the data-parallel index   }  work on one stage look related
-a line      one tensor-parallel group of the node, with its pp and dp in front; nodes in the order of their ranks
+lightness   the index over dp and cp  }  work on one stage look related
+a line      one tensor-parallel group of the node, with its pp, dp and cp in front; nodes in the order of their ranks
 """
 
 import colorsys
@@ -25,6 +25,7 @@ MOST_RANKS = 8192
 LEAST_WIDTH = 14.5
 """Width that the title and the legend need."""
 LEGEND = "one colour: a tensor-parallel group   ·   hue: pipeline stage   ·   shade: data-parallel index"
+LEGEND_OF_CUT_SAMPLES = LEGEND.replace("data-parallel index", "index over dp and cp")
 
 
 def draw_topology(grid: RankGrid, path: Path) -> None:
@@ -55,7 +56,13 @@ def draw_topology(grid: RankGrid, path: Path) -> None:
     left = (width - boxes_width) / 2 + MARGIN
     parts = [
         text(title, MARGIN * CELL, 0.35 * header * CELL, 18 * scale, weight="bold"),
-        text(LEGEND, MARGIN * CELL, 0.72 * header * CELL, 11 * scale, fill="#555555"),
+        text(
+            LEGEND if sizes.cp == 1 else LEGEND_OF_CUT_SAMPLES,
+            MARGIN * CELL,
+            0.72 * header * CELL,
+            11 * scale,
+            fill="#555555",
+        ),
     ]
     for node, groups in enumerate(lines):
         x = left + node % columns * (box_width + MARGIN)
@@ -114,7 +121,7 @@ def _colours(grid: RankGrid, rank: int) -> tuple[str, str]:
     """Return the colours of a rank's cell and of the letters in it."""
     at = grid.coordinates(rank)
     hue = (0.58 + at.pp / grid.sizes.pp) % 1.0
-    shade = at.dp / max(1, grid.sizes.dp - 1)
+    shade = (at.dp * grid.sizes.cp + at.cp) / max(1, grid.sizes.dp_cp - 1)
     red, green, blue = (round(255 * part) for part in colorsys.hls_to_rgb(hue, 0.86 - 0.26 * shade, 0.75))
     is_dark = 0.2126 * red + 0.7152 * green + 0.0722 * blue < 110  # luminance of sRGB's primaries, 0 to 255
     return f"#{red:02x}{green:02x}{blue:02x}", "#ffffff" if is_dark else "#222222"

@@ -57,6 +57,17 @@ def test_messages_are_those_of_the_run(sp: str) -> None:
         assert wire_bytes(one.op, 2, one.num_bytes) * one.calls == pytest.approx(largest.wire_bytes, rel=1e-3)
 
 
+def test_gathers_of_keys_and_values_and_sums_of_their_gradients_are_measured() -> None:
+    """In a step each layer and microbatch sums k and v of whole rows (fp32 here), in however many calls, and gathers s/cp tokens."""
+    asked = config("parallel.cp=2", "parallel.pp=1", "parallel.vpp=1", "parallel.sequence_parallel=false")
+    found = {one.op: one for one in message_sizes(asked, ParallelSizes(tp=2, cp=2, dp=1)) if one.axis == "cp"}
+    model = asked.model
+    rows = 2 * asked.train.global_batch_size * model.seq_length * (model.kv_heads // 2) * model.head_size * 4
+    summed, gathered = found["reduce_scatter"], found["all_gather"]
+    assert summed.num_bytes * summed.calls == rows * model.num_layers
+    assert gathered.num_bytes * gathered.calls in (rows * model.num_layers // 2, rows * model.num_layers)
+
+
 def test_one_rank_sends_nothing() -> None:
     assert message_sizes(config("parallel.tp=1", "parallel.pp=1", "parallel.vpp=1"), ParallelSizes()) == []
 

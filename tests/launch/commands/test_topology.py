@@ -100,6 +100,16 @@ def test_every_rank_is_in_the_picture(tmp_path: Path) -> None:
     assert [text for text in shown if text.startswith("dp ")] == ["dp 0", "dp 1", "dp 1", "dp 2"]
 
 
+def test_the_tensor_parallel_groups_of_a_stage_that_share_samples_have_a_colour_each(tmp_path: Path) -> None:
+    path = tmp_path / "layout.svg"
+    draw_topology(RankGrid(ParallelSizes(tp=2, cp=2, pp=2, dp=2), 16), path)
+    cells = [each.attrib for each in ElementTree.parse(path).getroot().iter(SVG + "rect")]
+    colours = [cell["fill"] for cell in cells if cell["width"] == cell["height"]]
+    assert len(colours) == 16 and len(set(colours)) == 8 and colours[::2] == colours[1::2]
+    assert any(text.endswith("shade: index over dp and cp") for text in texts(path))
+    assert [text for text in texts(path) if text.startswith("cp ")] == ["cp 0", "cp 1"] * 4
+
+
 def test_what_is_drawn_lies_inside_the_picture_and_no_cells_overlap(tmp_path: Path) -> None:
     path = tmp_path / "layout.svg"
     draw_topology(RankGrid(ParallelSizes(tp=4, pp=4, dp=4), 8), path)

@@ -47,6 +47,24 @@ class Found:
     posted_outside: int
 
 
+def cp_rates(rank: int) -> list[GroupRate]:
+    """Of a gather of keys and values, and of the sum of their gradients, on each of two replicas."""
+    topology = Topology(RankGrid(ParallelSizes(cp=2, dp=2)), rank, CPU)
+    sizes = [Size("cp", "all_gather", 4096, 8), Size("cp", "reduce_scatter", 8192, 4)]
+    return gather_rates(topology.axis("world"), group_rates(topology, sizes, DTYPES["fp32"]), CPU)
+
+
+def test_groups_that_share_samples_have_rates() -> None:
+    for rates in run_ranks(cp_rates, 4):
+        found = [(one.axis, one.op, one.ranks, one.num_bytes) for one in rates]
+        assert sorted(found) == [
+            ("cp", op, ranks, size)
+            for op, size in (("all_gather", 4096), ("reduce_scatter", 8192))
+            for ranks in ((0, 1), (2, 3))
+        ]
+        assert all(one.seconds > 0 and one.bytes_per_second > 0 for one in rates)
+
+
 def look(rank: int, folder: Path) -> Found:
     """Two nodes of two ranks; node 1's clock is ahead."""
     grid = RankGrid(ParallelSizes(pp=2, dp=2), ranks_per_node=2)

@@ -62,7 +62,7 @@ STEP = StepMetrics(
 SPLIT = TimeSplit(1, 10, ({part: 0.02 + 0.01 * place for place, part in enumerate(PARTS)},), (0.03,), (0.02,))
 
 
-def make_run(path: Path) -> Path:
+def make_run(path: Path, like: StepMetrics = STEP, split: TimeSplit = SPLIT) -> Path:
     """Killed after step 49, resumed at 41, finished: every section has something to show."""
     path.mkdir(parents=True)
     (path / "config.yaml").write_text(to_yaml(Config.model_validate(TREE), describe=True))
@@ -72,9 +72,9 @@ def make_run(path: Path) -> Path:
         versions = {"torch": "2.13.0", "python": HOSTILE}
         events.write("attempt_started", layout={"world_size": 4, "device": "NVIDIA H100", "versions": versions})
         for step in steps:
-            made = replace(STEP, step=step, attempt=attempt, loss=5.5 / step**0.3, consumed_tokens=256 * step)
+            made = replace(like, step=step, attempt=attempt, loss=5.5 / step**0.3, consumed_tokens=256 * step)
             if step % 10 == 0:
-                made = replace(made, val_loss=5.6 / step**0.3, time_split=SPLIT)
+                made = replace(made, val_loss=5.6 / step**0.3, time_split=split)
             metrics.record(made)
         if attempt == 0:
             events.write("slow_rank", step=30, rank=2, message="rank 2 is slow", host=HOSTILE)
@@ -138,6 +138,19 @@ def page_of(run: Path) -> Page:
     assert all(link.startswith("#") and link[1:] in page.ids for link in page.links), page.links
     assert not re.search(r"https?:|url\(|@import|javascript:", html, re.IGNORECASE), "it needs nothing from elsewhere"
     return page
+
+
+def test_context_parallelism_is_next_to_the_parts_of_a_step(tmp_path: Path) -> None:
+    """40 ms exposed and 9 ms hidden; each of the ten parts has a colour of its own."""
+    run = make_run(tmp_path / "cut", replace(STEP, cp_imbalance=1.25), replace(SPLIT, hidden_cp=(0.009,)))
+    said = page_of(run).sections["time"]
+    assert "Calls of context parallelism took 49.0 ms of a step, 9.0 ms of it hidden." in said
+    assert "most attention work of a microbatch had 25.0% more than the mean, 25.0% in the most unequal step." in said
+    html = render(read_run(run), 1.7e9)
+    keys = re.findall(r'<i class="key (c\d)"></i>', html)
+    assert len(keys) == len(set(keys)) == len(PARTS) and all(f"--{key}: #" in html for key in keys)
+    plain = page_of(make_run(tmp_path / "whole")).sections["time"]
+    assert "context parallelism" not in plain and "attention work" not in plain
 
 
 def test_a_whole_run_is_a_whole_page(tmp_path: Path) -> None:
