@@ -182,7 +182,8 @@ def _context_parallelism(run: RunRecord) -> str:
             sum(number(each, "time_split", key) for each in known) / len(known)
             for key in ("hidden_cp_seconds", "exposed_cp_seconds")
         )
-        said += f" Calls of context parallelism took {1e3 * (hidden + exposed):,.1f} ms of a step, {1e3 * hidden:,.1f} ms of it hidden."
+        taken = 1e3 * (hidden + exposed)
+        said += f" Calls of context parallelism took {taken:,.1f} ms of a step, {1e3 * hidden:,.1f} ms of it hidden."
     unequal = [y for _, y in series(run.steps, "cp_imbalance") if math.isfinite(y)]
     if unequal:
         said += (

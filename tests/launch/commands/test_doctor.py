@@ -58,7 +58,7 @@ def test_messages_are_those_of_the_run(sp: str) -> None:
 
 
 def test_gathers_of_keys_and_values_and_sums_of_their_gradients_are_measured() -> None:
-    """In a step each layer and microbatch sums k and v of whole rows (fp32 here), in however many calls, and gathers s/cp tokens."""
+    """In a step each layer and microbatch sums k and v of whole rows (fp32), in however many calls, and gathers s/cp tokens."""
     asked = config("parallel.cp=2", "parallel.pp=1", "parallel.vpp=1", "parallel.sequence_parallel=false")
     found = {one.op: one for one in message_sizes(asked, ParallelSizes(tp=2, cp=2, dp=1)) if one.axis == "cp"}
     model = asked.model
