@@ -57,6 +57,22 @@ def test_messages_are_those_of_the_run(sp: str) -> None:
         assert wire_bytes(one.op, 2, one.num_bytes) * one.calls == pytest.approx(largest.wire_bytes, rel=1e-3)
 
 
+def test_exchanges_of_heads_are_measured() -> None:
+    """Heads of q, k and v go one way, those of the output the other, forward and backward: 4 (a + g) of s/cp tokens (fp32 here)."""
+    asked = config(
+        "parallel.cp=2",
+        "parallel.pp=1",
+        "parallel.vpp=1",
+        "parallel.sequence_parallel=false",
+        "parallel.cp_method=ulysses",
+    )
+    (found,) = (one for one in message_sizes(asked, ParallelSizes(tp=2, cp=2, dp=1)) if one.axis == "cp")
+    model, heads = asked.model, asked.model.num_attention_heads // 2 + asked.model.kv_heads // 2
+    tokens = asked.train.global_batch_size * model.seq_length // 2
+    assert found.op == "all_to_all"
+    assert found.num_bytes * found.calls == 4 * heads * tokens * model.head_size * 4 * model.num_layers
+
+
 def test_gathers_of_keys_and_values_and_sums_of_their_gradients_are_measured() -> None:
     """In a step each layer and microbatch sums k and v of whole rows (fp32), in however many calls, and gathers s/cp tokens."""
     asked = config("parallel.cp=2", "parallel.pp=1", "parallel.vpp=1", "parallel.sequence_parallel=false")
