@@ -56,7 +56,8 @@ def decide(config: Config, gpus: Gpus, variables: Mapping[str, str], more_rules:
     if given := _number(variables, "NPROC_PER_NODE"):
         ranks, why = num_nodes * given, "NPROC_PER_NODE"
     elif parallel.dp is not None:
-        ranks, why = model_ranks * parallel.dp, "tp x pp x dp of the layout"
+        product = "tp x cp x pp x dp" if parallel.cp > 1 else "tp x pp x dp"
+        ranks, why = model_ranks * parallel.dp, f"{product} of the layout"
     elif num_gpus:
         dp = _largest_dp(config, num_nodes * num_gpus // model_ranks, model_ranks, num_nodes)
         ranks, why = model_ranks * dp, "dp was left open: as many GPUs as fit"

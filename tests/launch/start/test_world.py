@@ -19,6 +19,9 @@ def config(*overrides: str) -> Config:
 def test_without_gpus_the_layout_says_how_many():
     world = decide(config("parallel.dp=2"), Gpus(0), {})
     assert (world.size, world.num_nodes, world.ranks_per_node, world.backend) == (8, 1, 8, GLOO)
+    assert world.reason.startswith("tp x pp x dp of the layout")
+    cut = decide(config("parallel.dp=2", "parallel.cp=2"), Gpus(0), {})
+    assert cut.size == 16 and cut.reason.startswith("tp x cp x pp x dp of the layout")
     assert decide(config("parallel.dp=null"), Gpus(0), {}).size == 4
     assert decide(config("parallel.dp=2"), Gpus(0), {"NNODES": "2"}).ranks_per_node == 4
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from engine.telemetry.timing.clocks import HostClock
 from engine.telemetry.timing.marks import MarkedStep, TimeMarks
 from tests.engine.telemetry.timing.test_marks import Device
 from tests.harness import run_ranks
+from tests.parity.cases import Case, build_rank
 
 CPU = torch.device("cpu")
 F0 = Action(Kind.F, 0, 0)
@@ -74,6 +76,35 @@ def test_a_call_of_gloo_ends_when_its_result_is_there(tmp_path: Path) -> None:
     assert stop - start >= first_work >= 0.05, "under way while rank 1 has not posted it"
     assert second_start >= stop
     assert second_stop - second_start <= until_over + 0.01 < later, "what is computed after its end hides nothing"
+
+
+def followed_step(rank: int) -> tuple[list[tuple[float, float]], list[tuple[float, float]], int, int]:
+    """A step of a GPT: when its calls of cp were under way, when this rank waited for one, such calls, and all calls."""
+    marks = TimeMarks(HostClock())
+    engine, batches = build_rank(rank, Case("qwen", tp=2, cp=2, documents=True), [marks])
+    marks.begin(1, is_marked=True)
+    microbatches = batches.next_step()
+    marks.phase(Phase.FORWARD_BACKWARD)
+    engine.topology.ledger.reset()
+    counts = engine.forward_backward(microbatches)
+    posted = engine.topology.ledger.posted
+    marks.phase(Phase.OPTIMIZER)
+    engine.update(counts, 1e-3).wait()
+    step = ended(marks)
+    batches.close()
+    spans = zip(step.activities, pairwise(marks.clock.elapsed(step.marks)), strict=True)
+    waits = [span for activity, span in spans if activity.wait is not None and activity.wait.axis == "cp"]
+    num_calls = sum(event.axis == "cp" for event in posted)
+    return step.calls_elapsed(marks.clock), waits, num_calls, len(posted)
+
+
+def test_each_call_of_a_step_is_followed_from_its_post_to_its_end() -> None:
+    for calls, waits, num_calls, num_all in run_ranks(followed_step, 4):
+        assert num_all > num_calls == len(calls) == len(waits) > 0
+        assert calls == sorted(calls), "in the order of their posts"
+        # A wait ends behind its call, in whatever order they are waited for; gloo's sum in rank order is between them.
+        over, waited = (sorted(stop for _, stop in spans) for spans in (calls, waits))
+        assert all(stop <= later for stop, later in zip(over, waited, strict=True))
 
 
 class Reached:
