@@ -48,10 +48,15 @@ class ParallelConfig(Section):
         return self.sequence_parallel and self.tp > 1
 
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb_h1"]
 
-IS_INTERLEAVED: Mapping[str, bool] = MappingProxyType({"gpipe": False, "1f1b": False, "interleaved": True})
+IS_INTERLEAVED: Mapping[str, bool] = MappingProxyType(
+    {"gpipe": False, "1f1b": False, "interleaved": True, "zb_h1": False}
+)
 """The training schedules; True: of several model chunks per rank, False: of one."""
+
+DEFERS_WEIGHT_GRADIENTS = frozenset({"zb_h1"})
+"""The schedules with weight gradients apart from the backward (`W` of `engine.pipeline.actions`)."""
 
 
 class ScheduleConfig(Section):
@@ -59,7 +64,14 @@ class ScheduleConfig(Section):
 
     on_resume: ClassVar[OnResume | None] = LAYOUT
 
-    name: Literal["auto"] | ScheduleName = Field("auto", description="auto: 1f1b, or interleaved when vpp > 1")
+    name: Literal["auto"] | ScheduleName = Field(
+        "auto", description="auto: 1f1b, or interleaved when vpp > 1; zb_h1: 1f1b with weight gradients in the bubble"
+    )
+
+    @property
+    def defers_weight_gradients(self) -> bool:
+        """Return whether weight gradients are computed apart from the backward."""
+        return self.name in DEFERS_WEIGHT_GRADIENTS
 
 
 def layers_fill_stages(subject: Subject) -> Iterator[Problem]:

@@ -23,7 +23,7 @@ from engine.comm.topology import Topology
 from engine.pipeline.actions import Action, Kind
 from engine.pipeline.lowering import Instruction, Post, Program
 from engine.pipeline.p2p import StageTensor, Transport
-from engine.tensor_parallel.parameter import WeightGradQueue
+from engine.tensor_parallel.parameter import DeferredGrad, WeightGradQueue, add_deferred
 
 InstructionObserver = Callable[[Instruction | None], None]
 
@@ -108,7 +108,7 @@ class _Run:
             topology.device,
         )
         self.kept: dict[tuple[int, int], _Kept] = {}
-        self.deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        self.deferred: dict[tuple[int, int], list[DeferredGrad]] = {}
         self.outputs: dict[int, torch.Tensor] = {}
 
     def run(self) -> list[torch.Tensor]:
@@ -165,11 +165,9 @@ class _Run:
             assert kept.x.grad is not None
             self._hand_over("backward", stage - 1, microbatch, kept.x.grad)
 
-    @torch.no_grad()
     def weight_grads(self, action: Action) -> None:
-        """Run the GEMMs that an I kept; like in a backward, nothing of them is recorded for autograd."""
-        for work in self.deferred.pop((action.chunk, action.microbatch)):
-            work()
+        """Run the GEMMs that an I kept."""
+        add_deferred(self.deferred.pop((action.chunk, action.microbatch)))
 
     def _hand_over(self, direction: Any, stage: int, microbatch: int, tensor: torch.Tensor) -> None:
         local = self.placement.rank_of(stage) == self.rank

@@ -11,7 +11,8 @@ An MLP is column parallel, a nonlinearity, row parallel: one f and one g in the 
 Order of the column-parallel backward, in which communication runs under the GEMMs:
     1. post the all-gather of X (sequence parallelism keeps only the shard of X, unless `recompute.gathered_inputs` is keep)
     2. dX = dY W                       3. post f's backward on dX
-    4. dW += dY^T X (or defer it)      5. wait for dX
+    4. dW += dY^T X                    5. wait for dX
+Where weight gradients are deferred (`WeightGradQueue`), 1 and 4 run later, and a row-parallel layer gathers dY again for its own.
 
 Activations are made contiguous first (most are) and multiplied as matrices [s * b, in] (`_project`). On [s, b, in] torch looks at
 all strides, also of dimensions of size 1: for one sample with transposed tokens it makes s small GEMMs, each reading the weight.
@@ -28,7 +29,7 @@ from torch import nn
 from engine.kernels.weight_grad import add
 from engine.numerics.precision import accumulate, accumulation_dtype
 from engine.tensor_parallel.mappings import TensorParallelRegion
-from engine.tensor_parallel.parameter import FusedWeights, ShardedParameter, WeightGradQueue
+from engine.tensor_parallel.parameter import DeferredGrad, FusedWeights, ShardedParameter, WeightGradQueue
 
 
 class ColumnParallelLinear(nn.Module):
@@ -89,12 +90,22 @@ class _ColumnParallel(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         layer: ColumnParallelLinear = ctx.layer
         (kept,) = ctx.saved_tensors
-        grad = grad.contiguous()
-        gathered = layer.region.enter_again(kept, f"{layer.name} regather")
+        grad, regather = grad.contiguous(), f"{layer.name} regather"
+        deferring = layer.queue.deferring
+        gathered = None if deferring else layer.region.enter_again(kept, regather)
         grad_input = _times_rows(grad, layer.weights.matrices())
         reduced = layer.region.enter_backward(grad_input, f"{layer.name} backward")
-        inputs = gathered.wait()
-        layer.queue.run(lambda: layer.add_weight_grads(grad, inputs))
+        if gathered is not None:
+            layer.add_weight_grads(grad, gathered.wait())
+        else:
+            layer.queue.defer(
+                DeferredGrad(
+                    kept,
+                    lambda kept: layer.region.enter_again(kept, regather),
+                    grad,
+                    lambda x, grad: layer.add_weight_grads(grad, x),
+                )
+            )
         return reduced.wait(), None
 
 
@@ -152,13 +163,21 @@ class _RowParallel(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         layer: RowParallelLinear = ctx.layer
         (x,) = ctx.saved_tensors
-        gathered = layer.region.leave_backward(grad.contiguous(), f"{layer.name} backward")
+        grad = grad.contiguous()
+        gathered = layer.region.leave_backward(grad, f"{layer.name} backward")
         if layer.bias is not None:
             # The bias acts on this rank's part of the sequence; under sequence parallelism the sum over tp follows later.
             layer.bias.add_grad(grad.sum((0, 1), dtype=accumulation_dtype(grad.dtype)))
         whole = gathered.wait()
         grad_input = _project(whole, layer.matrix().t())
-        layer.queue.run(lambda: layer.add_weight_grads(whole, x))
+        if layer.queue.deferring:
+            # Of sequence-parallel gradients the shard is kept, and gathered once more.
+            regather = f"{layer.name} regather"
+            layer.queue.defer(
+                DeferredGrad(grad, lambda grad: layer.region.leave_backward(grad, regather), x, layer.add_weight_grads)
+            )
+        else:
+            layer.add_weight_grads(whole, x)
         return grad_input, None
 
 

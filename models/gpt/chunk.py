@@ -77,7 +77,9 @@ class GPTChunk(nn.Module):
         if stage.has_head:
             name = "embedding.word.weight" if context.model.tie_embeddings else "head.weight"
             weight = context.parameter(name)
-            self.head = ColumnParallelLinear([weight], [], context.region, context.queue, "head")
+            # Its gradient is as wide as the vocabulary: it is not kept for a deferred weight gradient.
+            at_once = WeightGradQueue(context.queue.kernel)
+            self.head = ColumnParallelLinear([weight], [], context.region, at_once, "head")
 
     @property
     def queue(self) -> WeightGradQueue:

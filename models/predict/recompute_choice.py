@@ -148,6 +148,8 @@ def candidates(config: Config, sizes: ParallelSizes) -> Iterator[RecomputeConfig
     parts = worthwhile_parts(config, sizes)
     for count in range(1, len(parts) + 1):
         yield choice_for_layers(config.recompute, granularity="selective", modules=parts[:count])
+    if config.schedule.defers_weight_gradients:
+        return
     for num_layers in range(1, max(len(stage.layers) for stage in stages_of(config)) + 1):
         yield choice_for_layers(
             config.recompute, granularity="full", method="block", num_layers=num_layers, modules=parts

@@ -7,7 +7,7 @@ whole tensor, n ranks: all-reduce 2 (n-1)/n N, all-gather, reduce-scatter and al
     b s h w t m: microbatch, sequence, hidden, bytes per element, tp size, microbatches per step
     layer, no SP      2 all-reduces forward, 2 backward (+ 2 when the whole layer is recomputed), each of w b s h
     layer, SP         2 all-gathers + 2 reduce-scatters each way, + 2 all-gathers to regather inputs, unless they are kept
-                      (`recompute.gathered_inputs`) (+ 2 + 2 recomputed)
+                      (`recompute.gathered_inputs`) (+ 2 + 2 recomputed), + 2 all-gathers with deferred weight gradients
     layer, QK-norm    over all heads: an all-reduce of [s, b, 2] squares in the accumulation dtype forward, and one backward
     layer, cp         all_gather: a gather of k and v forward (+ 1 recomputed), one backward unless they are kept
                       (`recompute.gathered_kv`), and a reduce-scatter of their gradients, each in pieces of heads;
@@ -114,6 +114,8 @@ def _tensor_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, stage:
     if config.parallel.sequence_parallel:
         again = 0 if config.recompute.gathered_inputs == "keep" else 1
         gathers = (4 + 2 * again) * num_layers + 2 * recomputed + stage.has_embedding + (1 + again) * stage.has_head
+        # A deferred weight gradient of a row-parallel layer gathers its output's gradient once more.
+        gathers += 2 * num_layers * config.schedule.defers_weight_gradients
         scatters = 4 * num_layers + 2 * recomputed + stage.has_embedding + stage.has_head
         tally.add("tp", "activations", "all_gather", t, shard, m * gathers)
         tally.add("tp", "activations", "reduce_scatter", t, whole, m * scatters)
