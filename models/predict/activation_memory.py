@@ -303,6 +303,40 @@ def forward_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) ->
     return max(most, kept_bytes(config, sizes, stage) + below.moved + _logits_at_a_time(config, sizes, stage))
 
 
+def deferred_terms(config: Config, sizes: ParallelSizes) -> list[Term]:
+    """List what the weight gradients of a layer wait with, from an `I` to its `W`: the inputs of its GEMMs, and their gradients.
+
+    Made again or kept, these are tensors of their own then. With sequence parallelism an input of a column-parallel layer and a
+    gradient of a row-parallel one are shards.
+    """
+    at, model = Sizes.of(config, sizes), config.model
+    nothing = Fraction(0)
+    shard = at.w * at.h * at.shard
+    entered = Fraction(at.w * at.h) if config.recompute.gathered_inputs == "keep" else shard
+    columns = at.w * model.activation_kind.num_inputs * at.f
+    # Branches of a parallel block read one tensor, and have one gradient, unless something of their own is between.
+    is_one_input = model.parallel_block and not model.norms_before and entered == shard
+    is_scaled = model.residual_multiplier != 1.0
+    is_one_gradient = model.parallel_block and not (model.hidden_dropout or model.norms_after or is_scaled)
+    return [
+        Term("attention.qkv", "input", nothing, entered),
+        Term("attention.qkv", "gradient", nothing, at.w * (at.q + 2 * at.kv)),
+        Term("attention.proj", "input", nothing, at.w * at.q),
+        Term("attention.proj", "gradient", nothing, nothing if is_one_gradient else shard),
+        Term("mlp.up", "input", nothing, nothing if is_one_input else entered),
+        Term("mlp.up", "gradient", nothing, columns),
+        Term("mlp.down", "input", nothing, at.w * at.f),
+        Term("mlp.down", "gradient", nothing, shard),
+    ]
+
+
+def deferred_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) -> int:
+    """Return the bytes that the weight gradients of one microbatch wait with on one stage; 0 where they do not wait."""
+    if not config.schedule.defers_weight_gradients:
+        return 0
+    return len(stage.layers) * _bytes(config, deferred_terms(config, sizes))
+
+
 def backward_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) -> int:
     """Return the most bytes that one microbatch keeps on one stage while its backward runs, recomputation included.
 
@@ -314,14 +348,15 @@ def backward_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) -
     head = _bytes(config, [term for term in ends if term.module in HEAD_MODULES and term.tensor != LOSS_MASK])
     groups = _groups(config, sizes, stage)
     kept = kept_bytes(config, sizes, stage)
+    deferred = deferred_bytes(config, sizes, stage) // max(1, len(groups))
     most = kept + (groups[-1].moved if groups else 0) + _logits_at_a_time(config, sizes, stage)
     kept -= head
     for index in reversed(range(len(groups))):
         group, below = groups[index], groups[index - 1] if index else _NOTHING
         coming = group.moved + below.moved
         most = max(most, kept + coming, kept - group.kept + group.whole + below.moved)
-        kept -= group.kept
-    return most
+        kept += deferred - group.kept
+    return max(most, kept)
 
 
 @dataclass(frozen=True, slots=True)

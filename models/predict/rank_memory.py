@@ -33,6 +33,7 @@ from models.predict.activation_memory import (
     BYTES_PER_ELEMENT,
     accumulation_bytes,
     backward_bytes,
+    deferred_bytes,
     forward_bytes,
     kept_bytes,
     moved_bytes,
@@ -286,16 +287,23 @@ def _records(config: Config, sizes: ParallelSizes, mine: Sequence[StageLayers]) 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Bytes that one microbatch holds on one stage: between its passes, in the host's memory, and at most in each pass."""
+    """Bytes that one microbatch holds on one stage.
+
+    Attributes:
+        kept, moved: between its passes, on the device and in the host's memory.
+        in_forward, in_backward: at most in each pass.
+        deferred: for its weight gradients, behind the gradient of its input.
+    """
 
     kept: int
     moved: int
     in_forward: int
     in_backward: int
+    deferred: int
 
     @classmethod
     def of(cls, config: Config, sizes: ParallelSizes, stage: StageLayers) -> "_Held":
-        functions = (kept_bytes, moved_bytes, forward_bytes, backward_bytes)
+        functions = (kept_bytes, moved_bytes, forward_bytes, backward_bytes, deferred_bytes)
         return cls(*(function(config, sizes, stage) for function in functions))
 
 
@@ -309,9 +317,12 @@ def _most_activations(chunks: Sequence[_Held], row: Sequence[Action]) -> tuple[i
             live += held.kept
             host += held.moved
             most_host = max(most_host, host)
-        elif action.kind is not Kind.W:
+        elif action.kind is Kind.W:
+            live -= held.deferred
+        else:
             live -= held.kept
             most = max(most, live + held.in_backward)
+            live += held.deferred if action.kind is Kind.I else 0
             host -= held.moved
     return most, most_host
 
