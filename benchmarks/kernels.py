@@ -41,7 +41,8 @@ from engine.tensor_parallel.chunked_head import chunked_head_losses
 from engine.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from engine.tensor_parallel.layers import ColumnParallelLinear
 from engine.tensor_parallel.mappings import TensorParallelRegion
-from engine.tensor_parallel.parameter import ShardedParameter, WeightGradQueue
+from engine.tensor_parallel.parameter import ShardedParameter
+from engine.tensor_parallel.weight_grads import WeightGradQueue
 
 Call = Callable[[], Any]
 

@@ -43,7 +43,8 @@ from engine.optimizer.grad_buffer import GradBuffers
 from engine.pipeline.actions import Schedule
 from engine.pipeline.executor import Executor, InstructionObserver
 from engine.pipeline.programs import Programs
-from engine.tensor_parallel.parameter import ShardedParameter, WeightGradQueue
+from engine.tensor_parallel.parameter import ShardedParameter
+from engine.tensor_parallel.weight_grads import WeightGradQueue
 
 
 class Chunk(Protocol):

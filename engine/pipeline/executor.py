@@ -23,7 +23,7 @@ from engine.comm.topology import Topology
 from engine.pipeline.actions import Action, Kind
 from engine.pipeline.lowering import Instruction, Post, Program
 from engine.pipeline.p2p import StageTensor, Transport
-from engine.tensor_parallel.parameter import DeferredGrad, WeightGradQueue, add_deferred
+from engine.tensor_parallel.weight_grads import DeferredGrad, WeightGradQueue, add_deferred
 
 InstructionObserver = Callable[[Instruction | None], None]
 

@@ -7,12 +7,11 @@
     forward_only  FFFF            validation and generation
 
 A rank runs its forwards in one fixed order and its backwards in another; a schedule is those two orders and the number
-of forwards before the first backward (the warm-up). All schedules here are that one function with other numbers; ZB-H1 then parts
-the backwards.
+of forwards before the first backward (the warm-up). All schedules here are that one function with other numbers; ZB-H1
+parts the backwards of 1F1B (`engine.pipeline.zero_bubble`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 
 from engine.config.layout import IS_INTERLEAVED
@@ -21,6 +20,7 @@ from engine.config.tree import Config
 from engine.errors import ScheduleError
 from engine.layout.rank_grid import ParallelSizes
 from engine.pipeline.actions import Action, Kind, Placement, Schedule
+from engine.pipeline.zero_bubble import zb_h1
 
 
 def gpipe(pp: int, num_microbatches: int) -> Schedule:
@@ -48,30 +48,6 @@ def interleaved(pp: int, vpp: int, num_microbatches: int) -> Schedule:
     )
 
 
-def zb_h1(pp: int, num_microbatches: int) -> Schedule:
-    """Run ZB-H1 (2401.10241, section 3 and figure 2): 1F1B with each backward in two, its weight gradients later.
-
-    A rank hands on the gradient of its input before it computes those of its weights, so the rank before it starts earlier, and
-    weight gradients fill the end of the step. Rank r holds those of at most r microbatches back: in flight and held together are
-    at most p, as on the first rank of 1F1B. Bubble: (p - 1)(T_F + T_B - T_W), T_B of the input gradient alone.
-    """
-    schedule = one_f_one_b(pp, num_microbatches)
-    rows = []
-    for rank, actions in enumerate(schedule.actions):
-        row: list[Action] = []
-        held: list[Action] = []
-        for action in actions:
-            if action.kind is Kind.F:
-                row.append(action)
-                continue
-            row.append(action._replace(kind=Kind.I))
-            held.append(action._replace(kind=Kind.W))
-            if len(held) > rank:
-                row.append(held.pop(0))
-        rows.append((*row, *held))
-    return replace(schedule, name="zb_h1", actions=tuple(rows))
-
-
 def forward_only(pp: int, vpp: int, num_microbatches: int) -> Schedule:
     """Run forwards only, in the order of the training schedule: validation and generation."""
     _require_positive(pp=pp, vpp=vpp, microbatches=num_microbatches)
@@ -84,7 +60,7 @@ BUILDERS: Mapping[str, Callable[[int, int, int], Schedule]] = MappingProxyType(
         "gpipe": lambda pp, vpp, num_microbatches: gpipe(pp, num_microbatches),
         "1f1b": lambda pp, vpp, num_microbatches: one_f_one_b(pp, num_microbatches),
         "interleaved": interleaved,
-        "zb_h1": lambda pp, vpp, num_microbatches: zb_h1(pp, num_microbatches),
+        "zb_h1": lambda pp, vpp, num_microbatches: zb_h1(one_f_one_b(pp, num_microbatches)),
         "forward_only": forward_only,
     }
 )

@@ -27,12 +27,14 @@ class ScheduleFacts:
 
     Attributes:
         peak_in_flight: most microbatch-chunks whose F has started and whose B (or I) has not ended; 0 where no backward comes.
+        peak_held: most microbatch-chunks whose I has ended and whose W has not.
         peak_early_receives: most receives of one direction and chunk that are posted while an action runs and feed a later
             one: buffers besides those in flight. 0 for a schedule that is not lowered.
         num_transfers: sends and receives of the rank; 0 for a schedule that is not lowered.
     """
 
     peak_in_flight: tuple[int, ...]
+    peak_held: tuple[int, ...]
     peak_early_receives: tuple[int, ...]
     num_transfers: tuple[int, ...]
 
@@ -60,6 +62,7 @@ def check(subject: Schedule | Program, opened: Collection[Connection] | None = N
     ranks = range(len(program.instructions))
     return ScheduleFacts(
         tuple(checker.peak_in_flight(rank) for rank in ranks),
+        tuple(checker.peak_held(rank) for rank in ranks),
         tuple(checker.peak_early_receives(rank) for rank in ranks),
         tuple(sum(len(each.transfers) for each in row if isinstance(each, Post)) for row in program.instructions),
     )
@@ -378,6 +381,14 @@ class _Checker:
                 now += each.kind is Kind.F
                 peak = max(peak, now)
                 now -= each.kind in (Kind.B, Kind.I)
+        return peak
+
+    def peak_held(self, rank: int) -> int:
+        now = peak = 0
+        for each in self.rows[rank]:
+            if isinstance(each, Action):
+                now += (each.kind is Kind.I) - (each.kind is Kind.W)
+                peak = max(peak, now)
         return peak
 
     def peak_early_receives(self, rank: int) -> int:

@@ -29,7 +29,8 @@ from torch import nn
 from engine.kernels.weight_grad import add
 from engine.numerics.precision import accumulate, accumulation_dtype
 from engine.tensor_parallel.mappings import TensorParallelRegion
-from engine.tensor_parallel.parameter import DeferredGrad, FusedWeights, ShardedParameter, WeightGradQueue
+from engine.tensor_parallel.parameter import FusedWeights, ShardedParameter
+from engine.tensor_parallel.weight_grads import DeferredGrad, WeightGradQueue
 
 
 class ColumnParallelLinear(nn.Module):

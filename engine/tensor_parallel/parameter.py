@@ -8,18 +8,16 @@ tensors (`bind`):
 
 Autograd never stores a gradient. The function that computes one adds it to the main grad (`add_grad`, or `add_matmul` and then
 `grad_was_added`), which notifies the sink. The first gradient of a step overwrites the last step's, so main grads are never zeroed.
-A weight-gradient GEMM may be deferred (`WeightGradQueue`), which zero-bubble schedules need; the sink is notified when it runs.
+A weight-gradient GEMM may be deferred (`weight_grads.py`), which zero-bubble schedules need; the sink is notified when it runs.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from engine.comm.collectives import Pending
-from engine.kernels.weight_grad import WeightGradKernel, add, add_matmul
+from engine.kernels.weight_grad import add
 from engine.layout.shard_spec import ParamRecord
 
 
@@ -99,61 +97,6 @@ class _ToMainGrad(torch.autograd.Function):
     def backward(ctx, grad: torch.Tensor) -> tuple[None, None]:  # type: ignore[no-untyped-def]
         ctx.parameter.add_grad(grad)
         return None, None
-
-
-@dataclass(frozen=True, slots=True)
-class DeferredGrad:
-    """The weight gradient of one layer and microbatch, still to be computed.
-
-    Attributes:
-        part: an operand as this rank keeps it; with sequence parallelism its shard [s/t, b, h].
-        gather: posts what makes it whole, [s, b, h].
-        other: the other operand, whole.
-        add: computes the gradient from the whole operand and the other one.
-    """
-
-    part: torch.Tensor
-    gather: Callable[[torch.Tensor], Pending]
-    other: torch.Tensor
-    add: Callable[[torch.Tensor, torch.Tensor], None]
-
-
-class WeightGradQueue:
-    """Weight-gradient GEMMs that may run later.
-
-    While `deferring`, layers give it their work by `defer`, and `take` hands it to the executor.
-
-    Args:
-        kernel: kernel of the GEMMs.
-    """
-
-    def __init__(self, kernel: WeightGradKernel = "separate") -> None:
-        self.kernel = kernel
-        self.deferring = False
-        self._work: list[DeferredGrad] = []
-
-    def defer(self, work: DeferredGrad) -> None:
-        assert self.deferring
-        self._work.append(work)
-
-    def add_matmul(self, main_grad: torch.Tensor, grad: torch.Tensor, inputs: torch.Tensor, *, overwrite: bool) -> None:
-        """Compute main_grad [rows, in] += grad^T [rows, tokens] x inputs [tokens, in] (`overwrite`: =)."""
-        add_matmul(main_grad, grad, inputs, overwrite=overwrite, kernel=self.kernel)
-
-    def take(self) -> list[DeferredGrad]:
-        """Return the queued work in order, leaving the queue empty."""
-        work, self._work = self._work, []
-        return work
-
-
-@torch.no_grad()
-def add_deferred(work: list[DeferredGrad]) -> None:
-    """Compute weight gradients, and empty the list; an operand is gathered under the GEMM before its own."""
-    gathers = [each.gather(each.part) for each in work[:1]]
-    while work:
-        gathers += [each.gather(each.part) for each in work[1:2]]
-        first = work.pop(0)
-        first.add(gathers.pop(0).wait(), first.other)
 
 
 class FusedWeights:

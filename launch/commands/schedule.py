@@ -205,14 +205,19 @@ def _check(console: Console, to_check: list[Schedule]) -> None:
         )
         timeline = _timeline(schedule)
         table = Table(box=None, pad_edge=False, header_style="bold")
-        for column in ("rank", "most in flight", "early receives", "sends + receives", "idle"):
+        columns = {
+            "most in flight": facts.peak_in_flight,
+            **({"most held": facts.peak_held} if any(facts.peak_held) else {}),
+            "early receives": facts.peak_early_receives,
+            "sends + receives": facts.num_transfers,
+        }
+        for column in ("rank", *columns, "idle"):
             table.add_column(column, justify="right")
-        for rank, values in enumerate(
-            zip(facts.peak_in_flight, facts.peak_early_receives, facts.num_transfers, strict=True)
-        ):
+        for rank, values in enumerate(zip(*columns.values(), strict=True)):
             table.add_row(str(rank), *map(str, values), f"{timeline.bubble_fraction(rank):.1%}")
         console.print(table)
     console.print(
-        "in flight: microbatch-chunks whose activations are kept; early receives: per direction and chunk; "
+        "in flight: microbatch-chunks whose activations are kept; held: those whose weight gradients wait; "
+        "early receives: per direction and chunk; "
         f"idle: of the span, a backward taking {BACKWARD_COST} forwards and transfers nothing"
     )

@@ -94,7 +94,7 @@ def matrix(
         "vpp": (2, 1),
         "dp": (2, 4, 1),
         "sp": (True, False),
-        "schedule": ("auto", "gpipe"),
+        "schedule": ("auto", "gpipe", "zb_h1"),
         "recompute": ("full", "selective", "none"),
         "micro batch": (2, 1),
     }
@@ -130,6 +130,8 @@ def matrix(
             has_effect = not (sp and tp == 1) and not (method == "ulysses" and cp == 1)
             fits = has_effect and 1 < tp * cp * pp * dp <= most_ranks
             chunked = vpp == 1 or (pp > 1 and row["schedule"] == "auto")
+            # Deferred weight gradients keep what whole layers would recompute.
+            fits = fits and not (row["schedule"] == "zb_h1" and row["recompute"] == "full")
             return fits and chunked and is_legal(str(row["model"]), tp, cp, method, pp, vpp, bool(sp))
 
         if path is not None:

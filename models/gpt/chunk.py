@@ -35,7 +35,8 @@ from engine.numerics.precision import DTYPES
 from engine.tensor_parallel.dropout import DropoutKeys
 from engine.tensor_parallel.layers import ColumnParallelLinear
 from engine.tensor_parallel.mappings import TensorParallelRegion
-from engine.tensor_parallel.parameter import ShardedParameter, WeightGradQueue
+from engine.tensor_parallel.parameter import ShardedParameter
+from engine.tensor_parallel.weight_grads import WeightGradQueue
 from models.gpt.block import Block
 from models.gpt.context import BuildContext, Norm, Positions
 from models.gpt.embedding import Embedding

@@ -17,7 +17,8 @@ from engine.kernels.elementwise import norm
 from engine.kernels.registry import Kernels
 from engine.tensor_parallel.dropout import DropoutKeys, dropout
 from engine.tensor_parallel.mappings import TensorParallelRegion
-from engine.tensor_parallel.parameter import ShardedParameter, WeightGradQueue
+from engine.tensor_parallel.parameter import ShardedParameter
+from engine.tensor_parallel.weight_grads import WeightGradQueue
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,8 @@ COVERING = [
     Case("llama", tp=2, sequence_parallel=True, staged=True, **SMALL),
     Case("gpt", tp=2, pp=2, staged=True, **SMALL_STAGES),
     Case("gpt", pp=2, dp=2, vpp=2, staged=True, num_layers=4),
+    Case("gpt", tp=2, pp=2, sequence_parallel=True, schedule="zb_h1", num_layers=4, global_batch_size=5),
+    Case("llama", pp=4, dp=2, schedule="zb_h1", micro_batch_size=2, bucket_bytes=1, num_layers=4, global_batch_size=24),
     Case("llama", head_tokens=5, **SMALL),
     Case("gpt", tp=2, dp=2, micro_batch_size=2, head_tokens=7, num_layers=2),
     Case("mqa_rope_bias", tp=4, pp=2, sequence_parallel=True, head_tokens=1, **SMALL),
@@ -81,6 +83,11 @@ COVERING = [
 """As deep and with as many microbatches as there is something to go wrong in."""
 
 COVERING_TOO = [
+    Case("gpt", pp=4, schedule="zb_h1", staged=True),
+    Case("qwen", tp=2, pp=2, cp=2, schedule="zb_h1", recompute=SELECTIVE, modules=CHEAP, documents=True),
+    Case("kinds_dropout", tp=2, pp=2, sequence_parallel=True, schedule="zb_h1", gathered_inputs="keep", offload=2),
+    Case("llama", tp=2, pp=2, schedule="zb_h1", head_tokens=5, recompute=SELECTIVE, modules=("mlp", "attention")),
+    Case("parallel gpt", pp=2, schedule="zb_h1", num_layers=4, optimizer="sgd"),
     Case("llama", tp=8),
     Case("llama", tp=4, dp=2, sequence_parallel=True),
     Case("gpt", pp=4, vpp=2, dp=2, global_batch_size=10),

@@ -72,6 +72,8 @@ TRAFFIC = [
         global_batch_size=3,
     ),
     Case("olmo2", tp=4, recompute=("full", "block", 1), num_layers=3, global_batch_size=3),
+    Case("gpt", tp=2, pp=2, sequence_parallel=True, schedule="zb_h1", num_layers=6, global_batch_size=3),
+    Case("qwen", tp=2, pp=2, schedule="zb_h1", gathered_inputs="keep", sequence_parallel=True, num_layers=2),
     Case(
         "llama",
         cp=2,
@@ -197,6 +199,24 @@ def test_keys_and_values_travel_under_the_attention_of_other_pieces(case: Case, 
     for events in run_ranks(events_of_a_step, 2, case):
         found = exposed_shares(events)
         assert found == {f"{KEYS_AND_VALUES} {name}": share for name in ("forward", "backward", "gradients")}
+
+
+def test_operands_of_deferred_weight_gradients_are_gathered_under_the_gemm_before() -> None:
+    case = Case("gpt", tp=2, pp=2, sequence_parallel=True, schedule="zb_h1", num_layers=2, global_batch_size=3)
+    for events in run_ranks(events_of_a_step, 4, case):
+        order = [
+            (event.phase, event.purpose.removesuffix(" regather"))
+            for event in events
+            if event.op in ("all_gather", "weight_grad") and ("regather" in event.purpose or event.op == "weight_grad")
+        ]
+        layer = next(purpose.partition(".attention")[0] for _, purpose in order if ".attention" in purpose)
+        down, up, proj, qkv = (f"{layer}.{name}" for name in ("mlp.down", "mlp.up", "attention.proj", "attention.qkv"))
+        begin = order.index(("post", down))
+        assert order[begin : begin + 12] == [
+            *(("post", down), ("post", up), ("wait", down), ("mark", down)),
+            *(("post", proj), ("wait", up), ("mark", up), ("post", qkv), ("wait", proj), ("mark", proj)),
+            *(("wait", qkv), ("mark", qkv)),
+        ]
 
 
 def test_a_head_in_pieces_sends_what_a_whole_one_does_its_last_under_a_weight_gradient() -> None:

@@ -17,6 +17,7 @@ GOLDEN = Path(__file__).parents[2] / "golden" / "schedules"
 GOLDEN_SCHEDULES = {
     "gpipe_pp4_m4": schedules.gpipe(4, 4),
     "1f1b_pp4_m8": schedules.one_f_one_b(4, 8),
+    "zb_h1_pp4_m8": schedules.build("zb_h1", 4, 1, 8),
     "interleaved_pp2_vpp2_m4": schedules.interleaved(2, 2, 4),
     "interleaved_pp4_vpp2_m8": schedules.interleaved(4, 2, 8),
     "interleaved_pp4_vpp2_m5": schedules.interleaved(4, 2, 5),
@@ -48,11 +49,12 @@ def test_1f1b_is_the_figure_of_the_papers() -> None:
 def test_every_schedule_builds_lowers_and_checks(size: tuple[int, int, int]) -> None:
     """The checker runs the lowered program under NCCL's rules; the bounds are those of formulas and docstrings."""
     pp, vpp, num_microbatches = size
-    names = ["interleaved", "forward_only"] + (["gpipe", "1f1b"] if vpp == 1 else [])
+    names = ["interleaved", "forward_only"] + (["gpipe", "1f1b", "zb_h1"] if vpp == 1 else [])
     for name in names:
         schedule = schedules.build(name, pp, vpp, num_microbatches)
         report = check(lower(schedule))
         assert check(schedule).peak_in_flight == report.peak_in_flight
+        assert report.peak_held == tuple(min(rank + 1, num_microbatches) * (name == "zb_h1") for rank in range(pp))
         assert max(report.peak_early_receives) <= 1
         for rank, peak in enumerate(report.peak_in_flight):
             assert _allowed(name, peak, rank, *size), (name, size, rank, peak)
@@ -62,8 +64,21 @@ def _allowed(name: str, peak: int, rank: int, pp: int, vpp: int, num_microbatche
     if name == "interleaved":
         bound = min(num_microbatches * vpp, 2 * (pp - rank - 1) + (vpp - 1) * pp + 1)
         return peak == bound if num_microbatches % pp == 0 else peak <= bound
-    exact = {"gpipe": num_microbatches, "1f1b": min(pp - rank, num_microbatches), "forward_only": 0}
+    of_1f1b = min(pp - rank, num_microbatches)
+    exact = {"gpipe": num_microbatches, "1f1b": of_1f1b, "zb_h1": of_1f1b, "forward_only": 0}
     return peak == exact[name]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 12), st.integers(1, 30))
+def test_zb_h1_keeps_no_more_microbatches_than_the_first_rank_of_1f1b(pp: int, num_microbatches: int) -> None:
+    """In flight or held."""
+    for row in schedules.build("zb_h1", pp, 1, num_microbatches).actions:
+        now = peak = 0
+        for action in row:
+            now += (action.kind is Kind.F) - (action.kind is Kind.W)
+            peak = max(peak, now)
+        assert now == 0 and peak == min(pp, num_microbatches)
 
 
 @settings(max_examples=50, deadline=None)

@@ -33,7 +33,7 @@ from engine.telemetry.timing.slow_ranks import SlowRanks
 from engine.telemetry.timing.step_times import PURPOSE, StepTimes
 from engine.telemetry.timing.time_split import TimeSplit
 from engine.telemetry.timing.timeline import Row, Timeline, merge
-from engine.tensor_parallel.parameter import WeightGradQueue
+from engine.tensor_parallel.weight_grads import WeightGradQueue
 from tests.harness import run_ranks
 from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank

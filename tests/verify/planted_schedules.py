@@ -1,0 +1,60 @@
+"""Bugs of schedules with deferred weight gradients, planted in ranks under verification (see `planted.py`)."""
+
+from typing import Any
+
+import torch
+
+from engine.comm.collectives import Pending
+from engine.pipeline.actions import Action
+from engine.pipeline.executor import _Run
+from engine.tensor_parallel.mappings import TensorParallelRegion
+from tests.parity.cases import Case
+from tests.verify.bug import Bug, anything
+
+
+def weight_gradients_take_the_operands_of_the_latest_microbatch() -> None:
+    backward = _Run.backward
+
+    def late_binding(self: Any, action: Action) -> None:
+        backward(self, action)
+        latest = self.deferred[action.chunk, action.microbatch]
+        self.deferred = {place: list(latest) for place in self.deferred}
+
+    _Run.backward = late_binding  # type: ignore[method-assign]
+
+
+def gradients_that_are_gathered_again_are_this_ranks_own() -> None:
+    leave = TensorParallelRegion.leave_backward
+
+    def own(self: TensorParallelRegion, grad: torch.Tensor, purpose: str) -> Pending:
+        if not purpose.endswith("regather"):
+            return leave(self, grad, purpose)
+        return Pending(torch.cat([grad] * self.axis.size))
+
+    TensorParallelRegion.leave_backward = own  # type: ignore[method-assign]
+
+
+def is_row_parallel(name: str) -> bool:
+    return "proj" in name or "down" in name
+
+
+ZB = Case("llama", tp=2, pp=2, sequence_parallel=True, schedule="zb_h1", num_layers=4, global_batch_size=6)
+
+BUGS = (
+    Bug(
+        weight_gradients_take_the_operands_of_the_latest_microbatch,
+        ZB,
+        "gradient",
+        anything,
+        "pp",
+        "vanishes with pp=1",
+    ),
+    Bug(
+        gradients_that_are_gathered_again_are_this_ranks_own,
+        ZB,
+        "gradient",
+        is_row_parallel,
+        "tp",
+        "vanishes with tp=1",
+    ),
+)
