@@ -1,7 +1,7 @@
 """Weight-gradient GEMMs, at once or later: zero-bubble schedules compute them apart from the gradient of the input."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,16 +33,27 @@ class WeightGradQueue:
 
     Args:
         kernel: kernel of the GEMMs.
+        on_kept: called with each operand that waits.
     """
 
-    def __init__(self, kernel: WeightGradKernel = "separate") -> None:
+    def __init__(
+        self,
+        kernel: WeightGradKernel = "separate",
+        on_kept: Callable[[torch.Tensor], None] = lambda tensor: None,
+    ) -> None:
         self.kernel = kernel
+        self._on_kept = on_kept
         self.deferring = False
         self._work: list[DeferredGrad] = []
 
     def defer(self, work: DeferredGrad) -> None:
+        """Keep work for `take`."""
         assert self.deferring
-        self._work.append(work)
+        # Otherwise the operands would keep the graph of the backward, and with it the stage's input and its gradient.
+        part, other = work.part.detach(), work.other.detach()
+        self._on_kept(part)
+        self._on_kept(other)
+        self._work.append(replace(work, part=part, other=other))
 
     def add_matmul(self, main_grad: torch.Tensor, grad: torch.Tensor, inputs: torch.Tensor, *, overwrite: bool) -> None:
         """Compute main_grad [rows, in] += grad^T [rows, tokens] x inputs [tokens, in] (`overwrite`: =)."""

@@ -237,7 +237,7 @@ def build_chunks(
             dtype=dtype,
             seed=config.train.seed,
             parameters=parameters,
-            queue=WeightGradQueue(kernels.choices.weight_grad),
+            queue=WeightGradQueue(kernels.choices.weight_grad, on_saved),
             saved=saved,
         )
         chunks.append(GPTChunk(context, stage))

@@ -306,8 +306,7 @@ def forward_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) ->
 def deferred_terms(config: Config, sizes: ParallelSizes) -> list[Term]:
     """List what the weight gradients of a layer wait with, from an `I` to its `W`: the inputs of its GEMMs, and their gradients.
 
-    Made again or kept, these are tensors of their own then. With sequence parallelism an input of a column-parallel layer and a
-    gradient of a row-parallel one are shards.
+    With sequence parallelism an input of a column-parallel layer and a gradient of a row-parallel one are shards.
     """
     at, model = Sizes.of(config, sizes), config.model
     nothing = Fraction(0)
@@ -337,6 +336,29 @@ def deferred_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) -
     return len(stage.layers) * _bytes(config, deferred_terms(config, sizes))
 
 
+def _waiting(config: Config, sizes: ParallelSizes, layer: int, below: Sequence[int]) -> tuple[int, int]:
+    """Return (the bytes that a layer's weight gradients wait with, how far its backward is above what it kept at most).
+
+    From the last GEMM to the first, operands that wait are added, and what the layer kept between two GEMMs is gone. An input
+    waits in the place of the kept one, unless it was made again. Layers `below` in the stage may share its table of rotation.
+    """
+    kept, waiting = block_terms(config, sizes, layer), deferred_terms(config, sizes)
+    rotary = config.model.layer_kind(layer).rotary
+    has_input = {term.module for term in kept if term.tensor == "input" and term.ours}
+    behind = {"mlp.down": "mlp", "mlp.up": "mlp_norm", "attention.proj": "attention", "attention.qkv": "attention_norm"}
+    above = most = 0
+    for module, freed in behind.items():
+        made_again = [
+            term for term in waiting if term.module == module and not (term.tensor == "input" and module in has_input)
+        ]
+        above += _bytes(config, made_again)
+        most = max(most, above)
+        above -= _bytes(config, [term for term in kept if term.module == freed])
+        is_last_use = freed == "attention" and all(rotary != config.model.layer_kind(other).rotary for other in below)
+        above -= _bytes(config, _tables(config, Sizes.of(config, sizes), [layer])) if is_last_use else 0
+    return _bytes(config, waiting), most
+
+
 def backward_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) -> int:
     """Return the most bytes that one microbatch keeps on one stage while its backward runs, recomputation included.
 
@@ -348,13 +370,17 @@ def backward_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) -
     head = _bytes(config, [term for term in ends if term.module in HEAD_MODULES and term.tensor != LOSS_MASK])
     groups = _groups(config, sizes, stage)
     kept = kept_bytes(config, sizes, stage)
-    deferred = deferred_bytes(config, sizes, stage) // max(1, len(groups))
+    # With deferred weight gradients each group is a layer.
+    layers: list[tuple[int, int]] = []
+    if config.schedule.defers_weight_gradients:
+        layers = [_waiting(config, sizes, layer, stage.layers[:index]) for index, layer in enumerate(stage.layers)]
     most = kept + (groups[-1].moved if groups else 0) + _logits_at_a_time(config, sizes, stage)
     kept -= head
     for index in reversed(range(len(groups))):
         group, below = groups[index], groups[index - 1] if index else _NOTHING
         coming = group.moved + below.moved
-        most = max(most, kept + coming, kept - group.kept + group.whole + below.moved)
+        deferred, above = layers[index] if layers else (0, 0)
+        most = max(most, kept + coming + above, kept - group.kept + group.whole + below.moved)
         kept += deferred - group.kept
     return max(most, kept)
 

@@ -54,6 +54,15 @@ MANY = {
         train={"global_batch_size": 16},
     ),
     "all forwards first": deeper(config_of(LLAMA, tp=1), schedule={"name": "gpipe"}, train={"global_batch_size": 8}),
+    "weight gradients that wait": deeper(
+        config_of(LLAMA, tp=2, sp=True), schedule={"name": "zb_h1"}, train={"global_batch_size": 16}
+    ),
+    "weight gradients that wait, parts again": deeper(
+        config_of(LLAMA, tp=2, recompute=parts("norm", "activation")),
+        schedule={"name": "zb_h1"},
+        model={"num_layers": 8},
+        train={"global_batch_size": 12},
+    ),
     "the head in pieces, sgd": deeper(
         config_of(LLAMA, tp=2, recompute=HEAD_IN_PIECES), train={"global_batch_size": 8}, optimizer={"name": "sgd"}
     ),
@@ -96,6 +105,7 @@ def most_kept(config: Config, footprint: Footprint) -> tuple[int, int]:
         activations += (footprint.num_microbatches - 1) * mask_bytes
     # The backward needs more for a while, when the logits are gone: then the most is at one of two moments, or between.
     grows = config.recompute.granularity == "full" or "attention" in config.recompute.parts or config.offload.num_layers
+    grows = grows or config.schedule.defers_weight_gradients
     most = activations + logits
     head_tokens = config.recompute.head_tokens
     if head_tokens and logits:
