@@ -31,6 +31,7 @@ from engine.optimizer.grad_buffer import GradBuffers
 from engine.optimizer.lr import learning_rate
 from engine.pipeline import schedules
 from engine.pipeline.executor import Executor, InstructionObserver
+from engine.pipeline.forwards import of_forward
 from engine.pipeline.programs import Programs
 from engine.run.garbage import GarbageCollection
 from engine.run.phases import Phase
@@ -124,7 +125,7 @@ def build(
 
     stages = stages_of(config)
     train_schedule = schedules.of_step(config, sizes)
-    forward_schedule = schedules.build("forward_only", sizes.pp, sizes.vpp, plan.num_microbatches)
+    forward_schedule = of_forward(sizes, plan.num_microbatches)
 
     mine = [stages[stage] for stage in train_schedule.placement.stages_on(topology.coordinates.pp)]
     kernels = open_kernels(config, topology) if kernels is None else kernels

@@ -115,7 +115,7 @@ def recompute_fits_chunk(subject: Subject) -> Iterator[Problem]:
             "recompute.granularity",
             f"recomputes whole layers, but with schedule.name = {subject.config.schedule.name} the inputs of their GEMMs wait for "
             "the weight gradients: what is recomputed would be kept after all",
-            {"recompute.granularity": ["selective", "none"], "schedule.name": ["1f1b"]},
+            {"recompute.granularity": ["selective", "none"], "schedule.name": ["auto"]},
         )
     per_chunk = _layers_of_the_largest_chunk(subject)
     if recompute.num_layers > per_chunk:

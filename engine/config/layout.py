@@ -48,15 +48,18 @@ class ParallelConfig(Section):
         return self.sequence_parallel and self.tp > 1
 
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb_h1"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zbv"]
 
 IS_INTERLEAVED: Mapping[str, bool] = MappingProxyType(
-    {"gpipe": False, "1f1b": False, "interleaved": True, "zb_h1": False}
+    {"gpipe": False, "1f1b": False, "interleaved": True, "zb_h1": False, "zbv": True}
 )
 """The training schedules; True: of several model chunks per rank, False: of one."""
 
-DEFERS_WEIGHT_GRADIENTS = frozenset({"zb_h1"})
+DEFERS_WEIGHT_GRADIENTS = frozenset({"zb_h1", "zbv"})
 """The schedules with weight gradients apart from the backward (`W` of `engine.pipeline.actions`)."""
+
+RUNS_IN_A_V = frozenset({"zbv"})
+"""The schedules whose two model chunks per rank are placed in a V (`engine.pipeline.actions.Placement`)."""
 
 
 class ScheduleConfig(Section):
@@ -65,13 +68,19 @@ class ScheduleConfig(Section):
     on_resume: ClassVar[OnResume | None] = LAYOUT
 
     name: Literal["auto"] | ScheduleName = Field(
-        "auto", description="auto: 1f1b, or interleaved when vpp > 1; zb_h1: 1f1b with weight gradients in the bubble"
+        "auto",
+        description="auto: 1f1b, or interleaved when vpp > 1; zb_h1: late weight gradients; zbv: and a V (vpp 2)",
     )
 
     @property
     def defers_weight_gradients(self) -> bool:
         """Return whether weight gradients are computed apart from the backward."""
         return self.name in DEFERS_WEIGHT_GRADIENTS
+
+    @property
+    def is_v(self) -> bool:
+        """Return whether the model's chunks are placed in a V."""
+        return self.name in RUNS_IN_A_V
 
 
 def layers_fill_stages(subject: Subject) -> Iterator[Problem]:
@@ -129,10 +138,12 @@ def schedule_matches_chunks(subject: Subject) -> Iterator[Problem]:
 def schedule_problems(name: str, vpp: int) -> Iterator[Problem]:
     """Yield a problem where a schedule cannot run with `vpp` model chunks per rank."""
     is_interleaved = IS_INTERLEAVED.get(name)
-    if is_interleaved is None or is_interleaved == (vpp > 1):
+    if is_interleaved is None or (vpp == 2 if name in RUNS_IN_A_V else is_interleaved == (vpp > 1)):
         return
-    other = next(other for other in ("1f1b", "interleaved") if IS_INTERLEAVED[other] != is_interleaved)
-    if is_interleaved:
+    other = "interleaved" if vpp > 1 else "1f1b"
+    if name in RUNS_IN_A_V:
+        rule = f"places two model chunks per rank in a V, but parallel.vpp = {vpp}: a stage would have no rank, or a rank no stage"
+    elif is_interleaved:
         rule = "interleaves the model chunks of a rank, but parallel.vpp = 1: there is nothing to interleave"
     else:
         rule = f"runs one model chunk per rank, but parallel.vpp = {vpp}: the other chunks would never run"

@@ -127,7 +127,15 @@ def parallel_sizes(config: "Config", world_size: int | None = None) -> ParallelS
             raise ConfigError(["parallel.dp is open: the number of ranks is unknown. Give one of both."])
         product, rule = unfilled_world(parallel, world_size)
         raise ConfigError([f"parallel = {product}: {rule}."])
-    return ParallelSizes(tp=parallel.tp, pp=parallel.pp, dp=dp, cp=parallel.cp, ep=parallel.ep, vpp=parallel.vpp)
+    return ParallelSizes(
+        tp=parallel.tp,
+        pp=parallel.pp,
+        dp=dp,
+        cp=parallel.cp,
+        ep=parallel.ep,
+        vpp=parallel.vpp,
+        is_v=config.schedule.is_v,
+    )
 
 
 def rank_grid(config: "Config", sizes: ParallelSizes, ranks_per_node: int | None = None) -> RankGrid:

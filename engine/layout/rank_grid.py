@@ -29,7 +29,7 @@ AXES = ("pp", "dp", "cp", "tp")
 
 @dataclass(frozen=True, slots=True)
 class ParallelSizes:
-    """The number of ranks of each axis. `vpp` is chunks per pipeline rank, not an axis of ranks."""
+    """The number of ranks of each axis. `vpp` is chunks per pipeline rank, not an axis; `is_v` places two of them in a V."""
 
     tp: int = 1
     pp: int = 1
@@ -37,6 +37,7 @@ class ParallelSizes:
     cp: int = 1
     ep: int = 1
     vpp: int = 1
+    is_v: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "dp", "cp", "ep", "vpp"):
@@ -57,6 +58,11 @@ class ParallelSizes:
         """Return the ranks over which dense gradients are summed and the optimizer's state is cut."""
         return self.dp * self.cp
 
+    @property
+    def num_ends(self) -> int:
+        """Return the number of pipeline ranks that hold the first or the last stage."""
+        return 1 if self.pp == 1 or self.is_v else 2
+
     def size(self, axis: str) -> int:
         return int(getattr(self, axis))
 
@@ -73,7 +79,7 @@ class ParallelSizes:
 
     def __str__(self) -> str:
         context = f" cp={self.cp}" if self.cp > 1 else ""
-        return f"tp={self.tp}{context} pp={self.pp} vpp={self.vpp} dp={self.dp}"
+        return f"tp={self.tp}{context} pp={self.pp} vpp={self.vpp}{' in a V' if self.is_v else ''} dp={self.dp}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +166,8 @@ class RankGrid:
         return tuple(tuple(self.rank(**where, **inner) for inner in self._walk(free)) for where in self._walk(fixed))
 
     def end_stage_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Return first and last pipeline rank at each (dp, cp, tp): the holders of a tied embedding (one rank if pp = 1)."""
-        return tuple(tuple(dict.fromkeys((group[0], group[-1]))) for group in self.groups("pp"))
+        """Return the one or two pipeline ranks with the end stages at each (dp, cp, tp): the holders of a tied embedding."""
+        return tuple((group[0], group[-1])[: self.sizes.num_ends] for group in self.groups("pp"))
 
     def tp_blocks(self, block_size: int) -> tuple[tuple[int, ...], ...]:
         """Return the runs of `block_size` neighbours that each tensor-parallel group is cut into.

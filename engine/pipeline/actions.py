@@ -73,18 +73,22 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The rank of each stage: the loop placement of interleaved schedules, stage = chunk x pp + rank.
+    """The rank of each stage: in a loop, stage = chunk x pp + rank, or in a V of two chunks.
 
-        pp 4, vpp 2     rank    0  1  2  3
-                     chunk 0    0  1  2  3     the last rank of a chunk is followed by the first rank of the next
-                     chunk 1    4  5  6  7
+        pp 4, vpp 2     rank    0  1  2  3                 rank    0  1  2  3
+                     chunk 0    0  1  2  3              chunk 0    0  1  2  3
+                     chunk 1    4  5  6  7  a loop      chunk 1    7  6  5  4  a V
 
-    The rest of the engine calls these methods and never computes a stage itself. So another placement is a change of this
-    class alone, such as the V of zero-bubble schedules, where chunk 1 runs back from the last rank to the first.
+    In a loop the last rank of a chunk is followed by the first rank of the next. In a V chunk 1 runs back: the turn stays on the
+    last rank, and the first holds both ends. The rest of the engine calls these methods and never computes a stage itself.
     """
 
     pp: int
     vpp: int
+    is_v: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.vpp == 2 or not self.is_v, "a V has two chunks"
 
     @property
     def num_stages(self) -> int:
@@ -92,6 +96,8 @@ class Placement:
 
     def stage_of(self, rank: int, chunk: int) -> int:
         """Return the stage number of a rank's chunk."""
+        if self.is_v and chunk == 1:
+            return self.num_stages - 1 - rank
         return chunk * self.pp + rank
 
     def stages_on(self, rank: int) -> tuple[int, ...]:
@@ -100,6 +106,8 @@ class Placement:
 
     def rank_of(self, stage: int) -> int:
         """Return the pp rank that holds a stage."""
+        if self.is_v:
+            return min(stage, self.num_stages - 1 - stage)
         return stage % self.pp
 
     def chunk_of(self, stage: int) -> int:

@@ -4,23 +4,25 @@
     1f1b          FFF FB FB BBB   warm-up, one forward and one backward in turn, cool-down: p - r in flight
     interleaved   1f1b with vpp chunks per rank: bubble / vpp, for more transfers and some more in flight
     zb_h1         1f1b whose weight gradients wait: 0 microbatches on the first rank, p - 1 on the last
+    zbv           two chunks per rank in a V, weight gradients in the bubble: at most p microbatches of a rank's layers
     forward_only  FFFF            validation and generation
 
 A rank runs its forwards in one fixed order and its backwards in another; a schedule is those two orders and the number
-of forwards before the first backward (the warm-up). All schedules here are that one function with other numbers; ZB-H1
-parts the backwards of 1F1B (`engine.pipeline.zero_bubble`).
+of forwards before the first backward (the warm-up). The schedules here are that one function with other numbers; those
+that part a backward in two are in `engine.pipeline.zero_bubble`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from engine.config.layout import IS_INTERLEAVED
+from engine.config.layout import IS_INTERLEAVED, RUNS_IN_A_V
 from engine.config.plan import batch_plan
 from engine.config.tree import Config
 from engine.errors import ScheduleError
 from engine.layout.rank_grid import ParallelSizes
 from engine.pipeline.actions import Action, Kind, Placement, Schedule
-from engine.pipeline.zero_bubble import zb_h1
+from engine.pipeline.forwards import forward_only
+from engine.pipeline.zero_bubble import zb_h1, zbv
 
 
 def gpipe(pp: int, num_microbatches: int) -> Schedule:
@@ -48,20 +50,14 @@ def interleaved(pp: int, vpp: int, num_microbatches: int) -> Schedule:
     )
 
 
-def forward_only(pp: int, vpp: int, num_microbatches: int) -> Schedule:
-    """Run forwards only, in the order of the training schedule: validation and generation."""
-    _require_positive(pp=pp, vpp=vpp, microbatches=num_microbatches)
-    row = _existing(_order(Kind.F, pp, range(vpp), num_microbatches), num_microbatches)
-    return Schedule("forward_only", Placement(pp, vpp), num_microbatches, True, (row,) * pp)
-
-
 BUILDERS: Mapping[str, Callable[[int, int, int], Schedule]] = MappingProxyType(
     {
         "gpipe": lambda pp, vpp, num_microbatches: gpipe(pp, num_microbatches),
         "1f1b": lambda pp, vpp, num_microbatches: one_f_one_b(pp, num_microbatches),
         "interleaved": interleaved,
         "zb_h1": lambda pp, vpp, num_microbatches: zb_h1(one_f_one_b(pp, num_microbatches)),
-        "forward_only": forward_only,
+        "zbv": lambda pp, vpp, num_microbatches: zbv(pp, num_microbatches),
+        "forward_only": lambda pp, vpp, num_microbatches: forward_only(Placement(pp, vpp), num_microbatches),
     }
 )
 """By name: the schedule of (pp, vpp, microbatches)."""
@@ -86,8 +82,9 @@ def build(name: str, pp: int, vpp: int, num_microbatches: int) -> Schedule:
         ScheduleError: a size is below 1.
     """
     name = resolve(name, vpp)
-    _require_positive(vpp=vpp)
+    _require_positive(pp=pp, vpp=vpp, microbatches=num_microbatches)
     assert name in BUILDERS and (IS_INTERLEAVED.get(name, True) or vpp == 1), f"{name} with vpp {vpp}"
+    assert name not in RUNS_IN_A_V or vpp == 2, f"{name} with vpp {vpp}"
     return BUILDERS[name](pp, vpp, num_microbatches)
 
 

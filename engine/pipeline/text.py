@@ -1,6 +1,6 @@
 """Schedules for people: a text form to read and diff, and a picture for the terminal (no torch here).
 
-    schedule=1f1b pp=2 vpp=1 microbatches=3 forward_only=no
+    schedule=1f1b pp=2 vpp=1 microbatches=3 forward_only=no          (placement=v where chunks are placed in a V)
     rank 0: 0F0 0F1 0B0 0F2 0B1 0B2
     rank 1: 0F0 0B0 0F1 0B1 0F2 0B2
 
@@ -20,7 +20,9 @@ from engine.pipeline.actions import Action, Kind, Placement, Schedule
 from engine.pipeline.lowering import Instruction, Post, Program
 from engine.pipeline.simulate import Interval, Timeline
 
-_HEADER = re.compile(r"schedule=(\S+) pp=(\d+) vpp=(\d+) microbatches=(\d+) forward_only=(yes|no)")
+_HEADER = re.compile(
+    r"schedule=(\S+) pp=(\d+) vpp=(\d+) microbatches=(\d+) forward_only=(yes|no)(?: placement=(loop|v))?"
+)
 _ROW = re.compile(r"rank (\d+):(.*)")
 _FILL = {Kind.F: " ", Kind.B: "=", Kind.I: "-", Kind.W: "~"}
 _COLOURS = {
@@ -46,6 +48,7 @@ def _text(schedule: Schedule, rows: Sequence[Sequence[str]]) -> str:
     header = (
         f"schedule={schedule.name} pp={schedule.placement.pp} vpp={schedule.placement.vpp} "
         f"microbatches={schedule.num_microbatches} forward_only={'yes' if schedule.forward_only else 'no'}"
+        f"{' placement=v' if schedule.placement.is_v else ''}"
     )
     lines = [f"rank {rank}: {' '.join(row)}" for rank, row in enumerate(rows)]
     return "\n".join([header, *lines]) + "\n"
@@ -62,9 +65,14 @@ def from_text(text: str) -> Schedule:
     if header is None:
         raise ScheduleError(
             f"the first line of a schedule is {lines[0] if lines else ''!r} and must read "
-            "'schedule=NAME pp=P vpp=V microbatches=M forward_only=yes|no'. Without the sizes the rows have no meaning; add it."
+            "'schedule=NAME pp=P vpp=V microbatches=M forward_only=yes|no [placement=loop|v]'. Without the sizes the rows have no "
+            "meaning; add it."
         )
-    name, pp, vpp, num_microbatches, forward_only = header.groups()
+    name, pp, vpp, num_microbatches, forward_only, placement = header.groups()
+    if placement == "v" and vpp != "2":
+        raise ScheduleError(
+            f"placement=v with vpp={vpp}: a V has two model chunks per rank, so chunks would have no stage. Write vpp=2."
+        )
     rows = []
     for rank, line in enumerate(lines[1:]):
         row = _ROW.fullmatch(line)
@@ -74,7 +82,9 @@ def from_text(text: str) -> Schedule:
                 "another place would run on another rank; put the rows in order."
             )
         rows.append(tuple(Action.parse(token) for token in row.group(2).split()))
-    return Schedule(name, Placement(int(pp), int(vpp)), int(num_microbatches), forward_only == "yes", tuple(rows))
+    return Schedule(
+        name, Placement(int(pp), int(vpp), placement == "v"), int(num_microbatches), forward_only == "yes", tuple(rows)
+    )
 
 
 def instruction_tokens(rank: int, instructions: Sequence[Instruction]) -> list[str]:

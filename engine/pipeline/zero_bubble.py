@@ -2,11 +2,16 @@
 
 rank 0 of 3, 1F1B     F0 F1 F2 ........ B0    F3 B1    ...       B = I and W
              ZB-H1    F0 F1 F2 ...... I0 W0   F3 I1 W1 ...       ranks 1 and 2 ran their I0 before any W
+
+rank 0 of 2, ZBV      0F0 0F1 0F2 1F0 1I0 1W0 1F1 1I1 1W1 0F3 0I0 0W0 1F2 1I2 1W2 ...     chunk 0: stage 0, chunk 1: stage 3
+rank 1                    0F0 1F0 0F1 1F1 1I0 1W0 0F2 0I0 0W0 1F2 1I1 1W1 ...             stages 1 and 2
 """
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 
-from engine.pipeline.actions import Action, Kind, Schedule
+from engine.pipeline.actions import Action, Kind, Placement, Schedule
 
 
 def zb_h1(schedule: Schedule) -> Schedule:
@@ -30,3 +35,52 @@ def zb_h1(schedule: Schedule) -> Schedule:
                 row.append(held.pop(0))
         rows.append((*row, *held))
     return replace(schedule, name="zb_h1", actions=tuple(rows))
+
+
+def zbv(pp: int, num_microbatches: int) -> Schedule:
+    """Run ZBV (2401.10241, section 6): two half-stages per rank in a V, weight gradients apart and in the bubble.
+
+    A microbatch passes the turn on the last rank and comes back to the first, where its backward starts. Where F, I and W take
+    equally long, a rank waits p - 1 forwards of a half-stage: before its first forward, or behind its last action. In flight and
+    held together are at most 2 p half-stages on every rank, as much as the p microbatches of 1F1B's first rank.
+
+    The order is made for 2 p - 1 microbatches at least, and the actions of those that do not exist are left out.
+    """
+    most = max(2 * pp - 1, num_microbatches)
+    rows = (tuple(a for a in _zbv_row(pp, rank, most) if a.microbatch < num_microbatches) for rank in range(pp))
+    return Schedule("zbv", Placement(pp, 2, is_v=True), num_microbatches, False, tuple(rows))
+
+
+def _zbv_row(pp: int, rank: int, num_microbatches: int) -> Iterator[Action]:
+    """Yield the actions of a rank: fill the V, then a forward and a backward of each chunk in turn, then what is left."""
+    done: Counter[tuple[Kind, int]] = Counter()
+
+    def each(chunk: int, *kinds: Kind) -> Iterator[Action]:
+        for kind in kinds:
+            yield Action(kind, chunk, done[kind, chunk])
+            done[kind, chunk] += 1
+
+    backward = (Kind.I, Kind.W)
+    # Microbatch 0 takes 2 (p - rank) - 1 slots from here to the turn and back.
+    for _ in range(2 * (pp - rank) - 1):
+        yield from each(0, Kind.F)
+    # It takes 2 rank + 1 more to the last stage and back as a gradient: these fill with forwards of both chunks.
+    for _ in range(rank):
+        yield from each(1, Kind.F)
+        yield from each(0, Kind.F)
+    for _ in range(pp - rank):
+        yield from each(1, Kind.F, *backward)
+    while done[Kind.F, 1] < num_microbatches:
+        if done[Kind.F, 0] < num_microbatches:
+            yield from each(0, Kind.F)
+        yield from each(0, *backward)
+        yield from each(1, Kind.F, *backward)
+    # Ranks before this one wait for the gradients of chunk 0; their own weight gradients can wait longer.
+    for _ in range(rank):
+        yield from each(0, Kind.I)
+        yield from each(1, Kind.I)
+    for _ in range(pp - rank):
+        yield from each(0, *backward)
+    for chunk in (1, 0):
+        while done[Kind.W, chunk] < num_microbatches:
+            yield from each(chunk, Kind.W)

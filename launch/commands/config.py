@@ -22,6 +22,7 @@ from engine.data.document_statistics import measure_documents
 from engine.errors import ConfigError
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.pipeline import schedules
+from engine.pipeline.forwards import of_forward
 from engine.pipeline.programs import Programs
 from engine.storage.json_text import parse_json
 from engine.telemetry.outlets.banner import cp_imbalance_line
@@ -169,8 +170,8 @@ def _check_programs(config: Config, sizes: ParallelSizes) -> None:
         ScheduleError: one of them would deadlock.
     """
     num_microbatches = batch_plan(config, sizes.dp).num_microbatches
-    for name in (config.schedule.name, "forward_only"):
-        Programs(schedules.build(name, sizes.pp, sizes.vpp, num_microbatches))
+    Programs(schedules.of_step(config, sizes))
+    Programs(of_forward(sizes, num_microbatches))
 
 
 def _stages(config: Config) -> str:

@@ -15,6 +15,7 @@ from rich.table import Table
 from engine.errors import ScheduleError, shown
 from engine.pipeline import schedules
 from engine.pipeline.actions import Schedule
+from engine.pipeline.forwards import forward_only
 from engine.pipeline.lowering import lower
 from engine.pipeline.programs import Programs
 from engine.pipeline.simulate import Costs, Timeline, simulate
@@ -155,8 +156,8 @@ def _of_config(console: Console, args: argparse.Namespace) -> list[Schedule]:
     plan = batch_plan(config, dp or _usual_dp(config))
     if args.verb == "check":
         console.print(f"{args.config}: pp {parallel.pp}, vpp {parallel.vpp}; {plan}{note}")
-    names = (config.schedule.name, "forward_only")
-    return [schedules.build(name, parallel.pp, parallel.vpp, plan.num_microbatches) for name in names]
+    training = schedules.build(config.schedule.name, parallel.pp, parallel.vpp, plan.num_microbatches)
+    return [training, forward_only(training.placement, plan.num_microbatches)]
 
 
 def _usual_dp(config: "Config") -> int:

@@ -46,7 +46,7 @@ def message_sizes(config: Config, sizes: ParallelSizes) -> list[Size]:
 
 
 def _ranks(axis: str, config: Config, sizes: ParallelSizes) -> int:
-    others = {"dp": sizes.dp_cp, "kv_replicas": max(1, sizes.tp // config.model.kv_heads), "ends": min(2, sizes.pp)}
+    others = {"dp": sizes.dp_cp, "kv_replicas": max(1, sizes.tp // config.model.kv_heads), "ends": sizes.num_ends}
     return others.get(axis) or sizes.size(axis.partition("_")[0])
 
 

@@ -144,7 +144,7 @@ class Footprints:
         """Return the fewest microbatches, out of a growing list, whose program has all likenesses of the whole step's."""
         whole = likenesses(self.program, pp)
         # A partial last group of an interleaved schedule has the same size in the short step.
-        group = self.sizes.pp if self.sizes.vpp > 1 else 1
+        group = self.sizes.pp if self.sizes.vpp > 1 and not self.sizes.is_v else 1
         num_groups = FEWEST_MICROBATCHES if group == 1 else 1
         while (count := num_groups * group + self.num_microbatches % group) < self.num_microbatches:
             if covers(likenesses(self._short_program(count), pp), whole):

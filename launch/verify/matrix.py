@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from engine.config.layout import DEFERS_WEIGHT_GRADIENTS, schedule_problems
 from engine.config.load import load_config
 from engine.errors import ConfigError
 from launch.verify.covering import Row, covering_rows
@@ -94,7 +95,7 @@ def matrix(
         "vpp": (2, 1),
         "dp": (2, 4, 1),
         "sp": (True, False),
-        "schedule": ("auto", "gpipe", "zb_h1"),
+        "schedule": ("auto", "gpipe", "zb_h1", "zbv"),
         "recompute": ("full", "selective", "none"),
         "micro batch": (2, 1),
     }
@@ -129,10 +130,11 @@ def matrix(
             sp, method = row["sp"], str(row["cp method"])
             has_effect = not (sp and tp == 1) and not (method == "ulysses" and cp == 1)
             fits = has_effect and 1 < tp * cp * pp * dp <= most_ranks
-            chunked = vpp == 1 or (pp > 1 and row["schedule"] == "auto")
+            schedule = str(row["schedule"])
+            fits = fits and not any(schedule_problems(schedule, vpp)) and (vpp == 1 or pp > 1)
             # Deferred weight gradients keep what whole layers would recompute.
-            fits = fits and not (row["schedule"] == "zb_h1" and row["recompute"] == "full")
-            return fits and chunked and is_legal(str(row["model"]), tp, cp, method, pp, vpp, bool(sp))
+            fits = fits and not (schedule in DEFERS_WEIGHT_GRADIENTS and row["recompute"] == "full")
+            return fits and is_legal(str(row["model"]), tp, cp, method, pp, vpp, bool(sp))
 
         if path is not None:
             load_config(path, overrides, os.environ)

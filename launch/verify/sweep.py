@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from engine.config.layout import schedule_problems
 from engine.config.plan import parallel_sizes
 from engine.config.tree import Config
 from engine.errors import ConfigError
@@ -81,7 +82,7 @@ def _changed(config: Config, steps: int, sections: Mapping[str, Mapping[str, Any
     tree = config.model_dump(mode="json")
     for section, values in sections.items():
         tree[section] |= values
-    if tree["parallel"]["vpp"] == 1 and tree["schedule"]["name"] == "interleaved":
+    if any(schedule_problems(tree["schedule"]["name"], tree["parallel"]["vpp"])):
         tree["schedule"]["name"] = "auto"
     tree["train"]["steps"] = steps
     try:

@@ -22,8 +22,8 @@ from engine.data.loader import MicroBatch
 from engine.data.samples import Sample
 from engine.errors import DataError
 from engine.numerics.precision import DTYPES
-from engine.pipeline import schedules
 from engine.pipeline.executor import Executor
+from engine.pipeline.forwards import of_forward
 from engine.pipeline.programs import Programs
 from models.inference.load import LoadedModel
 
@@ -126,7 +126,7 @@ def loss_of(model: LoadedModel, steps: Iterable[Sequence[MicroBatch]]) -> tuple[
     programs: Programs | None = None
     for microbatches in steps:
         if programs is None:
-            programs = Programs(schedules.build("forward_only", sizes.pp, sizes.vpp, len(microbatches)))
+            programs = Programs(of_forward(sizes, len(microbatches)))
         losses = executor.run(programs.next(), microbatches, lambda chunk, x, batch: model.chunks[chunk](x, batch))
         # Counted once per replica of the model: by the tp rank 0 of the last stage.
         if losses and topology.coordinates.tp == 0:

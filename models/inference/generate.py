@@ -20,8 +20,8 @@ from engine.config.tree import Config
 from engine.data.loader import MicroBatch
 from engine.numerics.hashing import GOLDEN, key64, mix_words_, shift_right
 from engine.numerics.precision import DTYPES
-from engine.pipeline import schedules
 from engine.pipeline.executor import Executor
+from engine.pipeline.forwards import of_forward
 from engine.pipeline.programs import Programs
 from models.gpt.chunk import GPTChunk
 
@@ -110,7 +110,7 @@ class Decoder:
         self._dtype = DTYPES[config.precision.dtype]
         self._places = places
         sizes = self._topology.sizes
-        self._programs = Programs(schedules.build("forward_only", sizes.pp, sizes.vpp, 1))
+        self._programs = Programs(of_forward(sizes, 1))
         # Only generation uses this group, so it is connected here, where no send is under way.
         self._topology.axis("pp").connect(self._topology.device)
         self.forget()

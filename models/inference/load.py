@@ -21,7 +21,7 @@ from engine.config.tree import Config
 from engine.errors import CheckpointError
 from engine.kernels.registry import open_kernels
 from engine.numerics.precision import DTYPES
-from engine.pipeline import schedules
+from engine.pipeline.forwards import of_forward
 from engine.tensor_parallel.parameter import ShardedParameter
 from models.gpt.chunk import GPTChunk, build_chunks
 from models.predict.recompute_choice import choice_for_layers
@@ -44,8 +44,7 @@ def load_model(candidate: Candidate, config: Config, topology: Topology) -> Load
         CheckpointError: on every rank, if any rank cannot load its part: damaged, or of another model.
     """
     sizes, stages = topology.sizes, stages_of(config)
-    placement = schedules.build("forward_only", sizes.pp, sizes.vpp, 1).placement
-    mine = [stages[stage] for stage in placement.stages_on(topology.coordinates.pp)]
+    mine = [stages[stage] for stage in of_forward(sizes, 1).placement.stages_on(topology.coordinates.pp)]
     forward_only = for_reading(config)
     chunks, parameters = build_chunks(forward_only, topology, open_kernels(forward_only, topology), mine)
     refused = ""

@@ -16,6 +16,7 @@ buffers of the network.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from engine.layout.axis_groups import CONNECTED_LATER, axis_groups, stream_use
 from engine.layout.rank_grid import ParallelSizes, RankGrid
@@ -38,7 +39,7 @@ def communicator_bytes(sizes: ParallelSizes, kv_heads: int | None) -> tuple[int,
     """
     # Which axes share a group, and which neighbours a rank has, depends on dp only up to 2 and on pp only up to 3. So a small
     # grid represents a large one, whose groups would take long to list.
-    small = ParallelSizes(tp=sizes.tp, pp=min(sizes.pp, 3), dp=min(sizes.dp, 2), cp=sizes.cp)
+    small = replace(sizes, pp=min(sizes.pp, 3), dp=min(sizes.dp, 2))
     grid = RankGrid(small, allow_tp_across_nodes=True)
     by_stage = [
         sum(connections_of(axes, len(ranks)) for ranks, axes in communicators(grid, grid.rank(pp=pp), kv_heads))

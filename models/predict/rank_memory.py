@@ -263,12 +263,13 @@ def _message_bytes(config: Config) -> int:
 def _most_messages(sizes: ParallelSizes, pp: int) -> int:
     """Count the messages that a pipeline rank holds at one time, as `engine.pipeline.lowering` posts them.
 
-    A rank with two neighbours holds an early receive, a gradient in use and a send; at the end of a pipeline without
-    interleaving a rank has one neighbour, and one message less.
+    A rank with two neighbours holds an early receive, a gradient in use and a send; at the ends of a pipeline whose last rank does
+    not send to the first, a rank has one neighbour, and one message less.
     """
     if sizes.pp == 1:
         return 0
-    return 2 if sizes.vpp == 1 and pp in (0, sizes.pp - 1) else 3
+    is_open = sizes.vpp == 1 or sizes.is_v
+    return 2 if is_open and pp in (0, sizes.pp - 1) else 3
 
 
 def _state_bytes(config: Config, element: int, wide: int) -> int:

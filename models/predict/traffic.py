@@ -86,12 +86,12 @@ def expected_traffic(
 ) -> dict[Flow, Volume]:
     """Compute the traffic of one training step on the rank at these coordinates.
 
-    `stages` are the contents of all pipeline stages in order (loop placement: stage = chunk * pp + rank).
+    `stages` are the contents of all pipeline stages in order: a rank holds every pp-th, or in a V the r-th from both ends.
     """
     config = resolve_recompute(config, sizes)
     tally = _Tally()
     num_stages = len(stages)
-    mine = range(at.pp, num_stages, sizes.pp)
+    mine = [at.pp, num_stages - 1 - at.pp] if sizes.is_v else range(at.pp, num_stages, sizes.pp)
     for stage in mine:
         _tensor_parallel(tally, config, sizes, stages[stage])
         _context_parallel(tally, config, sizes, stages[stage])
@@ -170,10 +170,13 @@ def _recomputed_layers(config: Config, stage: StageContents) -> int:
 def _pipeline(tally: _Tally, config: Config, sizes: ParallelSizes, stage: int, num_stages: int) -> None:
     m = batch_plan(config, sizes.dp).num_microbatches
     num_bytes = _activation_bytes(config, local_seq_length(config))
-    is_first, is_last = stage == 0, stage == num_stages - 1
+    # At the turn of a V two neighbouring stages are on one rank.
+    turn = num_stages // 2 if sizes.is_v else 0
+    from_before = stage not in (0, turn)
+    to_next = stage + 1 not in (num_stages, turn)
     for axis, sends, receives in (
-        ("pp_forward", not is_last, not is_first),
-        ("pp_backward", not is_first, not is_last),
+        ("pp_forward", to_next, from_before),
+        ("pp_backward", from_before, to_next),
     ):
         tally.add(axis, HAND_OVER, "send", sizes.pp, num_bytes, m * sends)
         tally.add(axis, HAND_OVER, "recv", sizes.pp, num_bytes, m * receives)
@@ -194,7 +197,7 @@ def _data_parallel(
     axis_sizes = {
         "tp": sizes.tp,
         "kv_replicas": max(1, sizes.tp // config.model.kv_heads),
-        "ends": min(2, sizes.pp),
+        "ends": sizes.num_ends,
     }
     keys = dict.fromkeys((record.replicas, record.sum_over) for record in records.values())
     for key in keys:

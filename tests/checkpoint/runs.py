@@ -15,10 +15,11 @@ from engine.checkpoint.saving import CheckpointSaver, RunFacts
 from engine.checkpoint.shards import fingerprint
 from engine.comm.agreement import StepFlags
 from engine.comm.topology import Topology
+from engine.config.plan import parallel_sizes
 from engine.config.tree import Config
 from engine.context_parallel.cut import ContextCut
 from engine.data.loader import Batches
-from engine.layout.rank_grid import ParallelSizes, RankGrid
+from engine.layout.rank_grid import RankGrid
 from engine.optimizer.lr import learning_rate
 from engine.step import Engine
 from engine.train import build
@@ -72,8 +73,7 @@ class Trace:
 def engine_of(rank: int, case: Case, checkpoint: dict[str, Any]) -> Engine:
     """One rank's engine of a layout, from initial weights."""
     config = Config.model_validate(case.config().model_dump() | {"checkpoint": checkpoint})
-    sizes = ParallelSizes(tp=case.tp, pp=case.pp, dp=case.dp, cp=case.cp, vpp=case.vpp)
-    topology = Topology(RankGrid(sizes), rank, torch.device("cpu"), kv_heads=config.model.kv_heads)
+    topology = Topology(RankGrid(parallel_sizes(config)), rank, torch.device("cpu"), kv_heads=config.model.kv_heads)
     return build(config, topology, build_chunks)
 
 

@@ -33,6 +33,7 @@ LAYOUTS = (
     {"tp": 2, "dp": 3, "micro_batch_size": 8, "bucket_bytes": 100_000},
     {"cp": 2, "tp": 2, "sequence_parallel": True, "micro_batch_size": 12},
     {"cp": 4, "dp": 2, "micro_batch_size": 6, "bucket_bytes": 700},
+    {"pp": 2, "vpp": 2, "schedule": "zbv", "layers_per_stage": (2, 1, 2, 1), "dp": 2, "micro_batch_size": 4},
 )
 """Uneven and empty stages, tied embeddings across stages, replicated kv heads (tp above 1), dp that does not divide a bucket."""
 

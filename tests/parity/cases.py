@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from engine.comm.topology import Topology
+from engine.config.plan import parallel_sizes
 from engine.config.tree import Config
 from engine.context_parallel.cut import ContextCut
 from engine.data.loader import Batches
 from engine.data.synthetic import SyntheticDataset
-from engine.layout.rank_grid import ParallelSizes, RankGrid
+from engine.layout.rank_grid import RankGrid
 from engine.layout.shard_spec import Box
 from engine.step import Engine
 from engine.telemetry.timing.marks import TimeMarks
@@ -370,7 +371,7 @@ class RankResult:
 def build_rank(rank: int, case: Case, marks: Sequence[TimeMarks] = ()) -> tuple[Engine, Batches]:
     """One rank of a layout, with the weights that its seed gives, and its part of the batches; `marks` follow it."""
     config = case.config()
-    grid = RankGrid(ParallelSizes(tp=case.tp, pp=case.pp, dp=case.dp, cp=case.cp, vpp=case.vpp))
+    grid = RankGrid(parallel_sizes(config))
     topology = Topology(grid, rank, case.device_of(rank), kv_heads=config.model.kv_heads, staged=case.staged)
     engine = build(config, topology.observed(marks), build_chunks, observers=[each.instruction for each in marks])
     batches = Batches(

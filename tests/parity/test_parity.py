@@ -65,6 +65,11 @@ COVERING = [
     Case("gpt", pp=2, dp=2, vpp=2, staged=True, num_layers=4),
     Case("gpt", tp=2, pp=2, sequence_parallel=True, schedule="zb_h1", num_layers=4, global_batch_size=5),
     Case("llama", pp=4, dp=2, schedule="zb_h1", micro_batch_size=2, bucket_bytes=1, num_layers=4, global_batch_size=24),
+    Case("gpt", tp=2, pp=2, vpp=2, sequence_parallel=True, schedule="zbv", num_layers=4, global_batch_size=5),
+    Case("gpt", pp=4, vpp=2, schedule="zbv", global_batch_size=9),
+    Case(
+        "llama", pp=2, vpp=2, dp=2, schedule="zbv", layers_per_stage=(2, 1, 3, 2), bucket_bytes=1, global_batch_size=8
+    ),
     Case("llama", head_tokens=5, **SMALL),
     Case("gpt", tp=2, dp=2, micro_batch_size=2, head_tokens=7, num_layers=2),
     Case("mqa_rope_bias", tp=4, pp=2, sequence_parallel=True, head_tokens=1, **SMALL),
@@ -88,6 +93,11 @@ COVERING_TOO = [
     Case("kinds_dropout", tp=2, pp=2, sequence_parallel=True, schedule="zb_h1", gathered_inputs="keep", offload=2),
     Case("llama", tp=2, pp=2, schedule="zb_h1", head_tokens=5, recompute=SELECTIVE, modules=("mlp", "attention")),
     Case("parallel gpt", pp=2, schedule="zb_h1", num_layers=4, optimizer="sgd"),
+    Case("gpt", pp=4, vpp=2, dp=2, schedule="zbv", staged=True),
+    Case("gpt_dropout", vpp=2, schedule="zbv", num_layers=4),
+    Case("qwen", tp=2, pp=2, vpp=2, cp=2, schedule="zbv", recompute=SELECTIVE, modules=CHEAP, documents=True),
+    Case("kinds_dropout", tp=2, pp=2, vpp=2, sequence_parallel=True, schedule="zbv", gathered_inputs="keep", offload=2),
+    Case("llama", tp=2, pp=2, vpp=2, schedule="zbv", head_tokens=5, recompute=SELECTIVE, modules=("mlp", "attention")),
     Case("llama", tp=8),
     Case("llama", tp=4, dp=2, sequence_parallel=True),
     Case("gpt", pp=4, vpp=2, dp=2, global_batch_size=10),

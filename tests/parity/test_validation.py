@@ -23,6 +23,7 @@ LAYOUTS = [
     Case("gpt_dropout", tp=2, pp=2, dp=2, sequence_parallel=True, num_layers=2),
     Case("gpt_dropout", dp=2, micro_batch_size=2, num_layers=2),
     Case("gpt_dropout", pp=2, vpp=2, num_layers=4),
+    Case("gpt_dropout", pp=2, vpp=2, schedule="zbv", num_layers=4),
     Case("kinds", cp=2, pp=2, num_layers=4),
     Case("gpt_dropout", cp=2, dp=2, cp_method="ulysses", num_layers=2),
 ]

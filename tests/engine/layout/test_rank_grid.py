@@ -1,5 +1,6 @@
 """The rank grid: which rank stands where, and who is in a group with whom."""
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
@@ -76,6 +77,8 @@ def test_end_stage_groups_hold_the_first_and_last_stage(sizes: ParallelSizes) ->
     for group in ends:
         stages = [grid.coordinates(rank).pp for rank in group]
         assert (stages[0], stages[-1]) == (0, sizes.pp - 1)
+    in_a_v = RankGrid(replace(sizes, vpp=2, is_v=True)).end_stage_groups()
+    assert in_a_v == tuple(group[:1] for group in ends)
 
 
 @settings(max_examples=60, deadline=None)

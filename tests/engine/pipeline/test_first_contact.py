@@ -10,6 +10,7 @@ import pytest
 from engine.errors import ScheduleError
 from engine.pipeline import schedules
 from engine.pipeline.actions import Action, Kind, Schedule
+from engine.pipeline.forwards import forward_only
 from engine.pipeline.lowering import Program, feeding_transfer, lower
 from engine.pipeline.programs import STEPS_AFTER_RETRY, Programs
 from engine.pipeline.validate import check, ring_connections
@@ -37,11 +38,14 @@ def all_schedules(pp: int, vpp: int, *, is_large: bool) -> Iterator[Schedule]:
     for num_microbatches in many - few if is_large else few if pp >= LARGE_PP else few | many:
         for name in ("interleaved", "forward_only") if vpp > 1 else ("gpipe", "1f1b", "zb_h1", "forward_only"):
             yield schedules.build(name, pp, vpp, num_microbatches)
+        if vpp == 2:
+            yield (training := schedules.zbv(pp, num_microbatches))
+            yield forward_only(training.placement, num_microbatches)
 
 
-def test_the_grid_has_600_programs() -> None:
+def test_the_grid_has_720_programs() -> None:
     parts = [(*each.values[0], each.values[1]) for each in (*MOSTLY_SMALL, *LARGE)]
-    assert sum(len(list(all_schedules(pp, vpp, is_large=is_large))) for pp, vpp, is_large in parts) == 600
+    assert sum(len(list(all_schedules(pp, vpp, is_large=is_large))) for pp, vpp, is_large in parts) == 720
 
 
 @pytest.mark.parametrize(("size", "is_large"), [*MOSTLY_SMALL, *LARGE])

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from engine.errors import ScheduleError
 from engine.pipeline import schedules
 from engine.pipeline.actions import Action, Kind, Output, Placement, Schedule
+from engine.pipeline.forwards import forward_only
 from engine.pipeline.lowering import lower
+from engine.pipeline.simulate import Costs, simulate
 from engine.pipeline.text import from_text, program_to_text, to_text
 from engine.pipeline.validate import check
 
@@ -21,7 +23,9 @@ GOLDEN_SCHEDULES = {
     "interleaved_pp2_vpp2_m4": schedules.interleaved(2, 2, 4),
     "interleaved_pp4_vpp2_m8": schedules.interleaved(4, 2, 8),
     "interleaved_pp4_vpp2_m5": schedules.interleaved(4, 2, 5),
-    "forward_only_pp2_vpp2_m4": schedules.forward_only(2, 2, 4),
+    "forward_only_pp2_vpp2_m4": schedules.build("forward_only", 2, 2, 4),
+    "zbv_pp4_m9": schedules.build("zbv", 4, 2, 9),
+    "forward_only_in_a_v_pp2_m4": forward_only(Placement(2, 2, is_v=True), 4),
 }
 
 sizes = st.tuples(st.integers(1, 8), st.integers(1, 4), st.integers(1, 17))
@@ -82,12 +86,52 @@ def test_zb_h1_keeps_no_more_microbatches_than_the_first_rank_of_1f1b(pp: int, n
 
 
 @settings(max_examples=50, deadline=None)
+@given(st.integers(1, 12), st.integers(1, 40))
+def test_zbv_keeps_two_half_stages_per_rank_and_waits_for_half_a_pipeline(pp: int, num_microbatches: int) -> None:
+    """Its docstring's bounds, over the program that runs: in flight and held, idle where F, I and W take equally long."""
+    schedule = schedules.build("zbv", pp, 2, num_microbatches)
+    check(lower(schedule))
+    check(lower(schedule, "late"))
+    timeline = simulate(schedule, Costs.uniform(2 * pp))
+    for rank, row in enumerate(schedule.actions):
+        live = peak = 0
+        for action in row:
+            live += (action.kind is Kind.F) - (action.kind is Kind.W)
+            peak = max(peak, live)
+        assert live == 0 and peak <= 2 * min(pp, num_microbatches)
+        idle = timeline.span - timeline.busy(rank)
+        assert idle == pp - 1 if num_microbatches >= 2 * pp - 1 else idle <= 4 * (pp - 1)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 12), st.integers(1, 40))
+def test_forwards_in_a_v_wait_only_at_their_ends(pp: int, num_microbatches: int) -> None:
+    schedule = forward_only(Placement(pp, 2, is_v=True), num_microbatches)
+    check(lower(schedule))
+    check(lower(schedule, "late"))
+    timeline = simulate(schedule, Costs.uniform(2 * pp))
+    assert timeline.span == 2 * num_microbatches + 2 * (pp - 1)
+
+
+@given(st.integers(1, 9), st.integers(1, 4), st.booleans())
+def test_placements_give_each_stage_one_place(pp: int, vpp: int, is_v: bool) -> None:
+    placement = Placement(pp, 2 if is_v else vpp, is_v)
+    places = [(placement.rank_of(stage), placement.chunk_of(stage)) for stage in range(placement.num_stages)]
+    assert sorted(places) == [(rank, chunk) for rank in range(pp) for chunk in range(placement.vpp)]
+    assert [placement.stage_of(rank, chunk) for rank, chunk in places] == list(range(placement.num_stages))
+    assert placement.stages_on(0) == ((0, 2 * pp - 1) if is_v else tuple(range(0, placement.num_stages, pp)))
+
+
+@settings(max_examples=50, deadline=None)
 @given(sizes)
 def test_text_round_trips(size: tuple[int, int, int]) -> None:
     schedule = schedules.interleaved(*size)
     assert from_text(to_text(schedule)) == schedule
-    evaluation = schedules.forward_only(*size)
+    pp, _, num_microbatches = size
+    evaluation = schedules.build("forward_only", *size)
     assert from_text("# a comment\n\n" + to_text(evaluation)) == evaluation
+    in_a_v = schedules.build("zbv", pp, 2, num_microbatches)
+    assert from_text(to_text(in_a_v)) == in_a_v
 
 
 @pytest.mark.parametrize(
@@ -98,6 +142,7 @@ def test_text_round_trips(size: tuple[int, int, int]) -> None:
         ("schedule=x pp=1 vpp=1 microbatches=1 forward_only=yes\nrank 1: 0F0\n", "order of ranks"),
         ("schedule=x pp=1 vpp=1 microbatches=1 forward_only=yes\nrank 0: 0G0\n", "no action"),
         ("schedule=x pp=1 vpp=1 microbatches=1 forward_only=yes\nrank 0: 0F\n", "no action"),
+        ("schedule=x pp=1 vpp=1 microbatches=1 forward_only=yes placement=v\nrank 0: 0F0\n", "two model chunks"),
     ],
 )
 def test_unreadable_texts_are_refused(text: str, words: str) -> None:

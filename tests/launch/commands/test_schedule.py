@@ -20,7 +20,7 @@ def test_print_writes_what_can_be_read_back(capsys: pytest.CaptureFixture[str]) 
     assert main(["schedule", "print", "--pp", "4", "--vpp", "2", "--microbatches", "8"]) == 0
     assert from_text(capsys.readouterr().out) == schedules.interleaved(4, 2, 8)
     assert main(["schedule", "print", "--pp", "2", "--microbatches", "3", "--name", "forward_only"]) == 0
-    assert from_text(capsys.readouterr().out) == schedules.forward_only(2, 1, 3)
+    assert from_text(capsys.readouterr().out) == schedules.build("forward_only", 2, 1, 3)
 
 
 def test_print_the_program_and_the_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -13,14 +13,15 @@ from engine.checkpoint.directory import find
 from engine.checkpoint.format.manifest import TrainingState
 from engine.checkpoint.import_weights import whole, write_checkpoint
 from engine.comm.topology import Topology
+from engine.config.plan import parallel_sizes
 from engine.config.section import with_value
 from engine.errors import CheckpointError, ConfigError
 from engine.kernels.attention import attention
 from engine.kernels.registry import Kernels, open_kernels
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.numerics.precision import DTYPES
-from engine.pipeline import schedules
 from engine.pipeline.executor import Executor
+from engine.pipeline.forwards import of_forward
 from engine.pipeline.lowering import lower
 from models.gpt.chunk import GPTChunk
 from models.inference.generate import Decoder, Model, Sampling, _batch, generate, sample_token, stream
@@ -41,6 +42,7 @@ LAYOUTS = [
     Case("llama", tp=4, pp=2, sequence_parallel=True, num_layers=4),
     Case("mqa_rope_bias", tp=4, dp=2, num_layers=4),
     Case("gpt_untied", pp=8),
+    Case("gpt", tp=2, pp=2, vpp=2, schedule="zbv", num_layers=4),
 ]
 
 
@@ -61,7 +63,7 @@ def full_logits(model: Model, tokens: list[int]) -> torch.Tensor | None:
         chunk.train(False)
     executor = Executor(topology, [chunk.queue for chunk in model.chunks], shape, DTYPES[config.precision.dtype])
     outputs = executor.run(
-        lower(schedules.build("forward_only", sizes.pp, sizes.vpp, 1)),
+        lower(of_forward(sizes, 1)),
         [_batch(tokens, 0, topology.device)],
         lambda chunk, x, batch: model.chunks[chunk].logits(x, batch),
     )
@@ -287,7 +289,7 @@ def checkpoint(folder: Path, case: Case) -> Path:
 def loaded(rank: int, case: Case, folder: Path) -> tuple[list[int], list[float]]:
     """Text of a model that was loaded, and how far its logits are from an engine's with the same weights."""
     config = case.config()
-    grid = RankGrid(ParallelSizes(tp=case.tp, pp=case.pp, dp=case.dp, vpp=case.vpp))
+    grid = RankGrid(parallel_sizes(config))
     topology = Topology(grid, rank, torch.device("cpu"), kv_heads=config.model.kv_heads)
     model = load_model(find(folder), config, topology)
     got = full_logits(model, WINDOW)
@@ -304,6 +306,7 @@ def loaded(rank: int, case: Case, folder: Path) -> tuple[list[int], list[float]]
         Case("qwen", tp=2, pp=2, vpp=2, sequence_parallel=True, num_layers=4),
         Case("qwen", tp=8, num_layers=2),
         Case("gpt", pp=2, tp=2, num_layers=4),
+        Case("gpt", pp=2, vpp=2, schedule="zbv", num_layers=4),
     ],
     ids=str,
 )

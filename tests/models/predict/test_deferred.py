@@ -7,6 +7,7 @@ import pytest
 from engine.config.plan import parallel_sizes, stages_of
 from engine.pipeline.actions import Action, Kind
 from engine.pipeline.executor import _Run
+from engine.pipeline.forwards import of_forward
 from models.predict.activation_memory import deferred_bytes
 from tests.harness import run_ranks
 from tests.parity.cases import Case, build_rank
@@ -40,6 +41,7 @@ SMALL: dict[str, Any] = {"pp": 2, "schedule": "zb_h1", "num_layers": 4, "global_
 IN_CI = [
     Case("gpt", tp=2, sequence_parallel=True, **SMALL),
     Case("parallel", dtype="bf16", **SMALL),
+    Case("gpt", **(SMALL | {"vpp": 2, "schedule": "zbv"})),
 ]
 MORE = [
     Case("gpt_dropout", tp=2, sequence_parallel=True, **SMALL),
@@ -58,7 +60,11 @@ MORE = [
 def test_what_waits_is_what_the_formula_says(case: Case) -> None:
     config = case.config()
     sizes, stages = parallel_sizes(config), stages_of(config)
+    placement = of_forward(sizes, 1).placement
     for rank, found in enumerate(run_ranks(waiting_after_each, case.world_size, case)):
-        stage = stages[rank // (case.tp * case.cp)]
-        assert [action.kind for action, _ in found] == [Kind.I] * (case.global_batch_size // case.micro_batch_size)
-        assert {num_bytes for _, num_bytes in found} == {deferred_bytes(config, sizes, stage)}
+        assert [action.kind for action, _ in found] == [Kind.I] * (
+            case.vpp * case.global_batch_size // case.micro_batch_size
+        )
+        for action, num_bytes in found:
+            stage = stages[placement.stage_of(rank // (case.tp * case.cp), action.chunk)]
+            assert num_bytes == deferred_bytes(config, sizes, stage)

@@ -63,6 +63,13 @@ MANY = {
         model={"num_layers": 8},
         train={"global_batch_size": 12},
     ),
+    "weight gradients that wait, in a V": deeper(
+        config_of(LLAMA, tp=2, sp=True),
+        schedule={"name": "zbv"},
+        model={"num_layers": 8},
+        parallel={"vpp": 2},
+        train={"global_batch_size": 12},
+    ),
     "the head in pieces, sgd": deeper(
         config_of(LLAMA, tp=2, recompute=HEAD_IN_PIECES), train={"global_batch_size": 8}, optimizer={"name": "sgd"}
     ),
@@ -152,9 +159,9 @@ def most_messages(program: Program, pp: int) -> int:
 
 
 @pytest.mark.parametrize("pp", [2, 3, 5])
-@pytest.mark.parametrize(("name", "vpp"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
+@pytest.mark.parametrize(("name", "vpp"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zbv", 2)])
 def test_messages_are_those_of_the_lowered_programs(name: str, vpp: int, pp: int) -> None:
-    sizes = ParallelSizes(pp=pp, vpp=vpp)
+    sizes = ParallelSizes(pp=pp, vpp=vpp, is_v=name == "zbv")
     config = deeper(
         config_of(LLAMA, tp=1),
         model={"num_layers": pp * vpp},

@@ -15,15 +15,17 @@ from typing import Any
 import pytest
 import torch
 
+from engine.comm.collectives import Pending
 from engine.comm.ledger import Event
 from engine.comm.topology import Topology
 from engine.config.telemetry import TelemetryConfig
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.pipeline import schedules
-from engine.pipeline.actions import Action, Kind, Placement
+from engine.pipeline.actions import Action, Kind, Placement, Schedule
 from engine.pipeline.executor import Executor
 from engine.pipeline.lowering import lower
 from engine.pipeline.simulate import Costs, simulate
+from engine.pipeline.simulate import Timeline as Timing
 from engine.run.phases import Phase
 from engine.step import PendingResult
 from engine.telemetry.timing.clock_offsets import NUM_ROUNDS, measure_offset
@@ -33,7 +35,7 @@ from engine.telemetry.timing.slow_ranks import SlowRanks
 from engine.telemetry.timing.step_times import PURPOSE, StepTimes
 from engine.telemetry.timing.time_split import TimeSplit
 from engine.telemetry.timing.timeline import Row, Timeline, merge
-from engine.tensor_parallel.weight_grads import WeightGradQueue
+from engine.tensor_parallel.weight_grads import DeferredGrad, WeightGradQueue
 from tests.harness import run_ranks
 from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank
@@ -47,17 +49,22 @@ NUM_STEPS = 5
 
 
 class Sleeping(torch.autograd.Function):
-    """The identity, which takes a known time forward and backward."""
+    """The identity, which takes the same time forward, for the gradient of its input, and for that of weights."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
-        ctx.seconds = backward
-        time.sleep(forward)
+    def forward(ctx: Any, x: torch.Tensor, seconds: float, queue: WeightGradQueue) -> torch.Tensor:
+        ctx.seconds, ctx.queue = seconds, queue
+        time.sleep(seconds)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        time.sleep(ctx.seconds)
+        seconds = ctx.seconds
+        time.sleep(seconds)
+        if ctx.queue.deferring:
+            ctx.queue.defer(DeferredGrad(grads[0], Pending, grads[0], lambda part, other: time.sleep(seconds)))
+        else:
+            time.sleep(seconds)
         return grads[0], None, None
 
 
@@ -65,27 +72,32 @@ class Sleeping(torch.autograd.Function):
 class Sleepers:
     """Ranks that sleep instead of computing."""
 
-    pp: int
-    dp: int
+    sizes: ParallelSizes
     num_microbatches: int
     forward_seconds: tuple[float, ...]
-    """Of each rank; a backward takes twice as long."""
+    """Of a stage of each rank; a backward takes twice as long."""
+    schedule: str = "1f1b"
+
+    def of_step(self) -> Schedule:
+        return schedules.build(self.schedule, self.sizes.pp, self.sizes.vpp, self.num_microbatches)
 
 
 def sleep_through_steps(rank: int, sleepers: Sleepers) -> list[TimeSplit]:
     """The splits that the logging rank hears of; the first and the last step do not sleep."""
     marks = TimeMarks(HostClock())
-    topology = Topology(RankGrid(ParallelSizes(tp=1, pp=sleepers.pp, dp=sleepers.dp)), rank, CPU).observed([marks])
-    program = lower(schedules.build("1f1b", sleepers.pp, 1, sleepers.num_microbatches))
-    executor = Executor(topology, [WeightGradQueue()], (1, 1, 4), torch.float64, [marks.instruction])
+    topology = Topology(RankGrid(sleepers.sizes), rank, CPU).observed([marks])
+    program = lower(sleepers.of_step())
+    placement = program.schedule.placement
+    queues = [WeightGradQueue() for _ in range(placement.vpp)]
+    executor = Executor(topology, queues, (1, 1, 4), torch.float64, [marks.instruction])
     times = StepTimes(EVERY_STEP, topology, program.schedule, marks, num_steps=NUM_STEPS)
     times.begin(0)
     weight = torch.ones(1, 1, 4, dtype=torch.float64, requires_grad=True)
     seconds = 0.0
 
     def chunk(number: int, x: torch.Tensor | None, microbatch: Any) -> torch.Tensor:
-        out = Sleeping.apply(weight if x is None else x, seconds, 2 * seconds)
-        return out.sum() if topology.coordinates.pp == sleepers.pp - 1 else out
+        out = Sleeping.apply(weight if x is None else x, seconds, queues[number])
+        return out.sum() if placement.stage_of(topology.coordinates.pp, number) == placement.num_stages - 1 else out
 
     splits = []
     for step in range(1, NUM_STEPS + 1):
@@ -106,7 +118,7 @@ def sleep_through_steps(rank: int, sleepers: Sleepers) -> list[TimeSplit]:
 def test_the_bubble_of_sleeping_stages_is_that_of_the_event_timed_schedule() -> None:
     """Four stages, one slower than the others; 2 points of the step, best of 3."""
     forward = (0.05, 0.05, 0.08, 0.05)
-    splits, *others = run_ranks(sleep_through_steps, 4, Sleepers(4, 1, 4, forward))
+    splits, *others = run_ranks(sleep_through_steps, 4, Sleepers(ParallelSizes(pp=4), 4, forward))
     assert others == [[], [], []] and [(split.first_step, split.last_step) for split in splits] == [
         (2, 2),
         (3, 3),
@@ -128,10 +140,38 @@ def test_the_bubble_of_sleeping_stages_is_that_of_the_event_timed_schedule() -> 
     assert min(map(largest_error, splits)) <= 0.02, list(map(largest_error, splits))
 
 
+LAYER_SECONDS = 0.12
+"""Forward of a rank's layers, over one stage or two."""
+
+NAMES = {"1f1b": ParallelSizes(pp=4), "zb_h1": ParallelSizes(pp=4), "zbv": ParallelSizes(pp=4, vpp=2, is_v=True)}
+
+
+@pytest.mark.slow  # a busy machine wakes sleepers late
+def test_zero_bubble_schedules_wait_as_long_as_the_simulator_says() -> None:
+    """Four ranks, eight microbatches: within half a point of the step, best of 3. ZBV is faster than ZB-H1 and that than 1F1B."""
+    measured, ideal = {}, {}
+    for name, sizes in NAMES.items():
+        sleepers = Sleepers(sizes, 8, (LAYER_SECONDS / sizes.vpp,) * 4, name)
+        timeline = simulate(sleepers.of_step(), Costs.uniform(4 * sizes.vpp, *[LAYER_SECONDS / sizes.vpp] * 3))
+        splits, *_ = run_ranks(sleep_through_steps, 4, sleepers, timeout_seconds=120)
+
+        def error(split: TimeSplit, timeline: Timing = timeline) -> float:
+            """Of the rank that is farthest off."""
+            shares = [parts["bubble"] / sum(parts.values()) for parts in split.ranks]
+            return max(abs(share - timeline.bubble_fraction(rank)) for rank, share in enumerate(shares))
+
+        best = min(splits, key=error)
+        assert error(best) <= 0.005, (name, [error(split) for split in splits])
+        measured[name], ideal[name] = min(split.step_seconds for split in splits), timeline.span
+    assert ideal["zbv"] < ideal["zb_h1"] < ideal["1f1b"]
+    for name in ("zb_h1", "zbv"):
+        assert abs(measured["1f1b"] / measured[name] / (ideal["1f1b"] / ideal[name]) - 1) <= 0.01, (measured, ideal)
+
+
 @pytest.mark.slow
 def test_a_rank_that_sleeps_longer_is_named() -> None:
     """dp 2 x pp 2: rank 2 (stage 1) takes half as long again as rank 3, which waits for nobody longer."""
-    sleepers = Sleepers(2, 2, 2, (0.04, 0.04, 0.06, 0.04))
+    sleepers = Sleepers(ParallelSizes(pp=2, dp=2), 2, (0.04, 0.04, 0.06, 0.04))
     splits, *_ = run_ranks(sleep_through_steps, 4, sleepers)
     grid = RankGrid(ParallelSizes(tp=1, pp=2, dp=2))
     ranks = SlowRanks([grid.coordinates(rank).pp for rank in range(4)], ["a", "a", "b", "b"])

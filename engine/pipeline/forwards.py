@@ -1,0 +1,32 @@
+"""The schedule of forwards alone, for validation and generation (no torch here).
+
+pp 2, vpp 2, 4 microbatches       in a loop                            in a V
+
+    rank 0                        0F0 0F1 1F0 1F1 0F2 0F3 1F2 1F3      0F0 0F1 1F0 0F2 1F1 0F3 1F2 1F3
+    rank 1                        0F0 0F1 1F0 1F1 0F2 0F3 1F2 1F3      0F0 1F0 0F1 1F1 0F2 1F2 0F3 1F3
+"""
+
+from engine.layout.rank_grid import ParallelSizes
+from engine.pipeline.actions import Action, Kind, Placement, Schedule
+
+
+def forward_only(placement: Placement, num_microbatches: int) -> Schedule:
+    """Run forwards only, on the stages that training places.
+
+    In a loop, microbatches go in groups of pp through a rank's chunks, as in interleaved 1F1B. In a V, microbatch i starts on
+    stage s at slot 2 i + s: the stages of a rank, s and 2 p - 1 - s, never want one slot, so a rank waits only at its ends.
+    """
+
+    def turn(rank: int, action: Action) -> tuple[int, ...]:
+        if placement.is_v:
+            return (2 * action.microbatch + placement.stage_of(rank, action.chunk),)
+        return (action.microbatch // placement.pp, action.chunk, action.microbatch)
+
+    forwards = [Action(Kind.F, chunk, at) for chunk in range(placement.vpp) for at in range(num_microbatches)]
+    rows = (tuple(sorted(forwards, key=lambda each: turn(rank, each))) for rank in range(placement.pp))
+    return Schedule("forward_only", placement, num_microbatches, True, tuple(rows))
+
+
+def of_forward(sizes: ParallelSizes, num_microbatches: int) -> Schedule:
+    """Build the schedule of a validation or a generation."""
+    return forward_only(Placement(sizes.pp, sizes.vpp, sizes.is_v), num_microbatches)
