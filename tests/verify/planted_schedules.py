@@ -7,6 +7,7 @@ import torch
 from engine.comm.collectives import Pending
 from engine.pipeline.actions import Action
 from engine.pipeline.executor import _Run
+from engine.pipeline.p2p import StageTensor, Transport
 from engine.tensor_parallel.mappings import TensorParallelRegion
 from tests.parity.cases import Case
 from tests.verify.bug import Bug, anything
@@ -34,13 +35,34 @@ def gradients_that_are_gathered_again_are_this_ranks_own() -> None:
     TensorParallelRegion.leave_backward = own  # type: ignore[method-assign]
 
 
+def the_turn_of_a_v_hands_on_the_first_microbatch() -> None:
+    hand_over = Transport.hand_over
+
+    def first(self: Any, key: StageTensor, tensor: torch.Tensor, *, local: bool) -> None:
+        if local and key.direction == "backward":
+            self.first = tensor = getattr(self, "first", tensor)
+        hand_over(self, key, tensor, local=local)
+
+    Transport.hand_over = first  # type: ignore[method-assign]
+
+
 def is_row_parallel(name: str) -> bool:
     return "proj" in name or "down" in name
 
 
 ZB = Case("llama", tp=2, pp=2, sequence_parallel=True, schedule="zb_h1", num_layers=4, global_batch_size=6)
 
+ZBV = Case("llama", pp=2, vpp=2, schedule="zbv", num_layers=4, global_batch_size=4)
+
 BUGS = (
+    Bug(
+        the_turn_of_a_v_hands_on_the_first_microbatch,
+        ZBV,
+        "gradient",
+        anything,
+        "pp",
+        "vanishes with pp=1",
+    ),
     Bug(
         weight_gradients_take_the_operands_of_the_latest_microbatch,
         ZB,
