@@ -64,7 +64,9 @@ def _words(draw: random.Random, dtype: str, most_ranks: int) -> list[str]:
         "train.global_batch_size": micro * dp * microbatches,
         "train.seed": draw.randint(0, 10**6),
         "optimizer.bucket_bytes": draw.choice([512, 4096, 2**20]),
-        "schedule.name": draw.choice(["auto", "auto", "zbv", "zbv"] if vpp == 2 else ["auto", "auto", "gpipe", "zb_h1"]),
+        "schedule.name": draw.choice(
+            ["auto", "auto", "zbv", "zbv"] if vpp == 2 else ["auto", "auto", "gpipe", "zb_h1"]
+        ),
         "recompute.granularity": (granularity := draw.choice(["none", "selective", "full"])),
         "offload.num_layers": draw.choice([0, 0, 1, 2]),
         "offload.min_bytes": 1,
