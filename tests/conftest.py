@@ -1,4 +1,5 @@
-"""Tests marked `gpu` skip where torch finds no CUDA device. Tests start with SIGHUP as a terminal leaves it.
+"""Tests marked `gpu` skip where torch finds no CUDA device. Tests start with SIGHUP as a terminal leaves it, and leave the
+environment as they find it: a launcher inside of a test sets what its ranks need, and the next file of the worker would read it.
 
 Property tests draw new examples in every run; continuous integration repeats the same ones, so that a change is judged by itself.
 None has a deadline: a busy machine is not a wrong answer.
@@ -6,6 +7,7 @@ None has a deadline: a busy machine is not a wrong answer.
 
 import os
 import signal
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -17,6 +19,16 @@ def pytest_configure() -> None:
     hypothesis.settings.load_profile("triaxis")
     # A CI service, or nohup, may have ignored it. Every process that a test starts would ignore it too, and bash cannot undo that.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """Give back the variables of a test's start."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys() - {"PYTEST_CURRENT_TEST"}:
+        del os.environ[name]
+    os.environ.update({name: value for name, value in before.items() if name != "PYTEST_CURRENT_TEST"})
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
