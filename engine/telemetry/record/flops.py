@@ -41,12 +41,12 @@ def model_flops_per_token(
         causal: count the half of the attention matrix that a causal mask leaves; False: all of it.
         documents: within which tokens attend; None: across them.
     """
-    return 3 * (2 * gemm_weights(model) + sum(_cores_forward(model, documents, causal=causal)))
+    return 3 * (2 * gemm_weights(model) + sum(core_flops_forward(model, documents, causal=causal)))
 
 
 def convention(model: ModelConfig, documents: DocumentStatistics | None = None) -> str:
     """Return the formula of `model_flops_per_token`, with the share of attention that windows and documents leave."""
-    seen, whole = sum(_cores_forward(model, documents)), sum(_cores_forward(model, None, causal=False)) // 2
+    seen, whole = sum(core_flops_forward(model, documents)), sum(core_flops_forward(model, None, causal=False)) // 2
     if seen == whole:
         return CONVENTION
     within = "windows" if documents is None else "documents"
@@ -55,12 +55,12 @@ def convention(model: ModelConfig, documents: DocumentStatistics | None = None) 
 
 def attention_share(model: ModelConfig, documents: DocumentStatistics) -> float:
     """Return the FLOPs of attention within documents over those across them."""
-    return sum(_cores_forward(model, documents)) / sum(_cores_forward(model, None))
+    return sum(core_flops_forward(model, documents)) / sum(core_flops_forward(model, None))
 
 
 def cost_of_imbalance(model: ModelConfig, documents: DocumentStatistics) -> float:
     """Return the FLOPs that the dp rank with most attention work has beyond the mean of all ranks, as a share of the mean."""
-    cores = zip(_cores_forward(model, documents), model.kinds, strict=True)
+    cores = zip(core_flops_forward(model, documents), model.kinds, strict=True)
     more = {kind.window: documents.imbalance(kind.window) - 1 for kind in set(model.kinds)}
     return 3 * sum(core * more[kind.window] for core, kind in cores) / model_flops_per_token(model, documents=documents)
 
@@ -73,7 +73,7 @@ def cost_of_cp_imbalance(model: ModelConfig, documents: DocumentStatistics, imba
         documents: within which tokens attend.
         imbalance: the fullest rank over the mean (`engine.context_parallel.imbalance`).
     """
-    attention = 3 * sum(_cores_forward(model, documents))
+    attention = 3 * sum(core_flops_forward(model, documents))
     return (imbalance - 1) * attention / model_flops_per_token(model, documents=documents)
 
 
@@ -96,7 +96,7 @@ def hardware_flops_per_token(
         documents: within which tokens attend; None: across them.
     """
     padding = 3 * 2 * (model.padded_vocab_size - model.vocab_size) * model.hidden_size
-    cores = _cores_forward(model, documents)
+    cores = core_flops_forward(model, documents)
     assert recompute.granularity != "auto", "models.predict.rank_memory.resolve_recompute comes first"
     limit = 0
     if recompute.granularity == "full":
@@ -118,7 +118,9 @@ def _layer_weights(model: ModelConfig) -> int:
     return attention + (model.activation_kind.num_inputs + 1) * model.ffn_size * model.hidden_size
 
 
-def _cores_forward(model: ModelConfig, documents: DocumentStatistics | None, *, causal: bool = True) -> list[int]:
+def core_flops_forward(
+    model: ModelConfig, documents: DocumentStatistics | None = None, *, causal: bool = True
+) -> list[int]:
     """Count FLOPs of each layer's scores and weighted sum per token: 2 GEMMs of keys x a d, every key without a causal mask."""
     of_a_key = 2 * 2 * model.num_attention_heads * model.head_size
     if not causal:

@@ -1,0 +1,113 @@
+"""Nodes, links and prices of a cluster, read from `configs/clusters/*.yaml` (no torch here)."""
+
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from engine.config.yaml_text import read_yaml
+from engine.errors import ConfigError
+from engine.storage.state_files import read_regular
+from models.predict.step_time.device import Device, device_names, load_device
+
+GPUS_PER_NODE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Equal nodes of equal devices.
+
+    Attributes:
+        device: name of a shipped device, or the path of a device's file.
+        nvlink_gb_per_s: of one device inside its node, 10^9 bytes per second and direction.
+        network_gb_per_s: of one device's share of its node's network, per direction.
+        network_latency_us: of a message between nodes.
+        oversubscription: of the network: 2.0 halves what all nodes can send at once.
+        price_per_gpu_hour: in any currency.
+    """
+
+    device: str
+    nodes: int
+    gpus_per_node: int
+    nvlink_gb_per_s: float
+    network_gb_per_s: float
+    network_latency_us: float
+    oversubscription: float
+    price_per_gpu_hour: float
+
+    @property
+    def num_gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    def load_device(self) -> Device:
+        """Read the device's file.
+
+        Raises:
+            ConfigError: as `load_device`.
+        """
+        return load_device(self.device)
+
+
+# Links per device and direction: data sheets of DGX A100 (600 GB/s both ways, 200 Gbit/s a GPU) and DGX H100 (900, 400).
+# The price is an example, to be replaced by one's own.
+_LINKS = {"A100": (300.0, 25.0, 1.5), "H100": (450.0, 50.0, 2.5), "H200": (450.0, 50.0, 3.0)}
+
+
+def load_cluster(path: str | Path) -> Cluster:
+    """Read a cluster file.
+
+    Raises:
+        ConfigError: a key is missing or unknown, or a value is no positive number.
+    """
+    try:
+        values = read_yaml(read_regular(Path(path)).decode())
+    except OSError as error:
+        raise ConfigError([f"{path}: {error.strerror}. Give the path of a cluster file."], str(path)) from error
+    names = [field.name for field in fields(Cluster)]
+    if not isinstance(values, dict):
+        raise ConfigError([f"it must have the keys {', '.join(names)}."], str(path))
+    found = [f"{name} is missing: no link or price has a default." for name in names if name not in values]
+    found += [
+        f"{name} is no key of a cluster; the keys are {', '.join(names)}." for name in values if name not in names
+    ]
+    for name in names[1:]:
+        value = values.get(name, 1)
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or value < 0
+            or (value == 0 and name != "price_per_gpu_hour")
+        ):
+            found.append(f"{name} = {value!r}: it must be a positive number.")
+    if not found and values["oversubscription"] < 1:
+        found.append(
+            f"oversubscription = {values['oversubscription']}: 1.0 is a network without any; it cannot be less."
+        )
+    if found:
+        raise ConfigError(found, str(path))
+    return Cluster(**values)
+
+
+def cluster_of(text: str) -> Cluster:
+    """Return the usual cluster of a number of devices, such as `64xH100` or `8xA100-SXM-80GB`.
+
+    Raises:
+        ConfigError: the text has no such form, names no device, or the devices fill no whole nodes of 8.
+    """
+    match = re.fullmatch(r"(\d+)x(.+)", text)
+    known = device_names()
+    if match is None or int(match[1]) < 1:
+        raise ConfigError([f"{text!r} is no number of devices: write 64xH100. Devices: {', '.join(known)}."], "--gpus")
+    count, asked = int(match[1]), match[2]
+    names = [name for name in known if name == asked] or [name for name in known if name.startswith(f"{asked}-SXM")]
+    family = asked.split("-")[0]
+    if not names or family not in _LINKS:
+        raise ConfigError(
+            [f"{asked} is no device with usual links. There are {', '.join(known)}; or write a cluster file."], "--gpus"
+        )
+    per_node = min(count, GPUS_PER_NODE)
+    if count % per_node:
+        raise ConfigError([f"{count} devices do not fill nodes of {per_node}: write a cluster file."], "--gpus")
+    nvlink, network, price = _LINKS[family]
+    # The plain model stands for the device with the usual memory, which is the shortest name.
+    name = min(names, key=lambda name: (name != f"{family}-SXM-80GB", len(name)))
+    return Cluster(name, count // per_node, per_node, nvlink, network, 8.0, 1.0, price)

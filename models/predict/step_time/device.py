@@ -1,0 +1,229 @@
+"""Rates that a device reaches, read from `configs/devices/*.yaml`: GEMMs by shape, fused attention, memory (no torch here).
+
+    a GEMM    peak x best tile x k / (k + fill) x what the measured rows reach of that, read off at its FLOPs
+
+A grid of tiles runs in waves of one tile per processor, and the last wave is seldom full. The kernel library is taken to choose
+the tile with which the product ends soonest. What rows reach beyond these two effects (power, clocks) is interpolated over log2 of
+the FLOPs, and constant outside the table.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from engine.config.yaml_text import read_yaml
+from engine.errors import ConfigError
+from engine.storage.state_files import read_regular
+
+DEVICES = Path("configs/devices")
+"""Where devices without a path are looked for."""
+
+Pass = Literal["forward", "backward"]
+
+
+class GemmRow(NamedTuple):
+    """A measured product of [m, k] and [k, n]."""
+
+    m: int
+    n: int
+    k: int
+    dtype: str
+    tflops: float
+    source: str
+
+
+class AttentionRow(NamedTuple):
+    """A measured causal attention kernel; FLOPs count the causal half, and a backward 2.5 forwards."""
+
+    kernel: str
+    direction: Pass
+    head: int
+    seq: int
+    tflops: float
+    source: str
+
+
+class Tile(NamedTuple):
+    """A block of a product that one processor computes, and its share of the best tile's rate."""
+
+    height: int
+    width: int
+    share: float
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU (or CPU), and what it reaches.
+
+    Attributes:
+        memory_gb: in 10^9 bytes.
+        memory_gb_per_s: of its data sheet; streams reach `streaming_share` of it.
+        peak_tflops: dense, by dtype.
+        processors: tiles that run side by side.
+        launch_us: from the end of a kernel to the work of the next one.
+        host_us: of the host per kernel, where the host is not ahead of the device.
+        collective_share: part of a link's bandwidth that collectives reach.
+        collective_us: of a collective of a few bytes inside a node.
+        sustained_share: of measured rates, what a device under constant load keeps at its power limit.
+        fill_k: the inner size at which half of a tile's time is spent filling its pipeline.
+        digest: first digits of the file's SHA-256.
+    """
+
+    name: str
+    memory_gb: float
+    memory_gb_per_s: float
+    streaming_share: float
+    peak_tflops: dict[str, float]
+    processors: int
+    launch_us: float
+    host_us: float
+    collective_share: float
+    collective_us: float
+    sustained_share: float
+    fill_k: float
+    tiles: tuple[Tile, ...]
+    gemm: tuple[GemmRow, ...]
+    attention: tuple[AttentionRow, ...]
+    digest: str = ""
+
+    @property
+    def stream_bytes_per_s(self) -> float:
+        """Return the bytes per second that a kernel reads and writes in large tensors."""
+        return self.memory_gb_per_s * 1e9 * self.streaming_share
+
+    def gemm_seconds(self, m: float, n: float, k: float, dtype: str = "bf16", count: int = 1) -> float:
+        """Return the seconds of `count` products [m, k] x [k, n] in one kernel, without its launch.
+
+        Never less than its operands take in memory: 2 bytes an element, 1 of fp8 operands.
+        """
+        flops = 2.0 * m * n * k * count
+        wide = 1 if dtype == "fp8" else 2
+        traffic = count * (wide * (m * k + k * n) + 2 * m * n)
+        kind = self._rates_of(dtype)
+        rate = self._quantised_peak(m, n, k, kind, count) * self._reached(flops, kind) * self.sustained_share
+        return max(flops / rate, traffic / self.stream_bytes_per_s)
+
+    def gemm_tflops(self, m: float, n: float, k: float, dtype: str = "bf16") -> float:
+        """Return the rate of a product in TFLOP/s."""
+        return 2e-12 * m * n * k / self.gemm_seconds(m, n, k, dtype)
+
+    def attention_tflops(self, kernel: str, direction: Pass, head: int, seq: float) -> float:
+        """Return the rate of causal attention over `seq` tokens, of the kernel or, where it has no row, of the slowest that has.
+
+        The nearest head size counts; the rate is interpolated over log2 of the length.
+        """
+        rows = [row for row in self.attention if row.direction == direction]
+        if not rows:
+            return self.gemm_tflops(seq, seq, head)
+        names = {row.kernel for row in rows}
+        chosen = kernel if kernel in names else min(names, key=lambda name: _largest(rows, name))
+        rows = [row for row in rows if row.kernel == chosen]
+        nearest = min({row.head for row in rows}, key=lambda size: abs(math.log2(size / head)))
+        points = sorted((math.log2(row.seq), row.tflops) for row in rows if row.head == nearest)
+        return _interpolated(points, math.log2(seq))
+
+    def _rates_of(self, dtype: str) -> str:
+        return {"fp16": "bf16"}.get(dtype, dtype)
+
+    def _quantised_peak(self, m: float, n: float, k: float, dtype: str, count: int = 1) -> float:
+        if dtype not in self.peak_tflops:
+            raise ConfigError(
+                [f"device {self.name} has no rate for {dtype}: its file has {', '.join(sorted(self.peak_tflops))}."]
+            )
+        best = max(
+            tile.share
+            * count
+            * m
+            * n
+            / (_waves(tile, m, n, count, self.processors) * self.processors * tile.height * tile.width)
+            for tile in self.tiles
+        )
+        return self.peak_tflops[dtype] * 1e12 * best * k / (k + self.fill_k)
+
+    def _reached(self, flops: float, dtype: str) -> float:
+        points = self._reached_points.get(dtype)
+        if points is None:
+            points = self._reached_points.get("bf16", next(iter(self._reached_points.values())))
+        return _interpolated(points, math.log2(flops))
+
+    @cached_property
+    def _reached_points(self) -> dict[str, list[tuple[float, float]]]:
+        """Return, by dtype, (log2 FLOPs, measured rate over quantised peak); rows of equal FLOPs are averaged."""
+        found: dict[str, dict[float, list[float]]] = {}
+        for row in self.gemm:
+            ratio = row.tflops * 1e12 / self._quantised_peak(row.m, row.n, row.k, row.dtype)
+            place = round(math.log2(2.0 * row.m * row.n * row.k))
+            found.setdefault(row.dtype, {}).setdefault(place, []).append(ratio)
+        return {
+            dtype: sorted((place, sum(values) / len(values)) for place, values in places.items())
+            for dtype, places in found.items()
+        }
+
+
+def _waves(tile: Tile, m: float, n: float, count: int, processors: int) -> int:
+    return math.ceil(count * math.ceil(m / tile.height) * math.ceil(n / tile.width) / processors)
+
+
+def _largest(rows: Sequence[AttentionRow], kernel: str) -> float:
+    return max(row.tflops for row in rows if row.kernel == kernel)
+
+
+def _interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
+    """Return the value at a place between sorted points; the nearest one's outside of them."""
+    if at <= points[0][0]:
+        return points[0][1]
+    for (left, low), (right, high) in pairwise(points):
+        if at <= right:
+            return low + (high - low) * (at - left) / (right - left)
+    return points[-1][1]
+
+
+def device_names() -> list[str]:
+    """List the devices that ship with the project."""
+    return sorted(path.stem for path in _folder().glob("*.yaml"))
+
+
+def load_device(name_or_path: str | Path) -> Device:
+    """Read a device by the name of a shipped file, or by path.
+
+    Raises:
+        ConfigError: there is no such file, or it lacks a key.
+    """
+    path = Path(name_or_path)
+    if path.suffix != ".yaml":
+        path = _folder() / f"{name_or_path}.yaml"
+    if not path.exists():
+        raise ConfigError(
+            [
+                f"device {name_or_path} has no file: rates of an unknown device cannot be guessed. There are "
+                f"{', '.join(device_names())}; or give the path of a file from triaxis calibrate."
+            ]
+        )
+    return _read(path.resolve(), path.stat().st_mtime_ns)
+
+
+@cache
+def _read(path: Path, changed: int) -> Device:
+    text = read_regular(path).decode()
+    values = read_yaml(text)
+    missing = [name for name in Device.__dataclass_fields__ if name != "digest" and name not in (values or {})]
+    if missing:
+        raise ConfigError(
+            [f"{path}: {', '.join(missing)} missing: a device needs every rate. Compare a file of {DEVICES}."]
+        )
+    values["tiles"] = tuple(Tile(*tile) for tile in values["tiles"])
+    values["gemm"] = tuple(GemmRow(**row) for row in values["gemm"])
+    values["attention"] = tuple(
+        AttentionRow(row["kernel"], row["pass"], row["head"], row["seq"], row["tflops"], row["source"])
+        for row in values["attention"]
+    )
+    return Device(**values, digest=hashlib.sha256(text.encode()).hexdigest()[:12])
+
+
+def _folder() -> Path:
+    return Path(__file__).resolve().parents[3] / DEVICES

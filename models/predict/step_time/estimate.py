@@ -1,0 +1,254 @@
+"""Seconds of a whole training step: microbatches, bubble, data parallelism, optimizer (no torch here).
+
+    closed form   m (F + B) of the slowest pipeline rank + bubble + exposed dp + optimizer
+    simulated     the span of the schedule by `engine/pipeline/simulate.py` in place of the first two
+
+Bubbles, F, I and W the seconds of a rank's layers on one microbatch, of the mean of the other ranks:
+
+    1f1b, gpipe   (p - 1)(F + I + W)           2006.09503, 1811.06965
+    interleaved   (p - 1)(F + I + W) / v       2104.04473, section 2.2
+    zb_h1         (p - 1)(F + I - W)           2401.10241, table 1
+    zbv           (p - 1)(F + I - 2 W)         2401.10241, section 6; none where that is negative
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine.config.attention_kinds import LayerKind
+from engine.config.plan import batch_plan, rank_grid, stages_of
+from engine.config.tree import Config
+from engine.data.document_statistics import DocumentStatistics
+from engine.layout.partition import StageLayers
+from engine.layout.rank_grid import ParallelSizes
+from engine.pipeline import schedules
+from engine.pipeline.simulate import Costs, simulate
+from models.predict.rank_memory import resolve_recompute
+from models.predict.step_time.cluster import Cluster
+from models.predict.step_time.facts import (
+    activation_bytes,
+    element_bytes,
+    head_gemm,
+    layer_work,
+    recomputed_layers,
+    stage_parameters,
+)
+from models.predict.step_time.implementation import OURS, Implementation
+from models.predict.step_time.layer import LayerTimer, Seconds, total
+from models.predict.step_time.links import Links
+
+SIMULATED_ROUNDS = 3
+"""Microbatches that are simulated, in units of pp; a longer step goes on at the pace of the last round."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """A predicted step.
+
+    Attributes:
+        seconds: of one optimizer step.
+        components: seconds of the slowest pipeline rank by what it does; they add up to `seconds`.
+    """
+
+    seconds: float
+    components: Mapping[str, float]
+
+
+class Estimator:
+    """Step times of layouts on one cluster.
+
+    Args:
+        cluster: its nodes and links; its device is read once.
+        implementation: the software that runs.
+    """
+
+    def __init__(self, cluster: Cluster, implementation: Implementation = OURS) -> None:
+        self.cluster, self.implementation = cluster, implementation
+        self.device = cluster.load_device()
+
+    def closed_form(
+        self, config: Config, sizes: ParallelSizes, documents: DocumentStatistics | None = None
+    ) -> StepTime:
+        """Predict a step by formula.
+
+        Args:
+            config: of a run that breaks no rule.
+            sizes: of every axis.
+            documents: within which tokens attend; None: across them.
+
+        Raises:
+            ConfigError: the device has no rate for the run's dtype, or as `resolve_recompute`.
+        """
+        step = _Step(self, config, sizes, documents)
+        return step.result(*step.by_formula())
+
+    def simulated(self, config: Config, sizes: ParallelSizes, documents: DocumentStatistics | None = None) -> StepTime:
+        """Predict a step by running its schedule through the event simulator; arguments and errors as `closed_form`."""
+        step = _Step(self, config, sizes, documents)
+        return step.result(*step.by_simulation())
+
+    def costs(self, config: Config, sizes: ParallelSizes, documents: DocumentStatistics | None = None) -> Costs:
+        """Return the seconds of every stage's actions and of a transfer, for a simulator."""
+        return _Step(self, config, sizes, documents).costs()
+
+
+class _Step:
+    """One step of one layout."""
+
+    def __init__(
+        self, estimator: Estimator, config: Config, sizes: ParallelSizes, documents: DocumentStatistics | None
+    ) -> None:
+        self.config, self.sizes = resolve_recompute(config, sizes), sizes
+        self.implementation, self.device = estimator.implementation, estimator.device
+        self.links = Links(
+            estimator.cluster, self.device, rank_grid(self.config, sizes, estimator.cluster.gpus_per_node)
+        )
+        self.timer = LayerTimer(self.config, sizes, self.device, self.links, self.implementation)
+        self.documents = documents
+        self.stages = stages_of(self.config)
+        self.num_microbatches = batch_plan(self.config, sizes.dp).num_microbatches
+        self.schedule = schedules.resolve(self.config.schedule.name, sizes.vpp)
+        self.parameters = stage_parameters(self.config, sizes, self.stages)
+        self.seconds = [self._stage(stage) for stage in self.stages]
+        self.placement = schedules.build(self.schedule, sizes.pp, sizes.vpp, 1).placement
+        self.ranks = [self._rank(rank) for rank in range(sizes.pp)]
+        self.slowest = max(range(sizes.pp), key=lambda rank: self.ranks[rank].total)
+
+    def _stage(self, stage: StageLayers) -> Seconds:
+        seconds = Seconds()
+        again = recomputed_layers(self.config, stage)
+        by_kind: dict[tuple[LayerKind, bool], list[int]] = {}
+        kinds = self.config.model.kinds
+        for place, layer in enumerate(stage.layers):
+            by_kind.setdefault((kinds[layer], place < again), []).append(layer)
+        for (_, recomputed), layers in by_kind.items():
+            work = layer_work(self.config, self.sizes, self.implementation, layers[0], self.documents)
+            seconds.add(self.timer.layer(work, recomputed=recomputed), len(layers))
+        if stage.has_embedding:
+            seconds.add(self.timer.embedding())
+        if stage.has_head:
+            seconds.add(self.timer.head(head_gemm(self.config, self.sizes)))
+        self._sharded_parameters(seconds, stage)
+        if self.implementation.exposed_transfers and self.sizes.pp > 1:
+            exposed = Seconds({"transfers": self._transfer()}, {"transfers": self._transfer()}, {})
+            seconds.add(exposed)
+        return seconds
+
+    def _sharded_parameters(self, seconds: Seconds, stage: StageLayers) -> None:
+        """Add what gathering parameters in each pass, and reducing gradients after each backward, takes beyond the pass."""
+        if self.implementation.shards != "parameters" or self.sizes.dp_cp == 1:
+            return
+        link, n = self.links.of_axes("dp", "cp"), self.sizes.dp_cp
+        numel = self.parameters[0] / max(1, self.sizes.vpp) if self.sizes.pp == 1 else self.parameters[0]
+        calls = len(stage.layers) + 1
+        gathered = link.seconds(numel * element_bytes(self.config) * (n - 1) / n, calls)
+        reduced = link.seconds(numel * self.implementation.gradient_bytes * (n - 1) / n, calls)
+        forward, backward = (
+            sum(seconds.forward.values()),
+            sum(seconds.input_grad.values()) + sum(seconds.weight_grad.values()),
+        )
+        seconds.forward["dp"] = gathered / calls + max(0.0, gathered * (1 - 1 / calls) - forward)
+        seconds.input_grad["dp"] = reduced / calls + max(0.0, (gathered + reduced) * (1 - 1 / calls) - backward)
+
+    def _rank(self, rank: int) -> Seconds:
+        seconds = Seconds()
+        for stage in self.placement.stages_on(rank):
+            seconds.add(self.seconds[stage])
+        return seconds
+
+    def _transfer(self) -> float:
+        """Return the seconds of a message between stages."""
+        if self.sizes.pp == 1:
+            return 0.0
+        link, whole, t = self.links.hand_over(), activation_bytes(self.config), self.sizes.tp
+        if self.config.parallel.cuts_sequence:
+            return link.seconds(whole / t)
+        if self.implementation.scatter_gather and t > 1:
+            return link.seconds(whole / t) + self.links.of_axes("tp").seconds(whole * (t - 1) / t)
+        return link.seconds(whole)
+
+    def costs(self) -> Costs:
+        """Return the durations of every stage's actions."""
+        passes = [[sum(part.values()) for part in seconds.passes] for seconds in self.seconds]
+        forward, input_grad, weight_grad = zip(*passes, strict=True)
+        transfer = 0.0 if self.implementation.exposed_transfers else self._transfer()
+        return Costs(forward, input_grad, weight_grad, transfer)
+
+    def by_formula(self) -> tuple[float, float]:
+        """Return the seconds of the bubble and of transfers that it is longer by."""
+        p, v = self.sizes.pp, self.sizes.vpp
+        if p == 1:
+            return 0.0, 0.0
+        others = [self.ranks[rank] for rank in range(p) if rank != self.slowest]
+        passes = [sum(sum(seconds.passes[place].values()) for seconds in others) for place in range(3)]
+        forward, input_grad, weight_grad = passes
+        if self.schedule == "zb_h1":
+            bubble = forward + input_grad - weight_grad
+        elif self.schedule == "zbv":
+            bubble = max(0.0, forward + input_grad - 2 * weight_grad)
+        else:
+            bubble = (forward + input_grad + weight_grad) / (v if self.schedule == "interleaved" else 1)
+        transfers = 0.0 if self.implementation.exposed_transfers else 2 * (p - 1) * self._transfer()
+        return max(0.0, bubble), transfers
+
+    def by_simulation(self) -> tuple[float, float]:
+        """Return the seconds that the slowest rank waits in the simulated schedule; transfers are a part of them."""
+        m, p, costs = self.num_microbatches, self.sizes.pp, self.costs()
+        most = SIMULATED_ROUNDS * p
+        if m <= most:
+            span = self._span(m, costs)
+        else:
+            span = self._span(most, costs)
+            span += (m - most) * (span - self._span(most - p, costs)) / p
+        return span - m * self.ranks[self.slowest].total, 0.0
+
+    def _span(self, num_microbatches: int, costs: Costs) -> float:
+        return simulate(schedules.build(self.schedule, self.sizes.pp, self.sizes.vpp, num_microbatches), costs).span
+
+    def result(self, bubble: float, transfers: float) -> StepTime:
+        """Put the parts of a step together."""
+        components = {
+            name: self.num_microbatches * seconds for name, seconds in total(self.ranks[self.slowest].passes).items()
+        }
+        components["pipeline bubble"] = bubble
+        components["transfers"] = components.get("transfers", 0.0) + transfers
+        components["dp"] = components.get("dp", 0.0) + self._data_parallel()
+        components["optimizer"] = self._optimizer()
+        return StepTime(sum(components.values()), components)
+
+    def _data_parallel(self) -> float:
+        """Return the exposed seconds of the sums of gradients and of gathered parameters, once a step."""
+        n, how = self.sizes.dp_cp, self.implementation
+        if n == 1 or how.shards == "parameters":
+            return 0.0
+        link, numel = self.links.of_axes("dp", "cp"), self.parameters[self.slowest]
+        bytes_each = max(how.gradient_bytes, self._main_grad_bytes() if how is OURS else 0)
+        buckets = max(1, -(-numel * bytes_each // self.config.optimizer.bucket_bytes))
+        wire = numel * (n - 1) / n
+        rank = self.ranks[self.slowest]
+        forward = sum(rank.forward.values())
+        backward = rank.total - forward
+        if how.shards == "none":
+            return self._beyond(link.seconds(2 * wire * bytes_each, buckets), backward, buckets, hidden=how.dp_overlap)
+        reduced = self._beyond(link.seconds(wire * bytes_each, buckets), backward, buckets, hidden=how.dp_overlap)
+        gathered = link.seconds(wire * element_bytes(self.config), buckets)
+        return reduced + self._beyond(gathered, forward, buckets, hidden=how.gather_overlap)
+
+    def _main_grad_bytes(self) -> int:
+        return max(4, element_bytes(self.config))
+
+    @staticmethod
+    def _beyond(seconds: float, beside: float, buckets: int, *, hidden: bool) -> float:
+        """Return what calls take beyond the pass that they run beside; one bucket has nothing to hide behind."""
+        if not hidden:
+            return seconds
+        return max(seconds / buckets, seconds - beside)
+
+    def _optimizer(self) -> float:
+        """Return the seconds of the update: state and gradients go through memory."""
+        numel = max(self.parameters)
+        shards = 1 if self.implementation.shards == "none" else self.sizes.dp_cp
+        own = numel / shards
+        whole = own if self.implementation.shards == "parameters" else numel
+        return self.timer.stream(
+            own * self.implementation.optimizer_bytes + whole * self.implementation.every_step_bytes
+        )

@@ -1,0 +1,284 @@
+"""Counted work of a microbatch on one rank: products, attention, bytes through memory and over links (no torch here).
+
+Per layer, with T = b s / c tokens, t tensor-parallel ranks, q = heads x head size, g = key/value heads x head size, f MLP width:
+
+    qkv      [T, h] x [h, (q + 2 g) / t]          attention's core   4 x keys x q / t FLOPs per token
+    proj     [T, q / t] x [q / t, h]              input gradient     the same product with n and k exchanged
+    up       [T, h] x [h, (1 or 2) f / t]         weight gradient    ... with m and k exchanged, added to the main grads
+    down     [T, f / t] x [f / t, h]
+
+A tensor that a kernel reads or writes counts its bytes; GEMMs and fused attention count in their rates.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from engine.config.context_parallel import exposed_share, gathers_keys, heads_of_pieces, local_kv_heads
+from engine.config.plan import part_length
+from engine.config.tree import Config
+from engine.data.document_statistics import DocumentStatistics
+from engine.layout.rank_grid import ParallelSizes
+from engine.layout.shard_spec import ParamSpec, localize
+from engine.telemetry.record.flops import core_flops_forward
+from models.predict.activation_memory import BYTES_PER_ELEMENT
+from models.predict.step_time.implementation import Implementation
+from models.specs import StageContents, layer_specs, stage_specs
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """A product [m, k] x [k, n] of the forward; `column`: its input is gathered over tp, its weight is cut by columns."""
+
+    m: int
+    n: int
+    k: int
+    column: bool
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.n * self.k
+
+
+@dataclass(frozen=True, slots=True)
+class Unfused:
+    """Attention as batched products: `count` of [rows, keys], with the softmax between them in memory."""
+
+    count: int
+    rows: int
+    keys: int
+    head: int
+
+    @property
+    def scores(self) -> int:
+        return self.count * self.rows * self.keys
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWork:
+    """The work of one layer on a microbatch.
+
+    Attributes:
+        gemms: of the forward.
+        core_flops: of attention's forward, on this rank.
+        unfused: how attention runs without a fused kernel; None: with one.
+        forward_bytes, backward_bytes: read and written by elementwise kernels.
+        again_bytes, again_gemms: of what selective recomputation makes again, without attention.
+        core_again: attention's forward is made again.
+        head_size, keys_length: by which attention's rate is looked up.
+    """
+
+    gemms: tuple[Gemm, ...]
+    core_flops: float
+    unfused: Unfused | None
+    forward_bytes: float
+    backward_bytes: float
+    again_bytes: float
+    again_gemms: tuple[Gemm, ...]
+    core_again: bool
+    head_size: int
+    keys_length: int
+
+
+def element_bytes(config: Config) -> int:
+    """Return the bytes of an element of the run's dtype."""
+    return BYTES_PER_ELEMENT[config.precision.dtype]
+
+
+def tokens_of_microbatch(config: Config) -> int:
+    """Return the tokens of a microbatch that a rank multiplies."""
+    return config.train.micro_batch_size * part_length(config)
+
+
+def layer_gemms(config: Config, sizes: ParallelSizes) -> tuple[Gemm, Gemm, Gemm, Gemm]:
+    """Return qkv, proj, up and down of a layer's forward."""
+    model, t, rows = config.model, sizes.tp, tokens_of_microbatch(config)
+    q = model.num_attention_heads * model.head_size // t
+    kv = 2 * local_kv_heads(config) * model.head_size
+    h, f = model.hidden_size, model.ffn_size // t
+    return (
+        Gemm(rows, q + kv, h, column=True),
+        Gemm(rows, h, q, column=False),
+        Gemm(rows, model.activation_kind.num_inputs * f, h, column=True),
+        Gemm(rows, h, f, column=False),
+    )
+
+
+def head_gemm(config: Config, sizes: ParallelSizes) -> Gemm:
+    """Return the output head's product."""
+    model = config.model
+    return Gemm(tokens_of_microbatch(config), model.padded_vocab_size // sizes.tp, model.hidden_size, column=True)
+
+
+def layer_work(
+    config: Config,
+    sizes: ParallelSizes,
+    implementation: Implementation,
+    layer: int = 0,
+    documents: DocumentStatistics | None = None,
+) -> LayerWork:
+    """Count the work of one layer; `documents`: within which tokens attend, None: across them."""
+    model, t = config.model, sizes.tp
+    rows, w = tokens_of_microbatch(config), element_bytes(config)
+    gemms = layer_gemms(config, sizes)
+    local = rows / (t if config.parallel.sequence_parallel else 1)
+    h, q, f = model.hidden_size, gemms[1].k, gemms[3].k
+    kv = gemms[0].n - q
+    inputs = model.activation_kind.num_inputs
+    # Each norm reads and writes; a residual reads two tensors and writes one; where they are not fused, once more each.
+    loose = 0 if implementation.fused_elementwise else 1
+    norms = 2 * (model.norms_before + model.norms_after) * (1 + loose) * h * local * w
+    dropped = (1 + w) * h * local if model.hidden_dropout else 0.0
+    residuals = 2 * (3 + 2 * loose) * h * local * w
+    rotated = 2 * (q + kv / 2) * rows * w if model.position_kind.is_rotary else 0.0
+    activated = (inputs + 1) * f * rows * w
+    biased = sum(gemm.n for gemm in gemms) * rows * w if model.bias == "all" else 0.0
+    unfused = None
+    scores_forward = scores_backward = 0.0
+    if implementation.attention == "" or config.kernels.attention == "explicit":
+        heads = model.num_attention_heads // t
+        unfused = Unfused(heads * config.train.micro_batch_size, part_length(config), model.seq_length, model.head_size)
+        dropout = 2 * w + 1 if model.attention_dropout else 0
+        # The fused scale-mask-softmax reads and writes; its backward reads two tensors and writes one.
+        scores_forward = unfused.scores * (2 * w + dropout)
+        scores_backward = unfused.scores * (3 * w + dropout)
+    parts = config.recompute.parts if config.recompute.granularity != "none" else frozenset()
+    again = (norms if "norm" in parts else 0.0) + (activated if parts & {"activation", "mlp"} else 0.0)
+    again += (rotated if "rope" in parts else 0.0) + (scores_forward if "attention" in parts else 0.0)
+    core = core_flops_forward(model, documents)[layer] * rows / t
+    return LayerWork(
+        gemms=gemms,
+        core_flops=core,
+        unfused=unfused,
+        forward_bytes=norms + residuals + 2 * dropped + rotated + activated + scores_forward,
+        backward_bytes=2 * norms + 2 * dropped + rotated + (2 * inputs + 1) * f * rows * w + biased + scores_backward,
+        again_bytes=again,
+        again_gemms=gemms[2:3] if "mlp" in parts else (),
+        core_again="attention" in parts,
+        head_size=model.head_size,
+        keys_length=round(2 * core / (4 * rows * q)) if core else model.seq_length,
+    )
+
+
+def recomputed_layers(config: Config, stage: StageContents) -> int:
+    """Return the number of a stage's layers that run forward once more, as a whole."""
+    if config.recompute.granularity != "full":
+        return 0
+    return (
+        len(stage.layers)
+        if config.recompute.method == "uniform"
+        else min(len(stage.layers), config.recompute.num_layers)
+    )
+
+
+def parameters_of(config: Config, sizes: ParallelSizes, stage: StageContents) -> int:
+    """Count the parameters of a stage on one rank; the layers of a stage have equal shapes."""
+    in_layer = _on_rank(config, sizes, layer_specs(config.model, 0)) if len(stage.layers) else 0
+    return len(stage.layers) * in_layer + _on_rank(config, sizes, stage_specs(config.model, _Ends(stage)))
+
+
+def _on_rank(config: Config, sizes: ParallelSizes, specs: Iterable[ParamSpec]) -> int:
+    sequence_parallel = config.parallel.sequence_parallel
+    return sum(localize(spec, tp=sizes.tp, tp_index=0, sequence_parallel=sequence_parallel).numel for spec in specs)
+
+
+class _Ends:
+    """A stage without its layers."""
+
+    layers = range(0)
+
+    def __init__(self, stage: StageContents) -> None:
+        self.has_embedding, self.has_head = stage.has_embedding, stage.has_head
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """Bytes that a rank puts on the wire in some calls."""
+
+    bytes: float = 0.0
+    calls: int = 0
+
+    def times(self, count: float) -> "Wire":
+        return Wire(self.bytes * count, round(self.calls * count))
+
+    def __add__(self, other: "Wire") -> "Wire":
+        return Wire(self.bytes + other.bytes, self.calls + other.calls)
+
+
+NOTHING = Wire()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallelWires:
+    """What a layer sends over tp per microbatch, in the places where it may hide.
+
+    Attributes:
+        forward: before column-parallel and behind row-parallel products.
+        entering: before the backward of row-parallel layers.
+        regathered: inputs of column-parallel layers, beside the gradient of the input.
+        leaving: behind the gradient of column-parallel inputs, beside the gradient of the weight.
+        deferred: with weight gradients on their own, gathers of inputs and output gradients.
+    """
+
+    forward: Wire
+    entering: Wire
+    regathered: Wire
+    leaving: Wire
+    deferred: Wire
+
+
+def tensor_parallel_wires(config: Config, sizes: ParallelSizes) -> TensorParallelWires:
+    """Count the activations that one layer sends over tp, as `models/predict/traffic.py` does for a whole step."""
+    if sizes.tp == 1:
+        return TensorParallelWires(NOTHING, NOTHING, NOTHING, NOTHING, NOTHING)
+    half = activation_bytes(config) * (sizes.tp - 1) / sizes.tp
+    if not config.parallel.sequence_parallel:
+        two = Wire(4 * half, 2)
+        return TensorParallelWires(two, NOTHING, NOTHING, two, NOTHING)
+    pair = Wire(2 * half, 2)
+    again = pair if config.recompute.gathered_inputs != "keep" else NOTHING
+    if not config.schedule.defers_weight_gradients:
+        return TensorParallelWires(Wire(4 * half, 4), pair, again, pair, NOTHING)
+    return TensorParallelWires(Wire(4 * half, 4), pair, NOTHING, pair, again + pair)
+
+
+def activation_bytes(config: Config) -> int:
+    """Return the bytes of a microbatch's activation [s / c, b, h]."""
+    return tokens_of_microbatch(config) * config.model.hidden_size * element_bytes(config)
+
+
+@dataclass(frozen=True, slots=True)
+class ContextParallelWires:
+    """What attention of one layer sends over cp per microbatch, and the share that no other piece's attention hides."""
+
+    forward: Wire
+    backward: Wire
+    exposed: float
+
+
+def context_parallel_wires(config: Config, sizes: ParallelSizes) -> ContextParallelWires:
+    """Count the keys and values, or heads, that one layer sends over cp."""
+    if sizes.cp == 1:
+        return ContextParallelWires(NOTHING, NOTHING, 1.0)
+    kv_heads, w = local_kv_heads(config), element_bytes(config)
+    head = (
+        config.model.head_size * config.train.micro_batch_size * config.model.seq_length * w * (sizes.cp - 1) / sizes.cp
+    )
+    if not gathers_keys(config):
+        heads = config.model.num_attention_heads // sizes.tp
+        both = Wire(2 * (heads + kv_heads) * head / sizes.cp, 2)
+        return ContextParallelWires(both, both, 1.0)
+    explicit = config.kernels.attention == "explicit"
+    pieces = 1 if explicit else len(heads_of_pieces(kv_heads))
+    gathered = Wire(2 * kv_heads * head, pieces)
+    again = NOTHING if explicit or config.recompute.gathered_kv == "keep" else gathered
+    wide = max(4, w) / w if config.parallel.cp_gradients == "accumulation" else 1
+    share = 1.0 if explicit else float(exposed_share(kv_heads))
+    return ContextParallelWires(gathered, again + Wire(gathered.bytes * wide, pieces), share)
+
+
+def stage_parameters(config: Config, sizes: ParallelSizes, stages: Sequence[StageContents]) -> list[int]:
+    """Count the parameters of each pipeline rank."""
+    ranks = [0] * sizes.pp
+    for number, stage in enumerate(stages):
+        ranks[number % sizes.pp] += parameters_of(config, sizes, stage)
+    return ranks

@@ -1,0 +1,151 @@
+"""What software a predicted step runs on: this engine, and that of published runs (no torch here).
+
+The records say what code did, by its authors' papers and repositories. None of their fields is a factor to be fitted.
+"""
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """Properties of training software that decide about time.
+
+    Attributes:
+        attention: fused kernel (fa2, cudnn, fa3), or "" for batched GEMMs with a softmax between them.
+        fused_elementwise: bias, activation, dropout and residual share passes over memory.
+        fused_weight_grad: a weight gradient's GEMM adds to the sum of the step; else a pass of its own does.
+        kernels_per_layer: in a forward; a backward has twice as many.
+        tp_backward_overlap: in column-parallel backwards, gathers run beside the input's GEMM and reductions beside the weight's.
+        tp_overlap: all gathers and reductions of layers run in pieces beside their GEMMs; the first piece is exposed.
+        dp_overlap: gradients are reduced during the last backward; else after it.
+        gather_overlap: parameters are gathered during the first forward; else before it.
+        gradient_bytes: of an element on the wire.
+        shards: "optimizer": ZeRO-1; "parameters": FSDP, gathered per layer in each pass; "none": all-reduce.
+        optimizer_bytes: read and written per parameter whose state a rank holds.
+        every_step_bytes: read and written per parameter of a rank, such as to fill gradients with zeros.
+        exposed_transfers: a rank computes nothing while it sends or receives between stages.
+        scatter_gather: messages between stages are cut over tp, and gathered behind (2104.04473, section 4.1).
+        fp8: linear layers but the head multiply fp8 operands, cast from bf16 each time.
+        source: of these.
+    """
+
+    name: str
+    source: str
+    attention: str = "cudnn"
+    fused_elementwise: bool = True
+    fused_weight_grad: bool = True
+    kernels_per_layer: int = 12
+    tp_backward_overlap: bool = True
+    tp_overlap: bool = False
+    dp_overlap: bool = True
+    gather_overlap: bool = True
+    gradient_bytes: int = 4
+    shards: str = "optimizer"
+    optimizer_bytes: float = 30
+    every_step_bytes: float = 8
+    exposed_transfers: bool = False
+    scatter_gather: bool = False
+    fp8: bool = False
+
+
+OURS = Implementation("triaxis", "docs/architecture.md")
+
+MEGATRON_2021 = Implementation(
+    "Megatron-LM 2021",
+    "2104.04473 sections 4 and 5: fused scale-mask-softmax and bias-gelu, no flash attention, no sequence parallelism",
+    attention="",
+    fused_weight_grad=False,
+    kernels_per_layer=24,
+    tp_backward_overlap=False,
+    dp_overlap=False,
+    gradient_bytes=2,
+    shards="none",
+    optimizer_bytes=44,
+    exposed_transfers=True,
+    scatter_gather=True,
+)
+MEGATRON_2022 = replace(
+    MEGATRON_2021,
+    name="Megatron-LM 2022",
+    source="2205.05198: as in 2021, with sequence parallelism and overlap in column-parallel backwards (section 4.2.2)",
+    tp_backward_overlap=True,
+)
+DEEPSPEED_2022 = replace(
+    MEGATRON_2021, name="Megatron-DeepSpeed 2022", source="2201.11990 section 2", scatter_gather=False
+)
+ZERO_BUBBLE = replace(
+    MEGATRON_2022,
+    name="zero-bubble's Megatron-LM",
+    source="2401.10241 section 5: Megatron-LM of 2023 on A100 nodes with RoCE",
+    scatter_gather=False,
+)
+MEGATRON_CORE = Implementation(
+    "Megatron-core",
+    "Megatron-LM README at r0.8: --overlap-grad-reduce, --overlap-param-gather, --tp-comm-overlap, Transformer Engine",
+    tp_overlap=True,
+)
+NEMO = replace(
+    MEGATRON_CORE, name="NeMo", source="dgxc-benchmarking and Megatron-Bridge recipes; bf16 gradients", gradient_bytes=2
+)
+BRIDGE_FSDP = replace(NEMO, name="Megatron-Bridge FSDP", shards="parameters")
+TITAN = Implementation(
+    "torchtitan",
+    "torchtitan docs: FSDP2 with torch.compile per layer, SDPA's flash kernel, async TP; fp32 parameters, bf16 on the wire",
+    attention="fa2",
+    kernels_per_layer=12,
+    tp_overlap=True,
+    gradient_bytes=4,
+    shards="parameters",
+    optimizer_bytes=32,
+)
+LLM_FOUNDRY = Implementation(
+    "llm-foundry",
+    "llm-foundry 2023: torch FSDP, flash attention 2 in Triton or CUDA, layers not compiled, bf16 reductions",
+    attention="fa2",
+    fused_elementwise=False,
+    kernels_per_layer=24,
+    gradient_bytes=2,
+    shards="parameters",
+    optimizer_bytes=30,
+)
+NANOCHAT = Implementation(
+    "nanochat",
+    "karpathy/nanochat: torch.compile of the model, SDPA's flash kernel, Muon with ZeRO-2-like shards",
+    attention="fa2",
+    dp_overlap=False,
+    gather_overlap=False,
+    gradient_bytes=2,
+)
+NANOTRON = Implementation(
+    "nanotron", "huggingface/nanotron: flash attention 2, ZeRO-1", attention="fa2", kernels_per_layer=20
+)
+
+_BY_SOURCE: tuple[tuple[str, Implementation], ...] = (
+    ("2104.04473", MEGATRON_2021),
+    ("SC21", MEGATRON_2021),
+    ("2205.05198", MEGATRON_2022),
+    ("2201.11990", DEEPSPEED_2022),
+    ("2401.10241", ZERO_BUBBLE),
+    ("dgxc-benchmarking", NEMO),
+    ("Megatron-Bridge", NEMO),
+    ("Megatron-LM", MEGATRON_CORE),
+    ("llm-foundry", LLM_FOUNDRY),
+    ("torchtitan", TITAN),
+    ("nanochat", NANOCHAT),
+    ("nanotron", NANOTRON),
+    ("2407.21783", NEMO),
+)
+
+
+def implementation_of(source: str, note: str = "", dtype: str = "bf16") -> Implementation:
+    """Return the software of a published run.
+
+    Args:
+        source: of the run; papers and repositories are looked for in it.
+        note: of the run; `FSDP` there means sharded parameters, unless it says FSDP=0.
+        dtype: of the run; fp8 and its recipes mean fp8 linear layers.
+    """
+    found = next((record for words, record in _BY_SOURCE if words in source), OURS)
+    if found is NEMO and "FSDP" in note and "FSDP=0" not in note:
+        found = BRIDGE_FSDP
+    return replace(found, fp8=True) if "fp8" in dtype else found

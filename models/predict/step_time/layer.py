@@ -1,0 +1,230 @@
+"""Seconds of a layer's forward, input gradient and weight gradient on one rank (no torch here).
+
+compute    GEMMs + attention + bytes of elementwise kernels / streaming rate + a launch per kernel
+exposed    what collectives take beyond the products that they run beside; in pieces, one of t pieces has nothing to hide behind
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from engine.config.tree import Config
+from engine.layout.rank_grid import ParallelSizes
+from models.predict.step_time.device import Device
+from models.predict.step_time.facts import (
+    ContextParallelWires,
+    Gemm,
+    LayerWork,
+    TensorParallelWires,
+    Wire,
+    activation_bytes,
+    context_parallel_wires,
+    element_bytes,
+    tensor_parallel_wires,
+)
+from models.predict.step_time.implementation import Implementation
+from models.predict.step_time.links import Link, Links
+
+BACKWARD_FORWARDS = 2.5
+"""FLOPs of a fused attention's backward over its forward: five products for two (2205.14135, algorithm 4)."""
+
+
+@dataclass(slots=True)
+class Seconds:
+    """Seconds of F, I and W by component, of a layer or of what is made of layers."""
+
+    forward: dict[str, float] = field(default_factory=dict)
+    input_grad: dict[str, float] = field(default_factory=dict)
+    weight_grad: dict[str, float] = field(default_factory=dict)
+
+    def add(self, other: "Seconds", count: float = 1) -> None:
+        """Add another's seconds, `count` times."""
+        for mine, others in zip(self.passes, other.passes, strict=True):
+            for name, seconds in others.items():
+                mine[name] = mine.get(name, 0.0) + count * seconds
+
+    @property
+    def passes(self) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+        return self.forward, self.input_grad, self.weight_grad
+
+    @property
+    def total(self) -> float:
+        return sum(sum(part.values()) for part in self.passes)
+
+
+class LayerTimer:
+    """Seconds of layers and of the ends of the model, for one layout on one cluster."""
+
+    def __init__(
+        self, config: Config, sizes: ParallelSizes, device: Device, links: Links, implementation: Implementation
+    ) -> None:
+        self.config, self.sizes, self.device, self.implementation = config, sizes, device, implementation
+        self._tp, self._cp = links.of_axes("tp"), links.of_axes("cp")
+        self._dtype = "fp8" if implementation.fp8 else config.precision.dtype
+        self._tp_wires: TensorParallelWires = tensor_parallel_wires(config, sizes)
+        self._cp_wires: ContextParallelWires = context_parallel_wires(config, sizes)
+
+    def stream(self, num_bytes: float) -> float:
+        """Return the seconds of reading and writing so many bytes."""
+        return num_bytes / self.device.stream_bytes_per_s
+
+    def products(self, gemms: Iterable[Gemm]) -> tuple[float, float, float]:
+        """Return the seconds of the products forward, of input gradients, and of weight gradients with their sums."""
+        forward = input_grad = weight_grad = 0.0
+        for gemm in gemms:
+            forward += self._gemm(gemm.m, gemm.n, gemm.k) + self._cast(gemm.m * gemm.k)
+            input_grad += self._gemm(gemm.m, gemm.k, gemm.n) + self._cast(gemm.m * gemm.n)
+            weight_grad += self._gemm(gemm.k, gemm.n, gemm.m) + self._added(gemm.n * gemm.k)
+        return forward, input_grad, weight_grad
+
+    def layer(self, work: LayerWork, *, recomputed: bool) -> Seconds:
+        """Return the seconds of one layer; `recomputed`: its forward runs once more before its backward."""
+        forward, input_grad, weight_grad = self.products(work.gemms)
+        core, core_back = self.core(work)
+        launches = self.launches(self.implementation.kernels_per_layer)
+        forward_exposed = self._forward_tp(forward)
+        computed = forward + core + self.stream(work.forward_bytes) + launches
+        again = self.stream(work.again_bytes) + sum(self._gemm(gemm.m, gemm.n, gemm.k) for gemm in work.again_gemms)
+        again += core if work.core_again else 0.0
+        cp_forward, cp_backward = self._cp_exposed(core, core_back)
+        seconds = Seconds(
+            forward={"compute": computed, "tp": forward_exposed, "cp": cp_forward},
+            input_grad={
+                "compute": input_grad + core_back + self.stream(work.backward_bytes) + launches,
+                "recompute": again,
+                "tp": 0.0,
+                "cp": cp_backward,
+            },
+            weight_grad={"compute": weight_grad + launches, "tp": 0.0},
+        )
+        seconds.input_grad["tp"], seconds.weight_grad["tp"] = self._backward_tp(input_grad, weight_grad)
+        if recomputed:
+            seconds.input_grad["recompute"] = computed
+            seconds.input_grad["tp"] += forward_exposed
+            seconds.input_grad["cp"] += cp_forward
+        return seconds
+
+    def core(self, work: LayerWork) -> tuple[float, float]:
+        """Return the seconds of attention's products forward and backward; of unfused attention without its softmax."""
+        if work.unfused is not None:
+            at, dtype = work.unfused, self.config.precision.dtype
+            time = self.device.gemm_seconds
+            scores = time(at.rows, at.keys, at.head, dtype, at.count)
+            weighted = time(at.rows, at.head, at.keys, dtype, at.count)
+            return scores + weighted, 2 * scores + 2 * weighted
+        rates = [
+            self.device.attention_tflops(self.implementation.attention, direction, work.head_size, work.keys_length)
+            for direction in ("forward", "backward")
+        ]
+        return work.core_flops / rates[0] * 1e-12, BACKWARD_FORWARDS * work.core_flops / rates[1] * 1e-12
+
+    def launches(self, kernels: float) -> float:
+        """Return the seconds between kernels; the host's where it takes longer."""
+        return kernels * max(self.device.launch_us, self.device.host_us) * 1e-6
+
+    def embedding(self) -> Seconds:
+        """Return the seconds of the embedding: rows are read and written, and summed over tp."""
+        moved = self.stream(2 * activation_bytes(self.config)) + self.launches(2)
+        sent = self._ends_wire()
+        return Seconds(
+            {"compute": moved, "tp": self._tp_seconds(sent)}, {}, {"compute": 2 * moved, "tp": self._scattered(sent)}
+        )
+
+    def head(self, gemm: Gemm) -> Seconds:
+        """Return the seconds of final norm, output head and loss."""
+        w = element_bytes(self.config)
+        dtype = self.config.precision.dtype
+        time = self.device.gemm_seconds
+        forward, input_grad = time(gemm.m, gemm.n, gemm.k, dtype), time(gemm.m, gemm.k, gemm.n, dtype)
+        weight_grad = time(gemm.k, gemm.n, gemm.m, dtype) + self._added(gemm.n * gemm.k)
+        logits = gemm.m * gemm.n
+        # Fused: two reads forward, a read and a write backward. Otherwise float copies: made, shifted, raised, divided, narrowed.
+        fused = self.implementation.fused_elementwise
+        loss, loss_back = (
+            ((2 * w, 2 * w) if fused else (w + 4 * 8, 8 + w)) if self.implementation.attention else (w + 32, 8 + w)
+        )
+        sent = self._ends_wire()
+        again = {"recompute": forward} if self.config.recompute.head_tokens is not None else {}
+        return Seconds(
+            {"compute": forward + self.stream(loss * logits) + self.launches(6), "tp": self._scattered(sent)},
+            {
+                "compute": input_grad + self.stream(loss_back * logits) + self.launches(4),
+                "tp": self._tp_seconds(sent),
+                **again,
+            },
+            {"compute": weight_grad + self.launches(1)},
+        )
+
+    def _gemm(self, m: float, n: float, k: float) -> float:
+        return self.device.gemm_seconds(m, n, k, self._dtype)
+
+    def _cast(self, numel: float) -> float:
+        """Return the seconds of casting an operand to fp8, also transposed: 2 bytes read, 1 + 1 written."""
+        return self.stream(4 * numel) if self._dtype == "fp8" else 0.0
+
+    def _added(self, numel: float) -> float:
+        """Return the seconds of adding a weight gradient to the sum of the step where no GEMM does it."""
+        return 0.0 if self.implementation.fused_weight_grad else self.stream(6 * numel)
+
+    def _tp_seconds(self, wire: Wire) -> float:
+        return self._tp.seconds(wire.bytes, wire.calls) if wire.calls else 0.0
+
+    def _beside(self, wire: Wire, products: float, *, pieces: bool) -> float:
+        """Return what a collective takes beyond products that it runs beside."""
+        seconds = self._tp_seconds(wire)
+        first = seconds / self.sizes.tp if pieces else 0.0
+        return first + max(0.0, seconds - first - products)
+
+    def _forward_tp(self, forward: float) -> float:
+        wire = self._tp_wires.forward
+        if not self.implementation.tp_overlap or not self.config.parallel.cuts_sequence:
+            return self._tp_seconds(wire)
+        return self._beside(wire, forward, pieces=True)
+
+    def _backward_tp(self, input_grad: float, weight_grad: float) -> tuple[float, float]:
+        """Return the exposed seconds in I and in W."""
+        wires, how = self._tp_wires, self.implementation
+        # Two of the four products of each kind belong to column-parallel layers.
+        column_input, column_weight = input_grad / 2, weight_grad / 2
+        if self.config.schedule.defers_weight_gradients:
+            return self._tp_seconds(wires.entering + wires.leaving), self._tp_seconds(wires.deferred)
+        pieces = how.tp_overlap and self.config.parallel.cuts_sequence
+        entering = (
+            self._beside(wires.entering, input_grad / 2, pieces=True) if pieces else self._tp_seconds(wires.entering)
+        )
+        if not how.tp_backward_overlap and not pieces:
+            return entering + self._tp_seconds(wires.regathered + wires.leaving), 0.0
+        hidden = self._beside(wires.regathered, column_input, pieces=False)
+        return entering + hidden, self._beside(wires.leaving, column_weight, pieces=False)
+
+    def _cp_exposed(self, core: float, core_back: float) -> tuple[float, float]:
+        wires = self._cp_wires
+        return tuple(  # type: ignore[return-value]
+            wires.exposed * seconds + max(0.0, (1 - wires.exposed) * seconds - beside)
+            for seconds, beside in (
+                (self._seconds(self._cp, wires.forward), core),
+                (self._seconds(self._cp, wires.backward), core_back),
+            )
+        )
+
+    def _seconds(self, link: Link, wire: Wire) -> float:
+        return link.seconds(wire.bytes, wire.calls) if wire.calls else 0.0
+
+    def _ends_wire(self) -> Wire:
+        """Return the sum over tp behind the embedding, or behind the head's backward."""
+        if self.sizes.tp == 1:
+            return Wire()
+        half = activation_bytes(self.config) * (self.sizes.tp - 1) / self.sizes.tp
+        return Wire(half, 1) if self.config.parallel.sequence_parallel else Wire(2 * half, 1)
+
+    def _scattered(self, wire: Wire) -> float:
+        """Return the seconds of the gather on the other side of such a sum, which only sequence parallelism has."""
+        return self._tp_seconds(wire) if self.config.parallel.cuts_sequence else 0.0
+
+
+def total(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Add the seconds of several passes by component."""
+    summed: dict[str, float] = {}
+    for part in parts:
+        for name, seconds in part.items():
+            summed[name] = summed.get(name, 0.0) + seconds
+    return summed

@@ -1,0 +1,75 @@
+"""Seconds of collectives and messages on the links of a cluster, by the places of their ranks (no torch here).
+
+ring        wire bytes of a rank / bandwidth + steps x latency, wire bytes as in `models/predict/traffic.py`
+in a node   bandwidth: the share of NVLink that collectives reach
+over nodes  a ring crosses each node's edge once per adapter: r ranks of the group on a node use r adapters, so
+            bandwidth = min(NVLink's, r x adapter's / oversubscription)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.layout.rank_grid import RankGrid
+from models.predict.step_time.cluster import Cluster
+from models.predict.step_time.device import Device
+
+NETWORK_SHARE = 0.94
+"""Of an adapter's rate: 46 to 48 of 50 GB/s with NDR (NVIDIA/nccl-tests issue 290)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The way between the ranks of one group.
+
+    Attributes:
+        bytes_per_s: that a rank sends, in large calls.
+        call_seconds: of a call of a few bytes.
+    """
+
+    bytes_per_s: float
+    call_seconds: float
+
+    def seconds(self, wire_bytes: float, calls: float = 1) -> float:
+        """Return the seconds of calls that put so many bytes of each rank on the wire, all together."""
+        return wire_bytes / self.bytes_per_s + calls * self.call_seconds
+
+
+class Links:
+    """The links of one layout on a cluster.
+
+    Args:
+        cluster: its nodes are filled in rank order.
+        device: of the cluster.
+        grid: of the layout.
+    """
+
+    def __init__(self, cluster: Cluster, device: Device, grid: RankGrid) -> None:
+        self._cluster, self._grid = cluster, grid
+        self._nvlink = cluster.nvlink_gb_per_s * 1e9 * device.collective_share
+        self._network = cluster.network_gb_per_s * 1e9 * NETWORK_SHARE / cluster.oversubscription
+        self._call = device.collective_us * 1e-6
+
+    def of_axes(self, *axes: str) -> Link:
+        """Return the link of the group of rank 0 that spans these axes."""
+        sizes = self._grid.sizes
+        ranks = [0]
+        for axis in axes:
+            step = self._grid.rank(**{axis: 1}) if sizes.size(axis) > 1 else 0
+            ranks = [rank + place * step for rank in ranks for place in range(sizes.size(axis))]
+        return self.of_group(ranks)
+
+    def of_group(self, ranks: Sequence[int]) -> Link:
+        """Return the link of a group."""
+        on_node: dict[int, int] = {}
+        for rank in ranks:
+            on_node[self._grid.node(rank)] = on_node.get(self._grid.node(rank), 0) + 1
+        if len(on_node) == 1:
+            return Link(self._nvlink, self._call)
+        latency = self._call + (len(on_node) - 1) * self._cluster.network_latency_us * 1e-6
+        return Link(min(self._nvlink, min(on_node.values()) * self._network), latency)
+
+    def hand_over(self) -> Link:
+        """Return the link between neighbouring pipeline ranks: a message, not a collective."""
+        if self._grid.sizes.pp == 1 or self._grid.node(self._grid.rank(pp=1)) == self._grid.node(0):
+            return Link(self._nvlink, self._call / 2)
+        return Link(self._network, self._cluster.network_latency_us * 1e-6 + self._call / 2)
