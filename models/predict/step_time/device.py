@@ -69,6 +69,7 @@ class Device:
         host_us: of the host per kernel, where the host is not ahead of the device.
         collective_share: part of a link's bandwidth that collectives reach.
         collective_us: of a collective of a few bytes inside a node.
+        collective_processors: that a collective takes from the kernels beside it.
         sustained_share: of measured rates, what a device under constant load keeps at its power limit.
         fill_k: the inner size at which half of a tile's time is spent filling its pipeline.
         digest: first digits of the file's SHA-256.
@@ -84,6 +85,7 @@ class Device:
     host_us: float
     collective_share: float
     collective_us: float
+    collective_processors: int
     sustained_share: float
     fill_k: float
     tiles: tuple[Tile, ...]
@@ -95,6 +97,18 @@ class Device:
     def stream_bytes_per_s(self) -> float:
         """Return the bytes per second that a kernel reads and writes in large tensors."""
         return self.memory_gb_per_s * 1e9 * self.streaming_share
+
+    @property
+    def taken_share(self) -> float:
+        """Return the share of a kernel's rate that a collective beside it takes."""
+        return min(1.0, self.collective_processors / self.processors)
+
+    def beyond(self, seconds: float, beside: float) -> float:
+        """Return what a collective of so many seconds adds to kernels that run beside it.
+
+        What is longer than they are is exposed, and while it runs they have fewer processors.
+        """
+        return max(0.0, seconds - beside) + min(seconds, beside) * self.taken_share
 
     def gemm_seconds(self, m: float, n: float, k: float, dtype: str = "bf16", count: int = 1) -> float:
         """Return the seconds of `count` products [m, k] x [k, n] in one kernel, without its launch.

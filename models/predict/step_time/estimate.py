@@ -135,10 +135,10 @@ class _Step:
 
     def _sharded_parameters(self, seconds: Seconds, stage: StageLayers) -> None:
         """Add what gathering parameters in each pass, and reducing gradients after each backward, takes beyond the pass."""
-        if self.implementation.shards != "parameters" or self.sizes.dp_cp == 1:
+        if not self._gathers_in_passes:
             return
         link, n = self.links.of_axes("dp", "cp"), self.sizes.dp_cp
-        numel = self.parameters[0] / max(1, self.sizes.vpp) if self.sizes.pp == 1 else self.parameters[0]
+        numel = self.parameters[0]
         calls = len(stage.layers) + 1
         gathered = link.seconds(numel * element_bytes(self.config) * (n - 1) / n, calls)
         reduced = link.seconds(numel * self.implementation.gradient_bytes * (n - 1) / n, calls)
@@ -146,8 +146,15 @@ class _Step:
             sum(seconds.forward.values()),
             sum(seconds.input_grad.values()) + sum(seconds.weight_grad.values()),
         )
-        seconds.forward["dp"] = gathered / calls + max(0.0, gathered * (1 - 1 / calls) - forward)
-        seconds.input_grad["dp"] = reduced / calls + max(0.0, (gathered + reduced) * (1 - 1 / calls) - backward)
+        seconds.forward["dp"] = gathered / calls + self.device.beyond(gathered * (1 - 1 / calls), forward)
+        seconds.input_grad["dp"] = reduced / calls + self.device.beyond(
+            (gathered + reduced) * (1 - 1 / calls), backward
+        )
+
+    @property
+    def _gathers_in_passes(self) -> bool:
+        """Return whether parameters are gathered for each pass: with pipeline stages they are kept from the first on."""
+        return self.implementation.shards == "parameters" and self.sizes.pp == 1 and self.sizes.dp_cp > 1
 
     def _rank(self, rank: int) -> Seconds:
         seconds = Seconds()
@@ -218,7 +225,7 @@ class _Step:
     def _data_parallel(self) -> float:
         """Return the exposed seconds of the sums of gradients and of gathered parameters, once a step."""
         n, how = self.sizes.dp_cp, self.implementation
-        if n == 1 or how.shards == "parameters":
+        if n == 1 or self._gathers_in_passes:
             return 0.0
         link, numel = self.links.of_axes("dp", "cp"), self.parameters[self.slowest]
         bytes_each = max(how.gradient_bytes, self._main_grad_bytes() if how is OURS else 0)
@@ -236,12 +243,12 @@ class _Step:
     def _main_grad_bytes(self) -> int:
         return max(4, element_bytes(self.config))
 
-    @staticmethod
-    def _beyond(seconds: float, beside: float, buckets: int, *, hidden: bool) -> float:
+    def _beyond(self, seconds: float, beside: float, buckets: int, *, hidden: bool) -> float:
         """Return what calls take beyond the pass that they run beside; one bucket has nothing to hide behind."""
         if not hidden:
             return seconds
-        return max(seconds / buckets, seconds - beside)
+        first = seconds / buckets
+        return first + self.device.beyond(seconds - first, beside)
 
     def _optimizer(self) -> float:
         """Return the seconds of the update: state and gradients go through memory."""

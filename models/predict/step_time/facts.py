@@ -138,9 +138,10 @@ def layer_work(
         heads = model.num_attention_heads // t
         unfused = Unfused(heads * config.train.micro_batch_size, part_length(config), model.seq_length, model.head_size)
         dropout = 2 * w + 1 if model.attention_dropout else 0
-        # The fused scale-mask-softmax reads and writes; its backward reads two tensors and writes one.
-        scores_forward = unfused.scores * (2 * w + dropout)
-        scores_backward = unfused.scores * (3 * w + dropout)
+        # The fused scale-mask-softmax reads and writes; its backward reads two tensors and writes one. Attention's output is
+        # copied into the order of the projection, and gradients of q, k and v into one tensor.
+        scores_forward = unfused.scores * (2 * w + dropout) + 2 * q * rows * w
+        scores_backward = unfused.scores * (3 * w + dropout) + 2 * (2 * q + kv) * rows * w
     parts = config.recompute.parts if config.recompute.granularity != "none" else frozenset()
     again = (norms if "norm" in parts else 0.0) + (activated if parts & {"activation", "mlp"} else 0.0)
     again += (rotated if "rope" in parts else 0.0) + (scores_forward if "attention" in parts else 0.0)
@@ -155,7 +156,7 @@ def layer_work(
         again_gemms=gemms[2:3] if "mlp" in parts else (),
         core_again="attention" in parts,
         head_size=model.head_size,
-        keys_length=round(2 * core / (4 * rows * q)) if core else model.seq_length,
+        keys_length=round(2 * core / (4 * rows * q) / sizes.cp) if core else model.seq_length,
     )
 
 

@@ -14,6 +14,8 @@ class Implementation:
         attention: fused kernel (fa2, cudnn, fa3), or "" for batched GEMMs with a softmax between them.
         fused_elementwise: bias, activation, dropout and residual share passes over memory.
         fused_weight_grad: a weight gradient's GEMM adds to the sum of the step; else a pass of its own does.
+        fused_loss: cross-entropy reads bf16 logits; else in passes over float copies.
+        selective_products: share of a forward's products made again with `selective`, instead of attention.
         kernels_per_layer: in a forward; a backward has twice as many.
         tp_backward_overlap: in column-parallel backwards, gathers run beside the input's GEMM and reductions beside the weight's.
         tp_overlap: all gathers and reductions of layers run in pieces beside their GEMMs; the first piece is exposed.
@@ -34,6 +36,8 @@ class Implementation:
     attention: str = "cudnn"
     fused_elementwise: bool = True
     fused_weight_grad: bool = True
+    fused_loss: bool = True
+    selective_products: float = 0.0
     kernels_per_layer: int = 12
     tp_backward_overlap: bool = True
     tp_overlap: bool = False
@@ -55,6 +59,7 @@ MEGATRON_2021 = Implementation(
     "2104.04473 sections 4 and 5: fused scale-mask-softmax and bias-gelu, no flash attention, no sequence parallelism",
     attention="",
     fused_weight_grad=False,
+    fused_loss=False,
     kernels_per_layer=24,
     tp_backward_overlap=False,
     dp_overlap=False,
@@ -82,6 +87,7 @@ ZERO_BUBBLE = replace(
 MEGATRON_CORE = Implementation(
     "Megatron-core",
     "Megatron-LM README at r0.8: --overlap-grad-reduce, --overlap-param-gather, --tp-comm-overlap, Transformer Engine",
+    fused_loss=False,
     tp_overlap=True,
 )
 NEMO = replace(
@@ -90,8 +96,11 @@ NEMO = replace(
 BRIDGE_FSDP = replace(NEMO, name="Megatron-Bridge FSDP", shards="parameters")
 TITAN = Implementation(
     "torchtitan",
-    "torchtitan docs: FSDP2 with torch.compile per layer, SDPA's flash kernel, async TP; fp32 parameters, bf16 on the wire",
+    "torchtitan docs: FSDP2, torch.compile per layer, SDPA's flash kernel, async TP; selective: every second product again",
     attention="fa2",
+    fused_weight_grad=False,
+    fused_loss=False,
+    selective_products=0.5,
     kernels_per_layer=12,
     tp_overlap=True,
     gradient_bytes=4,
@@ -103,6 +112,8 @@ LLM_FOUNDRY = Implementation(
     "llm-foundry 2023: torch FSDP, flash attention 2 in Triton or CUDA, layers not compiled, bf16 reductions",
     attention="fa2",
     fused_elementwise=False,
+    fused_weight_grad=False,
+    fused_loss=False,
     kernels_per_layer=24,
     gradient_bytes=2,
     shards="parameters",
@@ -110,8 +121,10 @@ LLM_FOUNDRY = Implementation(
 )
 NANOCHAT = Implementation(
     "nanochat",
-    "karpathy/nanochat: torch.compile of the model, SDPA's flash kernel, Muon with ZeRO-2-like shards",
+    "karpathy/nanochat: torch.compile of the model, SDPA's flash kernel, float logits, Muon with ZeRO-2-like shards",
     attention="fa2",
+    fused_weight_grad=False,
+    fused_loss=False,
     dp_overlap=False,
     gather_overlap=False,
     gradient_bytes=2,

@@ -5,7 +5,7 @@ exposed    what collectives take beyond the products that they run beside; in pi
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.config.tree import Config
 from engine.layout.rank_grid import ParallelSizes
@@ -79,12 +79,16 @@ class LayerTimer:
     def layer(self, work: LayerWork, *, recomputed: bool) -> Seconds:
         """Return the seconds of one layer; `recomputed`: its forward runs once more before its backward."""
         forward, input_grad, weight_grad = self.products(work.gemms)
+        if self._in_pieces:
+            forward = self.products(self._pieces(work.gemms))[0] * self.sizes.tp
         core, core_back = self.core(work)
         launches = self.launches(self.implementation.kernels_per_layer)
         forward_exposed = self._forward_tp(forward)
         computed = forward + core + self.stream(work.forward_bytes) + launches
         again = self.stream(work.again_bytes) + sum(self._gemm(gemm.m, gemm.n, gemm.k) for gemm in work.again_gemms)
-        again += core if work.core_again else 0.0
+        again += core if work.core_again and not self.implementation.selective_products else 0.0
+        if work.core_again:
+            again += self.implementation.selective_products * forward
         cp_forward, cp_backward = self._cp_exposed(core, core_back)
         seconds = Seconds(
             forward={"compute": computed, "tp": forward_exposed, "cp": cp_forward},
@@ -102,6 +106,14 @@ class LayerTimer:
             seconds.input_grad["tp"] += forward_exposed
             seconds.input_grad["cp"] += cp_forward
         return seconds
+
+    @property
+    def _in_pieces(self) -> bool:
+        return self.implementation.tp_overlap and self.config.parallel.cuts_sequence
+
+    def _pieces(self, gemms: Iterable[Gemm]) -> list[Gemm]:
+        """Cut the rows of products into those of each tp rank, which travel beside the products of others."""
+        return [replace(gemm, m=gemm.m // self.sizes.tp) for gemm in gemms]
 
     def core(self, work: LayerWork) -> tuple[float, float]:
         """Return the seconds of attention's products forward and backward; of unfused attention without its softmax."""
@@ -138,10 +150,7 @@ class LayerTimer:
         weight_grad = time(gemm.k, gemm.n, gemm.m, dtype) + self._added(gemm.n * gemm.k)
         logits = gemm.m * gemm.n
         # Fused: two reads forward, a read and a write backward. Otherwise float copies: made, shifted, raised, divided, narrowed.
-        fused = self.implementation.fused_elementwise
-        loss, loss_back = (
-            ((2 * w, 2 * w) if fused else (w + 4 * 8, 8 + w)) if self.implementation.attention else (w + 32, 8 + w)
-        )
+        loss, loss_back = (2 * w, 2 * w) if self.implementation.fused_loss else (w + 32, 8 + w)
         sent = self._ends_wire()
         again = {"recompute": forward} if self.config.recompute.head_tokens is not None else {}
         return Seconds(
@@ -162,8 +171,12 @@ class LayerTimer:
         return self.stream(4 * numel) if self._dtype == "fp8" else 0.0
 
     def _added(self, numel: float) -> float:
-        """Return the seconds of adding a weight gradient to the sum of the step where no GEMM does it."""
-        return 0.0 if self.implementation.fused_weight_grad else self.stream(6 * numel)
+        """Return the seconds of adding a weight gradient to the sum of the step."""
+        # The sums are float32: where the GEMM adds, its epilogue moves 6 bytes more than that of a bf16 result, with no product
+        # beside it. A pass of its own reads the gradient and reads and writes the sum, of as many bytes as the wire's.
+        if self.implementation.fused_weight_grad:
+            return self.stream(6 * numel)
+        return self.stream((2 + 2 * self.implementation.gradient_bytes) * numel)
 
     def _tp_seconds(self, wire: Wire) -> float:
         return self._tp.seconds(wire.bytes, wire.calls) if wire.calls else 0.0
@@ -172,11 +185,11 @@ class LayerTimer:
         """Return what a collective takes beyond products that it runs beside."""
         seconds = self._tp_seconds(wire)
         first = seconds / self.sizes.tp if pieces else 0.0
-        return first + max(0.0, seconds - first - products)
+        return first + self.device.beyond(seconds - first, products)
 
     def _forward_tp(self, forward: float) -> float:
         wire = self._tp_wires.forward
-        if not self.implementation.tp_overlap or not self.config.parallel.cuts_sequence:
+        if not self._in_pieces:
             return self._tp_seconds(wire)
         return self._beside(wire, forward, pieces=True)
 
@@ -187,7 +200,7 @@ class LayerTimer:
         column_input, column_weight = input_grad / 2, weight_grad / 2
         if self.config.schedule.defers_weight_gradients:
             return self._tp_seconds(wires.entering + wires.leaving), self._tp_seconds(wires.deferred)
-        pieces = how.tp_overlap and self.config.parallel.cuts_sequence
+        pieces = self._in_pieces
         entering = (
             self._beside(wires.entering, input_grad / 2, pieces=True) if pieces else self._tp_seconds(wires.entering)
         )
@@ -199,7 +212,7 @@ class LayerTimer:
     def _cp_exposed(self, core: float, core_back: float) -> tuple[float, float]:
         wires = self._cp_wires
         return tuple(  # type: ignore[return-value]
-            wires.exposed * seconds + max(0.0, (1 - wires.exposed) * seconds - beside)
+            wires.exposed * seconds + self.device.beyond((1 - wires.exposed) * seconds, beside)
             for seconds, beside in (
                 (self._seconds(self._cp, wires.forward), core),
                 (self._seconds(self._cp, wires.backward), core_back),
