@@ -146,9 +146,13 @@ class _Step:
             sum(seconds.forward.values()),
             sum(seconds.input_grad.values()) + sum(seconds.weight_grad.values()),
         )
-        seconds.forward["dp"] = gathered / calls + self.device.beyond(gathered * (1 - 1 / calls), forward)
-        seconds.input_grad["dp"] = reduced / calls + self.device.beyond(
-            (gathered + reduced) * (1 - 1 / calls), backward
+        copied = (
+            self.timer.stream(2 * element_bytes(self.config) * numel) if self.implementation.copies_parameters else 0.0
+        )
+        seconds.forward["dp"] = copied + gathered / calls + self.device.beyond(gathered * (1 - 1 / calls), forward)
+        copied *= 1 + self.implementation.gradient_bytes / element_bytes(self.config)
+        seconds.input_grad["dp"] = (
+            copied + reduced / calls + self.device.beyond((gathered + reduced) * (1 - 1 / calls), backward)
         )
 
     @property

@@ -28,6 +28,9 @@ class Implementation:
         exposed_transfers: a rank computes nothing while it sends or receives between stages.
         scatter_gather: messages between stages are cut over tp, and gathered behind (2104.04473, section 4.1).
         fp8: linear layers but the head multiply fp8 operands, cast from bf16 each time.
+        cast_bytes: of a cast to fp8 per element: 2 read, 1 + 1 written, also transposed; 2 more for the present largest value.
+        casts_weights: in each microbatch; else once a step, which is not counted.
+        copies_parameters: what is gathered is copied into each parameter, and gradients into what is reduced (FSDP2).
         source: of these.
     """
 
@@ -50,6 +53,9 @@ class Implementation:
     exposed_transfers: bool = False
     scatter_gather: bool = False
     fp8: bool = False
+    cast_bytes: int = 4
+    casts_weights: bool = False
+    copies_parameters: bool = False
 
 
 OURS = Implementation("triaxis", "docs/architecture.md")
@@ -101,11 +107,14 @@ TITAN = Implementation(
     fused_weight_grad=False,
     fused_loss=False,
     selective_products=0.5,
+    cast_bytes=6,
+    casts_weights=True,
+    copies_parameters=True,
     kernels_per_layer=12,
     tp_overlap=True,
     gradient_bytes=4,
     shards="parameters",
-    optimizer_bytes=32,
+    optimizer_bytes=96,  # AdamW without its fused kernel: a pass over memory per arithmetic operation
 )
 LLM_FOUNDRY = Implementation(
     "llm-foundry",
@@ -161,4 +170,7 @@ def implementation_of(source: str, note: str = "", dtype: str = "bf16") -> Imple
     found = next((record for words, record in _BY_SOURCE if words in source), OURS)
     if found is NEMO and "FSDP" in note and "FSDP=0" not in note:
         found = BRIDGE_FSDP
-    return replace(found, fp8=True) if "fp8" in dtype else found
+    if "fp8" not in dtype:
+        return found
+    # The recipe "cs" scales by the largest value of the moment, delayed scaling by that of steps before.
+    return replace(found, fp8=True, cast_bytes=6 if "cs" in dtype else found.cast_bytes)

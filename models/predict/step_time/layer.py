@@ -72,6 +72,7 @@ class LayerTimer:
         forward = input_grad = weight_grad = 0.0
         for gemm in gemms:
             forward += self._gemm(gemm.m, gemm.n, gemm.k) + self._cast(gemm.m * gemm.k)
+            forward += self._cast(gemm.n * gemm.k) if self.implementation.casts_weights else 0.0
             input_grad += self._gemm(gemm.m, gemm.k, gemm.n) + self._cast(gemm.m * gemm.n)
             weight_grad += self._gemm(gemm.k, gemm.n, gemm.m) + self._added(gemm.n * gemm.k)
         return forward, input_grad, weight_grad
@@ -167,8 +168,8 @@ class LayerTimer:
         return self.device.gemm_seconds(m, n, k, self._dtype)
 
     def _cast(self, numel: float) -> float:
-        """Return the seconds of casting an operand to fp8, also transposed: 2 bytes read, 1 + 1 written."""
-        return self.stream(4 * numel) if self._dtype == "fp8" else 0.0
+        """Return the seconds of casting an operand to fp8."""
+        return self.stream(self.implementation.cast_bytes * numel) if self._dtype == "fp8" else 0.0
 
     def _added(self, numel: float) -> float:
         """Return the seconds of adding a weight gradient to the sum of the step."""

@@ -1,0 +1,119 @@
+"""The Estimator: closed form and simulator, and what makes a step longer or shorter."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.config.plan import parallel_sizes
+from engine.config.tree import Config
+from engine.data.document_statistics import DocumentStatistics
+from engine.pipeline import schedules
+from engine.pipeline.simulate import simulate
+from models.predict.step_time.cluster import Cluster, cluster_of
+from models.predict.step_time.estimate import SIMULATED_ROUNDS, Estimator, StepTime
+from models.predict.step_time.implementation import OURS, Implementation
+from tests.models.predict.step_time.layouts import layout
+
+WIDE = {"hidden_size": 4096, "num_attention_heads": 32, "seq_length": 4096, "vocab_size": 32768}
+
+
+def estimator(config: Config, how: Implementation = OURS, cluster: Cluster | None = None) -> Estimator:
+    return Estimator(cluster or cluster_of(f"{parallel_sizes(config).world_size}xH100"), how)
+
+
+def step(config: Config, how: Implementation = OURS, *, simulated: bool = False) -> StepTime:
+    of = estimator(config, how)
+    return (of.simulated if simulated else of.closed_form)(config, parallel_sizes(config))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    tp=st.sampled_from([1, 2, 4]),
+    pp=st.sampled_from([1, 2, 4]),
+    dp=st.sampled_from([1, 2]),
+    vpp=st.sampled_from([1, 2]),
+    cp=st.sampled_from([1, 2]),
+    full=st.booleans(),
+)
+def test_components_add_up_and_none_is_negative(tp: int, pp: int, dp: int, vpp: int, cp: int, full: bool) -> None:
+    vpp = vpp if pp > 1 else 1
+    recompute = {"granularity": "full"} if full else {}
+    config = layout(tp=tp, pp=pp, dp=dp, vpp=vpp, cp=cp, microbatches=8, recompute=recompute, model=WIDE)
+    if parallel_sizes(config).world_size > 8 and parallel_sizes(config).world_size % 8:
+        return
+    for simulated in (False, True):
+        found = step(config, simulated=simulated)
+        assert sum(found.components.values()) == pytest.approx(found.seconds)
+        assert all(seconds >= -1e-9 for seconds in found.components.values()), found.components
+        assert (found.components["recompute"] > 0) == full
+
+
+@pytest.mark.parametrize(("schedule", "vpp"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb_h1", 1)])
+def test_formula_and_simulator_agree_on_even_stages(schedule: str, vpp: int) -> None:
+    model = {**WIDE, "vocab_size": 128, "num_layers": 32}
+    config = layout(pp=4, vpp=vpp, microbatches=16, schedule=schedule, model=model)
+    assert step(config).seconds == pytest.approx(step(config, simulated=True).seconds, rel=0.01)
+
+
+def test_long_steps_go_on_at_the_pace_of_the_last_round() -> None:
+    config = layout(pp=4, microbatches=64, model=WIDE)
+    of, sizes = estimator(config), parallel_sizes(config)
+    assert 64 > SIMULATED_ROUNDS * sizes.pp
+    found = of.simulated(config, sizes)
+    span = simulate(schedules.of_step(config, sizes), of.costs(config, sizes)).span
+    rest = found.components["dp"] + found.components["optimizer"]
+    assert found.seconds - rest == pytest.approx(span, rel=1e-9)
+
+
+def test_costs_have_the_head_on_the_last_stage() -> None:
+    config = layout(pp=4, model=WIDE)
+    costs = estimator(config).costs(config, parallel_sizes(config))
+    assert costs.forward[3] > costs.forward[2] == costs.forward[1]
+    assert costs.input_grad[1] > costs.forward[1] > 0 and costs.transfer > 0
+
+
+def test_what_makes_a_step_longer() -> None:
+    base = step(layout(tp=4, pp=2, sp=True, model=WIDE)).seconds
+    assert step(layout(tp=4, pp=2, sp=True, model=WIDE, recompute={"granularity": "full"})).seconds > 1.2 * base
+    zero_bubble = layout(tp=4, pp=2, sp=True, model=WIDE, schedule="zb_h1")
+    assert (
+        step(zero_bubble).components["pipeline bubble"]
+        < step(layout(tp=4, pp=2, sp=True, model=WIDE)).components["pipeline bubble"]
+    )
+    assert step(layout(tp=4, pp=2, sp=True, model=WIDE), replace(OURS, tp_backward_overlap=False)).seconds > base
+    assert step(layout(tp=4, pp=2, sp=True, model=WIDE), replace(OURS, exposed_transfers=True)).seconds > base
+
+
+def test_a_slow_network_is_exposed() -> None:
+    config = layout(tp=2, dp=8, microbatches=1, model=WIDE)
+    fast = cluster_of("16xH100")
+    slow = replace(fast, network_gb_per_s=1.0)
+    times = [estimator(config, cluster=cluster).closed_form(config, parallel_sizes(config)) for cluster in (fast, slow)]
+    assert times[1].components["dp"] > 10 * times[0].components["dp"]
+    assert times[1].components["compute"] == times[0].components["compute"]
+
+
+def test_uneven_stages_are_as_slow_as_the_slowest() -> None:
+    model = {**WIDE, "vocab_size": 128}
+    uneven = layout(pp=2, microbatches=16, model=model, parallel={"layers_per_stage": [6, 2]})
+    assert (
+        step(uneven).components["compute"]
+        > 1.4 * step(layout(pp=2, microbatches=16, model=model)).components["compute"]
+    )
+
+
+def test_attention_within_documents_is_faster() -> None:
+    config = layout(model=WIDE)
+    documents = DocumentStatistics(4096, (((512,) * 8,),))
+    of, sizes = estimator(config), parallel_sizes(config)
+    assert of.closed_form(config, sizes, documents).seconds < of.closed_form(config, sizes).seconds
+
+
+def test_eight_products_more_cost_an_h100_what_its_table_says() -> None:
+    """A layer more: 6 FLOPs per weight and token at 500 to 760 TFLOP/s, and something for the rest."""
+    times = [step(layout(microbatches=1, model={**WIDE, "num_layers": layers})) for layers in (8, 16)]
+    flops = 6 * 8 * 12 * 4096**2 * 2 * 4096
+    rate = flops / (times[1].components["compute"] - times[0].components["compute"]) * 1e-12
+    assert 450 < rate < 700

@@ -1,0 +1,102 @@
+"""Counted facts equal those that other modules count: FLOPs, and bytes on the wire."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.config.plan import batch_plan, parallel_sizes, stages_of
+from engine.layout.rank_grid import Coordinates
+from engine.telemetry.record.flops import hardware_flops_per_token
+from models.predict.rank_memory import resolve_recompute
+from models.predict.step_time.facts import (
+    context_parallel_wires,
+    head_gemm,
+    layer_gemms,
+    layer_work,
+    parameters_of,
+    recomputed_layers,
+    tensor_parallel_wires,
+)
+from models.predict.step_time.implementation import OURS
+from models.predict.traffic import expected_traffic
+from models.specs import stage_specs
+from tests.models.predict.step_time.layouts import layout
+
+
+@given(
+    tp=st.sampled_from([1, 2, 4]),
+    granularity=st.sampled_from(["none", "selective", "full"]),
+    activation=st.sampled_from(["gelu", "swiglu"]),
+    window=st.sampled_from([None, 64]),
+)
+def test_flops_are_those_that_telemetry_counts(tp: int, granularity: str, activation: str, window: int | None) -> None:
+    config = layout(tp=tp, recompute={"granularity": granularity}, model={"activation": activation, "window": window})
+    sizes = parallel_sizes(config)
+    tokens = config.train.micro_batch_size * config.model.seq_length
+    counted = 3 * head_gemm(config, sizes).flops
+    for stage in stages_of(config):
+        again = recomputed_layers(config, stage)
+        for place, layer in enumerate(stage.layers):
+            work = layer_work(config, sizes, OURS, layer)
+            once = sum(gemm.flops for gemm in work.gemms) + work.core_flops
+            counted += 3 * once + (once if place < again else work.core_again * work.core_flops)
+    layers = [len(stage.layers) for stage in stages_of(config)]
+    assert counted * tp == pytest.approx(tokens * hardware_flops_per_token(config.model, config.recompute, layers))
+
+
+WIRES: list[dict[str, Any]] = [
+    {"tp": 4},
+    {"tp": 4, "recompute": {"granularity": "full"}},
+    {"tp": 4, "sp": True},
+    {"tp": 2, "sp": True, "recompute": {"gathered_inputs": "keep"}},
+    {"tp": 2, "sp": True, "recompute": {"granularity": "full"}},
+    {"tp": 2, "sp": True, "pp": 2, "schedule": "zb_h1"},
+    {"cp": 2, "method": "all_gather"},
+    {"cp": 4, "tp": 2, "method": "all_gather", "recompute": {"granularity": "full"}},
+    {"cp": 2, "method": "ulysses"},
+]
+
+
+@pytest.mark.parametrize("case", WIRES, ids=lambda case: " ".join(map(str, case.values())))
+def test_wire_bytes_of_layers_are_those_of_the_traffic_formula(case: dict[str, Any]) -> None:
+    """A middle stage, so that embedding and head are not in it."""
+    pp = case.get("pp", 1) if case.get("pp", 1) > 1 else 1
+    more, fewer = (layout(**case, model={"num_layers": layers}) for layers in (4 * pp, 2 * pp))
+    found = []
+    for config in (more, fewer):
+        sizes = parallel_sizes(config)
+        config = resolve_recompute(config, sizes)
+        stages = stages_of(config)
+        flows = expected_traffic(config, sizes, Coordinates(0, 0, 0, 0), stages)
+        axes = {"tp": "activations", "cp": ""}
+        sent = {
+            axis: sum(
+                volume.wire_bytes for flow, volume in flows.items() if flow.axis == axis and purpose in flow.purpose
+            )
+            for axis, purpose in axes.items()
+        }
+        found.append((sent, config, sizes, stages[0]))
+    sent = {axis: found[0][0][axis] - found[1][0][axis] for axis in ("tp", "cp")}
+    _, config, sizes, stage = found[0]
+    m = batch_plan(config, sizes.dp).num_microbatches
+    tp, cp = tensor_parallel_wires(config, sizes), context_parallel_wires(config, sizes)
+    again = 1 if recomputed_layers(config, stage) else 0
+    each = [tp.forward.times(1 + again), tp.entering, tp.regathered, tp.leaving, tp.deferred]
+    assert 2 * m * sum(wire.bytes for wire in each) == pytest.approx(sent["tp"])
+    assert 2 * m * (cp.forward.times(1 + again) + cp.backward).bytes == pytest.approx(sent["cp"])
+
+
+def test_parameters_of_a_rank_are_those_of_the_specs() -> None:
+    config = layout(tp=1, pp=2)
+    sizes = parallel_sizes(config)
+    for stage in stages_of(config):
+        assert parameters_of(config, sizes, stage) == sum(spec.numel for spec in stage_specs(config.model, stage))
+
+
+def test_few_key_heads_are_replicated() -> None:
+    """With 2 key/value heads on 4 ranks each has one whole, of 8 query heads two."""
+    config = layout(tp=4, model={"num_kv_heads": 2})
+    qkv, proj, *_ = layer_gemms(config, parallel_sizes(config))
+    assert (qkv.n, proj.k) == ((2 + 2) * 16, 2 * 16)
