@@ -34,6 +34,7 @@ GROUPS = {
         "traffic": "run one real step; compare bytes and calls per axis with the prediction of the config",
         "verify": "prove that a layout trains the same model as one process, or name what differs",
         "doctor": "compare all nodes, measure the layout's groups, and name what is out of line",
+        "calibrate": "measure this machine's device, for predictions of step times",
     },
     "data and checkpoints": {
         "prepare": "turn text into a .bin/.idx corpus",

@@ -1,0 +1,346 @@
+"""Rates of the device at hand, in the form of `configs/devices/*.yaml`.
+
+    GEMMs        the three products of linear layers, over five decades of FLOPs
+    attention    the causal half of fused attention, forward and backward
+    memory       bytes that elementwise kernels read and write
+    host         a layer of this engine whose tensors are tiny: what a layer costs beside its work (CPU; a GPU's host runs ahead)
+    links        all-gathers, reduce-scatters and all-reduces between two ranks, through the engine's own axis
+
+Ranks of a CPU share its caches, its memory and perhaps its cores. So a CPU is measured while as many other processes multiply
+matrices as there are other ranks.
+
+Every number is the best of several runs: another program only makes a machine slower.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from multiprocessing.synchronize import Semaphore
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from engine.comm.topology import Topology
+from engine.config.tree import Config
+from engine.kernels.elementwise import activation
+from engine.kernels.fusion import EAGER
+from engine.layout.rank_grid import ParallelSizes, RankGrid
+from engine.telemetry.record.flops import known_peak
+from launch.footprint.real import real_steps
+from models.gpt.chunk import build_chunks
+from models.predict.step_time.implementation import OURS
+
+ROUNDS = 5
+ROUND_SECONDS = 0.02
+"""A round repeats its call for about so long."""
+
+TOKENS = (128, 512, 2048)
+WIDTHS = (128, 512, 2048)
+GPU_TOKENS = (1024, 4096, 8192)
+GPU_WIDTHS = (1024, 4096, 8192, 16384)
+LENGTHS = (128, 512, 2048)
+GPU_LENGTHS = (1024, 4096, 16384)
+GPU_TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.87), (64, 128, 0.62))
+GPU_FILL_K = 140
+GPU_COLLECTIVE_PROCESSORS = 24
+"""Of the shipped GPUs' files: usual values, which no measurement here shows."""
+
+HEAD_SIZES = (32, 64, 128)
+STREAM_BYTES = 2**28
+GATED_TOKENS, GATED_WIDTH = 512, 384
+COMPANY_SECONDS = 60.0
+"""The longest wait for another process, which imports torch before it multiplies."""
+
+SMALL, LARGE = 2**10, 2**21
+"""Bytes of the whole tensor in the calls that show a link's latency and its bandwidth."""
+
+PURPOSE = "calibrate"
+
+MODEL = {"hidden_size": 16, "num_attention_heads": 2, "seq_length": 4, "vocab_size": 16, "position": "rope"}
+FEW_LAYERS, MANY_LAYERS = 2, 10
+MICROBATCHES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The link between two ranks of this machine.
+
+    Attributes:
+        gb_per_s: 10^9 bytes that a rank sends in a second of a large call.
+        call_us: of a call of a few bytes.
+    """
+
+    gb_per_s: float
+    call_us: float
+
+
+@contextmanager
+def company(num_others: int) -> Iterator[None]:
+    """Let other processes multiply matrices meanwhile, each with as many threads as this one."""
+    context = torch.multiprocessing.get_context("spawn")
+    started = context.Semaphore(0)
+    others = [
+        context.Process(target=_multiply, args=(torch.get_num_threads(), started), daemon=True)
+        for _ in range(num_others)
+    ]
+    for other in others:
+        other.start()
+    try:
+        for _ in others:
+            started.acquire(timeout=COMPANY_SECONDS)
+        yield
+    finally:
+        for other in others:
+            other.terminate()
+            other.join()
+
+
+def _multiply(num_threads: int, started: Semaphore) -> None:
+    torch.set_num_threads(num_threads)
+    x = torch.randn(512, 512)
+    started.release()
+    while True:
+        torch.mm(x, x)
+
+
+def measure_device(
+    name: str, device: torch.device, report: Callable[[str], None], *, num_ranks: int = 1
+) -> dict[str, Any]:
+    """Measure a device and the link between two ranks on it.
+
+    Args:
+        name: of the device, as plans and reports show it.
+        device: "cpu", with as many threads as torch has, or a CUDA device.
+        report: gets a line before each measurement.
+        num_ranks: that share a CPU.
+
+    Returns:
+        The keys of a device's file; `load_device` reads them.
+    """
+    is_cuda = device.type == "cuda"
+    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    with company(0 if is_cuda else num_ranks - 1):
+        report("GEMMs")
+        gemm = [row for short, dtype in dtypes.items() for row in _gemms(device, short, dtype)]
+        report("attention")
+        attention = list(_attention(device, dtypes["bf16" if is_cuda else "fp32"]))
+        report("memory")
+        stream = _stream_gb_per_s(device)
+        report("host")
+        host_us, launch_us = (0.0, _launch_us(device)) if is_cuda else (_host_us(device), 0.0)
+    report("links")
+    link = measure_link(device)
+    peaks = {dtype: max(row["tflops"] for row in gemm if row["dtype"] == dtype) for dtype in dtypes}
+    if is_cuda and (known := known_peak(torch.cuda.get_device_name(device), "bf16")) is not None:
+        peaks["bf16"] = known.tflops
+    return {
+        "name": name,
+        "memory_gb": round(_memory_bytes(device) / 1e9, 1),
+        "memory_gb_per_s": round(stream, 2),
+        "streaming_share": 1.0,
+        "sustained_share": 1.0,
+        "peak_tflops": peaks,
+        # Of a GPU's kernels; on a CPU the rows alone say what shapes reach.
+        "processors": torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 1,
+        "launch_us": round(launch_us, 2),
+        "host_us": round(host_us, 2),
+        "collective_gb_per_s": round(link.gb_per_s, 3),
+        "collective_share": 1.0,
+        "collective_us": round(link.call_us, 1),
+        "collective_processors": GPU_COLLECTIVE_PROCESSORS if is_cuda else 0,
+        "fill_k": GPU_FILL_K if is_cuda else 0,
+        "tiles": [list(tile) for tile in (GPU_TILES if is_cuda else ((1, 1, 1.0),))],
+        "gemm": gemm,
+        "attention": attention,
+    }
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of one call: the best of `ROUNDS`, each of calls for about `ROUND_SECONDS`."""
+
+    def of(calls: int) -> float:
+        _finish(device)
+        begin = time.perf_counter()
+        for _ in range(calls):
+            run()
+        _finish(device)
+        return (time.perf_counter() - begin) / calls
+
+    of(1)
+    calls = max(1, math.ceil(ROUND_SECONDS / of(1)))
+    return min(of(calls) for _ in range(ROUNDS))
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _source(device: torch.device) -> str:
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    return f"triaxis calibrate, {datetime.now(UTC):%Y-%m-%d}, torch {torch.__version__}, {where}"
+
+
+def _gemms(device: torch.device, short: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+    """Measure the three products of a linear layer, of so many tokens with square and long matrices, and give their mean rate."""
+    tokens, widths = (GPU_TOKENS, GPU_WIDTHS) if device.type == "cuda" else (TOKENS, WIDTHS)
+    for m in tokens:
+        for k in widths:
+            for n in sorted({k, min(4 * k, widths[-1])}):
+                shapes = ((m, k), (n, k), (m, n))
+                x, weight, grad = (torch.randn(shape, dtype=dtype, device=device) for shape in shapes)
+
+                def products(
+                    x: torch.Tensor = x, weight: torch.Tensor = weight, grad: torch.Tensor = grad
+                ) -> tuple[torch.Tensor, ...]:
+                    return F.linear(x, weight), grad @ weight, grad.t() @ x
+
+                tflops = 3 * 2e-12 * m * n * k / _seconds(products, device)
+                yield {"m": m, "n": n, "k": k, "dtype": short, "tflops": _digits(tflops), "source": _source(device)}
+
+
+def _attention(device: torch.device, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+    for length in GPU_LENGTHS if device.type == "cuda" else LENGTHS:
+        for head in HEAD_SIZES:
+            count = 16 if device.type == "cuda" else 4
+            q, k, v = (
+                torch.randn(1, count, length, head, dtype=dtype, device=device, requires_grad=True) for _ in range(3)
+            )
+            grad = torch.randn(1, count, length, head, dtype=dtype, device=device)
+
+            def forward(q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v) -> torch.Tensor:
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+            def both(
+                q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v, grad: torch.Tensor = grad
+            ) -> tuple[torch.Tensor, ...]:
+                return torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), grad)
+
+            once = _seconds(forward, device)
+            back = max(_seconds(both, device) - once, once)
+            # Two products over the causal half; five in the backward (2205.14135, algorithm 4).
+            flops = 2 * 2 * count * length * length / 2 * head
+            for direction, seconds, times in (("forward", once, 1.0), ("backward", back, 2.5)):
+                yield {
+                    "kernel": "sdpa",
+                    "pass": direction,
+                    "head": head,
+                    "seq": length,
+                    "tflops": _digits(1e-12 * times * flops / seconds),
+                    "source": _source(device),
+                }
+
+
+def _stream_gb_per_s(device: torch.device) -> float:
+    """Return 10^9 bytes per second of elementwise work: of a copy on a GPU, whose fused kernels wait for memory alone.
+
+    On a CPU exponentials take longer than memory, and operators do not share passes. So there it is the rate of this engine's
+    SwiGLU, forward and backward, over the bytes that the cost model counts: 3 and 5 of a tensor [tokens, f].
+    """
+    if device.type == "cuda":
+        source = torch.zeros(STREAM_BYTES // 4, device=device)
+        target = torch.empty_like(source)
+        return 2 * STREAM_BYTES / _seconds(lambda: target.copy_(source), device) / 1e9
+    x = torch.randn(GATED_TOKENS, 2 * GATED_WIDTH, device=device, requires_grad=True)
+    grad = torch.randn(GATED_TOKENS, GATED_WIDTH, device=device)
+    seconds = _seconds(lambda: torch.autograd.grad(activation("swiglu", x, EAGER), x, grad), device)
+    return 8 * 4 * GATED_TOKENS * GATED_WIDTH / seconds / 1e9
+
+
+def _launch_us(device: torch.device) -> float:
+    one = torch.zeros(1, device=device)
+
+    def many() -> None:
+        for _ in range(1000):
+            one.add_(1.0)
+
+    return _seconds(many, device) / 1000 * 1e6
+
+
+def _host_us(device: torch.device) -> float:
+    """Return the host's time per kernel: of a layer whose tensors are tiny, over the kernels that the model counts for it."""
+    seconds = {num_layers: _tiny_step(num_layers, device) for num_layers in (FEW_LAYERS, MANY_LAYERS)}
+    of_a_layer = (seconds[MANY_LAYERS] - seconds[FEW_LAYERS]) / (MANY_LAYERS - FEW_LAYERS) / MICROBATCHES
+    # A forward has kernels_per_layer of them, the two halves of a backward as many each.
+    return max(0.0, of_a_layer) / (3 * OURS.kernels_per_layer) * 1e6
+
+
+def _tiny_step(num_layers: int, device: torch.device) -> float:
+    config = Config.model_validate(
+        {
+            "model": {"num_layers": num_layers, **MODEL},
+            "data": {"synthetic": True},
+            "train": {"steps": 1, "global_batch_size": MICROBATCHES, "micro_batch_size": 1},
+            "parallel": {"dp": 1},
+            "precision": {"dtype": "fp32"},
+        }
+    )
+    return min(real_steps(config, 0, build_chunks, device, num_steps=ROUNDS).seconds)
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    import psutil
+
+    return int(psutil.virtual_memory().total)
+
+
+def measure_link(device: torch.device) -> Link:
+    """Measure collectives between two ranks of this machine; on one GPU there is no other rank, and the link is free."""
+    if device.type == "cuda" and torch.cuda.device_count() < 2:
+        return Link(math.inf, 0.0)
+    with TemporaryDirectory(prefix="triaxis-") as folder:
+        torch.multiprocessing.spawn(_time_gathers, (folder, device.type, torch.get_num_threads()), nprocs=2)
+        small, large = json.loads((Path(folder) / "seconds.json").read_text())
+    # A rank sends half of the whole in a gather and in a scatter, and all of it in an all-reduce.
+    return Link(2 * LARGE / max(large - small, 1e-9) / 1e9, small / 3 * 1e6)
+
+
+def _time_gathers(rank: int, folder: str, device_type: str, num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
+    store = dist.FileStore(str(Path(folder) / "store"), 2)
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    dist.init_process_group(backend, rank=rank, world_size=2, store=store)
+    topology = Topology(RankGrid(ParallelSizes(tp=2)), rank, device)
+    axis = topology.axis("tp")
+    found = []
+    for num_bytes in (SMALL, LARGE):
+        whole = torch.zeros(num_bytes // 4, device=device)
+        calls = (
+            lambda whole=whole: axis.all_gather(whole[: len(whole) // 2], PURPOSE).wait(),
+            lambda whole=whole: axis.reduce_scatter(whole, PURPOSE).wait(),
+            lambda whole=whole: axis.all_reduce(whole.clone(), PURPOSE).wait(),
+        )
+        total = 0.0
+        for call in calls:
+            seconds = []
+            for _ in range(4 * ROUNDS):
+                axis.barrier(device, PURPOSE)
+                _finish(device)
+                begin = time.perf_counter()
+                call()
+                _finish(device)
+                seconds.append(time.perf_counter() - begin)
+            # The median, since both ranks wait for the slower one.
+            total += median(seconds)
+        found.append(total)
+    if rank == 0:
+        (Path(folder) / "seconds.json").write_text(json.dumps(found))
+    topology.close()
+    dist.destroy_process_group()
+
+
+def _digits(value: float) -> float:
+    """Round to four digits, which is more than a repetition agrees in."""
+    return float(f"{value:.4g}")

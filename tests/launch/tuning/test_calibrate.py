@@ -1,0 +1,62 @@
+"""`triaxis calibrate`: what it writes is a device that predictions read, with the rates that were measured."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from engine.config.tree import Config
+from engine.errors import ConfigError
+from engine.layout.rank_grid import ParallelSizes
+from launch.cli import main
+from launch.tuning import calibrate
+from models.predict.step_time.cluster import Cluster
+from models.predict.step_time.device import load_device
+from models.predict.step_time.estimate import Estimator
+from tests.parity.cases import Case
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure a few shapes, briefly."""
+    for name, values in (("TOKENS", (32, 64)), ("WIDTHS", (16, 64)), ("LENGTHS", (16, 64)), ("HEAD_SIZES", (16,))):
+        monkeypatch.setattr(calibrate, name, values)
+    monkeypatch.setattr(calibrate, "ROUND_SECONDS", 0.002)
+
+
+@pytest.mark.distributed
+@pytest.mark.usefixtures("quick")
+def test_a_measured_device_predicts_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.yaml"
+    assert main(["calibrate", "--device", "cpu", "--out", str(path)]) == 0
+    printed = capsys.readouterr().out
+    device = load_device(path)
+    assert device.name == "mine" and device.memory_gb > 0.5 and device.collective_us > 0
+    assert {row.dtype for row in device.gemm} == {"bf16", "fp32"}
+    assert {(row.direction, row.seq) for row in device.attention} == {
+        (direction, seq) for direction in ("forward", "backward") for seq in (16, 64)
+    }
+    largest = max((row for row in device.gemm if row.dtype == "fp32"), key=lambda row: row.m * row.n * row.k)
+    assert device.gemm_tflops(largest.m, largest.n, largest.k, "fp32") == pytest.approx(largest.tflops)
+
+    cluster = Cluster(**yaml.safe_load(printed.split("cluster of two ranks:")[1]))
+    assert cluster.num_gpus == 2 and cluster.device == str(path)
+    config: Config = Case("gpt", tp=2, dtype="fp32").config()
+    alone, cut = (Estimator(cluster).simulated(config, ParallelSizes(tp=tp)) for tp in (1, 2))
+    assert "tp" in cut.components and cut.components["tp"] > alone.components.get("tp", 0.0) == 0.0
+
+
+@pytest.mark.slow
+def test_ranks_beside_it_slow_a_cpu() -> None:
+    """As many processes as there are cores, and one more: each gets less of them."""
+    torch.set_num_threads(1)
+    x = torch.randn(128, 128)
+    alone = calibrate._seconds(lambda: torch.mm(x, x), torch.device("cpu"))
+    with calibrate.company(2 * torch.multiprocessing.cpu_count()):
+        crowded = calibrate._seconds(lambda: torch.mm(x, x), torch.device("cpu"))
+    assert crowded > alone
+
+
+def test_a_device_file_is_yaml(tmp_path: Path) -> None:
+    assert main(["calibrate", "--out", str(tmp_path / "mine.json")]) == ConfigError.exit_code
