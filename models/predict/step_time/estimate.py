@@ -103,7 +103,8 @@ class _Step:
             estimator.cluster, self.device, rank_grid(self.config, sizes, estimator.cluster.gpus_per_node)
         )
         self.timer = LayerTimer(self.config, sizes, self.device, self.links, self.implementation)
-        self.documents = documents
+        self.documents, self.kinds = documents, self.config.model.kinds
+        self._layers: dict[tuple[LayerKind, bool], Seconds] = {}
         self.stages = stages_of(self.config)
         self.num_microbatches = batch_plan(self.config, sizes.dp).num_microbatches
         self.schedule = schedules.resolve(self.config.schedule.name, sizes.vpp)
@@ -117,12 +118,10 @@ class _Step:
         seconds = Seconds()
         again = recomputed_layers(self.config, stage)
         by_kind: dict[tuple[LayerKind, bool], list[int]] = {}
-        kinds = self.config.model.kinds
         for place, layer in enumerate(stage.layers):
-            by_kind.setdefault((kinds[layer], place < again), []).append(layer)
+            by_kind.setdefault((self.kinds[layer], place < again), []).append(layer)
         for (_, recomputed), layers in by_kind.items():
-            work = layer_work(self.config, self.sizes, self.implementation, layers[0], self.documents)
-            seconds.add(self.timer.layer(work, recomputed=recomputed), len(layers))
+            seconds.add(self._layer(layers[0], recomputed), len(layers))
         if stage.has_embedding:
             seconds.add(self.timer.embedding())
         if stage.has_head:
@@ -132,6 +131,14 @@ class _Step:
             exposed = Seconds({"transfers": self._transfer()}, {"transfers": self._transfer()}, {})
             seconds.add(exposed)
         return seconds
+
+    def _layer(self, layer: int, recomputed: bool) -> Seconds:
+        """Return the seconds of a layer; all of its kind take the same."""
+        key = self.kinds[layer], recomputed
+        if key not in self._layers:
+            work = layer_work(self.config, self.sizes, self.implementation, layer, self.documents)
+            self._layers[key] = self.timer.layer(work, recomputed=recomputed)
+        return self._layers[key]
 
     def _sharded_parameters(self, seconds: Seconds, stage: StageLayers) -> None:
         """Add what gathering parameters in each pass, and reducing gradients after each backward, takes beyond the pass."""

@@ -210,7 +210,7 @@ NOTHING = Wire()
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelWires:
-    """What a layer sends over tp per microbatch, in the places where it may hide.
+    """Bytes of a layer over tp per microbatch, in the places where they may hide.
 
     Attributes:
         forward: before column-parallel and behind row-parallel products.
@@ -249,7 +249,7 @@ def activation_bytes(config: Config) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ContextParallelWires:
-    """What attention of one layer sends over cp per microbatch, and the share that no other piece's attention hides."""
+    """Bytes of a layer's attention over cp per microbatch, and the share that no other piece's attention hides."""
 
     forward: Wire
     backward: Wire
@@ -280,6 +280,10 @@ def context_parallel_wires(config: Config, sizes: ParallelSizes) -> ContextParal
 def stage_parameters(config: Config, sizes: ParallelSizes, stages: Sequence[StageContents]) -> list[int]:
     """Count the parameters of each pipeline rank."""
     ranks = [0] * sizes.pp
+    known: dict[tuple[int, bool, bool], int] = {}
     for number, stage in enumerate(stages):
-        ranks[number % sizes.pp] += parameters_of(config, sizes, stage)
+        contents = len(stage.layers), stage.has_embedding, stage.has_head
+        if contents not in known:
+            known[contents] = parameters_of(config, sizes, stage)
+        ranks[number % sizes.pp] += known[contents]
     return ranks
