@@ -92,17 +92,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     Raises:
         ScheduleError: costs for another number of stages, or actions that wait for each other in a circle.
     """
-    num_stages = schedule.placement.num_stages
-    for name, durations in (
-        ("forward", costs.forward),
-        ("input_grad", costs.input_grad),
-        ("weight_grad", costs.weight_grad),
-    ):
-        if len(durations) != num_stages:
-            raise ScheduleError(
-                f"costs.{name} has {len(durations)} entries and the schedule {num_stages} stages (pp x vpp): a stage without "
-                "a cost cannot be timed. Give one entry per stage, in stage order."
-            )
+    check_costs(costs, schedule.placement.num_stages)
     placement = schedule.placement
     rows: list[list[Interval]] = [[] for _ in schedule.actions]
     produced: dict[Output, float] = {}
@@ -131,6 +121,21 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     if waiting:
         raise ScheduleError(_stuck(schedule, rows, waiting))
     return Timeline(schedule, tuple(tuple(row) for row in rows))
+
+
+def check_costs(costs: Costs, num_stages: int) -> None:
+    """Refuse costs that are not those of `num_stages` stages.
+
+    Raises:
+        ScheduleError: another number of entries.
+    """
+    for name in ("forward", "input_grad", "weight_grad"):
+        durations = getattr(costs, name)
+        if len(durations) != num_stages:
+            raise ScheduleError(
+                f"costs.{name} has {len(durations)} entries and the schedule {num_stages} stages (pp x vpp): a stage without "
+                "a cost cannot be timed. Give one entry per stage, in stage order."
+            )
 
 
 def _stuck(schedule: Schedule, rows: Sequence[Sequence[Interval]], waiting: Mapping[Output, int]) -> str:

@@ -11,41 +11,23 @@ from engine.pipeline import schedules
 from engine.pipeline.actions import Schedule
 from engine.pipeline.simulate import Costs, Timeline, simulate
 from engine.pipeline.text import from_text, render_timeline
+from tests.engine.pipeline.published_bubbles import Published, published_bubbles
 
-# arXiv 2401.10241, tables 5 and 9: p, m, T_F, T_B (input gradient), T_W, T_comm in ms, bubble of 1F1B,
-# chunks of the interleaved schedule, its bubble; the bubble of ZB-H1.
-TABLE_5 = [
-    (8, 24, 18.522, 18.086, 9.337, 0.601, 0.2431, 3, 0.1055, 0.1585),
-    (8, 32, 18.513, 18.086, 9.331, 0.626, 0.1985, 3, 0.0818, 0.1242),
-    (8, 64, 18.546, 18.097, 9.321, 0.762, 0.1240, 3, 0.0443, 0.0674),
-    (8, 24, 29.718, 29.444, 19.927, 0.527, 0.2347, 4, 0.0808, 0.1323),
-    (8, 32, 29.802, 29.428, 19.530, 0.577, 0.1898, 4, 0.0628, 0.1045),
-    (8, 64, 29.935, 29.621, 19.388, 0.535, 0.1091, 4, 0.0320, 0.0554),
-    (16, 48, 11.347, 11.248, 8.132, 0.377, 0.2552, 3, 0.1104, 0.1397),
-    (16, 64, 11.307, 11.254, 8.101, 0.379, 0.2082, 3, 0.0852, 0.1088),
-    (16, 128, 11.325, 11.308, 8.109, 0.378, 0.1251, 3, 0.0445, 0.0576),
-    (32, 96, 10.419, 10.207, 7.715, 0.408, 0.2646, 2, 0.1493, 0.1421),
-    (32, 128, 10.408, 10.204, 7.703, 0.408, 0.2168, 2, 0.1164, 0.1106),
-    (32, 256, 10.402, 10.248, 7.698, 0.460, 0.1352, 2, 0.0624, 0.0594),
-]
 LARGEST_INTERLEAVED_DIFFERENCE = 0.0035
 """The table's interleaved column lies that far off the event model, for a reason that the paper does not tell."""
 
 
-@pytest.mark.parametrize("row", TABLE_5)
-def test_the_bubbles_of_a_paper_to_four_digits(row: tuple[float, ...]) -> None:
-    p, m, forward, input_grad, weight_grad, transfer, published, *_, of_zb_h1 = row
-    costs = Costs.uniform(int(p), forward, input_grad, weight_grad, transfer)
-    for name, bubble in (("1f1b", published), ("zb_h1", of_zb_h1)):
-        timeline = simulate(schedules.build(name, int(p), 1, int(m)), costs)
-        assert round(timeline.largest_bubble_fraction, 4) == pytest.approx(bubble, abs=1e-9), name
+@pytest.mark.parametrize("row", published_bubbles())
+def test_the_bubbles_of_a_paper_to_four_digits(row: Published) -> None:
+    for name in ("1f1b", "zb_h1"):
+        timeline = simulate(schedules.build(name, row.p, 1, row.m), row.costs())
+        assert round(timeline.largest_bubble_fraction, 4) == pytest.approx(row.bubbles[name], abs=1e-9), name
 
 
-@pytest.mark.parametrize("row", [row for row in TABLE_5 if row[0] == 8])
-def test_the_interleaved_bubbles_of_a_paper(row: tuple[float, ...]) -> None:
-    p, m, forward, input_grad, weight_grad, transfer, _, v, published, _ = row
-    costs = Costs.uniform(int(p * v), forward / v, input_grad / v, weight_grad / v, transfer)
-    timeline = simulate(schedules.interleaved(int(p), int(v), int(m)), costs)
+@pytest.mark.parametrize("row", published_bubbles())
+def test_the_interleaved_bubbles_of_a_paper(row: Published) -> None:
+    timeline = simulate(schedules.interleaved(row.p, row.chunks, row.m), row.costs(row.chunks))
+    published = row.bubbles["interleaved"]
     assert timeline.largest_bubble_fraction == pytest.approx(published, abs=LARGEST_INTERLEAVED_DIFFERENCE)
 
 

@@ -1,0 +1,416 @@
+"""Event timing of a lowered program: its actions, its posts, and what its messages wait for (no torch here).
+
+    rank 0  |  0F0  |p|  0F1  |p| ...                  actions in order; a post takes the host's time, if any is given
+    0 -> 1          |---F0---|        |---F1---|       one transfer at a time from a rank to another
+    rank 1  |p|................|  0F0  |p|  ...        an action waits for its receive; a receive posted early costs nothing
+
+A rank reaches a post when all actions before it have ended. A transfer begins when both ends run the calls that hold it and no
+other transfer uses the channel, which is the way from one rank to another. What a backend adds to this:
+
+    nccl    A call of a group begins behind the call before it of the same group and rank, and ends when all its transfers have:
+            so an action may wait for a message that is not its own. The groups `forward` and `backward` do not wait for each other.
+    gloo    Each transfer is by itself.
+
+`engine.pipeline.simulate` has none of this. With messages that take no time both agree for the costs that `lower` placed the posts
+by. With other costs a tensor may wait for a post that comes after a later action, or for a call before its own.
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from engine.errors import ScheduleError
+from engine.pipeline.actions import Action, Kind, Output
+from engine.pipeline.lowering import Direction, Post, Program, Transfer, feeding_transfer
+from engine.pipeline.simulate import Costs, Interval, Timeline, check_costs
+
+Backend = Literal["nccl", "gloo"]
+"""Whose rules the calls follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """The way in which messages travel; times are in the unit of the costs.
+
+    Attributes:
+        latency: the end of a transfer in which its channel is free for the next; at most `Costs.transfer`, the whole of it.
+        post: what a group call takes of its rank's time for actions (the host, or processors that copy).
+        backend: whose rules the calls follow.
+    """
+
+    latency: float = 0
+    post: float = 0
+    backend: Backend = "nccl"
+
+
+NCCL = Messages()
+"""Channels are busy during all of a transfer, and posts take no time."""
+
+
+class Waits(NamedTuple):
+    """The time in which a rank computes nothing, by its cause.
+
+    Attributes:
+        bubble: what it needs is not computed yet, or it has no more to do.
+        messages: what it needs is computed and not here yet.
+        posts: it posts calls.
+    """
+
+    bubble: float
+    messages: float
+    posts: float
+
+
+class Segment(NamedTuple):
+    """A piece of the critical path; the next one begins where it ends.
+
+    Attributes:
+        what: the action or transfer that runs, or the post that takes its rank's time.
+        rank: that runs it; the source of a transfer.
+        start, end: in the unit of the costs.
+    """
+
+    what: Action | Transfer | Post
+    rank: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class TransferTime:
+    """The times of a transfer.
+
+    Attributes:
+        produced: end of the action that made the tensor.
+        start: the channel takes it.
+        end: it is on the other rank.
+        ready: the receiver's call has ended, so an action can use it.
+    """
+
+    transfer: Transfer
+    produced: float
+    start: float
+    end: float
+    ready: float
+
+
+@dataclass(frozen=True)
+class ProgramTimeline(Timeline):
+    """The intervals of all actions, and the times of all transfers.
+
+    Attributes:
+        program: what was timed.
+        transfers: in the order in which they began.
+        waits: of each rank.
+        critical_path: a chain from 0 to the last end, each piece of which had to end before the next could begin.
+    """
+
+    program: Program
+    transfers: tuple[TransferTime, ...]
+    waits: tuple[Waits, ...]
+    critical_path: tuple[Segment, ...]
+
+    @cached_property
+    def _by_transfer(self) -> dict[Transfer, TransferTime]:
+        return {each.transfer: each for each in self.transfers}
+
+    def fed_by(self, rank: int, action: Action) -> TransferTime | None:
+        """Return the transfer that an action waits for; None: its input is made on this rank, or it has none."""
+        feeding = feeding_transfer(self.schedule, rank, action)
+        return None if feeding is None else self._by_transfer[feeding]
+
+    def in_flight(self, rank: int) -> list[tuple[float, int]]:
+        """List (time, number from then on) of microbatch-chunks from the start of their F to the end of their B or I."""
+        if self.schedule.forward_only:
+            return []
+        return self._counted(rank, Kind.F, (Kind.B, Kind.I))
+
+    def held(self, rank: int) -> list[tuple[float, int]]:
+        """List (time, number from then on) of microbatch-chunks from the end of their I to the end of their W."""
+        return self._counted(rank, Kind.I, (Kind.W,))
+
+    def _counted(self, rank: int, more: Kind, fewer: Sequence[Kind]) -> list[tuple[float, int]]:
+        now, counted = 0, []
+        for each in self.intervals[rank]:
+            if each.action.kind is more:
+                now += 1
+                counted.append((each.start if more is Kind.F else each.end, now))
+            elif each.action.kind in fewer:
+                now -= 1
+                counted.append((each.end, now))
+        return counted
+
+    @property
+    def peak_in_flight(self) -> tuple[int, ...]:
+        """Return the most that each rank has in flight."""
+        return self._peaks(self.in_flight)
+
+    @property
+    def peak_held(self) -> tuple[int, ...]:
+        """Return the most that each rank holds."""
+        return self._peaks(self.held)
+
+    def _peaks(self, counted: Callable[[int], list[tuple[float, int]]]) -> tuple[int, ...]:
+        return tuple(max((number for _, number in counted(rank)), default=0) for rank in range(len(self.intervals)))
+
+
+def simulate_program(program: Program, costs: Costs | Sequence[Costs], messages: Messages = NCCL) -> ProgramTimeline:
+    """Time every action and every transfer of a program.
+
+    Args:
+        program: lowered; the very one that would run.
+        costs: of all microbatches, or of each.
+        messages: how they travel.
+
+    Raises:
+        ScheduleError: costs for another number of stages or microbatches, a latency beyond a transfer, a time that is negative or
+            not finite, or instructions that wait for each other.
+    """
+    schedule = program.schedule
+    per_microbatch = [costs] * schedule.num_microbatches if isinstance(costs, Costs) else list(costs)
+    if len(per_microbatch) != schedule.num_microbatches:
+        raise ScheduleError(
+            f"costs of {len(per_microbatch)} microbatches for a schedule of {schedule.num_microbatches}: one without costs "
+            "cannot be timed. Give one for each, or one for all."
+        )
+    for each in {id(each): each for each in per_microbatch}.values():
+        check_costs(each, schedule.placement.num_stages)
+        _check_times(each, messages)
+    return _Run(program, per_microbatch, messages).run()
+
+
+def _check_times(costs: Costs, messages: Messages) -> None:
+    times = (*costs.forward, *costs.input_grad, *costs.weight_grad, costs.transfer, messages.latency, messages.post)
+    if wrong := [time for time in times if not 0 <= time < math.inf]:
+        raise ScheduleError(
+            f"a cost of {wrong[0]}: what ends before it starts, or never, cannot be timed. Give times of 0 or more."
+        )
+    if messages.latency > costs.transfer:
+        raise ScheduleError(
+            f"a latency of {messages.latency:g} of transfers that take {costs.transfer:g}: it is a part of them, and a "
+            "channel would be free before it is used. Give a latency from 0 to the time of a transfer."
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    """An action or a post on its rank, and what had to end before it."""
+
+    what: Action | Post
+    rank: int
+    start: float
+    end: float
+    cause: "_Cause"
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A group call of one rank; under gloo, one end of a transfer.
+
+    Attributes:
+        before: the call of its rank that must end first.
+        reached: when its rank posted it; `cause` is what that followed.
+        unfinished: transfers of it that have not ended.
+        runs: whether it was reached and the call before it has ended.
+        waiting: whether its rank is at an action that needs it.
+        end: once all its transfers have ended; `last` is the one that ended last.
+    """
+
+    rank: int
+    transfers: tuple[Transfer, ...]
+    before: "_Call | None"
+    unfinished: int
+    reached: float
+    cause: "_Cause"
+    runs: bool = False
+    behind: "_Call | None" = None
+    waiting: bool = False
+    end: float | None = None
+    last: "_Moving | None" = None
+
+
+@dataclass(slots=True, eq=False)
+class _Moving:
+    """A transfer, its two calls, and what had to end before it."""
+
+    what: Transfer
+    calls: list[_Call] = field(default_factory=list)
+    start: float = 0
+    end: float = 0
+    cause: "_Cause" = None
+
+    @property
+    def rank(self) -> int:
+        return self.what.source
+
+
+_Cause = _Piece | _Moving | None
+
+
+class _Run:
+    """One pass through a program, event by event in the order of time."""
+
+    def __init__(self, program: Program, costs: Sequence[Costs], messages: Messages) -> None:
+        self.program, self.costs, self.messages = program, costs, messages
+        self.schedule = program.schedule
+        pp = self.schedule.placement.pp
+        self.next = [0] * pp
+        self.clock = [0.0] * pp
+        self.latest: list[_Cause] = [None] * pp
+        self.rows: list[list[Interval]] = [[] for _ in range(pp)]
+        self.produced: dict[Output, float] = {}
+        self.transfers: list[TransferTime] = []
+        self.in_messages, self.in_posts = [0.0] * pp, [0.0] * pp
+        self.moving: dict[Transfer, _Moving] = {}
+        self.begun: list[_Moving] = []
+        self.receives: dict[Transfer, _Call] = {}
+        self.last_call: dict[tuple[int, Direction], _Call] = {}
+        self.channel: dict[tuple[int, int], tuple[float, _Moving]] = {}
+        self.events: list[tuple[float, int, _Call | _Moving]] = []
+        """A call that is posted, or a transfer that ends; the number keeps events of the same moment in order."""
+        self.num_events = 0
+
+    def run(self) -> ProgramTimeline:
+        for rank in range(len(self.rows)):
+            self.advance(rank)
+        while self.events:
+            now, _, subject = heapq.heappop(self.events)
+            if isinstance(subject, _Call):
+                self.open(subject, now)
+            else:
+                self.finish(subject, now)
+        if stopped := [rank for rank, row in enumerate(self.program.instructions) if self.next[rank] < len(row)]:
+            where = ", ".join(
+                f"rank {rank} at its instruction {self.next[rank]} ({self.program.instructions[rank][self.next[rank]]})"
+                for rank in stopped
+            )
+            raise ScheduleError(
+                f"program {self.schedule.name} does not end: {where} waits for ever. It cannot be timed; `check` shows the place."
+            )
+        return self.timeline()
+
+    def advance(self, rank: int) -> None:
+        """Run a rank until an action needs a receive that has not ended."""
+        row, placement = self.program.instructions[rank], self.schedule.placement
+        while self.next[rank] < len(row):
+            each = row[self.next[rank]]
+            if isinstance(each, Post):
+                self.post(rank, each)
+                self.next[rank] += 1
+                continue
+            stage = placement.stage_of(rank, each.chunk)
+            start, cause = self.clock[rank], self.latest[rank]
+            feeding = feeding_transfer(self.schedule, rank, each)
+            if feeding is not None:
+                call = self.receives.get(feeding)
+                if call is None:  # its post comes later, so nobody wakes this rank
+                    return
+                if call.end is None:
+                    call.waiting = True
+                    return
+                source = self.schedule.input_of(stage, each)
+                assert source is not None
+                self.in_messages[rank] += max(call.end - max(start, self.produced[source]), 0.0)
+                if call.end > start:
+                    start, cause = call.end, call.last
+            end = start + self.costs[each.microbatch].of(each.kind, stage)
+            self.rows[rank].append(Interval(each, start, end))
+            self.clock[rank], self.latest[rank] = end, _Piece(each, rank, start, end, cause)
+            if (output := self.schedule.output_of(stage, each)) is not None:
+                self.produced[output] = end
+            self.next[rank] += 1
+
+    def post(self, rank: int, post: Post) -> None:
+        start, end = self.clock[rank], self.clock[rank] + self.messages.post
+        if end > start:
+            self.clock[rank], self.latest[rank] = end, _Piece(post, rank, start, end, self.latest[rank])
+            self.in_posts[rank] += end - start
+        is_grouped = self.messages.backend == "nccl"
+        for transfers in [post.transfers] if is_grouped else [(transfer,) for transfer in post.transfers]:
+            before = self.last_call.get((rank, post.direction)) if is_grouped else None
+            call = _Call(rank, transfers, before, len(transfers), end, self.latest[rank])
+            if before is not None:
+                before.behind = call
+            self.last_call[rank, post.direction] = call
+            self.receives.update((transfer, call) for transfer in transfers if transfer.destination == rank)
+            self.at(end, call)
+
+    def at(self, time: float, subject: _Call | _Moving) -> None:
+        self.num_events += 1
+        heapq.heappush(self.events, (time, self.num_events, subject))
+
+    def open(self, call: _Call, now: float) -> None:
+        """Run a call that is reached and follows no unfinished one: its transfers begin whose other end runs too."""
+        if call.runs or call.reached > now or (call.before is not None and call.before.end is None):
+            return
+        call.runs = True
+        if call.before is not None and call.before.end == now and now > call.reached:
+            call.cause = call.before.last
+        for transfer in call.transfers:
+            moving = self.moving.setdefault(transfer, _Moving(transfer))
+            moving.calls.append(call)
+            if len(moving.calls) == 2:
+                self.begin(moving, now, call.cause)
+
+    def begin(self, moving: _Moving, now: float, cause: _Cause) -> None:
+        transfer = moving.what
+        ends = transfer.source, transfer.destination
+        free, user = self.channel.get(ends, (0.0, None))
+        moving.start, moving.cause = (free, user) if free > now else (now, cause)
+        whole = self.costs[transfer.microbatch].transfer
+        moving.end = moving.start + whole
+        self.channel[ends] = moving.start + (whole - self.messages.latency), moving
+        self.begun.append(moving)
+        self.at(moving.end, moving)
+
+    def finish(self, moving: _Moving, now: float) -> None:
+        """End a transfer, and the calls whose last one it is."""
+        for call in moving.calls:
+            call.unfinished -= 1
+            if call.unfinished:
+                continue
+            call.end, call.last = now, moving
+            if call.behind is not None:
+                self.open(call.behind, now)
+            if call.waiting:
+                call.waiting = False
+                self.advance(call.rank)
+
+    def timeline(self) -> ProgramTimeline:
+        placement = self.schedule.placement
+        transfers = []
+        for moving in sorted(self.begun, key=lambda each: each.start):
+            transfer = moving.what
+            before = transfer.stage + (-1 if transfer.direction == "forward" else 1)
+            made = Output(before, Kind.F if transfer.direction == "forward" else Kind.B, transfer.microbatch)
+            ready = self.receives[transfer].end
+            assert ready is not None
+            transfers.append(TransferTime(transfer, self.produced[made], moving.start, moving.end, ready))
+        span = max(self.clock)
+        waits = []
+        for rank in range(placement.pp):
+            busy = sum(each.end - each.start for each in self.rows[rank])
+            bubble = span - busy - self.in_messages[rank] - self.in_posts[rank]
+            waits.append(Waits(max(bubble, 0.0), self.in_messages[rank], self.in_posts[rank]))
+        return ProgramTimeline(
+            self.schedule,
+            tuple(map(tuple, self.rows)),
+            self.program,
+            tuple(transfers),
+            tuple(waits),
+            _path(self.latest[self.clock.index(span)], span),
+        )
+
+
+def _path(last: _Cause, span: float) -> tuple[Segment, ...]:
+    """List what had to end before `last` could, up to the time at which it let its follower go; nothing without length."""
+    segments: list[Segment] = []
+    until = span
+    while last is not None:
+        if until > last.start:
+            segments.append(Segment(last.what, last.rank, last.start, until))
+        until, last = last.start, last.cause
+    return tuple(reversed(segments))
