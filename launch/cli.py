@@ -30,6 +30,7 @@ GROUPS = {
         "config": "print or check a configuration, or make one from a Hugging Face config.json",
         "topology": "show ranks, nodes and groups of a layout, as text or as a picture",
         "schedule": "print, draw or check a pipeline schedule",
+        "simulate": "time a step's actions and messages: bubble, critical path, what is kept; as text or as a page",
         "footprint": "run one rank's step of any layout without the machines: memory, traffic and operators",
         "traffic": "run one real step; compare bytes and calls per axis with the prediction of the config",
         "verify": "prove that a layout trains the same model as one process, or name what differs",

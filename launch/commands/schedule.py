@@ -49,7 +49,7 @@ USUAL_ROUNDS = 4
 def add_arguments(parser: CommandParser) -> None:
     words = "(CONFIG [--gpus N] | --pp P [--vpp V] --microbatches M) [--form FORM] [--out FILE]"
     show = parser.add_verb("print", "print or draw a pipeline schedule, of a config or of sizes", words, PRINT_EXAMPLES)
-    _add_sizes(show)
+    add_sizes(show)
     show.add_argument(
         "--form",
         choices=("text", "program", "timeline", "svg"),
@@ -59,10 +59,11 @@ def add_arguments(parser: CommandParser) -> None:
     show.add_argument("--out", type=Path, metavar="FILE", help="write there instead of to the terminal; svg needs it")
     words = "(CONFIG [--gpus N] [section.key=value ...] | --pp P [--vpp V] --microbatches M) [options]"
     summary = "prove that a schedule is complete, in order and free of deadlock under rules stricter than NCCL's"
-    _add_sizes(parser.add_verb("check", summary, words, CHECK_EXAMPLES))
+    add_sizes(parser.add_verb("check", summary, words, CHECK_EXAMPLES))
 
 
-def _add_sizes(parser: CommandParser) -> None:
+def add_sizes(parser: CommandParser) -> None:
+    """Add a config, or the sizes of a pipeline in place of one."""
     parser.takes(CONFIG, "sizes of this run, in place of --pp --vpp --microbatches --name", required=False)
     add_world_size(parser, "with a config: ranks, from which the data-parallel size follows")
     parser.add_argument(
@@ -84,7 +85,7 @@ def _add_sizes(parser: CommandParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print or check a schedule; 0 when it is right. ScheduleError or ConfigError for one that is not."""
     console = Console(highlight=False, soft_wrap=True)
-    schedules_of_a_run = _asked_for(args) if args.config is None else _of_config(console, args)
+    schedules_of_a_run = [asked_for(args)] if args.config is None else _of_config(console, args)
     if args.verb == "print":
         _print(console, schedules_of_a_run[0], args.form, args.out)
     else:
@@ -92,11 +93,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _asked_for(args: argparse.Namespace) -> list[Schedule]:
-    """Build the schedule of the sizes on the command line."""
+def asked_for(args: argparse.Namespace) -> Schedule:
+    """Build the schedule of the sizes on the command line.
+
+    Raises:
+        ScheduleError: a size is missing, wrong or too large, or there is no such schedule.
+    """
     from engine.config.layout import schedule_problems
 
-    if useless := [*_given(args, "dp", "world_size"), *args.overrides]:
+    if useless := [*given_of(args, "dp", "world_size"), *args.overrides]:
         raise ScheduleError(
             f"{', '.join(useless)} without a config: --microbatches counts those of one pipeline already, so it would do nothing. "
             "Leave it out, or name a config."
@@ -105,7 +110,7 @@ def _asked_for(args: argparse.Namespace) -> list[Schedule]:
         missing = [f"--{name}" for name in ("pp", "microbatches") if getattr(args, name) is None]
         raise ScheduleError(
             f"{' and '.join(missing)} not given: a schedule follows from the pipeline ranks and the microbatches. "
-            "Example: triaxis schedule print --pp 4 --microbatches 8"
+            "Example: --pp 4 --microbatches 8"
         )
     vpp = 1 if args.vpp is None else args.vpp
     _check_size(args.pp, vpp, args.microbatches)
@@ -116,7 +121,7 @@ def _asked_for(args: argparse.Namespace) -> list[Schedule]:
             f"{', '.join(schedules.BUILDERS)}."
         )
     refuse(str(problem) for problem in schedule_problems(name, vpp))
-    return [schedules.build(name, args.pp, vpp, args.microbatches)]
+    return schedules.build(name, args.pp, vpp, args.microbatches)
 
 
 def _check_size(pp: int, vpp: int, num_microbatches: int) -> None:
@@ -130,7 +135,7 @@ def _check_size(pp: int, vpp: int, num_microbatches: int) -> None:
         )
 
 
-def _given(args: argparse.Namespace, *names: str) -> list[str]:
+def given_of(args: argparse.Namespace, *names: str) -> list[str]:
     """Return those of the options that were typed."""
     return [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is not None]
 
@@ -140,7 +145,7 @@ def _of_config(console: Console, args: argparse.Namespace) -> list[Schedule]:
     from engine.config.load import load_config
     from engine.config.plan import batch_plan, data_parallel_size
 
-    if given := _given(args, "pp", "vpp", "microbatches", "name"):
+    if given := given_of(args, "pp", "vpp", "microbatches", "name"):
         raise ScheduleError(
             f"{args.config} together with {', '.join(given)}: the configuration says these sizes, and two answers would leave "
             "open what was checked. Give one of them; a size of the configuration is changed with an override, such as "
@@ -153,14 +158,14 @@ def _of_config(console: Console, args: argparse.Namespace) -> list[Schedule]:
     parallel = config.parallel
     dp = args.dp or data_parallel_size(parallel, args.world_size)
     note = "" if dp else " (dp is open: --gpus N says another)"
-    plan = batch_plan(config, dp or _usual_dp(config))
+    plan = batch_plan(config, dp or usual_dp(config))
     if args.verb == "check":
         console.print(f"{args.config}: pp {parallel.pp}, vpp {parallel.vpp}; {plan}{note}")
     training = schedules.build(config.schedule.name, parallel.pp, parallel.vpp, plan.num_microbatches)
     return [training, forward_only(training.placement, plan.num_microbatches)]
 
 
-def _usual_dp(config: "Config") -> int:
+def usual_dp(config: "Config") -> int:
     """Return the largest data-parallel size that leaves each pipeline `USUAL_ROUNDS` x pp microbatches; 1 where none does."""
     num_microbatches, pp = config.train.global_batch_size // config.train.micro_batch_size, config.parallel.pp
     sizes = range(num_microbatches // (USUAL_ROUNDS * pp), 0, -1)

@@ -14,6 +14,7 @@ a printed one needs its convention.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.config.activations import RecomputeConfig
 from engine.config.model import ModelConfig
@@ -96,21 +97,51 @@ def hardware_flops_per_token(
         documents: within which tokens attend; None: across them.
     """
     padding = 3 * 2 * (model.padded_vocab_size - model.vocab_size) * model.hidden_size
+    again = sum(layer.again for layer in layer_flops(model, recompute, layers_per_chunk, documents))
+    if recompute.head_tokens is not None:
+        again += head_flops(model)
+    return model_flops_per_token(model, documents=documents) + padding + again
+
+
+class LayerFlops(NamedTuple):
+    """FLOPs of one layer per token.
+
+    Attributes:
+        gemms: of its linear layers' forward; their input gradients, and their weight gradients, take as many.
+        attention: of the forward of scores and weighted sum; their gradients take twice as many, and none is a weight's.
+        again: of what recomputation repeats.
+    """
+
+    gemms: int
+    attention: int
+    again: int
+
+
+def layer_flops(
+    model: ModelConfig,
+    recompute: RecomputeConfig,
+    layers_per_chunk: Sequence[int],
+    documents: DocumentStatistics | None = None,
+) -> list[LayerFlops]:
+    """Count FLOPs of each layer, in the order of the model; arguments as of `hardware_flops_per_token`."""
     cores = core_flops_forward(model, documents)
     assert recompute.granularity != "auto", "models.predict.rank_memory.resolve_recompute comes first"
-    limit = 0
+    gemms, limit = 2 * _layer_weights(model), 0
     if recompute.granularity == "full":
         limit = recompute.num_layers if recompute.method == "block" else model.num_layers
     first_gemm = 2 * model.activation_kind.num_inputs * model.ffn_size * model.hidden_size
-    again = 0
     place_in_chunk = [place for layers in layers_per_chunk for place in range(layers)]
+    layers = []
     for place, core in zip(place_in_chunk, cores, strict=True):
         in_part = {"attention": core, "mlp": first_gemm}
-        is_whole = place < limit
-        again += 2 * _layer_weights(model) + core if is_whole else sum(in_part.get(part, 0) for part in recompute.parts)
-    if recompute.head_tokens is not None:
-        again += 2 * model.padded_vocab_size * model.hidden_size
-    return model_flops_per_token(model, documents=documents) + padding + again
+        parts = sum(in_part.get(part, 0) for part in recompute.parts)
+        layers.append(LayerFlops(gemms, core, gemms + core if place < limit else parts))
+    return layers
+
+
+def head_flops(model: ModelConfig) -> int:
+    """Count FLOPs of the head's forward per token, padded columns included."""
+    return 2 * model.padded_vocab_size * model.hidden_size
 
 
 def _layer_weights(model: ModelConfig) -> int:

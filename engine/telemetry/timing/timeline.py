@@ -173,6 +173,29 @@ def merge(run: Path) -> Merged:
     Raises:
         TriaxisError: no rank wrote a timeline, or what one wrote cannot be read.
     """
+    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": run.name}}]
+    contents = read_ranks(run)
+    errors = [content["otherData"]["clock_error_seconds"] for content in contents.values()]
+    world_size = [content["otherData"]["world_size"] for content in contents.values()][-1]
+    for content in contents.values():
+        events += content["traceEvents"]
+    missing = tuple(rank for rank in range(world_size) if rank not in contents)
+    merged = {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"world_size": world_size, "clock_error_seconds": max(errors)},
+    }
+    path = run / "timeline.json"
+    write_atomically(path, [json.dumps(merged).encode()])
+    return Merged(path, len(contents), missing, max(errors))
+
+
+def read_ranks(run: Path) -> dict[int, dict[str, Any]]:
+    """Read what the ranks of a run's latest traced attempt wrote, by rank: Chrome's trace format, times in microseconds.
+
+    Raises:
+        TriaxisError: no rank wrote a timeline, or what one wrote cannot be read.
+    """
     numbers = {int(match[1]): match[0] for entry in _names(run / "timeline") if (match := _ATTEMPT.fullmatch(entry))}
     folder = run / "timeline" / numbers[max(numbers)] if numbers else None
     files = [folder / name for name in _names(folder) if _RANK_FILE.fullmatch(name)] if folder is not None else []
@@ -181,29 +204,21 @@ def merge(run: Path) -> Merged:
             f"{run} holds no timeline of a rank (timeline/attempt_*/rank_*.json): there is nothing to put together. Train with "
             "telemetry.timeline={start: 10, steps: 2}, and look when those steps are made."
         )
-    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": run.name}}]
-    errors, world_size = [], 0
+    contents = {}
     for file in files:
         try:
             content = parse_json(read_regular(file, _MOST_BYTES))
-            events += content["traceEvents"]
-            errors.append(float(content["otherData"]["clock_error_seconds"]))
-            world_size = int(content["otherData"]["world_size"])
+            about = content["otherData"]
+            about["clock_error_seconds"] = float(about["clock_error_seconds"])
+            about["world_size"] = int(about["world_size"])
+            content["traceEvents"] = list(content["traceEvents"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TriaxisError(
                 f"{file} is no timeline of a rank ({type(error).__name__}: {error}): put together without it, its row would be "
                 "missing unnoticed. Remove the file to leave the rank out."
             ) from error
-    present = {int(file.stem.removeprefix("rank_")) for file in files}
-    merged = {
-        "traceEvents": events,
-        "displayTimeUnit": "ms",
-        "otherData": {"world_size": world_size, "clock_error_seconds": max(errors)},
-    }
-    path = run / "timeline.json"
-    write_atomically(path, [json.dumps(merged).encode()])
-    missing = tuple(rank for rank in range(world_size) if rank not in present)
-    return Merged(path, len(files), missing, max(errors))
+        contents[int(file.stem.removeprefix("rank_"))] = content
+    return contents
 
 
 def _names(folder: Path) -> list[str]:

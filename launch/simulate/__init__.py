@@ -1,0 +1,1 @@
+"""`triaxis simulate`: the actions and transfers of a step on one axis of time."""

@@ -1,0 +1,120 @@
+"""Costs of the actions of a run, from its config (no torch here).
+
+    F   GEMMs + attention of the stage's layers, and the head on the last stage
+    I   the same GEMMs, attention twice, what is recomputed; the head twice, since its weight gradient does not wait
+    W   the GEMMs of the layers
+
+A cost model is a function of (config, sizes): `flops_costs` counts in forwards of a mean layer, and another may count in seconds.
+Documents make microbatches unequal: their FLOPs over those across documents scale whatever the cost model gives.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+from engine.config.plan import stages_of
+from engine.config.tree import Config
+from engine.data.document_statistics import DocumentStatistics, measure_documents
+from engine.data.samples import SampleSource
+from engine.layout.rank_grid import ParallelSizes
+from engine.pipeline.simulate import Costs
+from engine.telemetry.record.flops import head_flops, layer_flops
+from models.predict.rank_memory import resolve_recompute
+
+CostModel = Callable[[Config, ParallelSizes], Costs]
+"""Costs of each stage for one microbatch."""
+
+UNIT = "forwards of a mean layer (by FLOPs)"
+"""Of `flops_costs`."""
+
+
+def flops_costs(config: Config, sizes: ParallelSizes, documents: DocumentStatistics | None = None) -> Costs:
+    """Count the FLOPs of each stage's actions, in forwards of a mean layer without documents; transfers take nothing.
+
+    Args:
+        config: with any recomputation.
+        sizes: all axes; tp and cp divide all stages alike.
+        documents: within which tokens attend; None: across them.
+
+    Raises:
+        ConfigError: as `resolve_recompute`.
+    """
+    model, recompute, stages = config.model, resolve_recompute(config, sizes).recompute, stages_of(config)
+    layers_per_chunk = [len(stage.layers) for stage in stages]
+    layers = layer_flops(model, recompute, layers_per_chunk, documents)
+    usual = layer_flops(model, recompute, layers_per_chunk)
+    unit = sum(layer.gemms + layer.attention for layer in usual) / len(usual)
+    forward, input_grad, weight_grad = [], [], []
+    for stage in stages:
+        own = [layers[number] for number in stage.layers]
+        head = head_flops(model) if stage.has_head else 0
+        head_again = head if recompute.head_tokens is not None else 0
+        forward.append((sum(layer.gemms + layer.attention for layer in own) + head) / unit)
+        backward = sum(layer.gemms + 2 * layer.attention + layer.again for layer in own)
+        input_grad.append((backward + 2 * head + head_again) / unit)
+        weight_grad.append(sum(layer.gemms for layer in own) / unit)
+    return Costs(forward, input_grad, weight_grad)
+
+
+def document_statistics(config: Config, sizes: ParallelSizes, source: SampleSource) -> DocumentStatistics:
+    """Look at the documents of the first steps of a run.
+
+    Raises:
+        DataError: the index of the corpus cannot be read.
+    """
+    return measure_documents(
+        source,
+        seq_length=config.model.seq_length,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        dp=sizes.dp,
+    )
+
+
+@dataclass(frozen=True)
+class DocumentDraws:
+    """A maker of steps whose microbatches have the documents of samples that are drawn at random, with replacement.
+
+    Attributes:
+        config, sizes: of the run.
+        documents: of its first steps.
+        costs: of a microbatch whose tokens attend across documents, from any cost model.
+        seed: of the draws.
+    """
+
+    config: Config
+    sizes: ParallelSizes
+    documents: DocumentStatistics
+    costs: Costs
+    seed: int
+
+    @property
+    def mean(self) -> Costs:
+        """Return the costs of a microbatch with the mean of all documents."""
+        return self._of(self.documents)
+
+    def draw(self, num_steps: int, num_microbatches: int) -> list[list[Costs]]:
+        """Return the costs of each microbatch of each step."""
+        rows, random = self.documents.rows(), Random(self.seed)
+        size = self.config.train.micro_batch_size
+        # Consecutive samples: those of a microbatch are neighbours in the order of training.
+        costs = [self._of_rows(rows[first : first + size]) for first in range(0, len(rows) - size + 1, size)]
+        return [random.choices(costs, k=num_microbatches) for _ in range(num_steps)]
+
+    def _of_rows(self, rows: Sequence[tuple[int, ...]]) -> Costs:
+        lengths = tuple(length for row in rows for length in row)
+        return self._of(DocumentStatistics(self.documents.seq_length, ((lengths,),)))
+
+    def _of(self, documents: DocumentStatistics) -> Costs:
+        own = flops_costs(self.config, self.sizes, documents)
+        whole = flops_costs(self.config, self.sizes)
+        return replace(
+            self.costs,
+            forward=_scaled(self.costs.forward, own.forward, whole.forward),
+            input_grad=_scaled(self.costs.input_grad, own.input_grad, whole.input_grad),
+            weight_grad=_scaled(self.costs.weight_grad, own.weight_grad, whole.weight_grad),
+        )
+
+
+def _scaled(costs: Sequence[float], own: Sequence[float], whole: Sequence[float]) -> list[float]:
+    return [cost * mine / all_ if all_ else cost for cost, mine, all_ in zip(costs, own, whole, strict=True)]

@@ -1,0 +1,80 @@
+"""A simulated step in the terminal: ranks in a table, the critical path in words (no torch here)."""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from rich.table import Table
+
+from engine.pipeline.actions import Action, Kind
+from engine.pipeline.lowering import Transfer
+from engine.pipeline.simulate_program import ProgramTimeline, Segment
+from engine.telemetry.outlets.format import significant
+
+MOST_PIECES = 12
+"""Pieces of the critical path that are listed; the pattern repeats."""
+
+
+def rank_table(timeline: ProgramTimeline, measured_bubbles: Sequence[float] | None = None) -> Table:
+    """Make the table of ranks: shares of the span, and what is kept at most."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    columns = ["rank", "busy", "bubble", "messages", *(["posts"] if any(each.posts for each in timeline.waits) else [])]
+    held = timeline.peak_held
+    columns += ["in flight", *(["held"] if any(held) else []), *(["measured idle"] if measured_bubbles else [])]
+    for column in columns:
+        table.add_column(column, justify="right")
+    for rank, waits in enumerate(timeline.waits):
+        row = {
+            "rank": str(rank),
+            "busy": f"{timeline.busy(rank) / timeline.span:.1%}",
+            "bubble": f"{waits.bubble / timeline.span:.1%}",
+            "messages": f"{waits.messages / timeline.span:.1%}",
+            "posts": f"{waits.posts / timeline.span:.1%}",
+            "in flight": str(timeline.peak_in_flight[rank]),
+            "held": str(held[rank]),
+            "measured idle": f"{measured_bubbles[rank]:.1%}" if measured_bubbles else "",
+        }
+        table.add_row(*(row[column] for column in columns))
+    return table
+
+
+def path_summary(timeline: ProgramTimeline) -> str:
+    """Return what the critical path consists of: `forward 31.0%, backward 62.1%, transfers 6.9%`."""
+    seconds: dict[str, float] = {}
+    for piece in timeline.critical_path:
+        name = _kind_of(piece)
+        seconds[name] = seconds.get(name, 0.0) + piece.end - piece.start
+    return ", ".join(f"{name} {time / timeline.span:.1%}" for name, time in seconds.items())
+
+
+def _kind_of(piece: Segment) -> str:
+    if isinstance(piece.what, Action):
+        return piece.what.kind.words
+    return "transfers" if isinstance(piece.what, Transfer) else "posts"
+
+
+def path_lines(timeline: ProgramTimeline) -> list[str]:
+    """List the pieces of the critical path, the actions of a rank that follow each other as one."""
+    lines = []
+    groups = groupby(timeline.critical_path, key=lambda piece: (piece.rank, isinstance(piece.what, Transfer)))
+    for (rank, is_transfer), pieces in groups:
+        members = list(pieces)
+        start, end = significant(members[0].start), significant(members[-1].end)
+        if is_transfer:
+            words = "; ".join(str(piece.what) for piece in members)
+        else:
+            actions = [piece.what for piece in members if isinstance(piece.what, Action)]
+            words = f"rank {rank}: {_shortened(actions)}"
+        lines.append(f"{start} to {end}  {words}")
+    if len(lines) > MOST_PIECES:
+        half = MOST_PIECES // 2
+        lines[half:-half] = [f"... {len(lines) - 2 * half} more ..."]
+    return lines
+
+
+def _shortened(actions: Sequence[Action]) -> str:
+    """Name the actions, of many the first and the last."""
+    if len(actions) <= 6:
+        return " ".join(map(str, actions)) or "a post"
+    counts = [f"{sum(each.kind is kind for each in actions)} {kind.value}" for kind in Kind]
+    listed = ", ".join(count for count in counts if not count.startswith("0 "))
+    return f"{actions[0]} {actions[1]} ... {actions[-1]} ({listed})"
