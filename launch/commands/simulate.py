@@ -4,6 +4,7 @@ config, or pp, vpp, microbatches   ->  the programs that would run   ->  bubble 
 """
 
 import argparse
+import math
 import os
 from pathlib import Path
 from statistics import median
@@ -14,8 +15,7 @@ from rich.console import Console
 from engine.errors import ScheduleError, TriaxisError
 from engine.pipeline import schedules
 from engine.pipeline.actions import Schedule
-from engine.pipeline.lowering import Program
-from engine.pipeline.programs import Programs
+from engine.pipeline.lowering import Program, lower
 from engine.pipeline.simulate import Costs
 from engine.pipeline.simulate_program import Messages, ProgramTimeline, simulate_program
 from engine.pipeline.text import render_timeline
@@ -29,11 +29,12 @@ from launch.start.command_line import CommandParser, above, check_counts, refuse
 if TYPE_CHECKING:
     from engine.config.tree import Config
     from engine.layout.rank_grid import ParallelSizes
+    from launch.simulate.costs import DocumentDraws
 
 EXAMPLES = """examples:
   triaxis simulate --pp 4 --microbatches 8 --name zb_h1 --transfer 0.1
   triaxis simulate configs/gpt_tiny.yaml --out page.html
-  triaxis simulate configs/llama3_8b_128k.yaml --documents 20 data.synthetic=true data.synthetic_document_length=8192
+  triaxis simulate configs/gpt_tiny.yaml --documents 100 data.attention=within data.synthetic=true data.synthetic_document_length=64
   triaxis simulate --measured runs/gpt_tiny --out page.html
 
 With a config, a time is a number of forwards of a mean layer, by FLOPs; of sizes alone, forwards of a chunk where --forward is 1.
@@ -95,26 +96,31 @@ def run(args: argparse.Namespace) -> int:
     console = Console(highlight=False, soft_wrap=True)
     if args.measured is not None and args.config is None and args.pp is None:
         args.config = _config_of(args.measured)
-    config = sizes = measured = None
+    measured = draws = None
     if args.config is None:
         if useless := given_of(args, "documents", "measured"):
             raise ScheduleError(f"{', '.join(useless)} without a config: documents and runs have one. Name it.")
         schedule = asked_for(args)
-        costs, unit = _typed_costs(args, schedule), "that of the costs"
+        costs = _typed_costs(args, schedule)
+        unit = "forwards of a stage" if args.forward is None else "as in --forward"
     else:
         config, sizes, schedule = _of_config(args)
         if args.measured is not None:
             measured = read_measured(args.measured, schedule)
         costs, unit = _config_costs(args, config, sizes, schedule, measured)
-    program = getattr(Programs(schedule), args.receives)
+        draws = None if args.documents is None else _draws(args, config, sizes, costs)
+        if draws is not None:
+            costs = draws.mean
+        elif config.data.attention == "within" and measured is None:
+            unit += ", as if tokens attended across documents (--documents N draws them)"
+    program = lower(schedule, args.receives)
     messages = Messages(args.latency, args.post, args.backend)
     timeline = simulate_program(program, costs, messages)
     if timeline.span <= 0:
         raise ScheduleError("every action takes no time: nothing has a share of nothing. Give costs above 0.")
     _print(console, timeline, unit, measured)
-    if args.documents is not None:
-        assert config is not None and sizes is not None
-        _print_draws(console, args, config, sizes, program, costs, messages)
+    if draws is not None:
+        _print_draws(console, draws, args.documents, program, messages)
     if args.out is not None:
         placement = schedule.placement
         what = args.config.name if args.config is not None else "a pipeline"
@@ -152,6 +158,10 @@ def _of_config(args: argparse.Namespace) -> "tuple[Config, ParallelSizes, Schedu
             "was timed. Give one of them; a size of the configuration is changed with an override, such as parallel.pp=4."
         )
     check_counts(dp=args.dp, world_size=args.world_size, documents=args.documents)
+    if args.documents is not None and args.measured is not None:
+        raise ScheduleError(
+            "--documents together with --measured: the run has its own documents in its times. Give one of them."
+        )
     if args.documents is not None:
         refuse(above("documents", args.documents, MOST_DRAWS, "each of them is a simulation"))
     if args.dp is not None and args.world_size is not None:
@@ -200,16 +210,8 @@ def _print(console: Console, timeline: ProgramTimeline, unit: str, measured: Mea
         console.print(render_timeline(timeline, console.width if console.is_terminal else None))
 
 
-def _print_draws(
-    console: Console,
-    args: argparse.Namespace,
-    config: "Config",
-    sizes: "ParallelSizes",
-    program: Program,
-    costs: Costs,
-    messages: Messages,
-) -> None:
-    """Print how documents spread the span of one pipeline."""
+def _draws(args: argparse.Namespace, config: "Config", sizes: "ParallelSizes", costs: Costs) -> "DocumentDraws":
+    """Look at the documents of the run, whose corpus must be there."""
     from engine.data.datasets import open_datasets
     from launch.simulate.costs import DocumentDraws, document_statistics
 
@@ -220,17 +222,20 @@ def _print_draws(
         )
     model = config.model
     datasets = open_datasets(config.data, model.seq_length, config.train.seed, vocab_size=model.vocab_size)
-    documents = document_statistics(config, sizes, datasets.train)
-    draws = DocumentDraws(config, sizes, documents, costs, args.seed)
-    steps = draws.draw(args.documents, program.schedule.num_microbatches)
+    return DocumentDraws(config, sizes, document_statistics(config, sizes, datasets.train), costs, args.seed)
+
+
+def _print_draws(
+    console: Console, draws: "DocumentDraws", num_steps: int, program: Program, messages: Messages
+) -> None:
+    """Print how documents spread the span of one pipeline."""
+    steps = draws.draw(num_steps, program.schedule.num_microbatches)
     timelines = [simulate_program(program, step, messages) for step in steps]
     spans = sorted(each.span for each in timelines)
     bubbles = sorted(each.largest_bubble_fraction for each in timelines)
-    equal = simulate_program(program, draws.mean, messages)
-    high = min(round(0.95 * len(spans)), len(spans) - 1)
+    high = math.ceil(0.95 * num_steps) - 1
     console.print(
-        f"documents of {len(spans)} steps (seed {args.seed}, {documents.per_sample:.3g} a sample): span median "
-        f"{significant(median(spans))}, 95 % below {significant(spans[high])}, most {significant(spans[-1])}; bubble median "
-        f"{median(bubbles):.2%}, 95 % below {bubbles[high]:.2%}. With equal microbatches: span {significant(equal.span)}, bubble "
-        f"{equal.largest_bubble_fraction:.2%}."
+        f"above: microbatches with the mean of all documents, {draws.documents.per_sample:.3g} a sample. Of {num_steps} drawn steps "
+        f"(seed {draws.seed}): span median {significant(median(spans))}, 95 % at most {significant(spans[high])}, largest "
+        f"{significant(spans[-1])}; bubble median {median(bubbles):.2%}, 95 % at most {bubbles[high]:.2%}"
     )

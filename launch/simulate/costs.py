@@ -10,6 +10,7 @@ Documents make microbatches unequal: their FLOPs over those across documents sca
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from random import Random
 
 from engine.config.plan import stages_of
@@ -88,6 +89,15 @@ class DocumentDraws:
     costs: Costs
     seed: int
 
+    @cached_property
+    def _resolved(self) -> Config:
+        # A choice by memory takes a while, and there is a microbatch for each of many samples.
+        return resolve_recompute(self.config, self.sizes)
+
+    @cached_property
+    def _whole(self) -> Costs:
+        return flops_costs(self._resolved, self.sizes)
+
     @property
     def mean(self) -> Costs:
         """Return the costs of a microbatch with the mean of all documents."""
@@ -106,8 +116,7 @@ class DocumentDraws:
         return self._of(DocumentStatistics(self.documents.seq_length, ((lengths,),)))
 
     def _of(self, documents: DocumentStatistics) -> Costs:
-        own = flops_costs(self.config, self.sizes, documents)
-        whole = flops_costs(self.config, self.sizes)
+        own, whole = flops_costs(self._resolved, self.sizes, documents), self._whole
         return replace(
             self.costs,
             forward=_scaled(self.costs.forward, own.forward, whole.forward),

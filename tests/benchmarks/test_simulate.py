@@ -1,0 +1,13 @@
+"""The benchmark of the simulator runs at toy size; nobody looks at seconds."""
+
+import pytest
+
+from benchmarks import simulate
+
+
+def test_it_prints_a_row_for_each_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    simulate.main(["--pp", "2", "--microbatches", "4"])
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
+    assert [row[:3] for row in rows[2:]] == [["1f1b", "16", "8"], ["zb_h1", "24", "8"], ["interleaved", "32", "24"]]
+    # 1F1B: 3 of 15 without messages, and the first activation and the last gradient are waited for.
+    assert rows[2][-1].startswith("20.")
