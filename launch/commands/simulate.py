@@ -235,7 +235,7 @@ def _print_draws(
     bubbles = sorted(each.largest_bubble_fraction for each in timelines)
     high = math.ceil(0.95 * num_steps) - 1
     console.print(
-        f"above: microbatches with the mean of all documents, {draws.documents.per_sample:.3g} a sample. Of {num_steps} drawn steps "
-        f"(seed {draws.seed}): span median {significant(median(spans))}, 95 % at most {significant(spans[high])}, largest "
+        f"above: microbatches with the mean of all documents, {draws.documents.per_sample:.3g} a sample. "
+        f"Of {num_steps} drawn steps (seed {draws.seed}): span median {significant(median(spans))}, 95 % at most {significant(spans[high])}, largest "
         f"{significant(spans[-1])}; bubble median {median(bubbles):.2%}, 95 % at most {bubbles[high]:.2%}"
     )
