@@ -236,6 +236,7 @@ def _print_draws(
     high = math.ceil(0.95 * num_steps) - 1
     console.print(
         f"above: microbatches with the mean of all documents, {draws.documents.per_sample:.3g} a sample. "
-        f"Of {num_steps} drawn steps (seed {draws.seed}): span median {significant(median(spans))}, 95 % at most {significant(spans[high])}, largest "
-        f"{significant(spans[-1])}; bubble median {median(bubbles):.2%}, 95 % at most {bubbles[high]:.2%}"
+        f"Of {num_steps} drawn steps (seed {draws.seed}): span median {significant(median(spans))}, 95 % at most "
+        f"{significant(spans[high])}, largest {significant(spans[-1])}; bubble median {median(bubbles):.2%}, "
+        f"95 % at most {bubbles[high]:.2%}"
     )
