@@ -118,14 +118,16 @@ def run(args: argparse.Namespace) -> int:
     timeline = simulate_program(program, costs, messages)
     if timeline.span <= 0:
         raise ScheduleError("every action takes no time: nothing has a share of nothing. Give costs above 0.")
+    if args.out is not None:  # before any line, since a reader such as `head` may end the program
+        placement = schedule.placement
+        named = args.measured or args.config
+        what = "a pipeline" if named is None else named.name
+        title = f"Simulated step of {what}: {schedule.name}, pp {placement.pp}, vpp {placement.vpp}"
+        write_page(timeline, args.out, title, unit, measured)
     _print(console, timeline, unit, measured)
     if draws is not None:
         _print_draws(console, draws, args.documents, program, messages)
     if args.out is not None:
-        placement = schedule.placement
-        what = args.config.name if args.config is not None else "a pipeline"
-        title = f"Simulated step of {what}: {schedule.name}, pp {placement.pp}, vpp {placement.vpp}"
-        write_page(timeline, args.out, title, unit, measured)
         console.print(f"wrote {args.out}")
     return 0
 
