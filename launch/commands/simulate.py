@@ -34,10 +34,11 @@ if TYPE_CHECKING:
 EXAMPLES = """examples:
   triaxis simulate --pp 4 --microbatches 8 --name zb_h1 --transfer 0.1
   triaxis simulate configs/gpt_tiny.yaml --out page.html
+  triaxis simulate configs/llama3_70b.yaml --gpus 64 --cluster 64xH100
   triaxis simulate configs/gpt_tiny.yaml --documents 100 data.attention=within data.synthetic=true data.synthetic_document_length=64
   triaxis simulate --measured runs/gpt_tiny --out page.html
 
-With a config, a time is a number of forwards of a mean layer, by FLOPs; of sizes alone, forwards of a chunk where --forward is 1.
+With a config, a time is a number of forwards of a mean layer (FLOPs), or with --cluster in seconds; of sizes alone, forwards of a chunk where --forward is 1.
 A run that was traced (telemetry.timeline) is simulated with the mean seconds of its own actions.
 """
 MOST_COLUMNS = 6000
@@ -55,7 +56,14 @@ def add_arguments(parser: CommandParser) -> None:
         ("weight-grad", "the same of a weight gradient (default: 1)"),
     ):
         parser.add_argument(f"--{name}", type=float, metavar="T", help=f"without a config: {meaning}")
-    parser.add_argument("--transfer", type=float, metavar="T", default=0.0, help="of a message (default: 0)")
+    parser.add_argument(
+        "--cluster",
+        metavar="FILE|NxGPU",
+        help="with a config: seconds on this cluster, such as 64xH100 (default: FLOPs)",
+    )
+    parser.add_argument(
+        "--transfer", type=float, metavar="T", help="of a message (default: 0; with --cluster, the cluster's)"
+    )
     parser.add_argument(
         "--latency",
         type=float,
@@ -98,8 +106,10 @@ def run(args: argparse.Namespace) -> int:
         args.config = _config_of(args.measured)
     measured = draws = None
     if args.config is None:
-        if useless := given_of(args, "documents", "measured"):
-            raise ScheduleError(f"{', '.join(useless)} without a config: documents and runs have one. Name it.")
+        if useless := given_of(args, "documents", "measured", "cluster"):
+            raise ScheduleError(
+                f"{', '.join(useless)} without a config: documents, runs and costs on a cluster have one. Name it."
+            )
         schedule = asked_for(args)
         costs = _typed_costs(args, schedule)
         unit = "forwards of a stage" if args.forward is None else "as in --forward"
@@ -144,7 +154,7 @@ def _config_of(run_directory: Path) -> Path:
 def _typed_costs(args: argparse.Namespace, schedule: Schedule) -> Costs:
     typed = (args.forward, args.input_grad, args.weight_grad)
     forward, input_grad, weight_grad = (1.0 if each is None else each for each in typed)
-    return Costs.uniform(schedule.placement.num_stages, forward, input_grad, weight_grad, args.transfer)
+    return Costs.uniform(schedule.placement.num_stages, forward, input_grad, weight_grad, args.transfer or 0.0)
 
 
 def _of_config(args: argparse.Namespace) -> "tuple[Config, ParallelSizes, Schedule]":
@@ -182,10 +192,16 @@ def _config_costs(
     from dataclasses import replace
 
     from launch.simulate.costs import UNIT, flops_costs
+    from models.predict.step_time.cluster import cluster_at
+    from models.predict.step_time.estimate import Estimator
 
     if measured is not None:
-        return replace(measured.costs(schedule), transfer=args.transfer), "seconds"
-    return replace(flops_costs(config, sizes), transfer=args.transfer), UNIT
+        costs, unit = measured.costs(schedule), "seconds"
+    elif args.cluster is not None:
+        costs, unit = Estimator(cluster_at(args.cluster)).costs(config, sizes), f"seconds on {args.cluster}"
+    else:
+        costs, unit = flops_costs(config, sizes), UNIT
+    return costs if args.transfer is None else replace(costs, transfer=args.transfer), unit
 
 
 def _print(console: Console, timeline: ProgramTimeline, unit: str, measured: Measured | None) -> None:

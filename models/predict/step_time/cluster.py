@@ -87,6 +87,15 @@ def load_cluster(path: str | Path) -> Cluster:
     return Cluster(**values)
 
 
+def cluster_at(text: str) -> Cluster:
+    """Return the cluster of a file (.yaml), or the usual one of a number of devices such as `64xH100`.
+
+    Raises:
+        ConfigError: as `load_cluster` and `cluster_of`.
+    """
+    return load_cluster(text) if text.endswith(".yaml") else cluster_of(text)
+
+
 def cluster_of(text: str) -> Cluster:
     """Return the usual cluster of a number of devices, such as `64xH100` or `8xA100-SXM-80GB`.
 

@@ -8,7 +8,7 @@ Bubbles, F, I and W the seconds of a rank's layers on one microbatch, of the mea
     1f1b, gpipe   (p - 1)(F + I + W)           2006.09503, 1811.06965
     interleaved   (p - 1)(F + I + W) / v       2104.04473, section 2.2
     zb_h1         (p - 1)(F + I - W)           2401.10241, table 1
-    zbv           (p - 1)(F + I - 2 W)         2401.10241, section 6; none where that is negative
+    zbv           (p - 1) max(F, I, F + I - 2 W) / 2     2401.10241, section 6, with the wait for the first forward; more with few W
 """
 
 from collections.abc import Mapping
@@ -21,6 +21,7 @@ from engine.data.document_statistics import DocumentStatistics
 from engine.layout.partition import StageLayers
 from engine.layout.rank_grid import ParallelSizes
 from engine.pipeline import schedules
+from engine.pipeline.actions import Placement
 from engine.pipeline.simulate import Costs, simulate
 from models.predict.rank_memory import resolve_recompute
 from models.predict.step_time.cluster import Cluster
@@ -108,9 +109,9 @@ class _Step:
         self.stages = stages_of(self.config)
         self.num_microbatches = batch_plan(self.config, sizes.dp).num_microbatches
         self.schedule = schedules.resolve(self.config.schedule.name, sizes.vpp)
-        self.parameters = stage_parameters(self.config, sizes, self.stages)
+        self.placement = Placement(sizes.pp, sizes.vpp, sizes.is_v)
+        self.parameters = stage_parameters(self.config, sizes, self.stages, self.placement)
         self.seconds = [self._stage(stage) for stage in self.stages]
-        self.placement = schedules.build(self.schedule, sizes.pp, sizes.vpp, 1).placement
         self.ranks = [self._rank(rank) for rank in range(sizes.pp)]
         self.slowest = max(range(sizes.pp), key=lambda rank: self.ranks[rank].total)
 
@@ -202,7 +203,7 @@ class _Step:
         if self.schedule == "zb_h1":
             bubble = forward + input_grad - weight_grad
         elif self.schedule == "zbv":
-            bubble = max(0.0, forward + input_grad - 2 * weight_grad)
+            bubble = max(forward, input_grad, forward + input_grad - 2 * weight_grad) / 2
         else:
             bubble = (forward + input_grad + weight_grad) / (v if self.schedule == "interleaved" else 1)
         transfers = 0.0 if self.implementation.exposed_transfers else 2 * (p - 1) * self._transfer()

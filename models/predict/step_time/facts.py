@@ -19,6 +19,7 @@ from engine.config.tree import Config
 from engine.data.document_statistics import DocumentStatistics
 from engine.layout.rank_grid import ParallelSizes
 from engine.layout.shard_spec import ParamSpec, localize
+from engine.pipeline.actions import Placement
 from engine.telemetry.record.flops import core_flops_forward
 from models.predict.activation_memory import BYTES_PER_ELEMENT
 from models.predict.step_time.implementation import Implementation
@@ -277,7 +278,9 @@ def context_parallel_wires(config: Config, sizes: ParallelSizes) -> ContextParal
     return ContextParallelWires(gathered, again + Wire(gathered.bytes * wide, pieces), share)
 
 
-def stage_parameters(config: Config, sizes: ParallelSizes, stages: Sequence[StageContents]) -> list[int]:
+def stage_parameters(
+    config: Config, sizes: ParallelSizes, stages: Sequence[StageContents], placement: Placement
+) -> list[int]:
     """Count the parameters of each pipeline rank."""
     ranks = [0] * sizes.pp
     known: dict[tuple[int, bool, bool], int] = {}
@@ -285,5 +288,5 @@ def stage_parameters(config: Config, sizes: ParallelSizes, stages: Sequence[Stag
         contents = len(stage.layers), stage.has_embedding, stage.has_head
         if contents not in known:
             known[contents] = parameters_of(config, sizes, stage)
-        ranks[number % sizes.pp] += known[contents]
+        ranks[placement.rank_of(number)] += known[contents]
     return ranks
