@@ -8,6 +8,7 @@ from pydantic import Field
 from engine.config.context_parallel import gathers_keys
 from engine.config.counts import Count
 from engine.config.model import MOST_LAYERS
+from engine.config.plan import stages_of
 from engine.config.section import LAYOUT, OnResume, Problem, Rule, Section, Subject
 
 
@@ -127,8 +128,11 @@ def recompute_fits_chunk(subject: Subject) -> Iterator[Problem]:
 
 
 def _layers_of_the_largest_chunk(subject: Subject) -> int:
-    parallel = subject.config.parallel
-    return max(parallel.layers_per_stage or [-(-subject.config.model.num_layers // (parallel.pp * parallel.vpp))])
+    config, parallel = subject.config, subject.config.parallel
+    num_stages, given = parallel.pp * parallel.vpp, parallel.layers_per_stage
+    if given == "auto" and config.model.num_layers >= num_stages:
+        return max(len(stage.layers) for stage in stages_of(config))
+    return max(given if isinstance(given, list) and given else [-(-config.model.num_layers // num_stages)])
 
 
 def recompute_has_its_fields(subject: Subject) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ from itertools import chain
 from types import MappingProxyType
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from engine.config.context_parallel import local_kv_heads
 from engine.config.model import MOST_LAYERS
@@ -39,8 +39,21 @@ class ParallelConfig(Section):
     )
     ep: int = Field(1, gt=0, le=MOST_RANKS, description="expert parallel: not built yet, must be 1")
     sequence_parallel: bool = Field(False, description="cut the sequence over tp in norms, dropout and residuals")
-    layers_per_stage: list[int] | None = Field(None, description="layers of each of the pp x vpp stages; null: even")
+    layers_per_stage: Literal["auto"] | list[int] | None = Field(
+        None, description="layers of each of the pp x vpp stages; null: even; auto: by their work, the head's included"
+    )
     allow_tp_across_nodes: bool = Field(False, description="let tensor-parallel traffic cross the slow network")
+
+    @field_validator("layers_per_stage", mode="before")
+    @classmethod
+    def _is_auto_or_numbers(cls, value: object) -> object:
+        """Refuse other values in one sentence, in place of one for each form."""
+        if value is None or value == "auto":
+            return value
+        listed = list(value) if isinstance(value, list | tuple) else []
+        if not listed or not all(isinstance(each, int) or str(each).strip().isdecimal() for each in listed):
+            raise ValueError("must be whole numbers such as [2, 3, 2, 1], auto, or null (even)")
+        return listed
 
     @property
     def cuts_sequence(self) -> bool:
@@ -86,7 +99,7 @@ class ScheduleConfig(Section):
 def layers_fill_stages(subject: Subject) -> Iterator[Problem]:
     num_layers, parallel = subject.config.model.num_layers, subject.config.parallel
     num_stages = parallel.pp * parallel.vpp
-    if parallel.layers_per_stage is None and num_layers < num_stages:
+    if not isinstance(parallel.layers_per_stage, list) and num_layers < num_stages:
         yield subject.problem(
             "model.num_layers",
             f"must be at least pp x vpp = {parallel.pp} x {parallel.vpp} = {num_stages}: some stage would have no layer and its "
@@ -102,7 +115,7 @@ def layers_fill_stages(subject: Subject) -> Iterator[Problem]:
 def layers_are_dealt_out(subject: Subject) -> Iterator[Problem]:
     num_layers, parallel = subject.config.model.num_layers, subject.config.parallel
     given = parallel.layers_per_stage
-    if given is None:
+    if not isinstance(given, list):
         return
     num_stages = parallel.pp * parallel.vpp
     broken = []

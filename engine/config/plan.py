@@ -1,10 +1,14 @@
 """Quantities of a run that follow from its configuration: batches, steps, parallel sizes and stages (no torch here)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from engine.config.stage_work import head_work, layer_work
 from engine.errors import ConfigError
+from engine.layout.balance import balance, even_counts, largest_work
 from engine.layout.partition import StageLayers, partition
+from engine.layout.placement import Placement
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 
 if TYPE_CHECKING:  # the sections import this module
@@ -146,8 +150,38 @@ def rank_grid(config: "Config", sizes: ParallelSizes, ranks_per_node: int | None
 
 def stages_of(config: "Config") -> tuple[StageLayers, ...]:
     """Return the layers of each pipeline stage, in stage order."""
-    parallel = config.parallel
-    return partition(config.model.num_layers, parallel.pp, parallel.vpp, parallel.layers_per_stage)
+    model, parallel = config.model, config.parallel
+    given = parallel.layers_per_stage
+    counts = balance(*_work(config), _ranks(config)) if given == "auto" else given
+    return partition(model.num_layers, parallel.pp, parallel.vpp, counts)
+
+
+def balance_line(config: "Config") -> str:
+    """Describe what `parallel.layers_per_stage=auto` gained over even stages."""
+    parallel, ranks = config.parallel, _ranks(config)
+    layers, head = _work(config)
+    mean = (sum(layers) + head) / parallel.pp
+
+    def above_mean(counts: Sequence[int]) -> str:
+        return f"{largest_work(layers, head, counts, ranks)[0] / mean - 1:.1%}"
+
+    chosen = above_mean([len(stage.layers) for stage in stages_of(config)])
+    even = above_mean(even_counts(len(layers), len(ranks)))
+    return f"chosen by FLOPs: the busiest rank has {chosen} more than the mean, with even stages {even}"
+
+
+def _work(config: "Config") -> tuple[tuple[int, ...], int]:
+    return layer_work(config.model), head_work(config.model)
+
+
+def _ranks(config: "Config") -> list[int]:
+    placement = placement_of(config)
+    return [placement.rank_of(stage) for stage in range(placement.num_stages)]
+
+
+def placement_of(config: "Config") -> Placement:
+    """Return which pipeline rank holds which stage."""
+    return Placement(config.parallel.pp, config.parallel.vpp)
 
 
 def part_length(config: "Config") -> int:

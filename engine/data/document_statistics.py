@@ -10,6 +10,7 @@ of it. The first steps stand for the run: lengths come from the index, and no to
 from dataclasses import dataclass
 from statistics import fmean
 
+from engine.config.stage_work import keys_of
 from engine.data.sampler import step_sample_ids
 from engine.data.samples import SampleSource, input_lengths
 
@@ -18,12 +19,6 @@ MOST_SAMPLES = 1024
 
 UNBROKEN = 100
 """Mean document length in samples above which a corpus seems to have lost its document ends."""
-
-
-def keys_of(length: int, window: int | None) -> float:
-    """Sum the keys that the queries of `length` consecutive tokens see, causal, with at most `window` keys each."""
-    seen = length if window is None else min(length, window)
-    return seen * (length - seen / 2)
 
 
 @dataclass(frozen=True, slots=True)

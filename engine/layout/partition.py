@@ -3,11 +3,13 @@
     10 layers, pp 2, vpp 2        stage 0        stage 1     stage 2     stage 3
                                   embedding 0 1  2 3 4       5 6 7       8 9 head
 
-Stages are numbered along the model; `engine.pipeline.actions.Placement` maps them to ranks.
+Stages are numbered along the model; `engine.layout.placement.Placement` maps them to ranks.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from engine.layout.balance import even_counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ def partition(
     Returns:
         One entry per stage, in stage order.
     """
-    counts = _even(num_layers, pp * vpp) if layers_per_stage is None else tuple(layers_per_stage)
+    counts = even_counts(num_layers, pp * vpp) if layers_per_stage is None else tuple(layers_per_stage)
     fewest = 1 if layers_per_stage is None else 0
     assert len(counts) == pp * vpp and sum(counts) == num_layers and min(counts) >= fewest, counts
     stages = []
@@ -51,13 +53,3 @@ def partition(
         stages.append(StageLayers(range(first, first + count), stage == 0, stage == len(counts) - 1))
         first += count
     return tuple(stages)
-
-
-def _even(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Return layers per stage, at most one apart, in the order that `partition` describes."""
-    most = -(-num_layers // num_stages)
-    counts = [most] * num_stages
-    first_to_lose = [num_stages - 1, 0, *range(num_stages - 2, 0, -1)]
-    for stage in first_to_lose[: most * num_stages - num_layers]:
-        counts[stage] -= 1
-    return tuple(counts)

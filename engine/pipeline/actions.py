@@ -1,4 +1,4 @@
-"""The vocabulary of a pipeline schedule: actions, the placement of stages, the schedule (no torch here).
+"""The vocabulary of a pipeline schedule: actions, the schedule; `Placement` is from below (no torch here).
 
     1F1B, pp 2, 3 microbatches            a row per pp rank, its compute actions in order
 
@@ -14,6 +14,9 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from engine.errors import ScheduleError
+from engine.layout.placement import Placement
+
+__all__ = ["Action", "Kind", "Output", "Placement", "Schedule"]
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 
@@ -69,50 +72,6 @@ class Action(NamedTuple):
             )
         chunk, kind, microbatch = match.groups()
         return cls(Kind(kind), int(chunk), int(microbatch))
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """The rank of each stage: in a loop, stage = chunk x pp + rank, or in a V of two chunks.
-
-        pp 4, vpp 2     rank    0  1  2  3                 rank    0  1  2  3
-                     chunk 0    0  1  2  3              chunk 0    0  1  2  3
-                     chunk 1    4  5  6  7  a loop      chunk 1    7  6  5  4  a V
-
-    In a loop the last rank of a chunk is followed by the first rank of the next. In a V chunk 1 runs back: the turn stays on the
-    last rank, and the first holds both ends. The rest of the engine calls these methods and never computes a stage itself.
-    """
-
-    pp: int
-    vpp: int
-    is_v: bool = False
-
-    def __post_init__(self) -> None:
-        assert self.vpp == 2 or not self.is_v, "a V has two chunks"
-
-    @property
-    def num_stages(self) -> int:
-        return self.pp * self.vpp
-
-    def stage_of(self, rank: int, chunk: int) -> int:
-        """Return the stage number of a rank's chunk."""
-        if self.is_v and chunk == 1:
-            return self.num_stages - 1 - rank
-        return chunk * self.pp + rank
-
-    def stages_on(self, rank: int) -> tuple[int, ...]:
-        """Return the stage numbers of a rank's chunks, in the order of the chunks."""
-        return tuple(self.stage_of(rank, chunk) for chunk in range(self.vpp))
-
-    def rank_of(self, stage: int) -> int:
-        """Return the pp rank that holds a stage."""
-        if self.is_v:
-            return min(stage, self.num_stages - 1 - stage)
-        return stage % self.pp
-
-    def chunk_of(self, stage: int) -> int:
-        """Return the chunk number of a stage on its rank."""
-        return stage // self.pp
 
 
 @dataclass(frozen=True, slots=True)

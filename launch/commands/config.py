@@ -15,7 +15,7 @@ import yaml
 
 from engine.config.context_parallel import gathers_keys, method_line
 from engine.config.load import load_config, to_yaml
-from engine.config.plan import batch_plan, parallel_sizes, stages_of
+from engine.config.plan import balance_line, batch_plan, parallel_sizes, stages_of
 from engine.config.tree import Config
 from engine.data.datasets import open_datasets
 from engine.data.document_statistics import measure_documents
@@ -176,9 +176,10 @@ def _check_programs(config: Config, sizes: ParallelSizes) -> None:
 
 def _stages(config: Config) -> str:
     counts = [len(stage.layers) for stage in stages_of(config)]
+    chosen = f"; {balance_line(config)}" if config.parallel.layers_per_stage == "auto" else ""
     stages = "1 stage" if len(counts) == 1 else f"{len(counts)} stages"
     each = f"{counts[0]} each" if len(set(counts)) == 1 else " ".join(map(str, counts))
-    return f"{config.model.num_layers} layers over {stages}: {each}"
+    return f"{config.model.num_layers} layers over {stages}: {each}{chosen}"
 
 
 def _from_hf(path: Path, seq_length: int | None, ignore: Sequence[str]) -> str:

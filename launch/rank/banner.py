@@ -44,6 +44,8 @@ def describe(engine: Engine) -> Description:
     grid, schedule = topology.grid, engine.schedule.name
     nodes = "1 node" if grid.num_nodes == 1 else f"{grid.num_nodes} nodes"
     sequence = ", sequence parallel" if config.parallel.sequence_parallel else ""
+    layers = tuple(len(stage.layers) for stage in engine.stages)
+    chosen = f", layers {' '.join(map(str, layers))} (auto)" if config.parallel.layers_per_stage == "auto" else ""
     if topology.device.type == "cuda":
         device_name = torch.cuda.get_device_name(topology.device)
         device = f"{device_name}, {'gloo through the host' if topology.staged else 'nccl'}"
@@ -52,12 +54,12 @@ def describe(engine: Engine) -> Description:
         device_name = "cpu"
         device = f"cpu, gloo, {threads} thread{'s' if threads > 1 else ''} per rank"
     return Description(
-        layout=f"{topology.sizes}: {grid.world_size} ranks on {nodes}, {schedule}{sequence}",
+        layout=f"{topology.sizes}: {grid.world_size} ranks on {nodes}, {schedule}{sequence}{chosen}",
         schedule=schedule,
         device=device,
         device_name=device_name,
         kernels=registry.describe(engine.kernels.choices, registry.attention_shape(config, topology)),
-        layers_per_chunk=tuple(len(stage.layers) for stage in engine.stages),
+        layers_per_chunk=layers,
     )
 
 

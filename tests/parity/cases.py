@@ -149,6 +149,8 @@ WIDE: dict[str, Any] = {
     "vocab_size": 200,
 }
 """Sizes at which rounding errors of a tensor average out, so that their norm says something."""
+MODELS["gpt_large_head"] = {**MODELS["gpt"], "vocab_size": 500}
+"""A head with more work than a layer."""
 for name in ("gpt", "llama", "qwen"):
     MODELS[f"{name}_wide"] = {**MODELS[name], **WIDE, "ffn_hidden_size": 256, "head_dim": 16}
 
@@ -173,7 +175,8 @@ class Case:
     """Layers of each chunk whose activations are moved to host memory."""
     num_layers: int | None = None
     """Another depth than the model's."""
-    layers_per_stage: tuple[int, ...] | None = None
+    layers_per_stage: tuple[int, ...] | str | None = None
+    """Or "auto"."""
     dtype: str = "float64"
     bucket_bytes: int = 4096
     device: str = "cpu"
@@ -217,7 +220,7 @@ class Case:
         parts += [f"offload{self.offload}"] if self.offload else []
         parts += [f"b{self.global_batch_size}x{self.micro_batch_size}"]
         parts += [f"layers{self.num_layers}"] if self.num_layers else []
-        parts += ["uneven"] if self.layers_per_stage else []
+        parts += [("auto" if self.layers_per_stage == "auto" else "uneven")] if self.layers_per_stage else []
         parts += [self.dtype] if self.dtype != "float64" else []
         parts += [self.device] if self.device != "cpu" else []
         parts += [self.attention] if self.attention else []
@@ -259,7 +262,7 @@ class Case:
                     "cp_method": self.cp_method,
                     "cp_gradients": self.cp_gradients,
                     "sequence_parallel": self.sequence_parallel,
-                    "layers_per_stage": list(self.layers_per_stage) if self.layers_per_stage else None,
+                    "layers_per_stage": self.layers_per_stage,
                 },
                 "optimizer": {
                     "name": self.optimizer,

@@ -49,6 +49,7 @@ COVERING = [
     Case("gpt", pp=2, vpp=4, dp=2, global_batch_size=6),
     Case("llama", pp=3, num_layers=2, layers_per_stage=(1, 0, 1), global_batch_size=3),
     Case("gpt_untied", pp=4, layers_per_stage=(1, 3, 2, 2), global_batch_size=6),
+    Case("gpt_large_head", tp=2, pp=2, vpp=2, layers_per_stage="auto", num_layers=6, global_batch_size=4),
     Case("llama", pp=2, vpp=2, tp=2, layers_per_stage=(2, 1, 3, 2), recompute=FULL_BY_TWO, global_batch_size=4),
     Case("gpt", tp=2, pp=2, dp=2, recompute=SELECTIVE, bucket_bytes=1, num_layers=4),
     Case("gpt_dropout", tp=2, pp=2, dp=2, sequence_parallel=True, recompute=("full", "uniform", 1), num_layers=4),

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from engine.config.activations import RecomputeConfig
 from engine.config.model import ModelConfig
+from engine.config.stage_work import flops_of_a_key, layer_weights
 from engine.data.document_statistics import DocumentStatistics, one_document_per_sample
 
 CONVENTION = "6 x GEMM weights + 6 x layers x heads x head size x sequence (causal)"
@@ -26,7 +27,7 @@ CONVENTION = "6 x GEMM weights + 6 x layers x heads x head size x sequence (caus
 
 def gemm_weights(model: ModelConfig) -> int:
     """Count weights that a token is multiplied with: all linear layers, and the head once, tied or not (logical vocabulary)."""
-    return model.num_layers * _layer_weights(model) + model.vocab_size * model.hidden_size
+    return model.num_layers * layer_weights(model) + model.vocab_size * model.hidden_size
 
 
 def model_flops_per_token(
@@ -126,7 +127,7 @@ def layer_flops(
     """Count FLOPs of each layer, in the order of the model; arguments as of `hardware_flops_per_token`."""
     cores = core_flops_forward(model, documents)
     assert recompute.granularity != "auto", "models.predict.rank_memory.resolve_recompute comes first"
-    gemms, limit = 2 * _layer_weights(model), 0
+    gemms, limit = 2 * layer_weights(model), 0
     if recompute.granularity == "full":
         limit = recompute.num_layers if recompute.method == "block" else model.num_layers
     first_gemm = 2 * model.activation_kind.num_inputs * model.ffn_size * model.hidden_size
@@ -144,16 +145,11 @@ def head_flops(model: ModelConfig) -> int:
     return 2 * model.padded_vocab_size * model.hidden_size
 
 
-def _layer_weights(model: ModelConfig) -> int:
-    attention = 2 * (model.num_attention_heads + model.kv_heads) * model.head_size * model.hidden_size
-    return attention + (model.activation_kind.num_inputs + 1) * model.ffn_size * model.hidden_size
-
-
 def core_flops_forward(
     model: ModelConfig, documents: DocumentStatistics | None = None, *, causal: bool = True
 ) -> list[int]:
     """Count FLOPs of each layer's scores and weighted sum per token: 2 GEMMs of keys x a d, every key without a causal mask."""
-    of_a_key = 2 * 2 * model.num_attention_heads * model.head_size
+    of_a_key = flops_of_a_key(model)
     if not causal:
         return [of_a_key * model.seq_length] * model.num_layers
     statistics = documents or one_document_per_sample(model.seq_length)

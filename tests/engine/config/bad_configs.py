@@ -198,6 +198,11 @@ BAD: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         ["must sum to model.num_layers = 8, not 9", "layers_per_stage = [3, 3, 2]", "num_layers = 9"],
     ),
     "negative entry": (["parallel.pp=2", "parallel.layers_per_stage=[-1, 9]"], {}, ["[-1, 9]", "negative", "[4, 4]"]),
+    "auto for too few layers": (
+        ["parallel.pp=4", "parallel.vpp=3", "parallel.layers_per_stage=auto"],
+        {},
+        ["model.num_layers = 8", "pp x vpp = 4 x 3 = 12"],
+    ),
     "1f1b with chunks": (
         ["parallel.vpp=2", "schedule.name=1f1b"],
         {},

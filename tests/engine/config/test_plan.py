@@ -3,8 +3,10 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from engine.config.plan import batch_plan, local_seq_length, parallel_sizes, stages_of
+from engine.config.plan import balance_line, batch_plan, local_seq_length, parallel_sizes, stages_of
+from engine.config.stage_work import layer_work
 from engine.config.tree import broken_rules
 from engine.errors import ConfigError
 from engine.layout.rank_grid import ParallelSizes
@@ -16,6 +18,31 @@ def test_stages_follow_the_layout() -> None:
     assert [stage.layers for stage in stages] == [range(2), range(2, 4), range(4, 6), range(6, 8)]
     listed = stages_of(config_with("parallel={pp: 2, layers_per_stage: [7, 1]}"))
     assert [len(stage.layers) for stage in listed] == [7, 1]
+
+
+def test_auto_stages_count_the_head_and_windows() -> None:
+    def counts(*words: str) -> list[int]:
+        return [
+            len(stage.layers) for stage in stages_of(config_with("parallel={pp: 4, layers_per_stage: auto}", *words))
+        ]
+
+    assert counts("model.vocab_size=16", "model.vocab_multiple=16") == [2, 2, 2, 2]
+    assert counts("model.vocab_size=20000") == [2, 3, 3, 0]
+    # Every other layer sees few of very many keys, so it is nearly free.
+    kinds = ("model.layers=[near, near, near, far]", "model.layer_kinds={near: {window: 16}, far: {}}")
+    windows = ("model.seq_length=65536", "model.vocab_size=16", "model.vocab_multiple=16", *kinds)
+    with_windows = config_with("parallel={pp: 2, layers_per_stage: auto}", *windows)
+    layers = layer_work(with_windows.model)
+    assert layers[3] > 2 * layers[0] and layers[3] == layers[7] and len(set(layers)) == 2
+    assert [len(stage.layers) for stage in stages_of(with_windows)] == [4, 4]
+    assert "busiest rank" in balance_line(with_windows)
+
+
+@pytest.mark.parametrize("given", ["atuo", "3", "[1, a]", "[1, 2.5]", "[]"])
+def test_other_layers_than_numbers_are_one_problem(given: str) -> None:
+    with pytest.raises(ValidationError, match=r"auto, or null \(even\)") as raised:
+        config_with(f"parallel.layers_per_stage={given}")
+    assert raised.value.error_count() == 1
 
 
 @pytest.mark.parametrize(("sequence_parallel", "length"), [("false", 32), ("true", 8)])

@@ -4,12 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.data.document_statistics import (
-    DocumentStatistics,
-    keys_of,
-    measure_documents,
-    one_document_per_sample,
-)
+from engine.config.stage_work import keys_of
+from engine.data.document_statistics import DocumentStatistics, measure_documents, one_document_per_sample
 from engine.data.samples import input_lengths
 from engine.data.synthetic import SyntheticDataset
 

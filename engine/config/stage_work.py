@@ -1,0 +1,43 @@
+"""Work of each layer and of the head in FLOPs, from the model's sizes alone (no torch here).
+
+    a layer    2 per weight of its GEMMs, and 2 GEMMs of (keys that a query sees) x heads x head size
+    the head   2 h V;  the embedding is a look-up and costs nothing
+
+Per token and of a forward; a backward has twice as much of each, so shares of work are the same. `engine/telemetry/record/flops.py`
+adds up the same terms for a step.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the sections import the plan, which imports this module
+    from engine.config.model import ModelConfig
+
+
+def keys_of(length: int, window: int | None) -> float:
+    """Sum the keys that the queries of `length` consecutive tokens see, causal, with at most `window` keys each."""
+    seen = length if window is None else min(length, window)
+    return seen * (length - seen / 2)
+
+
+def flops_of_a_key(model: "ModelConfig") -> int:
+    """Count the FLOPs of attention for each key that a query sees: its score and its part of the weighted sum."""
+    return 2 * 2 * model.num_attention_heads * model.head_size
+
+
+def layer_weights(model: "ModelConfig") -> int:
+    """Count the weights of a layer's GEMMs."""
+    attention = 2 * (model.num_attention_heads + model.kv_heads) * model.head_size * model.hidden_size
+    return attention + (model.activation_kind.num_inputs + 1) * model.ffn_size * model.hidden_size
+
+
+def layer_work(model: "ModelConfig") -> tuple[int, ...]:
+    """Return the FLOPs of each layer's forward per token; samples count as one document, whose lengths are not known yet."""
+    s = model.seq_length
+    return tuple(
+        2 * layer_weights(model) + round(flops_of_a_key(model) * keys_of(s, kind.window) / s) for kind in model.kinds
+    )
+
+
+def head_work(model: "ModelConfig") -> int:
+    """Return the FLOPs of the output head's forward per token, padded columns included."""
+    return 2 * model.hidden_size * model.padded_vocab_size

@@ -1,0 +1,134 @@
+"""Layers per stage by their work, with the head counted as work too (no torch here).
+
+    8 layers of work 1, a head of 2, pp 4        even      2 2 2 2 + head    the busiest rank has 4
+                                                 balanced  2 3 2 1 + head    the busiest rank has 3
+
+The step of a pipeline takes as long as its busiest rank, so the most work of a rank counts first, then the most of a stage. Of
+cuts that are equal in both, the one with loads nearest to each other is taken. Of those it is the one that the even cut prefers:
+the last stage is the first to get a layer less, then the first, then the stages from the end.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+
+def balance(layers: Sequence[int], head: int, rank_of_stage: Sequence[int]) -> tuple[int, ...]:
+    """Return the layers of each stage, in stage order, with which the busiest rank has as little work as possible.
+
+    With one stage per rank this is exact. With several it is exact for layers of equal work; other layers count as their mean
+    there, and the even cut is taken where it is better.
+
+    Args:
+        layers: work of each layer, at least as many as stages.
+        head: work of the last stage besides its layers; that stage alone may get no layer, where that is better.
+        rank_of_stage: pipeline rank of each stage.
+    """
+    num_stages = len(rank_of_stage)
+    assert len(layers) >= num_stages, (len(layers), num_stages)
+    cut = _one_stage_per_rank if len(set(rank_of_stage)) == num_stages else _several_stages_per_rank
+    cuts = (
+        cut(layers, head, rank_of_stage, 1),
+        cut(layers, head, rank_of_stage, 0),
+        even_counts(len(layers), num_stages),
+    )
+    return min(cuts, key=lambda counts: largest_work(layers, head, counts, rank_of_stage))
+
+
+def largest_work(
+    layers: Sequence[int], head: int, counts: Sequence[int], rank_of_stage: Sequence[int]
+) -> tuple[int, int]:
+    """Return the work of the busiest rank and of the largest stage of a cut."""
+    ends = list(accumulate(counts))
+    stages = [sum(layers[end - count : end]) for count, end in zip(counts, ends, strict=True)]
+    stages[-1] += head
+    loads = [0] * (max(rank_of_stage) + 1)
+    for work, rank in zip(stages, rank_of_stage, strict=True):
+        loads[rank] += work
+    return max(loads), max(stages)
+
+
+def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Return layers per stage, at most one apart."""
+    most = -(-num_layers // num_stages)
+    counts = [most] * num_stages
+    for stage in _first_to_lose(num_stages)[: most * num_stages - num_layers]:
+        counts[stage] -= 1
+    return tuple(counts)
+
+
+def _first_to_lose(num_stages: int) -> list[int]:
+    """List the stages, first the one that is the first to get a layer less than others."""
+    return list(dict.fromkeys([num_stages - 1, 0, *range(num_stages - 2, 0, -1)]))
+
+
+def _reluctance(num_stages: int) -> list[int]:
+    """Return a number per stage: of two that could take a layer, the one with the smaller number does."""
+    numbers = [0] * num_stages
+    for place, stage in enumerate(_first_to_lose(num_stages)):
+        numbers[stage] = num_stages - place
+    return numbers
+
+
+def _one_stage_per_rank(
+    layers: Sequence[int], head: int, rank_of_stage: Sequence[int], least_at_head: int
+) -> tuple[int, ...]:
+    """Find the smallest bottleneck by bisection, then the most even cut under it by dynamic programming."""
+    sums = [0, *accumulate(layers)]
+    num_layers, num_stages = len(layers), len(rank_of_stage)
+    low, high = 0, sums[-1] + head
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _fits(layers, head, num_stages, least_at_head, middle) else (middle + 1, high)
+    reluctance = _reluctance(num_stages)
+    # For each number of layers in the stages so far: (sum of squared loads, reluctance), and the counts that reach it.
+    best: dict[int, tuple[tuple[int, int], tuple[int, ...]]] = {0: ((0, 0), ())}
+    for stage in range(num_stages):
+        is_last = stage == num_stages - 1
+        found: dict[int, tuple[tuple[int, int], tuple[int, ...]]] = {}
+        for first, ((squares, order), counts) in best.items():
+            for end in [num_layers] if is_last else range(first + 1, num_layers + 1 - least_at_head):
+                work = sums[end] - sums[first] + head * is_last
+                if work > low:
+                    break
+                count = end - first
+                cost = (squares + work * work, order + count * reluctance[stage])
+                if end not in found or cost < found[end][0]:
+                    found[end] = (cost, (*counts, count))
+        best = found
+    return best[num_layers][1]
+
+
+def _fits(layers: Sequence[int], head: int, num_stages: int, least_at_head: int, most: int) -> bool:
+    """Return whether no stage needs more work than `most`: each stage but the last takes all that it can, and at least a layer."""
+    at = 0
+    for stage in range(num_stages - 1):
+        # The stages between this one and the last need a layer each.
+        free = len(layers) - (num_stages - 2 - stage) - least_at_head
+        first, work = at, 0
+        while at < free and work + layers[at] <= most:
+            work += layers[at]
+            at += 1
+        if at == first:
+            return False
+    return sum(layers[at:]) + head <= most
+
+
+def _several_stages_per_rank(
+    layers: Sequence[int], head: int, rank_of_stage: Sequence[int], least_at_head: int
+) -> tuple[int, ...]:
+    """Give one layer after the other, each of mean work, to the rank with the least work and there to the smallest stage."""
+    # Counted in layers x work, so that the mean is a whole number.
+    num_layers, num_stages, unit = len(layers), len(rank_of_stage), sum(layers)
+    counts = [1] * (num_stages - 1) + [least_at_head]
+    stages = [unit * count for count in counts]
+    stages[-1] += head * num_layers
+    loads = [0] * (max(rank_of_stage) + 1)
+    for work, rank in zip(stages, rank_of_stage, strict=True):
+        loads[rank] += work
+    reluctance = _reluctance(num_stages)
+    for _ in range(num_layers - sum(counts)):
+        stage = min(range(num_stages), key=lambda each: (loads[rank_of_stage[each]], stages[each], reluctance[each]))
+        counts[stage] += 1
+        stages[stage] += unit
+        loads[rank_of_stage[stage]] += unit
+    return tuple(counts)
