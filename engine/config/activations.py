@@ -114,9 +114,9 @@ def recompute_fits_chunk(subject: Subject) -> Iterator[Problem]:
     if subject.config.schedule.defers_weight_gradients:
         yield subject.problem(
             "recompute.granularity",
-            f"recomputes whole layers, but with schedule.name = {subject.config.schedule.name} the inputs of their GEMMs wait for "
+            f"recomputes whole layers, but with {_schedule(subject)} the inputs of their GEMMs wait for "
             "the weight gradients: what is recomputed would be kept after all",
-            {"recompute.granularity": ["selective", "none"], "schedule.name": ["auto"]},
+            {"recompute.granularity": ["selective", "none"], "schedule.name": ["auto"], "schedule.file": [None]},
         )
     per_chunk = _layers_of_the_largest_chunk(subject)
     if recompute.num_layers > per_chunk:
@@ -125,6 +125,11 @@ def recompute_fits_chunk(subject: Subject) -> Iterator[Problem]:
             f"must be at most {per_chunk}, the layers of the largest model chunk: there are no more to recompute",
             {"recompute.num_layers": [per_chunk]},
         )
+
+
+def _schedule(subject: Subject) -> str:
+    schedule = subject.config.schedule
+    return f"schedule.name = {schedule.name}" if schedule.file is None else f"the W of schedule.file = {schedule.file}"
 
 
 def _layers_of_the_largest_chunk(subject: Subject) -> int:

@@ -10,7 +10,8 @@ from pydantic import Field, field_validator
 
 from engine.config.context_parallel import local_kv_heads
 from engine.config.model import MOST_LAYERS
-from engine.config.plan import product_of_sizes, unfilled_world
+from engine.config.plan import partial_batch, product_of_sizes, unfilled_world
+from engine.config.schedule_file import ScheduleFile
 from engine.config.section import LAYOUT, OnResume, Problem, Rule, Section, Subject, divisors, multiples, numbers
 from engine.layout.partition import partition
 from engine.layout.rank_rules import MOST_RANKS, partial_node, too_many_ranks, tp_across_nodes
@@ -84,16 +85,21 @@ class ScheduleConfig(Section):
         "auto",
         description="auto: 1f1b, or interleaved when vpp > 1; zb_h1: late weight gradients; zbv: and a V (vpp 2)",
     )
+    file: ScheduleFile | None = Field(
+        None, description="in place of a name: the actions of each rank, as `triaxis schedule print` writes them"
+    )
 
     @property
     def defers_weight_gradients(self) -> bool:
         """Return whether weight gradients are computed apart from the backward."""
+        if self.file is not None:
+            return self.file.text.defers_weight_gradients
         return self.name in DEFERS_WEIGHT_GRADIENTS
 
     @property
     def is_v(self) -> bool:
         """Return whether the model's chunks are placed in a V."""
-        return self.name in RUNS_IN_A_V
+        return self.name in RUNS_IN_A_V if self.file is None else self.file.text.is_v
 
 
 def layers_fill_stages(subject: Subject) -> Iterator[Problem]:
@@ -165,6 +171,57 @@ def schedule_problems(name: str, vpp: int) -> Iterator[Problem]:
         name,
         rule,
         {"schedule.name": [other, "auto"], "parallel.vpp": [2 if is_interleaved else 1]},
+    )
+
+
+def schedule_file_fits(subject: Subject) -> Iterator[Problem]:
+    """Yield a problem for each size in which the file of a schedule is not this run's."""
+    config, dp = subject.config, subject.dp
+    file = config.schedule.file
+    if file is None:
+        return
+    text, parallel, train = file.text, config.parallel, config.train
+    if config.schedule.name != "auto":
+        yield subject.problem(
+            "schedule.name",
+            "must be auto beside schedule.file: of two schedules, which is meant would be a guess",
+            {"schedule.name": ["auto"], "schedule.file": [None]},
+        )
+    if text.forward_only:
+        yield subject.problem(
+            "schedule.file",
+            "is a schedule of forwards only (forward_only=yes): no gradient would be computed",
+            {"schedule.file": [None]},
+        )
+    for name, given in (("pp", text.pp), ("vpp", text.vpp)):
+        if getattr(parallel, name) != given:
+            yield subject.problem(
+                f"parallel.{name}",
+                f"must be {given}, the {name} of schedule.file {file}: no row of it says what the ranks of another layout do",
+                {f"parallel.{name}": [given], "schedule.file": [None]},
+            )
+    if len(text.rows) != text.pp:
+        yield subject.problem(
+            "schedule.file",
+            f"has {len(text.rows)} rows for its pp={text.pp}: a row per rank. Ranks without a row would leave the others waiting",
+            {"schedule.file": [None]},
+        )
+    # Another batch that is no whole number of microbatches is a problem of its own.
+    if (
+        dp is None
+        or partial_batch(train, dp)
+        or text.num_microbatches * train.micro_batch_size * dp == train.global_batch_size
+    ):
+        return
+    yield subject.problem(
+        "train.global_batch_size",
+        f"is {train.global_batch_size // (train.micro_batch_size * dp)} microbatches of {train.micro_batch_size} x dp {dp}, and "
+        f"schedule.file {file} is a step of {text.num_microbatches}: the others would not be computed",
+        {
+            "train.global_batch_size": [text.num_microbatches * train.micro_batch_size * dp],
+            "train.micro_batch_size": [max(1, train.global_batch_size // (text.num_microbatches * dp))],
+            "schedule.file": [None],
+        },
     )
 
 
@@ -274,6 +331,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     layers_fill_stages,
     layers_are_dealt_out,
     schedule_matches_chunks,
+    schedule_file_fits,
     sequence_over_cp,
     heads_over_cp,
     axes_are_built,

@@ -181,7 +181,8 @@ def _ranks(config: "Config") -> list[int]:
 
 def placement_of(config: "Config") -> Placement:
     """Return which pipeline rank holds which stage."""
-    return Placement(config.parallel.pp, config.parallel.vpp)
+    parallel = config.parallel
+    return Placement(parallel.pp, parallel.vpp, config.schedule.is_v and parallel.vpp == 2)
 
 
 def part_length(config: "Config") -> int:

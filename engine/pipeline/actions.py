@@ -8,17 +8,15 @@
 A schedule holds compute only. What is sent and received follows from it (`engine.pipeline.lowering`).
 """
 
-import re
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from engine.config.schedule_file import ACTION, not_an_action
 from engine.errors import ScheduleError
 from engine.layout.placement import Placement
 
 __all__ = ["Action", "Kind", "Output", "Placement", "Schedule"]
-
-_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 class Kind(StrEnum):
@@ -64,12 +62,9 @@ class Action(NamedTuple):
         Raises:
             ScheduleError: the text is no action.
         """
-        match = _ACTION.fullmatch(text)
+        match = ACTION.fullmatch(text)
         if match is None:
-            raise ScheduleError(
-                f"{text!r} is no action: an action is a chunk, one of F B I W and a microbatch, such as 0F3. "
-                "A schedule with an unreadable action cannot be run; correct the text."
-            )
+            raise ScheduleError(not_an_action(text))
         chunk, kind, microbatch = match.groups()
         return cls(Kind(kind), int(chunk), int(microbatch))
 

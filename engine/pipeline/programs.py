@@ -8,8 +8,13 @@ receive that was posted early spins there until its peer sends, and the peer may
 holds where the allocator frees memory and tries again. Late receives cannot deadlock then (`engine.pipeline.validate`).
 """
 
+from collections.abc import Iterator
+
+from engine.config.section import Problem, Subject
+from engine.errors import ScheduleError
 from engine.pipeline.actions import Schedule
 from engine.pipeline.lowering import Program, lower
+from engine.pipeline.schedules import from_rows
 from engine.pipeline.validate import check
 
 STEPS_AFTER_RETRY = 10
@@ -59,3 +64,21 @@ class Programs:
     def is_late(self) -> bool:
         """Return whether the next run has late receives."""
         return self._late_runs > 0
+
+
+def schedule_file_runs(subject: Subject) -> Iterator[Problem]:
+    """Yield a problem where the schedule of `schedule.file` lacks an action, has one out of order, or deadlocks in either form.
+
+    It is a rule for those who start a run or check one: it reads what no rule of `engine.config` can.
+    """
+    file = subject.config.schedule.file
+    # Other rules report a file that is no training schedule, or has too few rows.
+    if file is None or file.text.forward_only or len(file.text.rows) != file.text.pp:
+        return
+    schedule = from_rows(file.text)
+    try:
+        # Lowering takes a complete schedule for granted.
+        check(schedule)
+        Programs(schedule)
+    except ScheduleError as error:
+        yield subject.problem("schedule.file", f"cannot run: {str(error).rstrip('.')}", {"schedule.file": [None]})

@@ -13,10 +13,12 @@ that part a backward in two are in `engine.pipeline.zero_bubble`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 from engine.config.layout import IS_INTERLEAVED, RUNS_IN_A_V
 from engine.config.plan import batch_plan
+from engine.config.schedule_file import ScheduleText
 from engine.config.tree import Config
 from engine.errors import ScheduleError
 from engine.layout.rank_grid import ParallelSizes
@@ -64,9 +66,47 @@ BUILDERS: Mapping[str, Callable[[int, int, int], Schedule]] = MappingProxyType(
 
 
 def of_step(config: Config, sizes: ParallelSizes) -> Schedule:
-    """Build the schedule of a training step."""
-    num_microbatches = batch_plan(config, sizes.dp).num_microbatches
-    return build(config.schedule.name, sizes.pp, sizes.vpp, num_microbatches)
+    """Build the schedule of a training step, or take that of `schedule.file`.
+
+    Raises:
+        ScheduleError: the file is of other sizes than the step.
+    """
+    return of_config(config, sizes.pp, sizes.vpp, batch_plan(config, sizes.dp).num_microbatches)
+
+
+def of_config(config: Config, pp: int, vpp: int, num_microbatches: int) -> Schedule:
+    """Build the training schedule that a configuration names, or take that of its file, for other sizes than its own.
+
+    Raises:
+        ScheduleError: the file has other pp or vpp, or fewer microbatches. Of more, the first are taken.
+    """
+    file = config.schedule.file
+    if file is None:
+        return build(config.schedule.name, pp, vpp, num_microbatches)
+    text = file.text
+    if (text.pp, text.vpp) != (pp, vpp) or text.num_microbatches < num_microbatches:
+        raise ScheduleError(
+            f"schedule.file = {file} is a schedule of pp {text.pp}, vpp {text.vpp} and {text.num_microbatches} microbatches, and a "
+            f"step of pp {pp}, vpp {vpp} and {num_microbatches} was asked for: no row says what its ranks do. Give a file of these "
+            "sizes, or schedule.file=null."
+        )
+    whole = from_rows(text)
+    if text.num_microbatches == num_microbatches:
+        return whole
+    rows = tuple(_existing(row, num_microbatches) for row in whole.actions)
+    return replace(whole, num_microbatches=num_microbatches, actions=rows)
+
+
+def from_rows(text: ScheduleText) -> Schedule:
+    """Return the schedule of a text whose words are actions."""
+    rows = tuple(tuple(Action.parse(word) for word in row) for row in text.rows)
+    return Schedule(text.name, Placement(text.pp, text.vpp, text.is_v), text.num_microbatches, text.forward_only, rows)
+
+
+def title(config: Config) -> str:
+    """Return the name of a run's training schedule, with the file that it is from."""
+    file = config.schedule.file
+    return resolve(config.schedule.name, config.parallel.vpp) if file is None else f"{file.text.name}, from {file}"
 
 
 def build(name: str, pp: int, vpp: int, num_microbatches: int) -> Schedule:

@@ -8,22 +8,18 @@ A lowered program has the group calls in brackets: `>F1@2` sends microbatch 1's 
 the gradient of stage 1's output for microbatch 0. F uses the forward group, B the backward group.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 from rich.style import Style
 from rich.text import Text
 
-from engine.errors import ScheduleError
-from engine.pipeline.actions import Action, Kind, Placement, Schedule
+from engine.config.schedule_file import parse_schedule
+from engine.pipeline import schedules
+from engine.pipeline.actions import Action, Kind, Schedule
 from engine.pipeline.lowering import Instruction, Post, Program
 from engine.pipeline.simulate import Interval, Timeline
 
-_HEADER = re.compile(
-    r"schedule=(\S+) pp=(\d+) vpp=(\d+) microbatches=(\d+) forward_only=(yes|no)(?: placement=(loop|v))?"
-)
-_ROW = re.compile(r"rank (\d+):(.*)")
 _FILL = {Kind.F: " ", Kind.B: "=", Kind.I: "-", Kind.W: "~"}
 _COLOURS = {
     Kind.F: ("#a6cee3", "#5fa2ce", "#3f78ab", "#2b5580"),
@@ -60,31 +56,7 @@ def from_text(text: str) -> Schedule:
     Raises:
         ScheduleError: a line that cannot be read. (`check` decides whether the schedule makes sense.)
     """
-    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
-    header = _HEADER.fullmatch(lines[0]) if lines else None
-    if header is None:
-        raise ScheduleError(
-            f"the first line of a schedule is {lines[0] if lines else ''!r} and must read "
-            "'schedule=NAME pp=P vpp=V microbatches=M forward_only=yes|no [placement=loop|v]'. Without the sizes the rows have no "
-            "meaning; add it."
-        )
-    name, pp, vpp, num_microbatches, forward_only, placement = header.groups()
-    if placement == "v" and vpp != "2":
-        raise ScheduleError(
-            f"placement=v with vpp={vpp}: a V has two model chunks per rank, so chunks would have no stage. Write vpp=2."
-        )
-    rows = []
-    for rank, line in enumerate(lines[1:]):
-        row = _ROW.fullmatch(line)
-        if row is None or int(row.group(1)) != rank:
-            raise ScheduleError(
-                f"{line!r} stands where 'rank {rank}: ...' must stand: rows come in the order of ranks, one each. A row in "
-                "another place would run on another rank; put the rows in order."
-            )
-        rows.append(tuple(Action.parse(token) for token in row.group(2).split()))
-    return Schedule(
-        name, Placement(int(pp), int(vpp), placement == "v"), int(num_microbatches), forward_only == "yes", tuple(rows)
-    )
+    return schedules.from_rows(parse_schedule(text))
 
 
 def instruction_tokens(rank: int, instructions: Sequence[Instruction]) -> list[str]:

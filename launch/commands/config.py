@@ -23,7 +23,7 @@ from engine.errors import ConfigError
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.pipeline import schedules
 from engine.pipeline.forwards import of_forward
-from engine.pipeline.programs import Programs
+from engine.pipeline.programs import Programs, schedule_file_runs
 from engine.storage.json_text import parse_json
 from engine.telemetry.outlets.banner import cp_imbalance_line
 from launch.start.command_line import CONFIG, CommandParser, add_ignore, add_world_size, check_counts, refuse
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         os.environ,
         world_size=args.world_size,
         ranks_per_node=args.ranks_per_node,
-        more_rules=[] if devices is None else [memory_rule(devices)],
+        more_rules=[schedule_file_runs, *([] if devices is None else [memory_rule(devices)])],
     )
     derived = _derived(config, args.world_size, args.ranks_per_node, devices)
     print(f"{args.config}: ok")
@@ -113,7 +113,7 @@ def _derived(
     lines = [
         ("model", f"{num_parameters(model):,} parameters; vocabulary {model.vocab_size:,} + {padding} of padding"),
         ("stages", _stages(config)),
-        ("schedule", schedules.resolve(config.schedule.name, parallel.vpp)),
+        ("schedule", schedules.title(config)),
     ]
     if parallel.dp is None and world_size is None:
         replica = parallel.tp * parallel.cp * parallel.pp

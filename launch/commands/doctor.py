@@ -31,6 +31,7 @@ ONE_PROCESS = (
     "parallel.sequence_parallel=false",
     "parallel.layers_per_stage=null",
     "schedule.name=auto",
+    "schedule.file=null",
     "data.synthetic=true",
 )
 """The default config as one rank, for the facts of this node."""

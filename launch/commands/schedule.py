@@ -17,7 +17,7 @@ from engine.pipeline import schedules
 from engine.pipeline.actions import Schedule
 from engine.pipeline.forwards import forward_only
 from engine.pipeline.lowering import lower
-from engine.pipeline.programs import Programs
+from engine.pipeline.programs import Programs, schedule_file_runs
 from engine.pipeline.simulate import Costs, Timeline, simulate
 from engine.pipeline.text import program_to_text, render_timeline, to_text
 from launch.report.schedule_picture import draw_schedule
@@ -154,19 +154,23 @@ def _of_config(console: Console, args: argparse.Namespace) -> list[Schedule]:
     check_counts(dp=args.dp, world_size=args.world_size)
     if args.dp is not None and args.world_size is not None:
         raise ScheduleError("--dp together with --world-size: each says how many replicas there are. Give one of them.")
-    config = load_config(args.config, args.overrides, os.environ, world_size=args.world_size)
+    config = load_config(
+        args.config, args.overrides, os.environ, world_size=args.world_size, more_rules=[schedule_file_runs]
+    )
     parallel = config.parallel
     dp = args.dp or data_parallel_size(parallel, args.world_size)
     note = "" if dp else " (dp is open: --gpus N says another)"
     plan = batch_plan(config, dp or usual_dp(config))
     if args.verb == "check":
         console.print(f"{args.config}: pp {parallel.pp}, vpp {parallel.vpp}; {plan}{note}")
-    training = schedules.build(config.schedule.name, parallel.pp, parallel.vpp, plan.num_microbatches)
+    training = schedules.of_config(config, parallel.pp, parallel.vpp, plan.num_microbatches)
     return [training, forward_only(training.placement, plan.num_microbatches)]
 
 
 def usual_dp(config: "Config") -> int:
     """Return the largest data-parallel size that leaves each pipeline `USUAL_ROUNDS` x pp microbatches; 1 where none does."""
+    if (file := config.schedule.file) is not None:
+        return max(1, config.train.global_batch_size // (config.train.micro_batch_size * file.text.num_microbatches))
     num_microbatches, pp = config.train.global_batch_size // config.train.micro_batch_size, config.parallel.pp
     sizes = range(num_microbatches // (USUAL_ROUNDS * pp), 0, -1)
     return next((dp for dp in sizes if num_microbatches % dp == 0 and num_microbatches // dp % pp == 0), 1)

@@ -201,7 +201,7 @@ class Footprints:
 
     def _lowered(self, num_microbatches: int) -> Program:
         sizes = self.sizes
-        return lower(schedules.build(self.config.schedule.name, sizes.pp, sizes.vpp, num_microbatches))
+        return lower(schedules.of_config(self.config, sizes.pp, sizes.vpp, num_microbatches))
 
     def _short_program(self, num_microbatches: int) -> Program:
         if num_microbatches not in self._short_programs:

@@ -7,6 +7,7 @@ import torch
 from engine.config.tree import Config
 from engine.data.corpus.stdlib import entropies
 from engine.kernels import registry
+from engine.pipeline import schedules
 from engine.step import Engine
 from engine.telemetry.record.parameters import local_counts, round_counts
 from models.predict.fit import memory_line
@@ -41,7 +42,7 @@ class Description:
 def describe(engine: Engine) -> Description:
     """Describe layout, schedule and device of a built engine."""
     topology, config = engine.topology, engine.config
-    grid, schedule = topology.grid, engine.schedule.name
+    grid, schedule = topology.grid, schedules.title(config)
     nodes = "1 node" if grid.num_nodes == 1 else f"{grid.num_nodes} nodes"
     sequence = ", sequence parallel" if config.parallel.sequence_parallel else ""
     layers = tuple(len(stage.layers) for stage in engine.stages)

@@ -315,12 +315,11 @@ def schedule(run: RunRecord) -> str:
         return MISSING.format("Unknown without a configuration of this version and the number of ranks.")
     try:
         num_microbatches = batch_plan(run.config, sizes.dp).num_microbatches
-        name = run.config.schedule.name
-        whole = _timeline(schedules.build(name, sizes.pp, sizes.vpp, num_microbatches))
+        whole = _timeline(schedules.of_config(run.config, sizes.pp, sizes.vpp, num_microbatches))
         drawn = whole
         if num_microbatches * sizes.pp * sizes.vpp * 2 > MOST_ACTIONS:
             shown = max(MOST_ACTIONS // (sizes.pp * sizes.vpp * 2) // sizes.pp, 1) * sizes.pp
-            drawn = _timeline(schedules.build(name, sizes.pp, sizes.vpp, min(shown, num_microbatches)))
+            drawn = _timeline(schedules.of_config(run.config, sizes.pp, sizes.vpp, min(shown, num_microbatches)))
     except TriaxisError as error:
         return MISSING.format(escape(str(error)))
     rows = [

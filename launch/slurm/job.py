@@ -30,6 +30,7 @@ from typing import TextIO
 from engine.config.load import load_config
 from engine.config.tree import Config, require_legal
 from engine.errors import ExitCode, TopologyError
+from engine.pipeline.programs import schedule_file_runs
 from engine.run.directory import RunDirectory, run_name
 from launch.cli import command_module, command_parser
 from launch.commands.train import request
@@ -457,7 +458,7 @@ def _config(words: Sequence[str], job: Job | None) -> tuple[Config, Path]:
     """
     asked = request(command_parser(command_module("train")).parse(words))
     path = asked.config_path or DEFAULT_CONFIG
-    rules = [] if job is None else memory_rules(os.environ)
+    rules = [schedule_file_runs, *([] if job is None else memory_rules(os.environ))]
     config = load_config(path, asked.overrides, os.environ, more_rules=rules)
     if job is not None:
         ranks_per_node = config.runtime.ranks_per_node or job.tasks_per_node[0]

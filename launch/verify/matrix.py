@@ -166,7 +166,7 @@ def _overrides(row: Row) -> list[str]:
     if row["recompute"] == "selective" and row["cp"] != 1 and row["cp method"] == "all_gather":
         # Its default, attention, is never made again from gathered keys and values.
         words = {**words, "recompute.modules": "[norm]"}
-    return [f"{key}={str(value).lower()}" for key, value in words.items()]
+    return [*(f"{key}={str(value).lower()}" for key, value in words.items()), "schedule.file=null"]
 
 
 def _family_file(folder: Path, family: str) -> Path:

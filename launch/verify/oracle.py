@@ -106,7 +106,7 @@ def oracle_trial(
         )
         refuse(f"{word}: {why}. Give the layout: --layout tp=2,pp=2." for word in ignored)
     largest = [f"parallel.{name}={str(value).lower()}" for name, value in _LARGEST.items()]
-    own_sizes = ["parallel.layers_per_stage=null", "schedule.name=auto", *largest]
+    own_sizes = ["parallel.layers_per_stage=null", "schedule.name=auto", "schedule.file=null", *largest]
     chosen = own_sizes if layout is None else layout
     asked = trial(path, (*overrides, *chosen), small=small, num_steps=num_steps, dtype=dtype)
     refuse(refusals(oracle, asked.config), f"a comparison with {oracle}")

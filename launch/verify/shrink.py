@@ -185,7 +185,7 @@ def _listed_sizes(wanted: Sequence[Relation], related: Callable[[int], Relation]
 def _batch(config: Config, dp: int) -> dict[str, Any]:
     """Keep a first, a middle and a last round of the pipeline, and as many microbatches beyond whole rounds as before."""
     pp, microbatches = config.parallel.pp, num_microbatches(config)
-    if microbatches > MOST_ROUNDS * pp:
+    if microbatches > MOST_ROUNDS * pp and config.schedule.file is None:
         microbatches = MOST_ROUNDS * pp + microbatches % pp
     micro_batch_size = min(config.train.micro_batch_size, 2)
     return {"global_batch_size": microbatches * micro_batch_size * dp, "micro_batch_size": micro_batch_size}

@@ -84,6 +84,9 @@ def _changed(config: Config, steps: int, sections: Mapping[str, Mapping[str, Any
         tree[section] |= values
     if any(schedule_problems(tree["schedule"]["name"], tree["parallel"]["vpp"])):
         tree["schedule"]["name"] = "auto"
+    if {"pp", "vpp", "dp"} & sections.get("parallel", {}).keys():
+        # A file is of one layout's sizes.
+        tree["schedule"]["file"] = None
     tree["train"]["steps"] = steps
     try:
         return checked(tree)

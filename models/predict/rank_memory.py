@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from engine.config.activations import RecomputeConfig
 from engine.config.attention_kinds import LayerKind
 from engine.config.context_parallel import gathers_keys
+from engine.config.layout import ScheduleConfig
 from engine.config.optimizer_kinds import OPTIMIZERS
 from engine.config.plan import batch_plan, local_seq_length, parallel_sizes, stages_of
 from engine.config.section import with_value
@@ -211,7 +212,7 @@ class _Pipeline:
     @classmethod
     def of(cls, config: Config, sizes: ParallelSizes) -> "_Pipeline":
         num_microbatches = batch_plan(config, sizes.dp).num_microbatches
-        schedule = schedules.build(config.schedule.name, sizes.pp, sizes.vpp, num_microbatches)
+        schedule = schedules.of_config(config, sizes.pp, sizes.vpp, num_microbatches)
         stages = stages_of(config)
         mine = tuple(tuple(stages[stage] for stage in schedule.placement.stages_on(pp)) for pp in range(sizes.pp))
         kinds = config.model.kinds
@@ -292,7 +293,8 @@ class _Held:
 
     Attributes:
         kept, moved: between its passes, on the device and in the host's memory.
-        in_forward, in_backward: at most in each pass.
+        in_forward, in_backward: at most in each pass; the backward is an I where weight gradients wait.
+        in_whole_backward: at most in a B.
         deferred: for its weight gradients, behind the gradient of its input.
     """
 
@@ -301,11 +303,18 @@ class _Held:
     in_forward: int
     in_backward: int
     deferred: int
+    in_whole_backward: int
 
     @classmethod
     def of(cls, config: Config, sizes: ParallelSizes, stage: StageLayers) -> "_Held":
         functions = (kept_bytes, moved_bytes, forward_bytes, backward_bytes, deferred_bytes)
-        return cls(*(function(config, sizes, stage) for function in functions))
+        kept, moved, forward, backward, deferred = (function(config, sizes, stage) for function in functions)
+        # A file may mix B with I and W, where a name has one of both.
+        whole = backward
+        if config.schedule.file is not None and config.schedule.defers_weight_gradients:
+            plain = config.model_copy(update={"schedule": ScheduleConfig()})
+            whole = backward_bytes(plain, sizes, stage)
+        return cls(kept, moved, forward, backward, deferred, whole)
 
 
 def _most_activations(chunks: Sequence[_Held], row: Sequence[Action]) -> tuple[int, int]:
@@ -322,7 +331,7 @@ def _most_activations(chunks: Sequence[_Held], row: Sequence[Action]) -> tuple[i
             live -= held.deferred
         else:
             live -= held.kept
-            most = max(most, live + held.in_backward)
+            most = max(most, live + (held.in_backward if action.kind is Kind.I else held.in_whole_backward))
             live += held.deferred if action.kind is Kind.I else 0
             host -= held.moved
     return most, most_host

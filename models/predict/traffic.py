@@ -25,6 +25,8 @@ from engine.config.plan import batch_plan, local_seq_length, part_length
 from engine.config.tree import Config
 from engine.layout.rank_grid import Coordinates, ParallelSizes
 from engine.layout.shard_spec import ParamRecord, localize
+from engine.pipeline import schedules
+from engine.pipeline.actions import Kind
 from models.predict.rank_memory import resolve_recompute
 from models.specs import StageContents, stage_specs
 
@@ -93,7 +95,7 @@ def expected_traffic(
     num_stages = len(stages)
     mine = [at.pp, num_stages - 1 - at.pp] if sizes.is_v else range(at.pp, num_stages, sizes.pp)
     for stage in mine:
-        _tensor_parallel(tally, config, sizes, stages[stage])
+        _tensor_parallel(tally, config, sizes, stage, stages[stage])
         _context_parallel(tally, config, sizes, stages[stage])
         _pipeline(tally, config, sizes, stage, num_stages)
     _data_parallel(tally, config, sizes, at, [stages[stage] for stage in mine])
@@ -106,7 +108,17 @@ def _activation_bytes(config: Config, seq_length: int) -> int:
     return element * config.train.micro_batch_size * seq_length * config.model.hidden_size
 
 
-def _tensor_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, stage: StageContents) -> None:
+def _deferred_microbatches(config: Config, sizes: ParallelSizes, stage: int) -> int:
+    """Return the microbatches of a step whose weight gradients wait on a stage: all or none, but for a schedule of a file."""
+    if config.schedule.file is None:
+        return batch_plan(config, sizes.dp).num_microbatches * config.schedule.defers_weight_gradients
+    schedule = schedules.of_step(config, sizes)
+    placement = schedule.placement
+    row, chunk = schedule.actions[placement.rank_of(stage)], placement.chunk_of(stage)
+    return sum(action.kind is Kind.W and action.chunk == chunk for action in row)
+
+
+def _tensor_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, number: int, stage: StageContents) -> None:
     t, m = sizes.tp, batch_plan(config, sizes.dp).num_microbatches
     whole = _activation_bytes(config, part_length(config))
     shard = whole // t
@@ -115,9 +127,9 @@ def _tensor_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, stage:
         again = 0 if config.recompute.gathered_inputs == "keep" else 1
         gathers = (4 + 2 * again) * num_layers + 2 * recomputed + stage.has_embedding + (1 + again) * stage.has_head
         # A deferred weight gradient of a row-parallel layer gathers its output's gradient once more.
-        gathers += 2 * num_layers * config.schedule.defers_weight_gradients
+        waiting = 2 * num_layers * _deferred_microbatches(config, sizes, number)
         scatters = 4 * num_layers + 2 * recomputed + stage.has_embedding + stage.has_head
-        tally.add("tp", "activations", "all_gather", t, shard, m * gathers)
+        tally.add("tp", "activations", "all_gather", t, shard, m * gathers + waiting)
         tally.add("tp", "activations", "reduce_scatter", t, whole, m * scatters)
     else:
         reduces = 4 * num_layers + 2 * recomputed + stage.has_embedding + stage.has_head

@@ -6,6 +6,7 @@ that do not divide. Gradients are read where the optimizer reads them, from the 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -166,6 +167,7 @@ class Case:
     dp: int = 1
     sequence_parallel: bool = False
     schedule: str = "auto"
+    """A name, or a file beside this one."""
     global_batch_size: int = 8
     micro_batch_size: int = 1
     recompute: tuple[str, str, int] = ("none", "uniform", 1)
@@ -271,7 +273,9 @@ class Case:
                     "bucket_bytes": self.bucket_bytes,
                     "warmup_steps": 2,
                 },
-                "schedule": {"name": self.schedule},
+                "schedule": {"file": str(Path(__file__).with_name(self.schedule))}
+                if self.schedule.endswith(".txt")
+                else {"name": self.schedule},
                 "precision": {"dtype": self.dtype, "gradients": "bf16" if self.bf16_gradients else "full"}
                 | ({"masters": "split", "moments": "bf16"} if self.narrow else {}),
                 "recompute": {

@@ -71,6 +71,16 @@ COVERING = [
     Case(
         "llama", pp=2, vpp=2, dp=2, schedule="zbv", layers_per_stage=(2, 1, 3, 2), bucket_bytes=1, global_batch_size=8
     ),
+    Case(
+        "gpt",
+        tp=2,
+        pp=2,
+        dp=2,
+        sequence_parallel=True,
+        schedule="mixed_schedule.txt",
+        num_layers=4,
+        global_batch_size=10,
+    ),
     Case("llama", head_tokens=5, **SMALL),
     Case("gpt", tp=2, dp=2, micro_batch_size=2, head_tokens=7, num_layers=2),
     Case("mqa_rope_bias", tp=4, pp=2, sequence_parallel=True, head_tokens=1, **SMALL),
