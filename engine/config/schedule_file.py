@@ -67,8 +67,8 @@ def parse_schedule(text: str) -> ScheduleText:
     header = _HEADER.fullmatch(lines[0]) if lines else None
     if header is None:
         raise ScheduleError(
-            f"the first line of a schedule is {(lines[0] if lines else '')[:120]!r} and must read "
-            "'schedule=NAME pp=P vpp=V microbatches=M forward_only=yes|no [placement=loop|v]'. Without the sizes the rows have no meaning; add it."
+            f"the first line of a schedule is {(lines[0] if lines else '')[:120]!r} and must read 'schedule=NAME pp=P vpp=V "
+            "microbatches=M forward_only=yes|no [placement=loop|v]'. Without the sizes the rows have no meaning; add it."
         )
     name, pp, vpp, num_microbatches, forward_only, placement = header.groups()
     problems = []

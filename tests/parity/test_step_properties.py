@@ -73,6 +73,7 @@ TRAFFIC = [
     ),
     Case("olmo2", tp=4, recompute=("full", "block", 1), num_layers=3, global_batch_size=3),
     Case("gpt", tp=2, pp=2, sequence_parallel=True, schedule="zb_h1", num_layers=6, global_batch_size=3),
+    Case("gpt", tp=2, pp=2, sequence_parallel=True, schedule="mixed_schedule.txt", num_layers=2, global_batch_size=5),
     Case("qwen", tp=2, pp=2, schedule="zb_h1", gathered_inputs="keep", sequence_parallel=True, num_layers=2),
     Case("gpt", tp=2, pp=2, vpp=2, sequence_parallel=True, schedule="zbv", num_layers=6, global_batch_size=3),
     Case("gpt", pp=3, vpp=2, schedule="zbv", num_layers=6, global_batch_size=5),
