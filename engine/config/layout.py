@@ -51,10 +51,11 @@ class ParallelConfig(Section):
         """Refuse other values in one sentence, in place of one for each form."""
         if value is None or value == "auto":
             return value
-        listed = list(value) if isinstance(value, list | tuple) else []
-        if not listed or not all(isinstance(each, int) or str(each).strip().isdecimal() for each in listed):
+        if not isinstance(value, list | tuple) or not all(
+            isinstance(each, int) or str(each).strip().isdecimal() for each in value
+        ):
             raise ValueError("must be whole numbers such as [2, 3, 2, 1], auto, or null (even)")
-        return listed
+        return list(value)
 
     @property
     def cuts_sequence(self) -> bool:

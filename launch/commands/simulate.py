@@ -38,8 +38,8 @@ EXAMPLES = """examples:
   triaxis simulate configs/gpt_tiny.yaml --documents 100 data.attention=within data.synthetic=true data.synthetic_document_length=64
   triaxis simulate --measured runs/gpt_tiny --out page.html
 
-With a config, a time is a number of forwards of a mean layer (FLOPs), or with --cluster in seconds. Of sizes alone, it is forwards of a
-chunk where --forward is 1.
+With a config, a time is a number of forwards of a mean layer (FLOPs), or with --cluster in seconds. Of sizes alone, it is forwards
+of a chunk where --forward is 1.
 A run that was traced (telemetry.timeline) is simulated with the mean seconds of its own actions.
 """
 MOST_COLUMNS = 6000

@@ -79,6 +79,9 @@ class Estimator:
         Raises:
             ConfigError: the device has no rate for the run's dtype, or as `resolve_recompute`.
         """
+        if config.schedule.file is not None:
+            # Only a named schedule has a formula.
+            return self.simulated(config, sizes, documents)
         step = _Step(self, config, sizes, documents)
         return step.result(*step.by_formula())
 
@@ -221,7 +224,8 @@ class _Step:
         return span - m * self.ranks[self.slowest].total, 0.0
 
     def _span(self, num_microbatches: int, costs: Costs) -> float:
-        return simulate(schedules.build(self.schedule, self.sizes.pp, self.sizes.vpp, num_microbatches), costs).span
+        schedule = schedules.of_config(self.config, self.sizes.pp, self.sizes.vpp, num_microbatches)
+        return simulate(schedule, costs).span
 
     def result(self, bubble: float, transfers: float) -> StepTime:
         """Put the parts of a step together."""

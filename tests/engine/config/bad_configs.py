@@ -1,11 +1,15 @@
 """Configurations that must be refused, each with the words that its refusal must say."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from engine.config.tree import Config
+
+MIXED_SCHEDULE = Path(__file__).parents[2] / "parity" / "mixed_schedule.txt"
+"""For pp 2 and 5 microbatches."""
 
 LEGAL = [
     "model={num_layers: 8, hidden_size: 64, num_attention_heads: 8, seq_length: 32, vocab_size: 300}",
@@ -202,6 +206,17 @@ BAD: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         ["parallel.pp=4", "parallel.vpp=3", "parallel.layers_per_stage=auto"],
         {},
         ["model.num_layers = 8", "pp x vpp = 4 x 3 = 12"],
+    ),
+    "a file beside a schedule's name": (
+        [
+            "parallel.pp=2",
+            "parallel.dp=1",
+            "train.global_batch_size=10",
+            f"schedule.file={MIXED_SCHEDULE}",
+            "schedule.name=zb_h1",
+        ],
+        {},
+        ["schedule.name = zb_h1", "must be auto beside schedule.file", "schedule.name = auto"],
     ),
     "1f1b with chunks": (
         ["parallel.vpp=2", "schedule.name=1f1b"],
