@@ -29,6 +29,7 @@ GROUPS = {
     "choose and check a layout": {
         "config": "print or check a configuration, or make one from a Hugging Face config.json",
         "topology": "show ranks, nodes and groups of a layout, as text or as a picture",
+        "plan": "find the fastest layouts of a config on a cluster, by predicted time and memory",
         "schedule": "print, draw or check a pipeline schedule",
         "simulate": "time a step's actions and messages: bubble, critical path, what is kept; as text or as a page",
         "footprint": "run one rank's step of any layout without the machines: memory, traffic and operators",

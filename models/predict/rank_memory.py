@@ -14,6 +14,7 @@ are exact, activations and messages as exact as their formulas.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from engine.config.activations import RecomputeConfig
 from engine.config.attention_kinds import LayerKind
@@ -93,17 +94,24 @@ class Prediction:
         return self.ranks[self.pp]
 
 
-def predict(config: Config, sizes: ParallelSizes, *, nccl: bool = True) -> Prediction:
+Memo = dict[object, Any]
+"""What predictions of one model share, whatever the layout."""
+
+
+def predict(config: Config, sizes: ParallelSizes, *, nccl: bool = True, memo: Memo | None = None) -> Prediction:
     """Predict the memory of every rank from the configuration alone; no device and no torch are needed.
 
     Args:
         config: of a run that breaks no rule.
         nccl: NCCL connects the ranks; gloo has no buffers on a device.
+        memo: of earlier predictions of this run in other layouts, batches and recomputations; filled and used.
 
     Raises:
         ConfigError: as `resolve_recompute`.
     """
-    return Prediction(_Pipeline.of(config, sizes).memory(resolve_recompute(config, sizes), nccl=nccl))
+    memo = {} if memo is None else memo
+    resolved = resolve_recompute(config, sizes)
+    return Prediction(_Pipeline.of(config, sizes, memo).memory(resolved, nccl=nccl, memo=memo))
 
 
 def predicted_memory(config: Config, sizes: ParallelSizes, pp: int, *, nccl: bool = True) -> Memory:
@@ -155,6 +163,9 @@ def resolve_recompute(config: Config, sizes: ParallelSizes) -> Config:
         ]
     )
 
+
+FULL_ROUNDS = 3
+"""Microbatches per pipeline rank after which no rank holds more: zbv is full after two rounds, the others sooner."""
 
 GATHERED = ("gathered_kv", "gathered_inputs")
 """Fields of `recompute` for what is gathered, in the order of choice: cp's links are the slower ones."""
@@ -210,21 +221,32 @@ class _Pipeline:
     states: tuple[_State, ...]
 
     @classmethod
-    def of(cls, config: Config, sizes: ParallelSizes) -> "_Pipeline":
-        num_microbatches = batch_plan(config, sizes.dp).num_microbatches
-        schedule = schedules.of_config(config, sizes.pp, sizes.vpp, num_microbatches)
+    def of(cls, config: Config, sizes: ParallelSizes, memo: Memo | None = None) -> "_Pipeline":
+        schedule = schedules.of_config(config, sizes.pp, sizes.vpp, _as_full(config, sizes))
         stages = stages_of(config)
         mine = tuple(tuple(stages[stage] for stage in schedule.placement.stages_on(pp)) for pp in range(sizes.pp))
         kinds = config.model.kinds
         held = [tuple(_Contents.of(stage, kinds) for stage in chunks) for chunks in mine]
-        known = {one: _state(config, sizes, chunks) for one, chunks in dict(zip(held, mine, strict=True)).items()}
-        return cls(sizes, mine, schedule.actions, tuple(known[one] for one in held))
+        memo = {} if memo is None else memo
+        layout = ("state", sizes.tp, sizes.dp_cp, config.parallel.sequence_parallel)
+        for one, chunks in zip(held, mine, strict=True):
+            if (*layout, one) not in memo:
+                memo[*layout, one] = _state(config, sizes, chunks)
+        return cls(sizes, mine, schedule.actions, tuple(memo[*layout, one] for one in held))
 
-    def memory(self, config: Config, *, nccl: bool) -> tuple[Memory, ...]:
+    def memory(self, config: Config, *, nccl: bool, memo: Memo | None = None) -> tuple[Memory, ...]:
         """Predict the memory of each pipeline rank with what `config` recomputes and offloads."""
         sizes, kinds = self.sizes, config.model.kinds
         contents = {_Contents.of(stage, kinds): stage for chunks in self.mine for stage in chunks}
-        held = {one: _Held.of(config, sizes, stage) for one, stage in contents.items()}
+        memo = {} if memo is None else memo
+        layout = (sizes.tp, sizes.cp, config.parallel.sequence_parallel, config.train.micro_batch_size)
+        choice = config.schedule.defers_weight_gradients, config.recompute.model_dump_json()
+        held: dict[_Contents, _Held] = {}
+        for one, stage in contents.items():
+            key = ("held", layout, choice, one)
+            if key not in memo:
+                memo[key] = _Held.of(config, sizes, stage)
+            held[one] = memo[key]
         communicators = communicator_bytes(sizes, config.model.kv_heads) if nccl else (0,) * sizes.pp
         found = []
         for pp, (chunks, row, state) in enumerate(zip(self.mine, self.rows, self.states, strict=True)):
@@ -241,6 +263,17 @@ class _Pipeline:
                 )
             )
         return tuple(found)
+
+
+def _as_full(config: Config, sizes: ParallelSizes) -> int:
+    """Return microbatches with which a pipeline is as full as with all of the step's: a few rounds, and the partial last one.
+
+    GPipe holds all of them, and a schedule from a file may.
+    """
+    num_microbatches = batch_plan(config, sizes.dp).num_microbatches
+    if config.schedule.name == "gpipe" or config.schedule.file is not None:
+        return num_microbatches
+    return min(num_microbatches, FULL_ROUNDS * sizes.pp + num_microbatches % sizes.pp)
 
 
 def _state(config: Config, sizes: ParallelSizes, chunks: Sequence[StageLayers]) -> _State:

@@ -36,7 +36,7 @@ DRY_FORMS = [
     (re.compile(r"(triaxis report)\b.*"), r"\1 --help"),
     (re.compile(r"(triaxis simulate) --measured\b.*"), r"\1 --help"),
     # quick and harmless: as it is
-    (re.compile(r"(triaxis (?:config|topology|schedule|simulate|prepare|data|footprint)\b.*)"), r"\1"),
+    (re.compile(r"(triaxis (?:config|topology|schedule|simulate|plan|prepare|data|footprint)\b.*)"), r"\1"),
 ]
 
 

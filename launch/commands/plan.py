@@ -1,0 +1,122 @@
+"""`triaxis plan`: the fastest layouts of a config on a cluster, by predicted step time and memory; no device."""
+
+import argparse
+import os
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from engine.config.counts import count
+from engine.config.load import load_config, to_yaml
+from engine.errors import ConfigError
+from engine.storage.files import write_atomically
+from engine.storage.redaction import unwritable
+from engine.telemetry.outlets.format import gigabytes
+from launch.planning.search import Found, Plan, search
+from launch.start.command_line import CONFIG, CommandParser, check_counts, refuse
+from models.predict.step_time.cluster import Cluster, cluster_at
+
+EXAMPLES = """examples:
+  triaxis plan configs/llama3_8b.yaml --gpus 64xH100
+  triaxis plan configs/llama3_8b.yaml --cluster configs/clusters/h100_64.yaml --tokens 15T --out plan.yaml
+
+All layouts that keep the rules are timed by a formula, the memory of the fastest is predicted, and the schedules of those that
+fit are simulated. The config's global batch stays; its layout, micro batch, schedule and recomputation are chosen.
+"""
+DEFAULT_TOP = 10
+PIPE_WIDTH = 200
+SECONDS_PER_HOUR = 3600
+
+
+def add_arguments(parser: CommandParser) -> None:
+    parser.usage = "triaxis plan CONFIG (--gpus NxGPU | --cluster FILE) [--tokens N] [--top N] [--out FILE] [section.key=value ...]"
+    parser.epilog = EXAMPLES
+    parser.takes(CONFIG, "model and batch of the run")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--gpus", metavar="NxGPU", help="devices with their usual links, such as 64xH100")
+    where.add_argument("--cluster", metavar="FILE", help="a cluster's file, such as configs/clusters/h100_64.yaml")
+    parser.add_argument("--tokens", metavar="N", help="budget, such as 15T: its hours and cost are printed")
+    parser.add_argument(
+        "--top", type=int, default=DEFAULT_TOP, metavar="N", help=f"layouts to list (default: {DEFAULT_TOP})"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the config of the fastest layout there")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Search, print the layouts, and write the chosen config; 0. ConfigError where none is legal or fits."""
+    check_counts(top=args.top)
+    tokens = None if args.tokens is None else _tokens(args.tokens)
+    cluster = cluster_at(args.gpus or args.cluster)
+    config = load_config(args.config, args.overrides, os.environ, world_size=cluster.num_gpus)
+    plan = search(config, cluster)
+    # Names of recomputed parts stand in brackets, which would be markup; a pipe is as wide as the longest layout.
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    console.print(
+        f"{args.config} on {cluster.nodes} x {cluster.gpus_per_node} {cluster.device}: {plan.num_legal:,} legal layouts, "
+        f"{plan.num_too_large:,} found too large for {gigabytes(plan.usable_bytes)}"
+    )
+    console.print(_table(plan, plan.found[: args.top]))
+    if len(plan.pareto) > 1:
+        console.print("less memory for more time, of these:")
+        for one in plan.pareto:
+            console.print(f"  {one.time.seconds:9.4g} s  {gigabytes(one.memory.fullest.total):>9}  {one.layout}")
+    for layout, reason in list(plan.too_large.items())[:3]:
+        console.print(f"not {layout}: {reason}")
+    parts = sorted(plan.best.time.components.items(), key=lambda part: -part[1])
+    shares = ", ".join(f"{name} {seconds / plan.best.time.seconds:.1%}" for name, seconds in parts if seconds > 0)
+    console.print(f"the first, {plan.best.layout}: {shares}")
+    if tokens is not None:
+        console.print(_budget(plan.best, cluster, tokens))
+    if args.out is not None:
+        _write(args.out, plan.best)
+        console.print(f"wrote {args.out}; train with  bash launch/pretrain_gpt.sh {args.out}")
+    return 0
+
+
+def _tokens(text: str) -> int:
+    try:
+        number = count(text)
+    except ValueError as error:
+        refuse([f"--tokens {text}: {error}."])
+    assert isinstance(number, int)
+    return number
+
+
+def _table(plan: Plan, found: list[Found]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("s/step", "tokens/s/GPU", "memory", "bubble"):
+        table.add_column(name, justify="right")
+    table.add_column("layout", overflow="fold")
+    table.add_column("against the first", overflow="fold")
+    for one in found:
+        bubble = one.time.components.get("pipeline bubble", 0.0) / one.time.seconds
+        table.add_row(
+            f"{one.time.seconds:.4g}",
+            f"{one.tokens_per_second / plan.cluster.num_gpus:,.0f}",
+            gigabytes(one.memory.fullest.total),
+            f"{max(0.0, bubble):.1%}",
+            one.layout,
+            "" if one is plan.best else plan.slower_by(one),
+        )
+    return table
+
+
+def _budget(best: Found, cluster: Cluster, tokens: int) -> str:
+    hours = tokens / best.tokens_per_second / SECONDS_PER_HOUR
+    gpu_hours = hours * cluster.num_gpus
+    return (
+        f"{tokens:,} tokens: {hours / 24:,.1f} days, {gpu_hours:,.0f} GPU-hours, {gpu_hours * cluster.price_per_gpu_hour:,.0f} at "
+        f"{cluster.price_per_gpu_hour:g} per GPU-hour"
+    )
+
+
+def _write(path: Path, best: Found) -> None:
+    if path.suffix != ".yaml":
+        raise ConfigError([f"--out {path}: a config ends in .yaml. Rename it."])
+    try:
+        write_atomically(path, [to_yaml(best.config, describe=True).encode()])
+    except OSError as error:
+        raise unwritable(f"{path}", error) from error

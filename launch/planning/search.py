@@ -1,0 +1,315 @@
+"""The search for the fastest layout of a run on a cluster: legal, fitting, by predicted step time (no torch here).
+
+    sizes x sequence parallelism x micro batch x schedule   ->  rules  ->  closed form (models/predict/step_time), a millisecond
+    fastest first: what must be recomputed for it to fit?   ->  memory (models/predict/rank_memory.py), tens of milliseconds
+    the fastest that fit                                    ->  their schedules are simulated, and ordered by that
+
+Memory is predicted for few layouts. A layout waits in a heap with the time of its cheapest recomputation that may still do. The
+fastest of all is taken, and its memory predicted; if it does not fit, it goes back with the next recomputation. As recomputation
+takes time, what fits when it is taken is the next fastest of all, as if every memory had been predicted.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count, product
+from math import floor
+
+from engine.config.activations import RecomputeConfig
+from engine.config.layout import IS_INTERLEAVED, schedule_problems
+from engine.config.plan import parallel_sizes
+from engine.config.section import Subject
+from engine.config.tree import RULES, Config, broken_keys
+from engine.errors import ConfigError
+from engine.layout.rank_grid import ParallelSizes
+from engine.telemetry.outlets.format import gigabytes
+from launch.tuning.choose_layout import MARGIN
+from models.predict.rank_memory import Memo, Prediction, predict
+from models.predict.recompute_choice import candidates
+from models.predict.step_time.cluster import Cluster
+from models.predict.step_time.estimate import Estimator, StepTime
+from models.specs import num_parameters
+
+SIMULATED = 50
+"""The fastest by the closed form whose schedules are simulated."""
+
+MOST_TOKENS = 65536
+"""Tokens of a microbatch on one rank; larger ones fill a GPU no better."""
+
+NEVER_FASTER = frozenset({"gpipe"})
+"""Schedules that wait as long as another and hold more: 1F1B holds p - r microbatches where GPipe holds all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A layout that fits.
+
+    Attributes:
+        config: the run in this layout, with what is recomputed.
+        time: predicted; simulated in a finished plan.
+        memory: of every pipeline rank.
+    """
+
+    config: Config
+    sizes: ParallelSizes
+    time: StepTime
+    memory: Prediction
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Return the tokens of all devices in a second."""
+        return self.config.train.global_batch_size * self.config.model.seq_length / self.time.seconds
+
+    @property
+    def layout(self) -> str:
+        """Return the layout in words."""
+        return describe(self.config, self.sizes)
+
+
+@dataclass(slots=True)
+class Plan:
+    """The outcome of a search.
+
+    Attributes:
+        cluster: the devices that were asked for.
+        found: layouts that fit, by predicted step time; the fastest is first.
+        illegal: layouts by the field whose rule they break.
+        too_large: reasons of layouts that do not fit; `num_too_large` also counts those that others rule out.
+        num_legal: layouts whose time was predicted.
+        usable_bytes: of a device's memory.
+    """
+
+    cluster: Cluster
+    usable_bytes: int
+    found: list[Found] = field(default_factory=list)
+    illegal: Counter[str] = field(default_factory=Counter)
+    too_large: dict[str, str] = field(default_factory=dict)
+    num_too_large: int = 0
+    num_legal: int = 0
+
+    @property
+    def best(self) -> Found:
+        return self.found[0]
+
+    @property
+    def pareto(self) -> list[Found]:
+        """Return the layouts that no other beats in both speed and memory, the fastest first."""
+        kept: list[Found] = []
+        for one in self.found:
+            if not kept or one.memory.fullest.total < kept[-1].memory.fullest.total:
+                kept.append(one)
+        return kept
+
+    def slower_by(self, one: Found) -> str:
+        """Return why a layout is slower than the first: the component that costs it most more."""
+        best = self.best
+        more = one.time.seconds / best.time.seconds - 1
+        names = one.time.components.keys() | best.time.components.keys()
+        extra = {name: one.time.components.get(name, 0.0) - best.time.components.get(name, 0.0) for name in names}
+        worst = max(sorted(extra), key=lambda name: extra[name])
+        return f"{more:.1%} slower: {worst} takes {extra[worst]:.3g} s more" if more > 0 else "as fast"
+
+
+def describe(config: Config, sizes: ParallelSizes) -> str:
+    """Return a layout in words that tell it from all others of a search."""
+    words = [f"tp {sizes.tp}", f"cp {sizes.cp}" if sizes.cp > 1 else "", f"pp {sizes.pp}"]
+    words += [f"vpp {sizes.vpp}" if sizes.vpp > 1 else "", f"dp {sizes.dp}"]
+    words += ["sp" if config.parallel.cuts_sequence else "", f"micro batch {config.train.micro_batch_size}"]
+    words += [config.schedule.name if config.schedule.name != "auto" else ""]
+    words += [str(config.recompute) if config.recompute.is_any else ""]
+    return ", ".join(word for word in words if word)
+
+
+def layouts(config: Config, cluster: Cluster, plan: Plan) -> Iterator[tuple[Config, ParallelSizes]]:
+    """Yield the run in every legal layout on all devices of a cluster, nothing recomputed; count the illegal ones."""
+    n, per_node = cluster.num_gpus, cluster.gpus_per_node
+    train = config.train
+    for tp, cp, pp in product(_divisors(per_node), _powers_of_two(n), range(1, config.model.num_layers + 1)):
+        if n % (tp * cp * pp):
+            continue
+        dp = n // (tp * cp * pp)
+        if train.global_batch_size % dp:
+            plan.illegal["train.global_batch_size"] += 1
+            continue
+        for micro, (vpp, name), is_cut in product(
+            _micro_batches(config, dp, cp), _schedules(config, pp), (True, False) if tp > 1 else (False,)
+        ):
+            trial = config.model_copy(
+                update={
+                    "parallel": config.parallel.model_copy(
+                        update={"tp": tp, "cp": cp, "pp": pp, "vpp": vpp, "dp": dp, "sequence_parallel": is_cut}
+                        | {"layers_per_stage": None}
+                    ),
+                    "schedule": config.schedule.model_copy(update={"name": name}),
+                    "train": train.model_copy(update={"micro_batch_size": micro}),
+                    "recompute": RecomputeConfig(),
+                    "runtime": config.runtime.model_copy(update={"ranks_per_node": per_node}),
+                }
+            )
+            if broken := broken_keys(Subject(trial, n, per_node), RULES):
+                plan.illegal[min(key for _, key in broken)] += 1
+            else:
+                yield trial, parallel_sizes(trial)
+
+
+def search(config: Config, cluster: Cluster, *, simulated: int = SIMULATED) -> Plan:
+    """Find the fastest layouts of a run on a cluster.
+
+    Args:
+        config: of the run; its `parallel`, `schedule.name`, `recompute` and `train.micro_batch_size` are replaced, the global batch
+            stays.
+        cluster: all of whose devices are used.
+        simulated: number of layouts to find.
+
+    Raises:
+        ConfigError: no layout is legal, or none fits; the one with the least memory is named.
+    """
+    estimator = Estimator(cluster)
+    plan = Plan(cluster, floor(estimator.device.memory_gb * 1e9 * (1 - MARGIN)))
+    order = count()
+    waiting = [
+        _Waiting(estimator.closed_form(trial, sizes), next(order), trial, sizes)
+        for trial, sizes in layouts(config, cluster, plan)
+    ]
+    plan.num_legal = len(waiting)
+    if not waiting:
+        broken = ", ".join(f"{key} ({number:,} layouts)" for key, number in plan.illegal.most_common(5))
+        raise ConfigError(
+            [f"no layout on {cluster.num_gpus} devices is legal; rules are broken about {broken}. Change these fields."]
+        )
+    heapq.heapify(waiting)
+    memo: Memo = {}
+    ruled_out = _RuledOut()
+    closest: tuple[int, str] | None = None
+    while waiting and len(plan.found) < simulated:
+        fastest = heapq.heappop(waiting)
+        if fastest.choices is None and ruled_out.holds(fastest):
+            plan.num_too_large += 1
+            continue
+        held = fastest.least_state(plan.usable_bytes)
+        memory = None if held else predict(fastest.config, fastest.sizes, memo=memo)
+        if memory is not None and memory.fullest.total <= plan.usable_bytes:
+            plan.found.append(Found(fastest.config, fastest.sizes, fastest.time, memory))
+            continue
+        if memory is not None and fastest.choices is None:
+            # With everything recomputed it holds least: if that is too much, no choice between needs a look.
+            memory = predict(fastest.most_recomputed(), fastest.sizes, memo=memo)
+        may_fit = memory is not None and (fastest.choices is not None or memory.fullest.total <= plan.usable_bytes)
+        if may_fit and (again := fastest.next_recomputed(estimator)) is not None:
+            heapq.heappush(waiting, again)
+            continue
+        plan.num_too_large += 1
+        ruled_out.add(fastest)
+        total = held if memory is None else memory.fullest.total
+        reason = _too_large(total, plan.usable_bytes, memory)
+        plan.too_large[describe(fastest.config, fastest.sizes)] = reason
+        if closest is None or total < closest[0]:
+            closest = total, f"{describe(fastest.config, fastest.sizes)} {reason}"
+    if not plan.found:
+        assert closest is not None
+        raise ConfigError(
+            [
+                f"no layout on {cluster.num_gpus} x {cluster.device} fits: of {plan.num_legal:,} legal ones the nearest, "
+                f"{closest[1]}. Take more devices or ones with more memory, precision.masters=split, offload.num_layers, or a "
+                "smaller model."
+            ]
+        )
+    plan.found = [
+        Found(one.config, one.sizes, estimator.simulated(one.config, one.sizes), one.memory) for one in plan.found
+    ]
+    plan.found.sort(key=lambda one: one.time.seconds)
+    return plan
+
+
+class _RuledOut:
+    """Layouts that do not fit: the same with larger microbatches hold at least as much."""
+
+    def __init__(self) -> None:
+        self._smallest: dict[tuple[object, ...], int] = {}
+
+    def add(self, one: "_Waiting") -> None:
+        """Remember a layout that does not fit with everything recomputed."""
+        size, key = one.config.train.micro_batch_size, self._key(one)
+        self._smallest[key] = min(self._smallest.get(key, size), size)
+
+    def holds(self, one: "_Waiting") -> bool:
+        """Return whether such a layout is known not to fit."""
+        size = one.config.train.micro_batch_size
+        return size >= self._smallest.get(self._key(one), size + 1)
+
+    @staticmethod
+    def _key(one: "_Waiting") -> tuple[object, ...]:
+        return one.sizes, one.config.parallel.sequence_parallel, one.config.schedule.name
+
+
+def _too_large(total: int, usable: int, memory: Prediction | None) -> str:
+    where = "its state alone" if memory is None else f"stage {memory.pp} with everything recomputed"
+    return f"does not fit: {where} needs {gigabytes(total)} of {gigabytes(usable)}"
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A layout in the heap, with the recomputation that its time has."""
+
+    time: StepTime
+    number: int
+    config: Config
+    sizes: ParallelSizes
+    choices: Iterator[RecomputeConfig] | None = None
+
+    def __lt__(self, other: "_Waiting") -> bool:
+        return (self.time.seconds, self.number) < (other.time.seconds, other.number)
+
+    def least_state(self, usable: int) -> int:
+        """Return the bytes of an even share of parameters, gradients and optimizer state if those alone are too many; else 0."""
+        element = 2 if self.config.precision.dtype in ("bf16", "fp16") else 4
+        gradient = 2 if self.config.precision.gradients == "bf16" else 4
+        sizes = self.sizes
+        numel = num_parameters(self.config.model) // (sizes.tp * sizes.pp)
+        # Moments in 16 bits and split masters are the least that an optimizer can have.
+        least = numel * (element + gradient) + numel * 4 // sizes.dp_cp
+        return least if least > usable else 0
+
+    def most_recomputed(self) -> Config:
+        """Return the layout with all recomputed that can be."""
+        *_, most = candidates(self.config, self.sizes)
+        return self.config.model_copy(update={"recompute": most})
+
+    def next_recomputed(self, estimator: Estimator) -> "_Waiting | None":
+        """Return the layout with the next choice of recomputation; None where there is none."""
+        if self.choices is None:
+            self.choices = candidates(self.config, self.sizes)
+            next(self.choices)
+        choice = next(self.choices, None)
+        if choice is None:
+            return None
+        config = self.config.model_copy(update={"recompute": choice})
+        return _Waiting(estimator.closed_form(config, self.sizes), self.number, config, self.sizes, self.choices)
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _powers_of_two(most: int) -> list[int]:
+    return [2**power for power in range(most.bit_length())]
+
+
+def _micro_batches(config: Config, dp: int, cp: int) -> list[int]:
+    """List micro batches that are powers of two: those that divide a pipeline's samples, and hold at most `MOST_TOKENS`."""
+    samples = config.train.global_batch_size // dp
+    most = max(1, MOST_TOKENS * cp // config.model.seq_length)
+    return [size for size in _powers_of_two(samples) if samples % size == 0 and size <= most]
+
+
+def _schedules(config: Config, pp: int) -> Iterator[tuple[int, str]]:
+    """Yield (vpp, schedule) of a pipeline; one rank has neither."""
+    if pp == 1:
+        yield 1, "auto"
+        return
+    for vpp in range(1, config.model.num_layers // pp + 1):
+        # Chunks of equal depth: others wait for the deepest.
+        if vpp == 1 or config.model.num_layers % (pp * vpp) == 0:
+            names = (name for name in IS_INTERLEAVED if name not in NEVER_FASTER)
+            yield from ((vpp, name) for name in names if not any(schedule_problems(name, vpp)))

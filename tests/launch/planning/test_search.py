@@ -1,0 +1,104 @@
+"""The planner's search: the same layouts as looking at every memory, reasons for the others, and a config that runs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config.load import load_config
+from engine.config.tree import Config, problems
+from engine.errors import ConfigError
+from launch.cli import main
+from launch.planning import search as planning
+from launch.planning.search import Plan, layouts, search
+from models.predict.rank_memory import predict
+from models.predict.recompute_choice import candidates
+from models.predict.step_time.cluster import Cluster, cluster_of
+from models.predict.step_time.estimate import Estimator
+
+MODEL = {"num_layers": 4, "hidden_size": 2048, "num_attention_heads": 16, "seq_length": 2048, "vocab_size": 32000}
+
+
+def config_of(**model: Any) -> Config:
+    return Config.model_validate(
+        {
+            "model": {**MODEL, **model},
+            "data": {"synthetic": True},
+            "train": {"steps": 10, "global_batch_size": 16, "micro_batch_size": 1},
+            "parallel": {"dp": 4},
+            "precision": {"dtype": "bf16"},
+        }
+    )
+
+
+CLUSTER = Cluster("A100-SXM-80GB", 1, 4, 300.0, 25.0, 8.0, 1.0, 1.5)
+
+
+def all_that_fit(config: Config, usable: int) -> list[tuple[float, str]]:
+    """Try every layout with every recomputation, and keep the fastest of each that fits."""
+    estimator, found = Estimator(CLUSTER), []
+    for trial, sizes in layouts(config, CLUSTER, Plan(CLUSTER, 0)):
+        for choice in candidates(trial, sizes):
+            tried = trial.model_copy(update={"recompute": choice})
+            if predict(tried, sizes).fullest.total <= usable:
+                found.append((estimator.closed_form(tried, sizes).seconds, planning.describe(tried, sizes)))
+                break
+    return sorted(found)
+
+
+@pytest.mark.parametrize(
+    "margin", [0.95, 0.97, *(pytest.param(margin, marks=pytest.mark.slow) for margin in (0.975, 0.98))]
+)
+def test_the_search_finds_what_a_look_at_every_memory_finds(margin: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory so short that layouts drop out and others recompute."""
+    monkeypatch.setattr(planning, "MARGIN", margin)
+    config = config_of()
+    plan = search(config, CLUSTER, simulated=12)
+    everything = all_that_fit(config, plan.usable_bytes)
+    estimator = Estimator(CLUSTER)
+    found = sorted((estimator.closed_form(one.config, one.sizes).seconds, one.layout) for one in plan.found)
+    assert found == everything[:12]
+    assert any(one.config.recompute.is_any for one in plan.found)
+
+
+def test_found_layouts_are_legal_fit_and_are_ordered() -> None:
+    plan = search(config_of(), CLUSTER, simulated=20)
+    times = [one.time.seconds for one in plan.found]
+    assert times == sorted(times) and plan.best.time.seconds == times[0]
+    for one in plan.found:
+        assert not problems(one.config, 4, 4)
+        assert one.sizes.world_size == 4
+        assert one.memory.fullest.total <= plan.usable_bytes
+        assert sum(one.time.components.values()) == pytest.approx(one.time.seconds)
+    held = [one.memory.fullest.total for one in plan.pareto]
+    assert held == sorted(held, reverse=True) and plan.pareto[0] is plan.best
+    assert {one.config.schedule.name for one in search(config_of(), CLUSTER, simulated=200).found} == {
+        *("auto", "1f1b", "interleaved", "zb_h1", "zbv")
+    }
+
+
+def test_what_fits_nowhere_is_answered_with_the_nearest() -> None:
+    with pytest.raises(
+        ConfigError, match=r"no layout on 4 x A100-SXM-80GB fits: of .* does not fit: .* needs .* GB of 76"
+    ):
+        search(config_of(num_layers=96, hidden_size=12288, num_attention_heads=96), CLUSTER)
+
+
+def test_rules_that_leave_no_layout_are_named() -> None:
+    """One head has no tp, and one layer no pp; one sample has no replicas. Samples of odd length cannot be cut over cp."""
+    config = config_of(num_layers=1, num_attention_heads=1, seq_length=63)
+    train = config.train.model_copy(update={"global_batch_size": 1})
+    with pytest.raises(ConfigError, match=r"no layout on 64 devices is legal; rules are broken about"):
+        search(config.model_copy(update={"train": train}), cluster_of("64xH100"))
+
+
+def test_the_command_prints_layouts_and_writes_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.yaml"
+    words = ["plan", "configs/gpt_1p3b.yaml", "--gpus", "8xH100", "--tokens", "26B", "--top", "3", "--out", str(out)]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert "legal layouts" in printed and "GPU-hours" in printed and f"wrote {out}" in printed
+    config = load_config(out, [], {}, world_size=8)
+    assert not problems(config, 8, 8)
+    assert config.train.global_batch_size == load_config(Path("configs/gpt_1p3b.yaml"), [], {}).train.global_batch_size
+    assert main(["plan", "configs/gpt_1p3b.yaml", "--gpus", "8xNoSuch"]) == ConfigError.exit_code
