@@ -20,7 +20,7 @@ from engine.pipeline.lowering import lower
 from engine.pipeline.programs import Programs, schedule_file_runs
 from engine.pipeline.simulate import Costs, Timeline, simulate
 from engine.pipeline.text import program_to_text, render_timeline, to_text
-from launch.report.schedule_picture import draw_schedule
+from launch.pictures.schedule_picture import draw_schedule
 from launch.start.command_line import CONFIG, CommandParser, add_world_size, check_counts, refuse
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """`triaxis topology`: the node of each rank, the groups it belongs to, and their links; no process is started.
 
-sizes, or a config and a world size  ->  RankGrid  ->  nodes and groups as text (launch/report/topology_text.py)
-                                                   ->  with --out a picture     (launch/report/topology_picture.py)
+sizes, or a config and a world size  ->  RankGrid  ->  nodes and groups as text (launch/pictures/topology_text.py)
+                                                   ->  with --out a picture     (launch/pictures/topology_picture.py)
 """
 
 import argparse
@@ -13,9 +13,9 @@ from engine.config.plan import parallel_sizes
 from engine.config.tree import Config, require_legal
 from engine.errors import TopologyError
 from engine.layout.rank_grid import ParallelSizes, RankGrid
-from launch.report.drawing import check_path
-from launch.report.topology_picture import draw_topology
-from launch.report.topology_text import describe_layout
+from launch.pictures.drawing import check_path
+from launch.pictures.topology_picture import draw_topology
+from launch.pictures.topology_text import describe_layout
 from launch.start.command_line import CONFIG, CommandParser, add_world_size, check_counts, refuse
 
 EXAMPLES = """examples:

@@ -1,4 +1,4 @@
-"""The page: one HTML file without scripts, with its CSS and pictures inside; all text from files is escaped (no torch here)."""
+"""The page of a run: its sections; all text from files is escaped (no torch here)."""
 
 import math
 import time
@@ -12,22 +12,15 @@ from engine.config.plan import planned_steps
 from engine.storage.redaction import without_secrets
 from engine.telemetry.outlets.format import compact, duration, in_bytes, significant
 from engine.telemetry.record.events import ALERTS, Event
+from launch.pictures.document import html_document, tiles
 from launch.report import parts
 from launch.report.record import RunRecord, number
-from launch.report.style import CSS
 
 MOST_EVENTS = 400
 """Rows of the table; of more events, all alerts and the last ones are shown."""
 
 MOST_CHARACTERS = 50_000
 """Of one detail of an event, such as the report of a hang."""
-
-LONG_VALUE = 15
-"""Characters that fit into a tile in the large size."""
-_LONG = ' class="long"'
-
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-"""For the browser: it loads and runs nothing, for any text of a file."""
 
 STATES = {"finished": "good", "failed": "bad", "hung": "bad"}
 """Colours of a run's end; every other is a warning."""
@@ -53,23 +46,14 @@ def render(run: RunRecord, now: float) -> str:
         "versions": ("Layout and versions", _layout(run)),
         "config": ("Configuration", _config(run)),
     }
-    links = "".join(f'<a href="#{key}">{escape(title)}</a>' for key, (title, _) in sections.items())
-    body = "".join(
-        f'<section id="{key}"><h2>{escape(title)}</h2>{inside}</section>' for key, (title, inside) in sections.items()
-    )
     state = f'<span class="state {STATES.get(run.state, "warn")}">{escape(run.state)}</span>'
-    page = (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(name)}: Triaxis run</title><style>{CSS}</style></head><body><main>"
-        f"<header><h1>{escape(name)}{state}</h1><nav>{links}</nav></header>{_tiles(run)}{_unreadable(run)}{body}"
-        f"<footer>Made by triaxis report from {escape(str(run.path))} on {_when(now)}.</footer></main></body></html>\n"
-    )
+    footer = f"Made by triaxis report from {run.path} on {_when(now)}."
+    before = tiles(_numbers(run)) + _unreadable(run)
+    page = html_document(f"{name}: Triaxis run", name, before, sections, footer, state=state)
     return without_secrets(page)
 
 
-def _tiles(run: RunRecord) -> str:
+def _numbers(run: RunRecord) -> list[tuple[str, str]]:
     last = run.steps[-1] if run.steps else {}
     step = number(last, "step")
     planned = None if run.config is None else planned_steps(run.config)
@@ -77,7 +61,7 @@ def _tiles(run: RunRecord) -> str:
     tokens = sorted(y for _, y in parts.series(run.steps, "tokens_per_second") if math.isfinite(y))
     mfu = sorted(y for _, y in parts.series(run.steps, "mfu") if math.isfinite(y))
     seconds = parts.median_seconds(run)
-    tiles = [
+    return [
         ("steps", "none" if math.isnan(step) else f"{step:,.0f}" + (f" of {planned:,}" if planned else "")),
         ("training loss, of the last step", parts.last(parts.series(run.steps, "loss"))),
         ("validation loss, the best", f"{min(validation):.4f}" if validation else "not measured"),
@@ -89,11 +73,6 @@ def _tiles(run: RunRecord) -> str:
         ("attempts", str(len(run.attempts))),
         ("layout", str(parts.sizes_of(run) or "unknown")),
     ]
-    shown = (
-        f'<div class="tile"><b{_LONG if len(value) > LONG_VALUE else ""}>{escape(value)}</b><span>{escape(name)}</span></div>'
-        for name, value in tiles
-    )
-    return f'<div class="tiles">{"".join(shown)}</div>'
 
 
 def _or_unknown(value: float, show: Any) -> str:

@@ -14,10 +14,10 @@ from engine.pipeline.actions import Schedule
 from engine.pipeline.simulate import Costs, Timeline, simulate
 from engine.telemetry.outlets.format import in_bytes
 from engine.telemetry.timing.time_split import PARTS
-from launch.report.charts import Line, bar_chart, line_chart, share_bar, stacked_chart
+from launch.pictures.charts import Line, bar_chart, line_chart, share_bar, stacked_chart
+from launch.pictures.schedule_picture import schedule_chart
+from launch.pictures.style import NUM_COLOURS
 from launch.report.record import RunRecord, number
-from launch.report.schedule_picture import schedule_chart
-from launch.report.style import NUM_COLOURS
 from models.predict.rank_memory import Memory, predict
 
 MOST_COLUMNS = 150

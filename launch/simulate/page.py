@@ -16,7 +16,8 @@ from engine.pipeline.simulate import Interval
 from engine.pipeline.simulate_program import ProgramTimeline, TransferTime
 from engine.pipeline.text import ink, shade
 from engine.telemetry.outlets.format import significant
-from launch.report.style import CSS
+from launch.pictures.document import tiles
+from launch.pictures.style import CSS
 from launch.simulate.measured import Measured
 from launch.simulate.script import SCRIPT
 from launch.simulate.script import STYLE as OWN_STYLE
@@ -83,7 +84,7 @@ def render(timeline: ProgramTimeline, title: str, unit: str, measured: Measured 
 <meta http-equiv="Content-Security-Policy" content="{POLICY}"><title>{escape(title)}</title>
 <style>{CSS}{OWN_STYLE}</style></head><body><main>
 <h1>{escape(title)}</h1>
-<div class="tiles">{_tiles(timeline, unit, measured)}</div>
+{tiles(_numbers(timeline, unit, measured))}
 <section><h2>Time</h2>
 <p class="soft">A row per pipeline rank{
         "; below it, thinner, what was measured" if measured else ""
@@ -161,9 +162,9 @@ def _short(time: float) -> float:
     return float(f"{time:.{DIGITS}g}")
 
 
-def _tiles(timeline: ProgramTimeline, unit: str, measured: Measured | None) -> str:
+def _numbers(timeline: ProgramTimeline, unit: str, measured: Measured | None) -> list[tuple[str, str]]:
     placement = timeline.schedule.placement
-    tiles = [
+    numbers = [
         ("span", significant(timeline.span)),
         ("bubble of the rank that waits most", f"{timeline.largest_bubble_fraction:.2%}"),
         ("most in flight", str(max(timeline.peak_in_flight))),
@@ -175,14 +176,8 @@ def _tiles(timeline: ProgramTimeline, unit: str, measured: Measured | None) -> s
         ("unit of time", unit),
     ]
     if measured is not None:
-        tiles.insert(1, (f"measured, step {measured.step}", significant(measured.span)))
-    return "".join(
-        f'<div class="tile"><b{_LONG if len(value) > 15 else ""}>{escape(value)}</b><span>{escape(name)}</span></div>'
-        for name, value in tiles
-    )
-
-
-_LONG = ' class="long"'
+        numbers.insert(1, (f"measured, step {measured.step}", significant(measured.span)))
+    return numbers
 
 
 def _table(timeline: ProgramTimeline, measured: Measured | None) -> str:

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from launch.cli import main
-from launch.report import schedule_picture
+from launch.pictures import schedule_picture
 
 ROOT = Path(__file__).parents[3]
 SVG = "{http://www.w3.org/2000/svg}"

@@ -9,8 +9,8 @@ import pytest
 from engine.errors import ConfigError, TopologyError, TriaxisError
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from launch.cli import command_module, command_parser, main
-from launch.report.topology_picture import draw_topology
-from launch.report.topology_text import shorten
+from launch.pictures.topology_picture import draw_topology
+from launch.pictures.topology_text import shorten
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "topology"
 SVG = "{http://www.w3.org/2000/svg}"

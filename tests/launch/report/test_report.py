@@ -24,7 +24,7 @@ from engine.telemetry.record.events import EventLog
 from engine.telemetry.record.metrics import StepMetrics
 from engine.telemetry.timing.time_split import PARTS, TimeSplit
 from launch import cli
-from launch.report.charts import MOST_POINTS, thinned, ticks
+from launch.pictures.charts import MOST_POINTS, thinned, ticks
 from launch.report.page import render
 from launch.report.record import RunRecord, read_run
 from tests.lacking import give_up

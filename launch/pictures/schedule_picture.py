@@ -7,8 +7,8 @@ from engine.errors import ScheduleError
 from engine.pipeline.actions import Action, Kind
 from engine.pipeline.simulate import Timeline
 from engine.pipeline.text import ink, shade
-from launch.report.charts import WIDTH, scrolling, tick, ticks
-from launch.report.drawing import element, text, write_picture
+from launch.pictures.charts import WIDTH, scrolling, tick, ticks
+from launch.pictures.drawing import element, text, write_picture
 
 ROW, LEFT, RIGHT, TOP = 30, 72, 24, 48
 """Height of a row, and margins of a file, in pixels."""

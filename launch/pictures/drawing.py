@@ -1,6 +1,6 @@
 """SVG elements, and files that hold one picture (no torch, no drawing library).
 
-charts.py            pieces of the report's page: lines, columns, bars, a schedule
+charts.py            pieces of a page: lines, dots, columns, bars
 schedule_picture.py  `triaxis schedule print --form svg`
 topology_picture.py  `triaxis topology --out layout.svg`
 """

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 
 from engine.telemetry.outlets.format import significant
-from launch.report.style import NUM_COLOURS
+from launch.pictures.style import NUM_COLOURS
 
 Point = tuple[float, float]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from engine.errors import TopologyError
 from engine.layout.rank_grid import Coordinates, RankGrid
-from launch.report.drawing import element, text, write_picture
+from launch.pictures.drawing import element, text, write_picture
 
 CELL = 40
 """Side of a rank's cell, in pixels; the sizes below are in cells."""

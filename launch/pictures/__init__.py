@@ -1,0 +1,1 @@
+"""Pictures as SVG and HTML, for pages and files: charts, schedules, layouts."""

@@ -1,0 +1,51 @@
+"""The frame of a page: one HTML file without scripts, a link to each section, tiles of numbers (no torch here)."""
+
+from collections.abc import Iterable, Mapping
+from html import escape
+
+from launch.pictures.style import CSS
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+"""For the browser: it loads and runs nothing, for any text of a page."""
+
+LONG_VALUE = 15
+"""Characters that fit into a tile in the large size."""
+
+
+def html_document(
+    title: str, heading: str, before: str, sections: Mapping[str, tuple[str, str]], footer: str, *, state: str = ""
+) -> str:
+    """Put a page together.
+
+    Args:
+        title: of the browser's tab; escaped here, as `heading`, `footer` and the titles of sections are.
+        heading: the largest line.
+        before: HTML between the heading and the first section.
+        sections: by id, the title and the HTML of each.
+        footer: the last line.
+        state: HTML beside the heading.
+    """
+    links = "".join(f'<a href="#{key}">{escape(name)}</a>' for key, (name, _) in sections.items())
+    body = "".join(
+        f'<section id="{key}"><h2>{escape(name)}</h2>{inside}</section>' for key, (name, inside) in sections.items()
+    )
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{CSS}</style></head><body><main>"
+        f"<header><h1>{escape(heading)}{state}</h1><nav>{links}</nav></header>{before}{body}"
+        f"<footer>{escape(footer)}</footer></main></body></html>\n"
+    )
+
+
+def tiles(entries: Iterable[tuple[str, str]]) -> str:
+    """Return tiles of (name, value); both are escaped here."""
+    shown = (
+        f'<div class="tile"><b{_LONG if len(value) > LONG_VALUE else ""}>{escape(value)}</b><span>{escape(name)}</span></div>'
+        for name, value in entries
+    )
+    return f'<div class="tiles">{"".join(shown)}</div>'
+
+
+_LONG = ' class="long"'
