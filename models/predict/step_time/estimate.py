@@ -12,7 +12,7 @@ Bubbles, F, I and W the seconds of a rank's layers on one microbatch, of the mea
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.config.attention_kinds import LayerKind
 from engine.config.plan import batch_plan, rank_grid, stages_of
@@ -89,6 +89,16 @@ class Estimator:
         """Predict a step by running its schedule through the event simulator; arguments and errors as `closed_form`."""
         step = _Step(self, config, sizes, documents)
         return step.result(*step.by_simulation())
+
+    def simulated_ranks(
+        self, config: Config, sizes: ParallelSizes, documents: DocumentStatistics | None = None
+    ) -> list[dict[str, float]]:
+        """Return the components of every pipeline rank in the step of `simulated`; arguments and errors as there.
+
+        Each adds up to the seconds of the step: what a rank is faster than the slowest, it waits in its bubble.
+        """
+        step = _Step(self, config, sizes, documents)
+        return step.of_ranks(*step.by_simulation())
 
     def costs(self, config: Config, sizes: ParallelSizes, documents: DocumentStatistics | None = None) -> Costs:
         """Return the seconds of every stage's actions and of a transfer, for a simulator."""
@@ -213,15 +223,21 @@ class _Step:
         return max(0.0, bubble), transfers
 
     def by_simulation(self) -> tuple[float, float]:
-        """Return the seconds that the slowest rank waits in the simulated schedule; transfers are a part of them."""
-        m, p, costs = self.num_microbatches, self.sizes.pp, self.costs()
+        """Return the seconds of the bubble and of transfers in the simulated schedule.
+
+        As in `TimeSplit`, the bubble is what the slowest rank waits with messages that take no time.
+        """
+        costs = self.costs()
+        instant = self._whole_span(replace(costs, transfer=0.0))
+        return instant - self.num_microbatches * self.ranks[self.slowest].total, self._whole_span(costs) - instant
+
+    def _whole_span(self, costs: Costs) -> float:
+        m, p = self.num_microbatches, self.sizes.pp
         most = SIMULATED_ROUNDS * p
         if m <= most:
-            span = self._span(m, costs)
-        else:
-            span = self._span(most, costs)
-            span += (m - most) * (span - self._span(most - p, costs)) / p
-        return span - m * self.ranks[self.slowest].total, 0.0
+            return self._span(m, costs)
+        span = self._span(most, costs)
+        return span + (m - most) * (span - self._span(most - p, costs)) / p
 
     def _span(self, num_microbatches: int, costs: Costs) -> float:
         schedule = schedules.of_config(self.config, self.sizes.pp, self.sizes.vpp, num_microbatches)
@@ -229,27 +245,38 @@ class _Step:
 
     def result(self, bubble: float, transfers: float) -> StepTime:
         """Put the parts of a step together."""
-        components = {
-            name: self.num_microbatches * seconds for name, seconds in total(self.ranks[self.slowest].passes).items()
-        }
-        components["pipeline bubble"] = bubble
-        components["transfers"] = components.get("transfers", 0.0) + transfers
-        components["dp"] = components.get("dp", 0.0) + self._data_parallel()
-        components["optimizer"] = self._optimizer()
+        components = self._components(self.slowest, bubble, transfers)
         return StepTime(sum(components.values()), components)
 
-    def _data_parallel(self) -> float:
+    def of_ranks(self, bubble: float, transfers: float) -> list[dict[str, float]]:
+        """Put the parts of each pipeline rank's step together; all take as long as the slowest's."""
+        seconds = self.result(bubble, transfers).seconds
+        ranks = [self._components(rank, 0.0, transfers) for rank in range(self.sizes.pp)]
+        for components in ranks:
+            components["pipeline bubble"] = seconds - sum(components.values())
+        return ranks
+
+    def _components(self, rank: int, bubble: float, transfers: float) -> dict[str, float]:
+        """Return the seconds of a pipeline rank by what it does."""
+        components = {name: self.num_microbatches * seconds for name, seconds in total(self.ranks[rank].passes).items()}
+        components["pipeline bubble"] = bubble
+        components["transfers"] = components.get("transfers", 0.0) + transfers
+        components["dp"] = components.get("dp", 0.0) + self._data_parallel(rank)
+        # An update ends with the meeting of all ranks.
+        components["optimizer"] = self._optimizer()
+        return components
+
+    def _data_parallel(self, rank: int) -> float:
         """Return the exposed seconds of the sums of gradients and of gathered parameters, once a step."""
         n, how = self.sizes.dp_cp, self.implementation
         if n == 1 or self._gathers_in_passes:
             return 0.0
-        link, numel = self.links.of_axes("dp", "cp"), self.parameters[self.slowest]
+        link, numel = self.links.of_axes("dp", "cp"), self.parameters[rank]
         bytes_each = max(how.gradient_bytes, self._main_grad_bytes() if how is OURS else 0)
         buckets = max(1, -(-numel * bytes_each // self.config.optimizer.bucket_bytes))
         wire = numel * (n - 1) / n
-        rank = self.ranks[self.slowest]
-        forward = sum(rank.forward.values())
-        backward = rank.total - forward
+        forward = sum(self.ranks[rank].forward.values())
+        backward = self.ranks[rank].total - forward
         if how.shards == "none":
             return self._beyond(link.seconds(2 * wire * bytes_each, buckets), backward, buckets, hidden=how.dp_overlap)
         reduced = self._beyond(link.seconds(wire * bytes_each, buckets), backward, buckets, hidden=how.dp_overlap)

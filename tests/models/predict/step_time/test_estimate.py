@@ -67,6 +67,21 @@ def test_long_steps_go_on_at_the_pace_of_the_last_round() -> None:
     assert found.seconds - rest == pytest.approx(span, rel=1e-9)
 
 
+def test_every_pipeline_rank_takes_the_step_and_the_slowest_one_waits_least() -> None:
+    """The head makes the last of four stages the slowest; the others wait for it, and all for the messages."""
+    config = layout(pp=4, dp=2, microbatches=8, model=WIDE)
+    of, sizes = estimator(config), parallel_sizes(config)
+    whole, ranks = of.simulated(config, sizes), of.simulated_ranks(config, sizes)
+    assert [sum(rank.values()) for rank in ranks] == pytest.approx([whole.seconds] * 4)
+    assert ranks[3] == pytest.approx(dict(whole.components))
+    assert all(rank["pipeline bubble"] > 1.1 * ranks[3]["pipeline bubble"] for rank in ranks[:3])
+    assert all(rank["compute"] < ranks[3]["compute"] for rank in ranks[:3])
+    instant = simulate(schedules.of_step(config, sizes), replace(of.costs(config, sizes), transfer=0.0)).span
+    assert whole.components["transfers"] > 0
+    rest = whole.seconds - whole.components["transfers"] - whole.components["dp"] - whole.components["optimizer"]
+    assert rest == pytest.approx(instant)
+
+
 def test_costs_have_the_head_on_the_last_stage() -> None:
     config = layout(pp=4, model=WIDE)
     costs = estimator(config).costs(config, parallel_sizes(config))
