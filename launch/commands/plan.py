@@ -6,13 +6,15 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from engine.config.counts import count
 from engine.config.load import load_config, to_yaml
-from engine.errors import ConfigError
 from engine.storage.files import write_atomically
 from engine.storage.redaction import unwritable
 from engine.telemetry.outlets.format import gigabytes
+from launch.planning.memory_text import memory_bar, memory_lines
+from launch.planning.page import render
 from launch.planning.search import Found, Plan, search
 from launch.start.command_line import CONFIG, CommandParser, check_counts, refuse
 from models.predict.step_time.cluster import Cluster, cluster_at
@@ -20,6 +22,7 @@ from models.predict.step_time.cluster import Cluster, cluster_at
 EXAMPLES = """examples:
   triaxis plan configs/llama3_8b.yaml --gpus 64xH100
   triaxis plan configs/llama3_8b.yaml --cluster configs/clusters/h100_64.yaml --tokens 15T --out plan.yaml
+  triaxis plan configs/llama3_70b.yaml --gpus 64xH100 --page plan.html
 
 All layouts that keep the rules are timed by a formula, the memory of the fastest is predicted, and the schedules of those that
 fit are simulated. The config's global batch stays; its layout, micro batch, schedule and recomputation are chosen.
@@ -30,7 +33,7 @@ SECONDS_PER_HOUR = 3600
 
 
 def add_arguments(parser: CommandParser) -> None:
-    parser.usage = "triaxis plan CONFIG (--gpus NxGPU | --cluster FILE) [--tokens N] [--top N] [--out FILE] [section.key=value ...]"
+    parser.usage = "triaxis plan CONFIG (--gpus NxGPU | --cluster FILE) [--tokens N] [options] [section.key=value ...]"
     parser.epilog = EXAMPLES
     parser.takes(CONFIG, "model and batch of the run")
     where = parser.add_mutually_exclusive_group(required=True)
@@ -41,11 +44,15 @@ def add_arguments(parser: CommandParser) -> None:
         "--top", type=int, default=DEFAULT_TOP, metavar="N", help=f"layouts to list (default: {DEFAULT_TOP})"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the config of the fastest layout there")
+    parser.add_argument(
+        "--page", type=Path, metavar="FILE", help="write an HTML page there: Pareto plot, memory, schedule, rank map"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Search, print the layouts, and write the chosen config; 0. ConfigError where none is legal or fits."""
     check_counts(top=args.top)
+    _check_endings(args)
     tokens = None if args.tokens is None else _tokens(args.tokens)
     cluster = cluster_at(args.gpus or args.cluster)
     config = load_config(args.config, args.overrides, os.environ, world_size=cluster.num_gpus)
@@ -62,16 +69,24 @@ def run(args: argparse.Namespace) -> int:
     if len(plan.pareto) > 1:
         console.print("less memory for more time, of these:")
         for one in plan.pareto:
-            console.print(f"  {one.time.seconds:9.4g} s  {gigabytes(one.memory.fullest.total):>9}  {one.layout}")
+            bar = memory_bar(one.memory.fullest, plan.usable_bytes, columns=24)
+            held = gigabytes(one.memory.fullest.total)
+            console.print(Text.assemble(f"  {one.time.seconds:9.4g} s  {held:>9}  ", bar, f"  {one.layout}"))
     for layout, reason in list(plan.too_large.items())[:3]:
         console.print(f"not {layout}: {reason}")
     parts = sorted(plan.best.time.components.items(), key=lambda part: -part[1])
     shares = ", ".join(f"{name} {seconds / plan.best.time.seconds:.1%}" for name, seconds in parts if seconds > 0)
     console.print(f"the first, {plan.best.layout}: {shares}")
-    if tokens is not None:
-        console.print(_budget(plan.best, cluster, tokens))
+    for line in memory_lines(plan.best.memory, plan.usable_bytes):
+        console.print(line)
+    budget = "" if tokens is None else _budget(plan.best, cluster, tokens)
+    if budget:
+        console.print(budget)
+    if args.page is not None:
+        _write(args.page, render(plan, str(args.config), budget))
+        console.print(f"wrote {args.page}; open it in a browser")
     if args.out is not None:
-        _write(args.out, plan.best)
+        _write(args.out, to_yaml(plan.best.config, describe=True))
         console.print(f"wrote {args.out}; train with  bash launch/pretrain_gpt.sh {args.out}")
     return 0
 
@@ -92,12 +107,11 @@ def _table(plan: Plan, found: list[Found]) -> Table:
     table.add_column("layout", overflow="fold")
     table.add_column("against the first", overflow="fold")
     for one in found:
-        bubble = one.time.components.get("pipeline bubble", 0.0) / one.time.seconds
         table.add_row(
             f"{one.time.seconds:.4g}",
             f"{one.tokens_per_second / plan.cluster.num_gpus:,.0f}",
             gigabytes(one.memory.fullest.total),
-            f"{max(0.0, bubble):.1%}",
+            f"{one.time.bubble_share:.1%}",
             one.layout,
             "" if one is plan.best else plan.slower_by(one),
         )
@@ -113,10 +127,18 @@ def _budget(best: Found, cluster: Cluster, tokens: int) -> str:
     )
 
 
-def _write(path: Path, best: Found) -> None:
-    if path.suffix != ".yaml":
-        raise ConfigError([f"--out {path}: a config ends in .yaml. Rename it."])
+def _check_endings(args: argparse.Namespace) -> None:
+    """Refuse files whose name means another form than what is written, before the search."""
+    wanted = (("--page", args.page, ".html"), ("--out", args.out, ".yaml"))
+    refuse(
+        f"{option} {path}: what is written there ends in {ending}, or programs would misread it. Rename it."
+        for option, path, ending in wanted
+        if path is not None and path.suffix != ending
+    )
+
+
+def _write(path: Path, text: str) -> None:
     try:
-        write_atomically(path, [to_yaml(best.config, describe=True).encode()])
+        write_atomically(path, [text.encode()])
     except OSError as error:
         raise unwritable(f"{path}", error) from error

@@ -1,11 +1,11 @@
-"""Charts as inline SVG: lines, stacked columns, bars (no torch, no drawing library).
+"""Charts as inline SVG: lines, dots, stacked columns, bars (no torch, no drawing library).
 
 Colours come from the page's CSS (`--c0` .. `--c9`, light or dark as the reader's system is), so a chart holds classes and no
 colours. Every text passes through `escape`.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -67,9 +67,12 @@ def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
 class _Frame:
     """Axes: they map numbers to places on the picture, and have a grid behind the curves."""
 
-    def __init__(self, x_range: Point, y_range: Point, *, small: bool = False) -> None:
+    def __init__(
+        self, x_range: Point, y_range: Point, *, small: bool = False, x_label: str = "step", y_label: str = ""
+    ) -> None:
         self.x_range, self.y_range = x_range, y_range
         self.width, self.height = (SMALL_WIDTH, SMALL_HEIGHT) if small else (WIDTH, HEIGHT)
+        self.x_label, self.y_label = x_label, y_label
 
     def x(self, value: float) -> float:
         low, high = self.x_range
@@ -92,8 +95,11 @@ class _Frame:
             parts.append(f'<text class="tick" x="{x}" y="{bottom + 17}" text-anchor="middle">{tick(value)}</text>')
         parts.append(f'<line class="axis" x1="{LEFT}" x2="{self.width - RIGHT}" y1="{bottom}" y2="{bottom}"/>')
         parts.append(
-            f'<text class="tick" x="{(LEFT + self.width - RIGHT) / 2}" y="{self.height - 5}" text-anchor="middle">step</text>'
+            f'<text class="tick" x="{(LEFT + self.width - RIGHT) / 2}" y="{self.height - 5}" '
+            f'text-anchor="middle">{escape(self.x_label)}</text>'
         )
+        if self.y_label:
+            parts.append(f'<text class="tick" x="{LEFT + 8}" y="{TOP + 10}">{escape(self.y_label)}</text>')
         drawn = "".join([*parts, *inside, "</svg>"])
         return drawn if self.width < WIDTH else scrolling(drawn)
 
@@ -170,6 +176,80 @@ def _curve(frame: _Frame, line: Line) -> str:
     return "".join([*drawn, *lost])
 
 
+@dataclass(frozen=True, slots=True)
+class Dot:
+    """A point of a scatter plot.
+
+    Attributes:
+        title: shown where the mouse points at it.
+        style: CSS class: c0 .. c9 for the colour, `large` after it.
+        label: left of and below the dot, or "".
+    """
+
+    x: float
+    y: float
+    title: str
+    style: str
+    label: str = ""
+
+
+def scatter_chart(
+    label: str,
+    dots: Sequence[Dot],
+    kinds: Mapping[str, str],
+    x_label: str,
+    y_label: str,
+    *,
+    front: Sequence[Point] = (),
+    limit: tuple[float, str] | None = None,
+) -> str:
+    """Draw dots over two axes that need not begin at 0.
+
+    Args:
+        label: what it shows, for readers that cannot see it.
+        dots: at least one, in the order in which they are drawn.
+        kinds: meaning of each style that `dots` have, for the legend.
+        x_label, y_label: of the axes, with units.
+        front: corners of a staircase, x ascending and y descending: from each on, its y is reached at every larger x.
+        limit: (x, text) of a vertical line that dots do not cross.
+    """
+    xs, ys = [dot.x for dot in dots] + ([limit[0]] if limit else []), [dot.y for dot in dots]
+    room_x, room_y = ((max(of) - min(of)) * 0.06 or abs(max(of)) * 0.1 or 1.0 for of in (xs, ys))
+    frame = _Frame(
+        (max(0.0, min(xs) - room_x), max(xs) + room_x),
+        (max(0.0, min(ys) - 2 * room_y), max(ys) + 2 * room_y),
+        x_label=x_label,
+        y_label=y_label,
+    )
+    inside = []
+    if limit is not None:
+        x = frame.x(limit[0])
+        inside.append(
+            f'<g class="mark"><line x1="{x}" x2="{x}" y1="{TOP}" y2="{frame.height - BOTTOM}"/></g>'
+            f'<text class="tick" x="{x - 6}" y="{TOP + 10}" text-anchor="end">{escape(limit[1])}</text>'
+        )
+    if front:
+        corners = [front[0]]
+        for x, y in front[1:]:
+            corners += [(x, corners[-1][1]), (x, y)]
+        corners.append((frame.x_range[1], corners[-1][1]))
+        drawn = " ".join(f"{frame.x(x)},{frame.y(y)}" for x, y in corners)
+        inside.append(f'<polyline class="c1" points="{drawn}"/>')
+    taken: list[Point] = []
+    for dot in dots:
+        x, y, radius = frame.x(dot.x), frame.y(dot.y), 7 if "large" in dot.style else 4.5
+        inside.append(
+            f'<circle class="{dot.style}" cx="{x}" cy="{y}" r="{radius}"><title>{escape(dot.title)}</title></circle>'
+        )
+        # Left and below of a dot of the front there is no other. Letters that would lie on a neighbour's are left out.
+        if dot.label and all(abs(x - left) > 16 or abs(y - top) > 11 for left, top in taken):
+            taken.append((x, y))
+            place = f'x="{x - radius:.1f}" y="{y + radius + 8:.1f}" text-anchor="end"'
+            inside.append(f'<text class="tick" {place}>{escape(dot.label)}</text>')
+    legend = _legend([(f"{style} dots", meaning) for style, meaning in kinds.items()])
+    return legend + frame.svg(label, inside)
+
+
 def _legend(entries: Sequence[tuple[str, str]]) -> str:
     keys = "".join(f'<span><i class="{style}"></i>{escape(name)}</span>' for style, name in entries)
     return f'<p class="legend">{keys}</p>'
@@ -228,6 +308,50 @@ def bar_chart(label: str, rows: Sequence[tuple[str, Sequence[tuple[str, str, flo
         y += gap
     keys = {(style, what): None for _, bars in rows for style, what, _, _ in bars}
     return _legend(list(keys)) + scrolling("".join([*parts, "</svg>"]))
+
+
+def stacked_bar_chart(
+    label: str,
+    names: Sequence[str],
+    rows: Sequence[tuple[str, Sequence[float]]],
+    show: Callable[[float], str],
+    marks: Sequence[tuple[float, str]] = (),
+) -> str:
+    """Draw a horizontal bar per row, made of parts.
+
+    Args:
+        label: what it shows.
+        names: of the parts, from the left; the first has colour c0.
+        rows: (name, a value per part).
+        show: a number with its unit.
+        marks: (value, text) of at most two vertical lines; the text of the first is left of it.
+    """
+    bar, gap, left, right = 16, 6, 60, 116
+    top = 22 if marks else gap
+    height, plot = top + len(rows) * (bar + gap), WIDTH - left - right
+    highest = max(*(sum(values) for _, values in rows), *(value for value, _ in marks), 0.0) or 1.0
+    parts = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}">']
+    for number, (value, text) in enumerate(marks):
+        x = round(left + value / highest * plot, 1)
+        parts.append(f'<g class="mark"><line x1="{x}" x2="{x}" y1="4" y2="{height}"/></g>')
+        place, anchor = (x - 5, "end") if number == 0 else (x + 5, "start")
+        parts.append(f'<text class="tick" x="{place}" y="13" text-anchor="{anchor}">{escape(text)}</text>')
+    for row, (name, values) in enumerate(rows):
+        y, below, whole = top + row * (bar + gap), 0.0, sum(values)
+        parts.append(f'<text class="tick" x="{left - 8}" y="{y + 12}" text-anchor="end">{escape(name)}</text>')
+        for number, (part, value) in enumerate(zip(names, values, strict=True)):
+            if value <= 0:
+                continue
+            x, width = left + below / highest * plot, value / highest * plot
+            parts.append(
+                f'<rect class="c{number % NUM_COLOURS}" x="{x:.1f}" y="{y}" width="{max(width - 0.6, 0.3):.1f}" height="{bar}">'
+                f"<title>{escape(f'{name}, {part}: {show(value)} ({value / whole:.1%})')}</title></rect>"
+            )
+            below += value
+        parts.append(f'<text class="tick" x="{WIDTH - right + 10}" y="{y + 12}">{escape(show(whole))}</text>')
+    used = [any(values[number] > 0 for _, values in rows) for number in range(len(names))]
+    legend = _legend([(f"c{number % NUM_COLOURS}", name) for number, name in enumerate(names) if used[number]])
+    return legend + scrolling("".join([*parts, "</svg>"]))
 
 
 def share_bar(label: str, parts: Mapping[str, float]) -> str:

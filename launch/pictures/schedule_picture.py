@@ -1,6 +1,8 @@
 """A pipeline schedule as a picture: a row per pipeline rank, a bar per action, time to the right (no torch here)."""
 
 import math
+from collections.abc import Callable
+from html import escape
 from pathlib import Path
 
 from engine.errors import ScheduleError
@@ -17,7 +19,7 @@ UNIT = 28
 LEAST_WIDTH, MOST_WIDTH = 640, 7200
 MOST_ACTIONS = 100_000
 """A picture of more would be a file of tens of megabytes that shows only colours."""
-KEY = 172
+KEY = 200
 """Width of an entry of the legend, in pixels."""
 
 
@@ -47,27 +49,31 @@ def draw_schedule(timeline: Timeline, path: Path) -> None:
     axis = TOP + num_ranks * ROW + 6
     parts += _time_axis(timeline.span, width, axis)
     columns = max(1, int((width + RIGHT) // KEY))
-    keys = _kinds(timeline)
-    for number, action in enumerate(keys):
+    keys = _legend(timeline)
+    for number, (colour, name) in enumerate(keys.items()):
         x, y = LEFT + number % columns * KEY, axis + 54 + number // columns * 22
-        parts.append(element("rect", x=x, y=y, width=12, height=12, rx=3, fill=shade(action)))
-        parts.append(text(_name(timeline, action), x + 18, y + 6, 12))
+        parts.append(element("rect", x=x, y=y, width=12, height=12, rx=3, fill=colour))
+        parts.append(text(name, x + 18, y + 6, 12))
     write_picture(path, LEFT + width + RIGHT, axis + 64 + math.ceil(len(keys) / columns) * 22, title, parts)
 
 
-def schedule_chart(timeline: Timeline) -> str:
-    """Return the schedule for the report's page, as wide as the page, in HTML."""
+def schedule_chart(timeline: Timeline, show: Callable[[float], str] | None = None) -> str:
+    """Return the schedule for a page, as wide as the page, in HTML.
+
+    Args:
+        timeline: what is drawn.
+        show: a time with its unit, for the title of each action; None: times have no meaning.
+    """
     row, left, right = 26, 62, 14
     num_ranks = len(timeline.intervals)
     parts = [
         element("text", f"pp {rank}", **{"class": "tick"}, x=left - 8, y=rank * row + 20, text_anchor="end")
         for rank in range(num_ranks)
     ]
-    parts += _rows(timeline, left=left, top=4, width=WIDTH - left - right, row=row)
+    parts += _rows(timeline, left=left, top=4, width=WIDTH - left - right, row=row, show=show)
     frame = {"viewBox": f"0 0 {WIDTH} {num_ranks * row + 8}", "aria_label": "the schedule, a row per pipeline rank"}
     keys = "".join(
-        f'<span><i style="background:{shade(action)}"></i>{_name(timeline, action)}</span>'
-        for action in _kinds(timeline)
+        f'<span><i style="background:{colour}"></i>{name}</span>' for colour, name in _legend(timeline).items()
     )
     legend = f'<p class="legend">{keys}<span><i class="idle"></i>idle</span></p>'
     return legend + scrolling(element("svg", "".join(parts), role="img", **frame))
@@ -82,13 +88,22 @@ def _time_axis(span: float, width: float, y: float) -> list[str]:
     return [*parts, text("time in forwards of one chunk", LEFT, y + 34, 12)]
 
 
-def _rows(timeline: Timeline, *, left: float, top: float, width: float, row: float) -> list[str]:
+def _rows(
+    timeline: Timeline,
+    *,
+    left: float,
+    top: float,
+    width: float,
+    row: float,
+    show: Callable[[float], str] | None = None,
+) -> list[str]:
     """Draw the bars of all ranks, with the microbatch's number where a bar has room for it.
 
     Args:
         left, top: of the first row, in pixels.
         width: of the whole time span, in pixels.
         row: height of a row with the gap below it, in pixels.
+        show: a time with its unit; None: no bar has its times.
     """
     scale, parts = width / timeline.span, []
     for rank, intervals in enumerate(timeline.intervals):
@@ -97,8 +112,11 @@ def _rows(timeline: Timeline, *, left: float, top: float, width: float, row: flo
         for interval in intervals:
             action = interval.action
             x, length = left + interval.start * scale, (interval.end - interval.start) * scale
-            title = element("title", _name(timeline, action, f" of microbatch {action.microbatch}"))
-            bar = {"x": x, "y": y, "width": max(length - 0.6, 0.2), "height": row - 4}
+            words = _name(timeline, action, f" of microbatch {action.microbatch}")
+            if show is not None:
+                words += f": {show(interval.end - interval.start)}, from {show(interval.start)} to {show(interval.end)}"
+            title = element("title", escape(words))
+            bar = {"x": x, "y": y, "width": max(length - min(0.6, length / 5), 0.2), "height": row - 4}
             parts.append(element("rect", title, fill=shade(action), **bar))
             if length >= 6.5 * len(str(action.microbatch)) + 2:
                 middle = x + length / 2, y + row / 2 - 2
@@ -112,7 +130,15 @@ def _name(timeline: Timeline, action: Action, of: str = "") -> str:
     return f"{action.kind.words}{of}{chunk}"
 
 
-def _kinds(timeline: Timeline) -> list[Action]:
-    """Return one action of each kind and chunk that the schedule has, in the order of a legend."""
+def _legend(timeline: Timeline) -> dict[str, str]:
+    """Return what each colour stands for; of many chunks some have the same."""
     used = {Action(each.action.kind, each.action.chunk, 0) for row in timeline.intervals for each in row}
-    return sorted(used, key=lambda each: (list(Kind).index(each.kind), each.chunk))
+    actions: dict[str, list[Action]] = {}
+    for action in sorted(used, key=lambda each: (list(Kind).index(each.kind), each.chunk)):
+        actions.setdefault(shade(action), []).append(action)
+    return {
+        colour: _name(timeline, own[0])
+        if len(own) == 1
+        else f"{own[0].kind.words}, chunks {own[0].chunk}, {own[1].chunk}{', ..' if len(own) > 2 else ''}"
+        for colour, own in actions.items()
+    }

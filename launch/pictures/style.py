@@ -1,17 +1,28 @@
 """The page's CSS: one column of cards, light or dark as the reader's system is; nothing is loaded from anywhere."""
 
-NUM_COLOURS = 10
-"""Classes c0, c1, ..: one for each part of a step's time."""
+COLOURS = (
+    *("#2f6fb0", "#d9822b", "#3f8f4f", "#b0413e", "#7a5ca8"),
+    *("#8c6d4f", "#c0699f", "#8a8f98", "#2f9aa0", "#b5a32c"),
+)
+"""Of the classes c0, c1, ..: one for each part of a step's time."""
+_IN_THE_DARK = (
+    *("#6aa9e6", "#f0a45c", "#72c182", "#e5807c", "#b39be0"),
+    *("#c2a282", "#e79cca", "#a3abb6", "#63c7cc", "#d6c65a"),
+)
+NUM_COLOURS = len(COLOURS)
 
-CSS = """
+
+def _variables(colours: tuple[str, ...]) -> str:
+    return " ".join(f"--c{number}: {colour};" for number, colour in enumerate(colours))
+
+
+_RULES = """
 :root { color-scheme: light dark; --page: #f4f5f7; --card: #ffffff; --ink: #1b1f24; --soft: #5b6470; --rule: #d9dde3;
   --grid: #e7eaee; --idle: #eceef1; --good: #1a7f4b; --warn: #a15c00; --bad: #c0262d;
-  --c0: #2f6fb0; --c1: #d9822b; --c2: #3f8f4f; --c3: #b0413e; --c4: #7a5ca8; --c5: #8c6d4f; --c6: #c0699f; --c7: #8a8f98;
-  --c8: #2f9aa0; --c9: #b5a32c; }
+  LIGHT }
 @media (prefers-color-scheme: dark) { :root { --page: #14171b; --card: #1d2127; --ink: #e4e7eb; --soft: #9aa4b1; --rule: #353b44;
   --grid: #2a3038; --idle: #2a3038; --good: #5cc48b; --warn: #e3a34a; --bad: #ff7b7f;
-  --c0: #6aa9e6; --c1: #f0a45c; --c2: #72c182; --c3: #e5807c; --c4: #b39be0; --c5: #c2a282; --c6: #e79cca; --c7: #a3abb6;
-  --c8: #63c7cc; --c9: #d6c65a; } }
+  DARK } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, "Segoe UI", Helvetica, Arial, sans-serif; }
 main { max-width: 1180px; margin: 0 auto; padding: 28px 20px 60px; }
@@ -57,14 +68,16 @@ td.when, td.kind { white-space: nowrap; } tr:last-child td { border-bottom: 0; }
 td i.key { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 8px; }
 pre { margin: 8px 0 0; font: 13px/1.45 ui-monospace, "Cascadia Mono", "DejaVu Sans Mono", monospace; overflow-x: auto; }
 code { font: 13px ui-monospace, "Cascadia Mono", "DejaVu Sans Mono", monospace; overflow-wrap: anywhere; }
-summary { color: var(--soft); cursor: pointer; }
+summary { color: var(--soft); cursor: pointer; } .tall + details { margin-top: 10px; }
 .missing { color: var(--soft); font-style: italic; }
 footer { color: var(--soft); font-size: 13px; margin-top: 22px; }
 @media (max-width: 700px) { .wide > svg { min-width: 760px; } .wide > svg text.tick { font-size: 14px; } }
 @media (max-width: 520px) { .pair { grid-template-columns: 1fr; } .pair svg text.tick { font-size: 15px; }
   main { padding: 18px 10px 40px; } section { padding: 12px; } }
 @media print { body { background: #fff; } .tall { max-height: none; } section { break-inside: avoid; } }
-""" + "".join(
+"""
+
+CSS = _RULES.replace("LIGHT", _variables(COLOURS)).replace("DARK", _variables(_IN_THE_DARK)) + "".join(
     f".c{number} {{ stroke: none; fill: var(--c{number}); background: var(--c{number}); }} "
     f"svg polyline.c{number} {{ stroke: var(--c{number}); fill: none; }}\n"
     for number in range(NUM_COLOURS)

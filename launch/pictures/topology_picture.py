@@ -12,6 +12,7 @@ from pathlib import Path
 
 from engine.errors import TopologyError
 from engine.layout.rank_grid import Coordinates, RankGrid
+from launch.pictures.charts import WIDTH, scrolling
 from launch.pictures.drawing import element, text, write_picture
 
 CELL = 40
@@ -40,39 +41,69 @@ def draw_topology(grid: RankGrid, path: Path) -> None:
             f"{grid.world_size:,} ranks do not fit a picture that can be read (at most {MOST_RANKS:,}). Without --out the layout "
             "is printed as shortened text."
         )
-    lines = [_lines_of(grid, node) for node in range(grid.num_nodes)]
     columns = _num_columns(grid)
-    rows = -(-grid.num_nodes // columns)
-    widest, tallest = max(len(ranks) for node in lines for ranks in node), max(map(len, lines))
-    box_width, box_height = LABEL + widest + MARGIN, tallest + MARGIN + 0.8
-    boxes_width = columns * (box_width + MARGIN) + MARGIN
+    boxes_width, boxes_height = _size(grid, columns)
     width = max(boxes_width, LEAST_WIDTH)
     # Large pictures are viewed from further away: their title grows with them.
     scale = min(4.0, max(1.0, width / 30))
     header = 2.2 * scale
-    sizes, nodes = grid.sizes, "1 node" if grid.num_nodes == 1 else f"{grid.num_nodes:,} nodes"
-    size = "1 rank" if grid.world_size == 1 else f"{grid.world_size:,} ranks"
-    title = f"{size} on {nodes}: {sizes.product}"
-    left = (width - boxes_width) / 2 + MARGIN
+    title = words(grid)
     parts = [
         text(title, MARGIN * CELL, 0.35 * header * CELL, 18 * scale, weight="bold"),
-        text(
-            LEGEND if sizes.cp == 1 else LEGEND_OF_CUT_SAMPLES,
-            MARGIN * CELL,
-            0.72 * header * CELL,
-            11 * scale,
-            fill="#555555",
-        ),
+        text(legend(grid), MARGIN * CELL, 0.72 * header * CELL, 11 * scale, fill="#555555"),
+        *_boxes(grid, columns, (width - boxes_width) / 2 + MARGIN, header),
     ]
-    for node, groups in enumerate(lines):
-        x = left + node % columns * (box_width + MARGIN)
-        y = header + node // columns * (box_height + MARGIN)
-        parts.append(_rect(x, y, box_width, box_height, "#f5f6f8", rx=8, stroke="#b9bec8"))
+    write_picture(path, width * CELL, (header + boxes_height) * CELL, title, parts)
+
+
+def topology_chart(grid: RankGrid) -> str:
+    """Return the boxes of all nodes for a page, at most as wide as the page, in HTML."""
+    columns = _num_columns(grid)
+    width, height = (round(side * CELL) for side in _size(grid, columns))
+    frame = {"viewBox": f"0 0 {width} {height}", "aria_label": words(grid)}
+    # Small layouts keep the size of their letters, large ones are scrolled before they cannot be read.
+    style = f"max-width: {width}px; min-width: {min(width, max(WIDTH, width // 3)) if width > WIDTH else 0}px"
+    boxes = _boxes(grid, columns, MARGIN, 0.0)
+    return scrolling(element("svg", "".join(boxes), role="img", style=style, **frame))
+
+
+def words(grid: RankGrid) -> str:
+    """Return the layout in words: its ranks, nodes and sizes."""
+    nodes = "1 node" if grid.num_nodes == 1 else f"{grid.num_nodes:,} nodes"
+    size = "1 rank" if grid.world_size == 1 else f"{grid.world_size:,} ranks"
+    return f"{size} on {nodes}: {grid.sizes.product}"
+
+
+def legend(grid: RankGrid) -> str:
+    """Return what the colours mean."""
+    return LEGEND if grid.sizes.cp == 1 else LEGEND_OF_CUT_SAMPLES
+
+
+def _size(grid: RankGrid, columns: int) -> tuple[float, float]:
+    """Return width and height of all boxes with their margins, in cells."""
+    width, height = _box(grid)
+    return columns * (width + MARGIN) + MARGIN, -(-grid.num_nodes // columns) * (height + MARGIN)
+
+
+def _box(grid: RankGrid) -> tuple[float, float]:
+    """Return width and height of a node's box, in cells."""
+    lines = [_lines_of(grid, node) for node in range(grid.num_nodes)]
+    widest, tallest = max(len(ranks) for node in lines for ranks in node), max(map(len, lines))
+    return LABEL + widest + MARGIN, tallest + MARGIN + 0.8
+
+
+def _boxes(grid: RankGrid, columns: int, left: float, top: float) -> list[str]:
+    """Draw the box of each node, `left` and `top` of the first in cells."""
+    width, height = _box(grid)
+    parts = []
+    for node in range(grid.num_nodes):
+        x = left + node % columns * (width + MARGIN)
+        y = top + node // columns * (height + MARGIN)
+        parts.append(_rect(x, y, width, height, "#f5f6f8", rx=8, stroke="#b9bec8"))
         parts.append(text(f"node {node}", (x + 0.3) * CELL, (y + 0.5) * CELL, 12))
-        for number, ranks in enumerate(groups):
+        for number, ranks in enumerate(_lines_of(grid, node)):
             parts += _draw_group(grid, ranks, x, y + 0.9 + number)
-    height = header + rows * (box_height + MARGIN)
-    write_picture(path, width * CELL, height * CELL, title, parts)
+    return parts
 
 
 def _draw_group(grid: RankGrid, ranks: list[int], left: float, top: float) -> list[str]:
@@ -85,8 +116,10 @@ def _draw_group(grid: RankGrid, ranks: list[int], left: float, top: float) -> li
     for column, rank in enumerate(ranks):
         x = left + LABEL + column
         colour, ink = _colours(grid, rank)
-        parts.append(_rect(x + 0.04, top + 0.02, 0.92, 0.92, colour))
-        parts.append(text(str(rank), (x + 0.5) * CELL, (top + 0.48) * CELL, 13, fill=ink, anchor="middle"))
+        cell = _rect(x + 0.04, top + 0.02, 0.92, 0.92, colour)
+        number = text(str(rank), (x + 0.5) * CELL, (top + 0.48) * CELL, 13, fill=ink, anchor="middle")
+        title = element("title", f"rank {rank}, node {grid.node(rank)}: {grid.coordinates(rank)}")
+        parts.append(element("g", title + cell + number))
     return parts
 
 

@@ -50,6 +50,10 @@ HEAD_TOKENS = 1024
 """Tokens whose logits are worth having at a time: enough for the head's GEMMs, and few of a long sequence's."""
 
 
+KINDS = ("parameters", "gradients", "optimizer", "activations", "messages", "communicators")
+"""Fields of `Memory` that its `total` is the sum of."""
+
+
 @dataclass(frozen=True, slots=True)
 class Memory:
     """Bytes of one rank by kind; `total` is of its device."""

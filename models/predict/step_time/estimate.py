@@ -41,6 +41,10 @@ SIMULATED_ROUNDS = 3
 """Microbatches that are simulated, in units of pp; a longer step goes on at the pace of the last round."""
 
 
+COMPONENTS = ("compute", "recompute", "tp", "cp", "pipeline bubble", "transfers", "dp", "optimizer")
+"""In the order in which they are shown."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepTime:
     """A predicted step.
@@ -52,6 +56,11 @@ class StepTime:
 
     seconds: float
     components: Mapping[str, float]
+
+    @property
+    def bubble_share(self) -> float:
+        """Return the part of the step that is bubble."""
+        return max(0.0, self.components.get("pipeline bubble", 0.0)) / self.seconds
 
 
 class Estimator:

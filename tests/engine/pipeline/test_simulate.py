@@ -1,10 +1,13 @@
 """Event timing: by hand, against the bubble formulas, against a published table."""
 
 import re
+from io import StringIO
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
+from rich.style import Style
 
 from engine.errors import ScheduleError
 from engine.pipeline import schedules
@@ -116,6 +119,20 @@ span 15, idle at most 40.0% of it on a rank"""
 
 def test_the_picture() -> None:
     assert render_timeline(simulate(schedules.one_f_one_b(3, 3), Costs.uniform(3))).plain == PICTURE
+
+
+def test_each_kind_has_a_colour_in_a_terminal_and_none_in_a_pipe() -> None:
+    picture = render_timeline(simulate(schedules.build("zb_h1", 2, 1, 3), Costs.uniform(2)))
+    colours = {}
+    for span in picture.spans:
+        if isinstance(span.style, Style) and span.style.bgcolor is not None:
+            colours.setdefault(picture.plain[span.start], set()).add(span.style.bgcolor.name)
+    assert {kind: len(used) for kind, used in colours.items()} == {"F": 1, "I": 1, "W": 1}
+    assert len(set.union(*colours.values())) == 3
+    for is_terminal in (True, False):
+        console = Console(file=StringIO(), force_terminal=is_terminal, width=200)
+        console.print(picture)
+        assert ("\x1b[" in console.file.getvalue()) is is_terminal
 
 
 @pytest.mark.parametrize("width", [20, 47, 80, 200])

@@ -5,9 +5,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
 from dataclasses import replace
-from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,11 +26,9 @@ from launch.pictures.charts import MOST_POINTS, thinned, ticks
 from launch.report.page import render
 from launch.report.record import RunRecord, read_run
 from tests.lacking import give_up
+from tests.launch.html_page import Page, self_contained
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;"
-VOID = {"meta", "br"}
-"""Elements of HTML that have no end, of those that the page uses."""
-
 TREE: dict[str, Any] = {
     "model": {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "vocab_size": 257},
     "data": {"synthetic": True},
@@ -87,57 +83,8 @@ def make_run(path: Path, like: StepMetrics = STEP, split: TimeSplit = SPLIT) -> 
     return path
 
 
-class Page(HTMLParser):
-    """Elements that begin and end in order; what they load; the text that a reader sees, by section."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.open: list[str] = []
-        self.tags: set[str] = set()
-        self.ids: set[str] = set()
-        self.links: list[str] = []
-        self.sections: dict[str, str] = {}
-        self.text = ""
-        self._section = ""
-        self.feed(html)
-        self.close()
-        assert self.open == [], f"never ended: {self.open}"
-
-    def handle_starttag(self, tag: str, attrs: Sequence[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
-        assert len(given) == len(attrs), f"{tag} has an attribute twice"
-        self.tags.add(tag)
-        if tag not in VOID:
-            self.open.append(tag)
-        for name, value in given.items():
-            assert not name.startswith("on"), f"{tag} runs {name}"
-            if name in ("src", "href", "xlink:href", "action", "srcset", "data", "poster"):
-                self.links.append(value or "")
-        if (own := given.get("id")) is not None:
-            assert own not in self.ids, f"two elements have the id {own}"
-            self.ids.add(own)
-            self._section = own
-
-    def handle_startendtag(self, tag: str, attrs: Sequence[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        self.open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open and self.open.pop() == tag, f"</{tag}> ends something else"
-
-    def handle_data(self, data: str) -> None:
-        if self.open[-1:] != ["style"]:
-            self.text += data
-            self.sections[self._section] = self.sections.get(self._section, "") + data
-
-
 def page_of(run: Path) -> Page:
-    html = render(read_run(run), 1.7e9)
-    page = Page(html)
-    assert page.tags.isdisjoint({"script", "img", "iframe", "object", "embed", "link", "base", "form"})
-    assert all(link.startswith("#") and link[1:] in page.ids for link in page.links), page.links
-    assert not re.search(r"https?:|url\(|@import|javascript:", html, re.IGNORECASE), "it needs nothing from elsewhere"
-    return page
+    return self_contained(render(read_run(run), 1.7e9))
 
 
 def test_context_parallelism_is_next_to_the_parts_of_a_step(tmp_path: Path) -> None:

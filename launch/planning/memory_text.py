@@ -1,0 +1,44 @@
+"""What ranks hold as coloured text: a bar per rank, a letter per kind of memory (no torch here).
+
+pp 0  |ppppggggggggoooaaaaaaaaaaaaaaac.....|  67.6 GB
+"""
+
+from rich.style import Style
+from rich.text import Text
+
+from engine.telemetry.outlets.format import gigabytes
+from launch.pictures.style import COLOURS
+from models.predict.rank_memory import KINDS, Memory, Prediction
+
+COLUMNS = 48
+"""Of a bar that stands for all usable memory of a device."""
+MOST_RANKS = 16
+"""Pipeline ranks with a line of their own; of more, the first and the last are shown."""
+_FREE = "."
+
+
+def memory_bar(held: Memory, usable_bytes: int, columns: int = COLUMNS) -> Text:
+    """Draw what a rank holds; a letter, the first of its kind's name, is `usable_bytes / columns`."""
+    bar, below = Text().append("|", style="dim"), 0
+    for number, kind in enumerate(KINDS):
+        start, below = below, below + getattr(held, kind)
+        cells = round(below / usable_bytes * columns) - round(start / usable_bytes * columns)
+        bar.append(kind[0] * cells, style=Style(color="#ffffff", bgcolor=COLOURS[number]))
+    free = columns - round(below / usable_bytes * columns)
+    return bar.append(_FREE * free + "|", style="dim")
+
+
+def memory_lines(memory: Prediction, usable_bytes: int) -> list[Text]:
+    """Draw a bar for each pipeline rank, and the meaning of the letters below them."""
+    lines = [
+        Text.assemble(f"  pp {pp:<3} ", memory_bar(held, usable_bytes), f" {gigabytes(held.total):>9}")
+        for pp, held in enumerate(memory.ranks)
+    ]
+    if len(lines) > MOST_RANKS:
+        half = MOST_RANKS // 2
+        lines[half:-half] = [Text(f"  ... {len(lines) - MOST_RANKS} more ...")]
+    key = Text("  ")
+    for number, kind in enumerate(KINDS):
+        if any(getattr(held, kind) for held in memory.ranks):
+            key.append(kind[0], style=Style(color="#ffffff", bgcolor=COLOURS[number])).append(f" {kind}   ")
+    return [*lines, key.append(f"{_FREE} free, of {gigabytes(usable_bytes)}", style="dim")]

@@ -1,0 +1,223 @@
+"""A plan as one HTML file: Pareto plot, layouts, and of the chosen one time, memory, schedule and rank map (no torch here)."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from engine.config.load import to_yaml
+from engine.config.plan import batch_plan, rank_grid
+from engine.pipeline import schedules
+from engine.pipeline.simulate import simulate
+from engine.storage.redaction import without_secrets
+from engine.telemetry.outlets.format import gigabytes, significant
+from launch.pictures.charts import Dot, scatter_chart, stacked_bar_chart
+from launch.pictures.document import html_document, tiles
+from launch.pictures.schedule_picture import schedule_chart
+from launch.pictures.topology_picture import MOST_RANKS, legend, topology_chart, words
+from launch.planning.search import Found, Plan
+from models.predict.rank_memory import KINDS, Memory
+from models.predict.step_time.estimate import COMPONENTS, SIMULATED_ROUNDS, Estimator
+
+MOST_ROWS = 24
+"""Of a chart with a bar per pipeline rank; of more, the page scrolls inside of it."""
+MOST_REASONS = 20
+"""Layouts that do not fit, with their reasons."""
+MOST_ACTIONS = 250
+"""Of a rank in the picture of the schedule: narrower ones are stripes. One round is drawn always."""
+FAR = 0.25
+"""Of the fastest step: slower layouts than the front and this much are not in the plot, which they would flatten."""
+GB = 1e9
+
+CHOSEN, FRONT, OTHER = "c0 large", "c1", "c7"
+"""Styles of dots, the most important first."""
+MEANINGS = {CHOSEN: "chosen: the fastest", FRONT: "no other is both faster and smaller", OTHER: "others"}
+
+
+def render(plan: Plan, name: str, budget: str = "") -> str:
+    """Render the page of a plan.
+
+    Args:
+        plan: a finished search.
+        name: of the run, such as its config's path.
+        budget: the line about hours and cost of a number of tokens, or "".
+    """
+    best, cluster = plan.best, plan.cluster
+    numbers = [
+        ("seconds per step", significant(best.time.seconds)),
+        ("tokens per second and GPU", f"{best.tokens_per_second / cluster.num_gpus:,.0f}"),
+        ("fullest rank", gigabytes(best.memory.fullest.total)),
+        ("usable of a GPU", gigabytes(plan.usable_bytes)),
+        ("legal layouts", f"{plan.num_legal:,}"),
+        ("found too large", f"{plan.num_too_large:,}"),
+        ("cluster", f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.device}"),
+    ]
+    sections = {
+        "pareto": ("Speed against memory", _pareto(plan)),
+        "layouts": ("Layouts", _layouts(plan)),
+        "time": ("Where the time of the chosen layout goes", _time(plan)),
+        "memory": ("Memory of the chosen layout", _memory(plan)),
+        "schedule": ("Schedule of the chosen layout", _schedule(plan)),
+        "ranks": ("Rank map of the chosen layout", _ranks(plan)),
+        "config": ("Configuration of the chosen layout", f'<pre class="tall">{escape(to_yaml(best.config))}</pre>'),
+    }
+    lines = [f"Chosen: {best.layout}", *([budget] if budget else [])]
+    before = tiles(numbers) + "".join(f"<p>{escape(line)}</p>" for line in lines)
+    footer = "Predicted by triaxis plan: no device was used. docs/cost-model.md says where predictions are wrong."
+    return without_secrets(html_document(f"{name}: Triaxis plan", f"Plan of {name}", before, sections, footer))
+
+
+def _pareto(plan: Plan) -> str:
+    """Draw each found layout at its memory and time, and the staircase of those that no other beats in both."""
+    styles = {id(one): FRONT for one in plan.pareto} | {id(plan.best): CHOSEN}
+    slowest = max(plan.pareto[-1].time.seconds, (1 + FAR) * plan.best.time.seconds)
+    drawn = [(number, one) for number, one in enumerate(plan.found, 1) if one.time.seconds <= slowest]
+    dots = [
+        Dot(
+            one.memory.fullest.total / GB,
+            one.time.seconds,
+            f"{number}: {one.layout}: {significant(one.time.seconds)} s, {gigabytes(one.memory.fullest.total)}",
+            styles.get(id(one), OTHER),
+            str(number) if id(one) in styles else "",
+        )
+        for number, one in drawn
+    ]
+    # The most important ones last, so that they lie on top.
+    order = list(MEANINGS)
+    dots.sort(key=lambda dot: -order.index(dot.style))
+    held = [dot.x for dot in dots]
+    usable = plan.usable_bytes / GB
+    is_near = usable - max(held) <= 2 * (max(held) - min(held))
+    chart = scatter_chart(
+        "seconds per step against memory of the fullest rank",
+        dots,
+        {style: meaning for style, meaning in MEANINGS.items() if any(dot.style == style for dot in dots)},
+        "memory of the fullest rank, GB",
+        "seconds per step",
+        front=[(one.memory.fullest.total / GB, one.time.seconds) for one in reversed(plan.pareto)],
+        limit=(usable, f"usable: {gigabytes(plan.usable_bytes)}") if is_near else None,
+    )
+    left_out = len(plan.found) - len(drawn)
+    said = (
+        f"The {len(plan.found)} fastest layouts that fit. Left is less memory, down is faster; numbers are those of the table. "
+        "Point at a dot for its layout."
+    )
+    if left_out:
+        said += f" Slower than {significant(slowest)} s, and in the table alone: {left_out}."
+    return f'<p class="soft">{escape(said)}</p>{chart}'
+
+
+def _layouts(plan: Plan) -> str:
+    front = {id(one) for one in plan.pareto}
+    rows = "".join(
+        f'<tr><td class="n">{number}</td><td class="n">{significant(one.time.seconds)}</td>'
+        f'<td class="n">{one.tokens_per_second / plan.cluster.num_gpus:,.0f}</td>'
+        f'<td class="n">{gigabytes(one.memory.fullest.total)}</td><td class="n">{one.time.bubble_share:.1%}</td>'
+        f"<td>{_front_key(one, plan) if id(one) in front else ''}</td><td>{escape(one.layout)}</td>"
+        f'<td class="soft">{"chosen" if one is plan.best else escape(plan.slower_by(one))}</td></tr>'
+        for number, one in enumerate(plan.found, 1)
+    )
+    head = "".join(f'<th class="n">{name}</th>' for name in ("", "s/step", "tokens/s/GPU", "memory", "bubble"))
+    head += "<th></th><th>layout</th><th>against the chosen one</th>"
+    table = f'<div class="wide tall"><table><tr>{head}</tr>{rows}</table></div>'
+    reasons = list(plan.too_large.items())[:MOST_REASONS]
+    if not reasons:
+        return table
+    lines = "".join(f"<tr><td>{escape(layout)}</td><td>{escape(reason)}</td></tr>" for layout, reason in reasons)
+    summary = f"Of layouts as fast as these {plan.num_too_large:,} do not fit: {len(reasons)} of them with the reason"
+    return f'{table}<details><summary>{escape(summary)}</summary><div class="wide tall"><table>{lines}</table></div></details>'
+
+
+def _front_key(one: Found, plan: Plan) -> str:
+    style = CHOSEN if one is plan.best else FRONT
+    return f'<i class="key {style}" title="{MEANINGS[style]}"></i>'
+
+
+def _time(plan: Plan) -> str:
+    """Draw the components of each pipeline rank's step, and compare those of the layouts on the front."""
+    best = plan.best
+    ranks = Estimator(plan.cluster).simulated_ranks(best.config, best.sizes)
+    rows = [(f"pp {pp}", _values(components)) for pp, components in enumerate(ranks)]
+    chart = _scrolled(
+        stacked_bar_chart("seconds by component and pipeline rank", COMPONENTS, rows, _seconds), len(rows)
+    )
+    table = "".join(
+        f'<tr><td>{name}</td><td class="n">{_seconds(seconds)}</td><td class="n">{seconds / best.time.seconds:.1%}</td></tr>'
+        for name, seconds in sorted(best.time.components.items(), key=lambda part: -part[1])
+        if seconds > 0
+    )
+    said = "All pipeline ranks take as long as the slowest: a faster one waits in its bubble." if len(ranks) > 1 else ""
+    text = (
+        f'<p class="soft">{said}</p>{chart}<h3>Of the slowest pipeline rank</h3><table><tr><th>component</th>'
+        f'<th class="n">per step</th><th class="n">share</th></tr>{table}</table>'
+    )
+    if len(plan.pareto) > 1:
+        numbers = {id(one): number for number, one in enumerate(plan.found, 1)}
+        front = [(f"{numbers[id(one)]}", _values(one.time.components)) for one in plan.pareto]
+        drawn = stacked_bar_chart("seconds by component of the layouts on the front", COMPONENTS, front, _seconds)
+        text += f"<h3>Beside the other layouts on the front, by their numbers</h3>{drawn}"
+    return text
+
+
+def _memory(plan: Plan) -> str:
+    """Draw what each pipeline rank holds, by kind, against the memory of a device."""
+    best, device = plan.best, plan.cluster.load_device()
+    ranks = best.memory.ranks
+    rows = [(f"pp {pp}", [float(getattr(held, kind)) for kind in KINDS]) for pp, held in enumerate(ranks)]
+    marks = [
+        (float(plan.usable_bytes), f"usable: {gigabytes(plan.usable_bytes)}"),
+        (device.memory_gb * GB, f"device: {gigabytes(round(device.memory_gb * GB))}"),
+    ]
+    chart = stacked_bar_chart(
+        "memory by kind and pipeline rank", KINDS, rows, lambda value: gigabytes(round(value)), marks
+    )
+    said = "Every rank of a pipeline stage holds the same. docs/footprint.md says what is in a kind."
+    return f'<p class="soft">{said}</p>{_scrolled(chart, len(rows))}{_memory_table(ranks)}'
+
+
+def _memory_table(ranks: Sequence[Memory]) -> str:
+    names = (*KINDS, "total", *(("host",) if any(held.host for held in ranks) else ()))
+    head = "".join(f'<th class="n">{name}</th>' for name in names)
+    rows = "".join(
+        f"<tr><td>pp {pp}</td>"
+        + "".join(f'<td class="n">{gigabytes(getattr(held, name))}</td>' for name in names)
+        + "</tr>"
+        for pp, held in enumerate(ranks)
+    )
+    return f'<div class="wide tall"><table><tr><th>ranks of</th>{head}</tr>{rows}</table></div>'
+
+
+def _schedule(plan: Plan) -> str:
+    """Draw the first rounds of the schedule in predicted seconds."""
+    best = plan.best
+    config, sizes = best.config, best.sizes
+    whole = batch_plan(config, sizes.dp).num_microbatches
+    rounds = min(SIMULATED_ROUNDS, max(1, MOST_ACTIONS // (2 * sizes.vpp * sizes.pp)))
+    drawn = min(whole, rounds * sizes.pp)
+    costs = Estimator(plan.cluster).costs(config, sizes)
+    timeline = simulate(schedules.of_config(config, sizes.pp, sizes.vpp, drawn), costs)
+    said = (
+        f"{timeline.schedule.name}: {whole:,} microbatches per step in each of {sizes.dp:,} pipelines. Numbers in the picture are "
+        "microbatches, time goes to the right; point at an action for its times."
+    )
+    if drawn < whole:
+        said += f" The picture shows a step of {drawn:,}."
+    return f'<p class="soft">{escape(said)}</p>{schedule_chart(timeline, _seconds)}'
+
+
+def _ranks(plan: Plan) -> str:
+    grid = rank_grid(plan.best.config, plan.best.sizes, plan.cluster.gpus_per_node)
+    said = f"{words(grid)}. {legend(grid).capitalize()}. Point at a rank for its coordinates."
+    if grid.world_size > MOST_RANKS:
+        return f'<p class="soft">{escape(words(grid))}: too many for a picture; triaxis topology prints them.</p>'
+    return f'<p class="soft">{escape(said)}</p>{topology_chart(grid)}'
+
+
+def _values(components: Mapping[str, float]) -> list[float]:
+    return [components.get(name, 0.0) for name in COMPONENTS]
+
+
+def _scrolled(chart: str, num_rows: int) -> str:
+    return f'<div class="tall">{chart}</div>' if num_rows > MOST_ROWS else chart
+
+
+def _seconds(value: float) -> str:
+    return f"{significant(value)} s" if value >= 1 else f"{1e3 * value:.4g} ms"
