@@ -8,25 +8,33 @@ from engine.errors import TriaxisError
 from engine.storage.files import write_atomically
 from launch.report.page import render
 from launch.report.record import read_run
+from models.predict.step_time.cluster import cluster_at
 
 EXAMPLES = """examples:
   triaxis report runs/gpt_tiny
   triaxis report runs/gpt_tiny --out gpt_tiny.html
+  triaxis report runs/llama3_8b --cluster configs/clusters/h100_64.yaml
 
 The page needs no network and no other file, and may be made while the run runs. docs/report.md says what is on it.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "triaxis report RUN_DIR [--out FILE]"
+    parser.usage = "triaxis report RUN_DIR [--cluster FILE|NxGPU] [--out FILE]"
     parser.epilog = EXAMPLES
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="a run directory, such as runs/gpt_tiny")
+    parser.add_argument(
+        "--cluster",
+        metavar="FILE|NxGPU",
+        help="where the run ran, for predicted seconds beside the measured (default: the GPUs that it recorded)",
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="where the page goes (default: RUN_DIR/report.html)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page, whole or not at all; TriaxisError if there is no run or no place for it."""
-    page = render(read_run(args.run), time.time())
+    """Write the page, whole or not at all; TriaxisError if there is no run, no such cluster, or no place for it."""
+    cluster = None if args.cluster is None else cluster_at(args.cluster)
+    page = render(read_run(args.run), time.time(), cluster)
     out = args.out or args.run / "report.html"
     try:
         write_atomically(out, [page.encode()])

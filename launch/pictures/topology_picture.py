@@ -12,7 +12,7 @@ from pathlib import Path
 
 from engine.errors import TopologyError
 from engine.layout.rank_grid import Coordinates, RankGrid
-from launch.pictures.charts import WIDTH, scrolling
+from launch.pictures.charts import scrolling
 from launch.pictures.drawing import element, text, write_picture
 
 CELL = 40
@@ -25,6 +25,8 @@ MOST_RANKS = 8192
 """A picture of more would be many thousand pixels wide and show only colours."""
 LEAST_WIDTH = 14.5
 """Width that the title and the legend need."""
+LEAST_PIXELS = 760
+"""Of a large layout in a page, before it is scrolled."""
 LEGEND = "one colour: a tensor-parallel group   ·   hue: pipeline stage   ·   shade: data-parallel index"
 LEGEND_OF_CUT_SAMPLES = LEGEND.replace("data-parallel index", "index over dp and cp")
 
@@ -62,7 +64,7 @@ def topology_chart(grid: RankGrid) -> str:
     width, height = (round(side * CELL) for side in _size(grid, columns))
     frame = {"viewBox": f"0 0 {width} {height}", "aria_label": words(grid)}
     # Small layouts keep the size of their letters, large ones are scrolled before they cannot be read.
-    style = f"max-width: {width}px; min-width: {min(width, max(WIDTH, width // 3)) if width > WIDTH else 0}px"
+    style = f"max-width: {width}px; min-width: {min(width, max(LEAST_PIXELS, width // 3))}px"
     boxes = _boxes(grid, columns, MARGIN, 0.0)
     return scrolling(element("svg", "".join(boxes), role="img", style=style, **frame))
 

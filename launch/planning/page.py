@@ -111,8 +111,9 @@ def _layouts(plan: Plan) -> str:
         f'<tr><td class="n">{number}</td><td class="n">{significant(one.time.seconds)}</td>'
         f'<td class="n">{one.tokens_per_second / plan.cluster.num_gpus:,.0f}</td>'
         f'<td class="n">{gigabytes(one.memory.fullest.total)}</td><td class="n">{one.time.bubble_share:.1%}</td>'
-        f"<td>{_front_key(one, plan) if id(one) in front else ''}</td><td>{escape(one.layout)}</td>"
-        f'<td class="soft">{"chosen" if one is plan.best else escape(plan.slower_by(one))}</td></tr>'
+        f"<td>{_front_key(one, plan) if id(one) in front else ''}</td>"
+        f'<td class="text">{escape(one.layout)}</td>'
+        f'<td class="text soft">{"chosen" if one is plan.best else escape(plan.slower_by(one))}</td></tr>'
         for number, one in enumerate(plan.found, 1)
     )
     head = "".join(f'<th class="n">{name}</th>' for name in ("", "s/step", "tokens/s/GPU", "memory", "bubble"))

@@ -14,7 +14,9 @@ from engine.telemetry.outlets.format import compact, duration, in_bytes, signifi
 from engine.telemetry.record.events import ALERTS, Event
 from launch.pictures.document import html_document, tiles
 from launch.report import parts
+from launch.report.predicted import predicted_beside_measured
 from launch.report.record import RunRecord, number
+from models.predict.step_time.cluster import Cluster
 
 MOST_EVENTS = 400
 """Rows of the table; of more events, all alerts and the last ones are shown."""
@@ -26,18 +28,23 @@ STATES = {"finished": "good", "failed": "bad", "hung": "bad"}
 """Colours of a run's end; every other is a warning."""
 
 
-def render(run: RunRecord, now: float) -> str:
+def render(run: RunRecord, now: float, cluster: Cluster | None = None) -> str:
     """Render the page of a run.
 
     Args:
         run: from `read_run`.
         now: Unix time, for the line that says when it was made.
+        cluster: that the run ran on, for the prediction of its step; None: of the devices that it recorded.
+
+    Raises:
+        ConfigError: as `predicted_beside_measured`.
     """
     name = run.path.resolve().name
     sections = {
         "loss": ("Loss, nats per token", parts.loss(run) + parts.small_charts(run)),
         "throughput": ("Throughput", parts.throughput(run)),
         "time": ("Where the time goes", parts.times(run)),
+        "predicted": ("Predicted beside measured", predicted_beside_measured(run, cluster)),
         "memory": ("Memory per rank", parts.memory(run)),
         "schedule": ("Pipeline schedule and bubble", parts.schedule(run)),
         "checkpoints": ("Checkpoints", _checkpoints(run)),

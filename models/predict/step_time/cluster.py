@@ -1,7 +1,7 @@
 """Nodes, links and prices of a cluster, read from `configs/clusters/*.yaml` (no torch here)."""
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from engine.config.yaml_text import read_yaml
@@ -52,6 +52,14 @@ class Cluster:
 _LINKS = {"A100": (300.0, 25.0, 1.5), "H100": (450.0, 50.0, 2.5), "H200": (450.0, 50.0, 3.0)}
 
 
+_TORCH_NAMES = {
+    "NVIDIA A100-SXM4-80GB": "A100-SXM-80GB",
+    "NVIDIA H100 80GB HBM3": "H100-SXM-80GB",
+    "NVIDIA H200": "H200-SXM-141GB",
+}
+"""Files of devices by the names that `torch.cuda.get_device_name` returns; a PCIe card is another device."""
+
+
 def load_cluster(path: str | Path) -> Cluster:
     """Read a cluster file.
 
@@ -94,6 +102,17 @@ def cluster_at(text: str) -> Cluster:
         ConfigError: as `load_cluster` and `cluster_of`.
     """
     return load_cluster(text) if text.endswith(".yaml") else cluster_of(text)
+
+
+def cluster_of_devices(torch_name: str, nodes: int, gpus_per_node: int) -> Cluster | None:
+    """Return nodes of such devices with their usual links; None for a device without a file.
+
+    Args:
+        torch_name: as `torch.cuda.get_device_name` says.
+        nodes, gpus_per_node: at least 1.
+    """
+    name = _TORCH_NAMES.get(torch_name)
+    return None if name is None else replace(cluster_of(f"1x{name}"), nodes=nodes, gpus_per_node=gpus_per_node)
 
 
 def cluster_of(text: str) -> Cluster:

@@ -35,6 +35,7 @@ TREE: dict[str, Any] = {
     "train": {"steps": 60, "global_batch_size": 16},
     "parallel": {"tp": 1, "pp": 2, "vpp": 2, "dp": 2},
     "checkpoint": {"interval": 20},
+    "precision": {"dtype": "bf16"},
 }
 STEP = StepMetrics(
     step=1,
@@ -55,6 +56,7 @@ STEP = StepMetrics(
     hfu=0.42,
     peak_memory_bytes=3 * 2**30,
 )
+DEVICE = "NVIDIA H100 80GB HBM3"
 SPLIT = TimeSplit(1, 10, ({part: 0.02 + 0.01 * place for place, part in enumerate(PARTS)},), (0.03,), (0.02,))
 
 
@@ -66,7 +68,7 @@ def make_run(path: Path, like: StepMetrics = STEP, split: TimeSplit = SPLIT) -> 
     for attempt, steps in ((0, range(1, 50)), (1, range(41, 61))):
         events = EventLog(events_file(path, node=0), attempt)
         versions = {"torch": "2.13.0", "python": HOSTILE}
-        events.write("attempt_started", layout={"world_size": 4, "device": "NVIDIA H100", "versions": versions})
+        events.write("attempt_started", layout={"world_size": 4, "nodes": 1, "device": DEVICE, "versions": versions})
         for step in steps:
             made = replace(like, step=step, attempt=attempt, loss=5.5 / step**0.3, consumed_tokens=256 * step)
             if step % 10 == 0:
@@ -103,7 +105,19 @@ def test_context_parallelism_is_next_to_the_parts_of_a_step(tmp_path: Path) -> N
 def test_a_whole_run_is_a_whole_page(tmp_path: Path) -> None:
     page = page_of(make_run(tmp_path / "demo"))
     assert list(page.ids) and page.sections.keys() >= {
-        *("loss", "throughput", "time", "memory", "schedule", "checkpoints", "attempts", "events", "versions", "config")
+        *(
+            "loss",
+            "throughput",
+            "time",
+            "predicted",
+            "memory",
+            "schedule",
+            "checkpoints",
+            "attempts",
+            "events",
+            "versions",
+            "config",
+        )
     }
     assert "60 of 60" in page.text and "finished" in page.text and "31.0%" in page.text
     assert "Steps that were repeated or lost: 41 to 49 (attempt 0)." in page.sections["loss"]

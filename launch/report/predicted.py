@@ -1,0 +1,164 @@
+"""Predicted seconds of a step beside the measured ones, by component (no torch here).
+
+config, sizes  ->  models/predict/step_time  ->  components of each pipeline rank  ->  their mean  }  side by side
+metrics.jsonl  ->  time splits of the last attempt                                 ->  their mean  }
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from html import escape
+from statistics import fmean
+from typing import Any
+
+from engine.config.tree import Config
+from engine.errors import ConfigError, TriaxisError
+from engine.layout.rank_grid import ParallelSizes
+from engine.telemetry.outlets.format import significant
+from engine.telemetry.timing.time_split import PARTS, Part
+from launch.pictures.charts import bar_chart
+from launch.report.parts import MISSING, PART_NAMES, sizes_of
+from launch.report.record import RunRecord, number
+from models.predict.step_time.cluster import Cluster, cluster_of_devices
+from models.predict.step_time.estimate import Estimator
+
+COMPONENTS_OF: Mapping[Part, tuple[str, ...]] = {
+    "compute": ("compute", "recompute"),
+    "exposed_tp": ("tp",),
+    "exposed_cp": ("cp",),
+    "bubble": ("pipeline bubble",),
+    "exposed_pp": ("transfers",),
+    "exposed_dp": ("dp",),
+    "optimizer": ("optimizer",),
+    "data": (),
+    "checkpoint": (),
+    "other": (),
+}
+"""Components of `StepTime` that make up each measured part; the model predicts none for some."""
+
+NAME_IT = "triaxis report RUN_DIR --cluster FILE (or 64xH100) names one; triaxis calibrate measures a device."
+
+
+def predicted_beside_measured(run: RunRecord, cluster: Cluster | None) -> str:
+    """Render both, or what is missing.
+
+    Args:
+        run: whose last attempt with time splits counts.
+        cluster: that the run ran on; None: the usual links of the devices that it recorded.
+
+    Raises:
+        ConfigError: `cluster` has fewer devices than the run has ranks, or no rate for its dtype.
+    """
+    sizes, measured = sizes_of(run), _measured(run)
+    if run.config is None or sizes is None:
+        return MISSING.format("No prediction without a configuration of this version and the number of ranks.")
+    if measured is None:
+        return MISSING.format("No step of this run has a time split (telemetry.time_split), so nothing is compared.")
+    found = cluster or _recorded_cluster(run)
+    if not isinstance(found, Cluster):
+        return MISSING.format(escape(f"{found} {NAME_IT}"))
+    try:
+        predicted = _predicted(run.config, sizes, found)
+    except TriaxisError as error:
+        if cluster is not None:
+            raise
+        return MISSING.format(escape(f"{error} {NAME_IT}"))
+    return _said(run.config, found, is_given=cluster is not None) + _drawn(predicted, measured)
+
+
+def _recorded_cluster(run: RunRecord) -> Cluster | str:
+    """Return the usual cluster of the devices that the run recorded, or why there is none."""
+    device, world_size, nodes = (run.layout.get(name) for name in ("device", "world_size", "nodes"))
+    if not isinstance(device, str):
+        return "The run recorded no device."
+    if device == "cpu":
+        return "No rates of this CPU are known."
+    if "gloo" in str(run.layout.get("backend", "")):
+        return "Ranks sent through the host, whose links are unknown."
+    if not isinstance(world_size, int) or not isinstance(nodes, int) or nodes < 1 or world_size % nodes:
+        return "The run recorded no nodes."
+    cluster = cluster_of_devices(device, nodes, world_size // nodes)
+    return f"No rates of {device} are known." if cluster is None else cluster
+
+
+def _predicted(config: Config, sizes: ParallelSizes, cluster: Cluster) -> dict[Part, float | None]:
+    """Return the seconds of each part, the mean over the pipeline ranks; None where the model predicts none."""
+    if sizes.world_size > cluster.num_gpus:
+        raise ConfigError(
+            [
+                f"--cluster has {cluster.num_gpus} devices and the run has {sizes.world_size} ranks: some have no place. Name "
+                "the cluster that it ran on."
+            ]
+        )
+    cluster = replace(cluster, gpus_per_node=min(cluster.gpus_per_node, sizes.world_size))
+    ranks = Estimator(cluster).simulated_ranks(config, sizes)
+    means = {name: fmean(rank.get(name, 0.0) for rank in ranks) for rank in ranks for name in rank}
+    return {
+        part: sum(means.get(name, 0.0) for name in components) if components else None
+        for part, components in COMPONENTS_OF.items()
+    }
+
+
+def _measured(run: RunRecord) -> dict[Part, float] | None:
+    """Return the mean seconds of each part over the last attempt with time splits; None without any.
+
+    Steps up to the attempt's first line of the log wait for starts and compilations: they count where there are no others.
+    """
+    split = [each for each in run.steps if number(each, "time_split", "step_seconds") > 0]
+    if not split:
+        return None
+    last = max(_attempt(each) for each in split)
+    own = [each for each in split if _attempt(each) == last]
+    return {part: _mean(own[1:] or own, f"{part}_seconds") for part in PARTS}
+
+
+def _attempt(record: Mapping[str, Any]) -> int:
+    attempt = record.get("attempt")
+    return attempt if isinstance(attempt, int) else 0
+
+
+def _mean(records: Sequence[Mapping[str, Any]], key: str) -> float:
+    known = [value for each in records if (value := number(each, "time_split", key)) == value]
+    return fmean(known) if known else 0.0
+
+
+def _said(config: Config, cluster: Cluster, *, is_given: bool) -> str:
+    where = f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.load_device().name}"
+    links = "" if is_given else ", with the usual links of such nodes"
+    said = f"Per step, means over ranks. Predicted for {where}{links}. Measured: the last attempt, without its first steps."
+    if config.data.attention == "within":
+        said += " Predicted as if tokens attended across documents, which takes longer."
+    return f'<p class="soft">{escape(said)}</p>'
+
+
+def _drawn(predicted: Mapping[Part, float | None], measured: Mapping[Part, float]) -> str:
+    shown = [part for part in PARTS if measured[part] > 0 or (predicted[part] or 0) > 0]
+    bars = []
+    for part in shown:
+        seconds = predicted[part]
+        own = [("c1", "predicted", seconds, _milliseconds(seconds))] if seconds is not None else []
+        bars.append((_short(part), [("c0", "measured", measured[part], _milliseconds(measured[part])), *own]))
+    rows = "".join(_row(PART_NAMES[part], predicted[part], measured[part], COMPONENTS_OF[part]) for part in shown)
+    whole = sum(seconds for seconds in predicted.values() if seconds is not None)
+    rows += _row("step", whole, sum(measured.values()), ())
+    head = "".join(f'<th class="n">{name}</th>' for name in ("predicted", "measured", "predicted / measured - 1"))
+    return (
+        f"{bar_chart('predicted and measured seconds of a step', bars)}"
+        f'<div class="wide"><table><tr><th>part</th>{head}<th>components of the prediction</th></tr>{rows}</table></div>'
+    )
+
+
+def _row(name: str, predicted: float | None, measured: float, components: Sequence[str]) -> str:
+    off = f"{predicted / measured - 1:+.1%}" if predicted is not None and measured > 0 else ""
+    seconds = "not predicted" if predicted is None else _milliseconds(predicted)
+    return (
+        f'<tr><td>{escape(name)}</td><td class="n">{seconds}</td><td class="n">{_milliseconds(measured)}</td>'
+        f'<td class="n">{off}</td><td class="soft">{escape(", ".join(components))}</td></tr>'
+    )
+
+
+def _short(part: Part) -> str:
+    return part.removeprefix("exposed_")
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{significant(1e3 * seconds)} ms"
