@@ -8,6 +8,7 @@ from pathlib import Path
 from engine.errors import ScheduleError
 from engine.pipeline.actions import Action, Kind
 from engine.pipeline.simulate import Timeline
+from engine.pipeline.simulate_program import ProgramTimeline
 from engine.pipeline.text import ink, shade
 from launch.pictures.charts import WIDTH, scrolling, tick, ticks
 from launch.pictures.drawing import element, text, write_picture
@@ -49,7 +50,7 @@ def draw_schedule(timeline: Timeline, path: Path) -> None:
     axis = TOP + num_ranks * ROW + 6
     parts += _time_axis(timeline.span, width, axis)
     columns = max(1, int((width + RIGHT) // KEY))
-    keys = _legend(timeline)
+    keys = colour_names(timeline)
     for number, (colour, name) in enumerate(keys.items()):
         x, y = LEFT + number % columns * KEY, axis + 54 + number // columns * 22
         parts.append(element("rect", x=x, y=y, width=12, height=12, rx=3, fill=colour))
@@ -73,7 +74,7 @@ def schedule_chart(timeline: Timeline, show: Callable[[float], str] | None = Non
     parts += _rows(timeline, left=left, top=4, width=WIDTH - left - right, row=row, show=show)
     frame = {"viewBox": f"0 0 {WIDTH} {num_ranks * row + 8}", "aria_label": "the schedule, a row per pipeline rank"}
     keys = "".join(
-        f'<span><i style="background:{colour}"></i>{name}</span>' for colour, name in _legend(timeline).items()
+        f'<span><i style="background:{colour}"></i>{name}</span>' for colour, name in colour_names(timeline).items()
     )
     legend = f'<p class="legend">{keys}<span><i class="idle"></i>idle</span></p>'
     return legend + scrolling(element("svg", "".join(parts), role="img", **frame))
@@ -124,13 +125,13 @@ def _rows(
     return parts
 
 
-def _name(timeline: Timeline, action: Action, of: str = "") -> str:
+def _name(timeline: Timeline | ProgramTimeline, action: Action, of: str = "") -> str:
     """Name an action's kind, what it is `of`, and its chunk where a rank has several."""
     chunk = f", chunk {action.chunk}" if timeline.schedule.placement.vpp > 1 else ""
     return f"{action.kind.words}{of}{chunk}"
 
 
-def _legend(timeline: Timeline) -> dict[str, str]:
+def colour_names(timeline: Timeline | ProgramTimeline) -> dict[str, str]:
     """Return what each colour stands for; of many chunks some have the same."""
     used = {Action(each.action.kind, each.action.chunk, 0) for row in timeline.intervals for each in row}
     actions: dict[str, list[Action]] = {}

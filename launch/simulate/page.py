@@ -17,6 +17,7 @@ from engine.pipeline.simulate_program import ProgramTimeline, TransferTime
 from engine.pipeline.text import ink, shade
 from engine.telemetry.outlets.format import significant
 from launch.pictures.document import tiles
+from launch.pictures.schedule_picture import colour_names
 from launch.pictures.style import CSS
 from launch.simulate.measured import Measured
 from launch.simulate.script import SCRIPT
@@ -68,15 +69,8 @@ def render(timeline: ProgramTimeline, title: str, unit: str, measured: Measured 
     """Return the page's HTML; arguments as of `write_page`."""
     # In a script element only `<` could end the data early.
     data = json.dumps(page_data(timeline, unit, measured), separators=(",", ":")).replace("<", "\\u003c")
-    kinds = sorted(
-        {(each.action.kind, each.action.chunk) for row in timeline.intervals for each in row},
-        key=lambda key: (list(Kind).index(key[0]), key[1]),
-    )
-    vpp = timeline.schedule.placement.vpp
     legend = "".join(
-        f'<span><i style="background:{shade(Action(kind, chunk, 0))}"></i>{kind.words}'
-        f"{f', chunk {chunk}' if vpp > 1 else ''}</span>"
-        for kind, chunk in kinds
+        f'<span><i style="background:{colour}"></i>{name}</span>' for colour, name in colour_names(timeline).items()
     )
     held = "; dashed: held, from the end of I to that of W" if any(timeline.peak_held) else ""
     return f"""<!doctype html>

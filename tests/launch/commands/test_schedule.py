@@ -51,6 +51,17 @@ def test_print_a_picture(tmp_path: Path) -> None:
     assert all(x + w <= width and y + h <= height for x, y, w, h in boxes)
 
 
+def test_a_colour_of_many_chunks_is_once_in_the_legend(tmp_path: Path) -> None:
+    """Four shades for six chunks: chunks 0 and 4 look alike, and so do 1 and 5."""
+    out = tmp_path / "picture.svg"
+    sizes = ["--pp", "2", "--vpp", "6", "--microbatches", "2"]
+    assert main(["schedule", "print", *sizes, "--form", "svg", "--out", str(out)]) == 0
+    texts = [each.text or "" for each in ElementTree.parse(out).getroot().iter(SVG + "text")]
+    assert [text for text in texts if text.startswith("forward")] == [
+        *("forward, chunks 0, 4", "forward, chunks 1, 5", "forward, chunk 2", "forward, chunk 3")
+    ]
+
+
 def test_check_says_what_a_schedule_takes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", "check", "--pp", "2", "--microbatches", "4"]) == 0
     lines = capsys.readouterr().out.splitlines()
