@@ -25,6 +25,9 @@ DEVICES = Path("configs/devices")
 
 Pass = Literal["forward", "backward"]
 
+KERNELS = ("fa1_triton", "fa2", "cudnn", "fa3")
+"""Fused attention kernels, the oldest first."""
+
 
 class GemmRow(NamedTuple):
     """A measured product of [m, k] and [k, n]."""
@@ -71,7 +74,7 @@ class Device:
         collective_us: of a collective of a few bytes inside a node.
         collective_processors: that a collective takes from the kernels beside it.
         sustained_share: of measured rates, what a device under constant load keeps at its power limit.
-        fill_k: the inner size at which half of a tile's time is spent filling its pipeline.
+        fill_k: the inner size at which half of a bf16 tile's time is spent filling its pipeline.
         digest: first digits of the file's SHA-256.
     """
 
@@ -127,19 +130,18 @@ class Device:
         return 2e-12 * m * n * k / self.gemm_seconds(m, n, k, dtype)
 
     def attention_tflops(self, kernel: str, direction: Pass, head: int, seq: float) -> float:
-        """Return the rate of causal attention over `seq` tokens, of the kernel or, where it has no row, of the slowest that has.
+        """Return the rate of causal attention over `seq` tokens, of the kernel or, where it has no row, of the newest older one.
 
         The nearest head size counts; the rate is interpolated over log2 of the length.
         """
         rows = [row for row in self.attention if row.direction == direction]
         if not rows:
             return self.gemm_tflops(seq, seq, head)
-        names = {row.kernel for row in rows}
-        chosen = kernel if kernel in names else min(names, key=lambda name: _largest(rows, name))
+        chosen = _nearest_kernel(rows, kernel)
         rows = [row for row in rows if row.kernel == chosen]
         nearest = min({row.head for row in rows}, key=lambda size: abs(math.log2(size / head)))
         points = sorted((math.log2(row.seq), row.tflops) for row in rows if row.head == nearest)
-        return _interpolated(points, math.log2(seq))
+        return _interpolated(points, math.log2(seq)) * self.sustained_share
 
     def _rates_of(self, dtype: str) -> str:
         return {"fp16": "bf16"}.get(dtype, dtype)
@@ -157,7 +159,9 @@ class Device:
             / (_waves(tile, m, n, count, self.processors) * self.processors * tile.height * tile.width)
             for tile in self.tiles
         )
-        return self.peak_tflops[dtype] * 1e12 * best * k / (k + self.fill_k)
+        # Filling takes as long whatever the dtype: an fp8 tile is through twice as large an inner size meanwhile.
+        fill = self.fill_k * self.peak_tflops[dtype] / self.peak_tflops.get("bf16", self.peak_tflops[dtype])
+        return self.peak_tflops[dtype] * 1e12 * best * k / (k + fill)
 
     def _reached(self, flops: float, dtype: str) -> float:
         points = self._reached_points.get(dtype)
@@ -183,8 +187,13 @@ def _waves(tile: Tile, m: float, n: float, count: int, processors: int) -> int:
     return math.ceil(count * math.ceil(m / tile.height) * math.ceil(n / tile.width) / processors)
 
 
-def _largest(rows: Sequence[AttentionRow], kernel: str) -> float:
-    return max(row.tflops for row in rows if row.kernel == kernel)
+def _nearest_kernel(rows: Sequence[AttentionRow], kernel: str) -> str:
+    """Return the kernel if it has rows, else the newest older one; where none of these has rows, the slowest."""
+    largest: dict[str, float] = {}
+    for row in rows:
+        largest[row.kernel] = max(row.tflops, largest.get(row.kernel, 0.0))
+    usable = KERNELS[: KERNELS.index(kernel) + 1] if kernel in KERNELS else (kernel,)
+    return next((name for name in reversed(usable) if name in largest), min(largest, key=lambda name: largest[name]))
 
 
 def _interpolated(points: Sequence[tuple[float, float]], at: float) -> float:

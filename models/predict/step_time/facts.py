@@ -130,9 +130,11 @@ def layer_work(
     norms = 2 * (model.norms_before + model.norms_after) * (1 + loose) * h * local * w
     dropped = (1 + w) * h * local if model.hidden_dropout else 0.0
     residuals = 2 * (3 + 2 * loose) * h * local * w
-    rotated = 2 * (q + kv / 2) * rows * w if model.position_kind.is_rotary else 0.0
+    rotated = implementation.rotations * (q + kv / 2) * rows * w if model.position_kind.is_rotary else 0.0
     activated = (inputs + 1) * f * rows * w
     biased = sum(gemm.n for gemm in gemms) * rows * w if model.bias == "all" else 0.0
+    # Repeated: a read of the keys and values, a write per query head; their gradients are summed again.
+    repeated = (kv + 2 * q) * rows * w if implementation.repeats_kv and kv < 2 * q else 0.0
     unfused = None
     scores_forward = scores_backward = 0.0
     if implementation.attention == "" or config.kernels.attention == "explicit":
@@ -151,8 +153,14 @@ def layer_work(
         gemms=gemms,
         core_flops=core,
         unfused=unfused,
-        forward_bytes=norms + residuals + 2 * dropped + rotated + activated + scores_forward,
-        backward_bytes=2 * norms + 2 * dropped + rotated + (2 * inputs + 1) * f * rows * w + biased + scores_backward,
+        forward_bytes=norms + residuals + 2 * dropped + rotated + repeated + activated + scores_forward,
+        backward_bytes=2 * norms
+        + 2 * dropped
+        + rotated
+        + repeated
+        + (2 * inputs + 1) * f * rows * w
+        + biased
+        + scores_backward,
         again_bytes=again,
         again_gemms=gemms[2:3] if "mlp" in parts else (),
         core_again="attention" in parts,

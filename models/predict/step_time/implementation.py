@@ -11,11 +11,12 @@ class Implementation:
     """Properties of training software that decide about time.
 
     Attributes:
-        attention: fused kernel (fa2, cudnn, fa3), or "" for batched GEMMs with a softmax between them.
+        attention: fused kernel (fa1_triton, fa2, cudnn, fa3), or "" for batched GEMMs with a softmax between them.
         fused_elementwise: bias, activation, dropout and residual share passes over memory.
         fused_weight_grad: a weight gradient's GEMM adds to the sum of the step; else a pass of its own does.
         fused_loss: cross-entropy reads bf16 logits; else in passes over float copies.
-        selective_products: share of a forward's products made again with `selective`, instead of attention.
+        selective_products: share of a forward's products made again with `selective`, and all that is elementwise, instead of
+            attention.
         kernels_per_layer: in a forward; a backward has twice as many.
         tp_backward_overlap: in column-parallel backwards, gathers run beside the input's GEMM and reductions beside the weight's.
         tp_overlap: all gathers and reductions of layers run in pieces beside their GEMMs; the first piece is exposed.
@@ -31,6 +32,11 @@ class Implementation:
         cast_bytes: of a cast to fp8 per element: 2 read, 1 + 1 written, also transposed; 2 more for the present largest value.
         casts_weights: in each microbatch; else once a step, which is not counted.
         copies_parameters: what is gathered is copied into each parameter, and gradients into what is reduced (FSDP2).
+        sequence_parallel: runs with tp have it unless they say otherwise; else only those that say so.
+        dropout: of the recipes, on residual branches and attention's probabilities.
+        rotations: times that queries and keys are read or written, in bytes of their dtype, to rotate them.
+        repeats_kv: keys and values are copied once per query head before attention.
+        chunks: model chunks of a pipeline rank where a run says only that there are several; 0: any number.
         source: of these.
     """
 
@@ -56,6 +62,11 @@ class Implementation:
     cast_bytes: int = 4
     casts_weights: bool = False
     copies_parameters: bool = False
+    sequence_parallel: bool = True
+    dropout: float = 0.0
+    rotations: float = 2
+    repeats_kv: bool = False
+    chunks: int = 0
 
 
 OURS = Implementation("triaxis", "docs/architecture.md")
@@ -74,6 +85,8 @@ MEGATRON_2021 = Implementation(
     optimizer_bytes=44,
     exposed_transfers=True,
     scatter_gather=True,
+    sequence_parallel=False,
+    dropout=0.1,
 )
 MEGATRON_2022 = replace(
     MEGATRON_2021,
@@ -115,11 +128,16 @@ TITAN = Implementation(
     gradient_bytes=4,
     shards="parameters",
     optimizer_bytes=96,  # AdamW without its fused kernel: a pass over memory per arithmetic operation
+    # model.py, apply_rotary_emb: to float, times complex numbers, back to bf16. Inductor generates no code for complex operators,
+    # so these are three kernels of 2 + 4, 4 + 4 and 4 + 2 bytes.
+    rotations=10,
+    repeats_kv=True,  # model.py: repeat_kv
+    chunks=2,  # generate_split_points: two stages per rank where no split is given
 )
 LLM_FOUNDRY = Implementation(
     "llm-foundry",
-    "llm-foundry 2023: torch FSDP, flash attention 2 in Triton or CUDA, layers not compiled, bf16 reductions",
-    attention="fa2",
+    "llm-foundry 2023: torch FSDP, layers not compiled, bf16 reductions; submit_benchmarks.py: attn_impl=triton",
+    attention="fa1_triton",
     fused_elementwise=False,
     fused_weight_grad=False,
     fused_loss=False,

@@ -89,7 +89,9 @@ class LayerTimer:
         again = self.stream(work.again_bytes) + sum(self._gemm(gemm.m, gemm.n, gemm.k) for gemm in work.again_gemms)
         again += core if work.core_again and not self.implementation.selective_products else 0.0
         if work.core_again:
+            # Kept are some products and attention, so all that is elementwise is made again.
             again += self.implementation.selective_products * forward
+            again += self.stream(work.forward_bytes) if self.implementation.selective_products else 0.0
         cp_forward, cp_backward = self._cp_exposed(core, core_back)
         seconds = Seconds(
             forward={"compute": computed, "tp": forward_exposed, "cp": cp_forward},

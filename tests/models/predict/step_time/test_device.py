@@ -53,11 +53,25 @@ def test_no_product_beats_peak_or_memory(m: int, n: int, k: int, dtype: str) -> 
 
 
 def test_attention_is_faster_for_longer_rows_and_by_newer_kernels() -> None:
-    rate = H100.attention_tflops
-    assert rate("cudnn", "forward", 128, 2048) == 484
-    assert 484 < rate("cudnn", "forward", 128, 3000) < 518
+    """Rows are bursts, as those of products are: constant load takes the same share of both."""
+    rate, share = H100.attention_tflops, H100.sustained_share
+    assert rate("cudnn", "forward", 128, 2048) == 484 * share
+    assert 484 * share < rate("cudnn", "forward", 128, 3000) < 518 * share
     assert rate("fa2", "forward", 128, 8192) < rate("cudnn", "forward", 128, 8192) < rate("fa3", "forward", 128, 8192)
-    assert load_device("A100-SXM-80GB").attention_tflops("cudnn", "forward", 128, 16384) == 227, "the kernel it has"
+    assert 2 * rate("fa1_triton", "backward", 128, 2048) < rate("fa2", "backward", 128, 2048)
+
+
+def test_a_kernel_without_rows_is_as_fast_as_the_newest_older_one() -> None:
+    a100 = load_device("A100-SXM-80GB")
+    assert a100.attention_tflops("cudnn", "forward", 128, 16384) == 227, "flash attention 2"
+    assert a100.attention_tflops("fa1_triton", "forward", 128, 16384) == 91
+    assert a100.attention_tflops("somebody's", "forward", 128, 16384) == 91, "the slowest"
+
+
+def test_filling_a_tile_takes_as_long_in_fp8() -> None:
+    """So a narrow product gains less from fp8 than a deep one."""
+    narrow, deep = (H100.gemm_tflops(8192, 8192, k, "fp8") / H100.gemm_tflops(8192, 8192, k) for k in (512, 16384))
+    assert narrow < 0.93 * deep
 
 
 def test_a_collective_slows_what_hides_it() -> None:

@@ -101,6 +101,19 @@ def test_what_makes_a_step_longer() -> None:
     assert step(layout(tp=4, pp=2, sp=True, model=WIDE), replace(OURS, exposed_transfers=True)).seconds > base
 
 
+def test_what_software_moves_more_makes_a_step_longer() -> None:
+    """Rotation in float, keys copied per query head, elementwise results made again."""
+    config = layout(model={**WIDE, "num_kv_heads": 8}, recompute={"granularity": "selective"})
+    base = step(config, replace(OURS, selective_products=0.001)).components
+    assert step(config, replace(OURS, selective_products=0.001, rotations=10)).seconds > sum(base.values())
+    assert step(config, replace(OURS, selective_products=0.001, repeats_kv=True)).seconds > sum(base.values())
+    assert base["recompute"] > 0.02 * base["compute"], "though hardly a product is made again"
+    alike = layout(model=WIDE)
+    assert step(alike, replace(OURS, repeats_kv=True)).seconds == step(alike).seconds, (
+        "each query head has its own keys"
+    )
+
+
 def test_a_slow_network_is_exposed() -> None:
     config = layout(tp=2, dp=8, microbatches=1, model=WIDE)
     fast = cluster_of("16xH100")
