@@ -1,4 +1,5 @@
-"""`triaxis plan`: the fastest layouts of a config on a cluster, by predicted step time and memory; no device."""
+"""`triaxis plan`: the fastest layouts of a config on a cluster, by predicted step time and memory, and the predictions against
+published runs; no device."""
 
 import argparse
 import os
@@ -16,6 +17,7 @@ from engine.telemetry.outlets.format import gigabytes
 from launch.planning.memory_text import memory_bar, memory_lines
 from launch.planning.page import render
 from launch.planning.search import Found, Plan, search
+from launch.planning.validate import lines, validate
 from launch.start.command_line import CONFIG, CommandParser, check_counts, refuse
 from models.predict.step_time.cluster import Cluster, cluster_at
 
@@ -23,6 +25,7 @@ EXAMPLES = """examples:
   triaxis plan configs/llama3_8b.yaml --gpus 64xH100
   triaxis plan configs/llama3_8b.yaml --cluster configs/clusters/h100_64.yaml --tokens 15T --out plan.yaml
   triaxis plan configs/llama3_70b.yaml --gpus 64xH100 --page plan.html
+  triaxis plan --validate published_runs.csv
 
 All layouts that keep the rules are timed by a formula, the memory of the fastest is predicted, and the schedules of those that
 fit are simulated. The config's global batch stays; its layout, micro batch, schedule and recomputation are chosen.
@@ -33,10 +36,13 @@ SECONDS_PER_HOUR = 3600
 
 
 def add_arguments(parser: CommandParser) -> None:
-    parser.usage = "triaxis plan CONFIG (--gpus NxGPU | --cluster FILE) [--tokens N] [options] [section.key=value ...]"
+    parser.usage = (
+        "triaxis plan CONFIG (--gpus NxGPU | --cluster FILE) [--tokens N] [options] [section.key=value ...]\n"
+        "       triaxis plan --validate FILE.csv"
+    )
     parser.epilog = EXAMPLES
-    parser.takes(CONFIG, "model and batch of the run")
-    where = parser.add_mutually_exclusive_group(required=True)
+    parser.takes(CONFIG, "model and batch of the run", required=False)
+    where = parser.add_mutually_exclusive_group()
     where.add_argument("--gpus", metavar="NxGPU", help="devices with their usual links, such as 64xH100")
     where.add_argument("--cluster", metavar="FILE", help="a cluster's file, such as configs/clusters/h100_64.yaml")
     parser.add_argument("--tokens", metavar="N", help="budget, such as 15T: its hours and cost are printed")
@@ -47,12 +53,24 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument(
         "--page", type=Path, metavar="FILE", help="write an HTML page there: Pareto plot, memory, schedule, rank map"
     )
+    parser.add_argument(
+        "--validate",
+        type=Path,
+        metavar="FILE.csv",
+        help="compare predictions with the published runs of a table instead",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Search, print the layouts, and write the chosen config; 0. ConfigError where none is legal or fits."""
+    """Search, print the layouts, and write the chosen config, or validate; 0. ConfigError where no layout is legal or fits."""
+    if args.validate is not None:
+        return _validate(args)
     check_counts(top=args.top)
     _check_endings(args)
+    if args.config is None:
+        refuse(["plan needs a config, such as configs/gpt_tiny.yaml, or --validate and a table of published runs."])
+    if args.gpus is None and args.cluster is None:
+        refuse(["plan needs a cluster: give --gpus, such as --gpus 64xH100, or --cluster and its file."])
     tokens = None if args.tokens is None else _tokens(args.tokens)
     cluster = cluster_at(args.gpus or args.cluster)
     config = load_config(args.config, args.overrides, os.environ, world_size=cluster.num_gpus)
@@ -88,6 +106,20 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None:
         _write(args.out, to_yaml(plan.best.config, describe=True))
         console.print(f"wrote {args.out}; train with  bash launch/pretrain_gpt.sh {args.out}")
+    return 0
+
+
+def _validate(args: argparse.Namespace) -> int:
+    """Compare predictions with published runs; the rates are those of shipped devices, so nothing else can be chosen."""
+    others = ("config", "gpus", "cluster", "tokens", "out", "page")
+    if given := [name for name in others if getattr(args, name) is not None] + [*args.overrides]:
+        refuse(
+            [
+                f"--validate reads models and clusters from its table: {', '.join(given)} would have no effect. Leave it out."
+            ]
+        )
+    for line in lines(validate(args.validate)):
+        print(line)
     return 0
 
 
