@@ -14,6 +14,7 @@ from engine.config.load import load_config, to_yaml
 from engine.storage.files import write_atomically
 from engine.storage.redaction import unwritable
 from engine.telemetry.outlets.format import gigabytes
+from launch.planning import standing
 from launch.planning.memory_text import memory_bar, memory_lines
 from launch.planning.page import render
 from launch.planning.search import Found, Plan, search
@@ -38,7 +39,7 @@ SECONDS_PER_HOUR = 3600
 def add_arguments(parser: CommandParser) -> None:
     parser.usage = (
         "triaxis plan CONFIG (--gpus NxGPU | --cluster FILE) [--tokens N] [options] [section.key=value ...]\n"
-        "       triaxis plan --validate FILE.csv"
+        "       triaxis plan --validate FILE.csv [--standing N]"
     )
     parser.epilog = EXAMPLES
     parser.takes(CONFIG, "model and batch of the run", required=False)
@@ -57,7 +58,10 @@ def add_arguments(parser: CommandParser) -> None:
         "--validate",
         type=Path,
         metavar="FILE.csv",
-        help="compare predictions with the published runs of a table instead",
+        help="compare predictions with a table of published runs instead",
+    )
+    parser.add_argument(
+        "--standing", type=int, metavar="N", help="--validate: also search for the layouts published on at most N GPUs"
     )
 
 
@@ -67,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
         return _validate(args)
     check_counts(top=args.top)
     _check_endings(args)
+    if args.standing is not None:
+        refuse(["--standing belongs to --validate: there is no published layout to look for."])
     if args.config is None:
         refuse(["plan needs a config, such as configs/gpt_tiny.yaml, or --validate and a table of published runs."])
     if args.gpus is None and args.cluster is None:
@@ -118,8 +124,12 @@ def _validate(args: argparse.Namespace) -> int:
                 f"--validate reads models and clusters from its table: {', '.join(given)} would have no effect. Leave it out."
             ]
         )
-    for line in lines(validate(args.validate)):
+    found = validate(args.validate)
+    for line in lines(found):
         print(line)
+    if args.standing is not None:
+        for line in standing.lines(list(standing.standings(found.rows, args.standing))):
+            print(line)
     return 0
 
 

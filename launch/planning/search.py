@@ -29,6 +29,7 @@ from models.predict.rank_memory import Memo, Prediction, predict
 from models.predict.recompute_choice import candidates
 from models.predict.step_time.cluster import Cluster
 from models.predict.step_time.estimate import Estimator, StepTime
+from models.predict.step_time.implementation import OURS, Implementation
 from models.specs import num_parameters
 
 SIMULATED = 50
@@ -153,7 +154,9 @@ def layouts(config: Config, cluster: Cluster, plan: Plan) -> Iterator[tuple[Conf
                 yield trial, parallel_sizes(trial)
 
 
-def search(config: Config, cluster: Cluster, *, simulated: int = SIMULATED) -> Plan:
+def search(
+    config: Config, cluster: Cluster, *, simulated: int = SIMULATED, implementation: Implementation = OURS
+) -> Plan:
     """Find the fastest layouts of a run on a cluster.
 
     Args:
@@ -161,11 +164,12 @@ def search(config: Config, cluster: Cluster, *, simulated: int = SIMULATED) -> P
             stays.
         cluster: all of whose devices are used.
         simulated: number of layouts to find.
+        implementation: the software whose steps are timed; memory is this engine's.
 
     Raises:
         ConfigError: no layout is legal, or none fits; the one with the least memory is named.
     """
-    estimator = Estimator(cluster)
+    estimator = Estimator(cluster, implementation)
     plan = Plan(cluster, floor(estimator.device.memory_gb * 1e9 * (1 - MARGIN)))
     order = count()
     waiting = [

@@ -3,6 +3,7 @@
 import csv
 import io
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from engine.errors import ConfigError
 from launch.cli import main
 from launch.planning.published import COLUMNS, Run, device_of, read_runs, setup_of
+from launch.planning.standing import CLOSE, standings
 from launch.planning.validate import RESOLUTION, Pair, Row, Validation, held_bytes, lines, validate
 from models.predict.step_time.implementation import MEGATRON_2021, NEMO, OURS
 
@@ -220,3 +222,35 @@ def test_the_command_prints_the_report_and_needs_nothing_else(
     for words in (["configs/gpt_tiny.yaml"], ["--gpus", "8xH100"], ["parallel.tp=2"]):
         assert main(["plan", "--validate", str(path), *words]) == ConfigError.exit_code
     assert main(["plan"]) == main(["plan", "configs/gpt_tiny.yaml"]) == ConfigError.exit_code
+
+
+SMALL = {
+    "layers": "2",
+    "hidden": "1024",
+    "heads": "8",
+    "kv_heads": "8",
+    "ffn": "4096",
+    "seq": "1024",
+    "vocab": "32000",
+    "model": "GPT",
+    "gpus": "4",
+    "cp": "1",
+    "global_batch": "8",
+}
+
+
+def test_the_planner_finds_published_layouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Data parallelism is the best of a small model, tensor parallelism the worst; a cluster that is too large is left out."""
+    rows = [{**SMALL, "dp": "4"}, {**SMALL, "tp": "4", "dp": "1"}, {"gpus": "64", "dp": "32"}]
+    path = table(tmp_path / "runs.csv", *rows)
+    best, worst = standings(validate(path).rows, 4)
+    assert best.place == 1 and best.slower == 0 and best.is_found
+    assert worst.slower is not None and worst.slower > CLOSE and worst.place is not None and worst.place > 1
+    assert replace(worst, place=6).is_found is False and replace(worst, place=6, slower=0.02).is_found
+    assert replace(worst, place=None, slower=None).is_found is False
+    assert main(["plan", "--validate", str(path), "--standing", "4"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1].startswith("published layouts among the first 5 or within 3 %: ") and printed[-1].endswith(
+        " of 2"
+    )
+    assert main(["plan", "configs/gpt_tiny.yaml", "--gpus", "8xH100", "--standing", "4"]) == ConfigError.exit_code
