@@ -18,13 +18,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from engine.config.layout import layers_fill_stages, sequence_over_cp
+from engine.config.layout import layers_fill_stages, ranks_can_be_listed, sequence_over_cp
 from engine.config.model import (
     ffn_over_tp,
     heads_fill_hidden,
     heads_over_tp,
     kv_heads_over_tp,
     queries_share_keys,
+    sequence_over_tp,
     vocabulary_over_tp,
 )
 from engine.config.plan import parallel_sizes
@@ -54,7 +55,8 @@ GPT2_VOCABULARY = 50257
 
 SHAPES: tuple[Rule, ...] = (
     *(heads_fill_hidden, queries_share_keys, heads_over_tp, kv_heads_over_tp, ffn_over_tp, vocabulary_over_tp),
-    *(layers_fill_stages, sequence_over_cp, batch_is_whole_microbatches, microbatches_can_be_listed),
+    *(sequence_over_tp, sequence_over_cp, layers_fill_stages, ranks_can_be_listed),
+    *(batch_is_whole_microbatches, microbatches_can_be_listed),
 )
 """The rules that hold for any software. Others are of this engine, and stop no prediction of another one's run."""
 

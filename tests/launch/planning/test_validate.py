@@ -119,6 +119,8 @@ def test_rows_that_are_not_scored_say_what_they_lack(published: Validation) -> N
         ({"dp": "", "tp": "3"}, "gpus = 8 is no multiple of tp x pp x cp = 6"),
         ({"ffn": "", "vocab": ""}, "vocab; ffn"),
         ({"heads": "33"}, "a shape that can be: model.hidden_size"),
+        ({"seq": "3", "tp": "4", "cp": "1", "dp": "2"}, "model.seq_length must be a multiple"),
+        ({"gpus": "8000000", "dp": "4000000", "global_batch": "4000000"}, "a shape that can be: parallel"),
         ({"micro_batch": "3"}, "train.global_batch_size must be a multiple"),
         ({"cp": "1", "dp": "", "pp": "8", "vpp": "5"}, "model.num_layers"),
         ({"gpus": "12", "cp": "1", "dp": "12"}, "lacks a cluster: 12 devices do not fill nodes of 8"),
