@@ -73,7 +73,7 @@ def _standing(row: Row) -> Iterator[Standing]:
 def lines(found: Sequence[Standing]) -> Iterator[str]:
     """Yield the places, a line each, and how many are found."""
     for one in found:
-        place = f"more than {SEARCHED} are faster" if one.place is None else f"place {one.place}"
+        place = f"not among the {SEARCHED} fastest" if one.place is None else f"place {one.place}"
         slower = "" if one.slower is None else f", {one.slower:.1%} slower than the first".replace("%", " %")
         yield f"line {one.row.run.line} {one.row.run.name} on {one.row.run.words['gpus']}: {place}{slower}; first: {one.first}"
     count = sum(one.is_found for one in found)
