@@ -271,9 +271,7 @@ def _beyond(rows: Sequence[Row]) -> Iterator[str]:
     )
     others = [error for _, error, name in found if name not in software]
     rest = f"; other software: mean {sum(others) / len(others):.1%} worst {max(others):.1%}" if others else ""
-    yield f"beyond {RESOLUTION:.0%}: {named}; one table of rates stands for software of every year{rest}".replace(
-        "%", " %"
-    )
+    yield f"beyond {RESOLUTION:.0%}: {named}{rest}".replace("%", " %")
 
 
 def _cells(row: Row) -> tuple[str, ...]:
