@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.config.stage_work import head_work, layer_work
 from engine.errors import ConfigError
@@ -148,12 +148,23 @@ def rank_grid(config: "Config", sizes: ParallelSizes, ranks_per_node: int | None
     return RankGrid(sizes, per_node, allow_tp_across_nodes=config.parallel.allow_tp_across_nodes)
 
 
-def stages_of(config: "Config") -> tuple[StageLayers, ...]:
-    """Return the layers of each pipeline stage, in stage order."""
+def stages_of(config: "Config", memo: dict[object, Any] | None = None) -> tuple[StageLayers, ...]:
+    """Return the layers of each pipeline stage, in stage order; `memo`: of other layouts of this model, filled and used."""
+    memo = {} if memo is None else memo
     model, parallel = config.model, config.parallel
     given = parallel.layers_per_stage
-    counts = balance(*_work(config), _ranks(config)) if given == "auto" else given
-    return partition(model.num_layers, parallel.pp, parallel.vpp, counts)
+    key = (
+        "stages",
+        parallel.pp,
+        parallel.vpp,
+        config.schedule.is_v,
+        tuple(given) if isinstance(given, list) else given,
+    )
+    if key not in memo:
+        counts = balance(*_work(config), _ranks(config)) if given == "auto" else given
+        memo[key] = partition(model.num_layers, parallel.pp, parallel.vpp, counts)
+    stages: tuple[StageLayers, ...] = memo[key]
+    return stages
 
 
 def balance_line(config: "Config") -> str:

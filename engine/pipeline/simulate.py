@@ -12,6 +12,7 @@ bandwidth. With measured F, B, W and transfer times this gives the 1F1B bubbles 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from engine.errors import ScheduleError
 from engine.pipeline.actions import Action, Kind, Output, Schedule
@@ -51,8 +52,7 @@ class Costs:
         return self.input_grad[stage] + self.weight_grad[stage]
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
+class Interval(NamedTuple):
     """The time in which an action runs, in the unit of the costs."""
 
     action: Action
@@ -94,32 +94,45 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """
     check_costs(costs, schedule.placement.num_stages)
     placement = schedule.placement
+    last = placement.num_stages - 1
+    rank_of = [placement.rank_of(stage) for stage in range(placement.num_stages)]
+    seconds = {kind: [costs.of(kind, stage) for stage in range(placement.num_stages)] for kind in Kind}
     rows: list[list[Interval]] = [[] for _ in schedule.actions]
-    produced: dict[Output, float] = {}
+    # By (stage, is a forward, microbatch), which a named tuple of the same would make slow.
+    produced: dict[tuple[int, bool, int], float] = {}
     # A rank runs until it needs an output that is not produced yet, and runs on once it is.
-    waiting: dict[Output, int] = {}
+    waiting: dict[tuple[int, bool, int], int] = {}
     runnable = list(range(placement.pp))
     while runnable:
         rank = runnable.pop()
-        row = rows[rank]
+        row, stages = rows[rank], placement.stages_on(rank)
+        now = row[-1].end if row else 0.0
         for action in schedule.actions[rank][len(row) :]:
-            stage = placement.stage_of(rank, action.chunk)
-            source, output = schedule.input_of(stage, action), schedule.output_of(stage, action)
-            start = row[-1].end if row else 0
-            if source is not None:
-                if source not in produced:
-                    waiting[source] = rank
+            kind, chunk, microbatch = action
+            stage, is_forward = stages[chunk], kind is Kind.F
+            # As `Schedule.input_of`.
+            source = stage - 1 if is_forward else stage + 1
+            if 0 <= source <= last and kind is not Kind.W:
+                needed = source, is_forward, microbatch
+                if needed not in produced:
+                    waiting[needed] = rank
                     break
-                is_local = placement.rank_of(source.stage) == rank
-                start = max(start, produced[source] + (0 if is_local else costs.transfer))
-            end = start + costs.of(action.kind, stage)
-            row.append(Interval(action, start, end))
-            if output is not None:
+                arrival = produced[needed] + (0 if rank_of[source] == rank else costs.transfer)
+                now = max(now, arrival)
+            end = now + seconds[kind][stage]
+            row.append(Interval(action, now, end))
+            now = end
+            if kind is not Kind.W:
+                output = stage, is_forward, microbatch
                 produced[output] = end
                 if output in waiting:
                     runnable.append(waiting.pop(output))
     if waiting:
-        raise ScheduleError(_stuck(schedule, rows, waiting))
+        stuck = {
+            Output(stage, Kind.F if is_forward else Kind.B, microbatch): rank
+            for (stage, is_forward, microbatch), rank in waiting.items()
+        }
+        raise ScheduleError(_stuck(schedule, rows, stuck))
     return Timeline(schedule, tuple(tuple(row) for row in rows))
 
 

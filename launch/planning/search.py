@@ -172,8 +172,9 @@ def search(
     estimator = Estimator(cluster, implementation)
     plan = Plan(cluster, floor(estimator.device.memory_gb * 1e9 * (1 - MARGIN)))
     order = count()
+    memo: Memo = {}
     waiting = [
-        _Waiting(estimator.closed_form(trial, sizes), next(order), trial, sizes)
+        _Waiting(estimator.closed_form(trial, sizes, memo=memo), next(order), trial, sizes)
         for trial, sizes in layouts(config, cluster, plan)
     ]
     plan.num_legal = len(waiting)
@@ -183,7 +184,7 @@ def search(
             [f"no layout on {cluster.num_gpus} devices is legal; rules are broken about {broken}. Change these fields."]
         )
     heapq.heapify(waiting)
-    memo: Memo = {}
+    num_params = num_parameters(config.model)
     ruled_out = _RuledOut()
     closest: tuple[int, str] | None = None
     while waiting and len(plan.found) < simulated:
@@ -191,7 +192,7 @@ def search(
         if fastest.choices is None and ruled_out.holds(fastest):
             plan.num_too_large += 1
             continue
-        held = fastest.least_state(plan.usable_bytes)
+        held = fastest.least_state(num_params, plan.usable_bytes)
         memory = None if held else predict(fastest.config, fastest.sizes, memo=memo)
         if memory is not None and memory.fullest.total <= plan.usable_bytes:
             plan.found.append(Found(fastest.config, fastest.sizes, fastest.time, memory))
@@ -200,7 +201,7 @@ def search(
             # With everything recomputed it holds least: if that is too much, no choice between needs a look.
             memory = predict(fastest.most_recomputed(), fastest.sizes, memo=memo)
         may_fit = memory is not None and (fastest.choices is not None or memory.fullest.total <= plan.usable_bytes)
-        if may_fit and (again := fastest.next_recomputed(estimator)) is not None:
+        if may_fit and (again := fastest.next_recomputed(estimator, memo)) is not None:
             heapq.heappush(waiting, again)
             continue
         plan.num_too_large += 1
@@ -220,7 +221,8 @@ def search(
             ]
         )
     plan.found = [
-        Found(one.config, one.sizes, estimator.simulated(one.config, one.sizes), one.memory) for one in plan.found
+        Found(one.config, one.sizes, estimator.simulated(one.config, one.sizes, memo=memo), one.memory)
+        for one in plan.found
     ]
     plan.found.sort(key=lambda one: one.time.seconds)
     return plan
@@ -265,12 +267,12 @@ class _Waiting:
     def __lt__(self, other: "_Waiting") -> bool:
         return (self.time.seconds, self.number) < (other.time.seconds, other.number)
 
-    def least_state(self, usable: int) -> int:
+    def least_state(self, num_params: int, usable: int) -> int:
         """Return the bytes of an even share of parameters, gradients and optimizer state if those alone are too many; else 0."""
         element = 2 if self.config.precision.dtype in ("bf16", "fp16") else 4
         gradient = 2 if self.config.precision.gradients == "bf16" else 4
         sizes = self.sizes
-        numel = num_parameters(self.config.model) // (sizes.tp * sizes.pp)
+        numel = num_params // (sizes.tp * sizes.pp)
         # Moments in 16 bits and split masters are the least that an optimizer can have.
         least = numel * (element + gradient) + numel * 4 // sizes.dp_cp
         return least if least > usable else 0
@@ -280,7 +282,7 @@ class _Waiting:
         *_, most = candidates(self.config, self.sizes)
         return self.config.model_copy(update={"recompute": most})
 
-    def next_recomputed(self, estimator: Estimator) -> "_Waiting | None":
+    def next_recomputed(self, estimator: Estimator, memo: Memo) -> "_Waiting | None":
         """Return the layout with the next choice of recomputation; None where there is none."""
         if self.choices is None:
             self.choices = candidates(self.config, self.sizes)
@@ -289,7 +291,9 @@ class _Waiting:
         if choice is None:
             return None
         config = self.config.model_copy(update={"recompute": choice})
-        return _Waiting(estimator.closed_form(config, self.sizes), self.number, config, self.sizes, self.choices)
+        return _Waiting(
+            estimator.closed_form(config, self.sizes, memo=memo), self.number, config, self.sizes, self.choices
+        )
 
 
 def _divisors(number: int) -> list[int]:

@@ -278,29 +278,40 @@ def paper_per_token(terms: Sequence[Term]) -> Fraction:
     return sum((term.paper for term in terms), Fraction(0))
 
 
-def kept_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) -> int:
-    """Return the bytes that one microbatch keeps on one stage's device for its backward."""
-    return _bytes(config, end_terms(config, sizes, stage)) + sum(group.kept for group in _groups(config, sizes, stage))
+def kept_bytes(
+    config: Config, sizes: ParallelSizes, stage: StageContents, groups: "Sequence[LayerGroup] | None" = None
+) -> int:
+    """Return the bytes that one microbatch keeps on one stage's device for its backward.
+
+    Args:
+        groups: the stage's `layer_groups`, of a caller that has them.
+    """
+    groups = layer_groups(config, sizes, stage) if groups is None else groups
+    return _bytes(config, end_terms(config, sizes, stage)) + sum(group.kept for group in groups)
 
 
-def moved_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) -> int:
-    """Return the bytes that one microbatch keeps in host memory for its backward."""
-    return sum(group.moved for group in _groups(config, sizes, stage))
+def moved_bytes(
+    config: Config, sizes: ParallelSizes, stage: StageContents, groups: "Sequence[LayerGroup] | None" = None
+) -> int:
+    """Return the bytes that one microbatch keeps in host memory for its backward; `groups` as above."""
+    return sum(group.moved for group in (layer_groups(config, sizes, stage) if groups is None else groups))
 
 
-def forward_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) -> int:
-    """Return the most bytes that one microbatch keeps on one stage's device while its forward runs.
+def forward_bytes(
+    config: Config, sizes: ParallelSizes, stage: StageContents, groups: "Sequence[LayerGroup] | None" = None
+) -> int:
+    """Return the most bytes that one microbatch keeps on one stage's device while its forward runs; `groups` as above.
 
     What a layer moves to the host stays until the layer above it is done, or the chunk.
     """
-    groups = _groups(config, sizes, stage)
+    groups = layer_groups(config, sizes, stage) if groups is None else groups
     most = kept = _bytes(config, [term for term in end_terms(config, sizes, stage) if term.module not in HEAD_MODULES])
     below = _NOTHING
     for group in groups:
         kept += group.kept
         most = max(most, kept + group.moved + below.moved)
         below = group
-    return max(most, kept_bytes(config, sizes, stage) + below.moved + _logits_at_a_time(config, sizes, stage))
+    return max(most, kept_bytes(config, sizes, stage, groups) + below.moved + _logits_at_a_time(config, sizes, stage))
 
 
 def deferred_terms(config: Config, sizes: ParallelSizes) -> list[Term]:
@@ -336,14 +347,13 @@ def deferred_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) -
     return len(stage.layers) * _bytes(config, deferred_terms(config, sizes))
 
 
-def _waiting(config: Config, sizes: ParallelSizes, layer: int, below: Sequence[int]) -> tuple[int, int]:
+def _waiting(config: Config, sizes: ParallelSizes, layer: int, *, is_last_use: bool) -> tuple[int, int]:
     """Return (the bytes that a layer's weight gradients wait with, how far its backward is above what it kept at most).
 
     From the last GEMM to the first, operands that wait are added, and what the layer kept between two GEMMs is gone. An input
-    waits in the place of the kept one, unless it was made again. Layers `below` in the stage may share its table of rotation.
+    waits in the place of the kept one, unless it was made again. The table of rotation is gone with its `is_last_use` in a stage.
     """
     kept, waiting = block_terms(config, sizes, layer), deferred_terms(config, sizes)
-    rotary = config.model.layer_kind(layer).rotary
     has_input = {term.module for term in kept if term.tensor == "input" and term.ours}
     behind = {"mlp.down": "mlp", "mlp.up": "mlp_norm", "attention.proj": "attention", "attention.qkv": "attention_norm"}
     above = most = 0
@@ -354,13 +364,30 @@ def _waiting(config: Config, sizes: ParallelSizes, layer: int, below: Sequence[i
         above += _bytes(config, made_again)
         most = max(most, above)
         above -= _bytes(config, [term for term in kept if term.module == freed])
-        is_last_use = freed == "attention" and all(rotary != config.model.layer_kind(other).rotary for other in below)
-        above -= _bytes(config, _tables(config, Sizes.of(config, sizes), [layer])) if is_last_use else 0
+        if freed == "attention" and is_last_use:
+            above -= _bytes(config, _tables(config, Sizes.of(config, sizes), [layer]))
     return _bytes(config, waiting), most
 
 
-def backward_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) -> int:
-    """Return the most bytes that one microbatch keeps on one stage while its backward runs, recomputation included.
+def _all_waiting(config: Config, sizes: ParallelSizes, layers: Sequence[int]) -> list[tuple[int, int]]:
+    """Return `_waiting` of each layer of a stage; layers of a kind share it, and layers below may share a table of rotation."""
+    kinds, known, found = config.model.kinds, dict[tuple[LayerKind, bool], tuple[int, int]](), []
+    seen: set[Rotary | None] = set()
+    for layer in layers:
+        key = kinds[layer], kinds[layer].rotary not in seen
+        seen.add(kinds[layer].rotary)
+        if key not in known:
+            known[key] = _waiting(config, sizes, layer, is_last_use=key[1])
+        found.append(known[key])
+    return found
+
+
+def backward_bytes(
+    config: Config, sizes: ParallelSizes, stage: StageContents, groups: "Sequence[LayerGroup] | None" = None
+) -> int:
+    """Return the most bytes that one microbatch keeps on one stage while its backward runs; `groups` as above.
+
+    Recomputation is included.
 
     The backward goes from the head to the embedding and frees what it has used. When a layer's begins, what it has moved to the
     host has come back, and what the layer below has moved is on its way.
@@ -368,12 +395,12 @@ def backward_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) -
     ends = end_terms(config, sizes, stage)
     # The mask is the batch's own.
     head = _bytes(config, [term for term in ends if term.module in HEAD_MODULES and term.tensor != LOSS_MASK])
-    groups = _groups(config, sizes, stage)
-    kept = kept_bytes(config, sizes, stage)
+    groups = layer_groups(config, sizes, stage) if groups is None else groups
+    kept = kept_bytes(config, sizes, stage, groups)
     # With deferred weight gradients each group is a layer.
     layers: list[tuple[int, int]] = []
     if config.schedule.defers_weight_gradients:
-        layers = [_waiting(config, sizes, layer, stage.layers[:index]) for index, layer in enumerate(stage.layers)]
+        layers = _all_waiting(config, sizes, stage.layers)
     most = kept + (groups[-1].moved if groups else 0) + _logits_at_a_time(config, sizes, stage)
     kept -= head
     for index in reversed(range(len(groups))):
@@ -386,7 +413,7 @@ def backward_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) -
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class LayerGroup:
     """Bytes of layers that are kept or recomputed together: between forward and backward, in the backward, and on the host."""
 
     kept: int
@@ -394,14 +421,15 @@ class _Group:
     moved: int = 0
 
 
-_NOTHING = _Group(0, 0)
+_NOTHING = LayerGroup(0, 0)
 
 
-def _groups(config: Config, sizes: ParallelSizes, stage: StageContents) -> list[_Group]:
+def layer_groups(config: Config, sizes: ParallelSizes, stage: StageContents) -> list[LayerGroup]:
     """List the layers of a stage in order, as `GPTChunk` groups them."""
     at, recompute, num_layers = Sizes.of(config, sizes), config.recompute, len(stage.layers)
     assert recompute.granularity != "auto", "models.predict.rank_memory.resolve_recompute comes first"
-    kinds = [config.model.layer_kind(layer) for layer in stage.layers]
+    every = config.model.kinds
+    kinds = [every[layer] for layer in stage.layers]
     # What a layer keeps if nothing of it is recomputed, and so while its backward runs after it was recomputed whole.
     plain = {kind: _all_terms(config, sizes, kind, is_core_again=False) for kind in set(kinds)}
     entry = Term("attention_norm", "input", Fraction(0), at.w * at.h * at.shard)
@@ -417,18 +445,23 @@ def _groups(config: Config, sizes: ParallelSizes, stage: StageContents) -> list[
         stop = min(start + size, num_again)
         in_backward = sum(_bytes(config, plain[kind]) for kind in kinds[start:stop])
         in_backward += _bytes(config, _tables(config, at, stage.layers[start:stop]))
-        groups.append(_Group(_bytes(config, [entry]) - moved, in_backward, moved))
+        groups.append(LayerGroup(_bytes(config, [entry]) - moved, in_backward, moved))
     seen: set[Rotary | None] = set()
+    of_kind = {kinds[start]: stage.layers[start] for start in range(num_again, num_layers)}
+    kept = {kind: block_terms(config, sizes, layer) for kind, layer in of_kind.items()}
+    most = {
+        kind: (_bytes(config, terms), _in_attention(config, at, kind, terms, plain[kind]))
+        for kind, terms in kept.items()
+    }
     for start in range(num_again, num_layers):
         kind = kinds[start]
-        terms = block_terms(config, sizes, stage.layers[start])
-        layer, in_core = _bytes(config, terms), _in_attention(config, at, kind, terms, plain[kind])
+        terms, (layer, in_core) = kept[kind], most[kind]
         moved = _moved(config, at, terms, start, stage)
         # The first layer that keeps a table keeps it for all.
         is_first = again and kind.rotary not in seen
         outside = _bytes(config, _tables(config, at, stage.layers[start : start + 1])) if is_first else 0
         seen.add(kind.rotary)
-        groups.append(_Group(outside + layer - moved, outside + max(layer, in_core), moved))
+        groups.append(LayerGroup(outside + layer - moved, outside + max(layer, in_core), moved))
     return groups
 
 
@@ -483,7 +516,8 @@ def _logits_at_a_time(config: Config, sizes: ParallelSizes, stage: StageContents
 
 def _tables(config: Config, at: Sizes, layers: Sequence[int]) -> list[Term]:
     """List the tables of cosines and sines of some layers: one for each kind of rotation among them."""
-    rotaries = dict.fromkeys(config.model.layer_kind(layer).rotary for layer in layers)
+    kinds = config.model.kinds
+    rotaries = dict.fromkeys(kinds[layer].rotary for layer in layers)
     return [
         Term("attention", "tables of rotation", Fraction(0), Fraction(2 * at.acc * rotary.dim))
         for rotary in rotaries

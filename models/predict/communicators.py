@@ -37,9 +37,9 @@ def communicator_bytes(sizes: ParallelSizes, kv_heads: int | None) -> tuple[int,
     Args:
         kv_heads: key/value heads of the model; None: as many as query heads.
     """
-    # Which axes share a group, and which neighbours a rank has, depends on dp only up to 2 and on pp only up to 3. So a small
-    # grid represents a large one, whose groups would take long to list.
-    small = replace(sizes, pp=min(sizes.pp, 3), dp=min(sizes.dp, 2))
+    # Which axes share a group, and which neighbours a rank has, depends on dp and cp only up to 2 and on pp only up to 3. So a
+    # small grid represents a large one, whose groups would take long to list.
+    small = replace(sizes, pp=min(sizes.pp, 3), dp=min(sizes.dp, 2), cp=min(sizes.cp, 2))
     grid = RankGrid(small, allow_tp_across_nodes=True)
     by_stage = [
         sum(connections_of(axes, len(ranks)) for ranks, axes in communicators(grid, grid.rank(pp=pp), kv_heads))

@@ -12,16 +12,15 @@ Not in it: what an operator needs while it runs, CUDA's context, an allocator's 
 are exact, activations and messages as exact as their formulas.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from engine.config.activations import RecomputeConfig
-from engine.config.attention_kinds import LayerKind
 from engine.config.context_parallel import gathers_keys
 from engine.config.layout import ScheduleConfig
 from engine.config.optimizer_kinds import OPTIMIZERS
-from engine.config.plan import batch_plan, local_seq_length, parallel_sizes, stages_of
+from engine.config.plan import batch_plan, local_seq_length, parallel_sizes, placement_of, stages_of
 from engine.config.section import with_value
 from engine.config.tree import Config, problems
 from engine.errors import ConfigError
@@ -30,7 +29,7 @@ from engine.layout.partition import StageLayers
 from engine.layout.rank_grid import ParallelSizes
 from engine.layout.shard_spec import ParamRecord, localize
 from engine.pipeline import schedules
-from engine.pipeline.actions import Action, Kind
+from engine.pipeline.actions import Kind
 from models.predict.activation_memory import (
     BYTES_PER_ELEMENT,
     accumulation_bytes,
@@ -38,9 +37,11 @@ from models.predict.activation_memory import (
     deferred_bytes,
     forward_bytes,
     kept_bytes,
+    layer_groups,
     moved_bytes,
 )
 from models.predict.communicators import communicator_bytes
+from models.predict.in_flight import Peak, peaks_of
 from models.predict.recompute_choice import ATTENTION, MLP, candidates, choice_for_layers, worthwhile_parts
 from models.specs import stage_specs
 
@@ -203,70 +204,105 @@ class _State:
 
 @dataclass(frozen=True, slots=True)
 class _Contents:
-    """Contents of a stage as far as bytes depend on them: stages that are equal in this hold the same."""
+    """Contents of a stage as far as bytes depend on them: stages that are equal in this hold the same.
 
-    layers: tuple[LayerKind, ...]
+    Attributes:
+        layers: numbers of their kinds.
+    """
+
+    layers: tuple[int, ...]
     has_embedding: bool
     has_head: bool
 
     @classmethod
-    def of(cls, stage: StageLayers, kinds: Sequence[LayerKind]) -> "_Contents":
-        """Build the record of a stage from the kinds of all layers of the model."""
-        return cls(tuple(kinds[layer] for layer in stage.layers), stage.has_embedding, stage.has_head)
+    def of(cls, stage: StageLayers, kinds: Sequence[int]) -> "_Contents":
+        """Build the record of a stage from the numbers of the kinds of all layers of the model."""
+        return cls(tuple(kinds[stage.layers.start : stage.layers.stop]), stage.has_embedding, stage.has_head)
 
 
 @dataclass(frozen=True, slots=True)
 class _Pipeline:
-    """The part of a prediction that does not depend on what is recomputed: the stages, actions and state of each pipeline rank."""
+    """The part of a prediction that does not depend on what is recomputed: the stages and state of each pipeline rank.
+
+    Attributes:
+        contents: of the stages of each rank, and one stage with each.
+    """
 
     sizes: ParallelSizes
-    mine: tuple[tuple[StageLayers, ...], ...]
-    rows: Sequence[Sequence[Action]]
+    contents: tuple[tuple[_Contents, ...], ...]
+    examples: Mapping[_Contents, StageLayers]
     states: tuple[_State, ...]
 
     @classmethod
     def of(cls, config: Config, sizes: ParallelSizes, memo: Memo | None = None) -> "_Pipeline":
-        schedule = schedules.of_config(config, sizes.pp, sizes.vpp, _as_full(config, sizes))
-        stages = stages_of(config)
-        mine = tuple(tuple(stages[stage] for stage in schedule.placement.stages_on(pp)) for pp in range(sizes.pp))
-        kinds = config.model.kinds
-        held = [tuple(_Contents.of(stage, kinds) for stage in chunks) for chunks in mine]
         memo = {} if memo is None else memo
+        stages, placement = stages_of(config, memo), placement_of(config)
+        mine = [tuple(stages[stage] for stage in placement.stages_on(pp)) for pp in range(sizes.pp)]
+        # Records of kinds take long to hash.
+        numbers = {kind: number for number, kind in enumerate(dict.fromkeys(config.model.kinds))}
+        kinds = [numbers[kind] for kind in config.model.kinds]
+        contents = tuple(tuple(_Contents.of(stage, kinds) for stage in chunks) for chunks in mine)
+        examples = {
+            one: stage
+            for each, chunks in zip(contents, mine, strict=True)
+            for one, stage in zip(each, chunks, strict=True)
+        }
         layout = ("state", sizes.tp, sizes.dp_cp, config.parallel.sequence_parallel)
-        for one, chunks in zip(held, mine, strict=True):
+        for one, chunks in zip(contents, mine, strict=True):
             if (*layout, one) not in memo:
                 memo[*layout, one] = _state(config, sizes, chunks)
-        return cls(sizes, mine, schedule.actions, tuple(memo[*layout, one] for one in held))
+        return cls(sizes, contents, examples, tuple(memo[*layout, one] for one in contents))
 
     def memory(self, config: Config, *, nccl: bool, memo: Memo | None = None) -> tuple[Memory, ...]:
         """Predict the memory of each pipeline rank with what `config` recomputes and offloads."""
-        sizes, kinds = self.sizes, config.model.kinds
-        contents = {_Contents.of(stage, kinds): stage for chunks in self.mine for stage in chunks}
+        sizes = self.sizes
         memo = {} if memo is None else memo
         layout = (sizes.tp, sizes.cp, config.parallel.sequence_parallel, config.train.micro_batch_size)
         choice = config.schedule.defers_weight_gradients, config.recompute.model_dump_json()
         held: dict[_Contents, _Held] = {}
-        for one, stage in contents.items():
+        for one, stage in self.examples.items():
             key = ("held", layout, choice, one)
             if key not in memo:
                 memo[key] = _Held.of(config, sizes, stage)
             held[one] = memo[key]
-        communicators = communicator_bytes(sizes, config.model.kv_heads) if nccl else (0,) * sizes.pp
+        connected = "communicators", sizes
+        if connected not in memo:
+            memo[connected] = communicator_bytes(sizes, config.model.kv_heads)
+        communicators: tuple[int, ...] = memo[connected] if nccl else (0,) * sizes.pp
+        message = _message_bytes(config)
         found = []
-        for pp, (chunks, row, state) in enumerate(zip(self.mine, self.rows, self.states, strict=True)):
-            activations, host = _most_activations([held[_Contents.of(stage, kinds)] for stage in chunks], row)
+        for pp, (chunks, peaks, state) in enumerate(
+            zip(self.contents, self._peaks(config, memo), self.states, strict=True)
+        ):
+            activations, host = _most_activations([held[one] for one in dict.fromkeys(chunks)], peaks)
             found.append(
                 Memory(
                     state.parameters,
                     state.gradients,
                     state.optimizer,
                     activations,
-                    _most_messages(sizes, pp) * _message_bytes(config),
+                    _most_messages(sizes, pp) * message,
                     communicators[pp],
                     host,
                 )
             )
         return tuple(found)
+
+    def _peaks(self, config: Config, memo: Memo) -> list[tuple[Peak, ...]]:
+        """Return the peaks of each pipeline rank; its chunks are numbered by their contents."""
+        sizes, num_microbatches = self.sizes, _as_full(config, self.sizes)
+        numbers = [
+            tuple(list(dict.fromkeys(chunks)).index(one) for one in chunks) if len(chunks) > 1 else (0,)
+            for chunks in self.contents
+        ]
+        schedule = "peaks", schedules.title(config), sizes.pp, sizes.vpp, num_microbatches
+        keys = [(*schedule, pp, chunks) for pp, chunks in enumerate(numbers)]
+        if any(key not in memo for key in keys):
+            rows = schedules.of_config(config, sizes.pp, sizes.vpp, num_microbatches).actions
+            for key, row, chunks in zip(keys, rows, numbers, strict=True):
+                if key not in memo:
+                    memo[key] = peaks_of(row, chunks)
+        return [memo[key] for key in keys]
 
 
 def _as_full(config: Config, sizes: ParallelSizes) -> int:
@@ -344,8 +380,9 @@ class _Held:
 
     @classmethod
     def of(cls, config: Config, sizes: ParallelSizes, stage: StageLayers) -> "_Held":
-        functions = (kept_bytes, moved_bytes, forward_bytes, backward_bytes, deferred_bytes)
-        kept, moved, forward, backward, deferred = (function(config, sizes, stage) for function in functions)
+        groups, functions = layer_groups(config, sizes, stage), (kept_bytes, moved_bytes, forward_bytes, backward_bytes)
+        kept, moved, forward, backward = (function(config, sizes, stage, groups) for function in functions)
+        deferred = deferred_bytes(config, sizes, stage)
         # A file may mix B with I and W, where a name has one of both.
         whole = backward
         if config.schedule.file is not None and config.schedule.defers_weight_gradients:
@@ -354,23 +391,19 @@ class _Held:
         return cls(kept, moved, forward, backward, deferred, whole)
 
 
-def _most_activations(chunks: Sequence[_Held], row: Sequence[Action]) -> tuple[int, int]:
-    """Find the most that microbatches keep at one time on the rank with these chunks, over its actions: (device, host)."""
-    live = most = host = most_host = 0
-    for action in row:
-        held = chunks[action.chunk]
-        if action.kind is Kind.F:
-            most = max(most, live + held.in_forward)
-            live += held.kept
-            host += held.moved
-            most_host = max(most_host, host)
-        elif action.kind is Kind.W:
-            live -= held.deferred
-        else:
-            live -= held.kept
-            most = max(most, live + (held.in_backward if action.kind is Kind.I else held.in_whole_backward))
-            live += held.deferred if action.kind is Kind.I else 0
-            host -= held.moved
+def _most_activations(held: Sequence[_Held], peaks: Sequence[Peak]) -> tuple[int, int]:
+    """Find the most that microbatches keep at one time on a rank: (device, host); `held` by number of contents."""
+    most = most_host = 0
+    for kind, stage, kept, deferred in peaks:
+        one = held[stage]
+        during = one.in_forward if kind is Kind.F else one.in_backward if kind is Kind.I else one.in_whole_backward
+        beside = sum(each.kept * count for each, count in zip(held, kept, strict=True))
+        beside += sum(each.deferred * count for each, count in zip(held, deferred, strict=True))
+        most = max(most, beside + during)
+        if kind is Kind.F:
+            most_host = max(
+                most_host, one.moved + sum(each.moved * count for each, count in zip(held, kept, strict=True))
+            )
     return most, most_host
 
 

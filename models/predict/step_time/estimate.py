@@ -14,28 +14,20 @@ Bubbles, F, I and W the seconds of a rank's layers on one microbatch, of the mea
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from engine.config.attention_kinds import LayerKind
-from engine.config.plan import batch_plan, rank_grid, stages_of
+from engine.config.plan import batch_plan, rank_grid
 from engine.config.tree import Config
 from engine.data.document_statistics import DocumentStatistics
 from engine.layout.partition import StageLayers
 from engine.layout.rank_grid import ParallelSizes
 from engine.pipeline import schedules
-from engine.pipeline.actions import Placement
 from engine.pipeline.simulate import Costs, simulate
-from models.predict.rank_memory import resolve_recompute
+from models.predict.rank_memory import Memo, resolve_recompute
 from models.predict.step_time.cluster import Cluster
-from models.predict.step_time.facts import (
-    activation_bytes,
-    element_bytes,
-    head_gemm,
-    layer_work,
-    recomputed_layers,
-    stage_parameters,
-)
+from models.predict.step_time.facts import activation_bytes, element_bytes
 from models.predict.step_time.implementation import OURS, Implementation
-from models.predict.step_time.layer import LayerTimer, Seconds, total
+from models.predict.step_time.layer import Seconds, total
 from models.predict.step_time.links import Links
+from models.predict.step_time.stage import Cut, StageTimer, Timed, timer_key
 
 SIMULATED_ROUNDS = 3
 """Microbatches that are simulated, in units of pp; a longer step goes on at the pace of the last round."""
@@ -76,7 +68,12 @@ class Estimator:
         self.device = cluster.load_device()
 
     def closed_form(
-        self, config: Config, sizes: ParallelSizes, documents: DocumentStatistics | None = None
+        self,
+        config: Config,
+        sizes: ParallelSizes,
+        documents: DocumentStatistics | None = None,
+        *,
+        memo: Memo | None = None,
     ) -> StepTime:
         """Predict a step by formula.
 
@@ -84,19 +81,28 @@ class Estimator:
             config: of a run that breaks no rule.
             sizes: of every axis.
             documents: within which tokens attend; None: across them.
+            memo: of earlier predictions of this run with these documents, in other layouts, batches and recomputations; filled and
+                used.
 
         Raises:
             ConfigError: the device has no rate for the run's dtype, or as `resolve_recompute`.
         """
         if config.schedule.file is not None:
             # Only a named schedule has a formula.
-            return self.simulated(config, sizes, documents)
-        step = _Step(self, config, sizes, documents)
+            return self.simulated(config, sizes, documents, memo=memo)
+        step = _Step(self, config, sizes, documents, memo)
         return step.result(*step.by_formula())
 
-    def simulated(self, config: Config, sizes: ParallelSizes, documents: DocumentStatistics | None = None) -> StepTime:
+    def simulated(
+        self,
+        config: Config,
+        sizes: ParallelSizes,
+        documents: DocumentStatistics | None = None,
+        *,
+        memo: Memo | None = None,
+    ) -> StepTime:
         """Predict a step by running its schedule through the event simulator; arguments and errors as `closed_form`."""
-        step = _Step(self, config, sizes, documents)
+        step = _Step(self, config, sizes, documents, memo)
         return step.result(*step.by_simulation())
 
     def simulated_ranks(
@@ -118,50 +124,45 @@ class _Step:
     """One step of one layout."""
 
     def __init__(
-        self, estimator: Estimator, config: Config, sizes: ParallelSizes, documents: DocumentStatistics | None
+        self,
+        estimator: Estimator,
+        config: Config,
+        sizes: ParallelSizes,
+        documents: DocumentStatistics | None,
+        memo: Memo | None = None,
     ) -> None:
         self.config, self.sizes = resolve_recompute(config, sizes), sizes
         self.implementation, self.device = estimator.implementation, estimator.device
+        memo = {} if memo is None else memo
         self.links = Links(
-            estimator.cluster, self.device, rank_grid(self.config, sizes, estimator.cluster.gpus_per_node)
+            estimator.cluster, self.device, rank_grid(self.config, sizes, estimator.cluster.gpus_per_node), memo
         )
-        self.timer = LayerTimer(self.config, sizes, self.device, self.links, self.implementation)
-        self.documents, self.kinds = documents, self.config.model.kinds
-        self._layers: dict[tuple[LayerKind, bool], Seconds] = {}
-        self.stages = stages_of(self.config)
+        key = timer_key(self.config, sizes)
+        if key not in memo:
+            memo[key] = StageTimer(self.config, sizes, self.device, self.links, self.implementation, documents)
+        timer: StageTimer = memo[key]
+        self.timer = timer.layer_timer
+        self.cut = Cut.of(self.config, memo)
         self.num_microbatches = batch_plan(self.config, sizes.dp).num_microbatches
         self.schedule = schedules.resolve(self.config.schedule.name, sizes.vpp)
-        self.placement = Placement(sizes.pp, sizes.vpp, sizes.is_v)
-        self.parameters = stage_parameters(self.config, sizes, self.stages, self.placement)
-        self.seconds = [self._stage(stage) for stage in self.stages]
-        self.ranks = [self._rank(rank) for rank in range(sizes.pp)]
+        self.ranks = [timer.rank(contents) for _, contents in self.cut.ranks]
+        self.parameters = [rank.parameters for rank in self.ranks]
+        self._timer, self._waits = timer, self._gathers_in_passes or self.implementation.exposed_transfers
+        if self._waits:
+            self.ranks = [self._rank(rank) for rank in range(sizes.pp)]
         self.slowest = max(range(sizes.pp), key=lambda rank: self.ranks[rank].total)
 
-    def _stage(self, stage: StageLayers) -> Seconds:
+    def _stage(self, stage: int) -> Timed:
+        """Return the seconds of a stage, with what its passes wait for of the links over dp and pp."""
+        timed = self._timer.stage(self.cut.contents[stage])
+        if not self._waits:
+            return timed
         seconds = Seconds()
-        again = recomputed_layers(self.config, stage)
-        by_kind: dict[tuple[LayerKind, bool], list[int]] = {}
-        for place, layer in enumerate(stage.layers):
-            by_kind.setdefault((self.kinds[layer], place < again), []).append(layer)
-        for (_, recomputed), layers in by_kind.items():
-            seconds.add(self._layer(layers[0], recomputed), len(layers))
-        if stage.has_embedding:
-            seconds.add(self.timer.embedding())
-        if stage.has_head:
-            seconds.add(self.timer.head(head_gemm(self.config, self.sizes)))
-        self._sharded_parameters(seconds, stage)
+        seconds.add(timed.seconds)
+        self._sharded_parameters(seconds, self.cut.stages[stage])
         if self.implementation.exposed_transfers and self.sizes.pp > 1:
-            exposed = Seconds({"transfers": self._transfer()}, {"transfers": self._transfer()}, {})
-            seconds.add(exposed)
-        return seconds
-
-    def _layer(self, layer: int, recomputed: bool) -> Seconds:
-        """Return the seconds of a layer; all of its kind take the same."""
-        key = self.kinds[layer], recomputed
-        if key not in self._layers:
-            work = layer_work(self.config, self.sizes, self.implementation, layer, self.documents)
-            self._layers[key] = self.timer.layer(work, recomputed=recomputed)
-        return self._layers[key]
+            seconds.add(Seconds({"transfers": self._transfer()}, {"transfers": self._transfer()}, {}))
+        return Timed.of(seconds, timed.parameters)
 
     def _sharded_parameters(self, seconds: Seconds, stage: StageLayers) -> None:
         """Add what gathering parameters in each pass, and reducing gradients after each backward, takes beyond the pass."""
@@ -190,11 +191,11 @@ class _Step:
         """Return whether parameters are gathered for each pass: with pipeline stages they are kept from the first on."""
         return self.implementation.shards == "parameters" and self.sizes.pp == 1 and self.sizes.dp_cp > 1
 
-    def _rank(self, rank: int) -> Seconds:
+    def _rank(self, rank: int) -> Timed:
         seconds = Seconds()
-        for stage in self.placement.stages_on(rank):
-            seconds.add(self.seconds[stage])
-        return seconds
+        for stage in self.cut.ranks[rank][0]:
+            seconds.add(self._stage(stage).seconds)
+        return Timed.of(seconds, self.parameters[rank])
 
     def _transfer(self) -> float:
         """Return the seconds of a message between stages."""
@@ -209,8 +210,9 @@ class _Step:
 
     def costs(self) -> Costs:
         """Return the durations of every stage's actions."""
-        passes = [[sum(part.values()) for part in seconds.passes] for seconds in self.seconds]
-        forward, input_grad, weight_grad = zip(*passes, strict=True)
+        forward, input_grad, weight_grad = zip(
+            *(self._stage(stage).passes for stage in range(len(self.cut.stages))), strict=True
+        )
         transfer = 0.0 if self.implementation.exposed_transfers else self._transfer()
         return Costs(forward, input_grad, weight_grad, transfer)
 
@@ -219,9 +221,8 @@ class _Step:
         p, v = self.sizes.pp, self.sizes.vpp
         if p == 1:
             return 0.0, 0.0
-        others = [self.ranks[rank] for rank in range(p) if rank != self.slowest]
-        passes = [sum(sum(seconds.passes[place].values()) for seconds in others) for place in range(3)]
-        forward, input_grad, weight_grad = passes
+        others = [self.ranks[rank].passes for rank in range(p) if rank != self.slowest]
+        forward, input_grad, weight_grad = (sum(passes) for passes in zip(*others, strict=True))
         if self.schedule == "zb_h1":
             bubble = forward + input_grad - weight_grad
         elif self.schedule == "zbv":
@@ -267,7 +268,9 @@ class _Step:
 
     def _components(self, rank: int, bubble: float, transfers: float) -> dict[str, float]:
         """Return the seconds of a pipeline rank by what it does."""
-        components = {name: self.num_microbatches * seconds for name, seconds in total(self.ranks[rank].passes).items()}
+        components = {
+            name: self.num_microbatches * seconds for name, seconds in total(self.ranks[rank].seconds.passes).items()
+        }
         components["pipeline bubble"] = bubble
         components["transfers"] = components.get("transfers", 0.0) + transfers
         components["dp"] = components.get("dp", 0.0) + self._data_parallel(rank)
@@ -284,8 +287,8 @@ class _Step:
         bytes_each = max(how.gradient_bytes, self._main_grad_bytes() if how is OURS else 0)
         buckets = max(1, -(-numel * bytes_each // self.config.optimizer.bucket_bytes))
         wire = numel * (n - 1) / n
-        forward = sum(self.ranks[rank].forward.values())
-        backward = self.ranks[rank].total - forward
+        forward, *backwards = self.ranks[rank].passes
+        backward = sum(backwards)
         if how.shards == "none":
             return self._beyond(link.seconds(2 * wire * bytes_each, buckets), backward, buckets, hidden=how.dp_overlap)
         reduced = self._beyond(link.seconds(wire * bytes_each, buckets), backward, buckets, hidden=how.dp_overlap)

@@ -10,7 +10,7 @@ Per layer, with T = b s / c tokens, t tensor-parallel ranks, q = heads x head si
 A tensor that a kernel reads or writes counts its bytes; GEMMs and fused attention count in their rates.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from engine.config.context_parallel import exposed_share, gathers_keys, heads_of_pieces, local_kv_heads
@@ -19,7 +19,6 @@ from engine.config.tree import Config
 from engine.data.document_statistics import DocumentStatistics
 from engine.layout.rank_grid import ParallelSizes
 from engine.layout.shard_spec import ParamSpec, localize
-from engine.pipeline.actions import Placement
 from engine.telemetry.record.flops import core_flops_forward
 from models.predict.activation_memory import BYTES_PER_ELEMENT
 from models.predict.step_time.implementation import Implementation
@@ -284,17 +283,3 @@ def context_parallel_wires(config: Config, sizes: ParallelSizes) -> ContextParal
     wide = max(4, w) / w if config.parallel.cp_gradients == "accumulation" else 1
     share = 1.0 if explicit else float(exposed_share(kv_heads))
     return ContextParallelWires(gathered, again + Wire(gathered.bytes * wide, pieces), share)
-
-
-def stage_parameters(
-    config: Config, sizes: ParallelSizes, stages: Sequence[StageContents], placement: Placement
-) -> list[int]:
-    """Count the parameters of each pipeline rank."""
-    ranks = [0] * sizes.pp
-    known: dict[tuple[int, bool, bool], int] = {}
-    for number, stage in enumerate(stages):
-        contents = len(stage.layers), stage.has_embedding, stage.has_head
-        if contents not in known:
-            known[contents] = parameters_of(config, sizes, stage)
-        ranks[placement.rank_of(number)] += known[contents]
-    return ranks

@@ -6,8 +6,10 @@ over nodes  a ring crosses each node's edge once per adapter: r ranks of the gro
             bandwidth = min(NVLink's, r x adapter's / oversubscription)
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from engine.layout.rank_grid import RankGrid
 from models.predict.step_time.cluster import Cluster
@@ -41,10 +43,12 @@ class Links:
         cluster: its nodes are filled in rank order.
         device: of the cluster.
         grid: of the layout.
+        memo: of links of other layouts on this cluster; filled and used.
     """
 
-    def __init__(self, cluster: Cluster, device: Device, grid: RankGrid) -> None:
+    def __init__(self, cluster: Cluster, device: Device, grid: RankGrid, memo: dict[object, Any] | None = None) -> None:
         self._cluster, self._grid = cluster, grid
+        self._memo = {} if memo is None else memo
         self._nvlink = cluster.nvlink_gb_per_s * 1e9 * device.collective_share
         self._network = cluster.network_gb_per_s * 1e9 * NETWORK_SHARE / cluster.oversubscription
         self._call = device.collective_us * 1e-6
@@ -52,17 +56,19 @@ class Links:
     def of_axes(self, *axes: str) -> Link:
         """Return the link of the group of rank 0 that spans these axes."""
         sizes = self._grid.sizes
-        ranks = [0]
-        for axis in axes:
-            step = self._grid.rank(**{axis: 1}) if sizes.size(axis) > 1 else 0
-            ranks = [rank + place * step for rank in ranks for place in range(sizes.size(axis))]
-        return self.of_group(ranks)
+        key = ("link", axes, sizes.shape)
+        if key not in self._memo:
+            ranks = [0]
+            for axis in axes:
+                step = self._grid.rank(**{axis: 1}) if sizes.size(axis) > 1 else 0
+                ranks = [rank + place * step for rank in ranks for place in range(sizes.size(axis))]
+            self._memo[key] = self.of_group(ranks)
+        link: Link = self._memo[key]
+        return link
 
     def of_group(self, ranks: Sequence[int]) -> Link:
         """Return the link of a group."""
-        on_node: dict[int, int] = {}
-        for rank in ranks:
-            on_node[self._grid.node(rank)] = on_node.get(self._grid.node(rank), 0) + 1
+        on_node = Counter(map(self._grid.node, ranks))
         if len(on_node) == 1:
             return Link(self._nvlink, self._call)
         latency = self._call + (len(on_node) - 1) * self._cluster.network_latency_us * 1e-6

@@ -56,10 +56,11 @@ def test_a_rank_holds_the_sum_of_its_communicators() -> None:
     tp=st.sampled_from([1, 2, 4]),
     pp=st.integers(1, 6),
     dp=st.integers(1, 5),
+    cp=st.integers(1, 4),
     kv_heads=st.sampled_from([None, 1, 2, 4]),
 )
-def test_a_small_grid_stands_for_the_whole_one(tp: int, pp: int, dp: int, kv_heads: int | None) -> None:
-    sizes = ParallelSizes(tp=tp, pp=pp, dp=dp)
+def test_a_small_grid_stands_for_the_whole_one(tp: int, pp: int, dp: int, cp: int, kv_heads: int | None) -> None:
+    sizes = ParallelSizes(tp=tp, pp=pp, dp=dp, cp=cp)
     grid = RankGrid(sizes)
     by_rank = [
         CONNECTION_BYTES

@@ -1,0 +1,164 @@
+"""Seconds and parameters of pipeline stages, of equal ones counted once (no torch here).
+
+Layouts of a run that differ in pp, vpp, dp or in where the layers are cut have the same layers. A search over such layouts asks one
+`StageTimer` for all of them.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine.config.plan import placement_of, stages_of
+from engine.config.tree import Config
+from engine.data.document_statistics import DocumentStatistics
+from engine.layout.partition import StageLayers
+from engine.layout.rank_grid import ParallelSizes
+from models.predict.rank_memory import Memo
+from models.predict.step_time.device import Device
+from models.predict.step_time.facts import head_gemm, layer_work, parameters_of, recomputed_layers
+from models.predict.step_time.implementation import Implementation
+from models.predict.step_time.layer import LayerTimer, Seconds
+from models.predict.step_time.links import Links
+
+
+class Contents(NamedTuple):
+    """Contents of a stage as far as seconds and parameters depend on them.
+
+    Attributes:
+        layers: numbers of their kinds.
+    """
+
+    layers: tuple[int, ...]
+    has_embedding: bool
+    has_head: bool
+
+    def as_stage(self) -> StageLayers:
+        """Return a stage with as many layers and the same ends."""
+        return StageLayers(range(len(self.layers)), self.has_embedding, self.has_head)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The stages of a layout.
+
+    Attributes:
+        contents: of each stage.
+        ranks: numbers of the stages of each pipeline rank, and their contents.
+    """
+
+    stages: tuple[StageLayers, ...]
+    contents: tuple[Contents, ...]
+    ranks: tuple[tuple[tuple[int, ...], tuple[Contents, ...]], ...]
+
+    @classmethod
+    def of(cls, config: Config, memo: Memo) -> "Cut":
+        """Return the cut of a layout, from those of other layouts of the run where it is there."""
+        placement, given = placement_of(config), config.parallel.layers_per_stage
+        key = "cut", placement, tuple(given) if isinstance(given, list) else given
+        if key not in memo:
+            kinds = config.model.kinds
+            # Records of kinds take long to hash.
+            numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+            numbered = tuple(numbers[kind] for kind in kinds)
+            stages = stages_of(config, memo)
+            contents = tuple(
+                Contents(numbered[one.layers.start : one.layers.stop], one.has_embedding, one.has_head)
+                for one in stages
+            )
+            mine = [placement.stages_on(rank) for rank in range(placement.pp)]
+            ranks = tuple((each, tuple(contents[stage] for stage in each)) for each in mine)
+            memo[key] = cls(stages, contents, ranks)
+        cut: Cut = memo[key]
+        return cut
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Seconds of the stages of one rank, not to be changed, with their sums.
+
+    Attributes:
+        passes: seconds of F, I and W over all components.
+        parameters: of these stages on one rank.
+    """
+
+    seconds: Seconds
+    passes: tuple[float, float, float]
+    parameters: int
+
+    @property
+    def total(self) -> float:
+        return sum(self.passes)
+
+    @classmethod
+    def of(cls, seconds: Seconds, parameters: int) -> "Timed":
+        forward, input_grad, weight_grad = (sum(part.values()) for part in seconds.passes)
+        return cls(seconds, (forward, input_grad, weight_grad), parameters)
+
+
+def timer_key(config: Config, sizes: ParallelSizes) -> tuple[object, ...]:
+    """Return what the stages of a run's layouts depend on besides their layers: layouts that are equal in it share a timer."""
+    parallel, micro = config.parallel, config.train.micro_batch_size
+    defers, recompute = config.schedule.defers_weight_gradients, config.recompute.model_dump_json()
+    return "timer", sizes.tp, sizes.cp, parallel.sequence_parallel, micro, defers, recompute
+
+
+class StageTimer:
+    """Seconds of stages without what depends on pp and dp; a stage is its layers' kinds and the model's ends."""
+
+    def __init__(
+        self,
+        config: Config,
+        sizes: ParallelSizes,
+        device: Device,
+        links: Links,
+        implementation: Implementation,
+        documents: DocumentStatistics | None,
+    ) -> None:
+        self.layer_timer = LayerTimer(config, sizes, device, links, implementation)
+        self._config, self._sizes = config, sizes
+        self._implementation, self._documents = implementation, documents
+        # In the order of the numbers of `Contents`.
+        self._of_kind = [config.model.kinds.index(kind) for kind in dict.fromkeys(config.model.kinds)]
+        self._layers: dict[tuple[int, bool], Seconds] = {}
+        self._stages: dict[Contents, Timed] = {}
+        self._ranks: dict[tuple[Contents, ...], Timed] = {}
+        self._parameters: dict[Contents, int] = {}
+
+    def stage(self, contents: Contents) -> Timed:
+        """Return the seconds of a stage with these contents."""
+        if contents not in self._stages:
+            in_layer = self._parameters_of(Contents((0,), False, False))
+            in_ends = self._parameters_of(contents._replace(layers=()))
+            self._stages[contents] = Timed.of(self._time(contents), len(contents.layers) * in_layer + in_ends)
+        return self._stages[contents]
+
+    def rank(self, contents: tuple[Contents, ...]) -> Timed:
+        """Return the seconds of the stages of one pipeline rank."""
+        if contents not in self._ranks:
+            seconds, each = Seconds(), [self.stage(one) for one in contents]
+            for one in each:
+                seconds.add(one.seconds)
+            self._ranks[contents] = Timed.of(seconds, sum(one.parameters for one in each))
+        return self._ranks[contents]
+
+    def _parameters_of(self, contents: Contents) -> int:
+        if contents not in self._parameters:
+            self._parameters[contents] = parameters_of(self._config, self._sizes, contents.as_stage())
+        return self._parameters[contents]
+
+    def _time(self, contents: Contents) -> Seconds:
+        seconds = Seconds()
+        again = recomputed_layers(self._config, contents.as_stage())
+        # Layers that run forward once more are the first ones.
+        counts = Counter((kind, place < again) for place, kind in enumerate(contents.layers))
+        for (kind, recomputed), count in counts.items():
+            if (kind, recomputed) not in self._layers:
+                layer = self._of_kind[kind]
+                work = layer_work(self._config, self._sizes, self._implementation, layer, self._documents)
+                self._layers[kind, recomputed] = self.layer_timer.layer(work, recomputed=recomputed)
+            seconds.add(self._layers[kind, recomputed], count)
+        if contents.has_embedding:
+            seconds.add(self.layer_timer.embedding())
+        if contents.has_head:
+            seconds.add(self.layer_timer.head(head_gemm(self._config, self._sizes)))
+        return seconds
