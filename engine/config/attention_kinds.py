@@ -196,7 +196,8 @@ def layer_kinds(model: "ModelConfig") -> tuple[LayerKind, ...]:
     """Return the record of each layer, in order. Names that rules refuse count as the model's own fields."""
     names = _names(model)
     by_name = {name: _resolved(model, name) for name in dict.fromkeys(names)}
-    return tuple(by_name[names[layer % len(names)]] for layer in range(model.num_layers))
+    period = tuple(by_name[name] for name in names)
+    return (period * -(-model.num_layers // len(period)))[: model.num_layers]
 
 
 def layer_kind(model: "ModelConfig", layer: int) -> LayerKind:

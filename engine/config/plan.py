@@ -181,6 +181,12 @@ def balance_line(config: "Config") -> str:
     return f"chosen by FLOPs: the busiest rank has {chosen} more than the mean, with even stages {even}"
 
 
+def work_of_cut(config: "Config", pp: int, vpp: int, counts: Sequence[int], *, is_v: bool) -> tuple[int, int]:
+    """Return the FLOPs of the busiest rank and of the largest stage, in a forward of a token with so many layers per stage."""
+    placement = Placement(pp, vpp, is_v)
+    return largest_work(*_work(config), counts, [placement.rank_of(stage) for stage in range(placement.num_stages)])
+
+
 def _work(config: "Config") -> tuple[tuple[int, ...], int]:
     return layer_work(config.model), head_work(config.model)
 

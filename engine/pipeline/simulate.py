@@ -95,6 +95,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     check_costs(costs, schedule.placement.num_stages)
     placement = schedule.placement
     last = placement.num_stages - 1
+    stages_on = [placement.stages_on(rank) for rank in range(placement.pp)]
     rank_of = [placement.rank_of(stage) for stage in range(placement.num_stages)]
     seconds = {kind: [costs.of(kind, stage) for stage in range(placement.num_stages)] for kind in Kind}
     rows: list[list[Interval]] = [[] for _ in schedule.actions]
@@ -105,7 +106,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     runnable = list(range(placement.pp))
     while runnable:
         rank = runnable.pop()
-        row, stages = rows[rank], placement.stages_on(rank)
+        row, stages = rows[rank], stages_on[rank]
         now = row[-1].end if row else 0.0
         for action in schedule.actions[rank][len(row) :]:
             kind, chunk, microbatch = action

@@ -1,6 +1,6 @@
 """The search for the fastest layout of a run on a cluster: legal, fitting, by predicted step time (no torch here).
 
-    sizes x sequence parallelism x micro batch x schedule   ->  rules  ->  closed form (models/predict/step_time), a millisecond
+    sizes x stages x sequence parallelism x micro batch x schedule  ->  rules  ->  closed form (models/predict/step_time)
     fastest first: what must be recomputed for it to fit?   ->  memory (models/predict/rank_memory.py), tens of milliseconds
     the fastest that fit                                    ->  their schedules are simulated, and ordered by that
 
@@ -11,21 +11,23 @@ takes time, what fits when it is taken is the next fastest of all, as if every m
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, product
 from math import floor
+from typing import Literal
 
 from engine.config.activations import RecomputeConfig
-from engine.config.layout import IS_INTERLEAVED, schedule_problems
-from engine.config.plan import parallel_sizes
+from engine.config.layout import IS_INTERLEAVED, RUNS_IN_A_V, ParallelConfig, schedule_problems, sequence_over_cp
+from engine.config.plan import parallel_sizes, stages_of, work_of_cut
 from engine.config.section import Subject
 from engine.config.tree import RULES, Config, broken_keys
 from engine.errors import ConfigError
 from engine.layout.rank_grid import ParallelSizes
 from engine.telemetry.outlets.format import gigabytes
 from launch.tuning.choose_layout import MARGIN
-from models.predict.rank_memory import Memo, Prediction, predict
+from models.predict.cut import Memo
+from models.predict.rank_memory import Prediction, predict
 from models.predict.recompute_choice import candidates
 from models.predict.step_time.cluster import Cluster
 from models.predict.step_time.estimate import Estimator, StepTime
@@ -40,6 +42,15 @@ MOST_TOKENS = 65536
 
 NEVER_FASTER = frozenset({"gpipe"})
 """Schedules that wait as long as another and hold more: 1F1B holds p - r microbatches where GPipe holds all."""
+
+
+Cut = Literal["auto"] | None
+"""Values of `parallel.layers_per_stage` that are tried."""
+
+CUTS: tuple[Cut, Cut] = (None, "auto")
+
+Stages = tuple[int, str, Cut]
+"""Chunks per rank, schedule, layers per stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +126,8 @@ class Plan:
 def describe(config: Config, sizes: ParallelSizes) -> str:
     """Return a layout in words that tell it from all others of a search."""
     words = [f"tp {sizes.tp}", f"cp {sizes.cp}" if sizes.cp > 1 else "", f"pp {sizes.pp}"]
-    words += [f"vpp {sizes.vpp}" if sizes.vpp > 1 else "", f"dp {sizes.dp}"]
+    words += [f"vpp {sizes.vpp}" if sizes.vpp > 1 else ""]
+    words += ["layers_per_stage auto" if config.parallel.layers_per_stage == "auto" else "", f"dp {sizes.dp}"]
     words += ["sp" if config.parallel.cuts_sequence else "", f"micro batch {config.train.micro_batch_size}"]
     words += [config.schedule.name if config.schedule.name != "auto" else ""]
     words += [str(config.recompute) if config.recompute.is_any else ""]
@@ -125,33 +137,48 @@ def describe(config: Config, sizes: ParallelSizes) -> str:
 def layouts(config: Config, cluster: Cluster, plan: Plan) -> Iterator[tuple[Config, ParallelSizes]]:
     """Yield the run in every legal layout on all devices of a cluster, nothing recomputed; count the illegal ones."""
     n, per_node = cluster.num_gpus, cluster.gpus_per_node
-    train = config.train
-    for tp, cp, pp in product(_divisors(per_node), _powers_of_two(n), range(1, config.model.num_layers + 1)):
+    train, memo = config.train, Memo()
+    of_pp = {pp: list(_stages(config, pp, memo)) for pp in _divisors(n) if pp <= config.model.num_layers}
+    for tp, cp, pp in product(_divisors(per_node), _divisors(n), of_pp):
         if n % (tp * cp * pp):
             continue
         dp = n // (tp * cp * pp)
         if train.global_batch_size % dp:
             plan.illegal["train.global_batch_size"] += 1
             continue
-        for micro, (vpp, name), is_cut in product(
-            _micro_batches(config, dp, cp), _schedules(config, pp), (True, False) if tp > 1 else (False,)
-        ):
-            trial = config.model_copy(
-                update={
-                    "parallel": config.parallel.model_copy(
-                        update={"tp": tp, "cp": cp, "pp": pp, "vpp": vpp, "dp": dp, "sequence_parallel": is_cut}
-                        | {"layers_per_stage": None}
-                    ),
-                    "schedule": config.schedule.model_copy(update={"name": name}),
-                    "train": train.model_copy(update={"micro_batch_size": micro}),
-                    "recompute": RecomputeConfig(),
-                    "runtime": config.runtime.model_copy(update={"ranks_per_node": per_node}),
-                }
+        of_pipeline = list(product(_micro_batches(config, dp, cp), of_pp[pp]))
+        for is_cut in (True, False) if tp > 1 else (False,):
+            whole = config.parallel.model_copy(
+                update={"tp": tp, "cp": cp, "pp": pp, "dp": dp, "sequence_parallel": is_cut}
             )
-            if broken := broken_keys(Subject(trial, n, per_node), RULES):
-                plan.illegal[min(key for _, key in broken)] += 1
-            else:
-                yield trial, parallel_sizes(trial)
+            # A rule about these sizes alone, which most sizes of cp break.
+            coarse = Subject(config.model_copy(update={"parallel": whole}), n, per_node)
+            if any(sequence_over_cp(coarse)):
+                plan.illegal["model.seq_length"] += len(of_pipeline)
+                continue
+            yield from _of_pipeline(config, cluster, whole, of_pipeline, plan)
+
+
+def _of_pipeline(
+    config: Config, cluster: Cluster, whole: ParallelConfig, of_pipeline: Sequence[tuple[int, Stages]], plan: Plan
+) -> Iterator[tuple[Config, ParallelSizes]]:
+    """Yield the legal ones of some micro batches and stages in a layout of tp, cp, pp and dp; count the illegal ones."""
+    n, per_node, nothing = cluster.num_gpus, cluster.gpus_per_node, RecomputeConfig()
+    runtime = config.runtime.model_copy(update={"ranks_per_node": per_node})
+    for micro, (vpp, name, cut) in of_pipeline:
+        trial = config.model_copy(
+            update={
+                "parallel": whole.model_copy(update={"vpp": vpp, "layers_per_stage": cut}),
+                "schedule": config.schedule.model_copy(update={"name": name}),
+                "train": config.train.model_copy(update={"micro_batch_size": micro}),
+                "recompute": nothing,
+                "runtime": runtime,
+            }
+        )
+        if broken := broken_keys(Subject(trial, n, per_node), RULES):
+            plan.illegal[min(key for _, key in broken)] += 1
+        else:
+            yield trial, parallel_sizes(trial)
 
 
 def search(
@@ -246,7 +273,8 @@ class _RuledOut:
 
     @staticmethod
     def _key(one: "_Waiting") -> tuple[object, ...]:
-        return one.sizes, one.config.parallel.sequence_parallel, one.config.schedule.name
+        parallel = one.config.parallel
+        return one.sizes, parallel.sequence_parallel, parallel.layers_per_stage, one.config.schedule.name
 
 
 def _too_large(total: int, usable: int, memory: Prediction | None) -> str:
@@ -300,24 +328,41 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _powers_of_two(most: int) -> list[int]:
-    return [2**power for power in range(most.bit_length())]
-
-
 def _micro_batches(config: Config, dp: int, cp: int) -> list[int]:
-    """List micro batches that are powers of two: those that divide a pipeline's samples, and hold at most `MOST_TOKENS`."""
-    samples = config.train.global_batch_size // dp
+    """List the micro batches that divide a pipeline's samples and hold at most `MOST_TOKENS`."""
     most = max(1, MOST_TOKENS * cp // config.model.seq_length)
-    return [size for size in _powers_of_two(samples) if samples % size == 0 and size <= most]
+    return [size for size in _divisors(config.train.global_batch_size // dp) if size <= most]
 
 
-def _schedules(config: Config, pp: int) -> Iterator[tuple[int, str]]:
-    """Yield (vpp, schedule) of a pipeline; one rank has neither."""
+def _stages(config: Config, pp: int, memo: Memo) -> Iterator[Stages]:
+    """Yield (vpp, schedule, layers per stage) of a pipeline; one rank has no choice.
+
+    More chunks are left out where fewer have no busier rank and no deeper chunk: no slot would be shorter, and there would be more.
+    """
     if pp == 1:
-        yield 1, "auto"
+        yield 1, "auto", None
         return
-    for vpp in range(1, config.model.num_layers // pp + 1):
-        # Chunks of equal depth: others wait for the deepest.
-        if vpp == 1 or config.model.num_layers % (pp * vpp) == 0:
-            names = (name for name in IS_INTERLEAVED if name not in NEVER_FASTER)
-            yield from ((vpp, name) for name in names if not any(schedule_problems(name, vpp)))
+    for name in IS_INTERLEAVED:
+        if name in NEVER_FASTER:
+            continue
+        fewer: dict[Cut, list[tuple[int, int]]] = {None: [], "auto": []}
+        for vpp in range(1, config.model.num_layers // pp + 1):
+            if any(schedule_problems(name, vpp)):
+                continue
+            even, balanced = (_counts(config, pp, vpp, name, cut, memo) for cut in CUTS)
+            for cut, counts in zip(CUTS, (even, balanced), strict=True):
+                # All ranks wait for the busiest one, and in a slot for the deepest chunk.
+                work = work_of_cut(config, pp, vpp, counts, is_v=name in RUNS_IN_A_V)
+                if any(load <= work[0] and depth <= work[1] for load, depth in fewer[cut]):
+                    continue
+                fewer[cut].append(work)
+                if cut is None or balanced != even:
+                    yield vpp, name, cut
+
+
+def _counts(config: Config, pp: int, vpp: int, name: str, cut: Cut, memo: Memo) -> tuple[int, ...]:
+    """Return the layers of each stage of a pipeline."""
+    parallel = config.parallel.model_copy(update={"pp": pp, "vpp": vpp, "layers_per_stage": cut})
+    schedule = config.schedule.model_copy(update={"name": name})
+    trial = config.model_copy(update={"parallel": parallel, "schedule": schedule})
+    return tuple(len(stage.layers) for stage in stages_of(trial, memo))

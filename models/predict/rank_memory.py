@@ -12,15 +12,14 @@ Not in it: what an operator needs while it runs, CUDA's context, an allocator's 
 are exact, activations and messages as exact as their formulas.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from engine.config.activations import RecomputeConfig
 from engine.config.context_parallel import gathers_keys
 from engine.config.layout import ScheduleConfig
 from engine.config.optimizer_kinds import OPTIMIZERS
-from engine.config.plan import batch_plan, local_seq_length, parallel_sizes, placement_of, stages_of
+from engine.config.plan import batch_plan, local_seq_length, parallel_sizes, stages_of
 from engine.config.section import with_value
 from engine.config.tree import Config, problems
 from engine.errors import ConfigError
@@ -41,6 +40,7 @@ from models.predict.activation_memory import (
     moved_bytes,
 )
 from models.predict.communicators import communicator_bytes
+from models.predict.cut import Contents, Cut, Memo
 from models.predict.in_flight import Peak, peaks_of
 from models.predict.recompute_choice import ATTENTION, MLP, candidates, choice_for_layers, worthwhile_parts
 from models.specs import stage_specs
@@ -97,10 +97,6 @@ class Prediction:
     def fullest(self) -> Memory:
         """Return the memory of the ranks that hold the most."""
         return self.ranks[self.pp]
-
-
-Memo = dict[object, Any]
-"""What predictions of one model share, whatever the layout."""
 
 
 def predict(config: Config, sizes: ParallelSizes, *, nccl: bool = True, memo: Memo | None = None) -> Prediction:
@@ -203,55 +199,22 @@ class _State:
 
 
 @dataclass(frozen=True, slots=True)
-class _Contents:
-    """Contents of a stage as far as bytes depend on them: stages that are equal in this hold the same.
-
-    Attributes:
-        layers: numbers of their kinds.
-    """
-
-    layers: tuple[int, ...]
-    has_embedding: bool
-    has_head: bool
-
-    @classmethod
-    def of(cls, stage: StageLayers, kinds: Sequence[int]) -> "_Contents":
-        """Build the record of a stage from the numbers of the kinds of all layers of the model."""
-        return cls(tuple(kinds[stage.layers.start : stage.layers.stop]), stage.has_embedding, stage.has_head)
-
-
-@dataclass(frozen=True, slots=True)
 class _Pipeline:
-    """The part of a prediction that does not depend on what is recomputed: the stages and state of each pipeline rank.
-
-    Attributes:
-        contents: of the stages of each rank, and one stage with each.
-    """
+    """The part of a prediction that does not depend on what is recomputed: the stages and state of each pipeline rank."""
 
     sizes: ParallelSizes
-    contents: tuple[tuple[_Contents, ...], ...]
-    examples: Mapping[_Contents, StageLayers]
+    cut: Cut
     states: tuple[_State, ...]
 
     @classmethod
     def of(cls, config: Config, sizes: ParallelSizes, memo: Memo | None = None) -> "_Pipeline":
         memo = {} if memo is None else memo
-        stages, placement = stages_of(config, memo), placement_of(config)
-        mine = [tuple(stages[stage] for stage in placement.stages_on(pp)) for pp in range(sizes.pp)]
-        # Records of kinds take long to hash.
-        numbers = {kind: number for number, kind in enumerate(dict.fromkeys(config.model.kinds))}
-        kinds = [numbers[kind] for kind in config.model.kinds]
-        contents = tuple(tuple(_Contents.of(stage, kinds) for stage in chunks) for chunks in mine)
-        examples = {
-            one: stage
-            for each, chunks in zip(contents, mine, strict=True)
-            for one, stage in zip(each, chunks, strict=True)
-        }
+        cut = Cut.of(config, memo)
         layout = ("state", sizes.tp, sizes.dp_cp, config.parallel.sequence_parallel)
-        for one, chunks in zip(contents, mine, strict=True):
-            if (*layout, one) not in memo:
-                memo[*layout, one] = _state(config, sizes, chunks)
-        return cls(sizes, contents, examples, tuple(memo[*layout, one] for one in contents))
+        for stages, contents in cut.ranks:
+            if (*layout, contents) not in memo:
+                memo[*layout, contents] = _state(config, sizes, [cut.stages[stage] for stage in stages])
+        return cls(sizes, cut, tuple(memo[*layout, contents] for _, contents in cut.ranks))
 
     def memory(self, config: Config, *, nccl: bool, memo: Memo | None = None) -> tuple[Memory, ...]:
         """Predict the memory of each pipeline rank with what `config` recomputes and offloads."""
@@ -259,8 +222,8 @@ class _Pipeline:
         memo = {} if memo is None else memo
         layout = (sizes.tp, sizes.cp, config.parallel.sequence_parallel, config.train.micro_batch_size)
         choice = config.schedule.defers_weight_gradients, config.recompute.model_dump_json()
-        held: dict[_Contents, _Held] = {}
-        for one, stage in self.examples.items():
+        held: dict[Contents, _Held] = {}
+        for one, stage in dict(zip(self.cut.contents, self.cut.stages, strict=True)).items():
             key = ("held", layout, choice, one)
             if key not in memo:
                 memo[key] = _Held.of(config, sizes, stage)
@@ -271,8 +234,8 @@ class _Pipeline:
         communicators: tuple[int, ...] = memo[connected] if nccl else (0,) * sizes.pp
         message = _message_bytes(config)
         found = []
-        for pp, (chunks, peaks, state) in enumerate(
-            zip(self.contents, self._peaks(config, memo), self.states, strict=True)
+        for pp, ((_, chunks), peaks, state) in enumerate(
+            zip(self.cut.ranks, self._peaks(config, memo), self.states, strict=True)
         ):
             activations, host = _most_activations([held[one] for one in dict.fromkeys(chunks)], peaks)
             found.append(
@@ -291,17 +254,17 @@ class _Pipeline:
     def _peaks(self, config: Config, memo: Memo) -> list[tuple[Peak, ...]]:
         """Return the peaks of each pipeline rank; its chunks are numbered by their contents."""
         sizes, num_microbatches = self.sizes, _as_full(config, self.sizes)
-        numbers = [
-            tuple(list(dict.fromkeys(chunks)).index(one) for one in chunks) if len(chunks) > 1 else (0,)
-            for chunks in self.contents
-        ]
+        numbers = []
+        for _, chunks in self.cut.ranks:
+            found = {one: number for number, one in enumerate(dict.fromkeys(chunks))}
+            numbers.append(tuple(found[one] for one in chunks))
         schedule = "peaks", schedules.title(config), sizes.pp, sizes.vpp, num_microbatches
-        keys = [(*schedule, pp, chunks) for pp, chunks in enumerate(numbers)]
+        keys = [(*schedule, pp, of_chunk) for pp, of_chunk in enumerate(numbers)]
         if any(key not in memo for key in keys):
             rows = schedules.of_config(config, sizes.pp, sizes.vpp, num_microbatches).actions
-            for key, row, chunks in zip(keys, rows, numbers, strict=True):
+            for key, row, of_chunk in zip(keys, rows, numbers, strict=True):
                 if key not in memo:
-                    memo[key] = peaks_of(row, chunks)
+                    memo[key] = peaks_of(row, of_chunk)
         return [memo[key] for key in keys]
 
 

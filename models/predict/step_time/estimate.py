@@ -21,13 +21,14 @@ from engine.layout.partition import StageLayers
 from engine.layout.rank_grid import ParallelSizes
 from engine.pipeline import schedules
 from engine.pipeline.simulate import Costs, simulate
-from models.predict.rank_memory import Memo, resolve_recompute
+from models.predict.cut import Cut, Memo
+from models.predict.rank_memory import resolve_recompute
 from models.predict.step_time.cluster import Cluster
 from models.predict.step_time.facts import activation_bytes, element_bytes
 from models.predict.step_time.implementation import OURS, Implementation
 from models.predict.step_time.layer import Seconds, total
 from models.predict.step_time.links import Links
-from models.predict.step_time.stage import Cut, StageTimer, Timed, timer_key
+from models.predict.step_time.stage import StageTimer, Timed, timer_key
 
 SIMULATED_ROUNDS = 3
 """Microbatches that are simulated, in units of pp; a longer step goes on at the pace of the last round."""

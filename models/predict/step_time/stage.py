@@ -6,70 +6,16 @@ Layouts of a run that differ in pp, vpp, dp or in where the layers are cut have 
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from engine.config.plan import placement_of, stages_of
 from engine.config.tree import Config
 from engine.data.document_statistics import DocumentStatistics
-from engine.layout.partition import StageLayers
 from engine.layout.rank_grid import ParallelSizes
-from models.predict.rank_memory import Memo
+from models.predict.cut import Contents
 from models.predict.step_time.device import Device
 from models.predict.step_time.facts import head_gemm, layer_work, parameters_of, recomputed_layers
 from models.predict.step_time.implementation import Implementation
 from models.predict.step_time.layer import LayerTimer, Seconds
 from models.predict.step_time.links import Links
-
-
-class Contents(NamedTuple):
-    """Contents of a stage as far as seconds and parameters depend on them.
-
-    Attributes:
-        layers: numbers of their kinds.
-    """
-
-    layers: tuple[int, ...]
-    has_embedding: bool
-    has_head: bool
-
-    def as_stage(self) -> StageLayers:
-        """Return a stage with as many layers and the same ends."""
-        return StageLayers(range(len(self.layers)), self.has_embedding, self.has_head)
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """The stages of a layout.
-
-    Attributes:
-        contents: of each stage.
-        ranks: numbers of the stages of each pipeline rank, and their contents.
-    """
-
-    stages: tuple[StageLayers, ...]
-    contents: tuple[Contents, ...]
-    ranks: tuple[tuple[tuple[int, ...], tuple[Contents, ...]], ...]
-
-    @classmethod
-    def of(cls, config: Config, memo: Memo) -> "Cut":
-        """Return the cut of a layout, from those of other layouts of the run where it is there."""
-        placement, given = placement_of(config), config.parallel.layers_per_stage
-        key = "cut", placement, tuple(given) if isinstance(given, list) else given
-        if key not in memo:
-            kinds = config.model.kinds
-            # Records of kinds take long to hash.
-            numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
-            numbered = tuple(numbers[kind] for kind in kinds)
-            stages = stages_of(config, memo)
-            contents = tuple(
-                Contents(numbered[one.layers.start : one.layers.stop], one.has_embedding, one.has_head)
-                for one in stages
-            )
-            mine = [placement.stages_on(rank) for rank in range(placement.pp)]
-            ranks = tuple((each, tuple(contents[stage] for stage in each)) for each in mine)
-            memo[key] = cls(stages, contents, ranks)
-        cut: Cut = memo[key]
-        return cut
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 
 from engine.config.load import load_config
+from engine.config.plan import parallel_sizes
 from engine.config.tree import Config, problems
 from engine.errors import ConfigError
 from launch.cli import main
 from launch.planning import search as planning
 from launch.planning.search import Plan, layouts, search
+from models.predict.cut import Memo
 from models.predict.rank_memory import predict
 from models.predict.recompute_choice import candidates
 from models.predict.step_time.cluster import Cluster, cluster_of
@@ -46,8 +48,79 @@ def all_that_fit(config: Config, usable: int) -> list[tuple[float, str]]:
     return sorted(found)
 
 
+def test_the_search_tries_every_legal_layout_but_those_that_another_beats() -> None:
+    """A count by hand: four layers over four ranks, with a head of nearly a layer's work."""
+    found: dict[tuple[int, int, int], set[tuple[int, str, object, bool, int]]] = {}
+    for trial, sizes in layouts(config_of(vocab_size=50304), CLUSTER, Plan(CLUSTER, 0)):
+        parallel = trial.parallel
+        each = sizes.vpp, trial.schedule.name, parallel.layers_per_stage, parallel.sequence_parallel
+        found.setdefault((sizes.tp, sizes.cp, sizes.pp), set()).add((*each, trial.train.micro_batch_size))
+    assert found.keys() == {(t, c, p) for t in (1, 2, 4) for c in (1, 2, 4) for p in (1, 2, 4) if t * c * p <= 4}
+    of_pp = {(vpp, name) for vpp, name, _, _, _ in found[1, 1, 2]}
+    assert of_pp == {(1, "1f1b"), (1, "zb_h1"), (2, "interleaved"), (2, "zbv")}
+    assert {micro for *_, micro in found[1, 1, 2]} == {1, 2, 4, 8}
+    assert {is_cut for *_, is_cut, _ in found[2, 1, 2]} == {True, False}
+    assert {is_cut for *_, is_cut, _ in found[1, 1, 2]} == {False}
+
+
+def test_micro_batches_and_cp_need_not_be_powers_of_two() -> None:
+    config = config_of(seq_length=1536, num_attention_heads=12, hidden_size=1536)
+    config = config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": 12})})
+    cluster = Cluster("A100-SXM-80GB", 1, 6, 300.0, 25.0, 8.0, 1.0, 1.5)
+    sizes = {(sizes.cp, trial.train.micro_batch_size) for trial, sizes in layouts(config, cluster, Plan(cluster, 0))}
+    assert {(3, 1), (6, 12), (3, 3), (1, 6)} <= sizes
+
+
+def test_stages_are_balanced_where_that_is_faster() -> None:
+    """One layer of a pipeline's last rank is worth its head: without uneven stages the search finds a slower layout."""
+    config = config_of(num_layers=8, vocab_size=152064)
+    config = config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": 64})})
+    trials = [
+        (trial, sizes)
+        for trial, sizes in layouts(config, CLUSTER, Plan(CLUSTER, 0))
+        if sizes.pp == 4 and trial.train.micro_batch_size == 1
+    ]
+    estimator = Estimator(CLUSTER)
+    fastest = min(trials, key=lambda trial: estimator.simulated(*trial).seconds)[0]
+    assert fastest.parallel.layers_per_stage == "auto"
+    assert "layers_per_stage auto" in planning.describe(fastest, parallel_sizes(fastest))
+    assert len({planning.describe(trial, sizes) for trial, sizes in trials}) == len(trials), "words tell layouts apart"
+
+
+def test_layouts_that_share_what_is_counted_are_predicted_as_each_alone() -> None:
+    """Two kinds of layers, and stages of both."""
+    config = config_of(num_layers=6, layers=["local", "global"], layer_kinds={"local": {"window": 64}})
+    memo: Memo = {}
+    estimator = Estimator(CLUSTER)
+    for trial, sizes in list(layouts(config, CLUSTER, Plan(CLUSTER, 0)))[::7]:
+        assert estimator.closed_form(trial, sizes, memo=memo) == estimator.closed_form(trial, sizes)
+        assert predict(trial, sizes, memo=memo) == predict(trial, sizes)
+
+
+@pytest.mark.parametrize(("num_layers", "pp"), [(14, 2), (13, 3), (15, 4), (16, 2)])
+def test_numbers_of_chunks_that_are_left_out_are_not_faster(num_layers: int, pp: int) -> None:
+    """Simulated, beside those that the search tries."""
+    config = config_of(num_layers=num_layers)
+    cluster = Cluster("A100-SXM-80GB", 1, pp, 300.0, 25.0, 8.0, 1.0, 1.5)
+    estimator = Estimator(cluster)
+    tried = {
+        (sizes.vpp, trial.parallel.layers_per_stage)
+        for trial, sizes in layouts(config, cluster, Plan(cluster, 0))
+        if sizes.pp == pp and trial.schedule.name == "interleaved"
+    }
+    seconds: dict[tuple[int, object], float] = {}
+    for vpp in range(2, num_layers // pp + 1):
+        for cut in (None, "auto"):
+            parallel = config.parallel.model_copy(update={"pp": pp, "vpp": vpp, "dp": 1, "layers_per_stage": cut})
+            schedule = config.schedule.model_copy(update={"name": "interleaved"})
+            trial = config.model_copy(update={"parallel": parallel, "schedule": schedule})
+            seconds[vpp, cut] = estimator.simulated(trial, parallel_sizes(trial)).seconds
+    assert len(seconds) > len(tried) > 1
+    assert min(seconds, key=lambda one: seconds[one]) in tried
+
+
 @pytest.mark.parametrize(
-    "margin", [0.95, 0.97, *(pytest.param(margin, marks=pytest.mark.slow) for margin in (0.975, 0.98))]
+    "margin", [0.97, *(pytest.param(margin, marks=pytest.mark.slow) for margin in (0.95, 0.975, 0.98))]
 )
 def test_the_search_finds_what_a_look_at_every_memory_finds(margin: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory so short that layouts drop out and others recompute."""
@@ -58,6 +131,7 @@ def test_the_search_finds_what_a_look_at_every_memory_finds(margin: float, monke
     estimator = Estimator(CLUSTER)
     found = sorted((estimator.closed_form(one.config, one.sizes).seconds, one.layout) for one in plan.found)
     assert found == everything[:12]
+    assert any("layers_per_stage auto" in layout for _, layout in everything)
     assert any(one.config.recompute.is_any for one in plan.found)
 
 
