@@ -9,8 +9,8 @@ from engine.config.tree import Config
 from engine.data.corpus.indexed import bin_path, idx_path
 from engine.layout.rank_grid import Coordinates, ParallelSizes
 from launch.doctor.records import Needs, Size
-from models.predict.activation_memory import accumulation_bytes
 from models.predict.rank_memory import resolve_recompute
+from models.predict.terms import accumulation_bytes
 from models.predict.traffic import BYTES_PER_ELEMENT, expected_traffic
 from models.specs import num_parameters
 

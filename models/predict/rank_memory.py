@@ -30,8 +30,6 @@ from engine.layout.shard_spec import ParamRecord, localize
 from engine.pipeline import schedules
 from engine.pipeline.actions import Kind
 from models.predict.activation_memory import (
-    BYTES_PER_ELEMENT,
-    accumulation_bytes,
     backward_bytes,
     deferred_bytes,
     forward_bytes,
@@ -43,6 +41,7 @@ from models.predict.communicators import communicator_bytes
 from models.predict.cut import Contents, Cut, Memo
 from models.predict.in_flight import Peak, peaks_of
 from models.predict.recompute_choice import ATTENTION, MLP, candidates, choice_for_layers, worthwhile_parts
+from models.predict.terms import BYTES_PER_ELEMENT, accumulation_bytes
 from models.specs import stage_specs
 
 GB = 10**9

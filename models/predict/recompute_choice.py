@@ -23,7 +23,8 @@ from engine.config.plan import stages_of
 from engine.config.section import Subject
 from engine.config.tree import Config
 from engine.layout.rank_grid import ParallelSizes
-from models.predict.activation_memory import Sizes, Term, block_terms, per_token
+from models.predict.activation_memory import block_terms, per_token
+from models.predict.terms import Sizes, Term
 
 FLOPS_PER_BYTE = 200
 """FLOPs of a GEMM in the time of one byte to or from memory: 989e12 x 0.7 / 3.35e12 of an H100, about."""

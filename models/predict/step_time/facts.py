@@ -20,8 +20,8 @@ from engine.data.document_statistics import DocumentStatistics
 from engine.layout.rank_grid import ParallelSizes
 from engine.layout.shard_spec import ParamSpec, localize
 from engine.telemetry.record.flops import core_flops_forward
-from models.predict.activation_memory import BYTES_PER_ELEMENT
 from models.predict.step_time.implementation import Implementation
+from models.predict.terms import BYTES_PER_ELEMENT
 from models.specs import StageContents, layer_specs, stage_specs
 
 

@@ -1,0 +1,74 @@
+"""A kept tensor as a term, and the widths that terms are made of (no torch here)."""
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from engine.config.tree import Config
+from engine.layout.rank_grid import ParallelSizes
+
+BYTES_PER_ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4, "float64": 8}
+INDEX_BYTES = 8
+
+
+def accumulation_bytes(element: int) -> int:
+    """Return the bytes of an element in the accumulation dtype of elements of so many bytes."""
+    return max(4, element)
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One kept tensor.
+
+    Attributes:
+        module: of the block or chunk that keeps it.
+        paper: bytes per token on this rank in the paper's count; 0 where the paper has no such tensor.
+        ours: bytes per token on this rank with this engine's kernels on the CPU; 0 where nothing is kept.
+        part: of the layer that makes it again if it is recomputed (`recompute.modules`); "" where none does.
+    """
+
+    module: str
+    tensor: str
+    paper: Fraction
+    ours: Fraction
+    part: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Widths on one rank as fractions: w, acc bytes per element (of the run, of accumulation); `shard`: 1/t of the sequence
+    outside of the tensor-parallel region with sequence parallelism, else 1; heads, q, kv, f: on this rank; c: ranks of a row.
+    """
+
+    w: int
+    acc: int
+    shard: Fraction
+    h: int
+    heads: Fraction
+    kv_heads: Fraction
+    q: Fraction
+    kv: Fraction
+    f: Fraction
+    s: int
+    b: int
+    c: int
+
+    @classmethod
+    def of(cls, config: Config, sizes: ParallelSizes) -> "Sizes":
+        model, t = config.model, sizes.tp
+        w = BYTES_PER_ELEMENT[config.precision.dtype]
+        heads = Fraction(model.num_attention_heads, t)
+        kv_heads = max(Fraction(model.kv_heads, t), Fraction(1))
+        return cls(
+            w=w,
+            acc=accumulation_bytes(w),
+            shard=Fraction(1, t if config.parallel.sequence_parallel else 1),
+            h=model.hidden_size,
+            heads=heads,
+            kv_heads=kv_heads,
+            q=heads * model.head_size,
+            kv=kv_heads * model.head_size,
+            f=Fraction(model.ffn_size, t),
+            s=model.seq_length,
+            b=config.train.micro_batch_size,
+            c=sizes.cp,
+        )
