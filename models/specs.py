@@ -20,6 +20,8 @@ one name and one shape everywhere. h hidden size, d head size, f MLP width, V vo
     layers.N.mlp.down.weight             [h, f]              columns cut (row parallel)
     final_norm.{weight,bias}             [h]
     head.weight                          [V, h]              untied only
+
+Models with latent attention have others in place of q and kv (`models/attention_specs.py`).
 """
 
 import math
@@ -28,6 +30,7 @@ from typing import Protocol
 
 from engine.config.model import ModelConfig
 from engine.layout.shard_spec import Init, ParamSpec
+from models.attention_specs import heads_specs, initial_gain
 
 
 class StageContents(Protocol):
@@ -86,8 +89,7 @@ def head_specs(model: ModelConfig) -> Iterator[ParamSpec]:
 
 
 def layer_specs(model: ModelConfig, layer: int) -> Iterator[ParamSpec]:
-    h, d, f = model.hidden_size, model.head_size, model.ffn_size
-    heads, kv_heads = model.num_attention_heads, model.kv_heads
+    h, f = model.hidden_size, model.ffn_size
     normal = Init("normal", model.init_std)
     # GPT-2's rule: the two projections that write to the residual stream start smaller, by the number of writes.
     residual = Init("normal", model.init_std / math.sqrt(2 * model.num_layers))
@@ -95,22 +97,8 @@ def layer_specs(model: ModelConfig, layer: int) -> Iterator[ParamSpec]:
 
     if model.norms_before:
         yield from _norm(model, f"{attention}.norm")
-    yield ParamSpec(f"{attention}.q.weight", (heads, d, h), normal, tp_dim=0)
-    yield ParamSpec(f"{attention}.kv.weight", (2, kv_heads, d, h), normal, tp_dim=1, fused_with_previous=True)
-    if model.bias in ("all", "qkv"):
-        yield ParamSpec(f"{attention}.q.bias", (heads, d), Init("zeros"), decay=False, tp_dim=0)
-        yield ParamSpec(
-            f"{attention}.kv.bias", (2, kv_heads, d), Init("zeros"), decay=False, tp_dim=1, fused_with_previous=True
-        )
-    if model.layer_kind(layer).sinks:
-        yield ParamSpec(f"{attention}.sinks", (heads,), normal, decay=False, tp_dim=0)
-    if model.qk_norm == "all_heads":
-        for name, count in (("q_norm", heads), ("k_norm", kv_heads)):
-            yield ParamSpec(f"{attention}.{name}.weight", (count, d), _initial_gain(model), decay=False, tp_dim=0)
-    elif model.qk_norm:
-        yield ParamSpec(f"{attention}.q_norm.weight", (d,), _initial_gain(model), decay=False, grad_is_partial="heads")
-        yield ParamSpec(f"{attention}.k_norm.weight", (d,), _initial_gain(model), decay=False, grad_is_partial="heads")
-    yield ParamSpec(f"{attention}.proj.weight", (h, heads, d), residual, tp_dim=1)
+    yield from heads_specs(model, layer, attention)
+    yield ParamSpec(f"{attention}.proj.weight", (h, model.num_attention_heads, model.value_size), residual, tp_dim=1)
     if model.bias == "all":
         yield ParamSpec(f"{attention}.proj.bias", (h,), Init("zeros"), decay=False, grad_is_partial="sequence")
 
@@ -149,11 +137,6 @@ def _vocabulary_matrix(model: ModelConfig, name: str, *, tied_ends: bool) -> Par
 
 
 def _norm(model: ModelConfig, name: str) -> Iterator[ParamSpec]:
-    initial = {"weight": _initial_gain(model), "bias": Init("zeros")}
+    initial = {"weight": initial_gain(model), "bias": Init("zeros")}
     for each in model.norm_kind.parameters:
         yield ParamSpec(f"{name}.{each}", (model.hidden_size,), initial[each], decay=False, grad_is_partial="sequence")
-
-
-def _initial_gain(model: ModelConfig) -> Init:
-    """Return the stored start of a gain of 1."""
-    return Init("zeros" if model.norm_kind.offset else "ones")

@@ -76,7 +76,11 @@ def rope_frequencies(r: int, base: float, scaling: RopeScaling | None, length: i
             continue
         found.append(share * frequency + (1 - share) * frequency / factor)
     if scaling.type == "yarn":
-        stretch = 1 + 0.1 * math.log(factor)
+        top, bottom = (
+            1 + 0.1 * (1.0 if each is None else each) * math.log(factor)
+            for each in (scaling.mscale, scaling.mscale_all_dim)
+        )
+        stretch = top if scaling.mscale_all_dim is None else top / bottom
     if scaling.type == "longrope":
         stretch = math.sqrt(1 + math.log(factor) / math.log(old))
     return torch.tensor(found, dtype=torch.float64), scaling.attention_factor or stretch
@@ -95,7 +99,7 @@ def oracle_loss_sum(
 ) -> torch.Tensor:
     """Sum of the unmasked tokens' losses. ids int64 [b, s], mask bool [b, s]; documents: number of each token's, [b, s]."""
     b, s = tokens.shape
-    h, d = model.hidden_size, model.head_size
+    h, d, mla = model.hidden_size, model.head_size, model.mla
     heads, kv_heads = model.num_attention_heads, model.kv_heads
     keys = DropoutKeys(seed, sample_ids)
 
@@ -104,6 +108,32 @@ def oracle_loss_sum(
     def hidden_dropout(x: torch.Tensor, site: str) -> torch.Tensor:
         positions = (torch.arange(s).view(1, s, 1) * h + torch.arange(h)).expand(1, s, h)
         return dropout(x, model.hidden_dropout, keys, site, positions, batch_dim=0)
+
+    def latent_norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + model.norm_eps).sqrt() * (weights[name] + first_gain)
+
+    def through_latents(x: torch.Tensor, name: str, kind: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+        """q, k [b, n, s, dr + dn] and v [b, n, s, dv] of latent attention (2405.04434, equations 9 to 17), from x [b, s, h]."""
+        rank, rope_size = mla.kv_lora_rank, mla.qk_rope_head_dim
+        if mla.q_lora_rank is None:
+            q = torch.einsum("bsh,ndh->bnsd", x, weights[f"{name}.q.weight"])
+        else:
+            latent = latent_norm(x @ weights[f"{name}.q_a.weight"].t(), f"{name}.q_a_norm.weight")
+            q = torch.einsum("bsr,ndr->bnsd", latent, weights[f"{name}.q_b.weight"])
+        down = x @ weights[f"{name}.kv_a.weight"].t()
+        latent = latent_norm(down[..., :rank], f"{name}.kv_a_norm.weight")
+        kv = torch.einsum("bsr,ndr->bnsd", latent, weights[f"{name}.kv_b.weight"])
+        key = rotate(down[..., rank:].unsqueeze(1), kind, rope_size)
+        k = torch.cat((key.expand(b, heads, s, rope_size), kv[..., : mla.qk_nope_head_dim]), dim=-1)
+        q = torch.cat((rotate(q[..., :rope_size], kind, rope_size), q[..., rope_size:]), dim=-1)
+        return q, k, kv[..., mla.qk_nope_head_dim :]
+
+    def logit_scale(kind: Mapping[str, Any]) -> float:
+        scaling = kind["rope_scaling"] if kind["position"] == "rope" else None
+        scale = 1 / math.sqrt(d)
+        if mla is not None and scaling is not None and scaling.mscale_all_dim:
+            scale *= (1 + 0.1 * scaling.mscale_all_dim * math.log(scaling.factor)) ** 2
+        return model.attention_scale or scale
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
         gain = weights[f"{name}.weight"]
@@ -119,11 +149,11 @@ def oracle_loss_sum(
             return x / (x.pow(2).mean((1, 3), keepdim=True) + model.norm_eps).sqrt() * gain.unsqueeze(1)
         return x / (x.pow(2).mean(-1, keepdim=True) + model.norm_eps).sqrt() * gain
 
-    def rotate(x: torch.Tensor, layer: Mapping[str, Any]) -> torch.Tensor:
+    def rotate(x: torch.Tensor, layer: Mapping[str, Any], size: int = d) -> torch.Tensor:
         """x [b, n, s, d] by complex multiplication, pairing dim i with dim i + r/2 of the first r; the others stay."""
         if layer["position"] != "rope":
             return x
-        r = int(d * layer["rotary_share"])
+        r = int(size * layer["rotary_share"])
         frequencies, length = rope_frequencies(r, layer["rope_base"], layer["rope_scaling"], s)
         angles = position_ids.unsqueeze(-1) * frequencies
         turn = torch.polar(torch.full_like(angles, length), angles).unsqueeze(1)
@@ -149,15 +179,18 @@ def oracle_loss_sum(
         seen = ((distance >= 0) & is_near & same_document).unsqueeze(1)
         entry = x
         y = norm(x, f"{name}.norm") if model.norm_placement != "after" else x
-        q = linear(y, weights[f"{name}.q.weight"], weights.get(f"{name}.q.bias"), heads * d)
-        kv = linear(y, weights[f"{name}.kv.weight"], weights.get(f"{name}.kv.bias"), 2 * kv_heads * d)
-        q = q.view(b, s, heads, d).transpose(1, 2)
-        k, v = kv.view(b, s, 2, kv_heads, d).permute(2, 0, 3, 1, 4)
-        q = rotate(head_norm(q, f"{name}.q_norm.weight"), kind)
-        k = rotate(head_norm(k, f"{name}.k_norm.weight"), kind)
+        if mla is not None:
+            q, k, v = through_latents(y, name, kind)
+        else:
+            q = linear(y, weights[f"{name}.q.weight"], weights.get(f"{name}.q.bias"), heads * d)
+            kv = linear(y, weights[f"{name}.kv.weight"], weights.get(f"{name}.kv.bias"), 2 * kv_heads * d)
+            q = q.view(b, s, heads, d).transpose(1, 2)
+            k, v = kv.view(b, s, 2, kv_heads, d).permute(2, 0, 3, 1, 4)
+            q = rotate(head_norm(q, f"{name}.q_norm.weight"), kind)
+            k = rotate(head_norm(k, f"{name}.k_norm.weight"), kind)
         group = heads // kv_heads
         k, v = (tensor.repeat_interleave(group, dim=1) for tensor in (k, v))
-        scores = q @ k.transpose(-1, -2) * (model.attention_scale or 1 / math.sqrt(d))
+        scores = q @ k.transpose(-1, -2) * logit_scale(kind)
         if model.attention_softcap is not None:
             scores = model.attention_softcap * torch.tanh(scores / model.attention_softcap)
         weight = scores.exp() * seen
@@ -168,7 +201,7 @@ def oracle_loss_sum(
         n, row, column = torch.arange(heads), torch.arange(s), torch.arange(s)
         where = ((n.view(-1, 1, 1) * s + row.view(-1, 1)) * s + column).unsqueeze(0)
         probabilities = dropout(probabilities, model.attention_dropout, keys, f"{name}.dropout", where, batch_dim=0)
-        mixed = (probabilities @ v).transpose(1, 2).reshape(b, s, heads * d)
+        mixed = (probabilities @ v).transpose(1, 2).reshape(b, s, -1)
         branch = linear(mixed, weights[f"{name}.proj.weight"], weights.get(f"{name}.proj.bias"), h)
         if model.norm_placement != "before":
             branch = norm(branch, f"{name}.post_norm")

@@ -186,7 +186,10 @@ def _decides_what_is_gathered(subject: Subject) -> bool:
     """Return whether memory decides about something that is gathered."""
     config = subject.config
     return (config.recompute.gathered_inputs == "auto" and config.parallel.cuts_sequence) or (
-        config.recompute.gathered_kv == "auto" and gathers_keys(config) and config.kernels.attention != "explicit"
+        config.recompute.gathered_kv == "auto"
+        and gathers_keys(config)
+        and config.kernels.attention != "explicit"
+        and config.model.mla is None
     )
 
 
@@ -209,7 +212,9 @@ def recomputed_parts_exist(subject: Subject) -> Iterator[Problem]:
             "would save nothing",
             {"kernels.attention": ["sdpa"], "recompute.modules": [[*(config.recompute.modules or []), "attention"]]},
         )
-    if "attention" in parts and gathers_keys(config) and config.kernels.attention != "explicit":
+    # Latents are gathered before what is made again, keys and values are made from them within it.
+    starts_from_kept = gathers_keys(config) and config.kernels.attention != "explicit" and model.mla is None
+    if "attention" in parts and starts_from_kept:
         without_attention = [name for name in config.recompute.modules or [] if name != "attention"]
         yield subject.problem(
             "recompute.modules",

@@ -222,7 +222,9 @@ def _resolved(model: "ModelConfig", name: str) -> LayerKind:
         scaling = value("rope_scaling")
         original = None if scaling is None else scaling.original_max_position_embeddings
         is_long = original is not None and scaling.type == "longrope" and model.seq_length > original
-        rotary = Rotary(int(model.head_size * value("rotary_share")), value("rope_base"), scaling, is_long)
+        mla = model.mla
+        dim = int(model.head_size * value("rotary_share")) if mla is None else mla.qk_rope_head_dim
+        rotary = Rotary(dim, value("rope_base"), scaling, is_long)
     return LayerKind(name, value("window"), rotary, value("sinks"))
 
 
@@ -327,9 +329,8 @@ def scalings_have_their_fields(subject: Subject) -> Iterator[Problem]:
 
 def rotation_fits_heads(subject: Subject) -> Iterator[Problem]:
     model = subject.config.model
-    fills = model.head_dim is not None or model.hidden_size % model.num_attention_heads == 0
-    # `rope_pairs` reports an odd head_dim.
-    if not fills or (model.position_kind.is_rotary and model.head_size % 2):
+    # `rope_pairs` and `sizes_of_mla` report what is odd.
+    if not model.heads_have_a_size or (model.position_kind.is_rotary and model.head_size % 2 and model.mla is None):
         return
     for kind in dict.fromkeys(model.kinds):
         rotary = kind.rotary
@@ -340,7 +341,7 @@ def rotation_fits_heads(subject: Subject) -> Iterator[Problem]:
             f"model.layer_kinds.{kind.name}." if field in given else "model."
             for field in ("rotary_share", "rope_scaling")
         )
-        if rotary.dim % 2 or not rotary.dim:
+        if (rotary.dim % 2 and model.mla is None) or not rotary.dim:
             yield Problem(
                 f"{of_share}rotary_share",
                 given.get("rotary_share", model.rotary_share),
@@ -414,6 +415,7 @@ ATTENTION_KIND_RULES: tuple[Rule, ...] = (
 
 
 BEYOND_PLAIN = (
+    "mla",
     "window",
     "sinks",
     "rotary_share",

@@ -3,6 +3,9 @@
     all_gather   each rank's queries attend to the gathered keys and values of the row (2407.21783, section 3.3.2)
     ulysses      an all-to-all gives each rank whole rows of some heads, another one brings the output back (2309.14509, section 3)
 
+With latent attention (`engine/config/mla.py`) all_gather gathers the latent and the rotated key of each token, all at once, and
+each rank makes the keys and values of whole rows from them. That is 2 t (kv_lora_rank + dr) / d in the units above.
+
 Bytes on the wire of a layer, forward and backward, in units of w b s d (c - 1) / (c t), with a query and g key/value heads:
 
     all_gather   2 g + 2 g + 2 g      of which 1 / pieces are exposed: the rest hides behind the attention of other pieces
@@ -39,7 +42,7 @@ def exposed_share(num_kv_heads: int) -> Fraction:
 
 
 def method_of(config: "Config") -> Method:
-    """Return the method of a checked configuration; `auto` exposes the fewest bytes.
+    """Return the method of a checked configuration; `auto` exposes the fewest bytes, and gathers latents where there are some.
 
     Attention in plain operators gathers at once, so nothing of it is hidden, and it keeps what it gathered.
     """
@@ -47,7 +50,7 @@ def method_of(config: "Config") -> Method:
     if asked != "auto":
         return asked
     kv_heads = local_kv_heads(config)
-    if kv_heads % config.parallel.cp:
+    if kv_heads % config.parallel.cp or config.model.mla is not None:
         return "all_gather"
     heads = config.model.num_attention_heads // config.parallel.tp
     is_explicit = config.kernels.attention == "explicit"
@@ -66,6 +69,8 @@ def method_line(config: "Config") -> str:
     if not gathers_keys(config):
         cp, heads = config.parallel.cp, config.model.num_attention_heads // config.parallel.tp
         return f"ulysses: {heads // cp} query and {kv_heads // cp} key/value heads of whole samples on each rank"
+    if config.model.mla is not None:
+        return f"all_gather: latents of {config.model.mla.cached_size} numbers per token, all of their bytes exposed"
     pieces = 1 if is_explicit else len(heads_of_pieces(kv_heads))
     share = 1.0 if is_explicit else float(exposed_share(kv_heads))
     of_heads = f"of the {kv_heads} key/value heads of a rank, {share:.0%} of the bytes exposed"

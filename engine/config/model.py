@@ -16,6 +16,7 @@ from engine.config.attention_kinds import (
     Window,
 )
 from engine.config.layer_kinds import Activation, Norm, Position
+from engine.config.mla import MLA_RULES, MLAConfig
 from engine.config.section import LAYOUT, MEANT, Problem, Rule, Section, Subject, divisors, multiples
 
 MOST_LAYERS = 10_000
@@ -53,6 +54,9 @@ class ModelConfig(Section):
     )
     head_dim: int | None = Field(
         None, gt=0, le=LARGEST_WIDTH, description="size of one head; null: hidden_size / num_attention_heads"
+    )
+    mla: MLAConfig | None = Field(
+        None, description="multi-head latent attention (DeepSeek-V2): sizes of latents and heads; null: none"
     )
     ffn_hidden_size: int | None = Field(
         None, gt=0, le=LARGEST_WIDTH, description="width of the MLP; null: 4 x hidden_size"
@@ -130,7 +134,21 @@ class ModelConfig(Section):
 
     @property
     def head_size(self) -> int:
+        """Return the elements of a query or a key."""
+        if self.mla is not None:
+            return self.mla.qk_head_dim
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def value_size(self) -> int:
+        """Return the elements of a value."""
+        return self.head_size if self.mla is None else self.mla.v_head_dim
+
+    @property
+    def heads_have_a_size(self) -> bool:
+        """Return whether the size of a head follows from the fields; else `heads_fill_hidden` has a problem."""
+        is_given = self.head_dim is not None or self.mla is not None
+        return is_given or self.hidden_size % self.num_attention_heads == 0
 
     @property
     def ffn_size(self) -> int:
@@ -172,7 +190,7 @@ class ModelConfig(Section):
 
 def heads_fill_hidden(subject: Subject) -> Iterator[Problem]:
     model = subject.config.model
-    if model.head_dim is None and model.hidden_size % model.num_attention_heads:
+    if not model.heads_have_a_size:
         yield subject.problem(
             "model.hidden_size",
             f"must be a multiple of num_attention_heads = {model.num_attention_heads} where head_dim is not given: the heads "
@@ -187,8 +205,7 @@ def heads_fill_hidden(subject: Subject) -> Iterator[Problem]:
 
 def rope_pairs(subject: Subject) -> Iterator[Problem]:
     model = subject.config.model
-    fills = model.head_dim is not None or model.hidden_size % model.num_attention_heads == 0
-    if model.position_kind.is_rotary and fills and model.head_size % 2:
+    if model.mla is None and model.position_kind.is_rotary and model.heads_have_a_size and model.head_size % 2:
         yield Problem(
             "model.head_dim",
             model.head_size,
@@ -314,4 +331,5 @@ MODEL_RULES: tuple[Rule, ...] = (
     vocabulary_holds_tokens,
     dropout_on_probabilities,
     *ATTENTION_KIND_RULES,
+    *MLA_RULES,
 )

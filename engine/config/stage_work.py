@@ -1,6 +1,6 @@
 """Work of each layer and of the head in FLOPs, from the model's sizes alone (no torch here).
 
-    a layer    2 per weight of its GEMMs, and 2 GEMMs of (keys that a query sees) x heads x head size
+    a layer    2 per weight of its GEMMs, and GEMMs of (keys that a query sees) x heads x size of a query, and of a value
     the head   2 h V;  the embedding is a look-up and costs nothing
 
 Per token and of a forward; a backward has twice as much of each, so shares of work are the same. `engine/telemetry/record/flops.py`
@@ -21,13 +21,26 @@ def keys_of(length: int, window: int | None) -> float:
 
 def flops_of_a_key(model: "ModelConfig") -> int:
     """Count the FLOPs of attention for each key that a query sees: its score and its part of the weighted sum."""
-    return 2 * 2 * model.num_attention_heads * model.head_size
+    return 2 * model.num_attention_heads * (model.head_size + model.value_size)
+
+
+def attention_weights(model: "ModelConfig") -> int:
+    """Count the weights of the GEMMs before and behind a layer's attention."""
+    a, d, h, mla = model.num_attention_heads, model.head_size, model.hidden_size, model.mla
+    if mla is None:
+        return 2 * (a + model.kv_heads) * d * h
+    queries = (mla.q_lora_rank or h) * a * d
+    return (
+        mla.latent_size * h
+        + queries
+        + mla.kv_lora_rank * a * (mla.qk_nope_head_dim + mla.v_head_dim)
+        + a * mla.v_head_dim * h
+    )
 
 
 def layer_weights(model: "ModelConfig") -> int:
     """Count the weights of a layer's GEMMs."""
-    attention = 2 * (model.num_attention_heads + model.kv_heads) * model.head_size * model.hidden_size
-    return attention + (model.activation_kind.num_inputs + 1) * model.ffn_size * model.hidden_size
+    return attention_weights(model) + (model.activation_kind.num_inputs + 1) * model.ffn_size * model.hidden_size
 
 
 def layer_work(model: "ModelConfig") -> tuple[int, ...]:

@@ -75,6 +75,10 @@ class ContextParallelRegion:
         """Gather keys and values with a gradient, for attention in plain operators."""
         return _Gather.apply(k, v, part, self)
 
+    def gathered_rows(self, x: torch.Tensor, part: SequencePart) -> torch.Tensor:
+        """Gather x [s/c, b, n] to [s, b, n] in the order of the rows, with a gradient: the latents of latent attention."""
+        return _GatherRows.apply(x, part, self)
+
     def gathers(self, packed: Sequence[torch.Tensor], part: SequencePart, purpose: str) -> Iterator[Pair]:
         """Yield keys and values [b, n_j, s, d] of each piece in the order of the row, the next one's gather under way."""
         under_way: list[Pending] = []
@@ -182,6 +186,22 @@ class _ContextAttention(torch.autograd.Function):
         local.append(local_gradients(sums.pop(), q.dtype))
         grad_k, grad_v = (torch.cat(each, dim=1) for each in zip(*local, strict=True))
         return grad_q, grad_k, grad_v, grad_of_sinks(grad, out, lse, sinks), None, None, None
+
+
+class _GatherRows(torch.autograd.Function):
+    """Whole rows; the backward sums their gradients over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, part: SequencePart, region: ContextParallelRegion) -> torch.Tensor:
+        ctx.part, ctx.region = part, region
+        return _reordered(region.axis.all_gather(x, f"{KEYS_AND_VALUES} forward").wait(), part.to_rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        region: ContextParallelRegion = ctx.region
+        wide = grad.to(accumulation_dtype(grad.dtype) if region.sums_wide else grad.dtype)
+        summed = region.axis.reduce_scatter(_reordered(wide, ctx.part.to_parts), f"{KEYS_AND_VALUES} gradients")
+        return summed.wait().to(grad.dtype), None, None
 
 
 class _Gather(torch.autograd.Function):

@@ -7,10 +7,11 @@
     math                       torch's own formula, operator by operator: for decoding where no fused kernel runs
 
 Without window, documents, sinks and cap each is torch's scaled_dot_product_attention; on the CPU sdpa and flash have all but the
-cap. None of them keeps the probabilities; `explicit` attention, which does, is in the model (`models/gpt/attention.py`).
+cap. None of them keeps the probabilities; `explicit` attention, which does, is in the model (`models/gpt/attention_core.py`).
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -37,6 +38,9 @@ BACKENDS: Mapping[str, SDPBackend] = MappingProxyType(
 )
 """Backends of torch's function by the name of a choice."""
 
+WITH_OWN_VALUE_SIZE = ("blocks", "math")
+"""Kernels that take values of another size than queries and keys; for the others values are padded with zeros."""
+
 _TRIED_LENGTH = 128
 
 
@@ -52,12 +56,12 @@ def attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute scaled dot-product attention: q [b, n, s, d], k, v [b, n_kv, s_k, d] -> [b, n, s, d].
+    """Compute scaled dot-product attention: q [b, n, s, d], k [b, n_kv, s_k, d], v [b, n_kv, s_k, d_v] -> [b, n, s, d_v].
 
     Args:
         kernel: a name of this module's table.
-        q, k, v: operands of one dtype.
-        mask: the keys that are seen, in addition to the causal mask; its documents are on q's device.
+        q, k, v: operands of one dtype; d_v <= d.
+        mask: the keys that are seen, in addition to the causal mask; its documents and part are on q's device.
         is_causal: s_k = s, and a query sees no later key; False: s = 1, at the last of the s_k positions.
         scale: factor of the logits; None: d ** -0.5.
         softcap: c of the logits c tanh(logit / c); None: they have no cap.
@@ -66,6 +70,10 @@ def attention(
     Raises:
         RuntimeError: the kernel cannot compute this.
     """
+    size = v.shape[-1]
+    if size != q.shape[-1] and kernel not in WITH_OWN_VALUE_SIZE:
+        # Torch's kernels for one size of heads are the fast ones; its own choice for two would keep the probabilities on the CPU.
+        v = F.pad(v, (0, q.shape[-1] - size))
     window, documents = mask.window, mask.documents
     if window is not None and window >= k.shape[2]:
         window = None
@@ -73,14 +81,14 @@ def attention(
         k, v, window = k[:, :, -window:], v[:, :, -window:], None
     if documents is not None and documents.is_one_per_row:
         documents = None
-    mask = Mask(window, documents)
+    mask = Mask(window, documents, mask.part)
     if kernel == "blocks" or mask != WHOLE or sinks is not None or softcap is not None:
-        return masked_attention(masked_kernel(kernel, q.device, mask, scale, softcap), q, k, v, sinks)
-    options: dict[str, Any] = {"is_causal": is_causal, "enable_gqa": k.shape[1] != q.shape[1], "scale": scale}
-    if kernel not in BACKENDS:
-        return F.scaled_dot_product_attention(q, k, v, **options)
-    with sdpa_kernel(BACKENDS[kernel]):
-        return F.scaled_dot_product_attention(q, k, v, **options)
+        out = masked_attention(masked_kernel(kernel, q.device, mask, scale, softcap), q, k, v, sinks)
+    else:
+        options: dict[str, Any] = {"is_causal": is_causal, "enable_gqa": k.shape[1] != q.shape[1], "scale": scale}
+        with sdpa_kernel(BACKENDS[kernel]) if kernel in BACKENDS else nullcontext():
+            out = F.scaled_dot_product_attention(q, k, v, **options)
+    return out if out.shape[-1] == size else out[..., :size]
 
 
 def masked_kernel(name: str, device: torch.device, mask: Mask, scale: float | None, softcap: float | None) -> Kernel:
@@ -103,7 +111,11 @@ def masked_kernel(name: str, device: torch.device, mask: Mask, scale: float | No
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The facts that decide whether a kernel runs: heads on one rank, their size, dtype and device, and what is asked of it."""
+    """The facts that decide whether a kernel runs: heads on one rank, their sizes, dtype and device, and what is asked of it.
+
+    Attributes:
+        value_dim: size of values; None: that of queries and keys.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -111,6 +123,7 @@ class AttentionShape:
     dtype: torch.dtype
     device: torch.device
     pattern: AttentionPattern = PLAIN
+    value_dim: int | None = None
 
 
 def attention_failure(kernel: str, shape: AttentionShape) -> str:
@@ -202,6 +215,7 @@ def _try_part(kernel: str, shape: AttentionShape) -> None:
     for name in (kernel, "blocks"):
         q, k = (each.to(shape.device, shape.dtype).requires_grad_() for each in numbers)
         by_name = masked_kernel(name, shape.device, mask, None, options["softcap"])
+        # Of fewer elements the kernel gets them padded, so this is what it sees.
         found.append(masked_attention(by_name, q, k, k, options["sinks"]))
         found[-1].sum().backward()
     mine_out, plain = (each.detach().double() for each in found)
@@ -222,10 +236,11 @@ def _asked(shape: AttentionShape) -> tuple[Mask, dict[str, Any]]:
 
 
 def _operands(shape: AttentionShape, num_queries: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q [1, n, num_queries, d] and k, v [1, n_kv, 128, d], of zeros."""
+    """Return q [1, n, num_queries, d], k [1, n_kv, 128, d] and v [1, n_kv, 128, d_v], of zeros."""
 
-    def zeros(heads: int, length: int) -> torch.Tensor:
-        return torch.zeros(1, heads, length, shape.head_dim, dtype=shape.dtype, device=shape.device)
+    def zeros(heads: int, length: int, size: int) -> torch.Tensor:
+        return torch.zeros(1, heads, length, size, dtype=shape.dtype, device=shape.device)
 
-    kv_heads = shape.num_kv_heads
-    return zeros(shape.num_heads, num_queries), zeros(kv_heads, _TRIED_LENGTH), zeros(kv_heads, _TRIED_LENGTH)
+    kv_heads, d = shape.num_kv_heads, shape.head_dim
+    values = zeros(kv_heads, _TRIED_LENGTH, d if shape.value_dim is None else shape.value_dim)
+    return zeros(shape.num_heads, num_queries, d), zeros(kv_heads, _TRIED_LENGTH, d), values

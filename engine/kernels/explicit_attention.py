@@ -19,10 +19,10 @@ def explicit_attention(
     sinks: torch.Tensor | None,
     drop: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Compute attention with its probabilities [b, n, s, s_k] materialised: q [b, n, s, d], k, v [b, n_kv, s_k, d] -> q's shape.
+    """Compute attention with its probabilities [b, n, s, s_k] materialised: q, k [b, n, s, d], v [b, n, s, d_v] -> [b, n, s, d_v].
 
     Args:
-        q, k, v: operands; the queries are the last s of the s_k positions.
+        q, k, v: operands; the queries are the last s of the s_k positions of keys and values, which may have fewer heads.
         mask: the keys that are seen.
         scale, softcap, sinks: as of `engine.kernels.attention.attention`.
         drop: applied to the probabilities.

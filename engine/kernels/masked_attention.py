@@ -53,7 +53,7 @@ WHOLE = Mask()
 
 
 class Kernel(Protocol):
-    """Attention without sinks: q [b, n, s, d], k, v [b, n_kv, s_k, d]."""
+    """Attention without sinks: q [b, n, s, d], k, v [b, n_kv, s_k, d]; `Blocks` takes v [.., d_v], and its output has this size."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output [b, n, s, d], and the logarithm of each row's sum [b, n, s] in the accumulation dtype."""
@@ -269,9 +269,9 @@ class _ByPieces:
         self.scale = scale
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        b, n, s, d = q.shape
+        b, n, s, _ = q.shape
         # In memory as the next layer reads it, [s, b, n d].
-        out = q.new_empty(s, b, n, d).permute(1, 2, 0, 3)
+        out = q.new_empty(s, b, n, v.shape[-1]).permute(1, 2, 0, 3)
         lse = q.new_empty(b, n, s, dtype=accumulation_dtype(q.dtype))
         for piece in _pieces(self.mask, s, k.shape[2], self.block):
             found = self.part(piece, piece.queries.cut(q), piece.keys.cut(k), piece.keys.cut(v))
@@ -399,7 +399,7 @@ class Blocks(_ByPieces):
         logits = self._logits(q, k).masked_fill_(~self._seen(piece, q, k), -torch.inf)
         lse = logits.logsumexp(-1, keepdim=True)
         probabilities = logits.sub_(lse).exp_().to(q.dtype)
-        return (probabilities @ v).reshape(q.shape), lse.reshape(q.shape[:3])
+        return (probabilities @ v).reshape(*q.shape[:3], v.shape[-1]), lse.reshape(q.shape[:3])
 
     def part_backward(
         self,

@@ -179,8 +179,8 @@ class Trials:
     refusal: Callable[[str, str, str], str]
 
 
-def device_trials(shape: AttentionShape, main_grad: torch.dtype) -> Trials:
-    """Run the kernels themselves, on small tensors."""
+def device_trials(shape: AttentionShape, main_grad: torch.dtype, decoding: AttentionShape | None = None) -> Trials:
+    """Run the kernels themselves, on small tensors; `decoding` is the shape of one query's attention, None: the same."""
     device = shape.device
     of_compiler = cache(lambda: compiler_failure(device))
 
@@ -188,7 +188,7 @@ def device_trials(shape: AttentionShape, main_grad: torch.dtype) -> Trials:
         if name == "attention":
             return attention_failure(choice, shape)
         if name == "decoding":
-            return decoding_failure(choice, shape)
+            return decoding_failure(choice, decoding or shape)
         if choice == "fused":
             return weight_grad_failure("fused", shape.dtype, main_grad, device)
         return of_compiler() if choice == "compiled" else ""
@@ -292,7 +292,16 @@ def attention_shape(config: Config, topology: Topology) -> AttentionShape:
         dtype=DTYPES[config.precision.dtype],
         device=topology.device,
         pattern=attention_pattern(config),
+        value_dim=model.value_size,
     )
+
+
+def decoding_shape(config: Config, topology: Topology) -> AttentionShape:
+    """Return the shape of the attention of one query; queries of latent attention read latents, which all heads share."""
+    shape, mla = attention_shape(config, topology), config.model.mla
+    if mla is None:
+        return shape
+    return replace(shape, num_kv_heads=1, head_dim=mla.cached_size, value_dim=mla.kv_lora_rank)
 
 
 def open_kernels(config: Config, topology: Topology, *, is_alone: bool = False) -> Kernels:
@@ -310,7 +319,8 @@ def open_kernels(config: Config, topology: Topology, *, is_alone: bool = False) 
     """
     device, asked = topology.device, config.kernels
     dtype = DTYPES[config.precision.dtype]
-    trials = device_trials(attention_shape(config, topology), main_grad_dtype(dtype, config.precision.gradients))
+    main_grad = main_grad_dtype(dtype, config.precision.gradients)
+    trials = device_trials(attention_shape(config, topology), main_grad, decoding_shape(config, topology))
     choices, notes = try_out(asked, resolve(asked, DeviceFacts.of(config, device)), trials)
     if "auto" in asked.model_dump().values() and device.type == "cuda" and not is_alone:
         choices, notes = agree(

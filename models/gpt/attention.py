@@ -11,31 +11,27 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import nn
 
 from engine.activations.saved_tensors import ATTENTION
 from engine.config.attention_kinds import LayerKind
-from engine.kernels.attention import attention, masked_kernel
-from engine.kernels.explicit_attention import explicit_attention
+from engine.kernels.attention import masked_kernel
 from engine.kernels.masked_attention import Mask
 from engine.layout.shard_spec import cut
-from engine.tensor_parallel.dropout import DropoutKeys, dropout
-from engine.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from engine.tensor_parallel.dropout import DropoutKeys
+from engine.tensor_parallel.layers import ColumnParallelLinear
+from models.gpt.attention_core import AttentionCore
 from models.gpt.context import BuildContext, Positions
 from models.gpt.kv_cache import LayerCache
 from models.gpt.qk_norm import NormalisedAndRotated
 
 
-class Attention(nn.Module):
+class Attention(AttentionCore):
+    """Attention whose queries, keys and values are projected from x, with as many or fewer key/value heads."""
+
     def __init__(self, context: BuildContext, name: str, kind: LayerKind) -> None:
-        super().__init__()
-        self.kind = kind
+        super().__init__(context, name, kind)
         model, tp = context.model, context.region.axis
-        self.context = context
-        self.name = name
         self.head_dim = model.head_size
-        self.first_head, stop = cut(model.num_attention_heads, tp.size, tp.index)
-        self.num_heads = stop - self.first_head
         first_kv, stop_kv = cut(model.kv_heads, tp.size, tp.index)
         self.num_kv_heads = stop_kv - first_kv
         self.qkv = ColumnParallelLinear(
@@ -46,14 +42,10 @@ class Attention(nn.Module):
             f"{name}.qkv",
         )
         self.rotated = NormalisedAndRotated(context, name)
-        self.sinks = context.optional_parameter(f"{name}.sinks")
-        self.proj = RowParallelLinear(
-            context.parameter(f"{name}.proj.weight"),
-            context.optional_parameter(f"{name}.proj.bias"),
-            context.region,
-            context.queue,
-            f"{name}.proj",
-        )
+
+    def new_cache(self, places: int, device: torch.device) -> LayerCache:
+        """Build an empty cache for one sequence of at most `places` tokens."""
+        return LayerCache((1, self.num_kv_heads, places, self.head_dim), self.context.dtype, device)
 
     def forward(
         self, x: torch.Tensor, positions: Positions, keys: DropoutKeys, cache: LayerCache | None = None
@@ -91,34 +83,11 @@ class Attention(nn.Module):
             mixed = exchange.to_tokens(mixed.unflatten(2, (-1, self.head_dim))).flatten(2)
         return self.proj(mixed)
 
-    def _core(self, kernel: str, mask: Mask, keys: DropoutKeys, heads: slice, *qkv: torch.Tensor) -> torch.Tensor:
-        """Compute scaled dot-product attention: q [b, n, s, d], k, v [b, n_kv, s_k, d] -> [s, b, n * d].
-
-        s_k = s, causal; or s = 1, with the query at the last of the s_k positions; or q is this rank's part of the rows.
-        The n query heads are `heads` of this tp rank's.
-        """
-        q, k, v = qkv
-        scale, softcap = self.context.model.attention_scale, self.context.model.attention_softcap
-        sinks = None if self.sinks is None else self.sinks.tracked()[heads]
-        if kernel == "explicit":
-            drop = partial(self._drop, keys, heads.start)
-            mixed = explicit_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, drop=drop)
-        elif mask.part is not None:
-            by_name = masked_kernel(kernel, q.device, mask, scale, softcap)
-            mixed = self.context.cp.attention(by_name, q, k, v, mask.part, sinks)
-        else:
-            # A single query sees every key, and torch's causal mask would hide all but the first from it.
-            causal = q.shape[2] > 1
-            mixed = attention(kernel, q, k, v, mask, is_causal=causal, scale=scale, softcap=softcap, sinks=sinks)
-        return mixed.permute(2, 0, 1, 3).flatten(2)
-
-    def _drop(self, keys: DropoutKeys, first: int, probabilities: torch.Tensor) -> torch.Tensor:
-        """Apply dropout to probabilities [b, n, s, s_k] while the module trains; the heads begin with this tp rank's `first`."""
-        p, (_, n, s, s_k) = self.context.model.attention_dropout, probabilities.shape
-        if not (p and self.training):
-            return probabilities
-        head, column = (torch.arange(count, device=probabilities.device) for count in (n, s_k))
-        row = keys.rows(s, probabilities.device).t()[:, None, :, None]
-        positions = ((self.first_head + first + head).view(-1, 1, 1) * s_k + row) * s_k + column
-        fusion, site = self.context.kernels.fusion, f"{self.name}.dropout"
-        return dropout(probabilities, p, keys, site, positions, batch_dim=0, fusion=fusion)
+    def _fused(
+        self, kernel: str, mask: Mask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Call a kernel; where q is a part of the rows, k and v are too, and are gathered."""
+        if mask.part is None:
+            return super()._fused(kernel, mask, q, k, v, sinks)
+        by_name = masked_kernel(kernel, q.device, mask, self.scale, self.context.model.attention_softcap)
+        return self.context.cp.attention(by_name, q, k, v, mask.part, sinks)

@@ -6,7 +6,8 @@ from torch import nn
 from engine.tensor_parallel.dropout import DropoutKeys
 from models.gpt.attention import Attention
 from models.gpt.context import BuildContext, Norm, Positions, hidden_dropout
-from models.gpt.kv_cache import LayerCache
+from models.gpt.kv_cache import LatentCache, LayerCache
+from models.gpt.latent_attention import LatentAttention
 from models.gpt.mlp import MLP
 
 
@@ -21,12 +22,17 @@ class Block(nn.Module):
         self.context = context
         self.name = f"layers.{layer}"
         self.attention_norm, self.attention_post_norm = self._norms("attention")
-        self.attention = Attention(context, f"{self.name}.attention", context.model.layer_kind(layer))
+        form = Attention if context.model.mla is None else LatentAttention
+        self.attention = form(context, f"{self.name}.attention", context.model.layer_kind(layer))
         self.mlp_norm, self.mlp_post_norm = self._norms("mlp")
         self.mlp = MLP(context, f"{self.name}.mlp")
 
     def forward(
-        self, x: torch.Tensor, positions: Positions, keys: DropoutKeys, cache: LayerCache | None = None
+        self,
+        x: torch.Tensor,
+        positions: Positions,
+        keys: DropoutKeys,
+        cache: LayerCache | LatentCache | None = None,
     ) -> torch.Tensor:
         """Run the layer: [s(/t), b, h] -> the same shape."""
         branch = self.attention(self._before(self.attention_norm, x), positions, keys, cache)

@@ -40,7 +40,7 @@ from engine.tensor_parallel.weight_grads import WeightGradQueue
 from models.gpt.block import Block
 from models.gpt.context import BuildContext, Norm, Positions
 from models.gpt.embedding import Embedding
-from models.gpt.kv_cache import KVCache, LayerCache
+from models.gpt.kv_cache import KVCache
 from models.gpt.losses import TokenLosses, logit_options
 from models.predict.rank_memory import resolve_recompute
 from models.specs import StageContents, stage_specs
@@ -123,11 +123,7 @@ class GPTChunk(nn.Module):
 
     def new_cache(self, places: int, device: torch.device) -> KVCache:
         """Build empty caches for this chunk's layers and one sequence of at most `places` tokens."""
-        cache = {}
-        for block in self._layers():
-            shape = (1, block.attention.num_kv_heads, places, block.attention.head_dim)
-            cache[block.name] = LayerCache(shape, self.context.dtype, device)
-        return cache
+        return {block.name: block.attention.new_cache(places, device) for block in self._layers()}
 
     def decode(self, x: torch.Tensor | None, batch: Batch, cache: KVCache) -> torch.Tensor:
         """Read the next tokens of a sequence: a prompt into empty caches, afterwards one token at a time.

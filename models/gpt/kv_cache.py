@@ -4,7 +4,8 @@
     one token more        fills place p; its query reads places 0 .. p
 
 A rank caches what it computes anyway: the layers of its chunks, the key/value heads of its tp part (whole replicas where
-heads are replicated). Keys are cached after QK-norm and RoPE, so that they are never touched again.
+heads are replicated). Keys are cached after QK-norm and RoPE, so that they are never touched again. Of latent attention it caches
+the latent and the rotated key of a token, which all heads share and every tp rank holds whole.
 """
 
 import torch
@@ -32,5 +33,24 @@ class LayerCache:
         return self._keys[:, :, : self.length], self._values[:, :, : self.length]
 
 
-KVCache = dict[str, LayerCache]
+class LatentCache:
+    """Latents of one layer of latent attention, [places, b, latent and rotated key]; `length` places are filled."""
+
+    def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+        self._latents = torch.empty(shape, dtype=dtype, device=device)
+        self.length = 0
+
+    def extend(self, latents: torch.Tensor) -> torch.Tensor:
+        """Append latents [s, b, n]; returns all so far, [length, b, n], as a view."""
+        s, places = latents.shape[0], self._latents.shape[0]
+        assert self.length == 0 or s == 1, (
+            "first the prompt, then one token at a time: attention has a mask for these only"
+        )
+        assert self.length + s <= places, f"{self.length} + {s} tokens in a cache of {places}"
+        self._latents[self.length : self.length + s] = latents
+        self.length += s
+        return self._latents[: self.length]
+
+
+KVCache = dict[str, LayerCache | LatentCache]
 """The caches of one chunk's layers, by the name of the block."""

@@ -174,8 +174,8 @@ GATHERED = ("gathered_kv", "gathered_inputs")
 def can_keep(config: Config, name: str) -> bool:
     """Return whether there is something gathered of this name to keep."""
     if name == "gathered_kv":
-        # Attention in plain operators keeps it anyway.
-        return gathers_keys(config) and config.kernels.attention != "explicit"
+        # Attention in plain operators keeps it anyway, and latents are kept.
+        return gathers_keys(config) and config.kernels.attention != "explicit" and config.model.mla is None
     # Gathered inputs are outputs of norms: those are not kept where they are made again.
     return config.parallel.cuts_sequence and "norm" not in config.recompute.parts
 

@@ -8,9 +8,12 @@ whole tensor, n ranks: all-reduce 2 (n-1)/n N, all-gather, reduce-scatter and al
     layer, no SP      2 all-reduces forward, 2 backward (+ 2 when the whole layer is recomputed), each of w b s h
     layer, SP         2 all-gathers + 2 reduce-scatters each way, + 2 all-gathers to regather inputs, unless they are kept
                       (`recompute.gathered_inputs`) (+ 2 + 2 recomputed), + 2 all-gathers with deferred weight gradients
+    layer, latents    what enters attention is the queries' latent (or x), r_q wide, and the other latent with the rotated key,
+                      r_kv + dr wide, in two calls in place of one of h; the second is not gathered again
     layer, QK-norm    over all heads: an all-reduce of [s, b, 2] squares in the accumulation dtype forward, and one backward
     layer, cp         all_gather: a gather of k and v forward (+ 1 recomputed), one backward unless they are kept
                       (`recompute.gathered_kv`), and a reduce-scatter of their gradients, each in pieces of heads;
+                      latents: a gather forward (+ 1 recomputed) and a reduce-scatter of gradients, of r_kv + dr numbers per token
                       ulysses: an all-to-all of q, k and v and one of the output, each way (+ 2 recomputed)
 """
 
@@ -122,20 +125,30 @@ def _tensor_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, number
     t, m = sizes.tp, batch_plan(config, sizes.dp).num_microbatches
     whole = _activation_bytes(config, part_length(config))
     shard = whole // t
+    tokens = config.train.micro_batch_size * part_length(config)
     num_layers, recomputed = len(stage.layers), _recomputed_layers(config, stage)
+    entries = [
+        (width * tokens * BYTES_PER_ELEMENT[config.precision.dtype], is_regathered)
+        for width, is_regathered in _entries(config)
+    ]
     if config.parallel.sequence_parallel:
         again = 0 if config.recompute.gathered_inputs == "keep" else 1
-        gathers = (4 + 2 * again) * num_layers + 2 * recomputed + stage.has_embedding + (1 + again) * stage.has_head
+        for entering, is_regathered in entries:
+            gathers = (1 + again * is_regathered) * num_layers + recomputed
+            tally.add("tp", "activations", "all_gather", t, entering // t, m * gathers)
+            tally.add("tp", "activations", "reduce_scatter", t, entering, m * num_layers)
+        gathers = 2 * num_layers + stage.has_embedding + (1 + again) * stage.has_head
         # A deferred weight gradient of a row-parallel layer gathers its output's gradient once more.
         waiting = 2 * num_layers * _deferred_microbatches(config, sizes, number)
-        scatters = 4 * num_layers + 2 * recomputed + stage.has_embedding + stage.has_head
+        scatters = 2 * num_layers + 2 * recomputed + stage.has_embedding + stage.has_head
         tally.add("tp", "activations", "all_gather", t, shard, m * gathers + waiting)
         tally.add("tp", "activations", "reduce_scatter", t, whole, m * scatters)
     else:
-        reduces = 4 * num_layers + 2 * recomputed + stage.has_embedding + stage.has_head
+        for entering, _ in entries:
+            tally.add("tp", "activations", "all_reduce", t, entering, m * num_layers)
+        reduces = 2 * num_layers + 2 * recomputed + stage.has_embedding + stage.has_head
         tally.add("tp", "activations", "all_reduce", t, whole, m * reduces)
     element = max(4, BYTES_PER_ELEMENT[config.precision.dtype])
-    tokens = config.train.micro_batch_size * part_length(config)
     if config.model.qk_norm == "all_heads":
         # Squares of q and k forward, again where the layer is recomputed, and their gradients backward.
         tally.add("tp", QK_NORM, "all_reduce", t, 2 * element * tokens, m * (2 * num_layers + recomputed))
@@ -143,6 +156,13 @@ def _tensor_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, number
         # The largest logit of each token, then its sum of exponentials and target logit together.
         for count in (1, 2):
             tally.add("tp", CROSS_ENTROPY, "all_reduce", t, count * element * tokens, m)
+
+
+def _entries(config: Config) -> list[tuple[int, bool]]:
+    """List the width of what enters a layer's products over tp, and whether it is gathered again for weight gradients."""
+    h, mla = config.model.hidden_size, config.model.mla
+    attention = [(h, True)] if mla is None else [(mla.q_lora_rank or h, True), (mla.cached_size, False)]
+    return [*attention, (h, True)]
 
 
 def _context_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, stage: StageContents) -> None:
@@ -161,10 +181,15 @@ def _context_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, stage
                 "cp", HEADS, "all_to_all", sizes.cp, exchanged * head * element // sizes.cp, m * (forwards + num_layers)
             )
         return
+    summed = max(4, element) if config.parallel.cp_gradients == "accumulation" else element
+    if model.mla is not None:
+        gathered = model.mla.cached_size * config.train.micro_batch_size * model.seq_length
+        tally.add("cp", KEYS_AND_VALUES, "all_gather", sizes.cp, gathered * element // sizes.cp, m * forwards)
+        tally.add("cp", KEYS_AND_VALUES, "reduce_scatter", sizes.cp, gathered * summed, m * num_layers)
+        return
     # Attention in plain operators gathers at once, and keeps what was gathered.
     is_explicit = config.kernels.attention == "explicit"
     again = 0 if is_explicit or config.recompute.gathered_kv == "keep" else num_layers
-    summed = max(4, element) if config.parallel.cp_gradients == "accumulation" else element
     for heads in [kv_heads] if is_explicit else heads_of_pieces(kv_heads):
         gathered = 2 * heads * head
         tally.add("cp", KEYS_AND_VALUES, "all_gather", sizes.cp, gathered * element // sizes.cp, m * (forwards + again))

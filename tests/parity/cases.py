@@ -26,6 +26,7 @@ from models.gpt.chunk import build_chunks
 from models.specs import model_specs
 from tests.oracle import oracle_loss_sum, oracle_weights
 from tests.parity.block_models import BLOCKS, TOGETHER
+from tests.parity.latent_models import LATENTS
 
 BASE: dict[str, Any] = {
     "num_layers": 8,
@@ -114,6 +115,7 @@ for option, fields in ATTENTION.items():
     MODELS[option] = _ROPE | fields
 for option, fields in (BLOCKS | TOGETHER).items():
     MODELS[option] = _ROPE | fields
+MODELS |= LATENTS
 DOCUMENTS = {
     "synthetic_document_length": 3,
     "attention": "within",

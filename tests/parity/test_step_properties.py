@@ -93,6 +93,19 @@ TRAFFIC = [
     Case("mqa_rope_bias", cp=2, tp=4, recompute=("full", "uniform", 2), num_layers=3, global_batch_size=3),
     Case("olmo2", cp=2, tp=2, num_layers=3, micro_batch_size=2, gathered_kv="keep"),
     Case("qwen", cp=2, tp=2, num_layers=3, cp_method="ulysses", recompute=("full", "block", 1), global_batch_size=3),
+    Case("mla", tp=2, pp=2, sequence_parallel=True, schedule="zb_h1", num_layers=6, global_batch_size=3),
+    Case(
+        "mla, queries from x",
+        tp=2,
+        cp=2,
+        dp=2,
+        recompute=("full", "block", 1),
+        dtype="bf16",
+        cp_gradients="accumulation",
+        num_layers=3,
+        global_batch_size=6,
+    ),
+    Case("mla", tp=4, sequence_parallel=True, recompute=("full", "block", 1), num_layers=3, gathered_inputs="keep"),
 ]
 """Few layers and microbatches, but in most cases numbers of their own: a formula with one size for another is seen."""
 

@@ -26,14 +26,25 @@ def num_parameters(model: ModelConfig) -> dict[str, int]:
         attention   L (2 a d h + 2 g d h)     biases: qkv  L (a + 2 g) d      all  + L h      sinks: a in each layer with them
         mlp         L 2 f h   (gated: 3)      biases: all  L (f + h)   (gated: 2 f + h)
         norms       (2 L + 1) h  (LayerNorm: 2 each)   before and after each branch  + 2 L h
-                    QK-norm  + 2 L d, over all heads  L (a + g) d
+                    QK-norm  + 2 L d, over all heads  L (a + g) d      latents  + L (r_q + r)
+
+    Latent attention, with latents r_q and r of queries and of keys, and heads of dn + dr and of dv:
+
+        attention   L ((r_q + r + dr) h + r_q a (dn + dr) + r a (dn + dv) + a dv h)      without r_q, h in the second product
         head        V h, 0 where it is tied
     """
     h, d, f = model.hidden_size, model.head_size, model.ffn_size
     a, g, layers = model.num_attention_heads, model.kv_heads, model.num_layers
     inputs_of_mlp = model.activation_kind.num_inputs
 
-    attention = 2 * (a + g) * d * h
+    attention, latents, mla = 2 * (a + g) * d * h, 0, model.mla
+    if mla is not None:
+        r_q, r, dn, dr, dv = (
+            *(mla.q_lora_rank or 0, mla.kv_lora_rank),
+            *(mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim),
+        )
+        attention = (r_q + r + dr) * h + (r_q or h) * a * (dn + dr) + r * a * (dn + dv) + a * dv * h
+        latents = r_q + r
     mlp = (inputs_of_mlp + 1) * f * h
     if model.bias != "none":
         attention += (a + 2 * g) * d
@@ -47,7 +58,8 @@ def num_parameters(model: ModelConfig) -> dict[str, int]:
         "embedding": model.vocab_size * h + positions,
         "attention": layers * attention + a * sum(kind.sinks for kind in model.kinds),
         "mlp": layers * mlp,
-        "norms": (2 * (model.norms_before + model.norms_after) * layers + 1) * norm + layers * of_heads[model.qk_norm],
+        "norms": (2 * (model.norms_before + model.norms_after) * layers + 1) * norm
+        + layers * (of_heads[model.qk_norm] + latents),
         "head": 0 if model.tie_embeddings else model.vocab_size * h,
     }
 

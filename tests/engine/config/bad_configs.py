@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from engine.config.tree import Config
+from tests.engine.config.bad_latents import BAD_LATENTS
 
 MIXED_SCHEDULE = Path(__file__).parents[2] / "parity" / "mixed_schedule.txt"
 """For pp 2 and 5 microbatches."""
@@ -39,6 +40,7 @@ BAD: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         {},
         ["model.hidden_size = 60", "multiple of num_attention_heads = 8", "hidden_size = 64 or 48", "head_dim"],
     ),
+    **BAD_LATENTS,
     "lengths of documents that a corpus has": (
         ["data.synthetic_document_length=9"],
         {},

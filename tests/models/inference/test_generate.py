@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import models.gpt.attention
+import models.gpt.attention_core
 from engine.checkpoint.directory import find
 from engine.checkpoint.format.manifest import TrainingState
 from engine.checkpoint.import_weights import whole, write_checkpoint
@@ -145,7 +145,7 @@ def test_one_query_goes_through_the_decoding_kernel_and_a_prompt_through_the_tra
         called.append((kernel, q.shape[2]))
         return attention(kernel, q, *others, **options)
 
-    monkeypatch.setattr(models.gpt.attention, "attention", watched)
+    monkeypatch.setattr(models.gpt.attention_core, "attention", watched)
     model, kernels = model_with(Case("qwen", num_layers=1, attention="flash"), decoding="math")
     assert kernels.choices.attention == "flash"
     generate(model, PROMPT, 3, temperature=0.0)
