@@ -162,6 +162,8 @@ def from_hugging_face(
         elif not (ours == "seq_length" and seq_length is not None):
             problems.append(f"{theirs} is missing: it is our model.{ours}. Add it to the file.")
     model |= family.fixed
+    if family.latents:
+        model["mla"] = {field: keys.get(key, default) for key, (field, default) in family.latents.items()}
     if isinstance(num_layers := model.get("num_layers"), int) and 0 < num_layers <= MOST_LAYERS:
         problems += read_attention(keys, family, model)
     problems += _read_functions(keys, family, model)
@@ -184,12 +186,22 @@ def from_hugging_face(
     except ValidationError as error:
         wrong = [f"model.{detail['loc'][0]} = {detail['input']!r}: {detail['msg']}." for detail in error.errors()]
         raise ConfigError(wrong, source) from error
+    if wrong := list(_not_derived(keys, family, built)):
+        raise ConfigError(wrong, source)
     if built.attention_scale == built.head_size**-0.5:
         del section["attention_scale"]
     if model.get("attention_dropout"):
         # Only explicit attention can drop probabilities (engine/config/model.py).
         return {"model": section, "kernels": {"attention": "explicit"}}
     return {"model": section}
+
+
+def _not_derived(keys: Keys, family: Family, model: ModelConfig) -> Iterator[str]:
+    """Yield a problem for each key whose value does not follow from the model that is built."""
+    for key, derived in family.derived.items():
+        given, wanted = keys.get(key), derived.value(model)
+        if given != wanted and not (given is None and derived.may_lack):
+            yield f"{key} = {given!r}: must be {wanted!r} here: {derived.why}."
 
 
 def text_keys(keys: Keys) -> Keys:
@@ -311,6 +323,8 @@ def to_hugging_face(
     if chosen.scale is not None:
         keys[chosen.scale.key] = chosen.scale.to_theirs(_attention_scale(model))
     keys[chosen.activation_key] = model.activation_kind.hugging_face[0]
+    keys |= {theirs: getattr(model.mla, ours) for theirs, (ours, _) in chosen.latents.items()}
+    keys |= {theirs: derived.value(model) for theirs, derived in chosen.derived.items()}
     notes = []
     if chosen.embedding_dropout is not None:
         keys["embd_pdrop"] = model.hidden_dropout
@@ -347,6 +361,10 @@ def _differences(model: ModelConfig, name: str) -> Iterator[str]:
     for given in beyond_plain(model, family.fields):
         yield f"{given}, which it does not have"
     yield from attention_differences(model, family)
+    if family.latents:
+        if model.mla is None:
+            yield "model.mla = null, there attention is through latents"
+        return
     fields = family.names.values()
     heads, width = model.num_attention_heads, model.hidden_size
     if "num_kv_heads" not in fields and model.kv_heads != heads:

@@ -9,11 +9,13 @@ that a file may leave out, and for names of tensors; files of published models f
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from models.interop.huggingface.family import (
     FULL,
     SLIDING,
+    DerivedKey,
     Family,
     LayerKeys,
     Names,
@@ -71,6 +73,19 @@ _PHI3_NAMING = _llama_naming(
     qkv=((("attention.q.weight", "attention.kv.weight"), ("self_attn.qkv_proj.weight",)),),
     gate_up=((("mlp.gate_up.weight",), ("mlp.gate_up_proj.weight",)),),
 )
+
+
+_DEEPSEEK_QKV: Table = (
+    (("attention.q_a.weight",), ("self_attn.q_a_proj.weight",)),
+    (("attention.q_a_norm.weight",), ("self_attn.q_a_layernorm.weight",)),
+    (("attention.q_b.weight",), ("self_attn.q_b_proj.weight",)),
+    (("attention.q.weight",), ("self_attn.q_proj.weight",)),
+    (("attention.kv_a.weight",), ("self_attn.kv_a_proj_with_mqa.weight",)),
+    (("attention.kv_a_norm.weight",), ("self_attn.kv_a_layernorm.weight",)),
+    (("attention.kv_b.weight",), ("self_attn.kv_b_proj.weight",)),
+)
+_ROTATED = ("self_attn.q_b_proj.weight", "self_attn.q_proj.weight", "self_attn.kv_a_proj_with_mqa.weight")
+_DEEPSEEK_NAMING = replace(_llama_naming(qkv=_DEEPSEEK_QKV), interleaved=frozenset(_ROTATED))
 
 
 def _with_biases(*rows: tuple[Names, Names]) -> Table:
@@ -201,6 +216,76 @@ _GEMMA_PARTS: Mapping[str, Any] = {
     "heads_divide_hidden": True,
 }
 _LATER_TOKENS = ((False, None), "attention to later tokens is not built: Triaxis trains decoders")
+
+
+def _deepseek(architecture: str, **others: Any) -> Family:
+    """Build a family with latent attention. Its layers are dense: those with experts are not built."""
+    absent = ("num_key_value_heads", "head_dim")
+    return Family(
+        architecture,
+        _DEEPSEEK_NAMING,
+        {theirs: ours for theirs, ours in _LLAMA_NAMES.items() if theirs not in absent},
+        # The norms of latents have an epsilon of their own in transformers, which is no key.
+        {**_LLAMA_FIXED, "norm_eps": 1e-6},
+        {theirs: value for theirs, value in _LLAMA_DEFAULTS.items() if theirs not in absent},
+        rope=_one_base(10000.0),
+        off={
+            "rope_interleave": ((True,), "RoPE whose pairs are no neighbours is not read for this family"),
+            "rms_norm_eps": ((1e-6,), "norms of latents have the epsilon 1e-6, and here all norms have one"),
+        },
+        latents={
+            "q_lora_rank": ("q_lora_rank", 1536),
+            "kv_lora_rank": ("kv_lora_rank", 512),
+            "qk_nope_head_dim": ("qk_nope_head_dim", 128),
+            "qk_rope_head_dim": ("qk_rope_head_dim", 64),
+            "v_head_dim": ("v_head_dim", 128),
+        },
+        derived={
+            "first_k_dense_replace": DerivedKey(
+                lambda model: model.num_layers,
+                "layers with experts are not built with latent attention",
+                may_lack=False,
+            ),
+            "num_key_value_heads": DerivedKey(
+                lambda model: model.num_attention_heads,
+                "each head has keys and values of its own, made from the latent",
+            ),
+            "qk_head_dim": DerivedKey(
+                lambda model: model.head_size, "queries have qk_nope_head_dim + qk_rope_head_dim"
+            ),
+            "head_dim": DerivedKey(
+                lambda model: None if model.mla is None else model.mla.qk_rope_head_dim,
+                "in files of this family it is the part that rotates",
+            ),
+        },
+        unused=_OF_EXPERTS,
+        **others,
+    )
+
+
+_OF_EXPERTS = frozenset(
+    {
+        "aux_loss_alpha",
+        "ep_size",
+        "moe_intermediate_size",
+        "moe_layer_freq",
+        "n_group",
+        "n_routed_experts",
+        "n_shared_experts",
+        "norm_topk_prob",
+        "num_experts_per_tok",
+        "num_mtp_layers",
+        "num_nextn_predict_layers",
+        "output_router_logits",
+        "routed_scaling_factor",
+        "router_aux_loss_coef",
+        "scoring_func",
+        "seq_aux",
+        "topk_group",
+        "topk_method",
+    }
+)
+"""Keys of layers with experts, of which a file with dense layers alone has none, and of heads that predict further tokens."""
 
 FAMILIES: Mapping[str, Family] = {
     "gpt2": Family(
@@ -350,5 +435,7 @@ FAMILIES: Mapping[str, Family] = {
         defaults={"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0},
         scale=ScaleKey("attention_multiplier", 1.0, float, float),
     ),
+    "deepseek_v3": _deepseek("DeepseekV3ForCausalLM"),
+    "deepseek_v2": _deepseek("DeepseekV2ForCausalLM", heads_divide_hidden=True),
 }
 """By `model_type`, those first that an export takes where several would do."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from engine.config.layer_kinds import ACTIVATIONS
+from engine.config.model import ModelConfig
 
 Names = tuple[str, ...]
 Table = Sequence[tuple[Names, Names]]
@@ -31,6 +32,7 @@ class Naming:
         layer_prefix: theirs, with {} for the layer's number.
         base_prefix: what names lack in a file that was saved from the model without its head.
         transposed: their linear layers keep [in, out].
+        interleaved: names of `layer` in whose rows the pairs of RoPE are neighbours, (2 i, 2 i + 1), at the end of each head.
         by_head: names of `layer` whose rows are [heads, (query, key, value), d]; elsewhere all queries come first.
         buffers: tensors of old files that are constants, not weights.
     """
@@ -42,6 +44,7 @@ class Naming:
     base_prefix: str
     transposed: bool = False
     by_head: frozenset[str] = frozenset()
+    interleaved: frozenset[str] = frozenset()
     buffers: re.Pattern[str] = re.compile(r".*\.self_attn\.rotary_emb\.inv_freq")
 
 
@@ -124,6 +127,21 @@ class ScaleKey:
 
 
 @dataclass(frozen=True, slots=True)
+class DerivedKey:
+    """A key whose value follows from the model.
+
+    Attributes:
+        value: the value as a function of our `model`.
+        why: why another value cannot be built.
+        may_lack: a file may leave the key out.
+    """
+
+    value: Callable[[ModelConfig], object]
+    why: str
+    may_lack: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """The keys, rules and names of one `model_type`.
 
@@ -142,6 +160,9 @@ class Family:
         off: values that keys of this family must have, and why.
         embedding_dropout: default of `embd_pdrop`, which must equal the branches' dropout; None: the family has no such key.
         heads_divide_hidden: hidden_size must be a multiple of the number of heads, whatever head_dim is.
+        latents: key -> (field of `model.mla`, default), of a family with latent attention; empty: it has none.
+        derived: keys whose value follows from our `model`.
+        unused: keys that nothing reads in the models of this family that are built.
     """
 
     architecture: str
@@ -158,6 +179,9 @@ class Family:
     off: Mapping[str, tuple[tuple[object, ...], str]] = field(default_factory=dict)
     embedding_dropout: float | None = None
     heads_divide_hidden: bool = False
+    latents: Mapping[str, tuple[str, int | None]] = field(default_factory=dict)
+    derived: Mapping[str, DerivedKey] = field(default_factory=dict)
+    unused: frozenset[str] = frozenset()
 
     @property
     def activations(self) -> dict[str, str]:
@@ -168,7 +192,8 @@ class Family:
     @property
     def keys(self) -> set[str]:
         """Return the keys of a file that say what the model is."""
-        keys = {*self.names, *self.off, self.activation_key} | self.layers.keys
+        keys = {*self.names, *self.off, *self.latents, *self.derived, self.activation_key}
+        keys |= self.layers.keys | self.unused
         keys |= set() if self.rope is None else self.rope.keys
         keys |= set() if self.scale is None else {self.scale.key}
         return keys | (set() if self.embedding_dropout is None else {"embd_pdrop"})
@@ -177,5 +202,6 @@ class Family:
     def fields(self) -> set[str]:
         """Return our fields of `model` that the family decides or has a key for."""
         fields = {*self.names.values(), *self.fixed, *self.computed} | self.layers.fields
+        fields |= {"mla"} if self.latents else set()
         fields |= set() if self.rope is None else self.rope.fields
         return fields | (set() if self.scale is None else {"attention_scale"})

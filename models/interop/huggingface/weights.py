@@ -5,8 +5,9 @@
     GPT-2 transformer.h.3.attn.c_attn.weight            [in, q out + k out + v out]    c_proj.weight [heads d, h]
 
 Every tensor of ours is a matrix [out, in] or a vector seen with more dims. An exchange joins some of ours along `out` and cuts the
-result into equal parts that are theirs; GPT-2 keeps matrices as [in, out]. Nothing is permuted within a head: RoPE turns
-the pair (i, i + d/2) in both. The order of gate before up, and of keys before values, is that of the tables (`families.py`).
+result into equal parts that are theirs; GPT-2 keeps matrices as [in, out]. RoPE turns the pair (i, i + d/2) of a head in both, but for
+DeepSeek: its heads are [others | pairs (2 i, 2 i + 1)], ours [first halves | second halves | others]. The order of gate before up,
+and of keys before values, is that of the tables (`families.py`).
 
 Memory: one exchange at a time, here and in what reads and writes the files (`files.py`).
 """
@@ -49,12 +50,14 @@ class Exchange:
         theirs: names of the equal parts into which the join is cut.
         transposed: theirs are [in, out].
         num_heads: of theirs whose rows are [heads, parts, d]; 0: rows are those of one part after the other, as ours.
+        row_order: in each group of so many rows, ours number i is theirs number `row_order[i]`; empty: they are in one order.
     """
 
     ours: tuple[ParamSpec, ...]
     theirs: Names
     transposed: bool
     num_heads: int = 0
+    row_order: tuple[int, ...] = ()
 
     def to_theirs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Convert tensors in our shapes, in the order of `ours`, to theirs in the order of `theirs`."""
@@ -62,6 +65,8 @@ class Exchange:
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         if self.num_heads:
             joined = _swapped(joined, len(joined) // self._rows_of_a_part, self.num_heads)
+        if self.row_order:
+            joined = _reordered(joined, sorted(range(len(self.row_order)), key=self.row_order.__getitem__))
         return [self._transpose(part) for part in joined.chunk(len(self.theirs))]
 
     def to_ours(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -70,6 +75,8 @@ class Exchange:
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         if self.num_heads:
             joined = _swapped(joined, self.num_heads, len(joined) // self._rows_of_a_part)
+        if self.row_order:
+            joined = _reordered(joined, self.row_order)
         cut = joined.split([_matrix_shape(spec)[0] for spec in self.ours])
         return [part.reshape(spec.shape) for spec, part in zip(self.ours, cut, strict=True)]
 
@@ -99,10 +106,15 @@ def exchanges(family: str, model: ModelConfig) -> list[Exchange]:
             if f"{ours_prefix}{ours[0]}" in specs:
                 held = tuple(specs.pop(f"{ours_prefix}{name}") for name in ours)
                 num_heads = model.num_attention_heads if naming.by_head.intersection(theirs) else 0
+                order = _row_order(held[0], model) if naming.interleaved.intersection(theirs) else ()
                 # Tables of embeddings and the head are [V, h] everywhere; what GPT-2 turns are the layers' matrices.
                 found.append(
                     Exchange(
-                        held, tuple(f"{prefix}{name}" for name in theirs), naming.transposed and bool(prefix), num_heads
+                        held,
+                        tuple(f"{prefix}{name}" for name in theirs),
+                        naming.transposed and bool(prefix),
+                        num_heads,
+                        order,
                     )
                 )
 
@@ -280,6 +292,22 @@ def plan_export(candidate: Candidate, family: str, model: ModelConfig, dtype: to
         source = reduce(torch.promote_types, (by_name[saved[spec.name]] for spec in exchange.ours))
         plans += exchange.plans(source if dtype is None else dtype)
     return Export(candidate, found, plans, DTYPE_NAMES[DTYPES[plans[0].dtype]])
+
+
+def _row_order(spec: ParamSpec, model: ModelConfig) -> tuple[int, ...]:
+    """Return the order of a head's rows in a file whose pairs of RoPE are neighbours, behind all other rows."""
+    assert model.mla is not None
+    pairs = range(0, model.mla.qk_rope_head_dim, 2)
+    is_key = len(spec.shape) == 2
+    first = spec.shape[-2] - model.mla.qk_rope_head_dim
+    rotated, others = (*(first + i for i in pairs), *(first + i + 1 for i in pairs)), tuple(range(first))
+    # The key comes behind its latent in both.
+    return (*others, *rotated) if is_key else (*rotated, *others)
+
+
+def _reordered(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """Return groups of rows in another order: row i is the given row `order[i]` of its group."""
+    return tensor.unflatten(0, (-1, len(order)))[:, list(order)].flatten(0, 1)
 
 
 def _swapped(tensor: torch.Tensor, outer: int, inner: int) -> torch.Tensor:

@@ -39,7 +39,36 @@ _GEMMA: dict[str, Any] = {key: value for key, value in _LLAMA.items() if key != 
     "hidden_size": 36,
 }
 _PHI3: dict[str, Any] = _NO_IDS
+_DEEPSEEK: dict[str, Any] = {
+    **_LLAMA,
+    **_NO_IDS,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 14,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 7,
+    "first_k_dense_replace": 3,
+    "rms_norm_eps": 1e-6,
+}
+_MSCALE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+}
 MODELS: dict[str, dict[str, Any]] = {
+    "deepseek_v2_lite": {"model_type": "deepseek_v2", **_DEEPSEEK, "q_lora_rank": None},
+    "deepseek_v2_mscale_tied": {
+        "model_type": "deepseek_v2",
+        **_DEEPSEEK,
+        "rope_parameters": _MSCALE,
+        "tie_word_embeddings": True,
+    },
+    "deepseek_v3": {"model_type": "deepseek_v3", **_DEEPSEEK},
+    "deepseek_v3_mscale": {"model_type": "deepseek_v3", **_DEEPSEEK, "rope_parameters": _MSCALE},
     "gpt2": {"model_type": "gpt2", **_GPT2},
     "gpt2_untied_gelu": {
         "model_type": "gpt2",

@@ -1,5 +1,6 @@
 """Models of transformers whose norms and RoPE compute in float64, where transformers computes in fp32."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -52,9 +53,17 @@ def wide(model: Any) -> Any:
     def with_wide_softmax(*args: Any, **kwargs: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.nn.functional, "softmax", lambda x, dim, dtype: torch.softmax(x, dim))
+            of_family = sys.modules[type(model).__module__]
+            if hasattr(of_family, "apply_rotary_emb"):
+                patch.setattr(of_family, "apply_rotary_emb", turned)
             return forward(*args, **kwargs)
 
     model.forward = with_wide_softmax
+
+    def turned(q: torch.Tensor, k: torch.Tensor, turns: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Rotate pairs of neighbours, as DeepSeek-V2 does in complex fp32."""
+        pairs = (torch.complex(each[..., 0::2], each[..., 1::2]) for each in (q, k))
+        return tuple(torch.view_as_real(each * turns.unsqueeze(1)).flatten(3) for each in pairs)
 
     def norm(module: Any, x: torch.Tensor) -> torch.Tensor:
         # Gemma's norms store the gain less 1, and call their epsilon by another name.
@@ -63,10 +72,11 @@ def wide(model: Any) -> Any:
         )
         return gain * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
 
-    def rotary(
-        module: Any, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotary(module: Any, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
         frequencies, factor = wide_frequencies(module.config, layer_type, int(position_ids.max()) + 1)
+        if type(module).__name__.startswith("DeepseekV2"):
+            angles = position_ids[..., None] * frequencies
+            return torch.polar(torch.full_like(angles, factor), angles)
         angles = torch.cat((position_ids[..., None] * frequencies,) * 2, dim=-1)
         return angles.cos() * factor, angles.sin() * factor
 

@@ -1,0 +1,90 @@
+"""Files of DeepSeek-V2 and V3: their attention is read, layers with experts and other attention are refused in words."""
+
+from typing import Any
+
+import pytest
+
+from engine.config.model import ModelConfig
+from engine.errors import ConfigError
+from models.interop.huggingface.config import family_of, from_hugging_face, to_hugging_face
+from models.specs import layer_specs
+
+V3: dict[str, Any] = {
+    # The published file, without keys of generation, of its quantization and of its MTP layer's weights.
+    "model_type": "deepseek_v3",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "initializer_range": 0.02,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "tie_word_embeddings": False,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+DENSE = V3 | {"first_k_dense_replace": 61}
+
+
+def test_the_attention_of_v3_has_its_187_million_weights() -> None:
+    model = ModelConfig.model_validate(from_hugging_face(DENSE)["model"])
+    names = ("q_a.weight", "kv_a.weight", "q_b.weight", "kv_b.weight", "proj.weight")
+    matrices = [spec.numel for spec in layer_specs(model, 0) if spec.name.endswith(names)]
+    assert sum(matrices) == 7168 * (1536 + 576) + 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168 == 187_105_280
+    assert model.mla is not None and model.mla.cached_size == 576
+
+
+def test_there_and_back_is_the_same_model() -> None:
+    model = ModelConfig.model_validate(from_hugging_face(DENSE)["model"])
+    assert family_of(model) == "deepseek_v3"
+    for family in ("deepseek_v3", "deepseek_v2"):
+        keys, _ = to_hugging_face(model, family_of(model, family), dtype="bfloat16")
+        assert ModelConfig.model_validate(from_hugging_face(keys)["model"]) == model
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"first_k_dense_replace": 3}, "first_k_dense_replace = 3: must be 61 here: layers with experts"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads = 8: must be 128 here: each head has keys and values"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-05: norms of latents have the epsilon 1e-6"),
+        ({"rope_interleave": False}, "rope_interleave = False: RoPE whose pairs are no neighbours"),
+        ({"attention_bias": True}, "attention_bias = True: a bias"),
+        ({"index_topk": 2048}, "index_topk = 2048: not a key that is known here"),
+    ],
+)
+def test_what_would_be_another_model_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        from_hugging_face(DENSE | changes)
+
+
+def test_a_model_without_latents_is_none_of_theirs() -> None:
+    plain = ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=8, vocab_size=40)
+    with pytest.raises(ConfigError, match=r"model\.mla = null, there attention is through latents"):
+        family_of(plain, "deepseek_v3")
+    latent = ModelConfig.model_validate(from_hugging_face(DENSE)["model"])
+    with pytest.raises(ConfigError, match=r"model\.mla = .*which it does not have"):
+        family_of(latent, "llama")
