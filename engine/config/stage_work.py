@@ -30,12 +30,15 @@ def attention_weights(model: "ModelConfig") -> int:
     if mla is None:
         return 2 * (a + model.kv_heads) * d * h
     queries = (mla.q_lora_rank or h) * a * d
-    return (
-        mla.latent_size * h
-        + queries
-        + mla.kv_lora_rank * a * (mla.qk_nope_head_dim + mla.v_head_dim)
-        + a * mla.v_head_dim * h
-    )
+    return mla.latent_size * h + queries + made_from_latents(model) + a * mla.v_head_dim * h
+
+
+def made_from_latents(model: "ModelConfig") -> int:
+    """Count the weights by which keys and values are made from latents, which is a part of attention where that is recomputed."""
+    mla = model.mla
+    if mla is None:
+        return 0
+    return mla.kv_lora_rank * model.num_attention_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
 
 
 def layer_weights(model: "ModelConfig") -> int:

@@ -33,6 +33,7 @@ from engine.config.context_parallel import gathers_keys
 from engine.config.plan import part_length
 from engine.config.tree import Config
 from engine.layout.rank_grid import ParallelSizes
+from models.predict.latent_terms import BEHIND_LATENTS, deferred_latents, latent_terms
 from models.predict.terms import BYTES_PER_ELEMENT, INDEX_BYTES, Sizes, Term
 from models.specs import StageContents
 
@@ -58,9 +59,8 @@ def _all_terms(config: Config, sizes: ParallelSizes, kind: LayerKind, *, is_core
     dropout = whole if model.hidden_dropout else nothing
     terms = [
         *(_norm_terms(config, at, "attention_norm") if model.norms_before else []),
-        _column_input(config, at, "attention.qkv", "norm" if model.norms_before else ""),
         *_attention_terms(config, at, kind, is_core_again=is_core_again),
-        Term("attention.proj", "input", at.w * at.q, at.w * at.q),
+        Term("attention.proj", "input", at.w * at.out, at.w * at.out),
         *(_norm_terms(config, at, "attention_post_norm") if model.norms_after else []),
         Term("attention", "residual dropout", dropped, dropout),
         *_inputs_of_mlp(config, at),
@@ -110,22 +110,48 @@ def _norm_terms(config: Config, at: Sizes, module: str) -> list[Term]:
 
 
 def _attention_terms(config: Config, at: Sizes, kind: LayerKind, *, is_core_again: bool) -> list[Term]:
-    """List the tensors between the projections. Paper: q, k 4 h; v 2 h; softmax 2 a s, its mask a s, its output 2 a s."""
+    """List the tensors from the norm to the output's projection.
+
+    Paper: q, k 4 h; v 2 h; softmax 2 a s, its mask a s, its output 2 a s.
+    """
+    model = config.model
+    is_fused = config.kernels.attention != "explicit"
+    is_exchanged = at.c > 1 and not gathers_keys(config)
+    if model.mla is not None:
+        operands = latent_terms(config, at, kind, model.mla, is_core_again=is_core_again)
+    else:
+        operands = [_column_input(config, at, "attention.qkv", "norm" if model.norms_before else "")]
+        operands += _operand_terms(config, at, kind, is_fused or is_core_again, is_exchanged=is_exchanged)
+    # With gathered keys and values nothing of attention is made again: its backward gathers them itself.
+    part = "" if gathers_keys(config) and model.mla is None else "attention"
+    if is_fused:
+        output = (
+            [Term("attention", "output of exchanged heads", Fraction(0), at.w * at.q, part)] if is_exchanged else []
+        )
+        return [
+            *operands,
+            *output,
+            Term("attention", "logarithm of each row's sum", Fraction(0), at.acc * at.heads, part),
+        ]
+    return operands + _score_terms(config, at, kind, is_exchanged=is_exchanged)
+
+
+def _operand_terms(config: Config, at: Sizes, kind: LayerKind, is_as_made: bool, *, is_exchanged: bool) -> list[Term]:
+    """List queries, keys and values as attention keeps them: as they were made, or copied by plain operators."""
     model, nothing = config.model, Fraction(0)
     is_fused = config.kernels.attention != "explicit"
     q, k = at.w * at.q, at.w * at.kv
     # Rotation and QK-norm make new q and k, while v keeps all three alive: they are parts of one product.
     is_new = kind.rotary is not None or model.qk_norm
-    is_exchanged = at.c > 1 and not gathers_keys(config)
     if is_exchanged:
         # What was received is one storage. QK-norm still needs the product; explicit attention copies, as below.
         terms = [Term("attention", "q, k and v", nothing, q + 2 * k if model.qk_norm else nothing)]
-        if is_fused or is_core_again:
+        if is_as_made:
             terms.append(Term("attention", "exchanged q, k and v", q + 2 * k, q + 2 * k))
         else:
             copies = (("q", q, q if at.b > 1 else q + 2 * k), ("k", k, q), ("v", k, q))
             terms += [Term("attention", f"exchanged {name}", paper, ours) for name, paper, ours in copies]
-    elif is_fused or is_core_again:
+    elif is_as_made:
         # With context parallelism k and v are copies, of all ranks or of this one, and the product is held where q needs it.
         is_gathered = gathers_keys(config)
         is_held = not is_gathered or not is_new or bool(model.qk_norm) or "rope" in config.recompute.parts
@@ -147,12 +173,13 @@ def _attention_terms(config: Config, at: Sizes, kind: LayerKind, *, is_core_agai
     elif model.qk_norm:
         for name, heads in (("q", at.heads), ("k", at.kv_heads)):
             terms.append(Term("attention", f"deviations of {name}-norm", nothing, at.acc * heads))
+    return terms
+
+
+def _score_terms(config: Config, at: Sizes, kind: LayerKind, *, is_exchanged: bool) -> list[Term]:
+    """List what attention in plain operators keeps between its products."""
+    model, nothing = config.model, Fraction(0)
     scores = at.heads * at.s
-    if is_fused:
-        # With gathered keys and values nothing of attention is made again: its backward gathers them itself.
-        part = "" if gathers_keys(config) else "attention"
-        output = [Term("attention", "output of exchanged heads", nothing, q, part)] if is_exchanged else []
-        return [*terms, *output, Term("attention", "logarithm of each row's sum", nothing, at.acc * at.heads, part)]
     dropout = at.w * scores if model.attention_dropout else nothing
     # Sinks are one more column of the softmax.
     columns = scores + at.heads * kind.sinks
@@ -169,7 +196,7 @@ def _attention_terms(config: Config, at: Sizes, kind: LayerKind, *, is_core_agai
     if at.acc == at.w and not model.attention_dropout:
         each.remove(("probabilities", at.w * scores, at.w * scores))
         each.append(("probabilities (the softmax itself)", at.w * scores, nothing))
-    return terms + [Term("attention", name, paper, ours, "attention") for name, paper, ours in each]
+    return [Term("attention", name, paper, ours, "attention") for name, paper, ours in each]
 
 
 def end_terms(config: Config, sizes: ParallelSizes, stage: StageContents) -> list[Term]:
@@ -261,10 +288,16 @@ def deferred_terms(config: Config, sizes: ParallelSizes) -> list[Term]:
     is_one_input = model.parallel_block and not model.norms_before and entered == shard
     is_scaled = model.residual_multiplier != 1.0
     is_one_gradient = model.parallel_block and not (model.hidden_dropout or model.norms_after or is_scaled)
+    if model.mla is not None:
+        before = deferred_latents(config, at, model.mla)
+    else:
+        before = [
+            Term("attention.qkv", "input", nothing, entered),
+            Term("attention.qkv", "gradient", nothing, at.w * (at.q + 2 * at.kv)),
+        ]
     return [
-        Term("attention.qkv", "input", nothing, entered),
-        Term("attention.qkv", "gradient", nothing, at.w * (at.q + 2 * at.kv)),
-        Term("attention.proj", "input", nothing, at.w * at.q),
+        *before,
+        Term("attention.proj", "input", nothing, at.w * at.out),
         Term("attention.proj", "gradient", nothing, nothing if is_one_gradient else shard),
         Term("mlp.up", "input", nothing, nothing if is_one_input else entered),
         Term("mlp.up", "gradient", nothing, columns),
@@ -288,7 +321,8 @@ def _waiting(config: Config, sizes: ParallelSizes, layer: int, *, is_last_use: b
     """
     kept, waiting = block_terms(config, sizes, layer), deferred_terms(config, sizes)
     has_input = {term.module for term in kept if term.tensor == "input" and term.ours}
-    behind = {"mlp.down": "mlp", "mlp.up": "mlp_norm", "attention.proj": "attention", "attention.qkv": "attention_norm"}
+    behind = {"mlp.down": "mlp", "mlp.up": "mlp_norm", "attention.proj": "attention"}
+    behind |= {"attention.qkv": "attention_norm"} if config.model.mla is None else BEHIND_LATENTS
     above = most = 0
     for module, freed in behind.items():
         made_again = [
@@ -405,12 +439,18 @@ def _in_attention(config: Config, at: Sizes, kind: LayerKind, terms: Sequence[Te
     """
     if "attention" not in config.recompute.parts:
         return 0
+    is_made_again = "rope" in config.recompute.parts
     before = next(index for index, term in enumerate(terms) if term.module == "attention.proj")
     inside = [term for term in plain if term.part == "attention"]
+    if config.model.mla is not None:
+        inside += [term for term in plain if is_made_again and term.tensor == "new q"]
+        inside += (
+            [] if config.kernels.attention == "explicit" else [Term("attention", "output", Fraction(0), at.w * at.out)]
+        )
+        return _bytes(config, [*terms[:before], *inside])
     rotated = [
         term for term in _attention_terms(config, at, kind, is_core_again=True) if term.tensor in ("new q", "new k")
     ]
-    is_made_again = "rope" in config.recompute.parts
     is_exchanged = at.c > 1 and not gathers_keys(config)
     if config.kernels.attention == "explicit":
         copies = [f"exchanged {name}" if is_exchanged else name for name in ("k", "v", *(["q"] if at.b > 1 else []))]

@@ -21,6 +21,7 @@ from fractions import Fraction
 from engine.config.activations import RecomputeConfig, recomputed_parts_exist
 from engine.config.plan import stages_of
 from engine.config.section import Subject
+from engine.config.stage_work import made_from_latents
 from engine.config.tree import Config
 from engine.layout.rank_grid import ParallelSizes
 from models.predict.activation_memory import block_terms, per_token
@@ -97,17 +98,18 @@ def _work(config: Config, sizes: ParallelSizes, part: str) -> tuple[Fraction, Fr
         rotary = next((kind.rotary for kind in model.kinds if kind.rotary is not None), None)
         passes = (rotary is not None) + bool(model.qk_norm)
         tables = 0 if rotary is None else 2 * at.acc * rotary.dim
-        return 2 * passes * at.w * (at.q + at.kv) + tables, nothing
+        # The key that rotates in latent attention is no part of it: it is small and one for all heads.
+        return 2 * passes * at.w * (at.q + at.kv * (model.mla is None)) + tables, nothing
     if part == "activation":
         return at.w * (columns + at.f), nothing
     if part == "mlp":
         return at.w * (at.h + columns), Fraction(2 * at.h * columns)
     # Two GEMMs; a causal kernel does half of them. Explicit scores go to memory and back with each operator.
-    gemms = Fraction(4 * at.q * at.s)
+    gemms, made = 2 * (at.q + at.out) * at.s, made_from_latents(model) * at.heads / model.num_attention_heads * at.c
     if config.kernels.attention != "explicit":
-        return at.w * (2 * at.q + 2 * at.kv), gemms / 2
+        return at.w * (at.q + at.out + 2 * at.kv), gemms / 2 + 2 * made
     scores = at.heads * at.s
-    return scores * (4 * at.acc + 4 * at.w), gemms
+    return scores * (4 * at.acc + 4 * at.w), gemms + 2 * made
 
 
 def worthwhile_parts(config: Config, sizes: ParallelSizes) -> list[str]:
@@ -130,9 +132,15 @@ def _whole_layer(config: Config, sizes: ParallelSizes) -> Fraction:
     at = Sizes.of(config, sizes)
     work = [_work(config, sizes, part) for part in PARTS]
     # The other GEMMs: qkv, proj, down; and two residual additions of three tensors each.
-    moved = at.w * (3 * at.h + 2 * at.q + 2 * at.kv + at.f + 6 * at.h * at.shard)
+    latents = 0 if config.model.mla is None else config.model.mla.latent_size
+    moved = at.w * (3 * at.h + at.q + at.out + 2 * at.kv + at.f + 6 * at.h * at.shard + 2 * latents * at.shard)
     moved += at.w * 4 * at.h * at.shard * config.model.norms_after
-    flops = 2 * at.h * (2 * at.q + 2 * at.kv + at.f)
+    if config.model.mla is None:
+        flops = 2 * at.h * (2 * at.q + 2 * at.kv + at.f)
+    else:
+        # What is made from latents of keys is in the price of attention.
+        queries = (config.model.mla.q_lora_rank or at.h) * at.q
+        flops = 2 * (at.h * (latents * at.shard + at.out + at.f) + queries)
     return moved + sum(moved for moved, _ in work) + (flops + sum(flops for _, flops in work)) / FLOPS_PER_BYTE
 
 

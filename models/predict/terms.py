@@ -36,7 +36,8 @@ class Term:
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Widths on one rank as fractions: w, acc bytes per element (of the run, of accumulation); `shard`: 1/t of the sequence
-    outside of the tensor-parallel region with sequence parallelism, else 1; heads, q, kv, f: on this rank; c: ranks of a row.
+    outside of the tensor-parallel region with sequence parallelism, else 1; heads, q, kv, out (attention's output), f: on this
+    rank; c: ranks of a row.
     """
 
     w: int
@@ -47,6 +48,7 @@ class Sizes:
     kv_heads: Fraction
     q: Fraction
     kv: Fraction
+    out: Fraction
     f: Fraction
     s: int
     b: int
@@ -67,6 +69,7 @@ class Sizes:
             kv_heads=kv_heads,
             q=heads * model.head_size,
             kv=kv_heads * model.head_size,
+            out=heads * model.value_size,
             f=Fraction(model.ffn_size, t),
             s=model.seq_length,
             b=config.train.micro_batch_size,

@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 from engine.config.activations import RecomputeConfig
 from engine.config.model import ModelConfig
-from engine.config.stage_work import flops_of_a_key, layer_weights
+from engine.config.stage_work import flops_of_a_key, layer_weights, made_from_latents
 from engine.data.document_statistics import DocumentStatistics, one_document_per_sample
 
 CONVENTION = "6 x GEMM weights + 6 x layers x heads x head size x sequence (causal)"
-"""The formula of `model_flops_per_token`, to be printed with it."""
+"""The formula of `model_flops_per_token`, to be printed with it, for queries and values of one size."""
 
 
 def gemm_weights(model: ModelConfig) -> int:
@@ -49,10 +49,13 @@ def model_flops_per_token(
 def convention(model: ModelConfig, documents: DocumentStatistics | None = None) -> str:
     """Return the formula of `model_flops_per_token`, with the share of attention that windows and documents leave."""
     seen, whole = sum(core_flops_forward(model, documents)), sum(core_flops_forward(model, None, causal=False)) // 2
+    # A score is a product of one query's elements, the weighted sum of one value's.
+    sizes = "head size" if model.value_size == model.head_size else "mean size of queries and values"
+    stated = CONVENTION.replace("head size", sizes)
     if seen == whole:
-        return CONVENTION
+        return stated
     within = "windows" if documents is None else "documents"
-    return f"{CONVENTION}, {seen / whole:.0%} of the latter within {within}"
+    return f"{stated}, {seen / whole:.0%} of the latter within {within}"
 
 
 def attention_share(model: ModelConfig, documents: DocumentStatistics) -> float:
@@ -87,7 +90,8 @@ def hardware_flops_per_token(
 ) -> int:
     """Count FLOPs that are executed, per token: causal, padded vocabulary, recomputed forwards included.
 
-    Not in it: the scores that flash attention computes again in its backward, kv projections of replicated heads.
+    Not in it: the scores that flash attention computes again in its backward, kv projections of replicated heads, what each rank
+    makes from the latents of others (context parallelism) or computes of latents as all of tp do (without sequence parallelism).
 
     Args:
         model: sizes.
@@ -134,7 +138,7 @@ def layer_flops(
     place_in_chunk = [place for layers in layers_per_chunk for place in range(layers)]
     layers = []
     for place, core in zip(place_in_chunk, cores, strict=True):
-        in_part = {"attention": core, "mlp": first_gemm}
+        in_part = {"attention": core + 2 * made_from_latents(model), "mlp": first_gemm}
         parts = sum(in_part.get(part, 0) for part in recompute.parts)
         layers.append(LayerFlops(gemms, core, gemms + core if place < limit else parts))
     return layers

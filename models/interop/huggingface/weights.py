@@ -5,9 +5,9 @@
     GPT-2 transformer.h.3.attn.c_attn.weight            [in, q out + k out + v out]    c_proj.weight [heads d, h]
 
 Every tensor of ours is a matrix [out, in] or a vector seen with more dims. An exchange joins some of ours along `out` and cuts the
-result into equal parts that are theirs; GPT-2 keeps matrices as [in, out]. RoPE turns the pair (i, i + d/2) of a head in both, but for
-DeepSeek: its heads are [others | pairs (2 i, 2 i + 1)], ours [first halves | second halves | others]. The order of gate before up,
-and of keys before values, is that of the tables (`families.py`).
+result into equal parts that are theirs; GPT-2 keeps matrices as [in, out]. RoPE turns the pair (i, i + d/2) of a head in both, but
+for DeepSeek: its heads are [others | pairs (2 i, 2 i + 1)], ours [first halves | second halves | others]. The order of gate before
+up, and of keys before values, is that of the tables (`families.py`).
 
 Memory: one exchange at a time, here and in what reads and writes the files (`files.py`).
 """

@@ -42,6 +42,7 @@ IN_CI = [
     Case("gpt", tp=2, sequence_parallel=True, **SMALL),
     Case("parallel", dtype="bf16", **SMALL),
     Case("gpt", **(SMALL | {"vpp": 2, "schedule": "zbv"})),
+    Case("mla", tp=2, sequence_parallel=True, **SMALL),
 ]
 MORE = [
     Case("gpt_dropout", tp=2, sequence_parallel=True, **SMALL),
@@ -50,6 +51,8 @@ MORE = [
     Case("mqa_rope_bias", tp=2, micro_batch_size=2, **(SMALL | {"global_batch_size": 4})),
     Case("llama", tp=2, offload=1, **SMALL),
     Case("llama", cp=2, documents=True, **SMALL),
+    Case("mla, queries from x", tp=2, sequence_parallel=True, gathered_inputs="keep", **SMALL),
+    Case("mla, queries from x", cp=2, tp=2, **SMALL),
     *(Case(model, tp=2, sequence_parallel=True, **SMALL) for model in ("olmo2", "gemma2", "neox", "granite")),
     *(Case(model, tp=2, sequence_parallel=True, **SMALL) for model in ("parallel", "norms before and after")),
 ]

@@ -23,6 +23,8 @@ from engine.telemetry.record.flops import (
 from models.specs import model_specs
 from tests.oracle import oracle_loss_sum, oracle_weights
 
+MLA = {"q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14}
+
 
 def model(**fields: Any) -> ModelConfig:
     small: dict[str, Any] = {
@@ -97,6 +99,14 @@ def test_gqa_swiglu_head_size_and_vocabulary_each_change_the_weights() -> None:
     assert gemm_weights(model(head_dim=32)) == dense + 4 * 4 * h * h
     assert gemm_weights(model(activation="swiglu")) == dense + 4 * h * f
     assert gemm_weights(model(position="learned", qk_norm=True, bias="all")) == dense
+
+
+def test_making_attention_again_makes_keys_and_values_from_latents_again() -> None:
+    config = model(bias="none", mla=MLA)
+    base = hardware_flops_per_token(config, RecomputeConfig(), [4])
+    core, made = 4 * (16 + 14) * 32, 2 * 12 * 4 * (10 + 14)
+    assert hardware_flops_per_token(config, RecomputeConfig(granularity="selective"), [4]) - base == 4 * (core + made)
+    assert "mean size of queries and values" in convention(config)
 
 
 def test_a_window_costs_the_keys_that_are_seen() -> None:
@@ -175,8 +185,13 @@ def test_devices_are_known_by_the_name_that_torch_gives(name: str, tflops: float
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"num_kv_heads": 2, "activation": "swiglu", "tie_embeddings": False, "head_dim": 24, "ffn_hidden_size": 96}],
-    ids=["gelu", "swiglu, GQA, untied"],
+    [
+        {},
+        {"num_kv_heads": 2, "activation": "swiglu", "tie_embeddings": False, "head_dim": 24, "ffn_hidden_size": 96},
+        {"bias": "none", "mla": MLA},
+        {"bias": "none", "mla": MLA | {"q_lora_rank": None}},
+    ],
+    ids=["gelu", "swiglu, GQA, untied", "latents", "one latent"],
 )
 def test_torch_counts_the_same_for_a_plain_gpt(fields: dict[str, Any]) -> None:
     """torch's counter over the oracle's forward and backward: every GEMM of a GPT that masks and does not skip."""

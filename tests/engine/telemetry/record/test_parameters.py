@@ -57,6 +57,14 @@ def test_the_formula_equals_the_list_of_parameters_for_every_combination_of_opti
         assert num_parameters(config) == counted_by_specs(config), config
 
 
+@pytest.mark.parametrize("q_lora_rank", [None, 24])
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_latents_count_as_the_list_of_parameters(q_lora_rank: int | None, norm: str) -> None:
+    sizes = {"kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14}
+    config = model(bias="none", norm=norm, mla={"q_lora_rank": q_lora_rank, **sizes})
+    assert num_parameters(config) == counted_by_specs(config)
+
+
 def test_sinks_count_in_the_layers_that_have_them() -> None:
     kinds = {"layers": ["a*2", "b"], "layer_kinds": {"a": {"sinks": True}, "b": {}}}
     config, plain = model(**kinds), model()

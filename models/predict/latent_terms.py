@@ -1,0 +1,100 @@
+"""Tensors that latent attention keeps between its norm and its output's projection (no torch here).
+
+Per token of a rank, w bytes an element, n heads on the rank, c ranks of a row, latents r_q and r, heads of dn + dr and of dv:
+
+    down           input w h /t, shared with queries that are made from it; output w (r_q + r + dr) /t; a number for each norm
+    q_up           input w r_q /t, or whole where gathered inputs are kept;  q  w n (dn + dr)
+    kv_up          input w r c: of whole rows, as they were gathered
+    k, v           w n (dn + dr) c each: kernels with one size of heads get v padded, and so is their output, w n (dn + dr)
+    blocks         v stays a part of what kv_up made, w n (dn + dv) c; explicit: a copy, w n dv c
+
+/t: with sequence parallelism. With attention made again, q and w (r + dr) c are kept in place of all that follows them.
+"""
+
+from fractions import Fraction
+
+from engine.config.attention_kinds import LayerKind
+from engine.config.mla import MLAConfig
+from engine.config.tree import Config
+from models.predict.terms import Sizes, Term
+
+NOTHING = Fraction(0)
+
+BEHIND_LATENTS = {
+    "attention.kv_up": "",
+    "attention.q_up": "attention.latents",
+    "attention.down": "attention_norm",
+}
+"""Products before attention in the order of the backward, and the module whose tensors are free behind each."""
+
+
+def latent_terms(config: Config, at: Sizes, kind: LayerKind, mla: MLAConfig, *, is_core_again: bool) -> list[Term]:
+    """List the tensors; with attention's core recomputed, its operands are kept as they came."""
+    part = "norm" if config.model.norms_before else ""
+    own, q = at.w * at.h * at.shard, at.w * at.q
+    terms = [
+        Term("attention.down", "input", own, own, part),
+        Term("attention.latents", "latents and key", NOTHING, at.w * mla.latent_size * at.shard),
+        Term("attention.latents", "deviations of the norm of keys", NOTHING, at.acc * at.shard),
+    ]
+    if mla.q_lora_rank is not None:
+        terms.append(Term("attention.latents", "deviations of the norm of queries", NOTHING, at.acc * at.shard))
+        width = at.w * mla.q_lora_rank
+        kept = Term("attention.q_up", "input", NOTHING, Fraction(width))
+        terms.append(
+            kept if _keeps_gathered(config, at) else Term("attention.q_up", "input", NOTHING, width * at.shard, "norm")
+        )
+    elif _keeps_gathered(config, at):
+        terms.append(Term("attention.q_up", "input", NOTHING, Fraction(at.w * at.h)))
+    is_explicit = config.kernels.attention == "explicit"
+    if is_explicit and not is_core_again:
+        # One sample's queries are multiplied as they are, others are copied; keys and values are copied always.
+        terms.append(Term("attention", "q", q, q))
+    else:
+        is_projected = kind.rotary is None or "rope" in config.recompute.parts
+        terms.append(Term("attention", "q", q, q if is_projected else NOTHING))
+        terms.append(Term("attention", "new q", NOTHING, NOTHING if kind.rotary is None else q, "rope"))
+    if is_core_again:
+        return [*terms, Term("attention", "gathered latents", NOTHING, Fraction(at.w * mla.cached_size * at.c))]
+    is_padded = not is_explicit and _pads_values(config, mla)
+    made = at.w * at.heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    values = at.w * at.out if is_explicit else q if is_padded else made
+    terms += [
+        Term("attention.kv_up", "input", NOTHING, Fraction(at.w * mla.kv_lora_rank * at.c), "attention"),
+        Term("attention", "k", q, q * at.c, "attention"),
+        Term("attention", "v", at.w * at.out, values * at.c, "attention"),
+    ]
+    return [*terms, Term("attention", "padded output", NOTHING, q, "attention")] if is_padded else terms
+
+
+def deferred_latents(config: Config, at: Sizes, mla: MLAConfig) -> list[Term]:
+    """List what the weight gradients of the products before attention wait with."""
+    own = at.w * at.h * at.shard
+    kept = _keeps_gathered(config, at)
+    if mla.q_lora_rank is None:
+        q_input = Fraction(at.w * at.h) if kept else NOTHING
+    else:
+        q_input = at.w * mla.q_lora_rank * (Fraction(1) if kept else at.shard)
+    return [
+        Term("attention.down", "input", NOTHING, own),
+        Term("attention.down", "gradient", NOTHING, at.w * mla.latent_size * at.shard),
+        Term("attention.q_up", "input", NOTHING, q_input),
+        Term("attention.q_up", "gradient", NOTHING, at.w * at.q),
+        Term("attention.kv_up", "input", NOTHING, Fraction(at.w * mla.kv_lora_rank * at.c)),
+        Term(
+            *("attention.kv_up", "gradient", NOTHING),
+            at.w * at.heads * (mla.qk_nope_head_dim + mla.v_head_dim) * at.c,
+        ),
+    ]
+
+
+def _keeps_gathered(config: Config, at: Sizes) -> bool:
+    """Return whether the input of the queries' product is kept as gathered over tp."""
+    return config.recompute.gathered_inputs == "keep" and at.shard != 1
+
+
+def _pads_values(config: Config, mla: MLAConfig) -> bool:
+    """Return whether the kernel gets values padded to the size of keys: all but `blocks`, which `auto` takes for capped logits."""
+    kernel = config.kernels.attention
+    is_blocks = kernel == "blocks" or (kernel == "auto" and config.model.attention_softcap is not None)
+    return mla.v_head_dim != mla.qk_head_dim and not is_blocks
