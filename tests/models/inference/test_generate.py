@@ -24,6 +24,7 @@ from engine.pipeline.executor import Executor
 from engine.pipeline.forwards import of_forward
 from engine.pipeline.lowering import lower
 from models.gpt.chunk import GPTChunk
+from models.gpt.kv_cache import LatentCache
 from models.inference.generate import Decoder, Model, Sampling, _batch, generate, sample_token, stream
 from models.inference.load import for_reading, load_model
 from tests.harness import run_ranks
@@ -43,6 +44,7 @@ LAYOUTS = [
     Case("mqa_rope_bias", tp=4, dp=2, num_layers=4),
     Case("gpt_untied", pp=8),
     Case("gpt", tp=2, pp=2, vpp=2, schedule="zbv", num_layers=4),
+    Case("mla, queries from x", tp=4, pp=2, sequence_parallel=True),
 ]
 
 
@@ -109,7 +111,10 @@ def assert_cache_changes_nothing(case: Case, lengths: Sequence[int]) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "model",
-    ["gpt", "llama", "qwen", "gpt_dropout", "kinds", "kinds_capped", "olmo2", "gemma2", "neox", "granite"],
+    [
+        *("gpt", "llama", "qwen", "gpt_dropout", "kinds", "kinds_capped", "olmo2", "gemma2", "neox", "granite"),
+        *("mla, kinds", "mla, mscale", "mla, dropout"),
+    ],
 )
 def test_logits_with_a_cache_are_those_of_the_full_forward(model: str) -> None:
     """gpt_dropout computes attention by the explicit kernel."""
@@ -120,6 +125,17 @@ def test_logits_with_a_cache_are_those_of_the_full_forward(model: str) -> None:
 @pytest.mark.parametrize("case", with_slow(LAYOUTS, quick=slice(0, 2)))
 def test_logits_with_a_cache_are_those_of_the_full_forward_in_every_layout(case: Case) -> None:
     assert_cache_changes_nothing(case, (1, 3, len(WINDOW)))
+
+
+def test_a_cache_of_latent_attention_has_one_latent_and_one_key_per_token() -> None:
+    """6 + 4 numbers, of which 8 heads of 9 + 3 are made."""
+    model = engine_of(0, Case("mla", num_layers=2))
+    (chunk,) = model.chunks
+    assert isinstance(chunk, GPTChunk)
+    cache = chunk.for_decoding().new_cache(7, model.topology.device)
+    for layer in cache.values():
+        assert isinstance(layer, LatentCache)
+        assert layer.extend(torch.zeros(7, 1, 10, dtype=torch.float64)).untyped_storage().nbytes() == 7 * 10 * 8
 
 
 def model_with(case: Case, decoding: str | None = None) -> tuple[Model, Kernels]:
