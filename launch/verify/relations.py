@@ -88,7 +88,7 @@ def blocks_of_part(config: Config, seq_length: int | None = None) -> int:
 
 def _pieces_of_heads(config: Config) -> tuple[bool, bool] | None:
     """Return (whether keys and values are gathered in several pieces, whether some are larger); None: they are not gathered."""
-    if not gathers_keys(config):
+    if not gathers_keys(config) or config.model.mla is not None:
         return None
     pieces = heads_of_pieces(local_kv_heads(config))
     return len(pieces) > 1, pieces[0] != pieces[-1]
@@ -169,6 +169,9 @@ RELATIONS: Mapping[str, Callable[[Config], object]] = MappingProxyType(
         "recomputed and offloaded layers of each stage": _layers_of_stages,
         "several layers are recomputed together": lambda c: c.recompute.num_layers > 1,
         "kinds of layers": _kinds_of_layers,
+        "latents of queries, and values smaller than keys": lambda c: (
+            c.model.mla and (c.model.mla.q_lora_rank is None, c.model.value_size < c.model.head_size)
+        ),
         "microbatches modulo stages": lambda c: num_microbatches(c) % c.parallel.pp,
         "rounds of microbatches": lambda c: min(num_microbatches(c) // c.parallel.pp, MOST_ROUNDS),
         "several samples in a microbatch": lambda c: c.train.micro_batch_size > 1,

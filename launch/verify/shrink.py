@@ -26,6 +26,8 @@ from launch.verify.relations import (
 from launch.verify.shrink_attention import shrink_attention
 
 HEAD_DIM = 8
+ROTATED = 4
+"""Elements of a head that rotate with latent attention."""
 LEAST_SEQ_LENGTH = 8
 ROWS_PER_RANK = 8
 """Rows of the padded vocabulary on a tp rank; without tensor parallelism `ROWS`, so that tokens differ."""
@@ -62,7 +64,7 @@ def shrink(config: Config) -> dict[str, dict[str, Any]]:
             "seq_length": seq_length,
             **_heads(config),
             **_vocabulary(config.model, config.parallel.tp),
-            **shrink_attention(config.model, seq_length, HEAD_DIM),
+            **shrink_attention(config.model, seq_length, HEAD_DIM if config.model.mla is None else ROTATED),
         },
         "train": batch,
         "optimizer": {"bucket_bytes": BUCKET_BYTES},
@@ -87,6 +89,8 @@ def _heads(config: Config) -> dict[str, Any]:
         kv_heads = tp * _kv_heads_of_a_rank(config, kv_heads // tp)
         group = min(group, 2)
     heads = kv_heads * group
+    if model.mla is not None:
+        heads = tp * min(model.num_attention_heads // tp, 2)
     filled = model.num_attention_heads * model.head_size
     width = heads * HEAD_DIM
     return {
@@ -96,9 +100,23 @@ def _heads(config: Config) -> dict[str, Any]:
         if model.hidden_size > filled
         else width // 2,
         "num_attention_heads": heads,
-        "num_kv_heads": kv_heads,
+        "num_kv_heads": kv_heads if model.mla is None else None,
+        "mla": _latents(model),
         "head_dim": None if model.head_dim is None else HEAD_DIM,
         "ffn_hidden_size": tp * -(-10 // tp) * (2 if tp == 1 else 1),
+    }
+
+
+def _latents(model: ModelConfig) -> dict[str, Any] | None:
+    """Return small sizes of latents and of parts of a head, no two of them equal but those of values and keys where they are."""
+    if model.mla is None:
+        return None
+    return {
+        "q_lora_rank": None if model.mla.q_lora_rank is None else 10,
+        "kv_lora_rank": 6,
+        "qk_nope_head_dim": HEAD_DIM - ROTATED,
+        "qk_rope_head_dim": ROTATED,
+        "v_head_dim": HEAD_DIM if model.value_size == model.head_size else HEAD_DIM - 3,
     }
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -124,6 +125,18 @@ def test_kinds_of_layers_stay_what_they_are() -> None:
     assert problems(with_value(small, "model.vocab_size", 257)) == [], "but for the tokenizer's own ids"
     assert relations(large)["kinds of layers"] == relations(small)["kinds of layers"]
     assert [kind.name for kind in small.model.kinds] == ["local", "global"] * (small.model.num_layers // 2)
+
+
+@pytest.mark.parametrize("q_lora_rank", ["1536", "null"])
+@pytest.mark.parametrize("v_head_dim", [128, 192])
+def test_latents_stay_latents(q_lora_rank: str, v_head_dim: int) -> None:
+    sizes = f"q_lora_rank: {q_lora_rank}, kv_lora_rank: 512, qk_nope_head_dim: 128, qk_rope_head_dim: 64, v_head_dim: {v_head_dim}"
+    words = ("hidden_size=7168", "num_attention_heads=128", "position=rope", "bias=none", f"mla={{{sizes}}}")
+    large = _gpt_tiny("parallel.tp=4", "parallel.cp=2", *(f"model.{word}" for word in words))
+    small = shrunk(large)
+    assert problems(with_value(small, "model.vocab_size", 257)) == [], "but for the tokenizer's own ids"
+    assert relations(large) == relations(small)
+    assert small.model.mla is not None and (small.model.mla.latent_size <= 20, small.model.head_size) == (True, 8)
 
 
 def test_a_rank_of_padding_stays_one() -> None:
