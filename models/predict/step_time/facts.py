@@ -7,6 +7,11 @@ Per layer, with T = b s / c tokens, t tensor-parallel ranks, q = heads x head si
     up       [T, h] x [h, (1 or 2) f / t]         weight gradient    ... with m and k exchanged, added to the main grads
     down     [T, f / t] x [f / t, h]
 
+Latent attention has in place of qkv, with T' = T / t with sequence parallelism and latents r_q and r (`engine/config/mla.py`):
+
+    down     [T', h] x [h, r_q + r + dr]          kv_up    [c T, r] x [r, a (dn + dv) / t]
+    q_up     [T, r_q] x [r_q, a (dn + dr) / t]
+
 A tensor that a kernel reads or writes counts its bytes; GEMMs and fused attention count in their rates.
 """
 
@@ -89,17 +94,30 @@ def tokens_of_microbatch(config: Config) -> int:
     return config.train.micro_batch_size * part_length(config)
 
 
-def layer_gemms(config: Config, sizes: ParallelSizes) -> tuple[Gemm, Gemm, Gemm, Gemm]:
-    """Return qkv, proj, up and down of a layer's forward."""
+def layer_gemms(config: Config, sizes: ParallelSizes) -> tuple[Gemm, ...]:
+    """Return the products of a layer's forward: those before attention, then proj, up and down."""
     model, t, rows = config.model, sizes.tp, tokens_of_microbatch(config)
-    q = model.num_attention_heads * model.head_size // t
-    kv = 2 * local_kv_heads(config) * model.head_size
     h, f = model.hidden_size, model.ffn_size // t
     return (
-        Gemm(rows, q + kv, h, column=True),
-        Gemm(rows, h, q, column=False),
+        *_gemms_before_attention(config, sizes),
+        Gemm(rows, h, model.num_attention_heads * model.value_size // t, column=False),
         Gemm(rows, model.activation_kind.num_inputs * f, h, column=True),
         Gemm(rows, h, f, column=False),
+    )
+
+
+def _gemms_before_attention(config: Config, sizes: ParallelSizes) -> tuple[Gemm, ...]:
+    model, t, rows = config.model, sizes.tp, tokens_of_microbatch(config)
+    h, heads, mla = model.hidden_size, model.num_attention_heads // t, model.mla
+    q = heads * model.head_size
+    if mla is None:
+        return (Gemm(rows, q + 2 * local_kv_heads(config) * model.head_size, h, column=True),)
+    own = rows // (t if config.parallel.sequence_parallel else 1)
+    made = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    return (
+        Gemm(own, mla.latent_size, h, column=False),
+        Gemm(rows, q, mla.q_lora_rank or h, column=True),
+        Gemm(rows * sizes.cp, made, mla.kv_lora_rank, column=False),
     )
 
 
@@ -121,8 +139,10 @@ def layer_work(
     rows, w = tokens_of_microbatch(config), element_bytes(config)
     gemms = layer_gemms(config, sizes)
     local = rows / (t if config.parallel.sequence_parallel else 1)
-    h, q, f = model.hidden_size, gemms[1].k, gemms[3].k
-    kv = gemms[0].n - q
+    proj, up, down = gemms[-3:]
+    h, q, f = model.hidden_size, model.num_attention_heads * model.head_size // t, down.k
+    # Of keys that latents make, none but one rotates, and all are copied beside it.
+    kv = 2 * local_kv_heads(config) * model.head_size
     inputs = model.activation_kind.num_inputs
     # Each norm reads and writes; a residual reads two tensors and writes one; where they are not fused, once more each.
     loose = 0 if implementation.fused_elementwise else 1
@@ -161,10 +181,10 @@ def layer_work(
         + biased
         + scores_backward,
         again_bytes=again,
-        again_gemms=gemms[2:3] if "mlp" in parts else (),
+        again_gemms=(up,) * ("mlp" in parts) + gemms[2:3] * ("attention" in parts and model.mla is not None),
         core_again="attention" in parts,
         head_size=model.head_size,
-        keys_length=round(2 * core / (4 * rows * q) / sizes.cp) if core else model.seq_length,
+        keys_length=round(2 * core / (2 * rows * (q + proj.k)) / sizes.cp) if core else model.seq_length,
     )
 
 
@@ -240,14 +260,19 @@ def tensor_parallel_wires(config: Config, sizes: ParallelSizes) -> TensorParalle
     if sizes.tp == 1:
         return TensorParallelWires(NOTHING, NOTHING, NOTHING, NOTHING, NOTHING)
     half = activation_bytes(config) * (sizes.tp - 1) / sizes.tp
-    if not config.parallel.sequence_parallel:
-        two = Wire(4 * half, 2)
-        return TensorParallelWires(two, NOTHING, NOTHING, two, NOTHING)
+    # What enters attention's products, of which latents of keys are not gathered again, and what enters the MLP's.
+    mla, h = config.model.mla, config.model.hidden_size
+    again = Wire(2 * half, 2) if mla is None else Wire(half * (1 + (mla.q_lora_rank or h) / h), 2)
+    enters = again if mla is None else again + Wire(half * mla.cached_size / h, 1)
     pair = Wire(2 * half, 2)
-    again = pair if config.recompute.gathered_inputs != "keep" else NOTHING
+    if not config.parallel.sequence_parallel:
+        return TensorParallelWires(
+            Wire(2 * pair.bytes, pair.calls), NOTHING, NOTHING, Wire(2 * enters.bytes, enters.calls), NOTHING
+        )
+    again = again if config.recompute.gathered_inputs != "keep" else NOTHING
     if not config.schedule.defers_weight_gradients:
-        return TensorParallelWires(Wire(4 * half, 4), pair, again, pair, NOTHING)
-    return TensorParallelWires(Wire(4 * half, 4), pair, NOTHING, pair, again + pair)
+        return TensorParallelWires(enters + pair, pair, again, enters, NOTHING)
+    return TensorParallelWires(enters + pair, pair, NOTHING, enters, again + pair)
 
 
 def activation_bytes(config: Config) -> int:
@@ -269,6 +294,11 @@ def context_parallel_wires(config: Config, sizes: ParallelSizes) -> ContextParal
     if sizes.cp == 1:
         return ContextParallelWires(NOTHING, NOTHING, 1.0)
     kv_heads, w = local_kv_heads(config), element_bytes(config)
+    wide = max(4, w) / w if config.parallel.cp_gradients == "accumulation" else 1
+    if config.model.mla is not None:
+        tokens = config.train.micro_batch_size * config.model.seq_length
+        latents = Wire(config.model.mla.cached_size * tokens * w * (sizes.cp - 1) / sizes.cp, 1)
+        return ContextParallelWires(latents, Wire(latents.bytes * wide, 1), 1.0)
     head = (
         config.model.head_size * config.train.micro_batch_size * config.model.seq_length * w * (sizes.cp - 1) / sizes.cp
     )
@@ -280,6 +310,5 @@ def context_parallel_wires(config: Config, sizes: ParallelSizes) -> ContextParal
     pieces = 1 if explicit else len(heads_of_pieces(kv_heads))
     gathered = Wire(2 * kv_heads * head, pieces)
     again = NOTHING if explicit or config.recompute.gathered_kv == "keep" else gathered
-    wide = max(4, w) / w if config.parallel.cp_gradients == "accumulation" else 1
     share = 1.0 if explicit else float(exposed_share(kv_heads))
     return ContextParallelWires(gathered, again + Wire(gathered.bytes * wide, pieces), share)

@@ -24,6 +24,10 @@ from models.predict.traffic import expected_traffic
 from models.specs import stage_specs
 from tests.models.predict.step_time.layouts import layout
 
+_SIZES = {"kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16}
+LATENTS: dict[str, Any] = {"bias": "none", "position": "rope", "mla": _SIZES | {"q_lora_rank": 40}}
+FROM_X: dict[str, Any] = LATENTS | {"mla": _SIZES}
+
 
 @given(
     tp=st.sampled_from([1, 2, 4]),
@@ -46,6 +50,22 @@ def test_flops_are_those_that_telemetry_counts(tp: int, granularity: str, activa
     assert counted * tp == pytest.approx(tokens * hardware_flops_per_token(config.model, config.recompute, layers))
 
 
+def test_flops_of_latent_attention_are_those_that_telemetry_counts() -> None:
+    for fields in (LATENTS, FROM_X):
+        for recompute in ({}, {"granularity": "selective"}, {"granularity": "full"}):
+            config = layout(tp=1, recompute=recompute, model=fields)
+            sizes = parallel_sizes(config)
+            counted = 3 * head_gemm(config, sizes).flops
+            for layer in range(config.model.num_layers):
+                work = layer_work(config, sizes, OURS, layer)
+                once = sum(gemm.flops for gemm in work.gemms) + work.core_flops
+                parts = work.core_again * work.core_flops + sum(gemm.flops for gemm in work.again_gemms)
+                counted += 3 * once + (once if recompute.get("granularity") == "full" else parts)
+            tokens = config.train.micro_batch_size * config.model.seq_length
+            per_token = hardware_flops_per_token(config.model, config.recompute, [config.model.num_layers])
+            assert counted == pytest.approx(tokens * per_token)
+
+
 WIRES: list[dict[str, Any]] = [
     {"tp": 4},
     {"tp": 4, "recompute": {"granularity": "full"}},
@@ -56,6 +76,10 @@ WIRES: list[dict[str, Any]] = [
     {"cp": 2, "method": "all_gather"},
     {"cp": 4, "tp": 2, "method": "all_gather", "recompute": {"granularity": "full"}},
     {"cp": 2, "method": "ulysses"},
+    {"tp": 4, "fields": LATENTS},
+    {"tp": 2, "sp": True, "fields": LATENTS},
+    {"tp": 2, "sp": True, "pp": 2, "schedule": "zb_h1", "fields": FROM_X},
+    {"cp": 4, "tp": 2, "recompute": {"granularity": "full"}, "fields": FROM_X},
 ]
 
 
@@ -63,7 +87,10 @@ WIRES: list[dict[str, Any]] = [
 def test_wire_bytes_of_layers_are_those_of_the_traffic_formula(case: dict[str, Any]) -> None:
     """A middle stage, so that embedding and head are not in it."""
     pp = case.get("pp", 1) if case.get("pp", 1) > 1 else 1
-    more, fewer = (layout(**case, model={"num_layers": layers}) for layers in (4 * pp, 2 * pp))
+    choices = {name: value for name, value in case.items() if name != "fields"}
+    more, fewer = (
+        layout(**choices, model={"num_layers": layers, **case.get("fields", {})}) for layers in (4 * pp, 2 * pp)
+    )
     found = []
     for config in (more, fewer):
         sizes = parallel_sizes(config)
