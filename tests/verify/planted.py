@@ -17,7 +17,14 @@ from models.gpt.attention import Attention
 from models.gpt.chunk import GPTChunk
 from models.gpt.context import Positions
 from tests.parity.cases import Case
-from tests.verify import planted_axes, planted_blocks, planted_context, planted_documents, planted_schedules
+from tests.verify import (
+    planted_axes,
+    planted_blocks,
+    planted_context,
+    planted_documents,
+    planted_latents,
+    planted_schedules,
+)
 from tests.verify.bug import Bug, anything, is_attention
 
 FULL = Case("gpt", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True, num_layers=4)
@@ -428,5 +435,6 @@ BUGS = (
     *planted_documents.BUGS,
     *planted_blocks.BUGS,
     *planted_context.BUGS,
+    *planted_latents.BUGS,
     *planted_schedules.BUGS,
 )

@@ -9,7 +9,9 @@ from engine.config.tree import Config
 from launch.footprint.run import Footprints
 from models.gpt.chunk import build_chunks
 from models.predict.activation_memory import kept_bytes, moved_bytes
+from models.predict.rank_memory import predicted_memory
 from tests.models.predict.test_activation_memory import CHEAP, KEPT, LLAMA, config_of, parts
+from tests.models.predict.test_rank_memory import deeper, most_kept
 
 SIZES = {"q_lora_rank": 96, "kv_lora_rank": 72, "qk_nope_head_dim": 40, "qk_rope_head_dim": 16, "v_head_dim": 24}
 FROM_X = {"mla": SIZES | {"q_lora_rank": None}}
@@ -59,3 +61,24 @@ def test_autograd_keeps_what_the_formula_says(name: str) -> None:
     for stage, footprint in zip(stages_of(config), Footprints(config, build_chunks).of_stages(), strict=True):
         measured = sum(one.num_bytes for one in footprint.saved)
         assert measured == kept_bytes(config, sizes, stage) + moved_bytes(config, sizes, stage)
+
+
+PEAKS = {
+    "attention again": latent(tp=2, recompute=parts("attention"), b=2),
+    "attention and rotation again, cp": latent(tp=2, cp=2, recompute=parts("attention", "rope", "norm")),
+    "weight gradients that wait": deeper(
+        latent(FROM_X, tp=2, sp=True), schedule={"name": "zb_h1"}, train={"global_batch_size": 16}
+    ),
+    "weight gradients that wait, parts again": deeper(
+        latent(tp=2, recompute=parts(*CHEAP)), schedule={"name": "zb_h1"}, train={"global_batch_size": 16}
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PEAKS)
+def test_a_step_holds_what_was_predicted(name: str) -> None:
+    config = PEAKS[name]
+    for pp, footprint in enumerate(Footprints(config, build_chunks).of_stages()):
+        least, most = most_kept(config, footprint)
+        assert least <= predicted_memory(config, parallel_sizes(config), pp).activations <= most, pp

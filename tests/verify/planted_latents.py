@@ -1,0 +1,45 @@
+"""Bugs of latent attention, planted at run time in ranks under verification."""
+
+from typing import Any
+
+import torch
+
+from engine.context_parallel.attention import _GatherRows
+from engine.tensor_parallel.entered import _Entered
+from tests.parity.cases import Case
+from tests.verify.bug import Bug, anything, is_attention
+
+
+def latents_have_the_gradients_of_this_ranks_heads() -> None:
+    """What all heads read gets the gradient of those on the rank."""
+    _Entered.backward = staticmethod(lambda ctx, grad: (grad, None, None))  # type: ignore[method-assign]
+
+
+def latents_stay_in_the_order_of_ranks() -> None:
+    """The gathered latents of blocks that were dealt out are not put back in the order of the row."""
+
+    def unordered(ctx: Any, x: torch.Tensor, part: Any, region: Any) -> torch.Tensor:
+        ctx.part, ctx.region = part, region
+        return region.axis.all_gather(x, "keys and values forward").wait()
+
+    _GatherRows.forward = staticmethod(unordered)  # type: ignore[method-assign]
+
+
+BUGS = (
+    Bug(
+        latents_have_the_gradients_of_this_ranks_heads,
+        Case("mla", tp=2, dp=2, global_batch_size=4),
+        "gradient",
+        anything,
+        "tp",
+        "tp",
+    ),
+    Bug(
+        latents_stay_in_the_order_of_ranks,
+        Case("mla", cp=2, dp=2, global_batch_size=4),
+        "output",
+        is_attention(0),
+        "cp",
+        "vanishes with cp=1",
+    ),
+)
