@@ -14,7 +14,7 @@ from engine.layout.partition import partition
 from launch.footprint import run
 from launch.footprint.run import Footprint, Footprints
 from models.gpt.chunk import build_chunks
-from models.predict import activation_memory
+from models.predict import attention_terms
 from models.predict.activation_memory import block_terms, kept_bytes, moved_bytes, paper_per_token
 from tests.harness import run_ranks
 
@@ -257,7 +257,7 @@ def test_documents_change_the_mask_alone(attention: str, monkeypatch: pytest.Mon
     made = run.microbatches
     monkeypatch.setattr(run, "microbatches", lambda engine: [replace(one, documents=documents) for one in made(engine)])
     pattern = AttentionPattern(windows=True, sinks=True, documents=True)
-    monkeypatch.setattr(activation_memory, "attention_pattern", lambda config: pattern)
+    monkeypatch.setattr(attention_terms, "attention_pattern", lambda config: pattern)
     config = config_of({**LLAMA, **KINDS}, tp=2, attention=attention)
     sizes = parallel_sizes(config)
     for stage, found in zip(stages_of(config), Footprints(config, build_chunks).of_stages(), strict=True):

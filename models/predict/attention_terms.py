@@ -1,0 +1,71 @@
+"""The tensors that attention keeps: queries, keys and values, and scores of plain operators (no torch here)."""
+
+from fractions import Fraction
+
+from engine.config.attention_kinds import LayerKind, attention_pattern
+from engine.config.context_parallel import gathers_keys
+from engine.config.tree import Config
+from models.predict.terms import Sizes, Term
+
+
+def operand_terms(config: Config, at: Sizes, kind: LayerKind, is_as_made: bool, *, is_exchanged: bool) -> list[Term]:
+    """List queries, keys and values as attention keeps them: as they were made, or copied by plain operators."""
+    model, nothing = config.model, Fraction(0)
+    is_fused = config.kernels.attention != "explicit"
+    q, k = at.w * at.q, at.w * at.kv
+    # Rotation and QK-norm make new q and k, while v keeps all three alive: they are parts of one product.
+    is_new = kind.rotary is not None or model.qk_norm
+    if is_exchanged:
+        # What was received is one storage. QK-norm still needs the product; explicit attention copies, as below.
+        terms = [Term("attention", "q, k and v", nothing, q + 2 * k if model.qk_norm else nothing)]
+        if is_as_made:
+            terms.append(Term("attention", "exchanged q, k and v", q + 2 * k, q + 2 * k))
+        else:
+            copies = (("q", q, q if at.b > 1 else q + 2 * k), ("k", k, q), ("v", k, q))
+            terms += [Term("attention", f"exchanged {name}", paper, ours) for name, paper, ours in copies]
+    elif is_as_made:
+        # With context parallelism k and v are copies, of all ranks or of this one, and the product is held where q needs it.
+        is_gathered = gathers_keys(config)
+        is_held = not is_gathered or not is_new or bool(model.qk_norm) or "rope" in config.recompute.parts
+        terms = [Term("attention", "q, k and v", q + 2 * k, q + 2 * k if is_held else nothing)]
+        for name, num_bytes in (("new q", q), ("new k", nothing if is_gathered else k)):
+            terms.append(Term("attention", name, nothing, num_bytes if is_new else nothing, "rope"))
+        copied = at.c if not is_fused or config.recompute.gathered_kv == "keep" else 1
+        terms.append(Term("attention", "copied k and v", nothing, 2 * k * copied if is_gathered else nothing))
+    else:
+        # torch copies what it multiplies, with one k and v per query head; of one sample it need not copy q, which then keeps
+        # the whole product of which it is a part.
+        first = q if is_new or at.b > 1 else q + 2 * k
+        terms = [
+            Term("attention", name, paper, copied)
+            for name, paper, copied in (("q", q, first), ("k", k, q * at.c), ("v", k, q * at.c))
+        ]
+    if model.qk_norm == "all_heads":
+        terms.append(Term("attention", "squares of q and of k", nothing, Fraction(2 * at.acc)))
+    elif model.qk_norm:
+        for name, heads in (("q", at.heads), ("k", at.kv_heads)):
+            terms.append(Term("attention", f"deviations of {name}-norm", nothing, at.acc * heads))
+    return terms
+
+
+def score_terms(config: Config, at: Sizes, kind: LayerKind, *, is_exchanged: bool) -> list[Term]:
+    """List what attention in plain operators keeps between its products."""
+    model, nothing = config.model, Fraction(0)
+    scores = at.heads * at.s
+    dropout = at.w * scores if model.attention_dropout else nothing
+    # Sinks are one more column of the softmax.
+    columns = scores + at.heads * kind.sinks
+    pattern = attention_pattern(config)
+    by_row = pattern.documents or pattern.parts
+    each = [
+        ("capped scores", nothing, at.acc * scores if model.attention_softcap is not None else nothing),
+        ("softmax", at.w * scores, at.acc * columns),
+        ("softmax dropout", scores, dropout),
+        ("probabilities", at.w * scores, at.w * scores),
+        # Of the causal mask alone, one for all rows; documents and parts differ from row to row.
+        ("mask", nothing, Fraction(at.s * (at.c if is_exchanged else 1), 1 if by_row else at.b)),
+    ]
+    if at.acc == at.w and not model.attention_dropout:
+        each.remove(("probabilities", at.w * scores, at.w * scores))
+        each.append(("probabilities (the softmax itself)", at.w * scores, nothing))
+    return [Term("attention", name, paper, ours, "attention") for name, paper, ours in each]
