@@ -36,16 +36,35 @@ def test_kernels_and_recomputation_equal_the_oracle(case: Case) -> None:
 
 
 COVERING = [
-    Case("mla", tp=2, global_batch_size=2),
     Case("mla, kinds", tp=2, pp=3, sequence_parallel=True, documents=True, micro_batch_size=2, global_batch_size=6),
     Case("mla, queries from x", tp=4, sequence_parallel=True, gathered_inputs="keep", global_batch_size=2),
     Case("mla, mscale", tp=2, pp=2, sequence_parallel=True, schedule="zb_h1", global_batch_size=3),
     Case("mla", pp=2, vpp=2, dp=2, num_layers=4, recompute=SELECTIVE, modules=CHEAP_WITH_ROPE, global_batch_size=4),
-    Case("mla, kinds", cp=2, tp=2, sequence_parallel=True, documents=True, cp_gradients="accumulation", bucket_bytes=1),
-    Case("mla, dropout", cp=2, dp=2, recompute=SELECTIVE, modules=("attention", "norm"), documents=True),
+    Case(
+        "mla, kinds",
+        cp=2,
+        tp=2,
+        sequence_parallel=True,
+        documents=True,
+        cp_gradients="accumulation",
+        bucket_bytes=1,
+        global_batch_size=4,
+    ),
+    Case(
+        "mla, dropout",
+        cp=2,
+        tp=2,
+        recompute=SELECTIVE,
+        modules=("attention", "norm"),
+        documents=True,
+        global_batch_size=4,
+    ),
 ]
+"""Every way of cutting, with and without sequence parallelism, and what acts on latents in between."""
 
 COVERING_TOO = [
+    Case("mla", tp=2, dp=2),
+    Case("mla, dropout", cp=2, dp=2, recompute=SELECTIVE, modules=("attention", "norm"), documents=True),
     Case("mla", tp=8, sequence_parallel=True, recompute=("full", "uniform", 2), global_batch_size=2),
     Case("mla", tp=2, pp=2, vpp=2, sequence_parallel=True, schedule="zbv", num_layers=4, global_batch_size=4),
     Case("mla, queries from x", tp=2, pp=2, schedule="zb_h1", recompute=SELECTIVE, modules=("attention", "mlp")),

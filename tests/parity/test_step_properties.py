@@ -98,14 +98,15 @@ TRAFFIC = [
         "mla, queries from x",
         tp=2,
         cp=2,
-        dp=2,
+        sequence_parallel=True,
         recompute=("full", "block", 1),
         dtype="bf16",
+        gathered_inputs="keep",
         cp_gradients="accumulation",
         num_layers=3,
-        global_batch_size=6,
+        global_batch_size=3,
     ),
-    Case("mla", tp=4, sequence_parallel=True, recompute=("full", "block", 1), num_layers=3, gathered_inputs="keep"),
+    Case("mla", tp=2, num_layers=3, global_batch_size=3),
 ]
 """Few layers and microbatches, but in most cases numbers of their own: a formula with one size for another is seen."""
 

@@ -42,7 +42,6 @@ IN_CI = [
     Case("gpt", tp=2, sequence_parallel=True, **SMALL),
     Case("parallel", dtype="bf16", **SMALL),
     Case("gpt", **(SMALL | {"vpp": 2, "schedule": "zbv"})),
-    Case("mla", tp=2, sequence_parallel=True, **SMALL),
 ]
 MORE = [
     Case("gpt_dropout", tp=2, sequence_parallel=True, **SMALL),
@@ -53,6 +52,7 @@ MORE = [
     Case("llama", cp=2, documents=True, **SMALL),
     Case("mla, queries from x", tp=2, sequence_parallel=True, gathered_inputs="keep", **SMALL),
     Case("mla, queries from x", cp=2, tp=2, **SMALL),
+    Case("mla", tp=2, sequence_parallel=True, **SMALL),
     *(Case(model, tp=2, sequence_parallel=True, **SMALL) for model in ("olmo2", "gemma2", "neox", "granite")),
     *(Case(model, tp=2, sequence_parallel=True, **SMALL) for model in ("parallel", "norms before and after")),
 ]

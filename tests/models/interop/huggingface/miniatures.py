@@ -67,8 +67,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_parameters": _MSCALE,
         "tie_word_embeddings": True,
     },
-    "deepseek_v3": {"model_type": "deepseek_v3", **_DEEPSEEK},
-    "deepseek_v3_mscale": {"model_type": "deepseek_v3", **_DEEPSEEK, "rope_parameters": _MSCALE},
+    "deepseek_v3": {"model_type": "deepseek_v3", **_DEEPSEEK, "rope_parameters": _MSCALE},
     "gpt2": {"model_type": "gpt2", **_GPT2},
     "gpt2_untied_gelu": {
         "model_type": "gpt2",
