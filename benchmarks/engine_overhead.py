@@ -142,7 +142,13 @@ def config_of(options: argparse.Namespace, model: str, dtype: str) -> Config:
 
 def build_engine(config: Config) -> Engine:
     """Build the engine of a lone process."""
-    topology = Topology(RankGrid(ParallelSizes()), 0, torch.device("cpu"), kv_heads=config.model.kv_heads)
+    topology = Topology(
+        RankGrid(ParallelSizes()),
+        0,
+        torch.device("cpu"),
+        kv_heads=config.model.kv_heads,
+        has_experts=config.model.has_experts,
+    )
     return build(config, topology, build_chunks)
 
 

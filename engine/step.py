@@ -2,8 +2,9 @@
 
     executor    runs the schedule; gradients go to main grads, buckets are reduced as they fill
     finish      the owned parts hold whole gradients, scaled by 1 / nominal tokens
-    agree       one small all-reduce over the world: [sum of squares, loss sum, tokens, flags of a save, flags of a stop,
-                whether the allocator retried]
+    agree       one small all-reduce over the world: [sum of squares, loss sum, tokens, rows without room, flags of a save, flags
+                of a stop, whether the allocator retried]; with experts another one of their load
+    balance     routers' biases follow the load
     optimizer   gradients x (nominal / actual tokens) x clip factor; AdamW on the owned parts; all-gathers posted
     read        loss, norm and flags on the host, when they are waited for (by the loop, a step later)
 
@@ -17,7 +18,6 @@ take away is put right by one factor at the end, exactly 1.0 where nothing is ma
 """
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -27,13 +27,13 @@ from torch import nn
 
 from engine.activations.saved_tensors import SavedTensors
 from engine.comm.agreement import NO_FLAGS, NUM_SUMS, StepFlags, StopFlags
-from engine.comm.stop import StopRequest
 from engine.comm.topology import Topology
 from engine.config.activations import RecomputeConfig
 from engine.config.plan import BatchPlan
 from engine.config.tree import Config
-from engine.device.host_copy import HostCopy, ToHost, to_device
+from engine.device.host_copy import ToHost, to_device
 from engine.errors import DivergenceError
+from engine.expert_parallel.balance import ExpertLoad
 from engine.kernels.registry import Kernels
 from engine.layout.partition import StageLayers
 from engine.numerics.precision import AGREEMENT_DTYPE
@@ -43,6 +43,7 @@ from engine.optimizer.grad_buffer import GradBuffers
 from engine.pipeline.actions import Schedule
 from engine.pipeline.executor import Executor, InstructionObserver
 from engine.pipeline.programs import Programs
+from engine.step_result import PendingResult, StepResult, without_room
 from engine.tensor_parallel.parameter import ShardedParameter
 from engine.tensor_parallel.weight_grads import WeightGradQueue
 
@@ -56,106 +57,11 @@ class Chunk(Protocol):
     def saved(self) -> SavedTensors: ...
     @property
     def recompute(self) -> RecomputeConfig: ...
+    @property
+    def load(self) -> ExpertLoad | None: ...
     def __call__(self, x: torch.Tensor | None, microbatch: Any) -> torch.Tensor: ...
     def logits(self, x: torch.Tensor | None, microbatch: Any) -> torch.Tensor: ...
     def train(self, mode: bool = True) -> nn.Module: ...
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """The numbers of a step, the same on all ranks.
-
-    Attributes:
-        loss: per token, in nats.
-        grad_norm: global, before clipping.
-        num_tokens: counted tokens of the global batch.
-        flags: how many ranks raised each flag.
-        flaw: why the step has updated nothing; "": it has.
-    """
-
-    loss: float
-    grad_norm: float
-    num_tokens: int
-    flags: StepFlags = NO_FLAGS
-    flaw: str = ""
-
-
-class PendingResult:
-    """A step that is posted, its numbers on their way to the host.
-
-    Args:
-        numbers: [loss, gradient norm, tokens, loss sum, sum of squares, whether the update was left out, *`StepFlags.values`].
-        loss_limit: what the loss may be at most.
-        to_host: copies the numbers; None: the device's way.
-    """
-
-    def __init__(self, numbers: torch.Tensor, loss_limit: float = math.inf, to_host: ToHost | None = None) -> None:
-        self._numbers = HostCopy(numbers, to_host)
-        self._loss_limit = loss_limit
-
-    def read(self) -> StepResult:
-        """Read what all ranks agree on; `flaw` says why nothing was updated, if so."""
-        loss, grad_norm, num_tokens, loss_sum, square_sum, left_out, *flags = self._numbers.wait()
-        flaw = ""
-        if left_out:
-            flaw = f"loss sum {loss_sum} and squared gradient norm {square_sum} over {int(num_tokens)} tokens "
-            if not (math.isfinite(loss_sum) and math.isfinite(square_sum)):
-                flaw += "are not finite"
-            elif loss > self._loss_limit:
-                flaw = f"loss {loss:.4f} over {int(num_tokens)} tokens is above the limit of {self._loss_limit:.4f}"
-            else:
-                flaw += "are finite, but those of a step before were not"
-        return StepResult(loss, grad_norm, int(num_tokens), StepFlags.of(flags), flaw)
-
-    def wait(self) -> StepResult:
-        """Read the result of a step that must have updated the weights.
-
-        Raises:
-            DivergenceError: the loss or the gradient norm of this step or of one before it was not finite; on every rank. No
-                weight has changed since.
-        """
-        result = self.read()
-        if result.flaw:
-            raise DivergenceError(explain(result.flaw))
-        return result
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedStep:
-    """A step whose numbers are on the host.
-
-    Attributes:
-        step: its number, from 0.
-        lr: the learning rate of its update.
-        result: the same on every rank.
-    """
-
-    step: int
-    lr: float
-    result: StepResult
-
-
-class StepsInFlight:
-    """Steps that are posted and not read, in order; a step is read when the next one is posted, so a GPU always has work."""
-
-    def __init__(self) -> None:
-        self._posted: deque[tuple[int, float, PendingResult]] = deque()
-
-    def post(self, step: int, lr: float, result: PendingResult) -> None:
-        self._posted.append((step, lr, result))
-
-    def read(self, stop: StopRequest, *, newest: bool) -> list[FinishedStep]:
-        """Read every step but the newest, and that one too if `newest`, or if a step before it carries an agreed stop.
-
-        Every rank reads the same steps here, because the sums of a step are the same on all of them.
-        """
-        finished = []
-        while len(self._posted) > 1 or (self._posted and (newest or stop.agreed is not None)):
-            step, lr, pending = self._posted.popleft()
-            result = pending.read()
-            stop.decide(result.flags.stop)
-            finished.append(FinishedStep(step, lr, result))
-        return finished
 
 
 class RollbackRequested(Exception):  # noqa: N818 - a decision, no error
@@ -171,14 +77,6 @@ class RollbackRequested(Exception):  # noqa: N818 - a decision, no error
         self.step = step
         self.samples = samples
         self.why = why
-
-
-def explain(flaw: str) -> str:
-    """Explain a step that updated nothing, and say what can be done."""
-    return (
-        f"{flaw}: an update would destroy the weights. Nothing was changed on any rank. Lower optimizer.lr, lengthen the warm-up, "
-        "or look at the data of the step."
-    )
 
 
 @dataclass
@@ -226,6 +124,11 @@ class Engine:
         return self.chunks[0].recompute
 
     @property
+    def load(self) -> ExpertLoad | None:
+        """Return the load of this rank's experts, one for all chunks; None: the model has none."""
+        return self.chunks[0].load
+
+    @property
     def nominal_tokens(self) -> int:
         return self.plan.tokens_per_step
 
@@ -247,6 +150,8 @@ class Engine:
         self.topology.ledger.reset()
         for chunk in self.chunks:
             chunk.train(True)
+        if self.load is not None:
+            self.load.begin()
         self.buffers.start(self.plan.num_microbatches, on_grad)
         program = self.train_programs.next()
         scale = 1.0 / self.nominal_tokens
@@ -274,24 +179,33 @@ class Engine:
         """
         before, self._retries = self._retries, self.count_retries()
         raised = flags._replace(retried=float(self._retries > before)).values()
-        mine = [self.optimizer.grad_square_sum().to(AGREEMENT_DTYPE).view(1), counts]
+        load = self.load
+        posted = None if load is None else load.post(self.topology.axis("world"))
+        mine = [self.optimizer.grad_square_sum().to(AGREEMENT_DTYPE).view(1), counts, self._overflow()]
         vector = torch.cat((*mine, counts.new_zeros(len(raised))))
         for place, flag in enumerate(raised, start=NUM_SUMS):
             if flag:
                 vector[place].fill_(flag)
         agreed = self.topology.axis("world").all_reduce(vector, "step").wait()
 
-        square_sum, loss_sum, num_tokens = agreed[:NUM_SUMS].unbind()
+        square_sum, loss_sum, num_tokens, overflow = agreed[:NUM_SUMS].unbind()
         # A global batch without a single counted token has no gradient; its loss is reported as zero.
         tokens = num_tokens.clamp(min=1.0)
         scale = self.nominal_tokens / tokens
         grad_norm = square_sum.sqrt() * scale
-        is_bad = agreed[:2].isfinite().all().logical_not() | (loss_sum / tokens > loss_limit)
+        is_bad = agreed[:2].isfinite().all().logical_not() | (loss_sum / tokens > loss_limit) | (overflow > 0)
         self.diverged = is_bad if self.config.resilience.on_nonfinite == "skip" else self.diverged | is_bad
         clipped = clip_factor(grad_norm, self.config.optimizer.clip_grad)
         self.optimizer.step(lr, scale if clipped is None else scale * clipped, skip=self.diverged)
-        sums = torch.stack((loss_sum / tokens, grad_norm, num_tokens, loss_sum, square_sum, self.diverged))
-        return PendingResult(torch.cat((sums, agreed[NUM_SUMS:])), loss_limit, self.to_host)
+        sums = torch.stack((loss_sum / tokens, grad_norm, num_tokens, loss_sum, square_sum, overflow, self.diverged))
+        numbers = [sums, agreed[NUM_SUMS:]]
+        num_experts = 0
+        if load is not None and posted is not None:
+            by_layer = posted.wait()
+            load.update(by_layer, skip=self.diverged)
+            numbers.append(by_layer.flatten().to(AGREEMENT_DTYPE))
+            num_experts = by_layer.shape[1]
+        return PendingResult(torch.cat(numbers), loss_limit, self.to_host, num_experts)
 
     def receive_late(self) -> bool:
         """Use late receives in the next runs; whether the runs before had early ones. Every rank calls it after the same step."""
@@ -303,12 +217,17 @@ class Engine:
     def evaluate(self, steps: Iterable[Sequence[Any]]) -> float:
         """Return the loss per token over some global batches, without dropout; the same on every rank."""
         counts = torch.zeros(2, dtype=AGREEMENT_DTYPE, device=self.topology.device)
+        if self.load is not None:
+            self.load.begin()
         for chunk in self.chunks:
             chunk.train(False)
         for microbatches in steps:
             losses = self.executor.run(self.forward_programs.next(), microbatches, self._loss)
             counts += self._count(losses, microbatches)
-        loss_sum, total = self.topology.axis("world").all_reduce(counts, "validation").wait().tolist()
+        vector = torch.cat((counts, self._overflow()))
+        loss_sum, total, overflow = self.topology.axis("world").all_reduce(vector, "validation").wait().tolist()
+        if overflow:
+            raise DivergenceError(f"Validation: {without_room(int(overflow))}.")
         return float(loss_sum) / max(float(total), 1.0)
 
     def post_stop(self, flags: StopFlags) -> Callable[[], list[float]]:
@@ -323,6 +242,12 @@ class Engine:
 
     def _loss(self, chunk: int, x: torch.Tensor | None, microbatch: Any) -> torch.Tensor:
         return self.chunks[chunk](x, microbatch)
+
+    def _overflow(self) -> torch.Tensor:
+        """Return [this rank's rows without room] on the device."""
+        if self.load is None:
+            return torch.zeros(1, dtype=AGREEMENT_DTYPE, device=self.topology.device)
+        return self.load.overflow.to(AGREEMENT_DTYPE).view(1)
 
     def _count(self, losses: Sequence[torch.Tensor], microbatches: Sequence[Any]) -> torch.Tensor:
         """Return [loss sum, tokens] on the device, counted once per model replica: by the tp rank 0 of the last stage."""

@@ -25,6 +25,7 @@ from engine.config.tree import Config
 from engine.kernels.registry import Kernels, open_kernels
 from engine.layout.param_layout import layout_parameters
 from engine.layout.partition import StageLayers
+from engine.layout.shard_spec import REDUCE_AXES
 from engine.numerics.precision import DTYPES, main_grad_dtype
 from engine.optimizer.distributed import DistributedOptimizer
 from engine.optimizer.grad_buffer import GradBuffers
@@ -36,7 +37,8 @@ from engine.pipeline.programs import Programs
 from engine.run.garbage import GarbageCollection
 from engine.run.phases import Phase
 from engine.run.validation import StepSource, Validation, ValidationObserver
-from engine.step import Chunk, Engine, FinishedStep, RollbackRequested, StepResult, StepsInFlight
+from engine.step import Chunk, Engine, RollbackRequested
+from engine.step_result import FinishedStep, StepResult, StepsInFlight
 from engine.tensor_parallel.initial_weights import initialize
 from engine.tensor_parallel.parameter import ShardedParameter
 
@@ -133,11 +135,13 @@ def build(
 
     layouts = layout_parameters(
         [parameter.record for parameter in parameters.values()],
-        dp=topology.axis("dp").size,
+        dp=sizes.dp_cp,
+        expert_dp=sizes.expert_dp,
         bucket_numel=config.optimizer.bucket_bytes // grad_dtype.itemsize,
     )
     replica_axes = {name: axis for name in ("tp", "kv_replicas", "ends") if (axis := topology.optional_axis(name))}
-    buffers = GradBuffers(layouts, parameters, dtype, grad_dtype, topology.device, topology.axis("dp"), replica_axes)
+    reduce_axes = {name: axis for name in REDUCE_AXES if (axis := topology.optional_axis(name))}
+    buffers = GradBuffers(layouts, parameters, dtype, grad_dtype, topology.device, reduce_axes, replica_axes)
     fill(parameters.values(), config.train.seed)
 
     activation_shape = (local_seq_length(config), config.train.micro_batch_size, model.hidden_size)

@@ -64,7 +64,7 @@ def _qk_norms(model: ModelConfig, attention: str) -> Iterator[ParamSpec]:
     elif model.qk_norm:
         for name in ("q_norm", "k_norm"):
             gain = initial_gain(model)
-            yield ParamSpec(f"{attention}.{name}.weight", (d,), gain, decay=False, grad_is_partial="heads")
+            yield ParamSpec(f"{attention}.{name}.weight", (d,), gain, decay=False, grad_is_partial="always")
 
 
 def initial_gain(model: ModelConfig) -> Init:

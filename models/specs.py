@@ -18,6 +18,15 @@ one name and one shape everywhere. h hidden size, d head size, f MLP width, V vo
     layers.N.mlp.up.weight               [f, h]              not gated; rows cut
     layers.N.mlp.gate_up.weight          [2, f, h]           gated; dim 1 cut
     layers.N.mlp.down.weight             [h, f]              columns cut (row parallel)
+
+in layers with experts, E of them and of width f_e, in place of up, gate_up and down:
+
+    layers.N.mlp.router.weight           [E, h]              whole on every rank, which sees its tokens only
+    layers.N.mlp.router.bias             [E]                 of the choice; no gradient
+    layers.N.mlp.experts.up.weight       [E, f_e, h]         experts cut over ep, rows over etp; gated: gate_up [E, 2, f_e, h]
+    layers.N.mlp.experts.down.weight     [E, h, f_e]         experts cut over ep, columns over etp
+    layers.N.mlp.shared.*                                    an MLP of width f_e x the shared experts, cut over tp
+
     final_norm.{weight,bias}             [h]
     head.weight                          [V, h]              untied only
 
@@ -29,6 +38,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from engine.config.model import ModelConfig
+from engine.config.moe import MoEConfig
 from engine.layout.shard_spec import Init, ParamSpec
 from models.attention_specs import heads_specs, initial_gain
 
@@ -89,7 +99,7 @@ def head_specs(model: ModelConfig) -> Iterator[ParamSpec]:
 
 
 def layer_specs(model: ModelConfig, layer: int) -> Iterator[ParamSpec]:
-    h, f = model.hidden_size, model.ffn_size
+    h = model.hidden_size
     normal = Init("normal", model.init_std)
     # GPT-2's rule: the two projections that write to the residual stream start smaller, by the number of writes.
     residual = Init("normal", model.init_std / math.sqrt(2 * model.num_layers))
@@ -106,15 +116,42 @@ def layer_specs(model: ModelConfig, layer: int) -> Iterator[ParamSpec]:
         yield from _norm(model, f"{attention}.post_norm")
     if model.norms_before:
         yield from _norm(model, f"{mlp}.norm")
-    up, rows = ("gate_up", (2, f)) if model.activation_kind.is_gated else ("up", (f,))
-    yield ParamSpec(f"{mlp}.{up}.weight", (*rows, h), normal, tp_dim=len(rows) - 1)
-    if model.bias == "all":
-        yield ParamSpec(f"{mlp}.{up}.bias", rows, Init("zeros"), decay=False, tp_dim=len(rows) - 1)
-    yield ParamSpec(f"{mlp}.down.weight", (h, f), residual, tp_dim=1)
-    if model.bias == "all":
-        yield ParamSpec(f"{mlp}.down.bias", (h,), Init("zeros"), decay=False, grad_is_partial="sequence")
+    if model.moe is not None and model.layer_kind(layer).has_experts:
+        yield from _experts(model, model.moe, mlp, normal, residual)
+    else:
+        yield from _mlp(model, mlp, model.ffn_size, normal, residual)
     if model.norms_after:
         yield from _norm(model, f"{mlp}.post_norm")
+
+
+def up_name(model: ModelConfig) -> str:
+    """Return the name of an MLP's first projection."""
+    return "gate_up" if model.activation_kind.is_gated else "up"
+
+
+def _mlp(model: ModelConfig, name: str, f: int, normal: Init, residual: Init) -> Iterator[ParamSpec]:
+    h, up = model.hidden_size, up_name(model)
+    rows = (2, f) if model.activation_kind.is_gated else (f,)
+    yield ParamSpec(f"{name}.{up}.weight", (*rows, h), normal, tp_dim=len(rows) - 1)
+    if model.bias == "all":
+        yield ParamSpec(f"{name}.{up}.bias", rows, Init("zeros"), decay=False, tp_dim=len(rows) - 1)
+    yield ParamSpec(f"{name}.down.weight", (h, f), residual, tp_dim=1)
+    if model.bias == "all":
+        yield ParamSpec(f"{name}.down.bias", (h,), Init("zeros"), decay=False, grad_is_partial="sequence")
+
+
+def _experts(model: ModelConfig, moe: MoEConfig, name: str, normal: Init, residual: Init) -> Iterator[ParamSpec]:
+    h, f, count = model.hidden_size, moe.ffn_hidden_size, moe.num_experts
+    # Tokens are cut over tp in front of the router, whatever sequence parallelism is.
+    yield ParamSpec(f"{name}.router.weight", (count, h), normal, grad_is_partial="always")
+    if moe.has_bias:
+        yield ParamSpec(f"{name}.router.bias", (count,), Init("zeros"), decay=False, is_trained=False)
+    rows = (2, f) if model.activation_kind.is_gated else (f,)
+    experts, up = f"{name}.experts", up_name(model)
+    yield ParamSpec(f"{experts}.{up}.weight", (count, *rows, h), normal, tp_dim=len(rows), ep_dim=0)
+    yield ParamSpec(f"{experts}.down.weight", (count, h, f), residual, tp_dim=2, ep_dim=0)
+    if moe.shared_size:
+        yield from _mlp(model, f"{name}.shared", moe.shared_size, normal, residual)
 
 
 def final_norm_specs(model: ModelConfig) -> Iterator[ParamSpec]:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from engine.config.attention_kinds import RopeScaling
 from engine.config.model import ModelConfig
+from engine.config.moe import MoEConfig
 from engine.tensor_parallel.dropout import DropoutKeys, dropout
 
 Weights = Mapping[str, torch.Tensor]
@@ -42,7 +43,9 @@ def fields_of_layer(model: ModelConfig, layer: int) -> Mapping[str, Any]:
         name: getattr(model, name)
         for name in ("window", "position", "rope_base", "rope_scaling", "rotary_share", "sinks")
     }
-    return own | (dict(model.layer_kinds[names[layer % len(names)]]) if names else {})
+    name = names[layer % len(names)] if names else ""
+    of_kind: Mapping[str, Any] = {"mlp": "moe"} if name == "moe" else model.layer_kinds.get(name, {})
+    return {"mlp": "dense"} | own | dict(of_kind)
 
 
 def rope_frequencies(r: int, base: float, scaling: RopeScaling | None, length: int) -> tuple[torch.Tensor, float]:
@@ -96,8 +99,12 @@ def oracle_loss_sum(
     sample_ids: list[int],
     seed: int = 0,
     documents: torch.Tensor | None = None,
+    load: dict[int, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Sum of the unmasked tokens' losses. ids int64 [b, s], mask bool [b, s]; documents: number of each token's, [b, s]."""
+    """Sum of the unmasked tokens' losses. ids int64 [b, s], mask bool [b, s]; documents: number of each token's, [b, s].
+
+    `load` gets the tokens that chose each expert, [E] by layer.
+    """
     b, s = tokens.shape
     h, d, mla = model.hidden_size, model.head_size, model.mla
     heads, kv_heads = model.num_attention_heads, model.kv_heads
@@ -163,6 +170,57 @@ def oracle_loss_sum(
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: int) -> torch.Tensor:
         return F.linear(x, weight.reshape(out, -1), None if bias is None else bias.reshape(-1))
 
+    def mlp(x: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor, name: str = "") -> torch.Tensor:
+        """An MLP of any width; its biases, where there are any, by the name."""
+        gated = model.activation in ("swiglu", "geglu", "geglu_tanh")
+        f = down_weight.shape[-1]
+        up_bias = weights.get(f"{name}.{'gate_up' if gated else 'up'}.bias")
+        y = linear(x, up_weight, up_bias, 2 * f if gated else f)
+        if gated:
+            gate, up = y.split(f, dim=-1)
+            approximate = "tanh" if model.activation == "geglu_tanh" else "none"
+            is_silu = model.activation == "swiglu"
+            y = (gate * torch.sigmoid(gate) if is_silu else F.gelu(gate, approximate=approximate)) * up
+        elif model.activation == "relu2":
+            y = torch.where(y > 0, y * y, torch.zeros_like(y))
+        else:
+            y = F.gelu(y, approximate="tanh" if model.activation == "gelu_tanh" else "none")
+        return linear(y, down_weight, weights.get(f"{name}.down.bias"), h)
+
+    def experts(x: torch.Tensor, name: str, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Every expert on every token, times a weight that is 0 for most; and the losses on the load, in sums over tokens."""
+        moe = model.moe
+        assert moe is not None
+        logits = x @ weights[f"{name}.router.weight"].t()
+        scores = logits.softmax(-1) if moe.score == "softmax" else torch.sigmoid(logits)
+        ranked = scores + weights[f"{name}.router.bias"].detach() if moe.has_bias else scores
+        is_chosen = torch.zeros_like(scores)
+        for row in range(b):
+            for column in range(s):
+                if moe.force_balanced:
+                    chosen = [(column * moe.top_k + j) % moe.num_experts for j in range(moe.top_k)]
+                else:
+                    chosen = oracle_choice(ranked[row, column].tolist(), moe)
+                is_chosen[row, column, chosen] = 1.0
+        if load is not None:
+            load[layer] = load.get(layer, 0) + is_chosen.sum((0, 1)).long()
+        gains = scores * is_chosen
+        if moe.normalize:
+            gains = gains / (gains.sum(-1, keepdim=True) + 1e-20)
+        gains = gains * moe.scaling
+        kind = "gate_up" if model.activation in ("swiglu", "geglu", "geglu_tanh") else "up"
+        y = torch.zeros_like(x)
+        for expert in range(moe.num_experts):
+            of_expert = [weights[f"{name}.experts.{part}.weight"][expert] for part in (kind, "down")]
+            y = y + gains[..., expert : expert + 1] * mlp(x, *of_expert)
+        if moe.shared_experts:
+            y = y + mlp(x, weights[f"{name}.shared.{kind}.weight"], weights[f"{name}.shared.down.weight"])
+        fractions = is_chosen.mean(1) * moe.num_experts / moe.top_k
+        shares = (scores / scores.sum(-1, keepdim=True)).mean(1)
+        extra = moe.balance.sequence_loss * s * (fractions * shares).sum()
+        return y, extra + moe.balance.z_loss * logits.logsumexp(-1).square().sum()
+
+    on_load = torch.zeros((), dtype=torch.float64)
     x = F.embedding(tokens, weights["embedding.word.weight"]) * model.embedding_multiplier
     if model.position == "learned":
         x = x + weights["embedding.position.weight"][position_ids]
@@ -210,20 +268,12 @@ def oracle_loss_sum(
         name = f"layers.{layer}.mlp"
         y = entry if model.parallel_block else x
         y = norm(y, f"{name}.norm") if model.norm_placement != "after" else y
-        f = model.ffn_size
-        if model.activation in ("swiglu", "geglu", "geglu_tanh"):
-            bias = weights.get(f"{name}.gate_up.bias")
-            gate, up = linear(y, weights[f"{name}.gate_up.weight"], bias, 2 * f).split(f, dim=-1)
-            approximate = "tanh" if model.activation == "geglu_tanh" else "none"
-            is_silu = model.activation == "swiglu"
-            y = (gate * torch.sigmoid(gate) if is_silu else F.gelu(gate, approximate=approximate)) * up
+        if kind["mlp"] == "moe":
+            branch, extra = experts(y, name, layer)
+            on_load = on_load + extra
         else:
-            y = linear(y, weights[f"{name}.up.weight"], weights.get(f"{name}.up.bias"), f)
-            if model.activation == "relu2":
-                y = torch.where(y > 0, y * y, torch.zeros_like(y))
-            else:
-                y = F.gelu(y, approximate="tanh" if model.activation == "gelu_tanh" else "none")
-        branch = linear(y, weights[f"{name}.down.weight"], weights.get(f"{name}.down.bias"), h)
+            up = "gate_up" if f"{name}.gate_up.weight" in weights else "up"
+            branch = mlp(y, weights[f"{name}.{up}.weight"], weights[f"{name}.down.weight"], name)
         if model.norm_placement != "before":
             branch = norm(branch, f"{name}.post_norm")
         x = x + model.residual_multiplier * hidden_dropout(branch, f"{name}.residual_dropout")
@@ -236,4 +286,15 @@ def oracle_loss_sum(
     extra = model.z_loss * logits.logsumexp(-1).square()
     # The z-loss is trained and not counted.
     losses = losses + (extra - extra.detach())
-    return (losses * loss_mask).sum()
+    return (losses * loss_mask).sum() + (on_load - on_load.detach())
+
+
+def oracle_choice(scores: list[float], moe: MoEConfig) -> list[int]:
+    """The experts of one token by their scores, from the rule's words: best groups first, then experts, ties to the lower."""
+    size = moe.num_experts // moe.groups
+    by_group = [scores[group * size : (group + 1) * size] for group in range(moe.groups)]
+    counted = 1 if moe.group_score == "max" else 2
+    value = [sum(sorted(of_group, reverse=True)[:counted]) for of_group in by_group]
+    groups = sorted(range(moe.groups), key=lambda group: (-value[group], group))[: moe.top_groups]
+    eligible = [expert for expert in range(moe.num_experts) if moe.groups == 1 or expert // size in groups]
+    return sorted(eligible, key=lambda expert: (-scores[expert], expert))[: moe.top_k]

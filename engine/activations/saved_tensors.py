@@ -10,12 +10,14 @@ is a storage, so several views of it are one thing. The inputs of a recomputed f
 recomputed from their first kept or moved tensor.
 
 Recomputed functions must give the same bits and must not communicate. Whole layers do communicate: they go through `recompute`.
+What must not be decided twice in such a layer, `once` remembers from its forward to the replay.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,6 +28,8 @@ from engine.activations.offload import HostMemory, Mark, OffloadedStorage
 from engine.activations.recompute import recompute
 
 Function = Callable[..., torch.Tensor]
+
+Result = TypeVar("Result")
 
 ATTENTION = "attention"
 """The part of `SavedTensors.recompute_inside`: its output is saved, its inner tensors are recomputed."""
@@ -57,6 +61,7 @@ class SavedTensors:
         self._weights = weights
         self._has_hooks = bool(self.parts - {ATTENTION})
         self._open: _Layer | None = None
+        self._memo: _Memo | None = None
         self._below: _Layer | None = None
         self._sources: WeakKeyDictionary[torch.UntypedStorage, _Source] = WeakKeyDictionary()
 
@@ -86,7 +91,7 @@ class SavedTensors:
             # A leaf came from another stage: the executor holds it for its gradient.
             layer.stays |= {_identity(tensor) for tensor in ((x,) if x.is_leaf else ())} | set(map(_identity, shared))
         with self._opened(layer, hooks=moves or (self._has_hooks and not whole)):
-            y = recompute(function, x) if whole else function(x)
+            y = recompute(partial(self._remembering, _Memo(), function), x) if whole else function(x)
         if self.host is not None:
             self._pass_on(layer, y)
         return y
@@ -115,6 +120,17 @@ class SavedTensors:
         if self._open is not None and part in self.parts and torch.is_grad_enabled():
             return recompute(function, *inputs)
         return function(*inputs)
+
+    def once(self, function: Callable[[], Result]) -> Result:
+        """Return `function()`; where a whole layer is replayed, what it returned in the forward."""
+        return function() if self._memo is None else self._memo.next(function)
+
+    def _remembering(self, memo: "_Memo", function: Function, x: torch.Tensor) -> torch.Tensor:
+        self._memo = memo.begin()
+        try:
+            return function(x)
+        finally:
+            self._memo = None
 
     @contextmanager
     def _opened(self, layer: "_Layer", hooks: bool) -> Iterator[None]:
@@ -179,6 +195,27 @@ def _begin_backward(layer: "_Layer", below: "_Layer | None") -> None:
     layer.need()
     if below is not None:
         below.fetch()
+
+
+class _Memo:
+    """The results of a layer's `once`, in order: recorded in its forward, given again in its replay."""
+
+    def __init__(self) -> None:
+        self._results: list[Any] = []
+        self._next = 0
+
+    def begin(self) -> "_Memo":
+        """Begin the forward, or a replay."""
+        self._next = 0
+        return self
+
+    def next(self, function: Callable[[], Result]) -> Result:
+        """Return the recorded result, or record one."""
+        if self._next == len(self._results):
+            self._results.append(function())
+        self._next += 1
+        result: Result = self._results[self._next - 1]
+        return result
 
 
 class _Source:

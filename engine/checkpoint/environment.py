@@ -30,7 +30,7 @@ def describe_layout(engine: Engine) -> dict[str, Any]:
         "micro_batch_size": config.train.micro_batch_size,
         "bucket_bytes": config.optimizer.bucket_bytes,
         "recompute": engine.recompute.model_dump(mode="json"),
-        "kernels": engine.kernels.choices.config().model_dump(mode="json"),
+        "kernels": {name: one for name, one in engine.kernels.choices.named().items() if name != "decoding"},
         "dtype": config.precision.dtype,
         "deterministic": config.runtime.deterministic,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,

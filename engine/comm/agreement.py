@@ -1,13 +1,13 @@
 """The numbers that all ranks sum in a step's one small all-reduce, and their order (no torch here).
 
-sums     squared gradient norm, loss sum, tokens                    made on the device
+sums     squared gradient norm, loss sum, tokens, rows of experts' buffers that were too few     made on the device
 flags    of a save, of a stop, of the allocator (`StepFlags`)       known to the host; 0.0 or 1.0 before the sum
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-NUM_SUMS = 3
+NUM_SUMS = 4
 
 
 class SaveFlags(NamedTuple):
@@ -47,5 +47,7 @@ class StepFlags(NamedTuple):
 
 NO_FLAGS = StepFlags()
 
-NUM_NUMBERS = NUM_SUMS + len(NO_FLAGS.values())
+NUM_FLAGS = len(NO_FLAGS.values())
+
+NUM_NUMBERS = NUM_SUMS + NUM_FLAGS
 """Length of the vector."""

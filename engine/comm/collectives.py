@@ -174,6 +174,30 @@ class Axis:
         )
         return Pending(received, work, written=(self.ledger, posted), keep=[blocks])
 
+    def all_to_all_rows(
+        self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], purpose: str
+    ) -> Pending:
+        """Send the next `sent[i]` rows of `tensor` [sum of sent, ...] to member i, which may be none.
+
+        The result has `received[i]` rows from each member in turn; both ends must know their numbers.
+        """
+        backend = self._backend
+        if backend is None:
+            return Pending(tensor)
+        assert tensor.shape[0] == sum(sent), f"{tensor.shape[0]} rows, of which {sum(sent)} go to some member"
+        rows, out = tensor.contiguous(), tensor.new_empty((sum(received), *tensor.shape[1:]))
+        elsewhere = (tensor.shape[0] - sent[self.index]) * (tensor[:1].numel() if tensor.shape[0] else 0)
+        posted = self.ledger.post("all_to_all_rows", self.name, purpose, rows, self.size, numel=elsewhere)
+        work = backend.call(
+            lambda seen: [
+                dist.all_to_all_single(
+                    seen(out), seen(rows), list(received), list(sent), group=backend.group, async_op=True
+                )
+            ],
+            TensorUse([rows], [out]),
+        )
+        return Pending(out, work, written=(self.ledger, posted), keep=[rows])
+
     def broadcast(self, tensor: torch.Tensor, source: int, purpose: str) -> Pending:
         """Copy `tensor` from the member `source` into every member's `tensor`."""
         backend = self._backend

@@ -10,7 +10,7 @@ A call is written down as it was made, with nothing derived from it.
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
-Op = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv"]
+Op = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_rows", "broadcast", "send", "recv"]
 
 REPLICA_GRADIENTS = "replica gradients"
 """Purpose of the sum of a gradient over the ranks that hold its parameter and each saw a part (`engine.layout.shard_spec`)."""
@@ -20,6 +20,9 @@ CROSS_ENTROPY, QK_NORM = "cross-entropy", "qk-norm"
 
 KEYS_AND_VALUES, HEADS = "keys and values", "heads"
 """First words of the purposes of context parallelism's gathers, and of the sums of their gradients; and of its exchanges."""
+
+EXPERTS = "experts"
+"""First word of the purposes of what tokens, their experts and the load of experts send."""
 
 ATTENTION = "attention"
 """Mark of an attention call over gathered keys and values."""
@@ -34,7 +37,7 @@ class Event(NamedTuple):
     Attributes:
         call: numbers the posted calls of the step; marks carry -1.
         dtype: torch's, of the tensor handed in; None for a mark.
-        numel: of the tensor handed in.
+        numel: of the tensor handed in; of `all_to_all_rows`, of what goes to other members.
         peer: the other member of a send or receive (an index on the axis); NO_PEER for a collective.
         group_call: the number of the first call that was posted in the same group call; its own for a collective.
     """
@@ -73,11 +76,20 @@ class Ledger:
         self._num_calls = 0
 
     def post(
-        self, op: Op, axis: str, purpose: str, tensor: Any, group_size: int, peer: int = NO_PEER, place: int = 0
+        self,
+        op: Op,
+        axis: str,
+        purpose: str,
+        tensor: Any,
+        group_size: int,
+        peer: int = NO_PEER,
+        place: int = 0,
+        numel: int | None = None,
     ) -> Event:
-        """Write down a call with a tensor; `place` is its place in its group call."""
+        """Write down a call with a tensor; `place` is its place in its group call, `numel` another count than the tensor's."""
         call = self._num_calls
-        event = Event("post", call, op, axis, purpose, tensor.dtype, tensor.numel(), group_size, peer, call - place)
+        numel = tensor.numel() if numel is None else numel
+        event = Event("post", call, op, axis, purpose, tensor.dtype, numel, group_size, peer, call - place)
         self._num_calls += 1
         self.events.append(event)
         return event

@@ -11,6 +11,9 @@ topologies can live in one process. Axes by name:
     pp_backward   gradients of activations
     ends          first and last stage: the two holders of a tied embedding; only on those stages
     kv_replicas   the tp ranks that hold the same key/value head; only where kv heads < tp
+    sample        the ranks that share each sample's tokens, cp x tp; this and the next two only in models with experts
+    experts       the ranks that share a set of experts, ep x etp: tokens are dispatched here
+    expert_dp     gradients of experts are summed here
     world         all ranks
 
 Groups with the same ranks share one process group, except the two pipeline directions. Where gloo serves a GPU, each process
@@ -32,7 +35,7 @@ from engine.comm.ledger import Ledger, WaitObserver
 from engine.comm.staging import Carrier, Staging
 from engine.comm.store_agreement import compare_group_counts
 from engine.errors import TopologyError
-from engine.layout.axis_groups import AXIS_NAMES, CONNECTED_LATER, StreamUse, axis_groups, stream_use
+from engine.layout.axis_groups import AXIS_NAMES, CONNECTED_LATER, OF_EXPERTS, StreamUse, axis_groups, stream_use
 from engine.layout.rank_grid import RankGrid
 
 
@@ -62,6 +65,7 @@ class Topology:
     Args:
         grid: all ranks of the layout.
         kv_heads: key/value heads of the model; with fewer than tp ranks, replicas share a `kv_replicas` axis.
+        has_experts: the model has layers with experts.
         staged: carry tensors through host memory; None: where the default group is gloo's and this rank is on a GPU.
         timeout: after which a call of any of the groups fails; None: torch's own for the backend.
         carrier: makes the carrier of a process group, from the name of its first axis and the ledger; a race check has its own.
@@ -80,6 +84,7 @@ class Topology:
         device: torch.device,
         *,
         kv_heads: int | None = None,
+        has_experts: bool = False,
         staged: bool | None = None,
         timeout: timedelta | None = None,
         carrier: Callable[[str, Ledger], Carrier] | None = None,
@@ -105,7 +110,7 @@ class Topology:
 
         compare_group_counts()
         mine: list[tuple[str, tuple[int, ...], str]] = []
-        for name, groups, channel in axis_groups(grid, kv_heads):
+        for name, groups, channel in axis_groups(grid, kv_heads, has_experts=has_experts):
             ranks = next((ranks for ranks in groups if rank in ranks), None)
             if ranks is not None:
                 mine.append((name, ranks, channel))
@@ -149,7 +154,8 @@ class Topology:
         if axis is None:
             raise TopologyError(
                 f"rank {self.rank} ({self.coordinates}) has no axis {name!r}; it has {', '.join(self._axes)}. "
-                "'ends' exists on the first and last stage, 'kv_replicas' where kv heads < tp."
+                "'ends' exists on the first and last stage, 'kv_replicas' where kv heads < tp, "
+                f"{', '.join(OF_EXPERTS)} in models with experts."
             )
         return axis
 

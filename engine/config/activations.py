@@ -98,6 +98,13 @@ class KernelsConfig(Section):
         "auto",
         description="torch: torch's fused operator; compiled: one pass by torch.compile, for every form of state",
     )
+    experts: Literal["auto", "loop", "grouped"] = Field(
+        "auto", description="loop: a GEMM per expert; grouped: torch's grouped GEMM (bf16, fp16, fp32)"
+    )
+    dispatch: Literal["auto", "all_gather", "all_to_all"] = Field(
+        "auto",
+        description="tokens to experts: gather all of them, or exchange rows; auto: all_gather up to ep = top_k",
+    )
 
 
 def recompute_fits_chunk(subject: Subject) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""Kinds of layers: what differs between their attentions, resolved into one record per layer (no torch here).
+"""Kinds of layers: what differs between them, resolved into one record per layer (no torch here).
 
     layers: [local*5, global]                         repeated, and cut at num_layers
     layer_kinds:
@@ -13,6 +13,7 @@ Readers (specs, modules, FLOPs, memory) take the record of a layer, never the fi
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, Strict
@@ -24,6 +25,9 @@ from engine.config.section import Problem, Rule, Section, Subject
 if TYPE_CHECKING:
     from engine.config.model import ModelConfig
     from engine.config.tree import Config
+
+WITH_EXPERTS: Mapping[str, "KindFields"] = MappingProxyType({"dense": {}, "moe": {"mlp": "moe"}})
+"""The kinds of layers that a model with `model.moe` has without listing them."""
 
 LONGEST_WINDOW = 2**30
 """Keys."""
@@ -115,6 +119,7 @@ class KindFields(TypedDict, total=False):
     rope_scaling: Annotated[RopeScaling | None, PlainSerializer(_given)]
     rotary_share: Annotated[Share, BeforeValidator(_no_bool)]
     sinks: Annotated[bool, Strict()]
+    mlp: Literal["dense", "moe"]
 
 
 _OF_ROPE = ("rope_base", "rope_scaling", "rotary_share")
@@ -139,19 +144,21 @@ class Rotary:
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """The attention of one layer, where layers may differ.
+    """One layer, where layers may differ.
 
     Attributes:
         name: in `model.layer_kinds`; "" where the model has no kinds.
         window: keys that a query sees, its own among them; None: all before it.
         rotary: of queries and keys; None: they do not rotate.
         sinks: whether each head has a logit without a value.
+        has_experts: whether its MLP is a mixture of experts (`model.moe`).
     """
 
     name: str
     window: int | None
     rotary: Rotary | None
     sinks: bool
+    has_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,13 +213,18 @@ def layer_kind(model: "ModelConfig", layer: int) -> LayerKind:
     return _resolved(model, names[layer % len(names)])
 
 
+def known_kinds(model: "ModelConfig") -> Mapping[str, KindFields]:
+    """Return the kinds that `model.layers` may name: those of `model.layer_kinds`, and two more where there are experts."""
+    return {**model.layer_kinds, **(WITH_EXPERTS if model.moe is not None else {})}
+
+
 def _names(model: "ModelConfig") -> list[str]:
     """Return the names of the kinds in one period of the layers; "" where there are no kinds."""
     return [name for name in _listed(model.layers or ()) if isinstance(name, str)] or [""]
 
 
 def _resolved(model: "ModelConfig", name: str) -> LayerKind:
-    of_kind: Mapping[str, Any] = model.layer_kinds.get(name, {})
+    of_kind: Mapping[str, Any] = known_kinds(model).get(name, {})
 
     def value(field: str) -> Any:
         return of_kind[field] if field in of_kind else getattr(model, field)
@@ -225,7 +237,8 @@ def _resolved(model: "ModelConfig", name: str) -> LayerKind:
         mla = model.mla
         dim = int(model.head_size * value("rotary_share")) if mla is None else mla.qk_rope_head_dim
         rotary = Rotary(dim, value("rope_base"), scaling, is_long)
-    return LayerKind(name, value("window"), rotary, value("sinks"))
+    has_experts = model.moe is not None and of_kind.get("mlp") == "moe"
+    return LayerKind(name, value("window"), rotary, value("sinks"), has_experts)
 
 
 _ENTRY = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_-]*)( *\* *(?P<times>[0-9]{1,5}))?")
@@ -267,13 +280,29 @@ def layers_name_kinds(subject: Subject) -> Iterator[Problem]:
             "must name a kind: the kinds of layers would be unknown",
             {"model.layers": [None]},
         )
-    if unknown := [name for name in names if name not in model.layer_kinds]:
-        known = ", ".join(model.layer_kinds) or "none"
+    if unknown := [name for name in names if name not in known_kinds(model)]:
+        known = ", ".join(known_kinds(model)) or "none"
         yield subject.problem(
             "model.layers",
             f"names {', '.join(unknown)}, but model.layer_kinds has {known}: what those layers are would be a guess",
             {},
             f"Add the kind; {unknown[0]}: {{}} is a layer with the model's own fields.",
+        )
+    if taken := [name for name in model.layer_kinds if model.moe is not None and name in WITH_EXPERTS]:
+        yield Problem(
+            "model.layer_kinds",
+            taken[0],
+            "is a kind that every model with model.moe has: which of the two is meant would be a guess",
+            {},
+            "Choose another name.",
+        )
+    if without := [name for name, kind in model.layer_kinds.items() if model.moe is None and kind.get("mlp") == "moe"]:
+        yield Problem(
+            f"model.layer_kinds.{without[0]}.mlp",
+            "moe",
+            "needs the section model.moe: the experts of these layers would have no sizes",
+            {},
+            "Give model.moe, or mlp: dense.",
         )
     if unused := [name for name in model.layer_kinds if name not in names]:
         yield Problem(
@@ -336,7 +365,7 @@ def rotation_fits_heads(subject: Subject) -> Iterator[Problem]:
         rotary = kind.rotary
         if rotary is None:
             continue
-        given: Mapping[str, Any] = model.layer_kinds.get(kind.name, {})
+        given: Mapping[str, Any] = known_kinds(model).get(kind.name, {})
         of_share, of_scaling = (
             f"model.layer_kinds.{kind.name}." if field in given else "model."
             for field in ("rotary_share", "rope_scaling")
@@ -430,6 +459,7 @@ BEYOND_PLAIN = (
     "logit_softcap",
     "layers",
     "layer_kinds",
+    "moe",
 )
 """Fields of `model` whose values other than the default plain models of other engines cannot express."""
 

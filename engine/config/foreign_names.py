@@ -5,7 +5,8 @@ An unknown key is refused with the name that was probably meant:
     tensor-model-parallel-size, model.n_embd, hf's num_key_value_heads      another name of the same field
     model.tp, hidden_size at the top level                                  a field of ours in another section
     train.step                                                              the nearest spelling
-    model.num_experts, precision.fp8                                        known, not built yet
+    precision.fp8                                                           known, not built yet
+    moe_aux_loss_coeff                                                      depends on the layout, so it is refused
 """
 
 import difflib
@@ -24,6 +25,7 @@ FOREIGN_NAMES = {
     "data_parallel_size": "parallel.dp",
     "context_parallel_size": "parallel.cp",
     "expert_model_parallel_size": "parallel.ep",
+    "expert_tensor_parallel_size": "parallel.etp",
     "pipeline_model_parallel_layout": "parallel.layers_per_stage",
     "decoder_first_pipeline_num_layers": "parallel.layers_per_stage",
     "decoder_last_pipeline_num_layers": "parallel.layers_per_stage",
@@ -61,6 +63,34 @@ FOREIGN_NAMES = {
     "add_qkv_bias": "model.bias=qkv",
     "qk_layernorm": "model.qk_norm=true",
     "init_method_std": "model.init_std",
+    # Megatron-LM and Hugging Face: experts
+    "num_experts": "model.moe.num_experts",
+    "num_local_experts": "model.moe.num_experts",
+    "n_routed_experts": "model.moe.num_experts",
+    "num_experts_per_tok": "model.moe.top_k",
+    "moe_router_topk": "model.moe.top_k",
+    "moe_ffn_hidden_size": "model.moe.ffn_hidden_size",
+    "moe_intermediate_size": "model.moe.ffn_hidden_size",
+    "n_shared_experts": "model.moe.shared_experts",
+    "moe_shared_expert_intermediate_size": "model.moe.shared_experts (a number, not a width)",
+    "moe_router_score_function": "model.moe.score",
+    "scoring_func": "model.moe.score",
+    "norm_topk_prob": "model.moe.normalize",
+    "routed_scaling_factor": "model.moe.scaling",
+    "moe_router_topk_scaling_factor": "model.moe.scaling",
+    "n_group": "model.moe.groups",
+    "moe_router_num_groups": "model.moe.groups",
+    "topk_group": "model.moe.top_groups",
+    "moe_router_group_topk": "model.moe.top_groups",
+    "moe_router_enable_expert_bias": "model.moe.balance.bias_rate",
+    "moe_router_bias_update_rate": "model.moe.balance.bias_rate",
+    "moe_z_loss_coeff": "model.moe.balance.z_loss",
+    "moe_layer_freq": "model.layers",
+    "first_k_dense_replace": "model.layers",
+    "decoder_sparse_step": "model.layers",
+    "moe_router_force_load_balancing": "model.moe.force_balanced",
+    "moe_token_dispatcher_type": "kernels.dispatch",
+    "moe_grouped_gemm": "kernels.experts (grouped)",
     # Megatron-LM, transformers, torchtitan: checkpoints
     "save": "checkpoint.dir",
     "save_interval": "checkpoint.interval",
@@ -197,12 +227,6 @@ NOT_BUILT = {
     "fp4": "FP4",
     "transformer_impl": "Transformer Engine layers",
     "transformer_engine": "Transformer Engine layers",
-    "moe": "mixture of experts",
-    "num_experts": "mixture of experts",
-    "num_local_experts": "mixture of experts",
-    "num_experts_per_tok": "mixture of experts",
-    "moe_router_topk": "mixture of experts",
-    "expert_tensor_parallel_size": "expert parallelism",
     "mtp_num_layers": "multi-token prediction",
     "zero": "a ZeRO stage other than 1",
     "zero_stage": "a ZeRO stage other than 1",
@@ -222,6 +246,18 @@ NOT_BUILT = {
 """Keys of features without code yet, by last part or whole dotted name."""
 
 
+OF_THE_LAYOUT = {
+    "moe_aux_loss_coeff": "it weighs the load of one microbatch on one rank",
+    "router_aux_loss_coef": "it weighs the load of one microbatch",
+    "aux_loss_alpha": "without sequences it weighs the load of one microbatch",
+    "moe_router_load_balancing_type": "some of its types weigh the load of one microbatch on one rank",
+    "moe_expert_capacity_factor": "which tokens are dropped follows from the tokens that a rank has",
+    "capacity_factor": "which tokens are dropped follows from the tokens that a rank has",
+    "moe_token_drop_policy": "which tokens are dropped follows from the tokens that a rank has",
+}
+"""Foreign keys whose effect depends on the layout or the micro batch, with the reason."""
+
+
 def unknown_key(dotted: str, origin: str | None = None) -> str:
     """Return the problem of an unknown key: what was probably meant, and that the key would have had no effect.
 
@@ -237,6 +273,11 @@ def unknown_key(dotted: str, origin: str | None = None) -> str:
     candidates = (".".join([*sections, name]), *sections[:1], name)
     if (feature := next((NOT_BUILT[key] for key in candidates if key in NOT_BUILT), None)) is not None:
         return f"{given}: known, not built yet: {feature}. It would have had no effect. Remove the key."
+    if name in OF_THE_LAYOUT:
+        return (
+            f"{given}: refused: {OF_THE_LAYOUT[name]}, so another layout or micro batch would train another model. Use "
+            "model.moe.balance (bias_rate, sequence_loss, z_loss) instead; no token is ever dropped."
+        )
     if name in ALWAYS_ON:
         return f"{given}: not a choice here: {ALWAYS_ON[name]}. Remove the key."
     if (meant := FOREIGN_NAMES.get(dotted, FOREIGN_NAMES.get(name))) is not None:

@@ -38,7 +38,10 @@ class ParallelConfig(Section):
         "run",
         description="cp by all_gather: dtype in which gradients of keys and values are summed over ranks",
     )
-    ep: int = Field(1, gt=0, le=MOST_RANKS, description="expert parallel: not built yet, must be 1")
+    ep: int = Field(
+        1, gt=0, le=MOST_RANKS, description="expert parallel: experts are cut over ep of a stage's tp x cp x dp ranks"
+    )
+    etp: int = Field(1, gt=0, le=MOST_RANKS, description="each expert is cut over etp ranks: 1 or tp")
     sequence_parallel: bool = Field(False, description="cut the sequence over tp in norms, dropout and residuals")
     layers_per_stage: Literal["auto"] | list[int] | None = Field(
         None, description="layers of each of the pp x vpp stages; null: even; auto: by their work, the head's included"
@@ -262,15 +265,6 @@ def heads_over_cp(subject: Subject) -> Iterator[Problem]:
     )
 
 
-def axes_are_built(subject: Subject) -> Iterator[Problem]:
-    if subject.config.parallel.ep > 1:
-        yield subject.problem(
-            "parallel.ep",
-            "expert parallelism is known, not built yet: its axis has size 1 only",
-            {"parallel.ep": [1]},
-        )
-
-
 def axes_fill_world(subject: Subject) -> Iterator[Problem]:
     parallel, world_size = subject.config.parallel, subject.world_size
     if world_size is None or subject.dp is not None:
@@ -335,7 +329,6 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     schedule_file_fits,
     sequence_over_cp,
     heads_over_cp,
-    axes_are_built,
     axes_fill_world,
     nodes_are_whole,
     ranks_can_be_listed,

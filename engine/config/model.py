@@ -17,6 +17,7 @@ from engine.config.attention_kinds import (
 )
 from engine.config.layer_kinds import Activation, Norm, Position
 from engine.config.mla import MLA_RULES, MLAConfig
+from engine.config.moe import MOE_RULES, MoEConfig
 from engine.config.section import LAYOUT, MEANT, Problem, Rule, Section, Subject, divisors, multiples
 
 MOST_LAYERS = 10_000
@@ -125,8 +126,9 @@ class ModelConfig(Section):
         None, description="kinds of the layers, such as [local*5, global]: repeated, cut at num_layers; null: all alike"
     )
     layer_kinds: dict[str, KindFields] = Field(
-        default_factory=dict, description="by name, what differs from the model's: window, position, rope_*, sinks"
+        default_factory=dict, description="by name, what differs from the model's: window, position, rope_*, sinks, mlp"
     )
+    moe: MoEConfig | None = Field(None, description="experts of the layers of kind moe; null: no layer has any")
 
     @property
     def kv_heads(self) -> int:
@@ -182,6 +184,16 @@ class ModelConfig(Section):
     def layer_kind(self, layer: int) -> LayerKind:
         """Return the record of one layer."""
         return attention_kinds.layer_kind(self, layer)
+
+    @property
+    def has_experts(self) -> bool:
+        """Return whether some layer has experts."""
+        return any(kind.has_experts for kind in self.kinds)
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Return the numbers of the layers with experts, in order."""
+        return tuple(layer for layer, kind in enumerate(self.kinds) if kind.has_experts)
 
     @property
     def padded_vocab_size(self) -> int:
@@ -332,4 +344,5 @@ MODEL_RULES: tuple[Rule, ...] = (
     dropout_on_probabilities,
     *ATTENTION_KIND_RULES,
     *MLA_RULES,
+    *MOE_RULES,
 )

@@ -137,6 +137,7 @@ def parallel_sizes(config: "Config", world_size: int | None = None) -> ParallelS
         dp=dp,
         cp=parallel.cp,
         ep=parallel.ep,
+        etp=parallel.etp,
         vpp=parallel.vpp,
         is_v=config.schedule.is_v,
     )

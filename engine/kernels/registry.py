@@ -6,6 +6,8 @@
     elementwise   norms, RoPE, SwiGLU, dropout, cross-entropy   eager, compiled                           plain torch
     weight_grad   dW += dY^T X                                  separate, fused                           separate
     optimizer     the update of the owned shards                torch, compiled                           torch
+    experts       GEMMs of a rank's experts                     loop, grouped                             loop
+    dispatch      tokens to experts and back                    all_gather, all_to_all                    all_gather
     (decoding)    attention of one query to the cached keys     flash, math, sdpa, blocks, explicit       explicit
 
 Decoding is not configured: its key length changes with every token, and cuDNN would plan each. The steps:
@@ -17,7 +19,7 @@ Decoding is not configured: its key length changes with every token, and cuDNN w
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Literal
@@ -29,10 +31,13 @@ from engine.comm.topology import Topology
 from engine.config.activations import KernelsConfig
 from engine.config.attention_kinds import PLAIN, AttentionPattern, attention_pattern
 from engine.config.context_parallel import gathers_keys, local_kv_heads
+from engine.config.moe import Dispatch as DispatchForm
+from engine.config.moe import dispatch_of
 from engine.config.tree import Config
 from engine.errors import ConfigError
 from engine.kernels.attention import AttentionShape, attention_failure, attention_refusal, chosen, decoding_failure
 from engine.kernels.fusion import Form, Fusion, compiler_failure, compiler_refusal
+from engine.kernels.grouped_gemm import ExpertKernel, grouped_gemm_failure, grouped_gemm_refusal
 from engine.kernels.weight_grad import WeightGradKernel, weight_grad_failure, weight_grad_refusal
 from engine.numerics.precision import DTYPES, main_grad_dtype
 
@@ -45,6 +50,8 @@ ORDER: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "elementwise": ("compiled", "eager"),
         "weight_grad": ("fused", "separate"),
         "optimizer": ("compiled", "torch"),
+        "experts": ("grouped", "loop"),
+        "dispatch": ("all_gather", "all_to_all"),
     }
 )
 """Choices for `auto`, fastest first; the last of each runs anywhere."""
@@ -69,6 +76,7 @@ class DeviceFacts:
         main_grad_bytes: bytes of an element of the main grads.
         is_deterministic: `runtime.deterministic`.
         pattern: what the model's attention needs.
+        dispatch: of tokens to experts, which follows from the configuration; None: the model has no experts.
     """
 
     capability: tuple[int, int] | None
@@ -78,6 +86,7 @@ class DeviceFacts:
     main_grad_bytes: int
     is_deterministic: bool
     pattern: AttentionPattern = PLAIN
+    dispatch: DispatchForm | None = None
 
     @classmethod
     def of(cls, config: Config, device: torch.device) -> "DeviceFacts":
@@ -93,22 +102,29 @@ class DeviceFacts:
             main_grad_bytes=main_grad_dtype(dtype, config.precision.gradients).itemsize,
             is_deterministic=config.runtime.deterministic,
             pattern=attention_pattern(config),
+            dispatch=dispatch_of(config) if config.model.has_experts else None,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The name of each kernel; never `auto`."""
+    """The name of each kernel; never `auto`. Those of experts are None in a model without any."""
 
     attention: str
     decoding: str
     elementwise: Form
     weight_grad: WeightGradKernel
     optimizer: OptimizerKernel
+    experts: ExpertKernel | None = None
+    dispatch: DispatchForm | None = None
+
+    def named(self) -> dict[str, str]:
+        """Return the names of the kernels that the model has."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
     def config(self) -> KernelsConfig:
         """Return the section that asks for these by name."""
-        return KernelsConfig.model_validate({name: value for name, value in asdict(self).items() if name != "decoding"})
+        return KernelsConfig.model_validate({name: one for name, one in self.named().items() if name != "decoding"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +144,9 @@ def resolve(config: KernelsConfig, facts: DeviceFacts) -> Choices:
     """Replace each `auto` by the fastest choice that is expected to run on a device with these facts."""
     fastest = asdict(_fastest(facts))
     asked = config.model_dump()
-    taken = {name: fastest[name] if choice == "auto" else choice for name, choice in asked.items()}
+    taken = {
+        name: fastest[name] if choice == "auto" or fastest[name] is None else choice for name, choice in asked.items()
+    }
     # Explicit attention needs no plan per length, and keeps its bits in generated text.
     taken["decoding"] = "explicit" if taken["attention"] == "explicit" else fastest["decoding"]
     return Choices(**taken)
@@ -138,7 +156,8 @@ def _fastest(facts: DeviceFacts) -> Choices:
     pattern = facts.pattern
     if facts.capability is None:
         attention = "blocks" if pattern.softcap else "sdpa"
-        return Choices(attention, attention, "eager", "separate", "torch")
+        loop: ExpertKernel | None = None if facts.dispatch is None else "loop"
+        return Choices(attention, attention, "eager", "separate", "torch", loop, facts.dispatch)
     is_half = facts.element_bytes == 2
     has_flash = is_half and facts.capability >= (8, 0)
     # Torch refuses cuDNN's attention in deterministic mode.
@@ -156,6 +175,8 @@ def _fastest(facts: DeviceFacts) -> Choices:
     attention = "cudnn" if has_cudnn else "flash" if has_flash else "sdpa"
     if not pattern.is_plain:
         attention = "varlen" if has_flash and not pattern.softcap else "blocks"
+    # torch's grouped GEMM is one kernel from Hopper on in bf16; elsewhere it may be a loop that reads its ends on the host.
+    experts: ExpertKernel = "grouped" if is_half and facts.capability >= (9, 0) else "loop"
     decoding = "blocks" if pattern.softcap or pattern.sinks else "flash" if has_flash else "math"
     return Choices(
         attention=attention,
@@ -163,6 +184,8 @@ def _fastest(facts: DeviceFacts) -> Choices:
         elementwise="eager" if is_eager else "compiled",
         weight_grad="fused" if is_half and facts.main_grad_bytes > facts.element_bytes else "separate",
         optimizer="torch" if is_float64 else "compiled",
+        experts=None if facts.dispatch is None else experts,
+        dispatch=facts.dispatch,
     )
 
 
@@ -191,6 +214,8 @@ def device_trials(shape: AttentionShape, main_grad: torch.dtype, decoding: Atten
             return decoding_failure(choice, decoding or shape)
         if choice == "fused":
             return weight_grad_failure("fused", shape.dtype, main_grad, device)
+        if choice == "grouped":
+            return grouped_gemm_failure(shape.dtype, device)
         return of_compiler() if choice == "compiled" else ""
 
     def refusal(name: str, choice: str, reason: str) -> str:
@@ -198,6 +223,8 @@ def device_trials(shape: AttentionShape, main_grad: torch.dtype, decoding: Atten
             return attention_refusal(choice, shape, reason)
         if choice == "fused":
             return weight_grad_refusal("fused", shape.dtype, main_grad, device, reason)
+        if choice == "grouped":
+            return grouped_gemm_refusal(shape.dtype, device, reason)
         return compiler_refusal(device, reason)
 
     return Trials(failure, refusal)
@@ -215,7 +242,7 @@ def try_out(config: KernelsConfig, choices: Choices, trials: Trials) -> tuple[Ch
     notes: list[str] = []
     problems: list[str] = []
     taken = asdict(choices)
-    for name, choice in asdict(choices).items():
+    for name, choice in choices.named().items():
         if getattr(config, name, "auto") != "auto":
             if reason := trials.failure(name, choice):
                 problems.append(trials.refusal(name, choice, reason))
@@ -268,7 +295,9 @@ def _label(name: str) -> str:
 
 
 def _gather_choices(choices: Choices, gather_text: Callable[[str], list[str]]) -> list[Choices]:
-    return [Choices(*text.split()) for text in gather_text(" ".join(astuple(choices)))]  # type: ignore[arg-type]
+    texts = gather_text(" ".join(choices.named().values()))
+    # A model has the same kernels on every rank.
+    return [Choices(**dict(zip(choices.named(), text.split(), strict=True))) for text in texts]  # type: ignore[arg-type]
 
 
 def slowest(all_choices: Sequence[Choices]) -> Choices:
@@ -340,7 +369,7 @@ def describe(choices: Choices, shape: AttentionShape) -> str:
     attention = choices.attention
     if attention == "sdpa":
         attention = f"sdpa, of which torch takes {chosen(shape)}"
-    others = {name: choice for name, choice in asdict(choices).items() if name != "attention"}
+    others = {name: choice for name, choice in choices.named().items() if name != "attention"}
     return "; ".join(
         [f"attention: {attention}", *(f"{name.replace('_', ' ')}: {choice}" for name, choice in others.items())]
     )

@@ -5,14 +5,19 @@ from typing import NamedTuple
 
 from engine.layout.rank_grid import RankGrid
 
-AXIS_NAMES = ("world", "tp", "cp", "dp", "pp", "pp_forward", "pp_backward", "ends", "kv_replicas")
-"""Names that `axis_groups` may yield; the last two only in some layouts."""
+OF_EXPERTS = ("sample", "experts", "expert_dp")
+"""The axes that only models with experts have."""
+
+AXIS_NAMES = ("world", "tp", "cp", "dp", "pp", "pp_forward", "pp_backward", "ends", "kv_replicas", *OF_EXPERTS)
+"""Names that `axis_groups` may yield; those from `ends` on only in some layouts."""
 
 CONNECTED_LATER = ("pp",)
 """Axes that their first user connects, not the start of a run; training does not use them."""
 
 
-def axis_groups(grid: RankGrid, kv_heads: int | None) -> Iterator[tuple[str, Sequence[tuple[int, ...]], str]]:
+def axis_groups(
+    grid: RankGrid, kv_heads: int | None, *, has_experts: bool = False
+) -> Iterator[tuple[str, Sequence[tuple[int, ...]], str]]:
     """Yield (name, groups of ranks, channel) per axis in order of creation; equal ranks and channel are one process group."""
     yield "world", [tuple(range(grid.world_size))], ""
     yield "tp", grid.groups("tp"), ""
@@ -24,6 +29,10 @@ def axis_groups(grid: RankGrid, kv_heads: int | None) -> Iterator[tuple[str, Seq
     yield "ends", grid.end_stage_groups(), ""
     if kv_heads is not None and kv_heads < grid.sizes.tp:
         yield "kv_replicas", grid.tp_blocks(grid.sizes.tp // kv_heads), ""
+    if has_experts:
+        yield "sample", grid.groups("cp", "tp"), ""
+        yield "experts", grid.expert_blocks(), ""
+        yield "expert_dp", grid.expert_replicas(), ""
 
 
 class StreamUse(NamedTuple):
@@ -46,8 +55,12 @@ STREAM_USE: Mapping[str, StreamUse] = {
     # An early receive stays on its SMs until the peer sends.
     "pp_forward": StreamUse(is_urgent=True, max_ctas=4),
     "pp_backward": StreamUse(is_urgent=True, max_ctas=4),
+    # A layer waits for the tokens of its experts, and for their outputs.
+    "experts": StreamUse(is_urgent=True, max_ctas=None),
+    "sample": StreamUse(is_urgent=True, max_ctas=None),
     # Buckets have the rest of a backward to arrive.
     "dp": StreamUse(is_urgent=False, max_ctas=16),
+    "expert_dp": StreamUse(is_urgent=False, max_ctas=16),
 }
 """Use by axis; where axes share a group, the first one here wins. NCCL decides for all others. (Not measured on a GPU yet.)"""
 

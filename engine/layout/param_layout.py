@@ -10,14 +10,14 @@ Parameters are in the order in which the backward finishes them (last layer firs
 runs under the rest of the backward. Each dp rank owns an equal, contiguous part of every bucket (ZeRO-1) with its master weights
 and moments. Padding at a bucket's end makes the parts equal; it belongs to no parameter and is never saved or counted.
 
-Parameters of one buffer have the same replicas and the same further sum (`BufferKey`), so an owned part is
-summed, counted and clipped as a whole, and all replicas cut it identically.
+Parameters of one buffer have the same replicas, the same further sum and the same data-parallel ranks (`BufferKey`), so an owned
+part is summed, counted and clipped as a whole, and all replicas cut it identically.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from engine.layout.shard_spec import ParamRecord, ReplicaAxis
+from engine.layout.shard_spec import ParamRecord, ReduceAxis, ReplicaAxis
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,25 @@ class BufferKey:
     Attributes:
         replicas: the axis over which other ranks hold the same parameters, or None.
         sum_over: the axis of the second gradient sum, or None.
+        reduce_over: the axis of the first one, over whose ranks the optimizer's state is cut.
+        is_trained: they have gradients and moments.
     """
 
     replicas: ReplicaAxis | None
     sum_over: ReplicaAxis | None
+    reduce_over: ReduceAxis = "dp"
+    is_trained: bool = True
+
+    @classmethod
+    def of(cls, record: ParamRecord) -> "BufferKey":
+        """Return the key of one parameter."""
+        return cls(record.replicas, record.sum_over, record.reduce_over, record.spec.is_trained)
 
     def __str__(self) -> str:
+        if not self.is_trained:
+            return "not trained"
+        if self.reduce_over == "expert_dp":
+            return "experts"
         if self.replicas is None:
             return "sharded"
         return f"replicated over {self.replicas}" + (", summed" if self.sum_over else "")
@@ -100,7 +113,7 @@ class BufferLayout:
 
 
 def layout_parameters(
-    records: Sequence[ParamRecord], *, dp: int, bucket_numel: int, alignment: int = 64
+    records: Sequence[ParamRecord], *, dp: int, bucket_numel: int, expert_dp: int = 1, alignment: int = 64
 ) -> tuple[BufferLayout, ...]:
     """Lay out one rank's parameters.
 
@@ -108,19 +121,22 @@ def layout_parameters(
         records: in forward order.
         dp: size of the axis that dense gradients are reduced over.
         bucket_numel: a bucket is closed once it holds this many elements.
+        expert_dp: size of the axis that gradients of experts are reduced over.
         alignment: every owned part is padded to a multiple of this many elements (256 bytes of fp32).
 
     The layout depends only on local shapes and keys, so that all tp ranks of a stage, and all replicas, agree on it.
     """
     by_key: dict[BufferKey, list[list[ParamRecord]]] = {}
     for record in records:
-        groups = by_key.setdefault(BufferKey(record.replicas, record.sum_over), [])
+        groups = by_key.setdefault(BufferKey.of(record), [])
         if record.spec.fused_with_previous and groups and _follows(records, groups[-1][-1], record):
             groups[-1].append(record)
         else:
             groups.append([record])
+    owners = {"dp": dp, "expert_dp": expert_dp}
     return tuple(
-        _fill_buckets(key, list(reversed(groups)), dp * alignment, bucket_numel) for key, groups in by_key.items()
+        _fill_buckets(key, list(reversed(groups)), owners[key.reduce_over] * alignment, bucket_numel)
+        for key, groups in by_key.items()
     )
 
 

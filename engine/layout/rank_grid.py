@@ -12,7 +12,13 @@ farthest apart (across nodes). 16 ranks as tp=2, pp=2, dp=4, eight to a node:
     tp groups: 0-1, 2-3, ...    dp groups: 0-2-4-6, 1-3-5-7, 8-10-12-14, ...    pp groups: 0-8, 1-9, ...
 
 A group is spanned by the free axes while the other coordinates are fixed. Groups come in one global order, so that every rank
-creates its process groups in the same sequence. `ep` (experts) factors the dp x cp x tp block and is 1 for now.
+creates its process groups in the same sequence.
+
+The dp x cp x tp ranks of a stage are read a second time for experts, slow to fast (2504.14960, "parallel folding"):
+
+    edp, ep, etp        place in the stage = (edp_i * EP + ep_i) * ETP + etp_i        dp cp tp = edp ep etp
+
+ep x etp neighbours share one set of experts: each holds 1/ep of them, and 1/etp of the width of each.
 """
 
 import math
@@ -21,7 +27,8 @@ from dataclasses import dataclass
 from itertools import product
 
 from engine.errors import TopologyError
-from engine.layout.rank_rules import partial_node, too_many_ranks, tp_across_nodes
+from engine.layout.rank_rules import partial_node, too_many_ranks, tp_across_nodes, uneven_experts
+from engine.layout.shard_spec import ExpertPlace, ReduceAxis
 
 AXES = ("pp", "dp", "cp", "tp")
 """The mesh axes, slow to fast. No other place states this order."""
@@ -29,23 +36,31 @@ AXES = ("pp", "dp", "cp", "tp")
 
 @dataclass(frozen=True, slots=True)
 class ParallelSizes:
-    """The number of ranks of each axis. `vpp` is chunks per pipeline rank, not an axis; `is_v` places two of them in a V."""
+    """The number of ranks of each axis, and ways to share them out.
+
+    Attributes:
+        ep, etp: ranks of a stage over which experts, and the width of each, are cut; dp x cp x tp = expert_dp x ep x etp.
+        vpp: chunks per pipeline rank.
+        is_v: places two of them in a V.
+    """
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
     cp: int = 1
     ep: int = 1
+    etp: int = 1
     vpp: int = 1
     is_v: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "dp", "cp", "ep", "vpp"):
+        for name in ("tp", "pp", "dp", "cp", "ep", "etp", "vpp"):
             if getattr(self, name) < 1:
                 raise TopologyError(
                     f"parallel.{name} = {getattr(self, name)}: sizes start at 1; an axis that is off has size 1."
                 )
-        assert self.ep == 1, "not built yet, and refused by engine/config/layout.py"
+        if rule := uneven_experts(self.tp * self.cp * self.dp, self.ep, self.etp):
+            raise TopologyError(f"{self} {rule}. Choose sizes that divide it.")
         if rule := too_many_ranks(self.world_size):
             raise TopologyError(f"{self} {rule}. Make the sizes smaller.")
 
@@ -57,6 +72,25 @@ class ParallelSizes:
     def dp_cp(self) -> int:
         """Return the ranks over which dense gradients are summed and the optimizer's state is cut."""
         return self.dp * self.cp
+
+    @property
+    def expert_ranks(self) -> int:
+        """Return the ranks that share one set of experts."""
+        return self.ep * self.etp
+
+    @property
+    def expert_dp(self) -> int:
+        """Return the ranks over which the gradients of an expert are summed and its optimizer's state is cut."""
+        return self.dp * self.cp * self.tp // self.expert_ranks
+
+    def reduce_size(self, axis: ReduceAxis) -> int:
+        """Return the size of an axis of `ParamRecord.reduce_over`."""
+        return self.dp_cp if axis == "dp" else self.expert_dp
+
+    def expert_place(self, rank: int) -> ExpertPlace:
+        """Return the place of a rank among those that share its experts."""
+        ep_index, etp_index = divmod(rank % self.expert_ranks, self.etp)
+        return ExpertPlace(self.ep, ep_index, self.etp, etp_index)
 
     @property
     def num_ends(self) -> int:
@@ -75,11 +109,19 @@ class ParallelSizes:
     def product(self) -> str:
         """Return the sizes of the axes as a product: "tp 2 x pp 2 x dp 4", with cp where it is above 1."""
         context = f"cp {self.cp} x " if self.cp > 1 else ""
-        return f"tp {self.tp} x {context}pp {self.pp} x dp {self.dp}"
+        return f"tp {self.tp} x {context}pp {self.pp} x dp {self.dp}{self._experts(' ')}"
 
     def __str__(self) -> str:
         context = f" cp={self.cp}" if self.cp > 1 else ""
-        return f"tp={self.tp}{context} pp={self.pp} vpp={self.vpp}{' in a V' if self.is_v else ''} dp={self.dp}"
+        chunks = f"vpp={self.vpp}{' in a V' if self.is_v else ''}"
+        return f"tp={self.tp}{context} pp={self.pp} {chunks} dp={self.dp}{self._experts('=')}"
+
+    def _experts(self, sign: str) -> str:
+        """Return how experts are cut in words; "" where they are not."""
+        words = [f"{name}{sign}{size}" for name, size in (("ep", self.ep), ("etp", self.etp)) if size > 1]
+        if not words:
+            return ""
+        return f" {' '.join(words)}" if sign == "=" else f" ({', '.join(words)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +210,20 @@ class RankGrid:
     def end_stage_groups(self) -> tuple[tuple[int, ...], ...]:
         """Return the one or two pipeline ranks with the end stages at each (dp, cp, tp): the holders of a tied embedding."""
         return tuple((group[0], group[-1])[: self.sizes.num_ends] for group in self.groups("pp"))
+
+    def expert_blocks(self) -> tuple[tuple[int, ...], ...]:
+        """Return the runs of ep x etp ranks of a stage that share one set of experts, in which tokens are dispatched."""
+        size = self.sizes.expert_ranks
+        return tuple(tuple(range(first, first + size)) for first in range(0, self.world_size, size))
+
+    def expert_replicas(self) -> tuple[tuple[int, ...], ...]:
+        """Return the groups of ranks of a stage that hold the same part of the same experts."""
+        stage, size = self.world_size // self.sizes.pp, self.sizes.expert_ranks
+        return tuple(
+            tuple(range(first + place, first + stage, size))
+            for first in range(0, self.world_size, stage)
+            for place in range(size)
+        )
 
     def tp_blocks(self, block_size: int) -> tuple[tuple[int, ...], ...]:
         """Return the runs of `block_size` neighbours that each tensor-parallel group is cut into.

@@ -28,3 +28,13 @@ def tp_across_nodes(tp: int, world_size: int, ranks_per_node: int) -> str | None
         f"must divide the {ranks_per_node} ranks of a node: a tensor-parallel group would span two nodes, and its collectives in "
         f"every layer cross the slow network"
     )
+
+
+def uneven_experts(stage_ranks: int, ep: int, etp: int) -> str | None:
+    """Return the rule that `ep` and `etp` break if the ranks of a stage are no whole number of sets of experts."""
+    if stage_ranks % (ep * etp) == 0:
+        return None
+    return (
+        f"has ep x etp = {ep * etp}, which must divide the {stage_ranks} ranks (tp x cp x dp) of a stage: some ranks would share "
+        f"experts with too few others"
+    )

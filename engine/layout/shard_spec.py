@@ -9,6 +9,10 @@ from a tensor's shape.
     tp = 2, kv_heads = 4    rank 0 holds the box [0:2, 0:2, 0:d, 0:h]      rank 1 holds [0:2, 2:4, 0:d, 0:h]
     tp = 8, kv_heads = 4    ranks 0 and 1 both hold [0:2, 0:1, 0:d, 0:h]: replicas over "kv_replicas"
 
+Experts are cut otherwise: their number over ep, and the width of each over etp, which may differ from tp.
+
+    logical  layers.3.mlp.experts.down.weight       [E, h, f]               ep_dim = 0, tp_dim = 2
+
 The physical tensor is the box, row-major. Only the padded vocabulary has more rows: those past the logical shape are zero, get a
 gradient of exactly zero and are never saved or counted.
 """
@@ -16,13 +20,18 @@ gradient of exactly zero and are never saved or counted.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Box = tuple[tuple[int, int], ...]
 """(start, stop) per dim of the logical tensor."""
 
 ReplicaAxis = Literal["tp", "kv_replicas", "ends"]
 """Axes over which a parameter may be replicated; "ends" is the first and the last pipeline stage."""
+
+ReduceAxis = Literal["dp", "expert_dp"]
+"""Axes over which gradients are reduced and the optimizer's state is cut: of dense parameters, and of experts."""
+
+REDUCE_AXES: tuple[ReduceAxis, ...] = get_args(ReduceAxis)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +51,14 @@ class ParamSpec:
         shape: logical global shape.
         init: its initial value.
         decay: whether weight decay applies (matrices: yes; norms and biases: no).
-        tp_dim: the dim that tensor parallelism cuts; None if every tp rank holds it whole.
+        tp_dim: the dim that tensor parallelism cuts; None if every tp rank holds it whole. Of experts, the dim that etp cuts.
         padded_size: size of `tp_dim` with padding (the vocabulary), or None.
         grad_is_partial: if each tp replica sees only a part of the gradient: `sequence` where it acts on a sequence shard
-            under sequence parallelism, `heads` where it acts on this rank's heads only, else `never`.
+            under sequence parallelism, `always` where it acts on this rank's heads or tokens only, else `never`.
         tied_ends: it is on the first and the last stage (the tied embedding).
         fused_with_previous: it shares a GEMM with the spec before it and must be adjacent in memory where both are cut alike.
+        ep_dim: the dim of experts, which expert parallelism cuts; None for all other parameters.
+        is_trained: it has gradients and moments. Otherwise a rule of its own changes it, and it has the accumulation dtype.
     """
 
     name: str
@@ -56,9 +67,11 @@ class ParamSpec:
     decay: bool = True
     tp_dim: int | None = None
     padded_size: int | None = None
-    grad_is_partial: Literal["never", "sequence", "heads"] = "never"
+    grad_is_partial: Literal["never", "sequence", "always"] = "never"
     tied_ends: bool = False
     fused_with_previous: bool = False
+    ep_dim: int | None = None
+    is_trained: bool = True
 
     @property
     def numel(self) -> int:
@@ -74,10 +87,11 @@ class ParamRecord:
         spec: the parameter.
         box: the part of the logical tensor held here (empty in a dim where start == stop: pure padding).
         local_shape: shape of the physical tensor: the box, plus padding rows of the vocabulary.
-        replicas: the axis over which other ranks hold the same box, or None. Data-parallel axes are not named: every parameter is
+        replicas: the axis over which other ranks hold the same box, or None. `reduce_over` is not named: every parameter is
             replicated there.
         sum_over: the axis over which the replicas' gradients are partial sums, added after the data-parallel reduction; None where
             each replica computes the whole gradient.
+        reduce_over: the axis over which gradients of other samples are summed.
     """
 
     spec: ParamSpec
@@ -85,6 +99,7 @@ class ParamRecord:
     local_shape: tuple[int, ...]
     replicas: ReplicaAxis | None
     sum_over: ReplicaAxis | None
+    reduce_over: ReduceAxis = "dp"
 
     @property
     def name(self) -> str:
@@ -105,10 +120,32 @@ class ParamRecord:
         return math.prod(self.box_shape)
 
 
-def localize(spec: ParamSpec, *, tp: int, tp_index: int, sequence_parallel: bool) -> ParamRecord:
-    """Return the part of `spec` that the tensor-parallel rank `tp_index` of `tp` holds."""
+@dataclass(frozen=True, slots=True)
+class ExpertPlace:
+    """The place of a rank among the ranks that share a set of experts (`RankGrid.expert_blocks`)."""
+
+    ep: int = 1
+    ep_index: int = 0
+    etp: int = 1
+    etp_index: int = 0
+
+
+ALL_EXPERTS = ExpertPlace()
+"""The place of a rank that holds every expert whole."""
+
+
+def localize(
+    spec: ParamSpec, *, tp: int, tp_index: int, sequence_parallel: bool, experts: ExpertPlace = ALL_EXPERTS
+) -> ParamRecord:
+    """Return the part of `spec` that the tensor-parallel rank `tp_index` of `tp` holds; of experts, the rank at that place."""
     box = [(0, size) for size in spec.shape]
     local_shape = list(spec.shape)
+    if spec.ep_dim is not None:
+        assert spec.tp_dim is not None, f"{spec.name}: experts are cut over etp"
+        box[spec.ep_dim] = cut(spec.shape[spec.ep_dim], experts.ep, experts.ep_index)
+        box[spec.tp_dim] = cut(spec.shape[spec.tp_dim], experts.etp, experts.etp_index)
+        held = tuple(stop - start for start, stop in box)
+        return ParamRecord(spec, tuple(box), held, None, None, "expert_dp")
     replicas: ReplicaAxis | None = None
     if spec.tp_dim is None:
         replicas = "tp"
@@ -123,7 +160,7 @@ def localize(spec: ParamSpec, *, tp: int, tp_index: int, sequence_parallel: bool
     sum_over: ReplicaAxis | None = None
     if replicas == "kv_replicas" or (
         replicas == "tp"
-        and (spec.grad_is_partial == "heads" or (spec.grad_is_partial == "sequence" and sequence_parallel))
+        and (spec.grad_is_partial == "always" or (spec.grad_is_partial == "sequence" and sequence_parallel))
     ):
         sum_over = replicas
     if spec.tied_ends:

@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from engine.config.optimizer_kinds import OPTIMIZERS
+from engine.config.optimizer_kinds import MASTER, OPTIMIZERS
 from engine.config.training import OptimizerConfig, PrecisionConfig
 from engine.kernels.fusion import Fusion
 from engine.layout.param_layout import Segment
@@ -96,24 +96,32 @@ class DistributedOptimizer:
         self._num_updates = torch.zeros((), dtype=STEP_DTYPE, device=buffers.device)
         self.owned: list[OwnedBucket] = []
         for buffer in buffers.buffers:
-            segments = list(buffer.layout.segments(buffers.dp.size, buffers.dp.index))
+            segments = list(buffer.layout.segments(buffer.reduce_axis.size, buffer.reduce_axis.index))
+            is_trained = buffer.layout.key.is_trained
             for bucket in buffer.buckets:
                 start, stop = bucket.owned
                 self.owned.append(
                     OwnedBucket(
                         buffer=buffer,
                         bucket=bucket,
-                        state=OptimizerState(buffer.parameters[start:stop], precision, self.state_kinds),
+                        state=OptimizerState(
+                            buffer.parameters[start:stop], precision, self.state_kinds if is_trained else (MASTER,)
+                        ),
                         segments=tuple(segment for segment in segments if start <= segment.offset < stop),
                     )
                 )
+
+    @property
+    def trained(self) -> list[OwnedBucket]:
+        """Return the owned buckets of parameters with gradients."""
+        return [owned for owned in self.owned if owned.buffer.layout.key.is_trained]
 
     def grad_square_sum(self) -> torch.Tensor:
         """Return the sum of squares of the owned gradients, each model element counted once over the world (a scalar).
 
         Only the first replica counts; padding has gradient zero.
         """
-        counted = [owned for owned in self.owned if owned.buffer.replica_index == 0]
+        counted = [owned for owned in self.trained if owned.buffer.replica_index == 0]
         total = torch.zeros((), dtype=self.wide, device=self.buffers.device)
         for owned in counted:
             add_squares(total, owned.grads.to(owned.state.wide))
@@ -148,11 +156,11 @@ class DistributedOptimizer:
             num_updates: updates in the moments (Adam's bias correction).
         """
         self._num_updates.fill_(num_updates)
-        self.buffers.gather()
+        self.buffers.gather(untrained=True)
         self.buffers.wait_all()
 
     def _update_by_torch(self, lr: float, grad_scale: torch.Tensor, skipped: torch.Tensor) -> None:
-        for owned in self.owned:
+        for owned in self.trained:
             # In place where they are wide, so that main grads after a step show what the update used.
             grads = owned.grads if owned.grads.dtype == owned.state.wide else owned.grads.to(owned.state.wide)
             grads.mul_(grad_scale)
@@ -177,7 +185,7 @@ class DistributedOptimizer:
         factors = torch.stack((grad_scale.to(step.dtype), *self._arithmetic.factors(self.config, lr, step)))
         factors = factors.to(self.wide)
         update = self._fusion(_update, any_length=True)
-        for owned in self.owned:
+        for owned in self.trained:
             for where, decays in owned.runs():
                 decay = self.config.weight_decay if decays else 0.0
                 parameters, kept, moments = owned.state.part(where)

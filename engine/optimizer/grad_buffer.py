@@ -1,11 +1,11 @@
 """Flat parameters and main grads of one rank, reduced and gathered bucket by bucket while compute goes on.
 
 Per buffer (see `param_layout.py`) two flat tensors: parameters in the run's dtype, main grads in its accumulation dtype
-(or narrower, `precision.gradients`). A step:
+(or narrower, `precision.gradients`). Parameters that are not trained have the accumulation dtype and no main grads. A step:
 
     start(m)          main grads are old; each parameter expects m microbatches x its uses, and writes the first over them
     backward ...      each added gradient is counted (`grad_added`); when the last one of a bucket is in, its
-                      reduce-scatter over dp is posted, under the rest of the backward
+                      reduce-scatter over dp (of experts: expert_dp) is posted, under the rest of the backward
     finish()          waits for them, then sums the owned parts that are partial sums over a further axis
     (optimizer)       writes the owned part of the parameters
     gather()          posts the all-gathers; `weight_needed` waits for a bucket where the next forward needs it
@@ -14,7 +14,7 @@ There is no switch for "the last microbatch": readiness is a count, and a count 
 an error that names the parameter.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,8 @@ import torch
 from engine.comm.collectives import Axis, Pending
 from engine.comm.ledger import REPLICA_GRADIENTS
 from engine.layout.param_layout import BucketLayout, BufferLayout
+from engine.layout.shard_spec import ReduceAxis
+from engine.numerics.precision import accumulation_dtype
 from engine.tensor_parallel.parameter import ShardedParameter
 
 
@@ -43,12 +45,16 @@ class Bucket:
 
 @dataclass
 class FlatBuffer:
-    """The tensors of one buffer: `parameters` and `main_grads`, both [layout.numel]."""
+    """The tensors of one buffer: `parameters` and `main_grads`, both [layout.numel]; without training `main_grads` is empty.
+
+    `reduce_axis` has the ranks that own parts of each bucket.
+    """
 
     layout: BufferLayout
     parameters: torch.Tensor
     main_grads: torch.Tensor
     buckets: list[Bucket]
+    reduce_axis: Axis
     sum_axis: Axis | None
     replica_index: int
 
@@ -70,7 +76,7 @@ class GradBuffers:
     Args:
         layouts: the frozen layout of this rank's parameters.
         parameters: the modules' parameters by name; they are bound to views of the flat tensors.
-        dp: the axis over which dense gradients are reduced.
+        reduce_axes: the axes over which gradients are reduced, by name, as far as this rank has them.
         axes: the axes over which gradients of replicas are summed, by name, as far as this rank has them.
 
     Attributes:
@@ -84,21 +90,23 @@ class GradBuffers:
         dtype: torch.dtype,
         grad_dtype: torch.dtype,
         device: torch.device,
-        dp: Axis,
+        reduce_axes: Mapping[ReduceAxis, Axis],
         axes: Mapping[str, Axis],
     ) -> None:
-        self.dp = dp
         self.dtype = dtype
         self.device = device
         self._on_grad: Callable[[ShardedParameter], None] | None = None
         self.buffers: list[FlatBuffer] = []
         self._places: dict[str, _Place] = {}
         for layout in layouts:
+            is_trained, owners = layout.key.is_trained, reduce_axes[layout.key.reduce_over]
+            numel, stored = layout.numel, dtype if is_trained else accumulation_dtype(dtype)
             buffer = FlatBuffer(
                 layout=layout,
-                parameters=torch.zeros(layout.numel, dtype=dtype, device=device),
-                main_grads=torch.zeros(layout.numel, dtype=grad_dtype, device=device),
-                buckets=[Bucket(bucket, bucket.owned(dp.size, dp.index)) for bucket in layout.buckets],
+                parameters=torch.zeros(numel, dtype=stored, device=device),
+                main_grads=torch.zeros(numel if is_trained else 0, dtype=grad_dtype, device=device),
+                buckets=[Bucket(bucket, bucket.owned(owners.size, owners.index)) for bucket in layout.buckets],
+                reduce_axis=owners,
                 sum_axis=None if layout.key.sum_over is None else axes[layout.key.sum_over],
                 replica_index=0 if layout.key.replicas is None else axes[layout.key.replicas].index,
             )
@@ -107,12 +115,13 @@ class GradBuffers:
                 for entry in bucket.layout.entries:
                     parameter = parameters[entry.record.name]
                     self._places[entry.record.name] = _Place(parameter, buffer, bucket)
-                    shape = entry.record.local_shape
-                    parameter.bind(
-                        buffer.parameters[entry.start : entry.stop].view(shape),
-                        buffer.main_grads[entry.start : entry.stop].view(shape),
-                        self,
-                    )
+                    shape, where = entry.record.local_shape, slice(entry.start, entry.stop)
+                    main_grad = buffer.main_grads[where].view(shape) if is_trained else None
+                    parameter.bind(buffer.parameters[where].view(shape), main_grad, self)
+
+    @property
+    def _trained(self) -> Iterator[FlatBuffer]:
+        return (buffer for buffer in self.buffers if buffer.layout.key.is_trained)
 
     def start(self, num_microbatches: int, on_grad: Callable[[ShardedParameter], None] | None = None) -> None:
         """Begin a step: main grads are old, and `num_microbatches` gradients are expected per use of each parameter.
@@ -124,6 +133,8 @@ class GradBuffers:
             for bucket in buffer.buckets:
                 bucket.missing = 0
         for place in self._places.values():
+            if not place.buffer.layout.key.is_trained:
+                continue
             place.expected = place.missing = place.parameter.num_uses * num_microbatches
             place.bucket.missing += place.missing
 
@@ -143,7 +154,7 @@ class GradBuffers:
         if place.bucket.missing == 0:
             bucket, buffer = place.bucket, place.buffer
             start, stop = bucket.owned
-            bucket.reducing = self.dp.reduce_scatter(
+            bucket.reducing = buffer.reduce_axis.reduce_scatter(
                 buffer.main_grads[bucket.layout.start : bucket.layout.stop],
                 "gradients",
                 out=buffer.main_grads[start:stop],
@@ -154,7 +165,7 @@ class GradBuffers:
         late = [name for name, place in self._places.items() if place.missing]
         assert not late, f"gradients are missing at the end of the step: {', '.join(late[:5])}"
         sums = []
-        for buffer in self.buffers:
+        for buffer in self._trained:
             for bucket in buffer.buckets:
                 assert bucket.reducing is not None
                 bucket.reducing.wait()
@@ -166,12 +177,15 @@ class GradBuffers:
         for pending in sums:
             pending.wait()
 
-    def gather(self) -> None:
-        """Post the all-gathers of the updated parameters, in the order in which the forward needs them."""
-        for buffer in self.buffers:
+    def gather(self, *, untrained: bool = False) -> None:
+        """Post the all-gathers of the updated parameters, in the order in which the forward needs them.
+
+        `untrained`: also of those that are not trained, which every rank changes alike.
+        """
+        for buffer in self.buffers if untrained else self._trained:
             for bucket in reversed(buffer.buckets):
                 start, stop = bucket.owned
-                bucket.gathering = self.dp.all_gather(
+                bucket.gathering = buffer.reduce_axis.all_gather(
                     buffer.parameters[start:stop],
                     "parameters",
                     out=buffer.parameters[bucket.layout.start : bucket.layout.stop],

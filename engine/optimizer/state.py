@@ -79,7 +79,7 @@ class OptimizerState:
     def __init__(self, parameters: torch.Tensor, precision: PrecisionConfig, kinds: Sequence[StateKind]) -> None:
         self._parameters = parameters
         self.wide = accumulation_dtype(parameters.dtype)
-        if precision.masters == "split":
+        if precision.masters == "split" and parameters.dtype != self.wide:
             master = torch.zeros_like(parameters, dtype=torch.int16)
         else:
             # `to` returns the view itself where the dtypes agree: then the master is the parameter.

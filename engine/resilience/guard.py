@@ -18,7 +18,8 @@ from engine.checkpoint.history import RunHistory
 from engine.errors import DivergenceError, ReplicaError
 from engine.resilience.nonfinite import Finding, locate
 from engine.resilience.replicas import ReplicaCheck
-from engine.step import Engine, RollbackRequested, StepResult, explain
+from engine.step import Engine, RollbackRequested
+from engine.step_result import StepResult, explain
 from engine.telemetry.record.events import EventKind
 
 

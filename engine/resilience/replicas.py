@@ -1,7 +1,8 @@
 """Detection of silent corruption: ranks with the same weights compare a fingerprint of them.
 
     replicated weights                                          compared over
-    every weight, on all data-parallel ranks                    dp
+    every weight but experts', on all data-parallel ranks       dp
+    experts' weights                                            expert_dp
     norms, row-parallel biases, learned positions               tp
     key/value weights, where kv heads < tp                      kv_replicas
     tied embedding                                              ends (first and last stage)
@@ -24,6 +25,7 @@ import torch
 from engine.comm.collectives import Axis
 from engine.comm.texts import gather_text
 from engine.device.host_copy import HostCopy, to_device
+from engine.layout.shard_spec import REDUCE_AXES
 from engine.numerics.hashing import SAME_SIZE_INTEGERS
 from engine.step import Engine
 
@@ -85,14 +87,14 @@ class ReplicaCheck:
 
 def _groups(engine: Engine) -> Iterator[Group]:
     topology, names = engine.topology, list(engine.parameters)
-    for name in ("dp", "tp", "kv_replicas", "ends"):
+    for name in (*REDUCE_AXES, "tp", "kv_replicas", "ends"):
         axis = topology.optional_axis(name)
         if axis is None:
             continue
         held = [
             place
             for place, parameter in enumerate(engine.parameters.values())
-            if name == "dp" or parameter.record.replicas == name
+            if name in (parameter.record.reduce_over, parameter.record.replicas)
         ]
         if held:
             places = to_device(held, torch.int64, topology.device)

@@ -22,7 +22,7 @@ from engine.data.loader import MicroBatch
 from engine.device.host_copy import to_device
 from engine.numerics.precision import AGREEMENT_DTYPE
 from engine.run.phases import Phase, StepWatcher
-from engine.step import StepResult
+from engine.step_result import StepResult
 from engine.telemetry.outlets.hub import Telemetry
 from engine.telemetry.outlets.memory_check import MemoryCheck
 from engine.telemetry.record.metrics import Meter

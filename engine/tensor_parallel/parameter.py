@@ -47,7 +47,7 @@ class ShardedParameter(nn.Module):
         self.num_uses = 1
         self._sink: GradSink | None = None
 
-    def bind(self, value: torch.Tensor, main_grad: torch.Tensor, sink: GradSink) -> None:
+    def bind(self, value: torch.Tensor, main_grad: torch.Tensor | None, sink: GradSink) -> None:
         """Use these views of the flat tensors from now on."""
         # `.data` has its own version counter: the all-gather of another bucket writes to the same flat tensor while this weight is
         # in use, and autograd must not take that for a change of this weight.

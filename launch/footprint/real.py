@@ -66,7 +66,7 @@ def real_steps(
     grid = rank_grid(config, sizes)
     is_cuda = device.type == "cuda"
     with fake_world(rank, sizes.world_size):
-        topology = Topology(grid, rank, device, kv_heads=config.model.kv_heads)
+        topology = Topology(grid, rank, device, kv_heads=config.model.kv_heads, has_experts=config.model.has_experts)
         if is_cuda:
             torch.cuda.reset_peak_memory_stats(device)
         engine = build(config, topology, build_model, draw_weights, open_kernels(config, topology, is_alone=True))

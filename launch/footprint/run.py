@@ -177,7 +177,9 @@ class Footprints:
             train = config.train.model_copy(update={"global_batch_size": samples})
             config = config.model_copy(update={"train": train})
         with fake_world(rank, self.sizes.world_size), FakeTensorMode(allow_non_fake_inputs=True):
-            topology = Topology(self.grid, rank, CPU, kv_heads=config.model.kv_heads)
+            topology = Topology(
+                self.grid, rank, CPU, kv_heads=config.model.kv_heads, has_experts=config.model.has_experts
+            )
             with MemoryWatch() as watch:
                 engine = build(
                     config, topology, self.build_model, fill=lambda parameters, seed: None, on_saved=watch.on_saved

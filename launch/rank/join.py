@@ -89,6 +89,7 @@ def join(config: Config, environment: RankEnvironment) -> Iterator[Rank]:
         environment.rank,
         runtime.device,
         kv_heads=config.model.kv_heads,
+        has_experts=config.model.has_experts,
         timeout=timedelta(seconds=config.runtime.timeout_seconds),
     )
     yield Rank(config, resolved, runtime, topology)

@@ -1,4 +1,4 @@
-"""One transformer layer: attention and an MLP, each a branch that is added to the residual stream."""
+"""One transformer layer: attention and an MLP or experts, each a branch that is added to the residual stream."""
 
 import torch
 from torch import nn
@@ -9,6 +9,7 @@ from models.gpt.context import BuildContext, Norm, Positions, hidden_dropout
 from models.gpt.kv_cache import LatentCache, LayerCache
 from models.gpt.latent_attention import LatentAttention
 from models.gpt.mlp import MLP
+from models.gpt.moe import MoE
 
 
 class Block(nn.Module):
@@ -22,10 +23,12 @@ class Block(nn.Module):
         self.context = context
         self.name = f"layers.{layer}"
         self.attention_norm, self.attention_post_norm = self._norms("attention")
+        kind = context.model.layer_kind(layer)
         form = Attention if context.model.mla is None else LatentAttention
-        self.attention = form(context, f"{self.name}.attention", context.model.layer_kind(layer))
+        self.attention = form(context, f"{self.name}.attention", kind)
         self.mlp_norm, self.mlp_post_norm = self._norms("mlp")
-        self.mlp = MLP(context, f"{self.name}.mlp")
+        mlp = f"{self.name}.mlp"
+        self.mlp = MoE(context, mlp, layer) if kind.has_experts else MLP(context, mlp)
 
     def forward(
         self,
@@ -37,7 +40,8 @@ class Block(nn.Module):
         """Run the layer: [s(/t), b, h] -> the same shape."""
         branch = self.attention(self._before(self.attention_norm, x), positions, keys, cache)
         y = self._added(x, branch, self.attention_post_norm, keys, "attention")
-        branch = self.mlp(self._before(self.mlp_norm, x if self.context.model.parallel_block else y))
+        inputs = self._before(self.mlp_norm, x if self.context.model.parallel_block else y)
+        branch = self.mlp(inputs, keys) if isinstance(self.mlp, MoE) else self.mlp(inputs)
         return self._added(y, branch, self.mlp_post_norm, keys, "mlp")
 
     def _norms(self, branch: str) -> tuple[Norm | None, Norm | None]:

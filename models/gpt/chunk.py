@@ -27,10 +27,12 @@ from engine.context_parallel.attention import ContextParallelRegion
 from engine.context_parallel.ulysses import HeadExchange
 from engine.data.documents import Documents
 from engine.data.sequence_part import SequencePart
+from engine.expert_parallel.balance import ExpertLoad
+from engine.expert_parallel.region import ExpertRegion
 from engine.kernels.fusion import EAGER
 from engine.kernels.registry import Kernels
 from engine.kernels.rotary import tables_by_rotary
-from engine.layout.shard_spec import localize
+from engine.layout.shard_spec import ExpertPlace, localize
 from engine.numerics.precision import DTYPES
 from engine.tensor_parallel.dropout import DropoutKeys
 from engine.tensor_parallel.layers import ColumnParallelLinear
@@ -93,6 +95,11 @@ class GPTChunk(nn.Module):
         return self.context.saved
 
     @property
+    def load(self) -> ExpertLoad | None:
+        """Return the load of the rank's experts; None: it has none."""
+        return None if self.context.experts is None else self.context.experts.load
+
+    @property
     def recompute(self) -> RecomputeConfig:
         """Return what is recomputed, without an `auto`."""
         return self.context.recompute
@@ -119,7 +126,9 @@ class GPTChunk(nn.Module):
         """
         region = replace(self.context.region, sequence_parallel=False)
         kernels = replace(self.context.kernels, fusion=EAGER)
-        return GPTChunk(replace(self.context, region=region, kernels=kernels), self.stage).train(False)
+        experts = None if self.context.experts is None else self.context.experts.for_decoding()
+        context = replace(self.context, region=region, kernels=kernels, experts=experts)
+        return GPTChunk(context, self.stage).train(False)
 
     def new_cache(self, places: int, device: torch.device) -> KVCache:
         """Build empty caches for this chunk's layers and one sequence of at most `places` tokens."""
@@ -219,9 +228,11 @@ def build_chunks(
         weights=lambda: [parameter.value for parameter in held.values()],
         on_saved=on_saved,
     )
+    experts = ExpertRegion.of(config, topology)
+    place = topology.sizes.expert_place(topology.rank)
     chunks = []
     for stage in stages:
-        parameters = _stage_parameters(config, region, dtype, stage, held)
+        parameters = _stage_parameters(config, region, place, dtype, stage, held)
         context = BuildContext(
             model=config.model,
             recompute=choice,
@@ -230,6 +241,7 @@ def build_chunks(
             region=region,
             cp=cp,
             exchange=None if gathers_keys(config) else HeadExchange(cp.axis),
+            experts=experts,
             dtype=dtype,
             seed=config.train.seed,
             parameters=parameters,
@@ -244,6 +256,7 @@ def build_chunks(
 def _stage_parameters(
     config: Config,
     region: TensorParallelRegion,
+    place: ExpertPlace,
     dtype: torch.dtype,
     stage: StageContents,
     held: dict[str, ShardedParameter],
@@ -255,7 +268,11 @@ def _stage_parameters(
             held[spec.name].num_uses += 1
         else:
             record = localize(
-                spec, tp=region.axis.size, tp_index=region.axis.index, sequence_parallel=region.sequence_parallel
+                spec,
+                tp=region.axis.size,
+                tp_index=region.axis.index,
+                sequence_parallel=region.sequence_parallel,
+                experts=place,
             )
             held[spec.name] = ShardedParameter(record, dtype)
         parameters[spec.name] = held[spec.name]

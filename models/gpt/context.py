@@ -13,6 +13,7 @@ from engine.context_parallel.attention import ContextParallelRegion
 from engine.context_parallel.ulysses import HeadExchange
 from engine.data.documents import Documents
 from engine.data.sequence_part import SequencePart
+from engine.expert_parallel.region import ExpertRegion
 from engine.kernels.elementwise import norm
 from engine.kernels.registry import Kernels
 from engine.tensor_parallel.dropout import DropoutKeys, dropout
@@ -31,6 +32,7 @@ class BuildContext:
         region: how activations enter and leave what is cut over tp.
         cp: how attention reaches the other cp ranks' tokens by gathering keys and values.
         exchange: how it reaches them by trading tokens for heads; None: it gathers.
+        experts: how tokens reach their experts; None: the model has none.
         parameters: this chunk's parameters by global name.
         saved: policy for tensors that are saved for the backward; one for all chunks of the rank.
         seed: of the run, for dropout.
@@ -44,6 +46,7 @@ class BuildContext:
     region: TensorParallelRegion
     cp: ContextParallelRegion
     exchange: HeadExchange | None
+    experts: ExpertRegion | None
     dtype: torch.dtype
     seed: int
     parameters: Mapping[str, ShardedParameter]

@@ -97,7 +97,13 @@ def test_what_says_out_of_memory_is_told_from_other_ends(tmp_path: Path) -> None
         tmp_path, TOY.sizes, corpus=tmp_path / "none", micro_batch_size=2, num_steps=5, dtype="fp32", device="cpu"
     )
     config = resolve(path, [])
-    topology = Topology(RankGrid(ParallelSizes()), 0, torch.device("cpu"), kv_heads=config.model.kv_heads)
+    topology = Topology(
+        RankGrid(ParallelSizes()),
+        0,
+        torch.device("cpu"),
+        kv_heads=config.model.kv_heads,
+        has_experts=config.model.has_experts,
+    )
     with pytest.raises(OutOfMemoryError) as told, explaining_memory(config, topology):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     log = tmp_path / "rank.log"

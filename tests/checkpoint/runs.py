@@ -73,7 +73,13 @@ class Trace:
 def engine_of(rank: int, case: Case, checkpoint: dict[str, Any]) -> Engine:
     """One rank's engine of a layout, from initial weights."""
     config = Config.model_validate(case.config().model_dump() | {"checkpoint": checkpoint})
-    topology = Topology(RankGrid(parallel_sizes(config)), rank, torch.device("cpu"), kv_heads=config.model.kv_heads)
+    topology = Topology(
+        RankGrid(parallel_sizes(config)),
+        rank,
+        torch.device("cpu"),
+        kv_heads=config.model.kv_heads,
+        has_experts=config.model.has_experts,
+    )
     return build(config, topology, build_chunks)
 
 

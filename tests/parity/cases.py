@@ -25,8 +25,10 @@ from engine.train import build
 from models.gpt.chunk import build_chunks
 from models.specs import model_specs
 from tests.oracle import oracle_loss_sum, oracle_weights
+from tests.parity.attention_models import ATTENTION, YARN
 from tests.parity.block_models import BLOCKS, TOGETHER
 from tests.parity.latent_models import LATENTS
+from tests.parity.moe_models import EXPERTS
 
 BASE: dict[str, Any] = {
     "num_layers": 8,
@@ -75,45 +77,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "mqa_rope_bias": {**BASE, "num_kv_heads": 1, "ffn_hidden_size": 24, "bias": "all", "tie_embeddings": True},
 }
 
-_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 4.0}
-_LLAMA3 = {
-    "type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-_LONGROPE = {
-    "type": "longrope",
-    "factor": 2.0,
-    "original_max_position_embeddings": 4,
-    "short_factor": [1.0, 1.5, 2.0],
-    "long_factor": [1.0, 3.0, 7.0],
-}
 _ROPE = {**MODELS["llama"], "head_dim": 6, "num_layers": 2, "rope_base": 50.0}
-ATTENTION: dict[str, dict[str, Any]] = {
-    "window": {"window": 3},
-    "window of one": {"window": 1},
-    "sinks": {"sinks": True},
-    "scale": {"attention_scale": 0.9},
-    "softcap": {"attention_softcap": 0.7},
-    "share": {"rotary_share": 0.7},
-    "linear": {"rope_scaling": {"type": "linear", "factor": 3.0}},
-    "llama3": {"rope_scaling": _LLAMA3},
-    "yarn": {"rope_scaling": _YARN},
-    "longrope": {"rope_scaling": _LONGROPE},
-    "longrope, short samples": {"rope_scaling": _LONGROPE | {"original_max_position_embeddings": 100}},
-    "no positions": {"position": "none"},
-    "every third without": {
-        "num_layers": 3,
-        "layers": ["turned*2", "free"],
-        "layer_kinds": {"turned": {}, "free": {"position": "none"}},
-    },
-}
-"""Each option of attention alone, as what it changes in a small Llama."""
-for option, fields in ATTENTION.items():
-    MODELS[option] = _ROPE | fields
-for option, fields in (BLOCKS | TOGETHER).items():
+for option, fields in (ATTENTION | BLOCKS | TOGETHER | EXPERTS).items():
     MODELS[option] = _ROPE | fields
 MODELS |= LATENTS
 DOCUMENTS = {
@@ -129,7 +94,7 @@ MODELS["kinds"] = _ROPE | {
     "layers": ["near*2", "far", "free"],
     "layer_kinds": {
         "near": {"window": 3, "sinks": True},
-        "far": {"rope_base": 1000.0, "rope_scaling": _YARN, "rotary_share": 0.7},
+        "far": {"rope_base": 1000.0, "rope_scaling": YARN, "rotary_share": 0.7},
         "free": {"position": "none", "window": 5},
     },
     "attention_scale": 0.6,
@@ -204,6 +169,11 @@ class Case:
     cp_method: str = "auto"
     gathered_kv: str = "auto"
     cp_gradients: str = "run"
+    ep: int = 1
+    """Ranks over which experts are cut, and the width of each."""
+    etp: int = 1
+    dispatch: str = "auto"
+    experts: str = "auto"
     backend: str | None = None
     """Of the groups, by its name; None: that of the device."""
 
@@ -217,6 +187,10 @@ class Case:
         parts += [self.cp_method] if self.cp_method != "auto" else []
         parts += [f"kv-{self.gathered_kv}"] if self.gathered_kv != "auto" else []
         parts += [f"sums-{self.cp_gradients}"] if self.cp_gradients != "run" else []
+        parts += [f"ep{self.ep}"] if self.ep > 1 else []
+        parts += [f"etp{self.etp}"] if self.etp > 1 else []
+        parts += [self.dispatch] if self.dispatch != "auto" else []
+        parts += [self.experts] if self.experts != "auto" else []
         parts += ["sp"] if self.sequence_parallel else []
         parts += [self.schedule] if self.schedule != "auto" else []
         parts += ["-".join(map(str, self.recompute))] if self.recompute[0] != "none" else []
@@ -263,6 +237,8 @@ class Case:
                     "vpp": self.vpp,
                     "dp": self.dp,
                     "cp": self.cp,
+                    "ep": self.ep,
+                    "etp": self.etp,
                     "cp_method": self.cp_method,
                     "cp_gradients": self.cp_gradients,
                     "sequence_parallel": self.sequence_parallel,
@@ -292,7 +268,8 @@ class Case:
                 # Everything is moved, however small.
                 "offload": {"num_layers": self.offload, "min_bytes": 1},
                 "kernels": {"attention": self.attention or ("explicit" if model.get("attention_dropout") else "auto")}
-                | ({"elementwise": "compiled", "optimizer": "compiled"} if self.compiled else {}),
+                | ({"elementwise": "compiled", "optimizer": "compiled"} if self.compiled else {})
+                | {"dispatch": self.dispatch, "experts": self.experts},
             }
         )
 
@@ -357,7 +334,7 @@ def load_weights(engine: Engine, weights: Mapping[str, torch.Tensor]) -> None:
 def owned_pieces(engine: Engine, which: str) -> list[Piece]:
     """`grads` or `master` of everything that this rank owns."""
     pieces = []
-    for owned in engine.optimizer.owned:
+    for owned in engine.optimizer.trained if which == "grads" else engine.optimizer.owned:
         values = owned.grads if which == "grads" else owned.state.read("master")
         for segment in owned.segments:
             start = segment.offset - owned.bucket.owned[0]
@@ -381,7 +358,14 @@ def build_rank(rank: int, case: Case, marks: Sequence[TimeMarks] = ()) -> tuple[
     """One rank of a layout, with the weights that its seed gives, and its part of the batches; `marks` follow it."""
     config = case.config()
     grid = RankGrid(parallel_sizes(config))
-    topology = Topology(grid, rank, case.device_of(rank), kv_heads=config.model.kv_heads, staged=case.staged)
+    topology = Topology(
+        grid,
+        rank,
+        case.device_of(rank),
+        kv_heads=config.model.kv_heads,
+        has_experts=config.model.has_experts,
+        staged=case.staged,
+    )
     engine = build(config, topology.observed(marks), build_chunks, observers=[each.instruction for each in marks])
     batches = Batches(
         dataset(config),
@@ -425,6 +409,11 @@ def is_decayed(name: str) -> bool:
     return kind == "weight" and not part.endswith("norm")
 
 
+def is_trained(name: str) -> bool:
+    """Decide by name whether a parameter has a gradient: the bias of a router's choice has none."""
+    return not name.endswith("router.bias")
+
+
 @dataclass
 class OracleResult:
     loss: float
@@ -436,7 +425,7 @@ class OracleResult:
 def run_oracle(case: Case, weights: Mapping[str, torch.Tensor], num_steps: int) -> OracleResult:
     """Train on the same batches with the oracle and torch's own optimizer and clipping."""
     config = case.config()
-    weights = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
+    weights = {name: weight.detach().clone().requires_grad_(is_trained(name)) for name, weight in weights.items()}
     batches = Batches(
         dataset(config),
         global_batch_size=case.global_batch_size,
@@ -448,10 +437,13 @@ def run_oracle(case: Case, weights: Mapping[str, torch.Tensor], num_steps: int) 
         attention=config.data.attention,
         positions=config.data.positions,
     )
-    decayed = {name: is_decayed(name) for name in weights}
+    decayed = {name: is_decayed(name) for name in weights if is_trained(name)}
     groups = [
-        {"params": [w for name, w in weights.items() if decayed[name]], "weight_decay": config.optimizer.weight_decay},
-        {"params": [w for name, w in weights.items() if not decayed[name]], "weight_decay": 0.0},
+        {
+            "params": [weights[name] for name, decays in decayed.items() if decays],
+            "weight_decay": config.optimizer.weight_decay,
+        },
+        {"params": [weights[name] for name, decays in decayed.items() if not decays], "weight_decay": 0.0},
     ]
     asked = config.optimizer
     optimizer = (
@@ -465,6 +457,7 @@ def run_oracle(case: Case, weights: Mapping[str, torch.Tensor], num_steps: int) 
     steps = []
     for step in range(max(num_steps, 1)):
         (batch,) = batches.next_step()
+        load: dict[int, torch.Tensor] = {}
         loss_sum = oracle_loss_sum(
             config.model,
             weights,
@@ -475,6 +468,7 @@ def run_oracle(case: Case, weights: Mapping[str, torch.Tensor], num_steps: int) 
             batch.sample_ids,
             seed=config.train.seed,
             documents=None if batch.documents is None else batch.documents.numbers,
+            load=load,
         )
         tokens = int(batch.loss_mask.sum())
         optimizer.zero_grad()
@@ -485,11 +479,16 @@ def run_oracle(case: Case, weights: Mapping[str, torch.Tensor], num_steps: int) 
             grads = {
                 name: weight.grad * tokens / nominal for name, weight in weights.items() if weight.grad is not None
             }
-        norm = torch.nn.utils.clip_grad_norm_(weights.values(), config.optimizer.clip_grad or torch.inf)
+        trained = [weight for name, weight in weights.items() if is_trained(name)]
+        norm = torch.nn.utils.clip_grad_norm_(trained, config.optimizer.clip_grad or torch.inf)
         steps.append((loss, float(norm)))
         for group in optimizer.param_groups:
             group["lr"] = 1e-2 / (step + 1)
         optimizer.step()
+        for layer, counts in load.items():
+            bias = weights.get(f"layers.{layer}.mlp.router.bias")
+            if bias is not None and config.model.moe is not None:
+                bias += config.model.moe.balance.bias_rate * torch.sign(counts.double().mean() - counts)
     batches.close()
     final = {name: weight.detach() for name, weight in weights.items()}
     return OracleResult(first_loss, grads, steps, final)

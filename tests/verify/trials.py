@@ -35,7 +35,13 @@ def observe(
 
     if plant is not None:
         plant()
-    topology = Topology(RankGrid(parallel_sizes(config)), rank, torch.device("cpu"), kv_heads=config.model.kv_heads)
+    topology = Topology(
+        RankGrid(parallel_sizes(config)),
+        rank,
+        torch.device("cpu"),
+        kv_heads=config.model.kv_heads,
+        has_experts=config.model.has_experts,
+    )
     verify_rank.observe(topology, config, Path(folder), is_reference=is_reference, sites=sites, noise_of=noise_of)
 
 

@@ -26,7 +26,8 @@ from engine.kernels.registry import open_kernels
 from engine.layout.rank_grid import Coordinates, RankGrid
 from engine.pipeline.lowering import Instruction
 from engine.pipeline.text import instruction_tokens
-from engine.step import Engine, PendingResult
+from engine.step import Engine
+from engine.step_result import PendingResult
 from engine.train import ModelBuilder, build
 from launch.footprint.races.report import Race
 from launch.footprint.races.streams import (
@@ -79,6 +80,7 @@ def check_rank(config: Config, rank: int, build_model: ModelBuilder) -> CheckedR
             rank,
             CPU,
             kv_heads=config.model.kv_heads,
+            has_experts=config.model.has_experts,
             carrier=_staging(watch) if config.runtime.collectives == "gloo" else partial(CommunicatorStream, watch),
         )
         kernels, pp = open_kernels(config, topology, is_alone=True), topology.coordinates.pp

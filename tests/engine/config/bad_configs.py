@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from engine.config.tree import Config
+from tests.engine.config.bad_expert_configs import BAD_EXPERTS
 from tests.engine.config.bad_latents import BAD_LATENTS
 
 MIXED_SCHEDULE = Path(__file__).parents[2] / "parity" / "mixed_schedule.txt"
@@ -269,7 +270,7 @@ BAD: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
             "parallel.cp = 2",
         ],
     ),
-    "expert parallel": (["parallel.ep=8"], {}, ["parallel.ep = 8", "not built yet", "parallel.ep = 1"]),
+    **BAD_EXPERTS,
     "fp16": (["precision.dtype=fp16"], {}, ["precision.dtype = fp16", "not built yet", "bf16 or fp32"]),
     "world size without dp": (
         ["parallel.tp=2", "parallel.pp=4", "train.global_batch_size=48"],

@@ -53,7 +53,12 @@ def test_values_that_a_message_names_are_legal_when_typed_in(name: str) -> None:
             *("no length", "a corpus without weight", "a corpus twice", "an empty name"),
             *("kinds of layers that no layer is of", "a pattern of unknown kinds", "a pattern without a count"),
             *("a kind that no layer names", "a scaling without its factor", "a scaling with another's field"),
-            "a rotation of less than a pair",
+            *(
+                "a rotation of less than a pair",
+                "experts that no layer has",
+                "a kind that exists",
+                "a kind without its section",
+            ),
         )
         assert name in (*no_value_mends, "a difference that is no field"), message
         return

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from engine.errors import TopologyError
 from engine.layout.rank_grid import AXES, ParallelSizes, RankGrid
+from engine.layout.shard_spec import ExpertPlace
 
 SIZES = st.builds(
     ParallelSizes, tp=st.integers(1, 6), pp=st.integers(1, 6), dp=st.integers(1, 6), vpp=st.integers(1, 3)
@@ -121,15 +122,28 @@ def test_a_message_about_nodes_says_what_to_do() -> None:
         RankGrid(ParallelSizes(tp=8), ranks_per_node=4)
 
 
-@pytest.mark.parametrize("name", ["tp", "pp", "dp", "cp", "ep", "vpp"])
+@pytest.mark.parametrize("name", ["tp", "pp", "dp", "cp", "ep", "etp", "vpp"])
 def test_sizes_start_at_one(name: str) -> None:
     with pytest.raises(TopologyError, match=rf"parallel\.{name} = 0: sizes start at 1"):
         ParallelSizes(**{name: 0})
 
 
-def test_an_axis_that_is_not_built_has_size_one() -> None:
-    with pytest.raises(AssertionError, match="not built yet"):
-        ParallelSizes(ep=2)
+def test_experts_are_shared_by_neighbours_of_a_stage() -> None:
+    sizes = ParallelSizes(tp=2, pp=2, dp=4, ep=2, etp=2)
+    grid = RankGrid(sizes)
+    assert grid.expert_blocks() == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15))
+    assert grid.expert_replicas()[:5] == ((0, 4), (1, 5), (2, 6), (3, 7), (8, 12))
+    assert (sizes.expert_dp, sizes.reduce_size("expert_dp"), sizes.reduce_size("dp")) == (2, 2, 4)
+    assert sizes.expert_place(11) == ExpertPlace(2, 1, 2, 1)
+    assert (str(sizes), sizes.product) == (
+        "tp=2 pp=2 vpp=1 dp=4 ep=2 etp=2",
+        "tp 2 x pp 2 x dp 4 (ep 2, etp 2)",
+    )
+
+
+def test_experts_that_the_ranks_of_a_stage_cannot_share_are_refused() -> None:
+    with pytest.raises(TopologyError, match="ep x etp = 4, which must divide the 6 ranks"):
+        ParallelSizes(dp=6, ep=4)
 
 
 def test_context_parallel_ranks_are_between_tensor_and_data_parallel_ones() -> None:

@@ -65,8 +65,8 @@ def test_padded_vocabulary_lies_outside_the_box() -> None:
         ("never", True, False),
         ("sequence", False, False),
         ("sequence", True, True),
-        ("heads", False, True),
-        ("heads", True, True),
+        ("always", False, True),
+        ("always", True, True),
     ],
 )
 def test_which_replicas_hold_partial_gradients(partial: str, sequence_parallel: bool, summed: bool) -> None:

@@ -24,7 +24,8 @@ from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.resilience.guard import Guard
 from engine.resilience.rollback import Rollback
 from engine.run.validation import StepSource
-from engine.step import Engine, StepResult
+from engine.step import Engine
+from engine.step_result import StepResult
 from engine.train import TrainingRun, build, train
 from models.gpt.chunk import build_chunks
 from models.specs import model_specs
@@ -125,7 +126,9 @@ def config_of(case: Case, sections: dict[str, dict[str, Any]]) -> Config:
 
 def engine_of(rank: int, config: Config, case: Case) -> Engine:
     sizes = ParallelSizes(tp=case.tp, pp=case.pp, dp=case.dp, vpp=case.vpp)
-    topology = Topology(RankGrid(sizes), rank, torch.device("cpu"), kv_heads=config.model.kv_heads)
+    topology = Topology(
+        RankGrid(sizes), rank, torch.device("cpu"), kv_heads=config.model.kv_heads, has_experts=config.model.has_experts
+    )
     return build(config, topology, build_chunks)
 
 

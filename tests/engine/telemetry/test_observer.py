@@ -14,7 +14,7 @@ from engine.config.tree import Config
 from engine.context_parallel.cut import ContextCut
 from engine.context_parallel.imbalance import imbalance, work_of_ranks
 from engine.run.phases import Phase
-from engine.step import StepResult
+from engine.step_result import StepResult
 from engine.telemetry.observer import TrainingObserver
 from engine.telemetry.outlets.console import Report
 from engine.telemetry.outlets.hub import Telemetry

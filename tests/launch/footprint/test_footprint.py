@@ -41,7 +41,9 @@ CASES = (
 
 def real(rank: int, config: Config) -> Footprint:
     grid = RankGrid(parallel_sizes(config))
-    topology = Topology(grid, rank, torch.device("cpu"), kv_heads=config.model.kv_heads)
+    topology = Topology(
+        grid, rank, torch.device("cpu"), kv_heads=config.model.kv_heads, has_experts=config.model.has_experts
+    )
     with MemoryWatch() as watch:
         engine = build(config, topology, build_chunks, on_saved=watch.on_saved)
         return watch_step(engine, microbatches(engine), watch)[0]

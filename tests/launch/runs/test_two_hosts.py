@@ -86,7 +86,7 @@ def train_steps(rank: int, hosts: Sequence[str], sizes: ParallelSizes, num_steps
     """Run on a rank. The barriers belong to the default group, which has stayed outside: no host counts their bytes."""
     grid, config = RankGrid(sizes, RANKS_PER_HOST), config_of(sizes)
     netns.enter(hosts[grid.node(rank)])
-    topology = Topology(grid, rank, CPU, kv_heads=config.model.kv_heads)
+    topology = Topology(grid, rank, CPU, kv_heads=config.model.kv_heads, has_experts=config.model.has_experts)
     engine = build(config, topology, build_chunks)
     batches = batches_of(config, topology)
     engine.train_step(batches.next_step(), 1e-3)
@@ -185,7 +185,9 @@ def split_steps(rank: int, hosts: Sequence[str], sizes: ParallelSizes) -> list[T
     grid, config = RankGrid(sizes, RANKS_PER_HOST), config_of(sizes)
     netns.enter(hosts[grid.node(rank)])
     marks = TimeMarks(HostClock())
-    topology = Topology(grid, rank, CPU, kv_heads=config.model.kv_heads).observed([marks])
+    topology = Topology(grid, rank, CPU, kv_heads=config.model.kv_heads, has_experts=config.model.has_experts).observed(
+        [marks]
+    )
     engine = build(config, topology, build_chunks, observers=[marks.instruction])
     batches = batches_of(config, topology)
     every_step = TelemetryConfig(log_interval=1)
@@ -247,7 +249,7 @@ def test_a_slow_link_is_exposed_time_of_the_axis_that_crosses_it(
 def examined(rank: int, hosts: Sequence[str], sizes: ParallelSizes, folder: Path) -> tuple[Examination, list[Finding]]:
     grid, config = RankGrid(sizes, RANKS_PER_HOST), config_of(sizes, seq_length=32)
     netns.enter(hosts[grid.node(rank)])
-    topology = Topology(grid, rank, CPU, kv_heads=config.model.kv_heads)
+    topology = Topology(grid, rank, CPU, kv_heads=config.model.kv_heads, has_experts=config.model.has_experts)
     seen = examine(topology, config, {"runtime.runs_dir": folder}, path_bytes=512 * 2**10)
     return seen, judge(seen)
 

@@ -50,7 +50,9 @@ def saved_fingerprint(run: Path, num_steps: int = NUM_STEPS) -> dict[str, str]:
 def _train(rank: int, path: str, world_size: int, ranks_per_node: int, overrides: tuple[str, ...]) -> dict[str, str]:
     config = load_config(Path(path), overrides, {}, world_size=world_size, ranks_per_node=ranks_per_node)
     grid = RankGrid(parallel_sizes(config, world_size), ranks_per_node)
-    topology = Topology(grid, rank, torch.device("cpu"), kv_heads=config.model.kv_heads)
+    topology = Topology(
+        grid, rank, torch.device("cpu"), kv_heads=config.model.kv_heads, has_experts=config.model.has_experts
+    )
     engine = build(config, topology, build_chunks)
     datasets = open_datasets(
         config.data, config.model.seq_length, config.train.seed, vocab_size=config.model.vocab_size

@@ -33,6 +33,7 @@ def context_of(model: ModelConfig, without: str = "") -> BuildContext:
         region=unused,
         cp=unused,
         exchange=None,
+        experts=None,
         dtype=torch.float64,
         seed=0,
         parameters={each.name: ShardedParameter(each, torch.float64) for each in records if each.name != without},

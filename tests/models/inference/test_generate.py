@@ -307,7 +307,9 @@ def loaded(rank: int, case: Case, folder: Path) -> tuple[list[int], list[float]]
     """Text of a model that was loaded, and how far its logits are from an engine's with the same weights."""
     config = case.config()
     grid = RankGrid(parallel_sizes(config))
-    topology = Topology(grid, rank, torch.device("cpu"), kv_heads=config.model.kv_heads)
+    topology = Topology(
+        grid, rank, torch.device("cpu"), kv_heads=config.model.kv_heads, has_experts=config.model.has_experts
+    )
     model = load_model(find(folder), config, topology)
     got = full_logits(model, WINDOW)
     text = generate(model, PROMPT, 12, temperature=1.0, seed=3)

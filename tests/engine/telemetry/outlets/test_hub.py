@@ -18,7 +18,7 @@ from engine.config.tree import Config
 from engine.errors import TriaxisError
 from engine.run.directory import RunDirectory
 from engine.run.phases import Phase
-from engine.step import StepResult
+from engine.step_result import StepResult
 from engine.telemetry.observer import TrainingObserver, peak_memory_bytes
 from engine.telemetry.outlets import sink as sink_module
 from engine.telemetry.outlets.console import Report

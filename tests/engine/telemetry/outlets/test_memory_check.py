@@ -13,7 +13,7 @@ from engine.config.plan import batch_plan
 from engine.config.tree import Config
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.run.phases import Phase
-from engine.step import StepResult
+from engine.step_result import StepResult
 from engine.telemetry.observer import TrainingObserver
 from engine.telemetry.outlets.console import Report
 from engine.telemetry.outlets.hub import Telemetry

@@ -27,7 +27,7 @@ from engine.pipeline.lowering import lower
 from engine.pipeline.simulate import Costs, simulate
 from engine.pipeline.simulate import Timeline as Timing
 from engine.run.phases import Phase
-from engine.step import PendingResult
+from engine.step_result import PendingResult
 from engine.telemetry.timing.clock_offsets import NUM_ROUNDS, measure_offset
 from engine.telemetry.timing.clocks import HostClock
 from engine.telemetry.timing.marks import TimeMarks

@@ -78,7 +78,9 @@ def engine_of(model: Mapping[str, Any], dtype: str, sizes: ParallelSizes | None 
             "precision": {"dtype": dtype},
         }
     )
-    topology = Topology(RankGrid(sizes), rank, torch.device("cpu"), kv_heads=config.model.kv_heads)
+    topology = Topology(
+        RankGrid(sizes), rank, torch.device("cpu"), kv_heads=config.model.kv_heads, has_experts=config.model.has_experts
+    )
     return build(config, topology, build_chunks)
 
 

@@ -1,0 +1,272 @@
+"""The `model.moe` section and its rules: layers whose MLP is a mixture of experts (no torch here).
+
+    layers: [dense*3, moe*58]        `dense` and `moe` are kinds of layers that every model with this section has
+    moe: {num_experts: 256, top_k: 8, ffn_hidden_size: 2048, shared_experts: 1, score: sigmoid}
+
+A token's router gives each expert a score s; the k largest count, of equal ones the expert with the lower number:
+
+    softmax    s = softmax(x W^T) over all experts               2006.16668, 2401.04088
+    sigmoid    s = sigmoid(x W^T)                                2412.19437, equation 15
+    y = sum over the k experts of  scaling g_i expert_i(x) + shared(x)      g = s, or with `normalize` s / (sum of the k scores)
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from engine.config.section import MEANT, OnResume, Problem, Rule, Section, Subject, divisors, multiples
+from engine.layout.rank_rules import uneven_experts
+
+if TYPE_CHECKING:
+    from engine.config.model import ModelConfig
+    from engine.config.tree import Config
+
+MOST_EXPERTS = 2**16
+"""Experts of a layer."""
+
+WIDEST_EXPERT = 2**24
+"""Elements of an expert's inner width."""
+
+Dispatch = Literal["all_gather", "all_to_all"]
+
+
+class BalanceConfig(Section):
+    """The means to keep the load of experts even. None depends on the layout or the micro batch."""
+
+    on_resume: ClassVar[OnResume | None] = MEANT
+
+    bias_rate: float = Field(
+        0.0,
+        ge=0,
+        description="step of a bias per expert that only the choice sees, by the sign of the global batch's load",
+    )
+    sequence_loss: float = Field(
+        0.0, ge=0, description="factor of a loss on the load within each sample, trained but not printed (DeepSeek-V3)"
+    )
+    z_loss: float = Field(
+        0.0, ge=0, description="factor of the mean log(sum of exp(router logits))^2, trained but not printed (ST-MoE)"
+    )
+
+
+class MoEConfig(Section):
+    """The experts of the layers of kind `moe`."""
+
+    num_experts: int = Field(gt=1, le=MOST_EXPERTS, description="routed experts E of a layer")
+    top_k: int = Field(gt=0, le=MOST_EXPERTS, description="experts k of a token")
+    ffn_hidden_size: int = Field(gt=0, le=WIDEST_EXPERT, description="inner width of one expert")
+    shared_experts: int = Field(
+        0, ge=0, le=MOST_EXPERTS, description="experts of this width that every token has, computed as one MLP"
+    )
+    score: Literal["softmax", "sigmoid"] = Field("softmax", description="scores of experts from the router's logits")
+    normalize: bool = Field(True, description="divide the k scores of a token by their sum")
+    scaling: float = Field(1.0, gt=0, description="factor of the routed experts' output")
+    groups: int = Field(
+        1, gt=0, le=MOST_EXPERTS, description="groups of neighbouring experts, of which a token uses some"
+    )
+    top_groups: int = Field(1, gt=0, le=MOST_EXPERTS, description="groups that a token may use")
+    group_score: Literal["max", "top2"] = Field(
+        "top2", description="score of a group: its best expert's (DeepSeek-V2), or the sum of its best two (V3)"
+    )
+    choice_bias: bool = Field(
+        False, description="a bias per expert that only the choice sees; balance.bias_rate > 0 has one anyway"
+    )
+    balance: BalanceConfig = BalanceConfig()
+    row_headroom: Annotated[float | None, MEANT] = Field(
+        None,
+        gt=0,
+        description="dispatch by all_gather: rows of a rank's buffer over the balanced number; null: the worst case",
+    )
+    force_balanced: Annotated[bool, MEANT] = Field(
+        False, description="choose experts in turn, whatever the scores: for footprints and speed, not for training"
+    )
+
+    @property
+    def has_bias(self) -> bool:
+        """Return whether the choice of experts has a bias."""
+        return self.choice_bias or self.balance.bias_rate > 0
+
+    @property
+    def shared_size(self) -> int:
+        """Return the width of the MLP that every token has; 0: none."""
+        return self.shared_experts * self.ffn_hidden_size
+
+
+def dispatch_of(config: "Config") -> Dispatch:
+    """Return how tokens reach the ranks of their experts; `auto`: the form with fewer bytes.
+
+    An all-gather sends each token to ep ranks, an all-to-all to at most k.
+    """
+    asked, moe = config.kernels.dispatch, config.model.moe
+    if asked != "auto":
+        return asked
+    return "all_gather" if moe is None or config.parallel.ep <= moe.top_k else "all_to_all"
+
+
+def worst_rows(moe: MoEConfig, tokens: int, ep: int, etp: int) -> int:
+    """Return the most rows that the experts of one rank can get from the `tokens` of each of ep x etp ranks."""
+    return ep * etp * tokens * min(moe.top_k, moe.num_experts // ep)
+
+
+def buffer_rows(moe: MoEConfig, tokens: int, ep: int, etp: int) -> int:
+    """Return the rows of a rank's buffer with dispatch by all-gather."""
+    worst = worst_rows(moe, tokens, ep, etp)
+    if moe.row_headroom is None:
+        return worst
+    return min(worst, max(1, round(moe.row_headroom * etp * moe.top_k * tokens)))
+
+
+def local_tokens(config: "Config") -> int:
+    """Return the tokens of a microbatch that one rank routes: they are cut over cp and tp."""
+    parallel, train = config.parallel, config.train
+    return train.micro_batch_size * config.model.seq_length // (parallel.cp * parallel.tp)
+
+
+def _moe_layers(model: "ModelConfig") -> int:
+    return sum(kind.has_experts for kind in model.kinds)
+
+
+def experts_have_layers(subject: Subject) -> Iterator[Problem]:
+    model, parallel = subject.config.model, subject.config.parallel
+    if model.moe is None:
+        for name in ("ep", "etp"):
+            if getattr(parallel, name) > 1:
+                yield subject.problem(
+                    f"parallel.{name}",
+                    "cuts experts over ranks, and the model has none: model.moe is not given",
+                    {f"parallel.{name}": [1]},
+                )
+        return
+    if not _moe_layers(model):
+        yield Problem(
+            "model.layers",
+            model.layers,
+            "must name layers with experts where model.moe is given: no layer would have them",
+            {},
+            "For example model.layers=[moe], or [dense*3, moe*58].",
+        )
+
+
+def experts_are_chosen(subject: Subject) -> Iterator[Problem]:
+    moe = subject.config.model.moe
+    if moe is None:
+        return
+    if moe.num_experts % moe.groups:
+        yield subject.problem(
+            "model.moe.groups",
+            f"must divide num_experts = {moe.num_experts}: groups have equally many experts",
+            {"model.moe.groups": divisors(moe.num_experts, moe.groups)},
+        )
+        return
+    in_group = moe.num_experts // moe.groups
+    if moe.top_groups > moe.groups:
+        yield subject.problem(
+            "model.moe.top_groups",
+            f"must be at most groups = {moe.groups}: a token cannot use more groups than there are",
+            {"model.moe.top_groups": [moe.groups]},
+        )
+    elif moe.top_k > moe.top_groups * in_group:
+        most = moe.top_groups * in_group
+        yield subject.problem(
+            "model.moe.top_k",
+            f"must be at most {most}, the experts that a token may choose from: some choices would be of no expert",
+            {"model.moe.top_k": [most]},
+        )
+    if moe.groups > 1 and moe.group_score == "top2" and in_group < 2:
+        yield subject.problem(
+            "model.moe.group_score",
+            "is the sum of a group's best two experts, and a group has one",
+            {"model.moe.group_score": ["max"]},
+        )
+
+
+def experts_over_ranks(subject: Subject) -> Iterator[Problem]:
+    config, moe = subject.config, subject.config.model.moe
+    if moe is None:
+        return
+    parallel = config.parallel
+    if moe.num_experts % parallel.ep:
+        yield subject.problem(
+            "parallel.ep",
+            f"must divide model.moe.num_experts = {moe.num_experts}: each rank holds equally many experts",
+            {"parallel.ep": divisors(moe.num_experts, parallel.ep)},
+        )
+    if parallel.etp not in (1, parallel.tp):
+        yield subject.problem(
+            "parallel.etp",
+            f"must be 1 or parallel.tp = {parallel.tp}: an expert is whole on a rank, or cut like other layers",
+            {"parallel.etp": [1, parallel.tp]},
+        )
+    elif moe.ffn_hidden_size % parallel.etp:
+        yield subject.problem(
+            "model.moe.ffn_hidden_size",
+            f"must be a multiple of parallel.etp = {parallel.etp}: the last columns of an expert would belong to no rank",
+            {
+                "model.moe.ffn_hidden_size": multiples(parallel.etp, moe.ffn_hidden_size),
+                "parallel.etp": divisors(moe.ffn_hidden_size, parallel.etp),
+            },
+        )
+    if moe.shared_experts and (moe.shared_experts * moe.ffn_hidden_size) % parallel.tp:
+        yield subject.problem(
+            "model.moe.shared_experts",
+            f"makes an MLP of width {moe.shared_experts * moe.ffn_hidden_size}, which must be a multiple of parallel.tp = "
+            f"{parallel.tp}: its last columns would belong to no rank",
+            {"model.moe.shared_experts": multiples(parallel.tp, moe.shared_experts)},
+        )
+    dp = subject.dp
+    if dp is not None and (rule := uneven_experts(parallel.tp * parallel.cp * dp, parallel.ep, parallel.etp)):
+        yield subject.problem(
+            "parallel.ep",
+            rule,
+            {"parallel.ep": divisors(parallel.tp * parallel.cp * dp, parallel.ep), "parallel.etp": [1]},
+        )
+
+
+def tokens_over_tp(subject: Subject) -> Iterator[Problem]:
+    model, parallel = subject.config.model, subject.config.parallel
+    if model.moe is None or parallel.sequence_parallel or model.seq_length % (parallel.cp * parallel.tp) == 0:
+        return
+    yield subject.problem(
+        "model.seq_length",
+        f"must be a multiple of parallel.cp x parallel.tp = {parallel.cp * parallel.tp}: layers with experts deal the tokens out "
+        f"over tensor-parallel ranks, and the last ones would belong to none",
+        {"model.seq_length": multiples(parallel.cp * parallel.tp, model.seq_length)},
+    )
+
+
+def experts_have_no_bias(subject: Subject) -> Iterator[Problem]:
+    model = subject.config.model
+    if model.moe is not None and model.bias == "all":
+        yield subject.problem(
+            "model.bias",
+            "has biases in every linear layer, and experts have none: which layers are meant would be a guess",
+            {"model.bias": ["none", "qkv"]},
+        )
+
+
+def dispatch_has_effect(subject: Subject) -> Iterator[Problem]:
+    config = subject.config
+    if config.model.moe is None:
+        for name in ("experts", "dispatch"):
+            if getattr(config.kernels, name) != "auto":
+                yield subject.problem(
+                    f"kernels.{name}",
+                    "has no effect without experts: model.moe is not given",
+                    {f"kernels.{name}": ["auto"]},
+                )
+    elif config.model.moe.row_headroom is not None and dispatch_of(config) != "all_gather":
+        yield subject.problem(
+            "model.moe.row_headroom",
+            "is the size of a buffer that only dispatch by all_gather has: it would have no effect",
+            {"model.moe.row_headroom": [None], "kernels.dispatch": ["all_gather"]},
+        )
+
+
+MOE_RULES: tuple[Rule, ...] = (
+    experts_have_layers,
+    experts_are_chosen,
+    experts_over_ranks,
+    tokens_over_tp,
+    experts_have_no_bias,
+    dispatch_has_effect,
+)

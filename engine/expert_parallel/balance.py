@@ -1,0 +1,86 @@
+"""The load of experts over a global batch: its counts, the bias that evens it out, and rows that found no room.
+
+    a layer's forward      adds its tokens' choices to counts [layers with experts, E], and rows that did not fit
+    once a step            one all-reduce of the counts over the world; each router's bias moves by its sign (2408.15664):
+                           bias += rate x sign(mean load - load), nothing where the step updates nothing
+
+Tokens are cut over dp, cp and tp, and layers over pp, so each choice is counted on one rank.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.comm.collectives import Axis, Pending
+from engine.comm.ledger import EXPERTS
+from engine.expert_parallel.routing import count_values
+from engine.tensor_parallel.parameter import ShardedParameter
+
+
+@dataclass(frozen=True, slots=True)
+class Balanced:
+    """A router whose bias follows the load.
+
+    Attributes:
+        row: of its layer in the counts.
+        bias: float [E], which every rank of the stage holds.
+    """
+
+    row: int
+    bias: ShardedParameter
+
+
+class ExpertLoad:
+    """The counts of one rank's layers in a step.
+
+    Args:
+        layers: numbers of the model's layers with experts, on all stages.
+        num_experts: E.
+        rate: step of a bias.
+    """
+
+    def __init__(self, layers: Sequence[int], num_experts: int, rate: float, device: torch.device) -> None:
+        self.layers = tuple(layers)
+        self._rows = {layer: row for row, layer in enumerate(layers)}
+        self._rate = rate
+        self._routers: dict[int, Balanced] = {}
+        self._counts = torch.zeros(len(self.layers), num_experts, dtype=torch.int64, device=device)
+        self._overflow = torch.zeros((), dtype=torch.int64, device=device)
+
+    def balance(self, layer: int, bias: ShardedParameter) -> None:
+        """Let a layer's bias follow its load; a second module of the layer has the same bias."""
+        self._routers[layer] = Balanced(self._rows[layer], bias)
+
+    def begin(self) -> None:
+        """Begin a step, or a validation."""
+        self._counts.zero_()
+        self._overflow.zero_()
+
+    def add(self, layer: int, experts: torch.Tensor) -> None:
+        """Count the choices int64 [T, k] of a layer's tokens."""
+        row = self._counts[self._rows[layer]]
+        row += count_values(experts, len(row))
+
+    def add_overflow(self, rows: torch.Tensor) -> None:
+        """Count rows that did not fit, an int64 scalar."""
+        self._overflow += rows
+
+    @property
+    def overflow(self) -> torch.Tensor:
+        """Return this rank's rows that did not fit since `begin`, an int64 scalar."""
+        return self._overflow
+
+    def post(self, world: Axis) -> Pending:
+        """Post the sum of the counts over all ranks."""
+        return world.all_reduce(self._counts, f"{EXPERTS} load")
+
+    def update(self, counts: torch.Tensor, skip: torch.Tensor) -> None:
+        """Move the biases by the counts [layers, E] of the global batch; not at all where `skip`, a bool on the device."""
+        if not self._rate:
+            return
+        for router in self._routers.values():
+            load = counts[router.row]
+            bias = router.bias.value.data
+            too_little = torch.sign(load.sum() - load * len(load)).to(bias.dtype)
+            bias.add_((too_little * self._rate).masked_fill(skip, 0.0))

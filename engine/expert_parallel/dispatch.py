@@ -1,0 +1,347 @@
+"""The way of tokens to the ranks of their experts, and of the outputs back.
+
+    x [T, h], weights and experts [T, k]  --dispatch-->  rows [R, h] of this rank's experts, ordered by expert
+    outputs of the rows [R, h]            --combine-->   y [T, h], the sum over each token's experts
+
+Three forms, all without dropping a token; n ranks (ep x etp) share a set of experts:
+
+    GatherDispatch       every rank gathers all n T tokens and picks the rows of its experts; outputs are reduce-scattered.
+                         The buffer has a fixed number of rows, so the host reads no number. Tokens that do not fit are
+                         counted: the step updates nothing and is an error.
+    ExchangeDispatch     ranks exchange the rows themselves (all-to-all). The host reads how many, once per layer and pass.
+    ReplicatedDispatch   every rank has the same tokens (generation): each picks its experts' rows, and outputs are summed.
+
+With etp > 1 the ranks of an expert hold columns of it: each gets the same rows, and their outputs are partial sums.
+
+The backward of each half is the other half's forward: gradients of outputs go the way of tokens, those of rows the way of outputs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from engine.comm.collectives import Axis, Pending
+from engine.comm.ledger import EXPERTS
+from engine.config.moe import MoEConfig, buffer_rows
+from engine.expert_parallel.routing import count_values
+from engine.kernels.grouped_gemm import Ends
+from engine.layout.shard_spec import ExpertPlace
+from engine.numerics.precision import accumulate, accumulation_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatched:
+    """The rows that this rank's experts get.
+
+    Attributes:
+        rows: [R, h].
+        weights: [R] in the accumulation dtype.
+        ends: of each local expert.
+        combine: maps outputs of the rows [R, h] to those of the tokens [T, h].
+    """
+
+    rows: torch.Tensor
+    weights: torch.Tensor
+    ends: Ends
+    combine: Callable[[torch.Tensor], torch.Tensor]
+
+
+class Dispatch(Protocol):
+    """A form of dispatch.
+
+    `begin` posts what needs the choice alone, int64 [T, k]; what it returns takes the tokens x [T, h] and weights [T, k].
+    """
+
+    def begin(self, experts: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], Dispatched]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertGroup:
+    """The ranks that share a set of experts.
+
+    Attributes:
+        axis: the `experts` axis, etp fast.
+        place: of this rank.
+        moe: the model's experts.
+        on_overflow: called with the rows that did not fit, an int64 scalar on the device.
+    """
+
+    axis: Axis
+    place: ExpertPlace
+    moe: MoEConfig
+    on_overflow: Callable[[torch.Tensor], None]
+
+    @property
+    def num_local(self) -> int:
+        """Return the number of experts on this rank."""
+        return self.moe.num_experts // self.place.ep
+
+    def local_numbers(self, experts: torch.Tensor) -> torch.Tensor:
+        """Return experts' numbers among those of this rank; `num_local` for all others."""
+        local = experts - self.place.ep_index * self.num_local
+        return local.where((local >= 0) & (local < self.num_local), self.num_local)
+
+
+@dataclass(frozen=True, slots=True)
+class _Picked:
+    """The rows that a rank picks among N tokens of k slots each.
+
+    Attributes:
+        tokens: int64 [R], of each row; N where the row is unused.
+        slots: int64 [R], of each row among the N k; N k where it is unused.
+        ends: of each local expert.
+        num_tokens: N.
+    """
+
+    tokens: torch.Tensor
+    slots: torch.Tensor
+    ends: Ends
+    num_tokens: int
+
+    @classmethod
+    def of(cls, group: ExpertGroup, experts: torch.Tensor, num_rows: int) -> "_Picked":
+        """Pick the rows of this rank's experts, at most `num_rows`, by expert and then by token."""
+        num_tokens, k = experts.shape
+        local = group.local_numbers(experts).flatten()
+        ends = count_values(local, group.num_local + 1)[:-1].cumsum(0)
+        group.on_overflow((ends[-1] - num_rows).clamp(min=0))
+        order = local.argsort(stable=True)[:num_rows]
+        is_used = torch.arange(num_rows, device=order.device) < ends[-1]
+        slots = order.where(is_used, num_tokens * k)
+        tokens = (order // k).where(is_used, num_tokens)
+        return cls(tokens, slots, Ends(ends.clamp(max=num_rows).to(torch.int32)), num_tokens)
+
+    def rows_of(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the rows of tokens [N, h]; unused rows have some token's values."""
+        return values.index_select(0, self.tokens.clamp(max=self.num_tokens - 1))
+
+    def weights_of(self, weights: torch.Tensor) -> torch.Tensor:
+        """Return the weights [R] of slots [N, k]; unused rows have some slot's."""
+        return weights.flatten().index_select(0, self.slots.clamp(max=weights.numel() - 1))
+
+    def sums(self, rows: torch.Tensor) -> torch.Tensor:
+        """Add rows [R, h] to their tokens: [N, h] in the rows' dtype, sums in the accumulation dtype."""
+        return sum_by_token(rows, self.tokens, self.num_tokens)
+
+    def slots_from(self, values: torch.Tensor, k: int) -> torch.Tensor:
+        """Put values [R] of rows into their slots [N, k]; slots of other ranks' experts get 0."""
+        flat = values.new_zeros(self.num_tokens * k + 1).index_copy_(0, self.slots, values)
+        return flat[:-1].view(self.num_tokens, k)
+
+
+def sum_by_token(rows: torch.Tensor, tokens: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Add rows [R, h] to the tokens that int64 [R] names, of which `num_tokens` is none: [num_tokens, h]."""
+    total = rows.new_zeros(num_tokens + 1, rows.shape[1], dtype=accumulation_dtype(rows.dtype))
+    return total.index_add_(0, tokens, accumulate(rows))[:-1].to(rows.dtype)
+
+
+class GatherDispatch:
+    """Dispatch by all-gather and reduce-scatter."""
+
+    def __init__(self, group: ExpertGroup) -> None:
+        self._group = group
+
+    def begin(self, experts: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], Dispatched]:
+        """Post the gather of the choice."""
+        group, (num_tokens, _) = self._group, experts.shape
+        gathered = group.axis.all_gather(experts, f"{EXPERTS} choice")
+        num_rows = buffer_rows(group.moe, num_tokens, group.place.ep, group.place.etp)
+
+        def dispatch(x: torch.Tensor, weights: torch.Tensor) -> Dispatched:
+            whole = gathered.wait()
+            pick = lambda: _Picked.of(group, whole, num_rows)  # noqa: E731 - under the gather of the tokens
+            rows, row_weights, picked = _Gather.apply(x, weights, pick, group.axis)
+            return Dispatched(rows, row_weights, picked.ends, lambda out: _Scatter.apply(out, picked, group.axis))
+
+        return dispatch
+
+
+class _Gather(torch.autograd.Function):
+    """x [T, h], weights [T, k] -> rows [R, h], weights [R], and what was picked. Saves indices only."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weights: torch.Tensor, pick: Callable[[], _Picked], axis: Axis
+    ) -> tuple[torch.Tensor, torch.Tensor, _Picked]:
+        posted = [axis.all_gather(each, f"{EXPERTS} forward") for each in (x, weights)]
+        picked = pick()
+        ctx.picked, ctx.axis, ctx.k = picked, axis, weights.shape[1]
+        tokens, of_slots = (each.wait() for each in posted)
+        return picked.rows_of(tokens), picked.weights_of(of_slots), picked
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_rows: torch.Tensor, grad_weights: torch.Tensor, _: None
+    ) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        picked: _Picked = ctx.picked
+        posted = [
+            ctx.axis.reduce_scatter(each, f"{EXPERTS} backward")
+            for each in (picked.sums(grad_rows), picked.slots_from(grad_weights, ctx.k))
+        ]
+        grad_x, grad_slots = (each.wait() for each in posted)
+        return grad_x, grad_slots, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    """Outputs of rows [R, h] -> sums over each token's experts [T, h]."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, picked: _Picked, axis: Axis) -> torch.Tensor:
+        ctx.picked, ctx.axis = picked, axis
+        return axis.reduce_scatter(picked.sums(out), f"{EXPERTS} forward").wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        whole = ctx.axis.all_gather(grad.contiguous(), f"{EXPERTS} backward").wait()
+        return ctx.picked.rows_of(whole), None, None
+
+
+class ReplicatedDispatch:
+    """Dispatch of tokens that every rank has, without gradients."""
+
+    def __init__(self, group: ExpertGroup) -> None:
+        self._group = group
+
+    def begin(self, experts: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], Dispatched]:
+        """Pick the rows."""
+        group, (num_tokens, k) = self._group, experts.shape
+        picked = _Picked.of(group, experts, num_tokens * min(k, group.num_local))
+
+        def combine(out: torch.Tensor) -> torch.Tensor:
+            return group.axis.all_reduce(picked.sums(out), f"{EXPERTS} forward").wait()
+
+        return lambda x, weights: Dispatched(picked.rows_of(x), picked.weights_of(weights), picked.ends, combine)
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """An exchange of rows between the ranks of a group, as this rank sees it.
+
+    Attributes:
+        sent, received: rows to and from each member.
+        tokens: int64 [sum of sent], of the rows in the order in which they are sent.
+        slots: of the same, among the T k.
+        by_expert: int64 [sum of received], the order of received rows by local expert.
+        from_expert: its inverse.
+        ends: of each local expert.
+    """
+
+    axis: Axis
+    sent: Sequence[int]
+    received: Sequence[int]
+    tokens: torch.Tensor
+    slots: torch.Tensor
+    by_expert: torch.Tensor
+    from_expert: torch.Tensor
+    ends: Ends
+    num_tokens: int
+
+    def there(self, values: torch.Tensor, index: torch.Tensor, purpose: str) -> Pending:
+        """Post values[index], in the order of sending, to the ranks of their experts; the result is in the order of receipt."""
+        return self.axis.all_to_all_rows(values.index_select(0, index), self.sent, self.received, purpose)
+
+    def back(self, values: torch.Tensor, purpose: str) -> Pending:
+        """Post values by expert to where their rows came from; the result is in the order of sending."""
+        return self.axis.all_to_all_rows(values.index_select(0, self.from_expert), self.received, self.sent, purpose)
+
+
+class ExchangeDispatch:
+    """Dispatch by all-to-all."""
+
+    def __init__(self, group: ExpertGroup) -> None:
+        self._group = group
+
+    def begin(self, experts: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], Dispatched]:
+        """Post the exchange of the numbers of rows."""
+        group = self._group
+        place, num_local = group.place, group.num_local
+        counts = count_values(experts, group.moe.num_experts)
+        # Each rank of an expert gets its rows.
+        to_members = counts.view(place.ep, num_local).repeat_interleave(place.etp, dim=0)
+        posted = group.axis.all_to_all(to_members, f"{EXPERTS} counts")
+
+        def dispatch(x: torch.Tensor, weights: torch.Tensor) -> Dispatched:
+            from_members = posted.wait()
+            self._group.axis.ledger.mark("host_read", f"{EXPERTS} counts")
+            numbers = torch.stack((to_members, from_members)).tolist()
+            exchange = self._plan(experts, numbers[0], numbers[1])
+            rows, row_weights = _There.apply(x, weights, exchange)
+            return Dispatched(rows, row_weights, exchange.ends, lambda out: _Back.apply(out, exchange))
+
+        return dispatch
+
+    def _plan(
+        self, experts: torch.Tensor, to_members: Sequence[Sequence[int]], from_members: Sequence[Sequence[int]]
+    ) -> _Exchange:
+        group, (num_tokens, k), device = self._group, experts.shape, experts.device
+        sent, received = ([sum(row) for row in rows] for rows in (to_members, from_members))
+        slots = experts.flatten().argsort(stable=True)
+        if group.place.etp > 1:
+            parts = slots.split(sent[:: group.place.etp])
+            slots = torch.cat([part for part in parts for _ in range(group.place.etp)])
+        of_expert = [sum(row[expert] for row in from_members) for expert in range(group.num_local)]
+        numbers = torch.arange(group.num_local, device=device).repeat(len(from_members))
+        repeats = torch.tensor(from_members, device=device).flatten()
+        by_expert = numbers.repeat_interleave(repeats, output_size=sum(received)).argsort(stable=True)
+        ends = torch.tensor(of_expert, dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+        at, host = 0, []
+        for count in of_expert:
+            at += count
+            host.append(at)
+        return _Exchange(
+            axis=group.axis,
+            sent=sent,
+            received=received,
+            tokens=slots // k,
+            slots=slots,
+            by_expert=by_expert,
+            from_expert=by_expert.argsort(),
+            ends=Ends(ends, host),
+            num_tokens=num_tokens,
+        )
+
+
+class _There(torch.autograd.Function):
+    """x [T, h], weights [T, k] -> rows [R, h] and weights [R], by expert. Saves indices only."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weights: torch.Tensor, exchange: _Exchange
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.exchange, ctx.k = exchange, weights.shape[1]
+        posted = [
+            exchange.there(values, index, f"{EXPERTS} forward")
+            for values, index in ((x, exchange.tokens), (weights.flatten(), exchange.slots))
+        ]
+        rows, row_weights = (each.wait().index_select(0, exchange.by_expert) for each in posted)
+        return rows, row_weights
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_rows: torch.Tensor, grad_weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, None]:
+        exchange: _Exchange = ctx.exchange
+        posted = [exchange.back(each, f"{EXPERTS} backward") for each in (grad_rows, grad_weights)]
+        of_rows, of_slots = (each.wait() for each in posted)
+        grad_x = sum_by_token(of_rows, exchange.tokens, exchange.num_tokens)
+        # With etp, ranks of an expert return partial sums of one slot.
+        grad_slots = of_slots.new_zeros(exchange.num_tokens * ctx.k).index_add_(0, exchange.slots, of_slots)
+        return grad_x, grad_slots.view(exchange.num_tokens, ctx.k), None
+
+
+class _Back(torch.autograd.Function):
+    """Outputs of rows [R, h] by expert -> sums over each token's experts [T, h]."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
+        ctx.exchange = exchange
+        return sum_by_token(exchange.back(out, f"{EXPERTS} forward").wait(), exchange.tokens, exchange.num_tokens)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        exchange: _Exchange = ctx.exchange
+        return exchange.there(grad, exchange.tokens, f"{EXPERTS} backward").wait().index_select(
+            0, exchange.by_expert
+        ), None

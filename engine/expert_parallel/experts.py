@@ -1,0 +1,145 @@
+"""The two projections of a rank's experts, over rows of tokens that are ordered by expert.
+
+    rows   | expert 0 ..  | expert 1 .. |  | expert 3 ..  | unused |         ends = [e0, e1, e1, e3], cumulative
+    up     inner = rows W_up[e]^T        [R, f or 2 f]
+    down   out = (g act) W_down[e]^T     [R, h], g the weight of the row's token for this expert
+
+The weight multiplies in front of the second projection, where rows are narrower, and outputs need not be kept for its gradient.
+
+The GEMMs are those of `engine/kernels/grouped_gemm.py`. Unused rows are never read for a result.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.comm.collectives import Pending
+from engine.kernels.fusion import Fusion
+from engine.kernels.grouped_gemm import Ends, ExpertKernel, add_grouped_products, grouped_product
+from engine.numerics.precision import accumulate
+from engine.tensor_parallel.parameter import ShardedParameter
+from engine.tensor_parallel.weight_grads import DeferredGrad, WeightGradQueue
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWork:
+    """The queue of weight gradients and the kernels of a chunk's projections."""
+
+    queue: WeightGradQueue
+    fusion: Fusion
+    kernel: ExpertKernel
+
+
+class ExpertLinear(nn.Module):
+    """One projection of all local experts; its weight is [experts, .., in], the output dims in between."""
+
+    def __init__(self, weight: ShardedParameter, work: ExpertWork, name: str) -> None:
+        super().__init__()
+        self.weight = weight
+        self.work = work
+        self.name = name
+        experts, *_, self.in_features = weight.record.local_shape
+        self._shape = (experts, -1, self.in_features)
+
+    def matrices(self) -> torch.Tensor:
+        """Return the weights as [experts, out, in]."""
+        return self.weight.weight().detach().view(self._shape)
+
+    def times(self, rows: torch.Tensor, ends: Ends) -> torch.Tensor:
+        """Return X W^T: rows [R, in] -> [R, out]."""
+        return grouped_product(rows, self.matrices().transpose(1, 2), ends, self.work.kernel)
+
+    def times_transposed(self, grad: torch.Tensor, ends: Ends) -> torch.Tensor:
+        """Return dY W: [R, out] -> [R, in]."""
+        return grouped_product(grad, self.matrices(), ends, self.work.kernel)
+
+    def weight_grad(self, rows: torch.Tensor, grad: torch.Tensor, ends: Ends) -> None:
+        """Add the gradient of the weights, now or with the chunk's deferred ones."""
+        queue, add_grad = self.work.queue, partial(self._add_weight_grad, ends)
+        if queue.deferring:
+            queue.defer(DeferredGrad(rows, Pending, grad, add_grad))
+        else:
+            add_grad(rows, grad)
+
+    def _add_weight_grad(self, ends: Ends, rows: torch.Tensor, grad: torch.Tensor) -> None:
+        main_grads = self.weight.bound_main_grad().view(self._shape)
+        overwrite = self.weight.is_first_grad()
+        add_grouped_products(
+            main_grads,
+            grad,
+            rows,
+            ends,
+            self.work.kernel,
+            overwrite=overwrite,
+            weight_grad=self.work.queue.kernel,
+        )
+        self.weight.grad_was_added()
+
+
+class ExpertUp(ExpertLinear):
+    """The first projection."""
+
+    def forward(self, rows: torch.Tensor, ends: Ends) -> torch.Tensor:
+        """Map tokens [R, h] to [R, f] or [R, 2 f]."""
+        return _Up.apply(rows, ends, self)
+
+
+class _Up(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, ends: Ends, layer: ExpertUp) -> torch.Tensor:
+        ctx.layer, ctx.ends = layer, ends
+        ctx.save_for_backward(rows)
+        return layer.times(rows, ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (rows,) = ctx.saved_tensors
+        layer: ExpertUp = ctx.layer
+        grad = grad.contiguous()
+        grad_rows = layer.times_transposed(grad, ctx.ends)
+        layer.weight_grad(rows, grad, ctx.ends)
+        return grad_rows, None, None
+
+
+class ExpertDown(ExpertLinear):
+    """The second projection, of rows times their weights."""
+
+    def forward(self, activated: torch.Tensor, weights: torch.Tensor, ends: Ends) -> torch.Tensor:
+        """Map [R, f] and weights [R] in the accumulation dtype to [R, h]."""
+        return _Down.apply(activated, weights, ends, self)
+
+
+class _Down(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, activated: torch.Tensor, weights: torch.Tensor, ends: Ends, layer: ExpertDown
+    ) -> torch.Tensor:
+        ctx.layer, ctx.ends = layer, ends
+        ctx.save_for_backward(activated, weights)
+        return layer.times(layer.work.fusion(_weighted, any_length=True)(activated, weights), ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        activated, weights = ctx.saved_tensors
+        layer: ExpertDown = ctx.layer
+        fusion, grad = layer.work.fusion, grad.contiguous()
+        of_weighted = layer.times_transposed(grad, ctx.ends)
+        layer.weight_grad(fusion(_weighted, any_length=True)(activated, weights), grad, ctx.ends)
+        backward: Callable[..., tuple[torch.Tensor, torch.Tensor]] = fusion(_weighted_backward, any_length=True)
+        return *backward(activated, weights, of_weighted), None, None
+
+
+def _weighted(activated: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return (accumulate(activated) * weights.unsqueeze(-1)).to(activated.dtype)
+
+
+def _weighted_backward(
+    activated: torch.Tensor, weights: torch.Tensor, grad: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of the activated rows [R, f] and of the weights [R]."""
+    wide = accumulate(grad)
+    return (wide * weights.unsqueeze(-1)).to(activated.dtype), (wide * activated).sum(-1)

@@ -1,0 +1,52 @@
+"""The environment of a chunk's layers with experts: routing rule, form of dispatch, load, built once per rank."""
+
+from dataclasses import dataclass, replace
+
+from engine.comm.topology import Topology
+from engine.config.moe import dispatch_of
+from engine.config.tree import Config
+from engine.expert_parallel.balance import ExpertLoad
+from engine.expert_parallel.dispatch import (
+    Dispatch,
+    ExchangeDispatch,
+    ExpertGroup,
+    GatherDispatch,
+    ReplicatedDispatch,
+)
+from engine.expert_parallel.routing import Router
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRegion:
+    """The experts of a rank's layers, and how tokens reach them.
+
+    Attributes:
+        cuts_tokens: tensor-parallel ranks route different tokens; false where every rank has the same few.
+    """
+
+    router: Router
+    group: ExpertGroup
+    dispatch: Dispatch
+    load: ExpertLoad
+    cuts_tokens: bool
+
+    @classmethod
+    def of(cls, config: Config, topology: Topology) -> "ExpertRegion | None":
+        """Build the region of a rank; None where the model has no experts."""
+        moe = config.model.moe
+        if moe is None:
+            return None
+        load = ExpertLoad(config.model.expert_layers, moe.num_experts, moe.balance.bias_rate, topology.device)
+        group = ExpertGroup(
+            topology.axis("experts"), topology.sizes.expert_place(topology.rank), moe, load.add_overflow
+        )
+        dispatch: Dispatch = ExchangeDispatch(group)
+        if dispatch_of(config) == "all_gather":
+            dispatch = GatherDispatch(group)
+        nominal_tokens = config.train.global_batch_size * config.model.seq_length
+        router = Router(moe, config.model.seq_length, topology.axis("sample"), 1.0 / nominal_tokens)
+        return cls(router, group, dispatch, load, topology.sizes.tp > 1)
+
+    def for_decoding(self) -> "ExpertRegion":
+        """Return the region of a forward in which all ranks have the same tokens."""
+        return replace(self, dispatch=ReplicatedDispatch(self.group), cuts_tokens=False)

@@ -1,0 +1,101 @@
+"""GEMMs of several experts over rows that are ordered by expert.
+
+    rows   | expert 0 ..  | expert 1 .. |  | expert 3 ..  | unused |         ends = [e0, e1, e1, e3], cumulative
+
+    loop      a GEMM per expert: any dtype and device, and the reference. The host reads the ends.
+    grouped   one call for all experts, which reads the ends on the device; 16 and 32 bits
+
+Unused rows of a result have no defined value.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from engine.kernels.weight_grad import WeightGradKernel, add, add_matmul
+
+ExpertKernel = Literal["loop", "grouped"]
+
+
+@dataclass(slots=True)
+class Ends:
+    """The end of each expert's rows, exclusive.
+
+    Attributes:
+        device: int32 [experts], cumulative.
+        host: the same numbers where the host has them.
+    """
+
+    device: torch.Tensor
+    host: Sequence[int] | None = None
+
+    def slices(self) -> Iterator[tuple[int, slice]]:
+        """Yield (expert, its rows); the first time, this waits for the device unless the host has the numbers."""
+        if self.host is None:
+            self.host = self.device.tolist()
+        start = 0
+        for expert, stop in enumerate(self.host):
+            yield expert, slice(start, stop)
+            start = stop
+
+
+def grouped_product(rows: torch.Tensor, matrices: torch.Tensor, ends: Ends, kernel: ExpertKernel) -> torch.Tensor:
+    """Multiply the rows [R, in] of each expert by its matrix: [experts, in, out] -> [R, out]."""
+    if kernel == "grouped":
+        product: torch.Tensor = F.grouped_mm(rows, matrices, offs=ends.device)
+        return product
+    out = rows.new_empty(rows.shape[0], matrices.shape[-1])
+    for expert, where in ends.slices():
+        torch.mm(rows[where], matrices[expert], out=out[where])
+    return out
+
+
+def add_grouped_products(
+    main_grads: torch.Tensor,
+    grad: torch.Tensor,
+    rows: torch.Tensor,
+    ends: Ends,
+    kernel: ExpertKernel,
+    *,
+    overwrite: bool,
+    weight_grad: WeightGradKernel = "separate",
+) -> None:
+    """Add dY^T X of each expert's rows to its main grad (`overwrite`: =); one without rows adds zeros.
+
+    Args:
+        main_grads: [experts, out, in].
+        grad: dY [R, out].
+        rows: X [R, in].
+        weight_grad: the kernel of each GEMM in a loop.
+    """
+    if kernel == "grouped":
+        add(main_grads, F.grouped_mm(grad.t(), rows, offs=ends.device), overwrite=overwrite)
+        return
+    for expert, where in ends.slices():
+        if where.stop > where.start:
+            add_matmul(main_grads[expert], grad[where], rows[where], overwrite=overwrite, kernel=weight_grad)
+        elif overwrite:
+            main_grads[expert].zero_()
+
+
+def grouped_gemm_failure(dtype: torch.dtype, device: torch.device) -> str:
+    """Try torch's grouped GEMM on small matrices; return torch's reason if it does not run, else ""."""
+    rows, matrices = (torch.ones(shape, dtype=dtype, device=device) for shape in ((32, 16), (2, 16, 16)))
+    ends = Ends(torch.tensor([16, 32], dtype=torch.int32, device=device))
+    try:
+        grouped_product(rows, matrices, ends, "grouped")
+        add_grouped_products(matrices.clone(), rows, rows, ends, "grouped", overwrite=True)
+    except (RuntimeError, NotImplementedError, AttributeError, ValueError) as error:
+        return str(error).splitlines()[0].rstrip(".")[:160]
+    return ""
+
+
+def grouped_gemm_refusal(dtype: torch.dtype, device: torch.device, reason: str) -> str:
+    """Return the problem of the named kernel where it does not run."""
+    return (
+        f"kernels.experts = grouped does not run here, in {str(dtype).removeprefix('torch.')} on {device.type} (torch says: "
+        f"{reason}). Another kernel would have other speed than what was asked for. kernels.experts=loop runs anywhere."
+    )

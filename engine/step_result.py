@@ -1,0 +1,140 @@
+"""The numbers of a step: on their way to the host, read, and what they say of a step that updated nothing."""
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from engine.comm.agreement import NO_FLAGS, NUM_FLAGS, StepFlags
+from engine.comm.stop import StopRequest
+from engine.device.host_copy import HostCopy, ToHost
+from engine.errors import DivergenceError
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The numbers of a step, the same on all ranks.
+
+    Attributes:
+        loss: per token, in nats.
+        grad_norm: global, before clipping.
+        num_tokens: counted tokens of the global batch.
+        flags: how many ranks raised each flag.
+        flaw: why the step has updated nothing; "": it has.
+        load: tokens of the global batch that chose each expert, by layer with experts; (): the model has none.
+    """
+
+    loss: float
+    grad_norm: float
+    num_tokens: int
+    flags: StepFlags = NO_FLAGS
+    flaw: str = ""
+    load: tuple[tuple[int, ...], ...] = ()
+
+
+class PendingResult:
+    """A step that is posted, its numbers on their way to the host.
+
+    Args:
+        numbers: [loss, gradient norm, tokens, loss sum, sum of squares, rows without room, whether the update was left out,
+            *`StepFlags.values`, *the load of experts by layer].
+        loss_limit: what the loss may be at most.
+        num_experts: of a layer; 0: the model has none.
+        to_host: copies the numbers; None: the device's way.
+    """
+
+    def __init__(
+        self,
+        numbers: torch.Tensor,
+        loss_limit: float = math.inf,
+        to_host: ToHost | None = None,
+        num_experts: int = 0,
+    ) -> None:
+        self._numbers = HostCopy(numbers, to_host)
+        self._loss_limit = loss_limit
+        self._num_experts = num_experts
+
+    def read(self) -> StepResult:
+        """Read what all ranks agree on; `flaw` says why nothing was updated, if so."""
+        loss, grad_norm, num_tokens, loss_sum, square_sum, overflow, left_out, *others = self._numbers.wait()
+        flags, load = others[:NUM_FLAGS], [int(count) for count in others[NUM_FLAGS:]]
+        by_layer = tuple(tuple(load[at : at + self._num_experts]) for at in range(0, len(load), self._num_experts or 1))
+        flaw = ""
+        if overflow:
+            flaw = without_room(int(overflow))
+        elif left_out:
+            flaw = f"loss sum {loss_sum} and squared gradient norm {square_sum} over {int(num_tokens)} tokens "
+            if not (math.isfinite(loss_sum) and math.isfinite(square_sum)):
+                flaw += "are not finite"
+            elif loss > self._loss_limit:
+                flaw = f"loss {loss:.4f} over {int(num_tokens)} tokens is above the limit of {self._loss_limit:.4f}"
+            else:
+                flaw += "are finite, but those of a step before were not"
+        return StepResult(loss, grad_norm, int(num_tokens), StepFlags.of(flags), flaw, by_layer)
+
+    def wait(self) -> StepResult:
+        """Read the result of a step that must have updated the weights.
+
+        Raises:
+            DivergenceError: the loss or the gradient norm of this step or of one before it was not finite; on every rank. No
+                weight has changed since.
+        """
+        result = self.read()
+        if result.flaw:
+            raise DivergenceError(explain(result.flaw))
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """A step whose numbers are on the host.
+
+    Attributes:
+        step: its number, from 0.
+        lr: the learning rate of its update.
+        result: the same on every rank.
+    """
+
+    step: int
+    lr: float
+    result: StepResult
+
+
+class StepsInFlight:
+    """Steps that are posted and not read, in order; a step is read when the next one is posted, so a GPU always has work."""
+
+    def __init__(self) -> None:
+        self._posted: deque[tuple[int, float, PendingResult]] = deque()
+
+    def post(self, step: int, lr: float, result: PendingResult) -> None:
+        self._posted.append((step, lr, result))
+
+    def read(self, stop: StopRequest, *, newest: bool) -> list[FinishedStep]:
+        """Read every step but the newest, and that one too if `newest`, or if a step before it carries an agreed stop.
+
+        Every rank reads the same steps here, because the sums of a step are the same on all of them.
+        """
+        finished = []
+        while len(self._posted) > 1 or (self._posted and (newest or stop.agreed is not None)):
+            step, lr, pending = self._posted.popleft()
+            result = pending.read()
+            stop.decide(result.flags.stop)
+            finished.append(FinishedStep(step, lr, result))
+        return finished
+
+
+def without_room(rows: int) -> str:
+    """Return the flaw of a step in which experts' buffers were too small."""
+    return (
+        f"{rows:,} rows of tokens found no room in the buffers of their experts: without them the step would train another model. "
+        "Raise model.moe.row_headroom (null: room for the worst case), or take kernels.dispatch=all_to_all"
+    )
+
+
+def explain(flaw: str) -> str:
+    """Explain a step that updated nothing, and say what can be done."""
+    return (
+        f"{flaw}: an update would destroy the weights. Nothing was changed on any rank. Lower optimizer.lr, lengthen the warm-up, "
+        "or look at the data of the step."
+    )

@@ -1,0 +1,122 @@
+"""A mixture of experts in place of an MLP.
+
+    x [s(/t), b, h] --tokens of this rank--> [T, h] --router--> k experts each --dispatch--> rows [R, h] of this rank's experts
+      --up, activation, down--> [R, h] --combine--> [T, h] ----> [s(/t), b, h], plus the shared experts' MLP of x
+
+A stage's dp x cp x tp ranks all route other tokens: without sequence parallelism, x is cut over tp here, and y gathered.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.expert_parallel.experts import Ends, ExpertDown, ExpertUp, ExpertWork
+from engine.expert_parallel.routing import Choice
+from engine.kernels.elementwise import activation
+from engine.tensor_parallel.dropout import DropoutKeys
+from engine.tensor_parallel.mappings import TensorParallelRegion
+from models.gpt.context import BuildContext
+from models.gpt.mlp import MLP
+from models.specs import up_name
+
+
+class MoE(nn.Module):
+    """The experts of one layer, or this rank's part of them."""
+
+    def __init__(self, context: BuildContext, name: str, layer: int) -> None:
+        super().__init__()
+        assert context.experts is not None, "a model with experts has their ranks"
+        self.context = context
+        self.layer = layer
+        self.name = name
+        self.experts = context.experts
+        self.router = context.parameter(f"{name}.router.weight")
+        self.bias = context.optional_parameter(f"{name}.router.bias")
+        kernel = context.kernels.choices.experts
+        assert kernel is not None
+        work = ExpertWork(context.queue, context.kernels.fusion, kernel)
+        up = up_name(context.model)
+        self.up = ExpertUp(context.parameter(f"{name}.experts.{up}.weight"), work, f"{name}.experts.{up}")
+        self.down = ExpertDown(context.parameter(f"{name}.experts.down.weight"), work, f"{name}.experts.down")
+        self.shared = MLP(context, f"{name}.shared") if self.experts.router.moe.shared_size else None
+        if self.bias is not None:
+            self.experts.load.balance(layer, self.bias)
+
+    def forward(self, x: torch.Tensor, keys: DropoutKeys) -> torch.Tensor:
+        """Map [s(/t), b, h] to the same shape; `keys` have the places of the tokens in their samples."""
+        region, saved = self.context.region, self.context.saved
+        is_cut = self.experts.cuts_tokens and not region.sequence_parallel
+        local = _Part.apply(x, region, f"{self.name} tokens") if is_cut else x
+        tokens = local.flatten(0, 1)
+        choose = partial(self._choose, keys, x.shape)
+        weights, experts = self.experts.router.weights(
+            tokens, self.router, lambda scores: saved.once(partial(choose, scores))
+        )
+        dispatch = self.experts.dispatch.begin(experts)
+        # The shared experts need no other rank's tokens: what dispatch waits for arrives meanwhile.
+        shared = None if self.shared is None else self.shared(x)
+        sent = dispatch(tokens, weights)
+        inner = saved.recompute_output("mlp", partial(self._up, sent.ends), sent.rows)
+        activated = saved.recompute_output("activation", self._activation, inner)
+        y = sent.combine(self.down(activated, sent.weights, sent.ends)).view_as(local)
+        if is_cut:
+            y = _Whole.apply(y, region, f"{self.name} tokens")
+        return y if shared is None else y + shared
+
+    def _choose(self, keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor) -> Choice:
+        router, samples = self.experts.router, shape[1]
+        if router.moe.force_balanced:
+            positions = self._positions(keys, shape, scores)
+            choice = router.in_turn(positions, scores, samples)
+        else:
+            bias = None if self.bias is None else self.bias.weight().detach()
+            choice = router.choose(scores, bias, samples)
+        if self.training:
+            self.experts.load.add(self.layer, choice.experts)
+        return choice
+
+    def _positions(self, keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor) -> torch.Tensor:
+        """Return the places of this rank's tokens [T] in their samples."""
+        region, samples = self.context.region, shape[1]
+        length = shape[0] * (region.axis.size if region.sequence_parallel else 1)
+        part = replace(region, sequence_parallel=self.experts.cuts_tokens).shard_of_sequence(length)
+        rows = keys.rows(length, scores.device)[part]
+        return rows.expand(-1, samples).flatten()
+
+    def _up(self, ends: Ends, rows: torch.Tensor) -> torch.Tensor:
+        inner: torch.Tensor = self.up(rows, ends)
+        return inner
+
+    def _activation(self, x: torch.Tensor) -> torch.Tensor:
+        return activation(self.context.model.activation, x, self.context.kernels.fusion)
+
+
+class _Part(torch.autograd.Function):
+    """This rank's part of a sequence that all tp ranks hold: [s, b, h] -> [s/t, b, h]; backward: all-gather."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, region: TensorParallelRegion, purpose: str) -> torch.Tensor:
+        ctx.region, ctx.purpose = region, purpose
+        part = replace(region, sequence_parallel=True).shard_of_sequence(x.shape[0])
+        return x[part].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.region.axis.all_gather(grad.contiguous(), ctx.purpose).wait(), None, None
+
+
+class _Whole(torch.autograd.Function):
+    """The sequence of all tp ranks' parts: [s/t, b, h] -> [s, b, h]; backward: this rank's part, as all hold the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, region: TensorParallelRegion, purpose: str) -> torch.Tensor:
+        ctx.region = region
+        return region.axis.all_gather(y.contiguous(), purpose).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        part = replace(ctx.region, sequence_parallel=True).shard_of_sequence(grad.shape[0])
+        return grad[part].contiguous(), None, None
