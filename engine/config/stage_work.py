@@ -1,6 +1,7 @@
 """Work of each layer and of the head in FLOPs, from the model's sizes alone (no torch here).
 
     a layer    2 per weight of its GEMMs, and GEMMs of (keys that a query sees) x heads x size of a query, and of a value
+    experts    in place of an MLP: the router, a token's k experts and the shared ones
     the head   2 h V;  the embedding is a look-up and costs nothing
 
 Per token and of a forward; a backward has twice as much of each, so shares of work are the same. `engine/telemetry/record/flops.py`
@@ -10,6 +11,7 @@ adds up the same terms for a step.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the sections import the plan, which imports this module
+    from engine.config.attention_kinds import LayerKind
     from engine.config.model import ModelConfig
 
 
@@ -41,16 +43,27 @@ def made_from_latents(model: "ModelConfig") -> int:
     return mla.kv_lora_rank * model.num_attention_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
 
 
-def layer_weights(model: "ModelConfig") -> int:
-    """Count the weights of a layer's GEMMs."""
-    return attention_weights(model) + (model.activation_kind.num_inputs + 1) * model.ffn_size * model.hidden_size
+def layer_weights(model: "ModelConfig", kind: "LayerKind") -> int:
+    """Count the weights of a layer's GEMMs that a token is multiplied with: of experts, those of its own."""
+    router = 0 if model.moe is None or not kind.has_experts else model.moe.num_experts * model.hidden_size
+    mlp = (model.activation_kind.num_inputs + 1) * mlp_width(model, kind) * model.hidden_size
+    return attention_weights(model) + router + mlp
+
+
+def mlp_width(model: "ModelConfig", kind: "LayerKind") -> int:
+    """Return the inner width of what a token goes through in place of an MLP: of its k experts and the shared ones together."""
+    moe = model.moe
+    if moe is None or not kind.has_experts:
+        return model.ffn_size
+    return moe.top_k * moe.ffn_hidden_size + moe.shared_size
 
 
 def layer_work(model: "ModelConfig") -> tuple[int, ...]:
     """Return the FLOPs of each layer's forward per token; samples count as one document, whose lengths are not known yet."""
     s = model.seq_length
     return tuple(
-        2 * layer_weights(model) + round(flops_of_a_key(model) * keys_of(s, kind.window) / s) for kind in model.kinds
+        2 * layer_weights(model, kind) + round(flops_of_a_key(model) * keys_of(s, kind.window) / s)
+        for kind in model.kinds
     )
 
 

@@ -26,6 +26,7 @@ from engine.pipeline.forwards import of_forward
 from engine.pipeline.programs import Programs, schedule_file_runs
 from engine.storage.json_text import parse_json
 from engine.telemetry.outlets.banner import cp_imbalance_line
+from engine.telemetry.record.parameters import num_active
 from launch.start.command_line import CONFIG, CommandParser, add_ignore, add_world_size, check_counts, refuse
 from models.interop.huggingface.config import from_hugging_face, passed_over_notes
 from models.interop.huggingface.families import FAMILIES
@@ -110,8 +111,12 @@ def _derived(
     """List the facts that follow from a legal config, as lines of (name, value)."""
     model, parallel = config.model, config.parallel
     padding = model.padded_vocab_size - model.vocab_size
+    used = f", of which a token uses {num_active(model):,}" if model.has_experts else ""
     lines = [
-        ("model", f"{num_parameters(model):,} parameters; vocabulary {model.vocab_size:,} + {padding} of padding"),
+        (
+            "model",
+            f"{num_parameters(model):,} parameters{used}; vocabulary {model.vocab_size:,} + {padding} of padding",
+        ),
         ("stages", _stages(config)),
         ("schedule", schedules.title(config)),
     ]

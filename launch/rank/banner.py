@@ -7,6 +7,7 @@ import torch
 from engine.config.tree import Config
 from engine.data.corpus.stdlib import entropies
 from engine.kernels import registry
+from engine.layout.shard_spec import REDUCE_AXES
 from engine.pipeline import schedules
 from engine.step import Engine
 from engine.telemetry.record.parameters import local_counts, round_counts
@@ -20,7 +21,7 @@ def count_parameters(engine: Engine) -> dict[str, int]:
     axes = {name: topology.optional_axis(name) for name in ("tp", "kv_replicas", "ends")}
     shares = local_counts(
         [parameter.record for parameter in engine.parameters.values()],
-        topology.axis("dp").size,
+        {axis: topology.sizes.reduce_size(axis) for axis in REDUCE_AXES},
         {name: axis.size for name, axis in axes.items() if axis is not None},
     )
     sums = topology.axis("world").sum_values(list(shares.values()), topology.device, "parameter count")

@@ -3,6 +3,7 @@
 A multiplication and an addition count as two. Forward 2 per weight and token, backward twice that: 6. Per token:
 
     model, causal      6 N + 6 L a d s      N: weights of all GEMMs, LM head once; a query sees s/2 keys on average
+    experts            of N, those that a token goes through: the router, k experts and the shared ones ("active")
     model, non-causal  6 N + 12 L a d s     as if every query saw all s keys (2205.05198, NVIDIA's published tables)
     hardware           causal, plus forwards that recompute repeats, plus the padded columns of the head
     a window W         W - W^2 / 2s keys instead of s/2: of the first W queries as many as without it (causal only)
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 from engine.config.activations import RecomputeConfig
 from engine.config.model import ModelConfig
-from engine.config.stage_work import flops_of_a_key, layer_weights, made_from_latents
+from engine.config.stage_work import flops_of_a_key, layer_weights, made_from_latents, mlp_width
 from engine.data.document_statistics import DocumentStatistics, one_document_per_sample
 
 CONVENTION = "6 x GEMM weights + 6 x layers x heads x head size x sequence (causal)"
@@ -26,8 +27,11 @@ CONVENTION = "6 x GEMM weights + 6 x layers x heads x head size x sequence (caus
 
 
 def gemm_weights(model: ModelConfig) -> int:
-    """Count weights that a token is multiplied with: all linear layers, and the head once, tied or not (logical vocabulary)."""
-    return model.num_layers * layer_weights(model) + model.vocab_size * model.hidden_size
+    """Count weights that a token is multiplied with: all linear layers, and the head once, tied or not (logical vocabulary).
+
+    Of experts, those of one token count ("active").
+    """
+    return sum(layer_weights(model, kind) for kind in model.kinds) + model.vocab_size * model.hidden_size
 
 
 def model_flops_per_token(
@@ -52,6 +56,7 @@ def convention(model: ModelConfig, documents: DocumentStatistics | None = None) 
     # A score is a product of one query's elements, the weighted sum of one value's.
     sizes = "head size" if model.value_size == model.head_size else "mean size of queries and values"
     stated = CONVENTION.replace("head size", sizes)
+    stated = stated.replace("GEMM weights", "active GEMM weights") if model.has_experts else stated
     if seen == whole:
         return stated
     within = "windows" if documents is None else "documents"
@@ -131,13 +136,14 @@ def layer_flops(
     """Count FLOPs of each layer, in the order of the model; arguments as of `hardware_flops_per_token`."""
     cores = core_flops_forward(model, documents)
     assert recompute.granularity != "auto", "models.predict.rank_memory.resolve_recompute comes first"
-    gemms, limit = 2 * layer_weights(model), 0
+    limit = 0
     if recompute.granularity == "full":
         limit = recompute.num_layers if recompute.method == "block" else model.num_layers
-    first_gemm = 2 * model.activation_kind.num_inputs * model.ffn_size * model.hidden_size
     place_in_chunk = [place for layers in layers_per_chunk for place in range(layers)]
     layers = []
-    for place, core in zip(place_in_chunk, cores, strict=True):
+    for place, core, kind in zip(place_in_chunk, cores, model.kinds, strict=True):
+        gemms = 2 * layer_weights(model, kind)
+        first_gemm = 2 * model.activation_kind.num_inputs * mlp_width(model, kind) * model.hidden_size
         in_part = {"attention": core + 2 * made_from_latents(model), "mlp": first_gemm}
         parts = sum(in_part.get(part, 0) for part in recompute.parts)
         layers.append(LayerFlops(gemms, core, gemms + core if place < limit else parts))

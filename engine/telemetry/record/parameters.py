@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping
 from fractions import Fraction
 
 from engine.config.model import ModelConfig
-from engine.layout.shard_spec import ParamRecord
+from engine.config.moe import MoEConfig
+from engine.layout.shard_spec import ParamRecord, ReduceAxis
 
 MODULES = ("embedding", "attention", "mlp", "norms", "head")
 """The rows of the table; a tied head is counted with the embedding, learned positions too."""
@@ -25,6 +26,7 @@ def num_parameters(model: ModelConfig) -> dict[str, int]:
         embedding   V h  (+ S h with learned positions)
         attention   L (2 a d h + 2 g d h)     biases: qkv  L (a + 2 g) d      all  + L h      sinks: a in each layer with them
         mlp         L 2 f h   (gated: 3)      biases: all  L (f + h)   (gated: 2 f + h)
+                    with experts, (E + shared) f_e in place of f, and E h, with a bias of the choice + E
         norms       (2 L + 1) h  (LayerNorm: 2 each)   before and after each branch  + 2 L h
                     QK-norm  + 2 L d, over all heads  L (a + g) d      latents  + L (r_q + r)
 
@@ -52,16 +54,37 @@ def num_parameters(model: ModelConfig) -> dict[str, int]:
         attention += h
         mlp += inputs_of_mlp * f + h
     norm = len(model.norm_kind.parameters) * h
+    with_experts = len(model.expert_layers)
     of_heads = {False: 0, True: 2 * d, "all_heads": (a + g) * d}
     positions = model.seq_length * h if model.position_kind.has_table else 0
     return {
         "embedding": model.vocab_size * h + positions,
         "attention": layers * attention + a * sum(kind.sinks for kind in model.kinds),
-        "mlp": layers * mlp,
+        "mlp": (layers - with_experts) * mlp + with_experts * _experts(model, model.moe),
         "norms": (2 * (model.norms_before + model.norms_after) * layers + 1) * norm
         + layers * (of_heads[model.qk_norm] + latents),
         "head": 0 if model.tie_embeddings else model.vocab_size * h,
     }
+
+
+def _experts(model: ModelConfig, moe: MoEConfig | None) -> int:
+    """Count the parameters of a layer's router and experts."""
+    if moe is None:
+        return 0
+    width = (moe.num_experts + moe.shared_experts) * moe.ffn_hidden_size
+    has_bias = moe.choice_bias or moe.balance.bias_rate > 0
+    of_router = moe.num_experts * (model.hidden_size + has_bias)
+    return of_router + (model.activation_kind.num_inputs + 1) * width * model.hidden_size
+
+
+def num_active(model: ModelConfig) -> int:
+    """Count the parameters that a token uses: all but the experts that are not its own."""
+    moe = model.moe
+    total = sum(num_parameters(model).values())
+    if moe is None:
+        return total
+    of_expert = (model.activation_kind.num_inputs + 1) * moe.ffn_hidden_size * model.hidden_size
+    return total - len(model.expert_layers) * (moe.num_experts - moe.top_k) * of_expert
 
 
 def module_of(name: str) -> str:
@@ -72,12 +95,14 @@ def module_of(name: str) -> str:
     return next(module for module in MODULES if module in parts)
 
 
-def local_counts(records: Iterable[ParamRecord], dp: int, replicas: Mapping[str, int]) -> dict[str, float]:
+def local_counts(
+    records: Iterable[ParamRecord], owners: Mapping[ReduceAxis, int], replicas: Mapping[str, int]
+) -> dict[str, float]:
     """Return this rank's share of the parameters, by module; the sum over all ranks is the count.
 
     Args:
         records: of all parameters that this rank holds.
-        dp: each data-parallel rank holds every box.
+        owners: size of each axis that gradients are reduced over, whose ranks all hold the box.
         replicas: size of each axis that a record may name as its replicas (`tp`, `kv_replicas`, `ends`).
 
     Returns:
@@ -86,7 +111,7 @@ def local_counts(records: Iterable[ParamRecord], dp: int, replicas: Mapping[str,
     """
     shares = dict.fromkeys(MODULES, Fraction(0))
     for record in records:
-        holders = dp * (replicas[record.replicas] if record.replicas else 1)
+        holders = owners[record.reduce_over] * (replicas[record.replicas] if record.replicas else 1)
         shares[module_of(record.name)] += Fraction(record.box_numel, holders)
     return {module: float(share) for module, share in shares.items()}
 
@@ -102,7 +127,8 @@ def comparison(counted: Mapping[str, int], model: ModelConfig) -> list[str]:
     modules = ", ".join(f"{module} {counted[module]:,}" for module in MODULES if counted[module])
     total, formula = sum(counted.values()), sum(expected.values())
     if dict(counted) == expected:
-        return [f"{total:,} counted on the ranks = {formula:,} by the formula", modules]
+        used = f"; a token uses {num_active(model):,}" if model.has_experts else ""
+        return [f"{total:,} counted on the ranks = {formula:,} by the formula{used}", modules]
     wrong = [
         f"{module}: {counted[module]:,} counted, {expected[module]:,} by the formula"
         for module in MODULES

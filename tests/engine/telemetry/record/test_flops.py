@@ -42,6 +42,23 @@ def gpt(layers: int, hidden: int, heads: int) -> ModelConfig:
     return model(num_layers=layers, hidden_size=hidden, num_attention_heads=heads, seq_length=2048, vocab_size=50304)
 
 
+def test_of_experts_those_of_a_token_count() -> None:
+    """A layer whose k experts are together as wide as the MLP of a dense one multiplies with as much, and with its router."""
+    dense = model(activation="swiglu", ffn_hidden_size=96)
+    moe = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 32, "shared_experts": 1}
+    mixed = model(activation="swiglu", ffn_hidden_size=96, layers=["dense", "moe"], moe=moe)
+    routers = 2 * 8 * 64
+    assert gemm_weights(mixed) == gemm_weights(dense) + routers
+    assert convention(mixed) == CONVENTION.replace("GEMM", "active GEMM")
+    layers = [4]
+    for recompute in (RecomputeConfig(), RecomputeConfig(granularity="selective", modules=["mlp"])):
+        more = hardware_flops_per_token(mixed, recompute, layers) - hardware_flops_per_token(dense, recompute, layers)
+        assert more == 6 * routers
+    again = RecomputeConfig(granularity="full")
+    more = hardware_flops_per_token(mixed, again, layers) - hardware_flops_per_token(dense, again, layers)
+    assert more == 8 * routers
+
+
 def llama_8b(seq_length: int) -> ModelConfig:
     return model(
         num_layers=32,

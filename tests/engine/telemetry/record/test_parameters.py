@@ -8,12 +8,13 @@ import pytest
 from engine.config.model import ModelConfig
 from engine.layout.partition import partition
 from engine.layout.rank_grid import ParallelSizes, RankGrid
-from engine.layout.shard_spec import localize
+from engine.layout.shard_spec import REDUCE_AXES, localize
 from engine.telemetry.record.parameters import (
     MODULES,
     comparison,
     local_counts,
     module_of,
+    num_active,
     num_parameters,
     round_counts,
 )
@@ -72,6 +73,51 @@ def test_sinks_count_in_the_layers_that_have_them() -> None:
     assert num_parameters(config)["attention"] == num_parameters(plain)["attention"] + 3 * 4
 
 
+DEEPSEEK: dict[str, Any] = {
+    "layers": ["dense", "moe*3"],
+    "moe": {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 24, "shared_experts": 2, "choice_bias": True},
+    "activation": "swiglu",
+    "bias": "none",
+}
+
+
+def test_experts_count_in_the_layers_that_have_them() -> None:
+    for changed in ({}, {"activation": "gelu"}, {"moe": DEEPSEEK["moe"] | {"choice_bias": False, "shared_experts": 0}}):
+        config = model(**DEEPSEEK | changed)
+        assert num_parameters(config) == counted_by_specs(config)
+
+
+MOE = {"norm": "rmsnorm", "bias": "none", "activation": "swiglu", "tie_embeddings": False, "layers": ["moe"]}
+
+
+def test_published_totals_of_experts_and_what_a_token_uses_of_them() -> None:
+    """Mixtral 8x7B: 47B and 13B (2401.04088); Qwen3-30B-A3B: 30.5B and 3.3B (its model card)."""
+    mixtral = model(
+        **MOE,
+        num_layers=32,
+        hidden_size=4096,
+        num_attention_heads=32,
+        num_kv_heads=8,
+        vocab_size=32000,
+        moe={"num_experts": 8, "top_k": 2, "ffn_hidden_size": 14336},
+    )
+    assert sum(num_parameters(mixtral).values()) == 46_702_792_704
+    assert f"{num_active(mixtral) / 1e9:.1f}" == "12.9"
+    qwen = model(
+        **MOE,
+        num_layers=48,
+        hidden_size=2048,
+        num_attention_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        qk_norm=True,
+        vocab_size=151936,
+        moe={"num_experts": 128, "top_k": 8, "ffn_hidden_size": 768},
+    )
+    assert f"{sum(num_parameters(qwen).values()) / 1e9:.1f}" == "30.5"
+    assert f"{num_active(qwen) / 1e9:.2f}" == "3.35"
+
+
 def test_published_totals() -> None:
     gpt = model(
         num_layers=24, hidden_size=2048, num_attention_heads=16, ffn_hidden_size=8192, seq_length=2048, vocab_size=50304
@@ -102,6 +148,7 @@ def test_published_totals() -> None:
         (4, 2, 1, 1, {"num_kv_heads": 1, "tie_embeddings": False, "position": "learned"}),
         (1, 4, 1, 3, {"qk_norm": True, "bias": "none"}),
         (2, 1, 1, 1, {"activation": "swiglu", "norm": "rmsnorm"}),
+        (2, 2, 1, 4, DEEPSEEK),
     ],
 )
 def test_shares_of_all_ranks_add_up_to_the_formula_in_every_layout(
@@ -109,14 +156,20 @@ def test_shares_of_all_ranks_add_up_to_the_formula_in_every_layout(
 ) -> None:
     config = model(**fields)
     stages = partition(config.num_layers, pp, vpp, None)
-    grid = RankGrid(ParallelSizes(tp=tp, pp=pp, dp=dp, vpp=vpp), ranks_per_node=tp * pp * dp)
+    ep, etp = (2, tp) if config.has_experts else (1, 1)
+    sizes = ParallelSizes(tp=tp, pp=pp, dp=dp, vpp=vpp, ep=ep, etp=etp)
+    grid = RankGrid(sizes, ranks_per_node=tp * pp * dp)
+    owners = {axis: sizes.reduce_size(axis) for axis in REDUCE_AXES}
     replicas = {"tp": tp, "kv_replicas": max(1, tp // config.kv_heads), "ends": min(pp, 2)}
     sums = dict.fromkeys(MODULES, 0.0)
     for rank in range(tp * pp * dp):
         at = grid.coordinates(rank)
         specs = {spec.name: spec for chunk in range(vpp) for spec in stage_specs(config, stages[chunk * pp + at.pp])}
-        records = [localize(spec, tp=tp, tp_index=at.tp, sequence_parallel=False) for spec in specs.values()]
-        for module, share in local_counts(records, dp, replicas).items():
+        place = sizes.expert_place(rank)
+        records = [
+            localize(spec, tp=tp, tp_index=at.tp, sequence_parallel=False, experts=place) for spec in specs.values()
+        ]
+        for module, share in local_counts(records, owners, replicas).items():
             sums[module] += share
     assert round_counts(sums) == num_parameters(config)
 
