@@ -67,6 +67,11 @@ class ExpertLoad:
         self._overflow += rows
 
     @property
+    def counts(self) -> torch.Tensor:
+        """Return this rank's choices since `begin`, int64 [layers, E], until `post` makes them those of all ranks."""
+        return self._counts
+
+    @property
     def overflow(self) -> torch.Tensor:
         """Return this rank's rows that did not fit since `begin`, an int64 scalar."""
         return self._overflow

@@ -214,7 +214,8 @@ def _replay(console: Console, footprints: "Footprints") -> dict[str, object]:
         print(f"one step of each stage of {footprints.sizes} ...", file=sys.stderr)
         logs = {footprints.grid.rank(pp=pp): found.log for pp, found in enumerate(footprints.of_stages())}
         who = f"a rank of each of {len(logs)} pipeline ranks, for {world:,} ranks"
-    met = replay(logs, footprints.grid, footprints.config.model.kv_heads)
+    model = footprints.config.model
+    met = replay(logs, footprints.grid, model.kv_heads, has_experts=model.has_experts)
     console.print(f"[bold]{who}[/], {footprints.num_microbatches} microbatches: every call met its other ends")
     table = _table("met", "axis", "collectives", "messages")
     for axis in sorted(met.collectives.keys() | met.messages.keys()):

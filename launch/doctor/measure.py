@@ -73,17 +73,25 @@ def group_rates(topology: Topology, sizes: Iterable[Size], dtype: torch.dtype) -
 def _ring_bytes(op: str, size: int, num_bytes: int) -> float:
     """Return the bytes that a rank sends; `num_bytes` is the shard's for an all-gather."""
     part = (size - 1) / size
-    shares = {"all_reduce": 2 * part, "reduce_scatter": part, "all_to_all": part, "all_gather": size - 1}
+    shares = {
+        "all_reduce": 2 * part,
+        "reduce_scatter": part,
+        "all_to_all": part,
+        "all_to_all_rows": part,
+        "all_gather": size - 1,
+    }
     return shares[op] * num_bytes
 
 
 def _seconds_of_a_call(axis: Axis, op: str, tensor: torch.Tensor) -> float:
-    """Time a call: the slowest member's time, in the best round."""
+    """Time a call: the slowest member's time, in the best round. Rows go to all members alike."""
+    equal = [tensor.numel() // axis.size] * axis.size
     call: Callable[[], torch.Tensor] = {
         "all_reduce": lambda: axis.all_reduce(tensor, PURPOSE).wait(),
         "all_gather": lambda: axis.all_gather(tensor, PURPOSE).wait(),
         "reduce_scatter": lambda: axis.reduce_scatter(tensor, PURPOSE).wait(),
         "all_to_all": lambda: axis.all_to_all(tensor.view(axis.size, -1), PURPOSE).wait(),
+        "all_to_all_rows": lambda: axis.all_to_all_rows(tensor, equal, equal, PURPOSE).wait(),
     }[op]
 
     def together(num_calls: int) -> float:

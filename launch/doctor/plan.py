@@ -14,7 +14,7 @@ from models.predict.terms import accumulation_bytes
 from models.predict.traffic import BYTES_PER_ELEMENT, expected_traffic
 from models.specs import num_parameters
 
-AXES = ("tp", "cp", "kv_replicas", "dp", "ends", "pp_forward", "pp_backward")
+AXES = ("tp", "cp", "kv_replicas", "sample", "experts", "expert_dp", "dp", "ends", "pp_forward", "pp_backward")
 """Axes in the order of measuring; `world` carries a few bytes a step only."""
 
 NODE_PATH_BYTES = 4 * 2**20
@@ -46,7 +46,14 @@ def message_sizes(config: Config, sizes: ParallelSizes) -> list[Size]:
 
 
 def _ranks(axis: str, config: Config, sizes: ParallelSizes) -> int:
-    others = {"dp": sizes.dp_cp, "kv_replicas": max(1, sizes.tp // config.model.kv_heads), "ends": sizes.num_ends}
+    others = {
+        "dp": sizes.dp_cp,
+        "kv_replicas": max(1, sizes.tp // config.model.kv_heads),
+        "sample": sizes.cp * sizes.tp,
+        "experts": sizes.expert_ranks,
+        "expert_dp": sizes.expert_dp,
+        "ends": sizes.num_ends,
+    }
     return others.get(axis) or sizes.size(axis.partition("_")[0])
 
 
@@ -54,7 +61,8 @@ def _called_bytes(op: str, size: int, wire: int) -> int:
     """Invert `models.predict.traffic.wire_bytes`."""
     if op == "all_reduce":
         return wire * size // (2 * (size - 1))
-    if op in ("reduce_scatter", "all_to_all"):
+    if op in ("reduce_scatter", "all_to_all", "all_to_all_rows"):
+        # Of rows, those that stay on the rank are as many as any rank's.
         return wire * size // (size - 1)
     return wire // (size - 1) if op == "all_gather" else wire
 

@@ -8,7 +8,7 @@ The rules are those of `engine.pipeline.rendezvous`, for every call and not only
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine.comm.ledger import Event
@@ -30,19 +30,21 @@ class Replayed:
     messages: dict[str, int]
 
 
-def replay(logs: Mapping[int, Sequence[Event]], grid: RankGrid, kv_heads: int | None) -> Replayed:
+def replay(
+    logs: Mapping[int, Sequence[Event]], grid: RankGrid, kv_heads: int | None, *, has_experts: bool = False
+) -> Replayed:
     """Run the ledgers of some ranks to their end.
 
     Args:
         logs: posts and waits of each rank, in order; marks are passed over. Members of a communicator that have no log are
             taken for copies of those that have: they come to each call when these do. A pipeline must be whole.
         grid: of all ranks.
-        kv_heads: of the model, as for `Topology`.
+        kv_heads, has_experts: of the model, as for `Topology`.
 
     Raises:
         ScheduleError: two ends of a call differ, or ranks wait for each other for ever; the message names ranks and calls.
     """
-    return _Replay(logs, grid, kv_heads).run()
+    return _Replay(logs, axis_groups(grid, kv_heads, has_experts=has_experts)).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +58,13 @@ class _Content:
 
 
 class _Replay:
-    def __init__(self, logs: Mapping[int, Sequence[Event]], grid: RankGrid, kv_heads: int | None) -> None:
+    def __init__(
+        self, logs: Mapping[int, Sequence[Event]], groups: Iterable[tuple[str, Sequence[tuple[int, ...]], str]]
+    ) -> None:
         self.communicators: dict[tuple[int, str], Communicator] = {
             (rank, axis): (ranks, channel)
-            for axis, groups, channel in axis_groups(grid, kv_heads)
-            for ranks in groups
+            for axis, members, channel in groups
+            for ranks in members
             for rank in ranks
             if rank in logs
         }
@@ -114,7 +118,9 @@ class _Replay:
             )
         if events[0].peer < 0:
             (event,) = events
-            return Call(communicator, collective=_Content(event.op, event.dtype, event.numel, event))
+            # Each rank has other rows, and counts those that leave it.
+            numel = 0 if event.op == "all_to_all_rows" else event.numel
+            return Call(communicator, collective=_Content(event.op, event.dtype, numel, event))
         messages = []
         for event in events:
             peer = communicator[0][event.peer]

@@ -3,15 +3,18 @@
 from collections.abc import Sequence
 from contextlib import closing
 
+import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from engine.data.synthetic import SyntheticDataset
+from engine.step import Engine
 from engine.train import build
 from launch.rank.batches import open_batches
 from launch.rank.join import Rank, join_run
 from models.gpt.chunk import build_chunks
+from models.predict.experts.traffic import Choices
 from models.predict.traffic import Flow, Volume, expected_traffic, measured_traffic
 
 Traffic = dict[Flow, Volume]
@@ -34,10 +37,21 @@ def one_step(rank: Rank) -> tuple[Traffic, Traffic]:
     engine = build(config, topology, build_chunks)
     dataset = SyntheticDataset(config.train.seed, config.model.vocab_size, config.model.seq_length)
     with closing(open_batches(config, topology, dataset)) as batches:
-        for _ in range(2):
-            engine.train_step(batches.next_step(), config.optimizer.lr)
-    expected = expected_traffic(config, topology.sizes, topology.coordinates, engine.stages)
-    return measured_traffic(topology.ledger.posted), expected
+        engine.train_step(batches.next_step(), config.optimizer.lr)
+        sums = engine.forward_backward(batches.next_step())
+        # The update sums them over all ranks.
+        chosen = None if engine.load is None else engine.load.counts.clone()
+        engine.update(sums, config.optimizer.lr).wait()
+    measured = measured_traffic(topology.ledger.posted)
+    choices = None if chosen is None else choices_of_group(engine, chosen)
+    return measured, expected_traffic(config, topology.sizes, topology.coordinates, engine.stages, choices)
+
+
+def choices_of_group(engine: Engine, chosen: torch.Tensor) -> Choices:
+    """Gather the choices of a step, int64 [layers, E] of this rank's tokens, from the ranks that share its experts."""
+    assert engine.load is not None, "a model with experts counts their load"
+    of_ranks = engine.topology.axis("experts").all_gather(chosen.unsqueeze(0), "traffic").wait().tolist()
+    return {layer: [rank[row] for rank in of_ranks] for row, layer in enumerate(engine.load.layers)}
 
 
 def show(console: Console, rank: Rank, measured: Traffic, expected: Traffic, num_differing: int) -> None:
@@ -76,3 +90,7 @@ def show(console: Console, rank: Rank, measured: Traffic, expected: Traffic, num
     else:
         console.print(f"All {world_size} ranks posted exactly the calls and bytes that their formulas predict.")
         console.print("Wire bytes are ring theory; a receive is counted by its sender.")
+        if any(flow.op == "all_to_all_rows" for flow in measured):
+            console.print(
+                "Bytes of all-to-all-rows follow from the choices of experts, which were counted in this step."
+            )

@@ -23,10 +23,11 @@ def open_heartbeat(rank: int, directory: RunDirectory) -> Heartbeat:
 
 def open_hang_watch(engine: Engine, heartbeat: Heartbeat, directory: RunDirectory, telemetry: Telemetry) -> HangWatch:
     """Make the watch over this rank's heartbeat; it is to be started."""
-    topology, rank = engine.topology, engine.topology.rank
+    topology, rank, model = engine.topology, engine.topology.rank, engine.config.model
+    groups = axis_groups(topology.grid, model.kv_heads, has_experts=model.has_experts)
     layout = RunLayout(
         topology.grid,
-        {name: groups for name, groups, _ in axis_groups(topology.grid, engine.config.model.kv_heads)},
+        {name: members for name, members, _ in groups},
         engine.schedule,
         engine.forward_programs.schedule,
     )

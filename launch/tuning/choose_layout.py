@@ -134,7 +134,8 @@ def _fit(least: _Least, machine: Machine, usable_bytes: int) -> ChosenLayout | N
     sizes, is_gpu = least.sizes, machine.is_gpu
     if least.held.total > usable_bytes:
         return None
-    connections = max(communicator_bytes(sizes, least.trial.model.kv_heads)) if is_gpu else 0
+    model = least.trial.model
+    connections = max(communicator_bytes(sizes, model.kv_heads, has_experts=model.has_experts)) if is_gpu else 0
     # Whole megabytes, to be read; rounded down, so that the communicators fit as well.
     memory_gb = floor((usable_bytes - connections) / 10**6) / 1000
     if memory_gb <= 0:

@@ -31,28 +31,41 @@ MESSAGE_AXES = ("pp_forward", "pp_backward")
 """The axes whose communicators send and receive."""
 
 
-def communicator_bytes(sizes: ParallelSizes, kv_heads: int | None) -> tuple[int, ...]:
+def communicator_bytes(sizes: ParallelSizes, kv_heads: int | None, *, has_experts: bool = False) -> tuple[int, ...]:
     """Estimate the bytes of all connected communicators of a rank, by pipeline index.
 
     Args:
         kv_heads: key/value heads of the model; None: as many as query heads.
+        has_experts: the model's, whose tokens and gradients have groups of their own.
     """
     # Which axes share a group, and which neighbours a rank has, depends on dp and cp only up to 2 and on pp only up to 3. So a
-    # small grid represents a large one, whose groups would take long to list.
-    small = replace(sizes, pp=min(sizes.pp, 3), dp=min(sizes.dp, 2), cp=min(sizes.cp, 2))
+    # small grid represents a large one, whose groups would take long to list. Ranks that share experts may take all of cp.
+    cp = min(sizes.cp, 2) if sizes.expert_ranks == 1 else sizes.cp
+    small = replace(sizes, pp=min(sizes.pp, 3), dp=_fewest_dp(sizes), cp=cp)
     grid = RankGrid(small, allow_tp_across_nodes=True)
-    by_stage = [
-        sum(connections_of(axes, len(ranks)) for ranks, axes in communicators(grid, grid.rank(pp=pp), kv_heads))
-        * (RECEIVE_BYTES + SEND_BYTES)
-        for pp in range(small.pp)
-    ]
+    by_stage = []
+    for pp in range(small.pp):
+        groups = communicators(grid, grid.rank(pp=pp), kv_heads, has_experts=has_experts)
+        connections = sum(connections_of(axes, len(ranks)) for ranks, axes in groups)
+        by_stage.append(connections * (RECEIVE_BYTES + SEND_BYTES))
     return tuple(by_stage[-1 if pp == sizes.pp - 1 else min(pp, 1)] for pp in range(sizes.pp))
 
 
-def communicators(grid: RankGrid, rank: int, kv_heads: int | None) -> list[tuple[tuple[int, ...], list[str]]]:
+def _fewest_dp(sizes: ParallelSizes) -> int:
+    """Return the fewest dp ranks, at most 2 if possible, that hold whole sets of experts, and two of each where there are two."""
+    for dp in range(min(sizes.dp, 2), sizes.dp):
+        num_sets, rest = divmod(sizes.tp * sizes.cp * dp, sizes.expert_ranks)
+        if rest == 0 and num_sets >= min(2, sizes.expert_dp):
+            return dp
+    return sizes.dp
+
+
+def communicators(
+    grid: RankGrid, rank: int, kv_heads: int | None, *, has_experts: bool = False
+) -> list[tuple[tuple[int, ...], list[str]]]:
     """List the process groups of a rank with more than one member: (members, axes that share the group)."""
     found: dict[tuple[tuple[int, ...], str], list[str]] = {}
-    for name, groups, channel in axis_groups(grid, kv_heads):
+    for name, groups, channel in axis_groups(grid, kv_heads, has_experts=has_experts):
         ranks = next((ranks for ranks in groups if rank in ranks), ())
         if len(ranks) > 1:
             found.setdefault((ranks, channel), []).append(name)

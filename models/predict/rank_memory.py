@@ -229,7 +229,8 @@ class _Pipeline:
             held[one] = memo[key]
         connected = "communicators", sizes
         if connected not in memo:
-            memo[connected] = communicator_bytes(sizes, config.model.kv_heads)
+            model = config.model
+            memo[connected] = communicator_bytes(sizes, model.kv_heads, has_experts=model.has_experts)
         communicators: tuple[int, ...] = memo[connected] if nccl else (0,) * sizes.pp
         message = _message_bytes(config)
         found = []

@@ -15,6 +15,7 @@ whole tensor, n ranks: all-reduce 2 (n-1)/n N, all-gather, reduce-scatter and al
                       (`recompute.gathered_kv`), and a reduce-scatter of their gradients, each in pieces of heads;
                       latents: a gather forward (+ 1 recomputed) and a reduce-scatter of gradients, of r_kv + dr numbers per token
                       ulysses: an all-to-all of q, k and v and one of the output, each way (+ 2 recomputed)
+    layer, experts    of an MLP's calls those of the shared experts alone, and what `models/predict/experts/traffic.py` counts
 """
 
 from collections import Counter
@@ -22,19 +23,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.comm.agreement import NUM_NUMBERS
-from engine.comm.ledger import CROSS_ENTROPY, HEADS, KEYS_AND_VALUES, QK_NORM, REPLICA_GRADIENTS, Event
+from engine.comm.ledger import CROSS_ENTROPY, EXPERTS, HEADS, KEYS_AND_VALUES, QK_NORM, REPLICA_GRADIENTS, Event
 from engine.config.context_parallel import gathers_keys, heads_of_pieces, local_kv_heads
+from engine.config.moe import dispatch_of
 from engine.config.plan import batch_plan, local_seq_length, part_length
 from engine.config.tree import Config
 from engine.layout.rank_grid import Coordinates, ParallelSizes
-from engine.layout.shard_spec import ParamRecord, localize
+from engine.layout.shard_spec import ExpertPlace, ParamRecord, localize
 from engine.pipeline import schedules
 from engine.pipeline.actions import Kind
+from models.predict.experts.traffic import TOKENS, Choices, expert_calls, row_calls
 from models.predict.rank_memory import resolve_recompute
 from models.specs import StageContents, stage_specs
 
 BYTES_PER_ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4, "float64": 8}
 
+COUNT_BYTES = 8
+"""Bytes of a count of choices."""
 
 HAND_OVER = "hand-over"
 """All messages between stages: activations, and their gradients."""
@@ -59,7 +64,7 @@ class Volume:
 
 def wire_bytes(op: str, size: int, num_bytes: int) -> int:
     """Return the ring cost per rank. `num_bytes` is what the ledger's numel counts: the whole tensor, but the shard for
-    all-gather.
+    all-gather, and of rows those that go to other ranks.
     """
     if op == "all_reduce":
         return 2 * (size - 1) * num_bytes // size
@@ -67,7 +72,8 @@ def wire_bytes(op: str, size: int, num_bytes: int) -> int:
         return (size - 1) * num_bytes // size
     if op == "all_gather":
         return (size - 1) * num_bytes
-    return num_bytes if op == "send" else 0
+    # Rows are counted without those that stay on the rank.
+    return num_bytes if op in ("send", "all_to_all_rows") else 0
 
 
 class _Tally:
@@ -82,16 +88,29 @@ class _Tally:
             self.calls[flow] += calls
             self.bytes[flow] += calls * wire_bytes(op, size, num_bytes)
 
+    def add_uneven(self, axis: str, purpose: str, op: str, size: int, num_bytes: int, calls: int) -> None:
+        """Add `calls` calls that put `num_bytes` on the wire, all together."""
+        if size > 1:
+            flow = Flow(axis, purpose, op)
+            self.calls[flow] += calls
+            self.bytes[flow] += num_bytes
+
     def volumes(self) -> dict[Flow, Volume]:
         return {flow: Volume(self.calls[flow], self.bytes[flow]) for flow in sorted(self.calls)}
 
 
 def expected_traffic(
-    config: Config, sizes: ParallelSizes, at: Coordinates, stages: Sequence[StageContents]
+    config: Config,
+    sizes: ParallelSizes,
+    at: Coordinates,
+    stages: Sequence[StageContents],
+    choices: Choices | None = None,
 ) -> dict[Flow, Volume]:
     """Compute the traffic of one training step on the rank at these coordinates.
 
-    `stages` are the contents of all pipeline stages in order: a rank holds every pp-th, or in a V the r-th from both ends.
+    Args:
+        stages: contents of all pipeline stages in order: a rank holds every pp-th, or in a V the r-th from both ends.
+        choices: of experts in the step, on which the bytes of dispatch by all-to-all depend; None: all experts get equally many.
     """
     config = resolve_recompute(config, sizes)
     tally = _Tally()
@@ -101,8 +120,12 @@ def expected_traffic(
         _tensor_parallel(tally, config, sizes, stage, stages[stage])
         _context_parallel(tally, config, sizes, stages[stage])
         _pipeline(tally, config, sizes, stage, num_stages)
+        _experts(tally, config, sizes, at, stages[stage], choices)
     _data_parallel(tally, config, sizes, at, [stages[stage] for stage in mine])
     tally.add("world", "step", "all_reduce", sizes.world_size, NUM_NUMBERS * BYTES_PER_ELEMENT["float64"])
+    if config.model.moe is not None:
+        load = len(config.model.expert_layers) * config.model.moe.num_experts * COUNT_BYTES
+        tally.add("world", f"{EXPERTS} load", "all_reduce", sizes.world_size, load)
     return tally.volumes()
 
 
@@ -127,26 +150,32 @@ def _tensor_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, number
     shard = whole // t
     tokens = config.train.micro_batch_size * part_length(config)
     num_layers, recomputed = len(stage.layers), _recomputed_layers(config, stage)
+    # Attention and an MLP are a branch each, of a column- and a row-parallel layer; experts alone are none.
+    mlps = sum(_has_mlp(config, layer) for layer in stage.layers)
+    mlps_again = sum(_has_mlp(config, layer) for layer in stage.layers[:recomputed])
+    branches, repeated = num_layers + mlps, recomputed + mlps_again
+    *attention, of_mlp = _entries(config)
+    counted = [*((each, num_layers, recomputed) for each in attention), (of_mlp, mlps, mlps_again)]
     entries = [
-        (width * tokens * BYTES_PER_ELEMENT[config.precision.dtype], is_regathered)
-        for width, is_regathered in _entries(config)
+        (width * tokens * BYTES_PER_ELEMENT[config.precision.dtype], is_regathered, count, count_again)
+        for (width, is_regathered), count, count_again in counted
     ]
     if config.parallel.sequence_parallel:
         again = 0 if config.recompute.gathered_inputs == "keep" else 1
-        for entering, is_regathered in entries:
-            gathers = (1 + again * is_regathered) * num_layers + recomputed
+        for entering, is_regathered, count, count_again in entries:
+            gathers = (1 + again * is_regathered) * count + count_again
             tally.add("tp", "activations", "all_gather", t, entering // t, m * gathers)
-            tally.add("tp", "activations", "reduce_scatter", t, entering, m * num_layers)
-        gathers = 2 * num_layers + stage.has_embedding + (1 + again) * stage.has_head
+            tally.add("tp", "activations", "reduce_scatter", t, entering, m * count)
+        gathers = branches + stage.has_embedding + (1 + again) * stage.has_head
         # A deferred weight gradient of a row-parallel layer gathers its output's gradient once more.
-        waiting = 2 * num_layers * _deferred_microbatches(config, sizes, number)
-        scatters = 2 * num_layers + 2 * recomputed + stage.has_embedding + stage.has_head
+        waiting = branches * _deferred_microbatches(config, sizes, number)
+        scatters = branches + repeated + stage.has_embedding + stage.has_head
         tally.add("tp", "activations", "all_gather", t, shard, m * gathers + waiting)
         tally.add("tp", "activations", "reduce_scatter", t, whole, m * scatters)
     else:
-        for entering, _ in entries:
-            tally.add("tp", "activations", "all_reduce", t, entering, m * num_layers)
-        reduces = 2 * num_layers + 2 * recomputed + stage.has_embedding + stage.has_head
+        for entering, _, count, _ in entries:
+            tally.add("tp", "activations", "all_reduce", t, entering, m * count)
+        reduces = branches + repeated + stage.has_embedding + stage.has_head
         tally.add("tp", "activations", "all_reduce", t, whole, m * reduces)
     element = max(4, BYTES_PER_ELEMENT[config.precision.dtype])
     if config.model.qk_norm == "all_heads":
@@ -204,6 +233,39 @@ def _recomputed_layers(config: Config, stage: StageContents) -> int:
     return num_layers if config.recompute.method == "uniform" else min(num_layers, config.recompute.num_layers)
 
 
+def _has_mlp(config: Config, layer: int) -> bool:
+    """Return whether a layer has an MLP that is cut over tp: a dense one, or shared experts."""
+    moe = config.model.moe
+    return moe is None or not config.model.layer_kind(layer).has_experts or moe.shared_experts > 0
+
+
+def _experts(
+    tally: _Tally,
+    config: Config,
+    sizes: ParallelSizes,
+    at: Coordinates,
+    stage: StageContents,
+    choices: Choices | None,
+) -> None:
+    """Add what layers with experts send: their tokens and outputs, and the fractions of each sample's choices."""
+    again = _recomputed_layers(config, stage)
+    member = ((at.dp * sizes.cp + at.cp) * sizes.tp + at.tp) % (sizes.ep * sizes.etp)
+    axis_sizes = {"experts": sizes.ep * sizes.etp, "sample": sizes.cp * sizes.tp, "tp": sizes.tp}
+    m, element = batch_plan(config, sizes.dp).num_microbatches, BYTES_PER_ELEMENT[config.precision.dtype]
+    for place, layer in enumerate(stage.layers):
+        if not config.model.layer_kind(layer).has_experts:
+            continue
+        chosen = None if choices is None else choices[layer]
+        for call in expert_calls(config, sizes, m, element, is_again=place < again):
+            size = axis_sizes[call.axis]
+            tally.add(call.axis, call.purpose, call.op, size, call.num_bytes, call.calls)
+        if dispatch_of(config) == "all_to_all":
+            for purpose, calls, num_bytes in row_calls(
+                config, sizes, member, chosen, m, element, is_again=place < again
+            ):
+                tally.add_uneven("experts", purpose, "all_to_all_rows", axis_sizes["experts"], num_bytes, calls)
+
+
 def _pipeline(tally: _Tally, config: Config, sizes: ParallelSizes, stage: int, num_stages: int) -> None:
     m = batch_plan(config, sizes.dp).num_microbatches
     num_bytes = _activation_bytes(config, local_seq_length(config))
@@ -229,21 +291,32 @@ def _data_parallel(
         for spec in stage_specs(config.model, stage):
             records.setdefault(
                 spec.name,
-                localize(spec, tp=sizes.tp, tp_index=at.tp, sequence_parallel=config.parallel.sequence_parallel),
+                localize(
+                    spec,
+                    tp=sizes.tp,
+                    tp_index=at.tp,
+                    sequence_parallel=config.parallel.sequence_parallel,
+                    # All have equally many, and of equal shapes.
+                    experts=ExpertPlace(sizes.ep, 0, sizes.etp, 0),
+                ),
             )
     axis_sizes = {
         "tp": sizes.tp,
         "kv_replicas": max(1, sizes.tp // config.model.kv_heads),
         "ends": sizes.num_ends,
     }
-    keys = dict.fromkeys((record.replicas, record.sum_over) for record in records.values())
+    # What is not trained has no gradient, and every rank changes it alike.
+    trained = [record for record in records.values() if record.spec.is_trained]
+    keys = dict.fromkeys((record.replicas, record.sum_over, record.reduce_over) for record in trained)
     for key in keys:
-        held = [record for record in records.values() if (record.replicas, record.sum_over) == key]
-        for numel in _bucket_numels(held, config.optimizer.bucket_bytes // main_grad, 64 * sizes.dp_cp):
-            tally.add("dp", "gradients", "reduce_scatter", sizes.dp_cp, numel * main_grad)
-            tally.add("dp", "parameters", "all_gather", sizes.dp_cp, numel * element // sizes.dp_cp)
-            if key[1] is not None:
-                tally.add(key[1], REPLICA_GRADIENTS, "all_reduce", axis_sizes[key[1]], numel * main_grad // sizes.dp_cp)
+        _, sum_over, axis = key
+        owners = sizes.dp_cp if axis == "dp" else sizes.dp_cp * sizes.tp // (sizes.ep * sizes.etp)
+        held = [record for record in trained if (record.replicas, record.sum_over, record.reduce_over) == key]
+        for numel in _bucket_numels(held, config.optimizer.bucket_bytes // main_grad, 64 * owners):
+            tally.add(axis, "gradients", "reduce_scatter", owners, numel * main_grad)
+            tally.add(axis, "parameters", "all_gather", owners, numel * element // owners)
+            if sum_over is not None:
+                tally.add(sum_over, REPLICA_GRADIENTS, "all_reduce", axis_sizes[sum_over], numel * main_grad // owners)
 
 
 def _bucket_numels(records: Iterable[ParamRecord], bucket_numel: int, multiple: int) -> list[int]:
@@ -276,6 +349,8 @@ def measured_traffic(posted: Iterable[Event]) -> dict[Flow, Volume]:
         elif event.axis == "cp":
             purpose = HEADS if event.op == "all_to_all" else KEYS_AND_VALUES
         elif event.axis == "tp" and purpose != REPLICA_GRADIENTS:
-            purpose = next((name for name in (CROSS_ENTROPY, QK_NORM) if purpose.startswith(name)), "activations")
+            is_cut = purpose.endswith(TOKENS)
+            others = TOKENS if is_cut else "activations"
+            purpose = next((name for name in (CROSS_ENTROPY, QK_NORM) if purpose.startswith(name)), others)
         tally.add(event.axis, purpose, event.op, event.group_size, event.numel * event.dtype.itemsize)
     return tally.volumes()

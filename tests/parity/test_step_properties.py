@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from engine.comm.ledger import ATTENTION, KEYS_AND_VALUES, Event
 from engine.config.context_parallel import exposed_share
+from launch.footprint.traffic import choices_of_group
 from models.gpt.block import Block
 from models.predict.traffic import Flow, Volume, expected_traffic, measured_traffic
 from tests.engine.comm.test_collectives import CountCalls
@@ -23,6 +24,7 @@ from tests.parity.cases import Case, assemble, build_rank, owned_pieces, run_cas
 pytestmark = pytest.mark.distributed
 
 C10D_NAMES = {
+    "all_to_all_rows": "alltoall_base_",
     "all_reduce": "allreduce_",
     "reduce_scatter": "alltoall_base_",
     "all_gather": "_allgather_base_",
@@ -107,6 +109,24 @@ TRAFFIC = [
         global_batch_size=3,
     ),
     Case("mla", tp=2, num_layers=3, global_batch_size=3),
+    Case("deepseek", tp=2, dp=2, ep=2, micro_batch_size=2, recompute=("full", "block", 2), global_batch_size=12),
+    Case(
+        "deepseek", tp=2, etp=2, dp=2, ep=2, dispatch="all_to_all", recompute=("full", "block", 3), global_batch_size=6
+    ),
+    Case(
+        "moe losses",
+        tp=2,
+        cp=2,
+        pp=2,
+        ep=4,
+        num_layers=6,
+        dispatch="all_to_all",
+        sequence_parallel=True,
+        schedule="zb_h1",
+        dtype="bf16",
+        global_batch_size=3,
+    ),
+    Case("moe one of many", tp=2, dp=4, ep=2, etp=2, num_layers=3, sequence_parallel=True, bucket_bytes=1),
 ]
 """Few layers and microbatches, but in most cases numbers of their own: a formula with one size for another is seen."""
 
@@ -116,8 +136,9 @@ def traffic_of_a_step(rank: int, case: Case, plant: bool) -> tuple[dict[Flow, Vo
     engine, batches = build_rank(rank, case)
     engine.train_step(batches.next_step(), 1e-3)
     with CountCalls() as calls:
-        microbatches = batches.next_step()
-        engine.train_step(microbatches, 1e-3)
+        sums = engine.forward_backward(batches.next_step())
+        chosen = None if engine.load is None else engine.load.counts.clone()
+        engine.update(sums, 1e-3).wait()
         if plant:
             dist.all_reduce(torch.zeros(1))
     batches.close()
@@ -125,7 +146,8 @@ def traffic_of_a_step(rank: int, case: Case, plant: bool) -> tuple[dict[Flow, Vo
     in_ledger = sorted(C10D_NAMES[event.op] for event in posted)
     differing = 0 if sorted(calls.names) == in_ledger else abs(len(calls.names) - len(in_ledger)) or -1
     config, topology = engine.config, engine.topology
-    expected = expected_traffic(config, topology.sizes, topology.coordinates, engine.stages)
+    choices = None if chosen is None else choices_of_group(engine, chosen)
+    expected = expected_traffic(config, topology.sizes, topology.coordinates, engine.stages, choices)
     return measured_traffic(posted), expected, len(posted), differing
 
 

@@ -68,3 +68,22 @@ def test_a_small_grid_stands_for_the_whole_one(tp: int, pp: int, dp: int, cp: in
         for stage in range(pp)
     ]
     assert communicator_bytes(sizes, kv_heads) == tuple(by_rank)
+
+
+def test_ranks_that_share_experts_have_groups_of_their_own() -> None:
+    def experts_of(sizes: ParallelSizes) -> list[list[str]]:
+        return [axes for _, axes in communicators(RankGrid(sizes), 0, None, has_experts=True)]
+
+    assert experts_of(ParallelSizes(dp=4, ep=4)) == [["world", "dp", "experts"]]
+    assert experts_of(ParallelSizes(tp=2, dp=2, ep=2)) == [["world"], ["tp", "sample", "experts"], ["dp", "expert_dp"]]
+    assert experts_of(ParallelSizes(dp=4, ep=2)) == [["world", "dp"], ["experts"], ["expert_dp"]]
+
+
+@given(tp=st.sampled_from([1, 2, 3]), dp=st.sampled_from([1, 2, 4, 6, 8]), ep=st.sampled_from([1, 2, 3, 4, 8]))
+def test_a_small_grid_has_the_connections_of_a_large_one_with_experts(tp: int, dp: int, ep: int) -> None:
+    if tp * dp % ep:
+        return
+    sizes = ParallelSizes(tp=tp, dp=dp, ep=ep)
+    groups = communicators(RankGrid(sizes), 0, None, has_experts=True)
+    counted = sum(connections_of(axes, len(ranks)) for ranks, axes in groups) * CONNECTION_BYTES
+    assert communicator_bytes(sizes, None, has_experts=True) == (counted,)
