@@ -91,7 +91,7 @@ class SavedTensors:
             # A leaf came from another stage: the executor holds it for its gradient.
             layer.stays |= {_identity(tensor) for tensor in ((x,) if x.is_leaf else ())} | set(map(_identity, shared))
         with self._opened(layer, hooks=moves or (self._has_hooks and not whole)):
-            y = recompute(partial(self._remembering, _Memo(), function), x) if whole else function(x)
+            y = recompute(partial(self._remembering, _Memo(self._on_saved), function), x) if whole else function(x)
         if self.host is not None:
             self._pass_on(layer, y)
         return y
@@ -198,9 +198,13 @@ def _begin_backward(layer: "_Layer", below: "_Layer | None") -> None:
 
 
 class _Memo:
-    """The results of a layer's `once`, in order: recorded in its forward, given again in its replay."""
+    """The results of a layer's `once`, in order: recorded in its forward, given again in its replay.
 
-    def __init__(self) -> None:
+    `on_saved` is called with the tensors among them, and in a tuple.
+    """
+
+    def __init__(self, on_saved: Callable[[torch.Tensor], None]) -> None:
+        self._on_saved = on_saved
         self._results: list[Any] = []
         self._next = 0
 
@@ -212,10 +216,14 @@ class _Memo:
     def next(self, function: Callable[[], Result]) -> Result:
         """Return the recorded result, or record one."""
         if self._next == len(self._results):
-            self._results.append(function())
+            result = function()
+            for each in result if isinstance(result, tuple) else (result,):
+                if isinstance(each, torch.Tensor):
+                    self._on_saved(each)
+            self._results.append(result)
         self._next += 1
-        result: Result = self._results[self._next - 1]
-        return result
+        recorded: Result = self._results[self._next - 1]
+        return recorded
 
 
 class _Source:

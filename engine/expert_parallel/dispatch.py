@@ -16,6 +16,7 @@ With etp > 1 the ranks of an expert hold columns of it: each gets the same rows,
 The backward of each half is the other half's forward: gradients of outputs go the way of tokens, those of rows the way of outputs.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -66,22 +67,48 @@ class ExpertGroup:
         place: of this rank.
         moe: the model's experts.
         on_overflow: called with the rows that did not fit, an int64 scalar on the device.
+        on_kept: called with each tensor of indices that is held for a backward.
     """
 
     axis: Axis
     place: ExpertPlace
     moe: MoEConfig
     on_overflow: Callable[[torch.Tensor], None]
+    on_kept: Callable[[torch.Tensor], None] = lambda tensor: None
 
     @property
     def num_local(self) -> int:
         """Return the number of experts on this rank."""
         return self.moe.num_experts // self.place.ep
 
+    def keep(self, *indices: torch.Tensor) -> None:
+        """Report indices of rows, which the backward needs if there is one."""
+        if torch.is_grad_enabled():
+            for each in indices:
+                self.on_kept(each)
+
     def local_numbers(self, experts: torch.Tensor) -> torch.Tensor:
         """Return experts' numbers among those of this rank; `num_local` for all others."""
         local = experts - self.place.ep_index * self.num_local
         return local.where((local >= 0) & (local < self.num_local), self.num_local)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownRows:
+    """Numbers of rows that the host knows beforehand, and does not read: in a footprint, tensors have no values.
+
+    Attributes:
+        to_members: int [n][E / ep], rows for each local expert of each member.
+        from_members: rows that each member sends to this rank's experts.
+    """
+
+    to_members: Sequence[Sequence[int]]
+    from_members: Sequence[Sequence[int]]
+
+    def ends(self, most: int) -> list[int]:
+        """Return the end of each local expert's rows, of which there are at most so many."""
+        of_expert = (sum(counts) for counts in zip(*self.from_members, strict=True))
+        return [min(end, most) for end in itertools.accumulate(of_expert)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +165,11 @@ def sum_by_token(rows: torch.Tensor, tokens: torch.Tensor, num_tokens: int) -> t
 
 
 class GatherDispatch:
-    """Dispatch by all-gather and reduce-scatter."""
+    """Dispatch by all-gather and reduce-scatter; `known` rows need not be read."""
 
     def __init__(self, group: ExpertGroup) -> None:
         self._group = group
+        self.known: KnownRows | None = None
 
     def begin(self, experts: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], Dispatched]:
         """Post the gather of the choice."""
@@ -153,6 +181,9 @@ class GatherDispatch:
             whole = gathered.wait()
             pick = lambda: _Picked.of(group, whole, num_rows)  # noqa: E731 - under the gather of the tokens
             rows, row_weights, picked = _Gather.apply(x, weights, pick, group.axis)
+            group.keep(picked.tokens, picked.slots)
+            if self.known is not None:
+                picked.ends.host = self.known.ends(num_rows)
             return Dispatched(rows, row_weights, picked.ends, lambda out: _Scatter.apply(out, picked, group.axis))
 
         return dispatch
@@ -248,10 +279,11 @@ class _Exchange:
 
 
 class ExchangeDispatch:
-    """Dispatch by all-to-all."""
+    """Dispatch by all-to-all; the numbers of `known` rows are exchanged and not read."""
 
     def __init__(self, group: ExpertGroup) -> None:
         self._group = group
+        self.known: KnownRows | None = None
 
     def begin(self, experts: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], Dispatched]:
         """Post the exchange of the numbers of rows."""
@@ -265,8 +297,12 @@ class ExchangeDispatch:
         def dispatch(x: torch.Tensor, weights: torch.Tensor) -> Dispatched:
             from_members = posted.wait()
             self._group.axis.ledger.mark("host_read", f"{EXPERTS} counts")
-            numbers = torch.stack((to_members, from_members)).tolist()
-            exchange = self._plan(experts, numbers[0], numbers[1])
+            if self.known is None:
+                numbers = torch.stack((to_members, from_members)).tolist()
+                exchange = self._plan(experts, numbers[0], numbers[1])
+            else:
+                exchange = self._plan(experts, self.known.to_members, self.known.from_members)
+            group.keep(exchange.tokens, exchange.slots, exchange.by_expert, exchange.from_expert)
             rows, row_weights = _There.apply(x, weights, exchange)
             return Dispatched(rows, row_weights, exchange.ends, lambda out: _Back.apply(out, exchange))
 

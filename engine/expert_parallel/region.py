@@ -1,6 +1,9 @@
 """The environment of a chunk's layers with experts: routing rule, form of dispatch, load, built once per rank."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+
+import torch
 
 from engine.comm.topology import Topology
 from engine.config.moe import dispatch_of
@@ -31,14 +34,16 @@ class ExpertRegion:
     cuts_tokens: bool
 
     @classmethod
-    def of(cls, config: Config, topology: Topology) -> "ExpertRegion | None":
-        """Build the region of a rank; None where the model has no experts."""
+    def of(
+        cls, config: Config, topology: Topology, on_kept: Callable[[torch.Tensor], None] = lambda tensor: None
+    ) -> "ExpertRegion | None":
+        """Build the region of a rank; None where the model has no experts. `on_kept` is as of `ExpertGroup`."""
         moe = config.model.moe
         if moe is None:
             return None
         load = ExpertLoad(config.model.expert_layers, moe.num_experts, moe.balance.bias_rate, topology.device)
         group = ExpertGroup(
-            topology.axis("experts"), topology.sizes.expert_place(topology.rank), moe, load.add_overflow
+            topology.axis("experts"), topology.sizes.expert_place(topology.rank), moe, load.add_overflow, on_kept
         )
         dispatch: Dispatch = ExchangeDispatch(group)
         if dispatch_of(config) == "all_gather":

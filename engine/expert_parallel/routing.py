@@ -19,7 +19,7 @@ Choices of a forward that is recomputed are remembered: in other bits a token co
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,8 +32,7 @@ SMALLEST_SUM = 1e-20
 """Added to the sum of a token's chosen scores, as in the families that normalise."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """The experts of T tokens.
 
     Attributes:
@@ -112,8 +111,8 @@ def top_experts(scores: torch.Tensor, moe: MoEConfig) -> torch.Tensor:
 
 
 def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    # torch.topk may return any of equal values.
-    return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    # torch.topk may return any of equal values. A view would hold the places of all values.
+    return values.sort(dim=-1, descending=True, stable=True).indices[..., :count].contiguous()
 
 
 def count_values(values: torch.Tensor, count: int) -> torch.Tensor:
