@@ -19,7 +19,8 @@ from engine.kernels.registry import open_kernels
 from engine.layout.rank_grid import Coordinates
 from engine.tensor_parallel.parameter import ShardedParameter
 from engine.train import ModelBuilder, build
-from launch.footprint.run import fake_world, microbatches, require_rank
+from launch.footprint.routing import counts_in_turn, know_rows, known_rows
+from launch.footprint.run import assumed_rows, fake_world, microbatches, require_rank
 
 WEIGHT_STD = 0.02
 
@@ -70,6 +71,8 @@ def real_steps(
         if is_cuda:
             torch.cuda.reset_peak_memory_stats(device)
         engine = build(config, topology, build_model, draw_weights, open_kernels(config, topology, is_alone=True))
+        if config.model.has_experts:
+            know_rows(engine, known_rows(counts_in_turn(config, grid, rank, assumed_rows(config)), grid, rank))
         batches = microbatches(engine)
         seconds = []
         for _ in range(WARM_UP + num_steps):

@@ -35,6 +35,7 @@ from engine.step import Engine
 from engine.train import ModelBuilder, build
 from launch.footprint.memory import Extremes, MemoryKind, MemoryWatch, NewTensor, Peak, SavedTensor
 from launch.footprint.parts import PartBook, Recorder, covers, likenesses
+from launch.footprint.routing import Counts, counts_in_turn, know_rows, known_rows
 
 HEAD_MODULES = ("head", "losses")
 """Modules of the last chunk whose saved tensors are logits."""
@@ -101,9 +102,12 @@ class Footprints:
         config: of the run; `parallel.dp` is given.
         build_model: as for training.
         full: run every microbatch, and add nothing up.
+        counts: choices of experts in every layer and microbatch; None: in turn (`launch/footprint/routing.py`).
     """
 
-    def __init__(self, config: Config, build_model: ModelBuilder, *, full: bool = False) -> None:
+    def __init__(
+        self, config: Config, build_model: ModelBuilder, *, full: bool = False, counts: Counts | None = None
+    ) -> None:
         for key, choice in AS_WRITTEN.items():
             config = with_value(config, key, choice)
         self.config = config
@@ -113,9 +117,16 @@ class Footprints:
         self.stages = stages_of(config)
         self.num_microbatches = batch_plan(config, sizes.dp).num_microbatches
         self.full = full
+        self._counts = counts
         self.program = self._lowered(self.num_microbatches)
         self._short_programs: dict[int, Program] = {}
         self._steps: dict[tuple[object, ...], list[tuple[Footprint, PartBook]]] = {}
+
+    def counts_of(self, rank: int) -> Counts | None:
+        """Return the assumed choices of the ranks that share experts with this one; None: the model has no experts."""
+        if not self.config.model.has_experts or self._counts is not None:
+            return self._counts
+        return counts_in_turn(self.config, self.grid, rank, assumed_rows(self.config))
 
     def of(self, rank: int) -> Footprint:
         """Return the footprint of one rank.
@@ -176,6 +187,8 @@ class Footprints:
             samples = num_microbatches * config.train.micro_batch_size * self.sizes.dp
             train = config.train.model_copy(update={"global_batch_size": samples})
             config = config.model_copy(update={"train": train})
+        # Where they come from are tensors with values.
+        counts = self.counts_of(rank)
         with fake_world(rank, self.sizes.world_size), FakeTensorMode(allow_non_fake_inputs=True):
             topology = Topology(
                 self.grid, rank, CPU, kv_heads=config.model.kv_heads, has_experts=config.model.has_experts
@@ -184,6 +197,8 @@ class Footprints:
                 engine = build(
                     config, topology, self.build_model, fill=lambda parameters, seed: None, on_saved=watch.on_saved
                 )
+                if counts is not None:
+                    know_rows(engine, known_rows(counts, self.grid, rank))
                 measured = watch_step(engine, microbatches(engine), watch)
             topology.close()
         return measured
@@ -245,17 +260,22 @@ def assumed_documents(config: Config) -> list[int] | None:
     return [min(length, s - start) for start in range(0, s, length)]
 
 
+def assumed_rows(config: Config) -> list[list[int]]:
+    """Return the lengths of documents in each sample of a microbatch; without documents that end attention, a sample is one."""
+    lengths = assumed_documents(config)
+    return [[config.model.seq_length] if lengths is None else lengths] * config.train.micro_batch_size
+
+
 def microbatches(engine: Engine) -> list[MicroBatch]:
     """Make the microbatches of a step, all the same; with `data.attention: within`, of `assumed_documents`."""
     config, topology = engine.config, engine.topology
     b, device = engine.plan.micro_batch_size, topology.device
-    lengths = assumed_documents(config)
-    rows = [[config.model.seq_length] if lengths is None else lengths] * b
+    rows = assumed_rows(config)
     part = ContextCut.of(config, topology.sizes, topology.coordinates.cp).part(rows)
     shape = (b, part_length(config))
     ids = torch.zeros(shape, dtype=torch.int64, device=device)
     counted = torch.ones(shape, dtype=torch.bool, device=device)
-    documents = None if lengths is None else Documents.of(rows).map(lambda tensor: tensor.to(device))
+    documents = None if config.data.attention == "across" else Documents.of(rows).map(lambda tensor: tensor.to(device))
     part = None if part is None else part.map(lambda tensor: tensor.to(device))
     one = MicroBatch(ids, ids, counted, ids, list(range(b)), ids.numel(), documents, part)
     return [one] * engine.plan.num_microbatches

@@ -19,11 +19,13 @@ Kept here otherwise than there:
     gathered k and v   of all cp ranks, kept whole (`recompute.gathered_kv`)
     ulysses            q, k and v a second time, for some heads and all tokens, and attention's output once more
     head_tokens        no logits; those of some tokens while the head is at work
+    experts            `models/predict/experts/memory.py`, given the load of the rank's experts
     offload            of the first layers of a chunk only small tensors, or those that are held elsewhere
 
 A term is one tensor, and one storage: what is offloaded is chosen by its bytes.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -34,8 +36,10 @@ from engine.config.plan import part_length
 from engine.config.tree import Config
 from engine.layout.rank_grid import ParallelSizes
 from models.predict.attention_terms import operand_terms, score_terms
+from models.predict.experts.memory import BACKWARD as MLP_BACKWARD
+from models.predict.experts.memory import BALANCED, choice_terms, deferred_expert_terms, expert_terms
 from models.predict.latent_terms import BEHIND_LATENTS, deferred_latents, latent_terms
-from models.predict.terms import BYTES_PER_ELEMENT, INDEX_BYTES, Sizes, Term
+from models.predict.terms import BYTES_PER_ELEMENT, INDEX_BYTES, Sizes, Term, column_input
 from models.specs import StageContents
 
 HEAD_MODULES = ("final_norm", "head", "losses")
@@ -43,14 +47,16 @@ HEAD_MODULES = ("final_norm", "head", "losses")
 LOSS_MASK = "mask"
 
 
-def block_terms(config: Config, sizes: ParallelSizes, layer: int = 0) -> list[Term]:
-    """List the tensors that one transformer layer keeps if it is not recomputed as a whole."""
+def block_terms(config: Config, sizes: ParallelSizes, layer: int = 0, load: Fraction = BALANCED) -> list[Term]:
+    """List the tensors that one transformer layer keeps if it is not recomputed as a whole; `load`: of the rank's experts."""
     parts = config.recompute.parts | ({"activation"} if "mlp" in config.recompute.parts else set())
-    terms = _all_terms(config, sizes, config.model.layer_kind(layer), is_core_again="attention" in parts)
+    terms = _all_terms(config, sizes, config.model.layer_kind(layer), load, is_core_again="attention" in parts)
     return [replace(term, ours=Fraction(0)) if term.part in parts else term for term in terms]
 
 
-def _all_terms(config: Config, sizes: ParallelSizes, kind: LayerKind, *, is_core_again: bool) -> list[Term]:
+def _all_terms(
+    config: Config, sizes: ParallelSizes, kind: LayerKind, load: Fraction, *, is_core_again: bool
+) -> list[Term]:
     """List the tensors that parts of a layer keep; with attention's core recomputed, its operands are kept as they came."""
     at = Sizes.of(config, sizes)
     model = config.model
@@ -58,14 +64,23 @@ def _all_terms(config: Config, sizes: ParallelSizes, kind: LayerKind, *, is_core
     dropped = at.h * at.shard
     nothing = Fraction(0)
     dropout = whole if model.hidden_dropout else nothing
-    terms = [
+    mlp = expert_terms(config, at, sizes, load) if kind.has_experts else _mlp_terms(config, at)
+    return [
         *(_norm_terms(config, at, "attention_norm") if model.norms_before else []),
         *_attention_terms(config, at, kind, is_core_again=is_core_again),
         Term("attention.proj", "input", at.w * at.out, at.w * at.out),
         *(_norm_terms(config, at, "attention_post_norm") if model.norms_after else []),
         Term("attention", "residual dropout", dropped, dropout),
-        *_inputs_of_mlp(config, at),
+        *_behind_attention(config, at, mlp),
+        *(_norm_terms(config, at, "mlp_post_norm") if model.norms_after else []),
+        Term("mlp", "residual dropout", dropped, dropout),
     ]
+
+
+def _mlp_terms(config: Config, at: Sizes) -> list[Term]:
+    """List the tensors of a dense MLP."""
+    model, nothing = config.model, Fraction(0)
+    terms = [column_input(config, at, "mlp.up", "norm" if model.norms_before else "")]
     if model.activation_kind.is_gated:
         # Megatron-LM without fusions keeps the activated gate too; here it is computed again.
         terms += [
@@ -74,32 +89,15 @@ def _all_terms(config: Config, sizes: ParallelSizes, kind: LayerKind, *, is_core
         ]
     else:
         terms.append(Term("mlp", "activation input", at.w * at.f, at.w * at.f, "mlp"))
-    terms += [
-        Term("mlp.down", "input", at.w * at.f, at.w * at.f, "activation"),
-        *(_norm_terms(config, at, "mlp_post_norm") if model.norms_after else []),
-        Term("mlp", "residual dropout", dropped, dropout),
-    ]
-    return terms
+    return [*terms, Term("mlp.down", "input", at.w * at.f, at.w * at.f, "activation")]
 
 
-def _inputs_of_mlp(config: Config, at: Sizes) -> list[Term]:
-    """List what is kept before the MLP's first GEMM. A parallel block reads the input of attention again, which is kept once."""
+def _behind_attention(config: Config, at: Sizes, mlp: Sequence[Term]) -> list[Term]:
+    """List the norm before the MLP, and the MLP's terms. A parallel block reads attention's input again, which is kept once."""
     model = config.model
-    norm = _norm_terms(config, at, "mlp_norm") if model.norms_before else []
-    entry = _column_input(config, at, "mlp.up", "norm" if norm else "")
-    if not model.parallel_block:
-        return [*norm, entry]
-    first, *others = [*norm, entry]
-    is_gathered = not norm and entry.ours != entry.paper
-    return [first if is_gathered else replace(first, ours=Fraction(0)), *others]
-
-
-def _column_input(config: Config, at: Sizes, module: str, part: str = "") -> Term:
-    """Count the input of a column-parallel layer. Kept as gathered, it is not what `part` returns and could make again."""
-    own, gathered = at.w * at.h * at.shard, Fraction(at.w * at.h)
-    if config.recompute.gathered_inputs == "keep" and own != gathered:
-        return Term(module, "input", own, gathered)
-    return Term(module, "input", own, own, part)
+    first, *others = [*(_norm_terms(config, at, "mlp_norm") if model.norms_before else []), *mlp]
+    is_whole = first.ours == at.w * at.h * at.shard
+    return [replace(first, ours=Fraction(0)) if model.parallel_block and is_whole else first, *others]
 
 
 def _norm_terms(config: Config, at: Sizes, module: str) -> list[Term]:
@@ -121,7 +119,7 @@ def _attention_terms(config: Config, at: Sizes, kind: LayerKind, *, is_core_agai
     if model.mla is not None:
         operands = latent_terms(config, at, kind, model.mla, is_core_again=is_core_again)
     else:
-        operands = [_column_input(config, at, "attention.qkv", "norm" if model.norms_before else "")]
+        operands = [column_input(config, at, "attention.qkv", "norm" if model.norms_before else "")]
         operands += operand_terms(config, at, kind, is_fused or is_core_again, is_exchanged=is_exchanged)
     # With gathered keys and values nothing of attention is made again: its backward gathers them itself.
     part = "" if gathers_keys(config) and model.mla is None else "attention"
@@ -158,7 +156,7 @@ def end_terms(config: Config, sizes: ParallelSizes, stage: StageContents) -> lis
         logits = at.w * columns if config.recompute.head_tokens is None else Fraction(0)
         terms += [
             *_norm_terms(config, at, "final_norm"),
-            _column_input(config, at, "head"),
+            column_input(config, at, "head"),
             Term("losses", "logits", 4 * columns, logits),
             Term("losses", "sums, targets and which are held", Fraction(0), Fraction(at.acc + INDEX_BYTES + 1)),
             Term("losses", LOSS_MASK, Fraction(0), Fraction(1)),
@@ -177,32 +175,45 @@ def paper_per_token(terms: Sequence[Term]) -> Fraction:
 
 
 def kept_bytes(
-    config: Config, sizes: ParallelSizes, stage: StageContents, groups: "Sequence[LayerGroup] | None" = None
+    config: Config,
+    sizes: ParallelSizes,
+    stage: StageContents,
+    groups: "Sequence[LayerGroup] | None" = None,
+    load: Fraction = BALANCED,
 ) -> int:
     """Return the bytes that one microbatch keeps on one stage's device for its backward.
 
     Args:
         groups: the stage's `layer_groups`, of a caller that has them.
+        load: of the rank's experts.
     """
-    groups = layer_groups(config, sizes, stage) if groups is None else groups
+    groups = layer_groups(config, sizes, stage, load) if groups is None else groups
     return _bytes(config, end_terms(config, sizes, stage)) + sum(group.kept for group in groups)
 
 
 def moved_bytes(
-    config: Config, sizes: ParallelSizes, stage: StageContents, groups: "Sequence[LayerGroup] | None" = None
+    config: Config,
+    sizes: ParallelSizes,
+    stage: StageContents,
+    groups: "Sequence[LayerGroup] | None" = None,
+    load: Fraction = BALANCED,
 ) -> int:
     """Return the bytes that one microbatch keeps in host memory for its backward; `groups` as above."""
-    return sum(group.moved for group in (layer_groups(config, sizes, stage) if groups is None else groups))
+    return sum(group.moved for group in (layer_groups(config, sizes, stage, load) if groups is None else groups))
 
 
 def forward_bytes(
-    config: Config, sizes: ParallelSizes, stage: StageContents, groups: "Sequence[LayerGroup] | None" = None
+    config: Config,
+    sizes: ParallelSizes,
+    stage: StageContents,
+    groups: "Sequence[LayerGroup] | None" = None,
+    load: Fraction = BALANCED,
 ) -> int:
     """Return the most bytes that one microbatch keeps on one stage's device while its forward runs; `groups` as above.
 
     What a layer moves to the host stays until the layer above it is done, or the chunk.
     """
-    groups = layer_groups(config, sizes, stage) if groups is None else groups
+    groups = layer_groups(config, sizes, stage, load) if groups is None else groups
     most = kept = _bytes(config, [term for term in end_terms(config, sizes, stage) if term.module not in HEAD_MODULES])
     below = _NOTHING
     for group in groups:
@@ -212,7 +223,7 @@ def forward_bytes(
     return max(most, kept_bytes(config, sizes, stage, groups) + below.moved + _logits_at_a_time(config, sizes, stage))
 
 
-def deferred_terms(config: Config, sizes: ParallelSizes) -> list[Term]:
+def deferred_terms(config: Config, sizes: ParallelSizes, layer: int = 0, load: Fraction = BALANCED) -> list[Term]:
     """List what the weight gradients of a layer wait with, from an `I` to its `W`: the inputs of its GEMMs, and their gradients.
 
     With sequence parallelism an input of a column-parallel layer and a gradient of a row-parallel one are shards.
@@ -233,34 +244,47 @@ def deferred_terms(config: Config, sizes: ParallelSizes) -> list[Term]:
             Term("attention.qkv", "input", nothing, entered),
             Term("attention.qkv", "gradient", nothing, at.w * (at.q + 2 * at.kv)),
         ]
-    return [
-        *before,
-        Term("attention.proj", "input", nothing, at.w * at.out),
-        Term("attention.proj", "gradient", nothing, nothing if is_one_gradient else shard),
+    mlp = [
         Term("mlp.up", "input", nothing, nothing if is_one_input else entered),
         Term("mlp.up", "gradient", nothing, columns),
         Term("mlp.down", "input", nothing, at.w * at.f),
         Term("mlp.down", "gradient", nothing, shard),
     ]
+    if model.layer_kind(layer).has_experts:
+        mlp = deferred_expert_terms(config, at, sizes, load)
+        is_one_gradient = is_one_gradient and any(term.module == "mlp.shared.down" for term in mlp)
+    return [
+        *before,
+        Term("attention.proj", "input", nothing, at.w * at.out),
+        Term("attention.proj", "gradient", nothing, nothing if is_one_gradient else shard),
+        *mlp,
+    ]
 
 
-def deferred_bytes(config: Config, sizes: ParallelSizes, stage: StageContents) -> int:
+def deferred_bytes(config: Config, sizes: ParallelSizes, stage: StageContents, load: Fraction = BALANCED) -> int:
     """Return the bytes that the weight gradients of one microbatch wait with on one stage; 0 where they do not wait."""
     if not config.schedule.defers_weight_gradients:
         return 0
-    return len(stage.layers) * _bytes(config, deferred_terms(config, sizes))
+    kinds = config.model.kinds
+    counted = Counter(kinds[layer] for layer in stage.layers)
+    first = {kinds[layer]: layer for layer in reversed(stage.layers)}
+    return sum(
+        count * _bytes(config, deferred_terms(config, sizes, first[kind], load)) for kind, count in counted.items()
+    )
 
 
-def _waiting(config: Config, sizes: ParallelSizes, layer: int, *, is_last_use: bool) -> tuple[int, int]:
+def _waiting(config: Config, sizes: ParallelSizes, layer: int, load: Fraction, *, is_last_use: bool) -> tuple[int, int]:
     """Return (the bytes that a layer's weight gradients wait with, how far its backward is above what it kept at most).
 
     From the last GEMM to the first, operands that wait are added, and what the layer kept between two GEMMs is gone. An input
     waits in the place of the kept one, unless it was made again. The table of rotation is gone with its `is_last_use` in a stage.
     """
-    kept, waiting = block_terms(config, sizes, layer), deferred_terms(config, sizes)
+    kept, waiting = block_terms(config, sizes, layer, load), deferred_terms(config, sizes, layer, load)
     has_input = {term.module for term in kept if term.tensor == "input" and term.ours}
-    behind = {"mlp.down": "mlp", "mlp.up": "mlp_norm", "attention.proj": "attention"}
-    behind |= {"attention.qkv": "attention_norm"} if config.model.mla is None else BEHIND_LATENTS
+    has_experts = config.model.layer_kind(layer).has_experts
+    mlp = MLP_BACKWARD if has_experts else {"mlp.down": ("mlp",), "mlp.up": ("mlp_norm",)}
+    latents = {"attention.qkv": "attention_norm"} if config.model.mla is None else BEHIND_LATENTS
+    behind = {**mlp, "attention.proj": ("attention",)} | {module: (freed,) for module, freed in latents.items()}
     above = most = 0
     for module, freed in behind.items():
         made_again = [
@@ -268,13 +292,13 @@ def _waiting(config: Config, sizes: ParallelSizes, layer: int, *, is_last_use: b
         ]
         above += _bytes(config, made_again)
         most = max(most, above)
-        above -= _bytes(config, [term for term in kept if term.module == freed])
-        if freed == "attention" and is_last_use:
+        above -= _bytes(config, [term for term in kept if term.module in freed])
+        if "attention" in freed and is_last_use:
             above -= _bytes(config, _tables(config, Sizes.of(config, sizes), [layer]))
     return _bytes(config, waiting), most
 
 
-def _all_waiting(config: Config, sizes: ParallelSizes, layers: Sequence[int]) -> list[tuple[int, int]]:
+def _all_waiting(config: Config, sizes: ParallelSizes, layers: Sequence[int], load: Fraction) -> list[tuple[int, int]]:
     """Return `_waiting` of each layer of a stage; layers of a kind share it, and layers below may share a table of rotation."""
     kinds, known, found = config.model.kinds, dict[tuple[LayerKind, bool], tuple[int, int]](), []
     seen: set[Rotary | None] = set()
@@ -282,13 +306,17 @@ def _all_waiting(config: Config, sizes: ParallelSizes, layers: Sequence[int]) ->
         key = kinds[layer], kinds[layer].rotary not in seen
         seen.add(kinds[layer].rotary)
         if key not in known:
-            known[key] = _waiting(config, sizes, layer, is_last_use=key[1])
+            known[key] = _waiting(config, sizes, layer, load, is_last_use=key[1])
         found.append(known[key])
     return found
 
 
 def backward_bytes(
-    config: Config, sizes: ParallelSizes, stage: StageContents, groups: "Sequence[LayerGroup] | None" = None
+    config: Config,
+    sizes: ParallelSizes,
+    stage: StageContents,
+    groups: "Sequence[LayerGroup] | None" = None,
+    load: Fraction = BALANCED,
 ) -> int:
     """Return the most bytes that one microbatch keeps on one stage while its backward runs; `groups` as above.
 
@@ -300,12 +328,12 @@ def backward_bytes(
     ends = end_terms(config, sizes, stage)
     # The mask is the batch's own.
     head = _bytes(config, [term for term in ends if term.module in HEAD_MODULES and term.tensor != LOSS_MASK])
-    groups = layer_groups(config, sizes, stage) if groups is None else groups
+    groups = layer_groups(config, sizes, stage, load) if groups is None else groups
     kept = kept_bytes(config, sizes, stage, groups)
     # With deferred weight gradients each group is a layer.
     layers: list[tuple[int, int]] = []
     if config.schedule.defers_weight_gradients:
-        layers = _all_waiting(config, sizes, stage.layers)
+        layers = _all_waiting(config, sizes, stage.layers, load)
     most = kept + (groups[-1].moved if groups else 0) + _logits_at_a_time(config, sizes, stage)
     kept -= head
     for index in reversed(range(len(groups))):
@@ -329,14 +357,16 @@ class LayerGroup:
 _NOTHING = LayerGroup(0, 0)
 
 
-def layer_groups(config: Config, sizes: ParallelSizes, stage: StageContents) -> list[LayerGroup]:
-    """List the layers of a stage in order, as `GPTChunk` groups them."""
+def layer_groups(
+    config: Config, sizes: ParallelSizes, stage: StageContents, load: Fraction = BALANCED
+) -> list[LayerGroup]:
+    """List the layers of a stage in order, as `GPTChunk` groups them; `load`: of the rank's experts."""
     at, recompute, num_layers = Sizes.of(config, sizes), config.recompute, len(stage.layers)
     assert recompute.granularity != "auto", "models.predict.rank_memory.resolve_recompute comes first"
     every = config.model.kinds
     kinds = [every[layer] for layer in stage.layers]
     # What a layer keeps if nothing of it is recomputed, and so while its backward runs after it was recomputed whole.
-    plain = {kind: _all_terms(config, sizes, kind, is_core_again=False) for kind in set(kinds)}
+    plain = {kind: _all_terms(config, sizes, kind, load, is_core_again=False) for kind in set(kinds)}
     entry = Term("attention_norm", "input", Fraction(0), at.w * at.h * at.shard)
     again = recompute.granularity == "full"
     num_again = 0
@@ -350,10 +380,11 @@ def layer_groups(config: Config, sizes: ParallelSizes, stage: StageContents) -> 
         stop = min(start + size, num_again)
         in_backward = sum(_bytes(config, plain[kind]) for kind in kinds[start:stop])
         in_backward += _bytes(config, _tables(config, at, stage.layers[start:stop]))
-        groups.append(LayerGroup(_bytes(config, [entry]) - moved, in_backward, moved))
+        chosen = [term for kind in kinds[start:stop] if kind.has_experts for term in choice_terms(config, at, sizes)]
+        groups.append(LayerGroup(_bytes(config, [entry, *chosen]) - moved, in_backward, moved))
     seen: set[Rotary | None] = set()
     of_kind = {kinds[start]: stage.layers[start] for start in range(num_again, num_layers)}
-    kept = {kind: block_terms(config, sizes, layer) for kind, layer in of_kind.items()}
+    kept = {kind: block_terms(config, sizes, layer, load) for kind, layer in of_kind.items()}
     most = {
         kind: (_bytes(config, terms), _in_attention(config, at, kind, terms, plain[kind]))
         for kind, terms in kept.items()
@@ -411,7 +442,7 @@ def _moved(config: Config, at: Sizes, terms: Sequence[Term], layer: int, stage: 
         is_entry = index == 0 and term.ours == at.w * at.h * at.shard
         is_received = layer == 0 and not stage.has_embedding and is_entry
         num_bytes = _bytes(config, [term])
-        if num_bytes >= config.offload.min_bytes and not is_received:
+        if term.moves and num_bytes >= config.offload.min_bytes and not is_received:
             total += num_bytes
     return total
 

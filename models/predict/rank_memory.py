@@ -2,7 +2,7 @@
 
     parameters     flat buffers, the run's dtype
     gradients      flat buffers, accumulation dtype (or as narrow as the parameters)
-    optimizer      moments, and masters where the parameters are not wide enough; 1/(dp cp) of each bucket
+    optimizer      moments, and masters where the parameters are not wide enough; 1/(dp cp) of each bucket, of experts 1/edp
     activations    what microbatches in flight keep for their backwards (`models/predict/activation_memory.py`), at most
     messages       activations and gradients between stages that are received early, in use or being sent, the most at one time
     communicators  NCCL's buffers, outside of torch's allocator: an estimate (`models/predict/communicators.py`)
@@ -14,19 +14,17 @@ are exact, activations and messages as exact as their formulas.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from engine.config.activations import RecomputeConfig
 from engine.config.context_parallel import gathers_keys
 from engine.config.layout import ScheduleConfig
-from engine.config.optimizer_kinds import OPTIMIZERS
 from engine.config.plan import batch_plan, local_seq_length, parallel_sizes, stages_of
 from engine.config.section import with_value
 from engine.config.tree import Config, problems
 from engine.errors import ConfigError
-from engine.layout.param_layout import layout_parameters
 from engine.layout.partition import StageLayers
 from engine.layout.rank_grid import ParallelSizes
-from engine.layout.shard_spec import ParamRecord, localize
 from engine.pipeline import schedules
 from engine.pipeline.actions import Kind
 from models.predict.activation_memory import (
@@ -39,10 +37,11 @@ from models.predict.activation_memory import (
 )
 from models.predict.communicators import communicator_bytes
 from models.predict.cut import Contents, Cut, Memo
+from models.predict.experts.memory import BALANCED
 from models.predict.in_flight import Peak, peaks_of
 from models.predict.recompute_choice import ATTENTION, MLP, candidates, choice_for_layers, worthwhile_parts
-from models.predict.terms import BYTES_PER_ELEMENT, accumulation_bytes
-from models.specs import stage_specs
+from models.predict.state_memory import StateBytes, state_bytes
+from models.predict.terms import BYTES_PER_ELEMENT
 
 GB = 10**9
 
@@ -98,20 +97,28 @@ class Prediction:
         return self.ranks[self.pp]
 
 
-def predict(config: Config, sizes: ParallelSizes, *, nccl: bool = True, memo: Memo | None = None) -> Prediction:
+def predict(
+    config: Config,
+    sizes: ParallelSizes,
+    *,
+    nccl: bool = True,
+    memo: Memo | None = None,
+    load: Fraction = BALANCED,
+) -> Prediction:
     """Predict the memory of every rank from the configuration alone; no device and no torch are needed.
 
     Args:
         config: of a run that breaks no rule.
         nccl: NCCL connects the ranks; gloo has no buffers on a device.
         memo: of earlier predictions of this run in other layouts, batches and recomputations; filled and used.
+        load: rows of a rank's experts over those of all alike, in each of its layers (`models.predict.experts.memory`).
 
     Raises:
         ConfigError: as `resolve_recompute`.
     """
     memo = {} if memo is None else memo
     resolved = resolve_recompute(config, sizes)
-    return Prediction(_Pipeline.of(config, sizes, memo).memory(resolved, nccl=nccl, memo=memo))
+    return Prediction(_Pipeline.of(config, sizes, memo).memory(resolved, nccl=nccl, memo=memo, load=load))
 
 
 def predicted_memory(config: Config, sizes: ParallelSizes, pp: int, *, nccl: bool = True) -> Memory:
@@ -189,43 +196,37 @@ def _with_gathered_kept(config: Config, name: str, pipeline: "_Pipeline", budget
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
-    """Bytes of what lives between steps on one rank."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Pipeline:
     """The part of a prediction that does not depend on what is recomputed: the stages and state of each pipeline rank."""
 
     sizes: ParallelSizes
     cut: Cut
-    states: tuple[_State, ...]
+    states: tuple[StateBytes, ...]
 
     @classmethod
     def of(cls, config: Config, sizes: ParallelSizes, memo: Memo | None = None) -> "_Pipeline":
         memo = {} if memo is None else memo
         cut = Cut.of(config, memo)
-        layout = ("state", sizes.tp, sizes.dp_cp, config.parallel.sequence_parallel)
+        layout = ("state", sizes.tp, sizes.dp_cp, sizes.ep, sizes.etp, config.parallel.sequence_parallel)
         for stages, contents in cut.ranks:
             if (*layout, contents) not in memo:
-                memo[*layout, contents] = _state(config, sizes, [cut.stages[stage] for stage in stages])
+                memo[*layout, contents] = state_bytes(config, sizes, [cut.stages[stage] for stage in stages])
         return cls(sizes, cut, tuple(memo[*layout, contents] for _, contents in cut.ranks))
 
-    def memory(self, config: Config, *, nccl: bool, memo: Memo | None = None) -> tuple[Memory, ...]:
+    def memory(
+        self, config: Config, *, nccl: bool, memo: Memo | None = None, load: Fraction = BALANCED
+    ) -> tuple[Memory, ...]:
         """Predict the memory of each pipeline rank with what `config` recomputes and offloads."""
         sizes = self.sizes
         memo = {} if memo is None else memo
-        layout = (sizes.tp, sizes.cp, config.parallel.sequence_parallel, config.train.micro_batch_size)
+        ranks = (sizes.tp, sizes.cp, sizes.ep, sizes.etp)
+        layout = (*ranks, config.parallel.sequence_parallel, config.train.micro_batch_size, load)
         choice = config.schedule.defers_weight_gradients, config.recompute.model_dump_json()
         held: dict[Contents, _Held] = {}
         for one, stage in dict(zip(self.cut.contents, self.cut.stages, strict=True)).items():
             key = ("held", layout, choice, one)
             if key not in memo:
-                memo[key] = _Held.of(config, sizes, stage)
+                memo[key] = _Held.of(config, sizes, stage, load)
             held[one] = memo[key]
         connected = "communicators", sizes
         if connected not in memo:
@@ -279,18 +280,6 @@ def _as_full(config: Config, sizes: ParallelSizes) -> int:
     return min(num_microbatches, FULL_ROUNDS * sizes.pp + num_microbatches % sizes.pp)
 
 
-def _state(config: Config, sizes: ParallelSizes, chunks: Sequence[StageLayers]) -> _State:
-    """Count the flat buffers and the optimizer's state of a rank that holds these stages."""
-    element = BYTES_PER_ELEMENT[config.precision.dtype]
-    wide = accumulation_bytes(element)
-    gradient = element if config.precision.gradients == "bf16" else wide
-    layouts = layout_parameters(
-        _records(config, sizes, chunks), dp=sizes.dp_cp, bucket_numel=config.optimizer.bucket_bytes // gradient
-    )
-    numel = sum(layout.numel for layout in layouts)
-    return _State(numel * element, numel * gradient, numel // sizes.dp_cp * _state_bytes(config, element, wide))
-
-
 def _message_bytes(config: Config) -> int:
     """Count the bytes of one activation between two stages, [s/c (/ t), b, h] in the run's dtype."""
     elements = local_seq_length(config) * config.train.micro_batch_size * config.model.hidden_size
@@ -307,20 +296,6 @@ def _most_messages(sizes: ParallelSizes, pp: int) -> int:
         return 0
     is_open = sizes.vpp == 1 or sizes.is_v
     return 2 if is_open and pp in (0, sizes.pp - 1) else 3
-
-
-def _state_bytes(config: Config, element: int, wide: int) -> int:
-    """Count the bytes of one owned parameter: its moments and its master."""
-    precision = config.precision
-    moment = element if precision.moments == "bf16" else wide
-    master = wide - element if precision.masters == "split" else 0 if wide == element else wide
-    return len(OPTIMIZERS[config.optimizer.name].moments) * moment + master
-
-
-def _records(config: Config, sizes: ParallelSizes, mine: Sequence[StageLayers]) -> list[ParamRecord]:
-    specs = {spec.name: spec for stage in mine for spec in stage_specs(config.model, stage)}
-    sequence_parallel = config.parallel.sequence_parallel
-    return [localize(spec, tp=sizes.tp, tp_index=0, sequence_parallel=sequence_parallel) for spec in specs.values()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,15 +317,16 @@ class _Held:
     in_whole_backward: int
 
     @classmethod
-    def of(cls, config: Config, sizes: ParallelSizes, stage: StageLayers) -> "_Held":
-        groups, functions = layer_groups(config, sizes, stage), (kept_bytes, moved_bytes, forward_bytes, backward_bytes)
-        kept, moved, forward, backward = (function(config, sizes, stage, groups) for function in functions)
-        deferred = deferred_bytes(config, sizes, stage)
+    def of(cls, config: Config, sizes: ParallelSizes, stage: StageLayers, load: Fraction) -> "_Held":
+        groups = layer_groups(config, sizes, stage, load)
+        functions = (kept_bytes, moved_bytes, forward_bytes, backward_bytes)
+        kept, moved, forward, backward = (function(config, sizes, stage, groups, load) for function in functions)
+        deferred = deferred_bytes(config, sizes, stage, load)
         # A file may mix B with I and W, where a name has one of both.
         whole = backward
         if config.schedule.file is not None and config.schedule.defers_weight_gradients:
             plain = config.model_copy(update={"schedule": ScheduleConfig()})
-            whole = backward_bytes(plain, sizes, stage)
+            whole = backward_bytes(plain, sizes, stage, load=load)
         return cls(kept, moved, forward, backward, deferred, whole)
 
 
@@ -441,6 +417,8 @@ def _candidates(config: Config, sizes: ParallelSizes) -> Iterator[Changes]:
     for key, size in (("parallel.tp", sizes.tp), ("parallel.cp", sizes.cp), ("parallel.pp", sizes.pp)):
         if sizes.dp % 2 == 0:
             yield (key, size * 2), ("parallel.dp", sizes.dp // 2)
+    if config.model.has_experts:
+        yield (("parallel.ep", sizes.ep * 2),)
 
 
 def single_changes(config: Config, sizes: ParallelSizes) -> Iterator[tuple[str, object]]:

@@ -25,6 +25,7 @@ from engine.config.stage_work import made_from_latents
 from engine.config.tree import Config
 from engine.layout.rank_grid import ParallelSizes
 from models.predict.activation_memory import block_terms, per_token
+from models.predict.experts.memory import columns_per_token
 from models.predict.terms import Sizes, Term
 
 FLOPS_PER_BYTE = 200
@@ -61,7 +62,8 @@ def prices(config: Config, sizes: ParallelSizes) -> list[Price]:
 
     `mlp` is priced on top of `activation`, which it includes. Inputs that sequence parallelism would gather again are no part.
     """
-    kept = block_terms(config.model_copy(update={"recompute": choice_for_layers(config.recompute)}), sizes)
+    plain = config.model_copy(update={"recompute": choice_for_layers(config.recompute)})
+    kept = block_terms(plain, sizes, usual_layer(config))
     found = []
     for part in PARTS:
         saved = _saved(config, sizes, kept, part)
@@ -81,9 +83,22 @@ def _saved(config: Config, sizes: ParallelSizes, kept: Sequence[Term], part: str
     if part == "attention":
         # Recomputing it also changes how its operands are kept, so its gain is a difference.
         again = choice_for_layers(config.recompute, granularity="selective", modules=["attention"])
-        changed = block_terms(config.model_copy(update={"recompute": again}), sizes)
+        changed = block_terms(config.model_copy(update={"recompute": again}), sizes, usual_layer(config))
         return per_token(kept) - per_token(changed)
     return per_token([term for term in kept if term.part == part])
+
+
+def usual_layer(config: Config) -> int:
+    """Return the number of a layer that stands for all: one with experts where most layers have them."""
+    kinds = config.model.kinds
+    with_experts = sum(kind.has_experts for kind in kinds)
+    return next(layer for layer, kind in enumerate(kinds) if kind.has_experts == (2 * with_experts > len(kinds)))
+
+
+def _activated(config: Config, sizes: ParallelSizes, at: Sizes) -> Fraction:
+    """Return the elements per token that enter the last GEMM of the usual layer."""
+    has_experts = config.model.layer_kind(usual_layer(config)).has_experts
+    return columns_per_token(config, sizes) if has_experts else at.f
 
 
 def _work(config: Config, sizes: ParallelSizes, part: str) -> tuple[Fraction, Fraction]:
@@ -91,7 +106,8 @@ def _work(config: Config, sizes: ParallelSizes, part: str) -> tuple[Fraction, Fr
     model, at = config.model, Sizes.of(config, sizes)
     nothing = Fraction(0)
     whole = at.w * at.h * at.shard
-    columns = model.activation_kind.num_inputs * at.f
+    activated = _activated(config, sizes, at)
+    columns = model.activation_kind.num_inputs * activated
     if part == "norm":
         return 4 * whole * model.norms_before, nothing
     if part == "rope":
@@ -101,7 +117,7 @@ def _work(config: Config, sizes: ParallelSizes, part: str) -> tuple[Fraction, Fr
         # The key that rotates in latent attention is no part of it: it is small and one for all heads.
         return 2 * passes * at.w * (at.q + at.kv * (model.mla is None)) + tables, nothing
     if part == "activation":
-        return at.w * (columns + at.f), nothing
+        return at.w * (columns + activated), nothing
     if part == "mlp":
         return at.w * (at.h + columns), Fraction(2 * at.h * columns)
     # Two GEMMs; a causal kernel does half of them. Explicit scores go to memory and back with each operator.
@@ -114,7 +130,8 @@ def _work(config: Config, sizes: ParallelSizes, part: str) -> tuple[Fraction, Fr
 
 def worthwhile_parts(config: Config, sizes: ParallelSizes) -> list[str]:
     """List the parts in the order of choice, as long as the next saves a byte for less than a whole layer would."""
-    kept = block_terms(config.model_copy(update={"recompute": choice_for_layers(config.recompute)}), sizes)
+    plain = config.model_copy(update={"recompute": choice_for_layers(config.recompute)})
+    kept = block_terms(plain, sizes, usual_layer(config))
     at = Sizes.of(config, sizes)
     left = per_token(kept) - at.w * at.h * at.shard
     whole = _whole_layer(config, sizes)
@@ -133,14 +150,15 @@ def _whole_layer(config: Config, sizes: ParallelSizes) -> Fraction:
     work = [_work(config, sizes, part) for part in PARTS]
     # The other GEMMs: qkv, proj, down; and two residual additions of three tensors each.
     latents = 0 if config.model.mla is None else config.model.mla.latent_size
-    moved = at.w * (3 * at.h + at.q + at.out + 2 * at.kv + at.f + 6 * at.h * at.shard + 2 * latents * at.shard)
+    activated = _activated(config, sizes, at)
+    moved = at.w * (3 * at.h + at.q + at.out + 2 * at.kv + activated + 6 * at.h * at.shard + 2 * latents * at.shard)
     moved += at.w * 4 * at.h * at.shard * config.model.norms_after
     if config.model.mla is None:
-        flops = 2 * at.h * (2 * at.q + 2 * at.kv + at.f)
+        flops = 2 * at.h * (2 * at.q + 2 * at.kv + activated)
     else:
         # What is made from latents of keys is in the price of attention.
         queries = (config.model.mla.q_lora_rank or at.h) * at.q
-        flops = 2 * (at.h * (latents * at.shard + at.out + at.f) + queries)
+        flops = 2 * (at.h * (latents * at.shard + at.out + activated) + queries)
     return moved + sum(moved for moved, _ in work) + (flops + sum(flops for _, flops in work)) / FLOPS_PER_BYTE
 
 

@@ -24,6 +24,7 @@ class Term:
         paper: bytes per token on this rank in the paper's count; 0 where the paper has no such tensor.
         ours: bytes per token on this rank with this engine's kernels on the CPU; 0 where nothing is kept.
         part: of the layer that makes it again if it is recomputed (`recompute.modules`); "" where none does.
+        moves: it goes to the host with its layer.
     """
 
     module: str
@@ -31,6 +32,7 @@ class Term:
     paper: Fraction
     ours: Fraction
     part: str = ""
+    moves: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +77,11 @@ class Sizes:
             b=config.train.micro_batch_size,
             c=sizes.cp,
         )
+
+
+def column_input(config: Config, at: Sizes, module: str, part: str = "") -> Term:
+    """Count the input of a column-parallel layer. Kept as gathered, it is not what `part` returns and could make again."""
+    own, gathered = at.w * at.h * at.shard, Fraction(at.w * at.h)
+    if config.recompute.gathered_inputs == "keep" and own != gathered:
+        return Term(module, "input", own, gathered)
+    return Term(module, "input", own, own, part)

@@ -40,7 +40,8 @@ from launch.footprint.races.streams import (
 )
 from launch.footprint.races.watch import RaceWatch
 from launch.footprint.real import draw_weights
-from launch.footprint.run import AS_WRITTEN, CPU, fake_world, microbatches, require_rank
+from launch.footprint.routing import counts_in_turn, know_rows, known_rows
+from launch.footprint.run import AS_WRITTEN, CPU, assumed_rows, fake_world, microbatches, require_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,8 @@ def check_rank(config: Config, rank: int, build_model: ModelBuilder) -> CheckedR
             watch.during = "" if instruction is None else instruction_tokens(pp, [instruction])[0]
 
         engine = build(config, topology, build_model, draw_weights, kernels, [observe])
+        if config.model.has_experts:
+            know_rows(engine, known_rows(counts_in_turn(config, grid, rank, assumed_rows(config)), grid, rank))
         with watch:
             _name_memory(engine, watch)
             _put_on_streams(engine, watch)

@@ -1,0 +1,68 @@
+"""The assumed routing of a footprint, whose tensors have no values: experts in turn, by the tokens' places in their samples.
+
+It is the choice of `model.moe.force_balanced`. Each of a token's k experts is the next one, so all get equally many where a rank's
+tokens of a sample, times k, are a multiple of E.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import cast
+
+from engine.config.moe import MoEConfig
+from engine.config.tree import Config
+from engine.context_parallel.cut import ContextCut
+from engine.expert_parallel.dispatch import ExchangeDispatch, GatherDispatch, KnownRows
+from engine.layout.rank_grid import RankGrid
+from engine.step import Engine
+from models.gpt.chunk import GPTChunk
+from models.predict.experts.traffic import Choices
+
+Counts = Sequence[Sequence[int]]
+"""For each rank that shares the experts, how often its tokens of a microbatch chose each of the E."""
+
+
+def counts_in_turn(config: Config, grid: RankGrid, rank: int, rows: Sequence[Sequence[int]]) -> Counts:
+    """Count the choices of the ranks that share experts with `rank`; `rows` are the lengths of each sample's documents."""
+    moe, sizes = config.model.moe, grid.sizes
+    assert moe is not None, "a model with experts says which"
+    first = rank - rank % sizes.expert_ranks
+    return [_of_rank(config, grid, moe, member, rows) for member in range(first, first + sizes.expert_ranks)]
+
+
+def _of_rank(config: Config, grid: RankGrid, moe: MoEConfig, rank: int, rows: Sequence[Sequence[int]]) -> list[int]:
+    at, sizes = grid.coordinates(rank), grid.sizes
+    part = ContextCut.of(config, sizes, at.cp).part(rows)
+    whole = [range(config.model.seq_length)] * len(rows)
+    places: Sequence[Sequence[int]] = whole if part is None else part.positions.tolist()
+    counts: Counter[int] = Counter()
+    for sample in places:
+        length = len(sample) // sizes.tp
+        for place in sample[at.tp * length : (at.tp + 1) * length]:
+            counts.update((place * moe.top_k + slot) % moe.num_experts for slot in range(moe.top_k))
+    return [counts[expert] for expert in range(moe.num_experts)]
+
+
+def known_rows(counts: Counts, grid: RankGrid, rank: int) -> KnownRows:
+    """Return the numbers of rows that a rank sends and gets where these are the choices."""
+    sizes, place = grid.sizes, grid.sizes.expert_place(rank)
+    num_local = len(counts[0]) // sizes.ep
+    blocks = [slice(index * num_local, (index + 1) * num_local) for index in range(sizes.ep)]
+    mine = counts[rank % sizes.expert_ranks]
+    return KnownRows(
+        to_members=[mine[block] for block in blocks for _ in range(sizes.etp)],
+        from_members=[of_member[blocks[place.ep_index]] for of_member in counts],
+    )
+
+
+def know_rows(engine: Engine, known: KnownRows) -> None:
+    """Let dispatch take the numbers of rows from here instead of reading them."""
+    for chunk in engine.chunks:
+        experts = cast(GPTChunk, chunk).context.experts
+        assert experts is not None and isinstance(experts.dispatch, GatherDispatch | ExchangeDispatch)
+        experts.dispatch.known = known
+
+
+def choices_of_step(counts: Counts, config: Config, num_microbatches: int) -> Choices:
+    """Return the choices of a step in which all microbatches and layers have these counts."""
+    total = [[num_microbatches * count for count in of_rank] for of_rank in counts]
+    return dict.fromkeys(config.model.expert_layers, total)

@@ -1,0 +1,144 @@
+"""What a layer keeps in place of an MLP where it has experts, counted from the configuration alone (no torch here).
+
+A rank has T = b s / (c t) tokens of a microbatch, of k experts each, and its experts get R rows. An expert is f wide on a rank
+(`ffn_hidden_size` / etp) and has g f columns before its activation (g = 2 if it is gated); shared experts are f_s wide. An element
+has w bytes in the run's dtype, and a in the accumulation dtype:
+
+    router      tokens T h w, logits T E a, choice T k of 8; with a sequence loss the fractions [b, E] a
+    dispatch    indices of rows: all_gather 16 R; all_to_all 16 (etp k T + R)
+    experts     rows R h w, gate and up R g f w, activated R f w, weights R a
+    shared      gate and up, and activated, of an MLP of width f_s; its input is the router's
+
+Without sequence parallelism a rank copies its tokens out of the sequence, and the shared experts keep the whole of it. A layer that
+is recomputed keeps its choice, and the fractions. The ends of experts' rows, 4 bytes an expert, are not counted.
+
+R follows from the routing:
+
+    all_gather     the rows of a buffer: `row_headroom` x etp k T, or the worst case e etp T min(k, E / e). No routing changes it.
+    all_to_all     `load` x etp k T: 1 where all experts get equally many, e min(k, E / e) / k at worst (`worst_load`)
+"""
+
+from collections.abc import Mapping
+from fractions import Fraction
+
+from engine.config.moe import MoEConfig, buffer_rows, dispatch_of, local_tokens, worst_rows
+from engine.config.tree import Config
+from engine.layout.rank_grid import ParallelSizes
+from models.predict.terms import INDEX_BYTES, Sizes, Term, column_input
+
+BALANCED = Fraction(1)
+"""The load of a rank whose experts get as many rows as any other rank's."""
+
+NOTHING = Fraction(0)
+
+
+def worst_load(config: Config, sizes: ParallelSizes) -> Fraction:
+    """Return the largest load that a routing can give a rank."""
+    moe, tokens = config.model.moe, local_tokens(config)
+    assert moe is not None, "a model with experts says which"
+    return Fraction(worst_rows(moe, tokens, sizes.ep, sizes.etp), sizes.etp * moe.top_k * tokens)
+
+
+def rows_per_token(config: Config, sizes: ParallelSizes, load: Fraction = BALANCED) -> Fraction:
+    """Return the rows R of a rank's experts over the b s / c tokens of its microbatch."""
+    moe, tokens = _moe(config), local_tokens(config)
+    if dispatch_of(config) == "all_gather":
+        rows = Fraction(buffer_rows(moe, tokens, sizes.ep, sizes.etp))
+    else:
+        rows = Fraction(round(min(load, worst_load(config, sizes)) * sizes.etp * moe.top_k * tokens))
+    return rows / (tokens * sizes.tp)
+
+
+def columns_per_token(config: Config, sizes: ParallelSizes, load: Fraction = BALANCED) -> Fraction:
+    """Return the activated elements per token: of the rank's experts, and of the shared ones."""
+    moe = _moe(config)
+    routed = rows_per_token(config, sizes, load) * moe.ffn_hidden_size / sizes.etp
+    return routed + Fraction(moe.shared_size, sizes.tp)
+
+
+def expert_terms(config: Config, at: Sizes, sizes: ParallelSizes, load: Fraction) -> list[Term]:
+    """List what is kept between the norm before a layer's experts and the sum with the residual stream."""
+    model, moe, t = config.model, _moe(config), sizes.tp
+    part = "norm" if model.norms_before else ""
+    rows = rows_per_token(config, sizes, load)
+    inputs, f = model.activation_kind.num_inputs, Fraction(moe.ffn_hidden_size, sizes.etp)
+    gate, name = ("gate and up", "mlp") if model.activation_kind.is_gated else ("activation input", "mlp")
+    sent = rows if dispatch_of(config) == "all_gather" else rows + Fraction(sizes.etp * moe.top_k, t)
+    terms = [
+        *_inputs(config, at, sizes, part),
+        Term("mlp.router", "logits", NOTHING, Fraction(at.acc * moe.num_experts, t)),
+        *choice_terms(config, at, sizes),
+        Term("mlp.dispatch", "indices of rows", NOTHING, 2 * INDEX_BYTES * sent, moves=False),
+    ]
+    if moe.shared_size:
+        shared = Fraction(moe.shared_size, t)
+        terms += [
+            Term("mlp.shared", gate, NOTHING, inputs * at.w * shared, name),
+            Term("mlp.shared.down", "input", NOTHING, at.w * shared, "activation"),
+        ]
+    return [
+        *terms,
+        Term("mlp.experts.up", "input", NOTHING, at.w * at.h * rows),
+        Term("mlp.experts", gate, NOTHING, inputs * at.w * f * rows, name),
+        Term("mlp.experts.down", "input", NOTHING, at.w * f * rows, "activation"),
+        Term("mlp.experts.down", "weights", NOTHING, at.acc * rows),
+    ]
+
+
+def _inputs(config: Config, at: Sizes, sizes: ParallelSizes, part: str) -> list[Term]:
+    """List the tokens that the router keeps, and the input of the shared experts where that is another tensor."""
+    shared = column_input(config, at, "mlp.shared.up", part)
+    if sizes.tp > 1 and not config.parallel.sequence_parallel:
+        own = Term("mlp.router", "input", NOTHING, Fraction(at.w * at.h, sizes.tp))
+        return [own, shared] if _moe(config).shared_size else [own]
+    tokens = Term("mlp.router", "input", NOTHING, at.w * at.h * at.shard, part)
+    if not _moe(config).shared_size:
+        return [tokens]
+    # One tensor, but where the shared experts keep it as gathered.
+    return [tokens, shared] if shared.ours != tokens.ours else [shared]
+
+
+def choice_terms(config: Config, at: Sizes, sizes: ParallelSizes) -> list[Term]:
+    """List what the router's choice is, which a recomputed layer keeps as well."""
+    moe = _moe(config)
+    fractions = Fraction(at.acc * moe.num_experts * at.c, at.s) if moe.balance.sequence_loss else NOTHING
+    return [
+        Term("mlp.router", "choice", NOTHING, Fraction(INDEX_BYTES * moe.top_k, sizes.tp)),
+        Term("mlp.router", "fractions", NOTHING, fractions),
+    ]
+
+
+def deferred_expert_terms(config: Config, at: Sizes, sizes: ParallelSizes, load: Fraction) -> list[Term]:
+    """List what the weight gradients of experts wait with. The rows that enter `down` are multiplied by their weights again."""
+    model, moe = config.model, _moe(config)
+    rows, inputs = rows_per_token(config, sizes, load), model.activation_kind.num_inputs
+    f = Fraction(moe.ffn_hidden_size, sizes.etp)
+    terms = [
+        Term("mlp.experts.up", "input", NOTHING, at.w * at.h * rows),
+        Term("mlp.experts.up", "gradient", NOTHING, inputs * at.w * f * rows),
+        Term("mlp.experts.down", "weighted input", NOTHING, at.w * f * rows),
+        Term("mlp.experts.down", "gradient", NOTHING, at.w * at.h * rows),
+    ]
+    if moe.shared_size:
+        shared = Fraction(moe.shared_size, sizes.tp)
+        terms += [
+            Term("mlp.shared.up", "input", NOTHING, column_input(config, at, "mlp.shared.up").ours),
+            Term("mlp.shared.up", "gradient", NOTHING, inputs * at.w * shared),
+            Term("mlp.shared.down", "input", NOTHING, at.w * shared),
+            Term("mlp.shared.down", "gradient", NOTHING, at.w * at.h * at.shard),
+        ]
+    return terms
+
+
+BACKWARD: Mapping[str, tuple[str, ...]] = {
+    "mlp.experts.down": ("mlp", "mlp.experts.down", "mlp.experts"),
+    "mlp.experts.up": ("mlp.dispatch",),
+    "mlp.shared.down": ("mlp.shared",),
+    "mlp.shared.up": ("mlp.router", "mlp_norm"),
+}
+"""Modules whose weight gradients wait, from the last on, and those that keep nothing more by the next one."""
+
+
+def _moe(config: Config) -> MoEConfig:
+    assert config.model.moe is not None, "a model with experts says which"
+    return config.model.moe
