@@ -82,6 +82,23 @@ def test_sixteen_ranks_meet(case: Case) -> None:
     assert met.messages == {"pp_forward": per_direction, "pp_backward": per_direction}
 
 
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
+def test_ranks_that_share_experts_meet(dispatch: str) -> None:
+    """Rows by all-to-all are of another number on each rank."""
+    case = Case("deepseek", tp=2, dp=4, ep=4, dispatch=dispatch, global_batch_size=8)
+    ((ranks, _),) = run_ranks(every_rank, 1, case, timeout_seconds=600)
+    config, logs = case.config(), logs_of(ranks)
+    grid, kv_heads = RankGrid(parallel_sizes(config)), config.model.kv_heads
+    met = replay(logs, grid, kv_heads, has_experts=True)
+    # Two groups of four ranks, two microbatches, three layers, with seven calls each way together.
+    assert met.collectives["experts"] == 2 * 2 * 3 * 7
+    assert met.collectives["sample"] == 4 * 2 * 3
+    with pytest.raises(ScheduleError, match="a collective must be the same everywhere"):
+        replay(without(logs, 3, dispatch), grid, kv_heads, has_experts=True)
+
+
 def changed(logs: Logs, rank: int, op: str, **values: object) -> Logs:
     """Rank's first post of the operation with other values."""
     log = list(logs[rank])

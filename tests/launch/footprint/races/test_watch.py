@@ -72,6 +72,8 @@ NARROW = [
     Case("llama", pp=2, vpp=2, dp=2, dtype="bf16", narrow=True, bf16_gradients=True, num_layers=4),
     Case("qwen", tp=2, dp=2, dtype="fp32", num_layers=2),
     Case("llama", tp=2, dp=2, dtype="bf16", narrow=True, recompute=("full", "block", 1), offload=2, num_layers=4),
+    Case("moe", tp=2, dp=2, ep=2, sequence_parallel=True, offload=1, dispatch="all_to_all", global_batch_size=4),
+    Case("moe", tp=2, pp=2, dp=2, ep=2, etp=2, recompute=("full", "block", 1), global_batch_size=4),
 ]
 
 
