@@ -48,6 +48,12 @@ def add_arguments(parser: CommandParser) -> None:
     where.add_argument("--cluster", metavar="FILE", help="a cluster's file, such as configs/clusters/h100_64.yaml")
     parser.add_argument("--tokens", metavar="N", help="budget, such as 15T: its hours and cost are printed")
     parser.add_argument(
+        "--expert-load",
+        type=float,
+        metavar="X",
+        help="rows of the rank with most over the mean, for time and memory with dispatch by all_to_all (default: 1)",
+    )
+    parser.add_argument(
         "--top", type=int, default=DEFAULT_TOP, metavar="N", help=f"layouts to list (default: {DEFAULT_TOP})"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the config of the fastest layout there")
@@ -80,7 +86,10 @@ def run(args: argparse.Namespace) -> int:
     tokens = None if args.tokens is None else _tokens(args.tokens)
     cluster = cluster_at(args.gpus or args.cluster)
     config = load_config(args.config, args.overrides, os.environ, world_size=cluster.num_gpus)
-    plan = search(config, cluster)
+    load = 1.0 if args.expert_load is None else args.expert_load
+    if load < 1 or (args.expert_load is not None and not config.model.has_experts):
+        refuse([f"--expert-load = {load:g}: it is at least 1, of the experts of a model that has some."])
+    plan = search(config, cluster, expert_load=load)
     # Names of recomputed parts stand in brackets, which would be markup; a pipe is as wide as the longest layout.
     console = Console(highlight=False, soft_wrap=True, markup=False)
     if not console.is_terminal:
@@ -117,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _validate(args: argparse.Namespace) -> int:
     """Compare predictions with published runs; the rates are those of shipped devices, so nothing else can be chosen."""
-    others = ("config", "gpus", "cluster", "tokens", "out", "page")
+    others = ("config", "gpus", "cluster", "tokens", "expert_load", "out", "page")
     if given := [name for name in others if getattr(args, name) is not None] + [*args.overrides]:
         refuse(
             [

@@ -135,7 +135,7 @@ def _front_key(one: Found, plan: Plan) -> str:
 def _time(plan: Plan) -> str:
     """Draw the components of each pipeline rank's step, and compare those of the layouts on the front."""
     best = plan.best
-    ranks = Estimator(plan.cluster).simulated_ranks(best.config, best.sizes)
+    ranks = Estimator(plan.cluster, expert_load=plan.expert_load).simulated_ranks(best.config, best.sizes)
     rows = [(f"pp {pp}", _values(components)) for pp, components in enumerate(ranks)]
     chart = _scrolled(
         stacked_bar_chart("seconds by component and pipeline rank", COMPONENTS, rows, _seconds), len(rows)
@@ -193,7 +193,7 @@ def _schedule(plan: Plan) -> str:
     whole = batch_plan(config, sizes.dp).num_microbatches
     rounds = min(SIMULATED_ROUNDS, max(1, MOST_ACTIONS // (2 * sizes.vpp * sizes.pp)))
     drawn = min(whole, rounds * sizes.pp)
-    costs = Estimator(plan.cluster).costs(config, sizes)
+    costs = Estimator(plan.cluster, expert_load=plan.expert_load).costs(config, sizes)
     timeline = simulate(schedules.of_config(config, sizes.pp, sizes.vpp, drawn), costs)
     said = (
         f"{timeline.schedule.name}: {whole:,} microbatches per step in each of {sizes.dp:,} pipelines. Numbers in the picture are "

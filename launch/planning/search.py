@@ -13,6 +13,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from itertools import count, product
 from math import floor
 from typing import Literal
@@ -90,10 +91,12 @@ class Plan:
         too_large: reasons of layouts that do not fit; `num_too_large` also counts those that others rule out.
         num_legal: layouts whose time was predicted.
         usable_bytes: of a device's memory.
+        expert_load: for which times and memory are predicted: rows of the slowest rank's experts over the mean.
     """
 
     cluster: Cluster
     usable_bytes: int
+    expert_load: float = 1.0
     found: list[Found] = field(default_factory=list)
     illegal: Counter[str] = field(default_factory=Counter)
     too_large: dict[str, str] = field(default_factory=dict)
@@ -128,6 +131,7 @@ def describe(config: Config, sizes: ParallelSizes) -> str:
     words = [f"tp {sizes.tp}", f"cp {sizes.cp}" if sizes.cp > 1 else "", f"pp {sizes.pp}"]
     words += [f"vpp {sizes.vpp}" if sizes.vpp > 1 else ""]
     words += ["layers_per_stage auto" if config.parallel.layers_per_stage == "auto" else "", f"dp {sizes.dp}"]
+    words += [f"{name} {size}" for name, size in (("ep", sizes.ep), ("etp", sizes.etp)) if size > 1]
     words += ["sp" if config.parallel.cuts_sequence else "", f"micro batch {config.train.micro_batch_size}"]
     words += [config.schedule.name if config.schedule.name != "auto" else ""]
     words += [str(config.recompute) if config.recompute.is_any else ""]
@@ -147,9 +151,9 @@ def layouts(config: Config, cluster: Cluster, plan: Plan) -> Iterator[tuple[Conf
             plan.illegal["train.global_batch_size"] += 1
             continue
         of_pipeline = list(product(_micro_batches(config, dp, cp), of_pp[pp]))
-        for is_cut in (True, False) if tp > 1 else (False,):
+        for is_cut, (ep, etp) in product((True, False) if tp > 1 else (False,), _expert_cuts(config, tp, cp * dp)):
             whole = config.parallel.model_copy(
-                update={"tp": tp, "cp": cp, "pp": pp, "dp": dp, "sequence_parallel": is_cut}
+                update={"tp": tp, "cp": cp, "pp": pp, "dp": dp, "sequence_parallel": is_cut, "ep": ep, "etp": etp}
             )
             # A rule about these sizes alone, which most sizes of cp break.
             coarse = Subject(config.model_copy(update={"parallel": whole}), n, per_node)
@@ -182,7 +186,12 @@ def _of_pipeline(
 
 
 def search(
-    config: Config, cluster: Cluster, *, simulated: int = SIMULATED, implementation: Implementation = OURS
+    config: Config,
+    cluster: Cluster,
+    *,
+    simulated: int = SIMULATED,
+    implementation: Implementation = OURS,
+    expert_load: float = 1.0,
 ) -> Plan:
     """Find the fastest layouts of a run on a cluster.
 
@@ -192,12 +201,13 @@ def search(
         cluster: all of whose devices are used.
         simulated: number of layouts to find.
         implementation: the software whose steps are timed; memory is this engine's.
+        expert_load: as of `Plan`.
 
     Raises:
         ConfigError: no layout is legal, or none fits; the one with the least memory is named.
     """
-    estimator = Estimator(cluster, implementation)
-    plan = Plan(cluster, floor(estimator.device.memory_gb * 1e9 * (1 - MARGIN)))
+    estimator, load = Estimator(cluster, implementation, expert_load=expert_load), Fraction(expert_load)
+    plan = Plan(cluster, floor(estimator.device.memory_gb * 1e9 * (1 - MARGIN)), expert_load)
     order = count()
     memo: Memo = {}
     waiting = [
@@ -220,13 +230,13 @@ def search(
             plan.num_too_large += 1
             continue
         held = fastest.least_state(num_params, plan.usable_bytes)
-        memory = None if held else predict(fastest.config, fastest.sizes, memo=memo)
+        memory = None if held else predict(fastest.config, fastest.sizes, memo=memo, load=load)
         if memory is not None and memory.fullest.total <= plan.usable_bytes:
             plan.found.append(Found(fastest.config, fastest.sizes, fastest.time, memory))
             continue
         if memory is not None and fastest.choices is None:
             # With everything recomputed it holds least: if that is too much, no choice between needs a look.
-            memory = predict(fastest.most_recomputed(), fastest.sizes, memo=memo)
+            memory = predict(fastest.most_recomputed(), fastest.sizes, memo=memo, load=load)
         may_fit = memory is not None and (fastest.choices is not None or memory.fullest.total <= plan.usable_bytes)
         if may_fit and (again := fastest.next_recomputed(estimator, memo)) is not None:
             heapq.heappush(waiting, again)
@@ -300,9 +310,10 @@ class _Waiting:
         element = 2 if self.config.precision.dtype in ("bf16", "fp16") else 4
         gradient = 2 if self.config.precision.gradients == "bf16" else 4
         sizes = self.sizes
-        numel = num_params // (sizes.tp * sizes.pp)
+        # As if all were experts, or none was, whichever is less; every rank has a part of the optimizer's state.
+        numel = num_params // (max(sizes.tp, sizes.expert_ranks) * sizes.pp)
         # Moments in 16 bits and split masters are the least that an optimizer can have.
-        least = numel * (element + gradient) + numel * 4 // sizes.dp_cp
+        least = numel * (element + gradient) + num_params * 4 // sizes.world_size
         return least if least > usable else 0
 
     def most_recomputed(self) -> Config:
@@ -326,6 +337,15 @@ class _Waiting:
 
 def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _expert_cuts(config: Config, tp: int, others: int) -> list[tuple[int, int]]:
+    """List (ep, etp) that fill the ranks of a stage, tp x others, with whole sets of experts; (1, 1) without experts."""
+    moe = config.model.moe
+    if moe is None:
+        return [(1, 1)]
+    cuts = product(_divisors(moe.num_experts), dict.fromkeys((1, tp)))
+    return [(ep, etp) for ep, etp in cuts if tp * others % (ep * etp) == 0]
 
 
 def _micro_batches(config: Config, dp: int, cp: int) -> list[int]:

@@ -24,17 +24,17 @@ from engine.pipeline.simulate import Costs, simulate
 from models.predict.cut import Cut, Memo
 from models.predict.rank_memory import resolve_recompute
 from models.predict.step_time.cluster import Cluster
-from models.predict.step_time.facts import activation_bytes, element_bytes
+from models.predict.step_time.facts import Parameters, activation_bytes, element_bytes
 from models.predict.step_time.implementation import OURS, Implementation
 from models.predict.step_time.layer import Seconds, total
-from models.predict.step_time.links import Links
+from models.predict.step_time.links import Link, Links
 from models.predict.step_time.stage import StageTimer, Timed, timer_key
 
 SIMULATED_ROUNDS = 3
 """Microbatches that are simulated, in units of pp; a longer step goes on at the pace of the last round."""
 
 
-COMPONENTS = ("compute", "recompute", "tp", "cp", "pipeline bubble", "transfers", "dp", "optimizer")
+COMPONENTS = ("compute", "recompute", "tp", "cp", "experts", "pipeline bubble", "transfers", "dp", "optimizer")
 """In the order in which they are shown."""
 
 
@@ -62,10 +62,11 @@ class Estimator:
     Args:
         cluster: its nodes and links; its device is read once.
         implementation: the software that runs.
+        expert_load: rows of the slowest rank's experts over the mean (max over mean), in every layer.
     """
 
-    def __init__(self, cluster: Cluster, implementation: Implementation = OURS) -> None:
-        self.cluster, self.implementation = cluster, implementation
+    def __init__(self, cluster: Cluster, implementation: Implementation = OURS, *, expert_load: float = 1.0) -> None:
+        self.cluster, self.implementation, self.expert_load = cluster, implementation, expert_load
         self.device = cluster.load_device()
 
     def closed_form(
@@ -140,7 +141,9 @@ class _Step:
         )
         key = timer_key(self.config, sizes)
         if key not in memo:
-            memo[key] = StageTimer(self.config, sizes, self.device, self.links, self.implementation, documents)
+            memo[key] = StageTimer(
+                self.config, sizes, self.device, self.links, self.implementation, documents, estimator.expert_load
+            )
         timer: StageTimer = memo[key]
         self.timer = timer.layer_timer
         self.cut = Cut.of(self.config, memo)
@@ -170,7 +173,7 @@ class _Step:
         if not self._gathers_in_passes:
             return
         link, n = self.links.of_axes("dp", "cp"), self.sizes.dp_cp
-        numel = self.parameters[0]
+        numel = self.parameters[0].all
         calls = len(stage.layers) + 1
         gathered = link.seconds(numel * element_bytes(self.config) * (n - 1) / n, calls)
         reduced = link.seconds(numel * self.implementation.gradient_bytes * (n - 1) / n, calls)
@@ -281,20 +284,31 @@ class _Step:
 
     def _data_parallel(self, rank: int) -> float:
         """Return the exposed seconds of the sums of gradients and of gathered parameters, once a step."""
-        n, how = self.sizes.dp_cp, self.implementation
-        if n == 1 or self._gathers_in_passes:
+        how, numels = self.implementation, self.parameters[rank]
+        if self._gathers_in_passes:
             return 0.0
-        link, numel = self.links.of_axes("dp", "cp"), self.parameters[rank]
         bytes_each = max(how.gradient_bytes, self._main_grad_bytes() if how is OURS else 0)
-        buckets = max(1, -(-numel * bytes_each // self.config.optimizer.bucket_bytes))
-        wire = numel * (n - 1) / n
+        reduced = gathered = 0.0
+        buckets = 0
+        for numel, n, link in self._replicated(numels):
+            calls = max(1, -(-numel * bytes_each // self.config.optimizer.bucket_bytes))
+            wire = numel * (n - 1) / n
+            reduced += link.seconds(wire * bytes_each * (2 if how.shards == "none" else 1), calls)
+            gathered += link.seconds(wire * element_bytes(self.config), calls)
+            buckets += calls
+        if not buckets:
+            return 0.0
         forward, *backwards = self.ranks[rank].passes
-        backward = sum(backwards)
+        exposed = self._beyond(reduced, sum(backwards), buckets, hidden=how.dp_overlap)
         if how.shards == "none":
-            return self._beyond(link.seconds(2 * wire * bytes_each, buckets), backward, buckets, hidden=how.dp_overlap)
-        reduced = self._beyond(link.seconds(wire * bytes_each, buckets), backward, buckets, hidden=how.dp_overlap)
-        gathered = link.seconds(wire * element_bytes(self.config), buckets)
-        return reduced + self._beyond(gathered, forward, buckets, hidden=how.gather_overlap)
+            return exposed
+        return exposed + self._beyond(gathered, forward, buckets, hidden=how.gather_overlap)
+
+    def _replicated(self, numels: Parameters) -> list[tuple[int, int, Link]]:
+        """List (parameters, ranks that hold them, their link) of dense ones and of experts; those of one rank are left out."""
+        dense = numels.all - numels.experts, self.sizes.dp_cp, self.links.of_axes("dp", "cp")
+        experts = numels.experts, self.sizes.expert_dp, self.links.of_expert_replicas()
+        return [each for each in (dense, experts) if each[0] and each[1] > 1]
 
     def _main_grad_bytes(self) -> int:
         return max(4, element_bytes(self.config))
@@ -308,9 +322,11 @@ class _Step:
 
     def _optimizer(self) -> float:
         """Return the seconds of the update: state and gradients go through memory."""
-        numel = max(self.parameters)
-        shards = 1 if self.implementation.shards == "none" else self.sizes.dp_cp
-        own = numel / shards
+        most = max(self.parameters, key=lambda each: each.all)
+        numel, sizes = most.all, self.sizes
+        own = float(numel)
+        if self.implementation.shards != "none":
+            own = (numel - most.experts) / sizes.dp_cp + most.experts / sizes.expert_dp
         whole = own if self.implementation.shards == "parameters" else numel
         return self.timer.stream(
             own * self.implementation.optimizer_bytes + whole * self.implementation.every_step_bytes

@@ -25,7 +25,9 @@ from engine.data.document_statistics import DocumentStatistics
 from engine.layout.rank_grid import ParallelSizes
 from engine.layout.shard_spec import ParamSpec, localize
 from engine.telemetry.record.flops import core_flops_forward
+from models.predict.step_time.experts import ExpertWork, expert_work
 from models.predict.step_time.implementation import Implementation
+from models.predict.step_time.links import Wire
 from models.predict.terms import BYTES_PER_ELEMENT
 from models.specs import StageContents, layer_specs, stage_specs
 
@@ -69,6 +71,8 @@ class LayerWork:
         forward_bytes, backward_bytes: read and written by elementwise kernels.
         again_bytes, again_gemms: of what selective recomputation makes again, without attention.
         core_again: attention's forward is made again.
+        experts: the work of routed experts; None: the layer has none.
+        branches: share of a dense layer's two branches over tp; experts alone are none.
         head_size, keys_length: by which attention's rate is looked up.
     """
 
@@ -80,6 +84,8 @@ class LayerWork:
     again_bytes: float
     again_gemms: tuple[Gemm, ...]
     core_again: bool
+    experts: ExpertWork | None
+    branches: float
     head_size: int
     keys_length: int
 
@@ -94,16 +100,24 @@ def tokens_of_microbatch(config: Config) -> int:
     return config.train.micro_batch_size * part_length(config)
 
 
-def layer_gemms(config: Config, sizes: ParallelSizes) -> tuple[Gemm, ...]:
-    """Return the products of a layer's forward: those before attention, then proj, up and down."""
+def layer_gemms(config: Config, sizes: ParallelSizes, layer: int = 0) -> tuple[Gemm, ...]:
+    """Return the products of a layer's forward: those before attention, then proj, up and down.
+
+    Of experts, the shared ones have up and down; a layer without any has neither.
+    """
     model, t, rows = config.model, sizes.tp, tokens_of_microbatch(config)
-    h, f = model.hidden_size, model.ffn_size // t
-    return (
-        *_gemms_before_attention(config, sizes),
-        Gemm(rows, h, model.num_attention_heads * model.value_size // t, column=False),
-        Gemm(rows, model.activation_kind.num_inputs * f, h, column=True),
-        Gemm(rows, h, f, column=False),
-    )
+    h, f = model.hidden_size, _mlp_size(config, layer) // t
+    proj = Gemm(rows, h, model.num_attention_heads * model.value_size // t, column=False)
+    up, down = Gemm(rows, model.activation_kind.num_inputs * f, h, column=True), Gemm(rows, h, f, column=False)
+    return (*_gemms_before_attention(config, sizes), proj, *((up, down) if f else ()))
+
+
+def _mlp_size(config: Config, layer: int) -> int:
+    """Return the width of the MLP that all tokens of a layer have; 0: none."""
+    model = config.model
+    if model.moe is None or not model.layer_kind(layer).has_experts:
+        return model.ffn_size
+    return model.moe.shared_size
 
 
 def _gemms_before_attention(config: Config, sizes: ParallelSizes) -> tuple[Gemm, ...]:
@@ -133,14 +147,22 @@ def layer_work(
     implementation: Implementation,
     layer: int = 0,
     documents: DocumentStatistics | None = None,
+    load: float = 1.0,
 ) -> LayerWork:
-    """Count the work of one layer; `documents`: within which tokens attend, None: across them."""
+    """Count the work of one layer.
+
+    Args:
+        documents: within which tokens attend; None: across them.
+        load: of the slowest rank's experts.
+    """
     model, t = config.model, sizes.tp
     rows, w = tokens_of_microbatch(config), element_bytes(config)
-    gemms = layer_gemms(config, sizes)
+    gemms = layer_gemms(config, sizes, layer)
+    experts = expert_work(config, sizes, load) if model.layer_kind(layer).has_experts else None
     local = rows / (t if config.parallel.sequence_parallel else 1)
-    proj, up, down = gemms[-3:]
-    h, q, f = model.hidden_size, model.num_attention_heads * model.head_size // t, down.k
+    f = _mlp_size(config, layer) // t
+    proj, *mlp = gemms[-3:] if f else gemms[-1:]
+    h, q = model.hidden_size, model.num_attention_heads * model.head_size // t
     # Of keys that latents make, none but one rotates, and all are copied beside it.
     kv = 2 * local_kv_heads(config) * model.head_size
     inputs = model.activation_kind.num_inputs
@@ -166,6 +188,8 @@ def layer_work(
         scores_backward = unfused.scores * (3 * w + dropout) + 2 * (2 * q + kv) * rows * w
     parts = config.recompute.parts if config.recompute.granularity != "none" else frozenset()
     again = (norms if "norm" in parts else 0.0) + (activated if parts & {"activation", "mlp"} else 0.0)
+    if experts is not None and parts & {"activation", "mlp"}:
+        again += experts.activated_bytes
     again += (rotated if "rope" in parts else 0.0) + (scores_forward if "attention" in parts else 0.0)
     core = core_flops_forward(model, documents)[layer] * rows / t
     return LayerWork(
@@ -181,8 +205,10 @@ def layer_work(
         + biased
         + scores_backward,
         again_bytes=again,
-        again_gemms=(up,) * ("mlp" in parts) + gemms[2:3] * ("attention" in parts and model.mla is not None),
+        again_gemms=tuple(mlp[:1]) * ("mlp" in parts) + gemms[2:3] * ("attention" in parts and model.mla is not None),
         core_again="attention" in parts,
+        experts=experts,
+        branches=1.0 if f else 0.5,
         head_size=model.head_size,
         keys_length=round(2 * core / (2 * rows * (q + proj.k)) / sizes.cp) if core else model.seq_length,
     )
@@ -199,15 +225,37 @@ def recomputed_layers(config: Config, stage: StageContents) -> int:
     )
 
 
-def parameters_of(config: Config, sizes: ParallelSizes, stage: StageContents) -> int:
-    """Count the parameters of a stage on one rank; the layers of a stage have equal shapes."""
-    in_layer = _on_rank(config, sizes, layer_specs(config.model, 0)) if len(stage.layers) else 0
-    return len(stage.layers) * in_layer + _on_rank(config, sizes, stage_specs(config.model, _Ends(stage)))
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Numbers of parameters on one rank: of all kinds, and of experts among them, which have other replicas."""
+
+    all: int = 0
+    experts: int = 0
+
+    def __add__(self, other: "Parameters") -> "Parameters":
+        return Parameters(self.all + other.all, self.experts + other.experts)
+
+    def times(self, count: int) -> "Parameters":
+        return Parameters(count * self.all, count * self.experts)
 
 
-def _on_rank(config: Config, sizes: ParallelSizes, specs: Iterable[ParamSpec]) -> int:
-    sequence_parallel = config.parallel.sequence_parallel
-    return sum(localize(spec, tp=sizes.tp, tp_index=0, sequence_parallel=sequence_parallel).numel for spec in specs)
+def parameters_of_layer(config: Config, sizes: ParallelSizes, layer: int) -> Parameters:
+    """Count the parameters of a layer on one rank."""
+    return _on_rank(config, sizes, layer_specs(config.model, layer))
+
+
+def parameters_of_ends(config: Config, sizes: ParallelSizes, stage: StageContents) -> Parameters:
+    """Count the parameters of a stage on one rank without its layers."""
+    return _on_rank(config, sizes, stage_specs(config.model, _Ends(stage)))
+
+
+def _on_rank(config: Config, sizes: ParallelSizes, specs: Iterable[ParamSpec]) -> Parameters:
+    sequence_parallel, place = config.parallel.sequence_parallel, sizes.expert_place(0)
+    records = [
+        localize(spec, tp=sizes.tp, tp_index=0, sequence_parallel=sequence_parallel, experts=place) for spec in specs
+    ]
+    experts = sum(record.numel for record in records if record.reduce_over == "expert_dp")
+    return Parameters(sum(record.numel for record in records), experts)
 
 
 class _Ends:
@@ -217,20 +265,6 @@ class _Ends:
 
     def __init__(self, stage: StageContents) -> None:
         self.has_embedding, self.has_head = stage.has_embedding, stage.has_head
-
-
-@dataclass(frozen=True, slots=True)
-class Wire:
-    """Bytes that a rank puts on the wire in some calls."""
-
-    bytes: float = 0.0
-    calls: int = 0
-
-    def times(self, count: float) -> "Wire":
-        return Wire(self.bytes * count, round(self.calls * count))
-
-    def __add__(self, other: "Wire") -> "Wire":
-        return Wire(self.bytes + other.bytes, self.calls + other.calls)
 
 
 NOTHING = Wire()
@@ -253,6 +287,11 @@ class TensorParallelWires:
     regathered: Wire
     leaving: Wire
     deferred: Wire
+
+    def times(self, count: float) -> "TensorParallelWires":
+        """Return a part of the layer's wires."""
+        parts = (self.forward, self.entering, self.regathered, self.leaving, self.deferred)
+        return TensorParallelWires(*(wire.times(count) for wire in parts))
 
 
 def tensor_parallel_wires(config: Config, sizes: ParallelSizes) -> TensorParallelWires:

@@ -10,19 +10,22 @@ from dataclasses import dataclass, field, replace
 from engine.config.tree import Config
 from engine.layout.rank_grid import ParallelSizes
 from models.predict.step_time.device import Device
+from models.predict.step_time.experts import ExpertWork
 from models.predict.step_time.facts import (
     ContextParallelWires,
     Gemm,
     LayerWork,
     TensorParallelWires,
-    Wire,
     activation_bytes,
     context_parallel_wires,
     element_bytes,
     tensor_parallel_wires,
 )
 from models.predict.step_time.implementation import Implementation
-from models.predict.step_time.links import Link, Links
+from models.predict.step_time.links import Link, Links, Wire
+
+EXPERT_KERNELS = 14
+"""Kernels of a layer's router, dispatch and experts in a forward besides those of a dense layer; a backward has twice as many."""
 
 BACKWARD_FORWARDS = 2.5
 """FLOPs of a fused attention's backward over its forward: five products for two (2205.14135, algorithm 4)."""
@@ -58,7 +61,7 @@ class LayerTimer:
         self, config: Config, sizes: ParallelSizes, device: Device, links: Links, implementation: Implementation
     ) -> None:
         self.config, self.sizes, self.device, self.implementation = config, sizes, device, implementation
-        self._tp, self._cp = links.of_axes("tp"), links.of_axes("cp")
+        self._tp, self._cp, self._experts = links.of_axes("tp"), links.of_axes("cp"), links.of_experts()
         self._dtype = "fp8" if implementation.fp8 else config.precision.dtype
         self._tp_wires: TensorParallelWires = tensor_parallel_wires(config, sizes)
         self._cp_wires: ContextParallelWires = context_parallel_wires(config, sizes)
@@ -84,7 +87,7 @@ class LayerTimer:
             forward = self.products(self._pieces(work.gemms))[0] * self.sizes.tp
         core, core_back = self.core(work)
         launches = self.launches(self.implementation.kernels_per_layer)
-        forward_exposed = self._forward_tp(forward)
+        forward_exposed = self._forward_tp(forward, work.branches)
         computed = forward + core + self.stream(work.forward_bytes) + launches
         again = self.stream(work.again_bytes) + sum(self._gemm(gemm.m, gemm.n, gemm.k) for gemm in work.again_gemms)
         again += core if work.core_again and not self.implementation.selective_products else 0.0
@@ -103,12 +106,44 @@ class LayerTimer:
             },
             weight_grad={"compute": weight_grad + launches, "tp": 0.0},
         )
-        seconds.input_grad["tp"], seconds.weight_grad["tp"] = self._backward_tp(input_grad, weight_grad)
+        seconds.input_grad["tp"], seconds.weight_grad["tp"] = self._backward_tp(input_grad, weight_grad, work.branches)
+        if work.experts is not None:
+            self._add_experts(seconds, work, work.experts)
         if recomputed:
-            seconds.input_grad["recompute"] = computed
+            seconds.input_grad["recompute"] = seconds.forward["compute"]
+            forward_exposed = seconds.forward["tp"]
+            if work.experts is not None:
+                seconds.input_grad["experts"] += seconds.forward["experts"]
             seconds.input_grad["tp"] += forward_exposed
             seconds.input_grad["cp"] += cp_forward
         return seconds
+
+    def _add_experts(self, seconds: Seconds, work: LayerWork, experts: ExpertWork) -> None:
+        """Add the routed experts of a layer: their products, copies of rows, and what dispatch sends."""
+        products = [(experts.router, self._router_dtype), (experts.up, self._dtype), (experts.down, self._dtype)]
+        time, moved = self.device.gemm_seconds, self.stream(experts.moved_bytes)
+        forward = sum(time(one.m, one.n, one.k, dtype, one.count) for one, dtype in products)
+        input_grad = sum(time(one.m, one.k, one.n, dtype, one.count) for one, dtype in products)
+        weight_grad = sum(
+            time(one.k, one.n, one.m, dtype, one.count) + self._added(one.n * one.k * one.count)
+            for one, dtype in products
+        )
+        launches = self.launches(EXPERT_KERNELS)
+        seconds.forward["compute"] += forward + moved + launches
+        seconds.input_grad["compute"] += input_grad + 2 * moved + 2 * launches
+        seconds.weight_grad["compute"] += weight_grad
+        if "mlp" in self.config.recompute.parts:
+            up = experts.up
+            seconds.input_grad["recompute"] += time(up.m, up.n, up.k, self._dtype, up.count)
+        seconds.forward["experts"] = self._seconds(self._experts, experts.forward)
+        seconds.input_grad["experts"] = self._seconds(self._experts, experts.backward)
+        cut = self._tp_seconds(experts.cut)
+        seconds.forward["tp"] += cut
+        seconds.input_grad["tp"] += cut
+
+    @property
+    def _router_dtype(self) -> str:
+        return "fp32" if "fp32" in self.device.peak_tflops else self.config.precision.dtype
 
     @property
     def _in_pieces(self) -> bool:
@@ -190,15 +225,15 @@ class LayerTimer:
         first = seconds / self.sizes.tp if pieces else 0.0
         return first + self.device.beyond(seconds - first, products)
 
-    def _forward_tp(self, forward: float) -> float:
-        wire = self._tp_wires.forward
+    def _forward_tp(self, forward: float, branches: float) -> float:
+        wire = self._tp_wires.forward.times(branches)
         if not self._in_pieces:
             return self._tp_seconds(wire)
         return self._beside(wire, forward, pieces=True)
 
-    def _backward_tp(self, input_grad: float, weight_grad: float) -> tuple[float, float]:
+    def _backward_tp(self, input_grad: float, weight_grad: float, branches: float) -> tuple[float, float]:
         """Return the exposed seconds in I and in W."""
-        wires, how = self._tp_wires, self.implementation
+        wires, how = self._tp_wires.times(branches), self.implementation
         # Two of the four products of each kind belong to column-parallel layers.
         column_input, column_weight = input_grad / 2, weight_grad / 2
         if self.config.schedule.defers_weight_gradients:

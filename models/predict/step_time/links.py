@@ -20,6 +20,20 @@ NETWORK_SHARE = 0.94
 
 
 @dataclass(frozen=True, slots=True)
+class Wire:
+    """Bytes that a rank puts on the wire in some calls."""
+
+    bytes: float = 0.0
+    calls: int = 0
+
+    def times(self, count: float) -> "Wire":
+        return Wire(self.bytes * count, round(self.calls * count))
+
+    def __add__(self, other: "Wire") -> "Wire":
+        return Wire(self.bytes + other.bytes, self.calls + other.calls)
+
+
+@dataclass(frozen=True, slots=True)
 class Link:
     """The way between the ranks of one group.
 
@@ -73,6 +87,15 @@ class Links:
             return Link(self._nvlink, self._call)
         latency = self._call + (len(on_node) - 1) * self._cluster.network_latency_us * 1e-6
         return Link(min(self._nvlink, min(on_node.values()) * self._network), latency)
+
+    def of_experts(self) -> Link:
+        """Return the link between the ranks that share a set of experts."""
+        return self.of_group(range(self._grid.sizes.expert_ranks))
+
+    def of_expert_replicas(self) -> Link:
+        """Return the link between the ranks of a stage that hold the same experts."""
+        sizes = self._grid.sizes
+        return self.of_group(range(0, sizes.world_size // sizes.pp, sizes.expert_ranks))
 
     def hand_over(self) -> Link:
         """Return the link between neighbouring pipeline ranks: a message, not a collective."""

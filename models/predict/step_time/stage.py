@@ -12,7 +12,14 @@ from engine.data.document_statistics import DocumentStatistics
 from engine.layout.rank_grid import ParallelSizes
 from models.predict.cut import Contents
 from models.predict.step_time.device import Device
-from models.predict.step_time.facts import head_gemm, layer_work, parameters_of, recomputed_layers
+from models.predict.step_time.facts import (
+    Parameters,
+    head_gemm,
+    layer_work,
+    parameters_of_ends,
+    parameters_of_layer,
+    recomputed_layers,
+)
 from models.predict.step_time.implementation import Implementation
 from models.predict.step_time.layer import LayerTimer, Seconds
 from models.predict.step_time.links import Links
@@ -29,14 +36,14 @@ class Timed:
 
     seconds: Seconds
     passes: tuple[float, float, float]
-    parameters: int
+    parameters: Parameters
 
     @property
     def total(self) -> float:
         return sum(self.passes)
 
     @classmethod
-    def of(cls, seconds: Seconds, parameters: int) -> "Timed":
+    def of(cls, seconds: Seconds, parameters: Parameters) -> "Timed":
         forward, input_grad, weight_grad = (sum(part.values()) for part in seconds.passes)
         return cls(seconds, (forward, input_grad, weight_grad), parameters)
 
@@ -45,7 +52,8 @@ def timer_key(config: Config, sizes: ParallelSizes) -> tuple[object, ...]:
     """Return what the stages of a run's layouts depend on besides their layers: layouts that are equal in it share a timer."""
     parallel, micro = config.parallel, config.train.micro_batch_size
     defers, recompute = config.schedule.defers_weight_gradients, config.recompute.model_dump_json()
-    return "timer", sizes.tp, sizes.cp, parallel.sequence_parallel, micro, defers, recompute
+    ranks = sizes.tp, sizes.cp, sizes.ep, sizes.etp
+    return "timer", *ranks, parallel.sequence_parallel, micro, defers, recompute
 
 
 class StageTimer:
@@ -59,23 +67,23 @@ class StageTimer:
         links: Links,
         implementation: Implementation,
         documents: DocumentStatistics | None,
+        expert_load: float,
     ) -> None:
         self.layer_timer = LayerTimer(config, sizes, device, links, implementation)
         self._config, self._sizes = config, sizes
-        self._implementation, self._documents = implementation, documents
+        self._implementation, self._documents, self._expert_load = implementation, documents, expert_load
         # In the order of the numbers of `Contents`.
         self._of_kind = [config.model.kinds.index(kind) for kind in dict.fromkeys(config.model.kinds)]
         self._layers: dict[tuple[int, bool], Seconds] = {}
         self._stages: dict[Contents, Timed] = {}
         self._ranks: dict[tuple[Contents, ...], Timed] = {}
-        self._parameters: dict[Contents, int] = {}
+        self._in_layer: dict[int, Parameters] = {}
+        self._in_ends: dict[tuple[bool, bool], Parameters] = {}
 
     def stage(self, contents: Contents) -> Timed:
         """Return the seconds of a stage with these contents."""
         if contents not in self._stages:
-            in_layer = self._parameters_of(Contents((0,), False, False))
-            in_ends = self._parameters_of(contents._replace(layers=()))
-            self._stages[contents] = Timed.of(self._time(contents), len(contents.layers) * in_layer + in_ends)
+            self._stages[contents] = Timed.of(self._time(contents), self._parameters_of(contents))
         return self._stages[contents]
 
     def rank(self, contents: tuple[Contents, ...]) -> Timed:
@@ -84,13 +92,19 @@ class StageTimer:
             seconds, each = Seconds(), [self.stage(one) for one in contents]
             for one in each:
                 seconds.add(one.seconds)
-            self._ranks[contents] = Timed.of(seconds, sum(one.parameters for one in each))
+            self._ranks[contents] = Timed.of(seconds, sum((one.parameters for one in each), Parameters()))
         return self._ranks[contents]
 
-    def _parameters_of(self, contents: Contents) -> int:
-        if contents not in self._parameters:
-            self._parameters[contents] = parameters_of(self._config, self._sizes, contents.as_stage())
-        return self._parameters[contents]
+    def _parameters_of(self, contents: Contents) -> Parameters:
+        ends = contents.has_embedding, contents.has_head
+        if ends not in self._in_ends:
+            self._in_ends[ends] = parameters_of_ends(self._config, self._sizes, contents.as_stage())
+        total = self._in_ends[ends]
+        for kind, count in Counter(contents.layers).items():
+            if kind not in self._in_layer:
+                self._in_layer[kind] = parameters_of_layer(self._config, self._sizes, self._of_kind[kind])
+            total += self._in_layer[kind].times(count)
+        return total
 
     def _time(self, contents: Contents) -> Seconds:
         seconds = Seconds()
@@ -100,7 +114,9 @@ class StageTimer:
         for (kind, recomputed), count in counts.items():
             if (kind, recomputed) not in self._layers:
                 layer = self._of_kind[kind]
-                work = layer_work(self._config, self._sizes, self._implementation, layer, self._documents)
+                work = layer_work(
+                    self._config, self._sizes, self._implementation, layer, self._documents, self._expert_load
+                )
                 self._layers[kind, recomputed] = self.layer_timer.layer(work, recomputed=recomputed)
             seconds.add(self._layers[kind, recomputed], count)
         if contents.has_embedding:

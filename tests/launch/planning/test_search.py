@@ -174,3 +174,43 @@ def test_the_command_prints_layouts_and_writes_a_config(tmp_path: Path, capsys: 
     assert not problems(config, 8, 8)
     assert config.train.global_batch_size == load_config(Path("configs/gpt_1p3b.yaml"), [], {}).train.global_batch_size
     assert main(["plan", "configs/gpt_1p3b.yaml", "--gpus", "8xNoSuch"]) == ConfigError.exit_code
+
+
+MOE = {
+    "layers": ["dense", "moe*3"],
+    "moe": {"num_experts": 16, "top_k": 4, "ffn_hidden_size": 8192},
+    "activation": "swiglu",
+    "bias": "none",
+}
+
+
+def test_experts_are_cut_in_every_way_that_fills_the_ranks() -> None:
+    found = {
+        (sizes.tp, sizes.pp, sizes.ep, sizes.etp): planning.describe(trial, sizes)
+        for trial, sizes in layouts(config_of(**MOE), CLUSTER, Plan(CLUSTER, 0))
+    }
+    of_one_stage = {(tp, ep, etp) for tp, pp, ep, etp in found if pp == 1}
+    assert of_one_stage == {
+        *((tp, ep, 1) for tp in (1, 2, 4) for ep in (1, 2, 4)),
+        *((2, 1, 2), (2, 2, 2), (4, 1, 4)),
+    }
+    assert {(ep, etp) for tp, pp, ep, etp in found if (tp, pp) == (2, 2)} == {(1, 1), (2, 1), (1, 2)}
+    assert "ep 2, etp 2" in found[2, 1, 2, 2]
+
+
+def test_layouts_with_experts_that_share_what_is_counted_are_predicted_as_each_alone() -> None:
+    memo: Memo = {}
+    estimator = Estimator(CLUSTER, expert_load=1.5)
+    for trial, sizes in list(layouts(config_of(**MOE), CLUSTER, Plan(CLUSTER, 0)))[::11]:
+        assert estimator.closed_form(trial, sizes, memo=memo) == estimator.closed_form(trial, sizes)
+        assert predict(trial, sizes, memo=memo) == predict(trial, sizes)
+
+
+def test_experts_that_one_gpu_cannot_hold_are_cut() -> None:
+    """2.4 billion parameters: 18 bytes each without a cut; no load of experts makes a layout faster or smaller."""
+    config = config_of(**(MOE | {"num_layers": 8, "layers": ["moe"]}))
+    plan = search(config, CLUSTER, simulated=10)
+    assert plan.best.sizes.ep * plan.best.sizes.tp * plan.best.sizes.pp > 1
+    assert plan.best.time.components["experts"] > 0 or plan.best.sizes.ep * plan.best.sizes.etp == 1
+    loaded = search(config, CLUSTER, simulated=10, expert_load=3.0)
+    assert loaded.best.time.seconds > plan.best.time.seconds

@@ -15,7 +15,8 @@ from models.predict.step_time.facts import (
     head_gemm,
     layer_gemms,
     layer_work,
-    parameters_of,
+    parameters_of_ends,
+    parameters_of_layer,
     recomputed_layers,
     tensor_parallel_wires,
 )
@@ -119,7 +120,9 @@ def test_parameters_of_a_rank_are_those_of_the_specs() -> None:
     config = layout(tp=1, pp=2)
     sizes = parallel_sizes(config)
     for stage in stages_of(config):
-        assert parameters_of(config, sizes, stage) == sum(spec.numel for spec in stage_specs(config.model, stage))
+        layers = sum(parameters_of_layer(config, sizes, layer).all for layer in stage.layers)
+        counted = layers + parameters_of_ends(config, sizes, stage).all
+        assert counted == sum(spec.numel for spec in stage_specs(config.model, stage))
 
 
 def test_few_key_heads_are_replicated() -> None:
